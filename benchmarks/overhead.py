@@ -1,0 +1,149 @@
+"""What Stepscope costs a step outside every window: the same loop bare and recorded, interleaved in one process.
+
+    python benchmarks/overhead.py                # a CPU step of about 10 ms
+    python benchmarks/overhead.py --device cuda  # GPU steps of about 10 ms, device-bound and launch-bound
+
+Blocks of steps with every hook on alternate with blocks that have none, in random order within a
+pair; the figure is the ratio of the medians, and beside it the bootstrap interval of that ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stepscope.record.session import Session
+from stepscope.record.windows import Windows
+
+STEPS_PER_BLOCK = 10
+
+
+@dataclass
+class Loop:
+    """One training loop to be timed."""
+
+    name: str
+    model: nn.Module
+    batch: torch.Tensor
+    optimizer: torch.optim.Optimizer
+
+    def step(self) -> None:
+        loss = self.model(self.batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def mlp(name: str, device: str, width: int, depth: int, batch: int, dtype: torch.dtype) -> Loop:
+    layers = [module for _ in range(depth) for module in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*layers).to(device, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    return Loop(name, model, torch.randn(batch, width, device=device, dtype=dtype), optimizer)
+
+
+def loops(device: str) -> list[Callable[[], Loop]]:
+    if device == "cpu":
+        return [lambda: mlp("CPU", "cpu", 256, 6, 128, torch.float32)]
+    return [
+        lambda: mlp("GPU, device-bound", device, 8192, 2, 8192, torch.bfloat16),
+        lambda: mlp("GPU, launch-bound", device, 64, 100, 64, torch.float32),
+    ]
+
+
+def block_ms(loop: Loop, device: str, num_steps: int) -> float:
+    """Milliseconds a step of one block, the device's queue empty at both ends."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    began = time.perf_counter_ns()
+    for _ in range(num_steps):
+        loop.step()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return (time.perf_counter_ns() - began) / 1e6 / num_steps
+
+
+def tune(make: Callable[[], Loop], device: str) -> tuple[Loop, int]:
+    """A loop and how many of its steps make about 10 ms (1 when a step is that long already)."""
+    loop = make()
+    for _ in range(3):
+        block_ms(loop, device, 5)
+    return loop, max(1, round(10 / block_ms(loop, device, 20)))
+
+
+def measure(make: Callable[[], Loop], device: str, seconds: float) -> dict[str, float | str]:
+    """The table's row for one loop."""
+    loop, repeat = tune(make, device)
+    if repeat > 1:  # a step is several passes: gradient accumulation makes it 10 ms long
+        single = loop.step
+
+        def accumulated() -> None:
+            for _ in range(repeat - 1):
+                loop.model(loop.batch).square().mean().backward()
+            single()
+
+        loop.step = accumulated  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        windows = Windows(warmup=2, clean=1, trace=0, memory=0)
+        session = Session(Path(folder), windows=windows, facts={})
+        session.start()
+        for _ in range(8):
+            loop.step()
+        bare: list[float] = []
+        recorded: list[float] = []
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for is_bare in random.sample((True, False), 2):
+                if is_bare:
+                    session.suspend()
+                block_ms(loop, device, 1)
+                (bare if is_bare else recorded).append(block_ms(loop, device, STEPS_PER_BLOCK))
+                if is_bare:
+                    session.resume()
+        session.close("finished")
+    ratios = sorted(
+        statistics.median(random.choices(recorded, k=len(recorded)))
+        / statistics.median(random.choices(bare, k=len(bare)))
+        for _ in range(1000)
+    )
+    return {
+        "loop": loop.name,
+        "passes": repeat,
+        "blocks": len(bare),
+        "bare": statistics.median(bare),
+        "recorded": statistics.median(recorded),
+        "ratio": statistics.median(recorded) / statistics.median(bare),
+        "low": ratios[25],
+        "high": ratios[975],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--seconds", type=float, default=40.0, help="measuring time for each loop")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)  # one busy core of a shared machine is steadier than two
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, blocks of {STEPS_PER_BLOCK} steps\n")
+    print("| loop | passes a step | blocks each | bare ms | recorded ms | ratio | 95 % interval |")
+    print("|---|---|---|---|---|---|---|")
+    for make in loops(arguments.device):
+        row = measure(make, arguments.device, arguments.seconds)
+        print(
+            f"| {row['loop']} | {row['passes']} | {row['blocks']} | {row['bare']:.3f} | {row['recorded']:.3f} "
+            f"| {row['ratio']:.4f} | {row['low']:.4f} to {row['high']:.4f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

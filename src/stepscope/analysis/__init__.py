@@ -1,0 +1,1 @@
+"""Pure functions from recorded data to results. No torch, no files, no printing."""

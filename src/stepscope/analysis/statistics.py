@@ -1,0 +1,67 @@
+"""Summaries of raw samples: quantiles, spread, and a bootstrap interval of the median."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NUM_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What a set of samples says; every figure in the samples' own unit."""
+
+    num_samples: int
+    median: float
+    p10: float
+    p90: float
+    mean: float
+    std: float
+    ci_low: float
+    """Lower end of the 95 % bootstrap interval of the median."""
+    ci_high: float
+
+
+def describe(samples: Sequence[float]) -> Distribution:
+    """The distribution of one or more samples; the same samples always give the same interval.
+
+    >>> describe([3.0, 1.0, 2.0]).median
+    2.0
+    """
+    if not samples:
+        raise ValueError("no samples to describe")
+    ordered = sorted(samples)
+    mean = sum(ordered) / len(ordered)
+    variance = sum((x - mean) ** 2 for x in ordered) / max(1, len(ordered) - 1)
+    ci_low, ci_high = _bootstrap_median(ordered)
+    return Distribution(
+        num_samples=len(ordered),
+        median=quantile(ordered, 0.5),
+        p10=quantile(ordered, 0.1),
+        p90=quantile(ordered, 0.9),
+        mean=mean,
+        std=variance**0.5,
+        ci_low=ci_low,
+        ci_high=ci_high,
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of ordered samples lie, interpolated.
+
+    >>> quantile([0.0, 10.0], 0.9)
+    9.0
+    """
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _bootstrap_median(ordered: Sequence[float]) -> tuple[float, float]:
+    # A generator of its own: the caller's random state is not ours to move, and results must repeat.
+    generator = random.Random(len(ordered))
+    medians = sorted(quantile(sorted(generator.choices(ordered, k=len(ordered))), 0.5) for _ in range(NUM_RESAMPLES))
+    return quantile(medians, 0.025), quantile(medians, 0.975)

@@ -1,0 +1,132 @@
+"""The Python interface: `record`, `step`, `phase` for scripts, `read` for recordings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from stepscope.errors import RecordingError, UsageError
+from stepscope.record import current
+
+if TYPE_CHECKING:
+    from stepscope.record.session import Session
+    from stepscope.record.windows import Windows
+    from stepscope.report.card import Card
+
+
+def is_disabled() -> bool:
+    """Whether STEPSCOPE_DISABLE switches recording off."""
+    return os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0")
+
+
+def step(tokens: int | None = None, loss: Any = None) -> None:
+    """Say that a step ends here. Free when nothing is being recorded.
+
+    >>> step()
+    """
+    if current.session is not None:
+        current.session.explicit_step(tokens, loss)
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Say that the time inside belongs to `data`, `forward`, `backward`, `optimizer` or `other`.
+
+    >>> with phase("data"):
+    ...     batch = [1, 2, 3]
+    """
+    return current.session.phase(name) if current.session is not None else nullcontext()
+
+
+def read(folder: str | os.PathLike[str]) -> Card:
+    """The card of a recording: figures as attributes, text as `str()`, a table in a notebook."""
+    from stepscope.report.card import Card
+
+    return Card.of(Path(folder))
+
+
+class Recorder(ContextDecorator):
+    """A recording of a block of your own code; what `stepscope.record(...)` returns."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: Any,
+        optimizer: Any,
+        windows: Windows | None,
+        tokens_per_step: int | None,
+        force: bool,
+    ) -> None:
+        self.folder = Path(folder)
+        self._model, self._optimizer, self._windows = model, optimizer, windows
+        self._tokens_per_step, self._force = tokens_per_step, force
+        self._session: Session | None = None
+
+    def __enter__(self) -> Recorder:
+        if is_disabled():
+            return self
+        if current.session is not None:
+            raise UsageError(f"already recording to {current.session.folder}: one recording at a time in a process")
+        from stepscope.record.files import prepare_folder
+        from stepscope.record.session import Session
+        from stepscope.record.windows import Windows
+
+        try:
+            prepare_folder(self.folder, self._force)
+            windows = self._windows or Windows()
+            self._session = Session(
+                self.folder,
+                windows=windows,
+                model=self._model,
+                optimizer=self._optimizer,
+                tokens_per_step=self._tokens_per_step,
+                facts={"command": {"argv": sys.argv, "api": True}, "started_at": time.time()},
+            )
+        except ValueError as error:
+            raise RecordingError(str(error)) from None
+        self._session.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            from stepscope.record.files import STATUS_FAILED, STATUS_FINISHED, STATUS_INTERRUPTED
+
+            status = STATUS_FINISHED if error is None else STATUS_FAILED
+            self._session.close(STATUS_INTERRUPTED if kind is KeyboardInterrupt else status)
+
+    def step(self, tokens: int | None = None, loss: Any = None) -> None:
+        """Say that a step ends here, and, if you like, how many tokens it had and its loss."""
+        if self._session is not None:
+            self._session.explicit_step(tokens, loss)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Say that the time inside belongs to one phase."""
+        return self._session.phase(name) if self._session is not None else nullcontext()
+
+    @property
+    def result(self) -> Card | None:
+        """The card of what was recorded; None when recording is disabled."""
+        return read(self.folder) if self._session is not None else None
+
+
+def record(
+    folder: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    windows: Windows | None = None,
+    tokens_per_step: int | None = None,
+    force: bool = False,
+) -> Recorder:
+    """Record the steps of a block of code; a context manager and a decorator.
+
+    Costs nothing when STEPSCOPE_DISABLE=1 is set. `model` and `optimizer` are found by
+    themselves in most loops; giving the model makes the first steps count too.
+    """
+    return Recorder(folder, model, optimizer, windows, tokens_per_step, force)

@@ -1,0 +1,1 @@
+"""The command line: one file a verb, thin, everything heavy imported late."""

@@ -1,0 +1,60 @@
+"""The `stepscope` command: finds the verb, runs it, turns a user's mistake into one line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from stepscope.errors import StepscopeError
+from stepscope.version import __version__
+
+# One line a verb: its module is imported only when it is the one asked for, so that
+# `--help` never pays for torch. The text is what `stepscope --help` shows.
+VERBS = {
+    "run": "measure a training script without touching it",
+    "card": "show the card of a recording again",
+    "doctor": "what this machine has, and what Stepscope can measure on it",
+}
+
+EXIT_USAGE = 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return EXIT_USAGE
+    if arguments[0] not in VERBS:
+        parser.parse_args(arguments[:1])  # --help, --version, or an error with the right verbs
+        return EXIT_USAGE
+    verb = importlib.import_module(f"stepscope.cli.{arguments[0]}")
+    verb_parser = argparse.ArgumentParser(
+        prog=f"stepscope {arguments[0]}",
+        description=verb.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verb.add_arguments(verb_parser)
+    try:
+        exit_code: int = verb.main(verb_parser.parse_args(arguments[1:]))
+        return exit_code
+    except StepscopeError as error:
+        print(f"stepscope {arguments[0]}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="stepscope",
+        description="Where a PyTorch training step goes, what would make it better, and the proof.",
+        epilog=f"verbs:\n{verbs}\n\nstepscope VERB --help says more about one verb.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"stepscope {__version__}")
+    parser.add_argument("verb", choices=list(VERBS), metavar="VERB", help="one of the verbs below")
+    return parser

@@ -1,0 +1,237 @@
+"""Measure a training script without touching it.
+
+Runs the script as Python would, finds its steps, and times them: warm-up, clean
+timing, a trace window, a memory and FLOPs window, then the rest untouched. Prints
+the card at the end. The script's own output, exceptions and exit code are its own.
+
+examples:
+  stepscope run train.py --lr 3e-4
+  stepscope run -o runs/baseline --exit-after train.py
+  stepscope run -m mypackage.train --config small.toml
+  torchrun --nproc-per-node 8 -m stepscope run -o runs/ddp train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from stepscope.errors import MissingDependencyError, RecordingError, UsageError
+
+if TYPE_CHECKING:
+    from stepscope.record.launch import Program
+    from stepscope.record.session import Session
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the recording's folder (default: runs/…)")
+    parser.add_argument("--force", action="store_true", help="replace a recording that is already there")
+    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps kept apart first (default 5)")
+    parser.add_argument("--clean", type=int, default=20, metavar="N", help="steps timed clean (default 20)")
+    parser.add_argument("--trace", type=int, default=2, metavar="N", help="steps traced, 0 for none (default 2)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the memory and FLOPs window")
+    parser.add_argument("--exit-after", action="store_true", help="stop the script after the last window")
+    parser.add_argument("--tokens-per-step", type=int, metavar="N", help="instead of inferring it from the input")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="the card as JSON on standard output; the script's own goes to stderr",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress lines and no card")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    from stepscope.record import launch
+    from stepscope.record.windows import Windows
+
+    words = arguments.module or arguments.script
+    if not words:
+        raise UsageError("name a script: stepscope run train.py, or a module: stepscope run -m package.train")
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("PyTorch is not installed here: pip install torch")
+    try:
+        windows = Windows(
+            warmup=arguments.warmup,
+            clean=arguments.clean,
+            trace=arguments.trace,
+            memory=0 if arguments.no_memory else 1,
+        )
+        if windows.warmup < 2:
+            raise ValueError("--warmup must be at least 2: in the first two steps the model is found")
+        if arguments.tokens_per_step is not None and arguments.tokens_per_step <= 0:
+            raise ValueError(f"--tokens-per-step is {arguments.tokens_per_step}: it must be positive")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+    run = _Run(arguments, windows)
+    launch.AfterImport("torch", after=run.torch_is_here)
+    try:
+        load = launch.load_module if arguments.module else launch.load_script
+        program = load(words[0], words[1:])
+        run.prepare(program)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    card_stream = _send_output_to_stderr() if arguments.json else sys.stdout
+    if "torch" in sys.modules:
+        run.torch_is_here()
+
+    outcome: BaseException | None = None
+    try:
+        launch.run_program(program)
+    except BaseException as error:
+        outcome = error
+    _flush()
+    run.finish(outcome)
+    if not arguments.quiet:
+        _show(run.folder, arguments.json, card_stream)
+    if outcome is not None:
+        launch.raise_as_the_script_would(outcome, program.code)
+    return 0
+
+
+class _Run:
+    """One recording from the command line: exists before torch does."""
+
+    def __init__(self, arguments: argparse.Namespace, windows: Any) -> None:
+        self._arguments = arguments
+        self._windows = windows
+        self._facts: dict[str, Any] = {}
+        self._session: Session | None = None
+        self.folder = Path()
+
+    def prepare(self, program: Program) -> None:
+        """Make the folder and write down what is going to run; ValueError when it cannot be written."""
+        from stepscope.record import files
+
+        rank = int(os.environ.get("RANK", "0"))
+        self.folder = self._arguments.output or _default_folder(program.name)
+        if rank:
+            self.folder = self.folder / f"rank{rank}"
+        files.prepare_folder(self.folder, self._arguments.force)
+        config = {
+            "argv": program.argv,
+            "windows": dict(self._windows.sequence()),
+            "tokens_per_step": self._arguments.tokens_per_step,
+            "exit_after": self._arguments.exit_after,
+        }
+        self._facts = {
+            "command": {
+                "argv": program.argv,
+                "module": bool(self._arguments.module),
+                "folder": str(Path.cwd()),
+            },
+            "config": config,
+            "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
+            "git": _git_revision(Path(program.path_entry)),
+            "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        self._write(files.STATUS_INTERRUPTED)
+
+    def torch_is_here(self) -> None:
+        """Begin to record: the script has just imported torch."""
+        if self._session is not None or not self._facts:
+            return
+        from stepscope.record.session import Session
+
+        self._session = Session(
+            self.folder,
+            windows=self._windows,
+            facts=self._facts,
+            tokens_per_step=self._arguments.tokens_per_step,
+            exit_after=self._arguments.exit_after,
+            tell=self._tell,
+        )
+        self._session.start()
+
+    def finish(self, outcome: BaseException | None) -> None:
+        """Write the last words of the recording."""
+        from stepscope.record import files
+
+        status = files.STATUS_FINISHED
+        facts: dict[str, Any] = {
+            "exit_code": 0,
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        if isinstance(outcome, KeyboardInterrupt):
+            status, facts["exit_code"] = files.STATUS_INTERRUPTED, 130
+        elif isinstance(outcome, SystemExit):
+            code = outcome.code
+            facts["exit_code"] = code if isinstance(code, int) else int(code is not None)
+            status = files.STATUS_FAILED if facts["exit_code"] else files.STATUS_FINISHED
+        elif outcome is not None:
+            status, facts["exit_code"] = files.STATUS_FAILED, 1
+            facts["exception"] = f"{type(outcome).__name__}: {outcome}"[:500]
+        processes = sys.modules.get("multiprocessing.process")
+        facts["num_child_processes"] = next(processes._process_counter) - 1 if processes else 0
+        if self._session is not None:
+            self._session.close(status, **facts)
+        else:
+            self._facts.update(facts)
+            self._write(status)
+
+    def _write(self, status: str) -> None:
+        from stepscope.record import files
+
+        facts = {**self._facts, "schema_version": files.SCHEMA_VERSION, "status": status}
+        files.write_json(self.folder / files.RECORDING_FILE, facts)
+
+    def _tell(self, line: str) -> None:
+        if not self._arguments.quiet and not int(os.environ.get("RANK", "0")):
+            print(f"stepscope: {line}", file=sys.stderr, flush=True)
+
+
+def _default_folder(name: str) -> Path:
+    if "RANK" in os.environ:  # every rank must come to the same name: they share a parent and a day
+        return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _git_revision(folder: Path) -> dict[str, Any] | None:
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = git("rev-parse", "HEAD")
+    return {"revision": revision, "modified": bool(git("status", "--porcelain", "-uno"))} if revision else None
+
+
+def _send_output_to_stderr() -> TextIO:
+    """Keep standard output for the JSON: what the script prints goes to standard error."""
+    sys.stdout.flush()
+    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return kept
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # the script may have closed it: that is its affair
+
+
+def _show(folder: Path, as_json: bool, stream: TextIO) -> None:
+    from stepscope.cli.output import print_card
+    from stepscope.report.card import Card
+
+    if int(os.environ.get("RANK", "0")):
+        return
+    try:
+        print_card(Card.of(folder), as_json, stream)
+        stream.flush()
+    except (RecordingError, OSError, ValueError) as error:
+        print(f"stepscope: the card could not be shown: {error}", file=sys.__stderr__)

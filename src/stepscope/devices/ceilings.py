@@ -1,0 +1,83 @@
+"""Ceilings measured on this machine, kept in the user's cache by device name.
+
+The file is a convenience: one that cannot be read counts as empty, and the next measurement
+replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import StepscopeError
+
+CEILINGS_FILE = "ceilings.json"
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The best rates a plain matrix product and a plain copy reached on a device."""
+
+    name: str
+    matmul_flops: Mapping[str, int]
+    """Operations a second by dtype, 2 a multiply-add."""
+    copy_bytes_per_s: int
+    """Bytes read plus bytes written."""
+    measured_at: str
+    """ISO 8601, UTC."""
+    torch_version: str
+
+
+def ceilings_path() -> Path:
+    """The file of ceilings, in `$STEPSCOPE_CACHE`, `$XDG_CACHE_HOME/stepscope` or `~/.cache/stepscope`."""
+    folder = os.environ.get("STEPSCOPE_CACHE")
+    if folder:
+        return Path(folder) / CEILINGS_FILE
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "stepscope" / CEILINGS_FILE
+
+
+def load_ceilings(name: str) -> Ceilings | None:
+    """The ceilings stored for exactly this device name, or None."""
+    entry: Any = _read().get(name)
+    try:
+        return Ceilings(
+            name=name,
+            matmul_flops={str(dtype): int(flops) for dtype, flops in entry["matmul_flops"].items()},
+            copy_bytes_per_s=int(entry["copy_bytes_per_s"]),
+            measured_at=str(entry["measured_at"]),
+            torch_version=str(entry["torch_version"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def save_ceilings(ceilings: Ceilings) -> Path:
+    """Store `ceilings` in place of older ones of the same device, and return the file written."""
+    entry = {
+        "matmul_flops": dict(ceilings.matmul_flops),
+        "copy_bytes_per_s": ceilings.copy_bytes_per_s,
+        "measured_at": ceilings.measured_at,
+        "torch_version": ceilings.torch_version,
+    }
+    try:
+        path = ceilings_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(_read() | {ceilings.name: entry}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
+        raise StepscopeError(f"cannot store the ceilings: {error}; set STEPSCOPE_CACHE to a folder") from None
+    return path
+
+
+def _read() -> dict[str, Any]:
+    try:
+        entries = json.loads(ceilings_path().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}

@@ -1,0 +1,73 @@
+"""Dense peak rates by exact device name, read from `peaks.json`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+PEAKS_FILE = Path(__file__).with_name("peaks.json")
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device as its maker describes it; the fields of `peaks.json`, whose `about` defines them."""
+
+    name: str
+    """As `torch.cuda.get_device_name()` reports it."""
+    peak_flops: Mapping[str, int]
+    """Dense operations a second by dtype, 2 a multiply-add; an unknown or unsupported dtype is absent."""
+    memory_bytes: int
+    """Nominal; the driver keeps some of it."""
+    bandwidth_bytes_per_s: int
+    source: str
+    """The document and the column of it."""
+    note: str = ""
+
+
+def find_device(name: str) -> Device | None:
+    """The device with exactly this name, or None: a near name may be a device with other peaks."""
+    return _devices().get(name)
+
+
+def known_devices() -> tuple[Device, ...]:
+    """Every device in the table, in the table's order."""
+    return tuple(_devices().values())
+
+
+def nearest_names(name: str, count: int = 3) -> list[str]:
+    """At most `count` known names that look like `name`, nearest first; for messages only."""
+    words = _words(name)
+    ranked = []
+    for known in _devices():
+        likeness = difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
+        if likeness >= 0.5:
+            # Whole words first: letter by letter, "NVIDIA H100 80GB" is nearest to a GH200 480GB.
+            ranked.append((len(words & _words(known)), likeness, known))
+    return [known for _, _, known in sorted(ranked, reverse=True)[:count]]
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().replace("-", " ").split())
+
+
+@cache
+def _devices() -> Mapping[str, Device]:
+    table = json.loads(PEAKS_FILE.read_text(encoding="utf-8"))["devices"]
+    return {
+        name: Device(
+            name=name,
+            peak_flops=MappingProxyType(entry["peak_flops"]),
+            memory_bytes=entry["memory_bytes"],
+            bandwidth_bytes_per_s=entry["bandwidth_bytes_per_s"],
+            source=entry["source"],
+            note=entry.get("note", ""),
+        )
+        for name, entry in table.items()
+    }

@@ -1,0 +1,27 @@
+"""Every error a user can cause, as one tree.
+
+    StepscopeError              exit code 2, one line, never a traceback
+    ├── UsageError              the command line or an argument is wrong
+    ├── RecordingError          a recording cannot be read or written
+    └── MissingDependencyError  something must be installed first
+
+A user's own exceptions pass through Stepscope untouched.
+"""
+
+from __future__ import annotations
+
+
+class StepscopeError(Exception):
+    """A user's mistake: the message says what happened, where, and what to do."""
+
+
+class UsageError(StepscopeError):
+    """The command line or an argument is wrong."""
+
+
+class RecordingError(StepscopeError):
+    """A recording cannot be read or written."""
+
+
+class MissingDependencyError(StepscopeError):
+    """A package is missing; the message carries the command that installs it."""

@@ -1,0 +1,94 @@
+"""The recording on disk: its names, and writes that a kill at any moment leaves readable.
+
+`recording.json` is written to a temporary name and renamed. It says `interrupted` from the
+first write on and is only made `finished` or `failed` at the very end, so that what lies on
+disk is true even when the process is killed and nobody is left to say so.
+`samples.jsonl` is appended one whole line a step, straight to the operating system.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+RECORDING_FILE = "recording.json"
+SAMPLES_FILE = "samples.jsonl"
+TRACE_FOLDER = "trace"
+MEMORY_FILE = "memory.json.gz"
+COUNTERS_FILE = "counters.jsonl"
+COMPILE_FILE = "compile.json"
+
+STATUS_INTERRUPTED = "interrupted"
+STATUS_FINISHED = "finished"
+STATUS_FAILED = "failed"
+
+# More lines than this would make a week-long run's recording the problem it looks for.
+MAX_SAMPLE_LINES = 100_000
+
+
+def prepare_folder(folder: Path, force: bool) -> None:
+    """Create `folder`, or empty an earlier recording when `force` is set; ValueError when it cannot be.
+
+    Only a folder that holds a recording is ever emptied: `--force` on a home directory is refused.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        entries = list(folder.iterdir())
+        if entries:
+            if not (folder / RECORDING_FILE).exists():
+                raise ValueError(f"{folder} is not empty and holds no recording: name another folder with -o")
+            if not force:
+                raise ValueError(f"{folder} already holds a recording: add --force to replace it, or -o OTHER")
+            for entry in entries:
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        probe = folder / f".{RECORDING_FILE}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {folder}: {error.strerror or error}; name another folder with -o"
+        ) from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON so that a reader sees the old file or the new one, never a part."""
+    text = json.dumps(value, indent=1, allow_nan=False, default=str)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_json_gz(path: Path, value: Any) -> None:
+    """The same, compressed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as stream:
+        json.dump(value, stream, separators=(",", ":"), default=str)
+    temporary.replace(path)
+
+
+class LineFile:
+    """An append-only file of JSON lines; each line is one `write`, so a kill never leaves half of two."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.num_lines = 0
+        self.num_dropped = 0
+
+    def append(self, line: str) -> None:
+        """Append one line that is already JSON text; past MAX_SAMPLE_LINES it is only counted."""
+        if self.num_lines >= MAX_SAMPLE_LINES:
+            self.num_dropped += 1
+            return
+        os.write(self._descriptor, f"{line}\n".encode())
+        self.num_lines += 1
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

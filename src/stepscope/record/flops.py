@@ -1,0 +1,102 @@
+"""FLOPs of one op from its shapes: torch's own formulas, the few it lacks, and the two conventions.
+
+Conventions (docs/measurement.md): a multiply-add is 2 FLOPs. Causal attention counts half of its
+square. The *model's* attention backward is twice its forward; that a fused kernel computes the
+scores again is hardware FLOPs, not the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from stepscope.record.environment import float32_matmul
+
+_DTYPES = {
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "int8",
+}
+# Formulas for ops that FlopCounterMode leaves at zero. On a CPU that is all of attention.
+_MISSING: dict[str, Callable[..., int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_args, **_kwargs: sdpa_flop_count(
+        query.shape, key.shape, value.shape
+    ),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
+        lambda grad_out, query, key, value, *_args, **_kwargs: sdpa_backward_flop_count(
+            grad_out.shape, query.shape, key.shape, value.shape
+        )
+    ),
+}
+
+
+@dataclass(frozen=True)
+class OpFlops:
+    """FLOPs one op call executes, FLOPs of it that the model asks for, and the dtype they are done in."""
+
+    flops: int
+    model_flops: int
+    dtype: str
+
+
+class FlopCount:
+    """Callable: `count_flops(func, args, kwargs, out)`; None when the op has no formula."""
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
+        name = self.name(func)
+        packet = getattr(func, "_overloadpacket", func)
+        if name in _MISSING:
+            flops = int(_MISSING[name](*args, **kwargs))
+        elif packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+        else:
+            return None
+        model_flops = flops
+        if "attention" in name:
+            if "backward" in name:
+                # The registry's formula has five products: the scores again, and four gradients.
+                model_flops = flops * 4 // 5
+            if _is_causal(func, args, kwargs):
+                flops, model_flops = flops // 2, model_flops // 2
+        return OpFlops(flops, model_flops, _dtype(args, kwargs))
+
+    def has_no_formula(self, func: Any) -> bool:
+        """Whether an op should be looked into, in case it is made of ops that have formulas."""
+        return getattr(func, "_overloadpacket", func) not in flop_registry and self.name(func) not in _MISSING
+
+    @staticmethod
+    def name(func: Any) -> str:
+        """The op's name without its overload: `aten.mm`."""
+        packet = getattr(func, "_overloadpacket", None)
+        return str(packet) if packet is not None else str(func)
+
+
+count_flops = FlopCount()
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    for position, argument in enumerate(schema.arguments):
+        if argument.name == "is_causal":
+            value = args[position] if position < len(args) else kwargs.get("is_causal", argument.default_value)
+            return bool(value)
+    return False
+
+
+def _dtype(args: Any, kwargs: Any) -> str:
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    # The operands decide, not a bias or an output that may be wider.
+    operand = next((t for t in tensors if t.dim() >= 2), tensors[0])
+    if operand.dtype == torch.float32:
+        return float32_matmul(operand.device.index or 0) if operand.is_cuda else "fp32"
+    if "float8" in str(operand.dtype):
+        return "fp8"
+    return _DTYPES.get(operand.dtype, str(operand.dtype).removeprefix("torch."))

@@ -1,0 +1,152 @@
+"""The places in PyTorch where a training loop shows what it is doing, each a handle that comes off again.
+
+None of these runs more than a few times a step: no hook sits on every op or every module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from stepscope.record.launch import AfterImport
+from stepscope.record.patches import Handle, Patch
+
+
+class LoopListener(Protocol):
+    """What the hooks report, in the order a loop does it. `listens()` is false on other threads."""
+
+    def listens(self) -> bool: ...
+    def data_begins(self) -> None: ...
+    def data_ended(self) -> None: ...
+    def backward_begins(self, tensors: Any) -> None: ...
+    def backward_ended(self) -> None: ...
+    def optimizer_begins(self, optimizer: Any) -> None: ...
+    def optimizer_ended(self, optimizer: Any, skipped: bool) -> None: ...
+    def profiler_begins(self) -> None: ...
+
+
+def install_boundaries(listener: LoopListener) -> list[Handle]:
+    """Hook what ends a step: the optimizer, and the loss scaler that may skip it."""
+    return [*_optimizer_hooks(listener), _scaler_patch(listener)]
+
+
+def install_phases(listener: LoopListener) -> list[Handle]:
+    """Hook what a step is made of: autograd and the DataLoader; and the profiler, of which there is one."""
+    return [*_backward_patches(listener), *_data_patches(listener), _profiler_patch(listener)]
+
+
+def _optimizer_hooks(listener: LoopListener) -> list[Handle]:
+    def begins(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and listener.listens():
+            listener.optimizer_begins(optimizer)
+
+    def ended(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and listener.listens():
+            listener.optimizer_ended(optimizer, skipped=False)
+
+    return [register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ended)]
+
+
+def _scaler_patch(listener: LoopListener) -> Handle:
+    # A GradScaler that finds an infinity does not call the optimizer: the step took place and was skipped.
+    def scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not listener.listens():
+            return original(scaler, optimizer, *args, **kwargs)
+        stepped = False
+
+        def mark(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            nonlocal stepped
+            stepped = True
+
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the real one
+        handle = inner.register_step_pre_hook(mark) if hasattr(inner, "register_step_pre_hook") else None
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
+        if handle is not None and not stepped:
+            listener.optimizer_ended(inner, skipped=True)
+        return result
+
+    return Patch(torch.amp.GradScaler, "step", scaler_step)
+
+
+def _backward_patches(listener: LoopListener) -> list[Handle]:
+    # Tensor.backward looks torch.autograd.backward up at each call, so this catches every loop's backward.
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not listener.listens():
+            return original(*args, **kwargs)
+        listener.backward_begins(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            listener.backward_ended()
+
+    return [Patch(torch.autograd, "backward", around), Patch(torch.autograd, "grad", around)]
+
+
+def _data_patches(listener: LoopListener) -> list[Handle]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not listener.listens():
+            return original(*args, **kwargs)
+        listener.data_begins()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            listener.data_ended()
+
+    return [Patch(_BaseDataLoaderIter, "__next__", around), Patch(DataLoader, "__iter__", around)]
+
+
+def _profiler_patch(listener: LoopListener) -> Handle:
+    # PyTorch has one profiler at a time. The script's own comes first: ours makes way.
+    def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if listener.listens():
+            listener.profiler_begins()
+        return original(*args, **kwargs)
+
+    return Patch(torch.autograd.profiler.profile, "_prepare_trace", prepare)
+
+
+class FirstModuleCall:
+    """Reports the first module that is called at all, then is gone: the root of a loop that only infers."""
+
+    def __init__(self, found: Callable[[nn.Module], None]) -> None:
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self.remove()
+                found(module)
+            return original(module, *args, **kwargs)
+
+        self._original, self._wrapper = original, call
+        self._watch = None
+        if "torch._dynamo" not in sys.modules:
+            # Dynamo remembers nn.Module.__call__ when it is imported and has a short cut for it:
+            # it must not remember ours.
+            self._watch = AfterImport("torch._dynamo", before=self._take_off, after=self._put_on)
+        self._put_on()
+
+    def _put_on(self) -> None:
+        nn.Module.__call__ = self._wrapper
+
+    def _take_off(self) -> None:
+        if nn.Module.__call__ is self._wrapper:
+            nn.Module.__call__ = self._original
+
+    def remove(self) -> None:
+        self._take_off()
+        if self._watch is not None:
+            self._watch.remove()

@@ -1,0 +1,252 @@
+"""The trace window: torch.profiler over a few steps, with our phases and every module by its full name.
+
+The file is Kineto's own Chrome trace and opens in Perfetto as it is. What the card needs of it
+(GPU-busy time by phase, launches a step) is taken from the profiler's events in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.record.clock import Clock, name_between
+from stepscope.record.model import CallHooks, visible_modules
+from stepscope.record.patches import Handle
+
+PHASE_PREFIX = "stepscope.phase/"
+MODULE_PREFIX = "stepscope.module/"
+STEP_PREFIX = "ProfilerStep#"
+BETWEEN = "between"
+MAX_TRACE_BYTES = 16 * 1024 * 1024
+
+
+class TraceProbe:
+    """`prepare()` one step early, `start()`, then `stop()` returns what was traced."""
+
+    def __init__(self, path: Path, roots: list[nn.Module], device: int | None) -> None:
+        self._path = path
+        self._roots = roots
+        self._device = device
+        self._ranges: list[Any] = []
+        self._step_range: Any = None
+        self._phase_range: Any = None
+        self._handles: list[Handle] = []
+        self._num_steps = 0
+        self._started = False
+        self.is_preparing = False
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device is not None:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities, record_shapes=True, with_stack=False, acc_events=True
+        )
+
+    def prepare(self) -> str | None:
+        """Warm the profiler up; the reason when another profiler is running."""
+        if torch.autograd._profiler_enabled():
+            return "the script's own profiler was running when the trace window began: no trace was taken"
+        self.is_preparing = True
+        try:
+            self._profiler.prepare_trace()
+        finally:
+            self.is_preparing = False
+        return None
+
+    def start(self, clock: Clock) -> None:
+        """Begin to trace: labels on, the first step open."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)  # kernels launched before the trace would have no launch in it
+        self.is_preparing = True
+        try:
+            self._profiler.start_trace()
+        finally:
+            self.is_preparing = False
+        self._started = True
+        for name, module in _named(self._roots):
+            self._label(name, module)
+        clock.on_range = self._on_range
+        self._open_step()
+
+    def next_step(self) -> None:
+        """One traced step is over and the next begins."""
+        self._num_steps += 1
+        self._close_ranges()
+        self._open_step()
+
+    def _open_step(self) -> None:
+        self._step_range = _enter(f"{STEP_PREFIX}{self._num_steps}")
+        self._on_range(None)
+
+    def stop(self, clock: Clock, step_finished: bool) -> dict[str, Any] | None:
+        """End the window, write the trace, return its summary; None when no whole step was traced."""
+        clock.on_range = None
+        self._take_labels_off()
+        self._num_steps += step_finished
+        if self._num_steps == 0:
+            self.abandon()
+            return None
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)  # the last step's kernels belong into the trace
+        self._close_ranges()
+        self._profiler.stop_trace()
+        summary = summarise(self._profiler.profiler.kineto_results.events(), self._num_steps)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".tmp-{self._path.name}")
+        self._profiler.export_chrome_trace(str(temporary))
+        summary["trimmed"] = trim(temporary)
+        summary["file"] = f"{self._path.parent.name}/{self._path.name}"
+        summary["bytes"] = temporary.stat().st_size
+        temporary.replace(self._path)
+        return summary
+
+    def abandon(self) -> None:
+        """Stop and keep nothing."""
+        self._take_labels_off()
+        self._close_ranges()
+        if self._started:
+            self._profiler.stop_trace()
+        else:
+            # A prepared profiler can only be got rid of by running it.
+            self.is_preparing = True
+            self._profiler.start_trace()
+            self._profiler.stop_trace()
+            self.is_preparing = False
+
+    def _on_range(self, label: str | None) -> None:
+        if self._phase_range is not None:
+            self._phase_range.__exit__(None, None, None)
+        self._phase_range = _enter(PHASE_PREFIX + (label or BETWEEN))
+
+    def _close_ranges(self) -> None:
+        for name in ("_phase_range", "_step_range"):
+            if getattr(self, name) is not None:
+                getattr(self, name).__exit__(None, None, None)
+                setattr(self, name, None)
+
+    def _label(self, name: str, module: nn.Module) -> None:
+        ranges: list[Any] = []
+
+        def begin(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+            ranges.append(_enter(MODULE_PREFIX + name))
+
+        def end(_module: nn.Module) -> None:
+            if ranges:
+                ranges.pop().__exit__(None, None, None)
+
+        self._handles.append(CallHooks(module, begin, end))
+
+    def _take_labels_off(self) -> None:
+        for handle in reversed(self._handles):
+            handle.remove()
+        self._handles.clear()
+
+
+def _enter(name: str) -> Any:
+    label = torch.autograd.profiler.record_function(name)
+    label.__enter__()
+    return label
+
+
+def _named(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Modules under their fully qualified names; with several roots each name begins with its root's class."""
+    named = []
+    for root in roots:
+        kind = type(getattr(root, "_orig_mod", root)).__name__
+        prefix = f"{kind}." if len(roots) > 1 else ""
+        named += [(prefix + name if name else kind, module) for name, module in visible_modules(root)]
+    return named
+
+
+def summarise(events: list[Any], num_steps: int) -> dict[str, Any]:
+    """Host and GPU facts of a trace window: launches, and GPU-busy nanoseconds by the phase that launched."""
+    ranges: list[tuple[int, str]] = []
+    launches: dict[int, int] = {}
+    device_events: list[tuple[int, int, int, str]] = []
+    num_ops = num_graph_launches = 0
+    window_ns = 0
+    annotations: set[str] = set()
+    for event in events:
+        name, start = event.name(), event.start_ns()
+        if event.device_type() == torch.autograd.DeviceType.CPU:
+            if name.startswith(PHASE_PREFIX):
+                ranges.append((start, name.removeprefix(PHASE_PREFIX)))
+            elif name.startswith(STEP_PREFIX):
+                window_ns += event.duration_ns()
+            elif name.startswith(("cuda", "cu", "hip")) and "::" not in name:
+                launches[event.correlation_id()] = start
+                num_graph_launches += "GraphLaunch" in name
+            elif "::" in name:
+                num_ops += 1
+            if event.is_user_annotation():
+                annotations.add(name)
+        else:
+            device_events.append((start, start + event.duration_ns(), event.correlation_id(), name))
+    ranges.sort()
+    starts = [start for start, _ in ranges]
+    by_phase: dict[str, list[tuple[int, int]]] = {}
+    num_kernels = num_templates = 0
+    for start, end, correlation, name in device_events:
+        if name in annotations or name.startswith((PHASE_PREFIX, MODULE_PREFIX, STEP_PREFIX)):
+            continue
+        if not name.startswith(("Memcpy", "Memset")):
+            num_kernels += 1
+            num_templates += name.startswith("triton_tem")
+        by_phase.setdefault(_phase_at(launches.get(correlation), starts, ranges), []).append((start, end))
+    every = [interval for intervals in by_phase.values() for interval in intervals]
+    return {
+        "num_steps": num_steps,
+        "window_ns": window_ns,
+        "num_ops": num_ops,
+        "num_kernels": num_kernels,
+        "num_template_kernels": num_templates,
+        "num_graph_launches": num_graph_launches,
+        "gpu_busy_ns": union_ns(every),
+        "gpu_busy_ns_by_phase": {phase: union_ns(intervals) for phase, intervals in by_phase.items()},
+    }
+
+
+def _phase_at(launch_ns: int | None, starts: list[int], ranges: list[tuple[int, str]]) -> str:
+    position = bisect_right(starts, launch_ns) - 1 if launch_ns is not None else -1
+    if position < 0:
+        return "unattributed"
+    label = ranges[position][1]
+    if label != BETWEEN:
+        return label
+    return name_between(ranges[position + 1][1] if position + 1 < len(ranges) else None)
+
+
+def union_ns(intervals: list[tuple[int, int]]) -> int:
+    """Nanoseconds covered by at least one interval.
+
+    >>> union_ns([(0, 10), (5, 20), (30, 40)])
+    30
+    """
+    total, reached = 0, None
+    for start, end in sorted(intervals):
+        if reached is None or start > reached:
+            total, reached = total + end - start, end
+        elif end > reached:
+            total, reached = total + end - reached, end
+    return total
+
+
+def trim(path: Path) -> str | None:
+    """Cut a trace that is too large down to its first step; what was cut, or None."""
+    if path.stat().st_size <= MAX_TRACE_BYTES:
+        return None
+    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as stream:
+        trace = json.load(stream)
+    events = trace["traceEvents"]
+    step = next(e for e in events if e.get("name") == f"{STEP_PREFIX}0" and e.get("ph") == "X")
+    end = step["ts"] + step["dur"]
+    # Flow arrows only repeat what the correlation ids say.
+    trace["traceEvents"] = [e for e in events if e.get("ph") not in ("s", "f") and e.get("ts", 0) <= end]
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=9) as stream:
+        json.dump(trace, stream, separators=(",", ":"))
+    return f"the trace was over {MAX_TRACE_BYTES >> 20} MiB: kept are the first step's events, without flow arrows"

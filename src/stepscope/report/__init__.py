@@ -1,0 +1,1 @@
+"""Results made visible: the terminal card, JSON, HTML."""

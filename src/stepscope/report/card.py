@@ -1,0 +1,95 @@
+"""The card: a recording on one screen, as text, as JSON, as HTML for a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepscope.analysis.summary import Summary, summarise
+from stepscope.devices import find_device, load_ceilings
+from stepscope.report.card_lines import Line, card_lines
+from stepscope.report.verdict import verdict
+from stepscope.trace.recording import Recording, read_recording
+
+BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A recording, its summary and its verdict. `str(card)` is the plain text."""
+
+    recording: Recording
+    summary: Summary
+    verdict: str
+
+    @classmethod
+    def of(cls, folder: Path) -> Card:
+        """The card of the recording in `folder`."""
+        recording = read_recording(folder)
+        name = str(recording.facts.get("environment", {}).get("device_name"))
+        device = find_device(name)
+        summary = summarise(recording, device, load_ceilings(name) if device is None else None)
+        return cls(recording, summary, verdict(recording, summary))
+
+    @property
+    def lines(self) -> list[Line]:
+        return card_lines(self.recording, self.summary)
+
+    def text(self, colour: bool = False, width: int = 100) -> str:
+        """The card for a terminal of so many columns; plain unless `colour`."""
+        bold, dim, reset = (BOLD, DIM, RESET) if colour else ("", "", "")
+        indent = 4 + max(len(line.title) for line in self.lines if not line.is_heading)
+        parts = [f"{bold}{row}{reset}" for row in textwrap.wrap(self.verdict, width)] + [""]
+        for line in self.lines:
+            if line.is_heading:
+                parts += ["", f"{bold}{line.title}{reset}"]
+                continue
+            text = f"  {line.title:<{indent - 4}}  {line.value}".rstrip()
+            if line.detail and len(text) + 3 + len(line.detail) <= width:
+                parts.append(f"{text}   {dim}{line.detail}{reset}")
+            else:
+                details = textwrap.wrap(line.detail, max(40, width - indent))
+                parts += [text] + [f"{' ' * indent}{dim}{detail}{reset}" for detail in details]
+        return "\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def to_json(self) -> dict[str, Any]:
+        """The card as one JSON object; docs/card.md lists its fields."""
+        facts = self.recording.facts
+        return {
+            "schema_version": 1,
+            "verdict": self.verdict,
+            "recording": str(self.recording.folder),
+            "status": self.recording.status,
+            **{name: facts.get(name) for name in ("exit_code", "command", "environment", "steps", "memory", "notes")},
+            **_plain(self.summary),
+            "compiler": self.recording.compiler,
+            "warnings": list(self.recording.warnings),
+        }
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><th colspan=3 style='text-align:left'>{html.escape(line.title)}</th></tr>"
+            if line.is_heading
+            else f"<tr><td>{html.escape(line.title)}</td><td>{html.escape(line.value)}</td>"
+            f"<td style='opacity:.7'>{html.escape(line.detail)}</td></tr>"
+            for line in self.lines
+        )
+        return f"<p><b>{html.escape(self.verdict)}</b></p><table>{rows}</table>"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""Reading recordings and traces into typed data. No torch here."""

@@ -1,0 +1,167 @@
+"""A recording's folder as typed data, whole or cut off; the reader's half of `record/files.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import RecordingError
+
+SCHEMA_VERSION = 1
+RECORDING_FILE = "recording.json"
+SAMPLES_FILE = "samples.jsonl"
+COUNTERS_FILE = "counters.jsonl"
+COMPILE_FILE = "compile.json"
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One finished step."""
+
+    step: int
+    window: str
+    """`warmup`, `clean`, `trace_warmup`, `trace`, `memory` or `free`."""
+    start_ns: int
+    """On the process's own monotonic clock; the counters use the same."""
+    wall_ns: int
+    host_ns: Mapping[str, int]
+    """By phase; sums to `wall_ns`. Free running steps are not looked into: all of it is `unattributed`."""
+    device_ns: Mapping[str, int] | None
+    """By phase, between CUDA events on the stream; sums to the step on the device. None without a GPU."""
+    num_tokens: int | None
+    num_samples: int | None
+    num_micro_batches: int
+    num_skipped: int
+    """Optimizer steps that a GradScaler skipped."""
+    num_compiles: int
+    loss: float | None
+    """As given to `backward`, a scaler's factor included."""
+
+
+@dataclass(frozen=True)
+class CounterSample:
+    """One NVML sample; a counter the device does not offer is None."""
+
+    t_ns: int
+    gpu_busy_share: float | None = None
+    memory_controller_busy_share: float | None = None
+    power_watts: float | None = None
+    energy_joules: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    driver_memory_bytes: int | None = None
+    throttle: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Everything a run left behind, apart from its trace and its allocations."""
+
+    folder: Path
+    status: str
+    facts: Mapping[str, Any]
+    """`recording.json` as written; docs/recording.md lists its fields."""
+    samples: tuple[StepSample, ...]
+    counters: tuple[CounterSample, ...]
+    compiler: Mapping[str, Any] | None
+    warnings: tuple[str, ...]
+
+    def window(self, name: str) -> tuple[StepSample, ...]:
+        """The samples of one window, in order."""
+        return tuple(sample for sample in self.samples if sample.window == name)
+
+
+def read_recording(folder: Path) -> Recording:
+    """The recording in `folder`; RecordingError in one line when there is none."""
+    path = folder / RECORDING_FILE
+    if not folder.exists():
+        raise RecordingError(f"there is no {folder}")
+    if not path.is_file():
+        raise RecordingError(f"{folder} holds no recording: {RECORDING_FILE} is not there")
+    try:
+        facts = json.loads(path.read_bytes())
+        version = facts["schema_version"]
+        status = str(facts["status"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecordingError(f"{path} is not a recording of Stepscope: {error}") from None
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise RecordingError(
+            f"{path} has schema version {version}, this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
+        )
+    warnings: list[str] = []
+    compiler_path = folder / COMPILE_FILE
+    return Recording(
+        folder=folder,
+        status=status,
+        facts=facts,
+        samples=_samples(_lines(folder / SAMPLES_FILE, warnings), warnings),
+        counters=tuple(_counter(line) for line in _lines(folder / COUNTERS_FILE, warnings) if "t_ns" in line),
+        compiler=json.loads(compiler_path.read_bytes()) if compiler_path.exists() else None,
+        warnings=tuple(warnings),
+    )
+
+
+def _lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    """The JSON objects of a lines file, without what a kill cut off."""
+    if not path.exists():
+        return []
+    lines, num_bad = [], 0
+    with path.open("rb") as stream:
+        for text in stream:
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                lines.append(value)
+            else:
+                num_bad += 1
+    if num_bad:
+        warnings.append(f"{path.name}: {num_bad} line(s) could not be read and were left out")
+    return lines
+
+
+def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSample, ...]:
+    steps: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if "restart" in line:
+            steps.clear()  # a surer way to tell steps was found: what came before is not the same thing
+        elif isinstance(line.get("step"), int):
+            steps.setdefault(line["step"], {}).update(line)
+    samples, num_bad = [], 0
+    for index in sorted(steps):
+        try:
+            samples.append(_sample(steps[index]))
+        except (KeyError, TypeError, ValueError):
+            num_bad += 1
+    if num_bad:
+        warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) lack a field and were left out")
+    return tuple(samples)
+
+
+def _sample(line: dict[str, Any]) -> StepSample:
+    loss = line.get("loss")
+    host_ns = line["host_ns"] if line["window"] != "free" else {"unattributed": line["wall_ns"]}
+    return StepSample(
+        step=line["step"],
+        window=line["window"],
+        start_ns=int(line["start_ns"]),
+        wall_ns=int(line["wall_ns"]),
+        host_ns={str(name): int(value) for name, value in host_ns.items()},
+        device_ns=line.get("device_ns"),
+        num_tokens=line.get("num_tokens"),
+        num_samples=line.get("num_samples"),
+        num_micro_batches=line.get("num_micro_batches", 0),
+        num_skipped=line.get("num_skipped", 0),
+        num_compiles=line.get("num_compiles", 0),
+        loss=float(loss) if loss is not None else None,
+    )
+
+
+def _counter(line: dict[str, Any]) -> CounterSample:
+    known = {name: line[name] for name in CounterSample.__dataclass_fields__ if name in line}
+    known["throttle"] = tuple(known.get("throttle", ()))
+    return CounterSample(**known)
