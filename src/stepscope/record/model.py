@@ -63,7 +63,7 @@ class _CallChain:
 
 
 class CallHooks:
-    """Calls `begin(module, args, kwargs)` and `end(module)` around each call of one module, outside of its compilation.
+    """`begin(module, args, kwargs)` and `end(module)` around each call of one module, outside of its compilation.
 
     Hooks of one module nest: the first put on begins first and ends last.
     """
@@ -136,11 +136,11 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
         is_first = num_samples is None
         if is_first:
             num_samples = int(tensor.shape[0]) if tensor.dim() else 1
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
         # A vector of integers beside a float input is one class label or time step a sample, not text.
-        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool:
-            if tensor.dim() >= 2 or (is_first and tensor.dim() == 1):
-                num_tokens = tensor.numel()
-                break
+        if is_integer and (tensor.dim() >= 2 or (is_first and tensor.dim() == 1)):
+            num_tokens = tensor.numel()
+            break
     return BatchSize(num_tokens, num_samples)
 
 

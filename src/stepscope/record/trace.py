@@ -39,7 +39,7 @@ class TraceProbe:
         self._handles: list[Handle] = []
         self._num_steps = 0
         self._started = False
-        self.is_preparing = False
+        self.is_ours = False
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device is not None:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -51,22 +51,22 @@ class TraceProbe:
         """Warm the profiler up; the reason when another profiler is running."""
         if torch.autograd._profiler_enabled():
             return "the script's own profiler was running when the trace window began: no trace was taken"
-        self.is_preparing = True
+        self.is_ours = True
         try:
             self._profiler.prepare_trace()
         finally:
-            self.is_preparing = False
+            self.is_ours = False
         return None
 
     def start(self, clock: Clock) -> None:
         """Begin to trace: labels on, the first step open."""
         if self._device is not None:
             torch.cuda.synchronize(self._device)  # kernels launched before the trace would have no launch in it
-        self.is_preparing = True
+        self.is_ours = True
         try:
             self._profiler.start_trace()
         finally:
-            self.is_preparing = False
+            self.is_ours = False
         self._started = True
         for name, module in _named(self._roots):
             self._label(name, module)
@@ -113,10 +113,10 @@ class TraceProbe:
             self._profiler.stop_trace()
         else:
             # A prepared profiler can only be got rid of by running it.
-            self.is_preparing = True
+            self.is_ours = True
             self._profiler.start_trace()
             self._profiler.stop_trace()
-            self.is_preparing = False
+            self.is_ours = False
 
     def _on_range(self, label: str | None) -> None:
         if self._phase_range is not None:

@@ -74,9 +74,10 @@ def _speed(summary: Summary) -> Iterator[Line]:
     noise = step.ci_high - step.ci_low
     how = "between CUDA events" if summary.clock == "device" else "host clock"
     low, high = milliseconds(step.ci_low, noise), milliseconds(step.ci_high, noise)
+    quantiles = (("", step.median), ("10 ", step.p10), ("90 ", step.p90))
     yield Line(
         "step",
-        f"{milliseconds(step.median, noise)}   p10 {milliseconds(step.p10, noise)}   p90 {milliseconds(step.p90, noise)}",
+        "   p".join(f"{name}{milliseconds(ns, noise)}" for name, ns in quantiles),
         f"median of {step.num_samples} clean steps, 95 % CI {low} to {high}; {how}",
     )
     if step.p90 - step.p10 > NOISY_SPREAD * step.median:
@@ -114,7 +115,8 @@ def _limit(recording: Recording, summary: Summary) -> Iterator[Line]:
         if flops.formula_flops:
             factor = "6" if flops.has_backward else "2"
             ratio = flops.model_flops / flops.formula_flops
-            check += f"; {ratio:.3f} × ({factor}·N·{summary.throughput.unit if summary.throughput else 'tokens'} + attention)"
+            unit = summary.throughput.unit if summary.throughput else "tokens"
+            check += f"; {ratio:.3f} × ({factor}·N·{unit} + attention)"
         yield Line("FLOPs", f"{as_flops(flops.model_flops)} a step{rate}", check)
         if flops.recomputed_flops:
             yield Line("", f"{as_flops(flops.recomputed_flops)} more are recomputed in backward")
@@ -259,7 +261,7 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Line]:
             "warm-up",
             f"{len(summary.warmup_ns)} steps kept apart, the first took {milliseconds(summary.warmup_ns[0])}",
         )
-    if summary.step_ns is not None:
+    if any(phase.name == "forward" and phase.host_ns for phase in summary.phases):
         yield Line(
             "data",
             "time inside the DataLoader" if summary.data_is_named else "time from one step's end to the next forward",

@@ -1,0 +1,126 @@
+"""The probes of a session and what they have found out so far: the facts of `recording.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.record import files
+from stepscope.record.clock import Clock
+from stepscope.record.compiler import CompilerProbe
+from stepscope.record.counters import CounterSampler
+from stepscope.record.environment import Environment, gpu_uuid
+from stepscope.record.ledger import Ledger
+from stepscope.record.model import parameter_facts
+from stepscope.record.nvml import NvmlUnavailable
+from stepscope.record.trace import TraceProbe
+
+
+class Probes:
+    """Starts and stops each probe; keeps the facts; turns a fault of ours into a note."""
+
+    def __init__(self, folder: Path, clock: Clock, facts: dict[str, Any]) -> None:
+        self._folder = folder
+        self._clock = clock
+        self.facts = facts
+        self.device: int | None = None
+        self.environment = Environment()
+        self.compiler = CompilerProbe()
+        self.trace: TraceProbe | None = None
+        self.ledger: Ledger | None = None
+        self._counters: CounterSampler | None = None
+
+    def guard(self, doing: str, action: Callable[[], None]) -> None:
+        """Do something of ours inside somebody's training: a fault becomes a note, not their crash."""
+        try:
+            action()
+        except Exception as error:
+            self.note("recorder", f"while {doing}: {type(error).__name__}: {error}")
+
+    def note(self, about: str, text: str) -> None:
+        """Something the reader of the card should know."""
+        self.facts.setdefault("notes", []).append({"about": about, "text": text})
+
+    def use_gpu(self, roots: Iterable[nn.Module]) -> None:
+        """Time on the GPU and sample its counters, if the script uses one."""
+        if self.device is not None or not torch.cuda.is_initialized():
+            return
+        device = next((p.device for module in roots for p in module.parameters() if p.is_cuda), None)
+        self.device = torch.cuda.current_device() if device is None else device.index or 0
+        self._clock.use_device(self.device)
+        try:
+            self._counters = CounterSampler.start(self._folder / files.COUNTERS_FILE, gpu_uuid(self.device))
+        except NvmlUnavailable as error:
+            self.note("counters", f"no NVML counters: {error}")
+
+    def synchronise(self) -> None:
+        """Wait for the GPU. Never called while a step is being timed."""
+        if self.device is not None:
+            torch.cuda.synchronize(self.device)
+
+    def read_memory(self) -> None:
+        self.facts["memory"] = self.environment.memory(self.device)
+
+    def read_parameters(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
+        parameters = [p for module in roots for p in module.parameters()]
+        if not parameters:  # a compiled function hides its modules; the optimizers know the parameters
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            parameters = [p for group in groups for p in group["params"]]
+        self.facts["parameters"] = parameter_facts(parameters)
+        self.facts["roots"] = [type(module).__name__ for module in roots]
+
+    def prepare_trace(self, roots: list[nn.Module]) -> None:
+        path = self._folder / files.TRACE_FOLDER / f"rank{self.environment.rank}.json.gz"
+        self.trace = TraceProbe(path, roots, self.device)
+        reason = self.trace.prepare()
+        if reason:
+            self.trace = None
+            self.note("trace", reason)
+
+    def stop_trace(self, step_finished: bool) -> None:
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            self.facts["trace"] = trace.stop(self._clock, step_finished)
+
+    def give_way_to_profiler(self) -> None:
+        """The script starts a profiler of its own, and there can be only one."""
+        if self.trace is not None and not self.trace.is_ours:
+            trace, self.trace = self.trace, None
+            self._clock.on_range = None
+            self.guard("giving way to the script's profiler", trace.abandon)
+            self.note("trace", "the script started a profiler of its own: the trace window gave way to it")
+
+    def start_ledger(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
+        self.ledger = Ledger(roots, list(optimizers), lambda: self._clock.label)
+        self.ledger.start()
+
+    def stop_ledger(self) -> None:
+        ledger, self.ledger = self.ledger, None
+        if ledger is not None:
+            ledger.stop()
+            self.facts["flops"] = ledger.flops(self.compiler.used)
+            files.write_json_gz(self._folder / files.MEMORY_FILE, ledger.memory())
+
+    def stop_windows(self) -> None:
+        """Stop whatever window is open, in the middle of a step."""
+        self._clock.on_range = None
+        if self.trace is not None:
+            self.stop_trace(step_finished=False)
+        if self.ledger is not None:
+            ledger, self.ledger = self.ledger, None
+            ledger.stop()  # a part of a step has no FLOPs worth telling
+
+    def stop_all(self) -> None:
+        """Stop the probes that last the whole run and write what they have."""
+        if self._counters is not None:
+            self.facts["counters"] = {"other_processes": self._counters.other_processes()}
+            self._counters.stop()
+            if self._counters.error:
+                self.note("counters", f"NVML sampling ended early: {self._counters.error}")
+        self.compiler.stop()
+        if self.compiler.used:
+            files.write_json(self._folder / files.COMPILE_FILE, self.compiler.report())
