@@ -69,6 +69,8 @@ class Recorder(ContextDecorator):
     def __enter__(self) -> Recorder:
         if is_disabled():
             return self
+        if current.session is not None and current.session.is_script:
+            return self  # under `stepscope run` the steps of this block go to its recording
         if current.session is not None:
             raise UsageError(f"already recording to {current.session.folder}: one recording at a time in a process")
         from stepscope.record.files import prepare_folder
@@ -102,16 +104,15 @@ class Recorder(ContextDecorator):
 
     def step(self, tokens: int | None = None, loss: Any = None) -> None:
         """Say that a step ends here, and, if you like, how many tokens it had and its loss."""
-        if self._session is not None:
-            self._session.explicit_step(tokens, loss)
+        step(tokens, loss)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Say that the time inside belongs to one phase."""
-        return self._session.phase(name) if self._session is not None else nullcontext()
+        return phase(name)
 
     @property
     def result(self) -> Card | None:
-        """The card of what was recorded; None when recording is disabled."""
+        """The card of what was recorded; None when recording is disabled or goes to `stepscope run`."""
         return read(self.folder) if self._session is not None else None
 
 

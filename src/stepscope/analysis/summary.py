@@ -46,27 +46,45 @@ class Summary:
     """Everything the card shows; nanoseconds, bytes and shares, no text."""
 
     num_steps: int
+    """Steps in the recording, whatever their window."""
     num_clean: int
+    """Steps that the figures come from."""
     num_compiling: int
     """Steps of the clean window that compiled something and were left out."""
     clock: str | None
     """`device` (between CUDA events) or `host`; which one `step_ns` was read from."""
     step_ns: Distribution | None
+    """The clean steps on that clock; null when there are none."""
     host_step_ns: Distribution | None
+    """The same steps on the host clock; on a GPU the host may run ahead of the device."""
     warmup_ns: tuple[int, ...]
+    """Host time of each warm-up step: first calls and compilation."""
     num_micro_batches: int
+    """Calls of the root module in one step: more than 1 with gradient accumulation."""
     num_skipped: int
+    """Optimizer steps that a GradScaler skipped."""
     data_is_named: bool
+    """Whether `data` is time in a DataLoader or `stepscope.phase("data")`; else the stretch before the forward."""
     throughput: Throughput | None
+    """Null when no model input was seen."""
     phases: tuple[Phase, ...]
+    """Of the mean of the middle half of the clean steps, by step time."""
     rows: tuple[Row, ...]
+    """Where the step goes; on a GPU with `idle` and `unattributed`."""
     flops: StepFlops | None
+    """Null when the run ended before the memory and FLOPs window."""
     mfu: Utilisation | None
+    """Model FLOPs utilisation; null when no limit is known for the device and dtype."""
     hfu: Utilisation | None
+    """Hardware FLOPs utilisation: executed FLOPs, recomputation included."""
     parameters: Mapping[str, Any] | None
+    """As in the recording."""
     observer_effects: tuple[ObserverEffect, ...]
+    """One for each probe window that ran."""
     counters: CounterSummary | None
+    """NVML during the clean steps; null without."""
     num_kernels_per_step: float | None
+    """From the trace window; null without a GPU."""
 
 
 def summarise(recording: Recording, device: Device | None, ceilings: Ceilings | None) -> Summary:

@@ -117,7 +117,7 @@ class _Run:
         self.folder = self._arguments.output or _default_folder(program.name)
         if rank:
             self.folder = self.folder / f"rank{rank}"
-        files.prepare_folder(self.folder, self._arguments.force)
+        files.prepare_folder(self.folder, self._arguments.force, keep_ranks="RANK" in os.environ)
         config = {
             "argv": program.argv,
             "windows": dict(self._windows.sequence()),
@@ -149,6 +149,7 @@ class _Run:
             facts=self._facts,
             tokens_per_step=self._arguments.tokens_per_step,
             exit_after=self._arguments.exit_after,
+            is_script=True,
             tell=self._tell,
         )
         self._session.start()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ MEMORY_FILE = "memory.json.gz"
 COUNTERS_FILE = "counters.jsonl"
 COMPILE_FILE = "compile.json"
 
+RANK_FOLDER = re.compile(r"rank\d+")
+
 STATUS_INTERRUPTED = "interrupted"
 STATUS_FINISHED = "finished"
 STATUS_FAILED = "failed"
@@ -32,14 +35,15 @@ STATUS_FAILED = "failed"
 MAX_SAMPLE_LINES = 100_000
 
 
-def prepare_folder(folder: Path, force: bool) -> None:
+def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
     """Create `folder`, or empty an earlier recording when `force` is set; ValueError when it cannot be.
 
     Only a folder that holds a recording is ever emptied: `--force` on a home directory is refused.
+    `keep_ranks` leaves the folders of other ranks alone: they are being written at this moment.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        entries = list(folder.iterdir())
+        entries = [e for e in folder.iterdir() if not (keep_ranks and RANK_FOLDER.fullmatch(e.name))]
         if entries:
             if not (folder / RECORDING_FILE).exists():
                 raise ValueError(f"{folder} is not empty and holds no recording: name another folder with -o")

@@ -38,6 +38,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     """Counts FLOPs and follows storages from `start()` to `stop()`."""
 
     supports_higher_order_operators = True
+    # Torch that does not know `ignore_compile_internals` guards compiled code on the modes that are on.
+    passes_compiled_code = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     def __init__(self, roots: list[nn.Module], optimizers: list[Any], phase: Callable[[], str | None]) -> None:
         super().__init__()
@@ -64,12 +66,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._dropped = 0
         self._roots = roots
 
-    # Compiled code must neither be skipped nor traced into because we are looking on: without
-    # these, Dynamo marks the frame as not to be compiled, for the rest of the run.
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
+    # Without this Dynamo marks a frame it meets while we are looking on as never to be compiled.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True

@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this module go through torch.compile, so that its children's calls are not seen."""
+def is_opaque(module: nn.Module) -> bool:
+    """Whether calls of this module's children are not to be looked at.
+
+    torch.compile does not show them. DataParallel copies its module's attributes to replicas, and a
+    hook among them would send every replica's call to the original.
+    """
+    if isinstance(module, nn.DataParallel):
+        return True
     call = module.__dict__.get("_compiled_call_impl")
     if isinstance(call, _CallChain):
         call = call.inner
@@ -19,20 +25,20 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def visible_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(fully qualified name, module) of a module and its descendants, not looking inside compiled ones."""
+    """(fully qualified name, module) of a module and its descendants, not looking inside opaque ones."""
     yield name, module
-    if not is_compiled(module):
+    if not is_opaque(module):
         for child_name, child in module.named_children():
             yield from visible_modules(child, f"{name}.{child_name}" if name else child_name)
 
 
 def live_modules() -> list[nn.Module]:
-    """Every nn.Module alive in this process that is not a part of a compiled one."""
+    """Every nn.Module alive in this process that is not a part of an opaque one."""
     # `type(o)` and not isinstance: proxies answer isinstance by running their own code.
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     hidden: set[int] = set()
     for module in modules:
-        if is_compiled(module):
+        if is_opaque(module):
             hidden.update(id(inner) for inner in module.modules() if inner is not module)
     return [module for module in modules if id(module) not in hidden]
 

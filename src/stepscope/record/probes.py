@@ -15,7 +15,7 @@ from stepscope.record.compiler import CompilerProbe
 from stepscope.record.counters import CounterSampler
 from stepscope.record.environment import Environment, gpu_uuid
 from stepscope.record.ledger import Ledger
-from stepscope.record.model import parameter_facts
+from stepscope.record.model import is_opaque, parameter_facts
 from stepscope.record.nvml import NvmlUnavailable
 from stepscope.record.trace import TraceProbe
 
@@ -95,6 +95,11 @@ class Probes:
             self.note("trace", "the script started a profiler of its own: the trace window gave way to it")
 
     def start_ledger(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
+        compiles = self.compiler.used or any(is_opaque(module) for root in roots for module in root.modules())
+        if compiles and not Ledger.passes_compiled_code:
+            text = f"torch {torch.__version__} compiles anew under a probe that sees every op: no memory and FLOPs window"
+            self.note("memory", f"{text} in a run that uses torch.compile")
+            return
         self.ledger = Ledger(roots, list(optimizers), lambda: self._clock.label)
         self.ledger.start()
 

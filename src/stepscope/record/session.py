@@ -45,11 +45,13 @@ class Session:
         optimizer: Any = None,
         tokens_per_step: int | None = None,
         exit_after: bool = False,
+        is_script: bool = False,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         if model is None and windows.warmup < 2:
             raise ValueError("warmup must be at least 2 steps: in the first two the model is found")
         self.folder = folder
+        self.is_script = is_script
         self._windows = windows
         self._model = model
         self._tokens_per_step = tokens_per_step

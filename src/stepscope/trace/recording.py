@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from stepscope.errors import RecordingError
 
@@ -15,6 +15,52 @@ RECORDING_FILE = "recording.json"
 SAMPLES_FILE = "samples.jsonl"
 COUNTERS_FILE = "counters.jsonl"
 COMPILE_FILE = "compile.json"
+
+
+class RecordingFacts(TypedDict, total=False):
+    """`recording.json`. A field is absent until it is known, so a killed run has the first ones only."""
+
+    schema_version: int
+    status: str
+    """`finished`, `failed`, or `interrupted`: what a run that was killed, or still runs, says of itself."""
+    command: dict[str, Any]
+    """`argv`, whether it was run as a module, and the working directory."""
+    config: dict[str, Any]
+    """The resolved options of the run."""
+    config_hash: str
+    """First 16 hex digits of the SHA-256 of `config`."""
+    git: dict[str, Any] | None
+    """Revision of the script's repository and whether it was modified; null outside one."""
+    started_at: str
+    finished_at: str
+    exit_code: int
+    exception: str
+    num_child_processes: int
+    """Processes the script started through multiprocessing."""
+    pid: int
+    environment: dict[str, Any]
+    """Versions, device name, threads, float32 matmul setting, the variables that decide speed."""
+    steps: dict[str, Any]
+    """`source` of the step boundaries (`step()`, `optimizer`, `forward`), `num_sources`, `num_steps`."""
+    windows: dict[str, int]
+    """Steps asked for in each window."""
+    roots: list[str]
+    """Classes of the modules that the script calls itself."""
+    parameters: dict[str, Any]
+    """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters once."""
+    memory: dict[str, int]
+    """Peaks when the clean window ended: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
+    `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
+    trace: dict[str, Any] | None
+    """The trace's `file`, `bytes`, `num_steps`, `num_kernels`, `gpu_busy_ns` and `gpu_busy_ns_by_phase` of the
+    whole window, what was `trimmed`."""
+    flops: dict[str, Any]
+    """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, each of
+    the `weights` with its size and forward FLOPs."""
+    counters: dict[str, Any]
+    """`other_processes` on the same GPU when the run ended."""
+    notes: list[dict[str, str]]
+    """What the reader should know: `about` and `text`."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +108,8 @@ class Recording:
 
     folder: Path
     status: str
-    facts: Mapping[str, Any]
-    """`recording.json` as written; docs/recording.md lists its fields."""
+    facts: RecordingFacts
+    """`recording.json` as written."""
     samples: tuple[StepSample, ...]
     counters: tuple[CounterSample, ...]
     compiler: Mapping[str, Any] | None

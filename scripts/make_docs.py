@@ -1,0 +1,68 @@
+"""Writes the tables of docs/ from the classes they describe; `--check` only says whether they are up to date.
+
+python scripts/make_docs.py
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "stepscope"
+
+# Page, marker on the page, source file, class.
+TABLES = [
+    ("docs/recording.md", "trace/recording.py", "RecordingFacts"),
+    ("docs/recording.md", "trace/recording.py", "StepSample"),
+    ("docs/recording.md", "trace/recording.py", "CounterSample"),
+    ("docs/card.md", "analysis/summary.py", "Summary"),
+    ("docs/card.md", "analysis/summary.py", "Throughput"),
+    ("docs/card.md", "analysis/summary.py", "ObserverEffect"),
+    ("docs/card.md", "analysis/statistics.py", "Distribution"),
+    ("docs/card.md", "analysis/phases.py", "Phase"),
+    ("docs/card.md", "analysis/phases.py", "Row"),
+    ("docs/card.md", "analysis/flops.py", "StepFlops"),
+    ("docs/card.md", "analysis/flops.py", "Utilisation"),
+    ("docs/card.md", "analysis/counters.py", "CounterSummary"),
+    ("docs/card.md", "analysis/counters.py", "Gauge"),
+]
+
+
+def table(source: Path, class_name: str) -> str:
+    """A Markdown table of a class's fields: name, type, and the text below each."""
+    tree = ast.parse(source.read_text())
+    found = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == class_name)
+    rows = [f"{ast.get_docstring(found)}", "", "| field | type | is |", "|---|---|---|"]
+    for node, following in zip(found.body, [*found.body[1:], None]):
+        if isinstance(node, ast.AnnAssign):
+            kind = ast.unparse(node.annotation).replace("|", "or")
+            rows.append(f"| `{ast.unparse(node.target)}` | `{kind}` | {_text(following)} |")
+    return "\n".join(rows)
+
+
+def _text(node: ast.stmt | None) -> str:
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return " ".join(str(node.value.value).split()).replace("|", "or") if is_text else ""
+
+
+def main() -> int:
+    pages = {page: (ROOT / page).read_text() for page, _, _ in TABLES}
+    for page, source, class_name in TABLES:
+        begin, end = f"<!-- {class_name} -->", f"<!-- end of {class_name} -->"
+        before, rest = pages[page].split(begin)
+        pages[page] = f"{before}{begin}\n{table(SOURCE / source, class_name)}\n{end}{rest.split(end)[1]}"
+    stale = [page for page, text in pages.items() if (ROOT / page).read_text() != text]
+    if "--check" in sys.argv:
+        if stale:
+            print(f"out of date: {', '.join(stale)}: run python scripts/make_docs.py")
+        return int(bool(stale))
+    for page in stale:
+        (ROOT / page).write_text(pages[page])
+        print(f"wrote {page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
