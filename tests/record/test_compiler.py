@@ -6,25 +6,36 @@ import json
 import logging
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.record import compiler as compiler_module
 from stepscope.record.compiler import CompilerProbe
 
 TRACE = "torch.__trace"
-NEW_BREAK = """Graph break in user code at /home/me/train.py:12
+NEW_BREAK = """Graph break in user code at /home/me/model.py:12
 Graph Break Reason: Data-dependent branching
   Explanation: Detected data-dependent branching (e.g. `if my_tensor.sum() > 0:`).
-  Hint: This graph break is fundamental.
+
+      The branch condition involves a tensor computed as follows:
+        # File "/home/me/other.py", line 99, in elsewhere, code: if x.sum() > 0:
+        gt = gt(sum_1, 0)
+
+  Hint: Use `torch.cond` to express dynamic control flow.
+
   Developer debug context: attempted to jump with TensorVariable()
+
 User code traceback:
   File "/home/me/train.py", line 40, in <module>
     model(x)
   File "/home/me/model.py", line 12, in forward
     if x.sum() > 0:
+       ^^^^^^^^^^^
+
 Traceback (most recent call last):
   File "/site-packages/torch/_dynamo/symbolic_convert.py", line 900, in inner
+torch._dynamo.exc.Unsupported: Data-dependent branching
+  Explanation: Detected data-dependent branching (e.g. `if my_tensor.sum() > 0:`).
 """
 OLD_BREAK = """Graph break in user code at /home/me/train.py:12
 Reason: Unsupported: generic_jump TensorVariable()
@@ -110,9 +121,7 @@ def test_a_graph_break_of_an_older_torch_has_its_reason(probe):
 def test_a_graph_break_in_no_known_form_keeps_its_first_line(probe):
     artifact("dynamo_graph_break_reason", "something new\nmore")
 
-    assert probe.report()["graph_breaks"] == [
-        {"reason": "something new", "place": "unknown place", "count": 1}
-    ]
+    assert probe.report()["graph_breaks"] == [{"reason": "something new", "place": "unknown place", "count": 1}]
 
 
 def test_a_recompile_names_the_guard_that_failed(probe):
@@ -143,14 +152,12 @@ def test_recompile_reasons_come_as_lists_or_as_text(probe, payload, guards):
 
 
 def test_skips_failures_and_limits_are_counted_by_reason(probe):
-    compiled(
-        cudagraph_skip_reason="skipping cudagraphs due to cpu device\ndetails", fail_reason="no luck\ndetails"
-    )
+    compiled(cudagraph_skip_reason="skipping cudagraphs due to cpu device\ndetails", fail_reason="no luck\ndetails")
     emit(
         logger="torch._inductor.cudagraph_utils",
         message="skipping cudagraphs due to mutated inputs (1 instances)\nwhere",
     )
-    limit = "torch._dynamo hit config.recompile_limit (8)\n   function: 'forward' (/home/me/model.py:8)\n   last reason: x"
+    limit = "torch._dynamo hit config.recompile_limit (8)\n   function: 'forward' (/home/me/model.py:8)\n   last: x"
     emit(logger="torch._dynamo.convert_frame", message=limit)
     emit(logger="torch._dynamo.convert_frame", message="cache_size_limit reached")
     emit(logger="torch._dynamo.convert_frame", message="something else entirely")
@@ -200,20 +207,21 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
+NAMES = st.sampled_from(["dynamo_graph_break_reason", "recompile_reasons"])
+METRICS = st.sampled_from(["co_name", "entire_frame_compile_time_s", "cudagraph_skip_reason", "fail_reason"])
 METADATA = JSON | st.fixed_dictionaries(
     {},
     optional={
-        "artifact": JSON | st.fixed_dictionaries({"name": st.sampled_from(["dynamo_graph_break_reason", "recompile_reasons"])}),
-        "compilation_metrics": JSON | st.dictionaries(
-            st.sampled_from(["co_name", "entire_frame_compile_time_s", "cudagraph_skip_reason", "fail_reason"]), JSON
-        ),
+        "artifact": JSON | st.fixed_dictionaries({"name": NAMES}),
+        "compilation_metrics": JSON | st.dictionaries(METRICS, JSON),
         "frame_id": JSON,
         "frame_compile_id": JSON,
         "dynamo_start": JSON,
     },
-)  # fmt: skip
+)
 
 
+@settings(max_examples=200)
 @given(METADATA, JSON)
 def test_no_record_however_malformed_raises_or_spoils_the_report(metadata, payload):
     probe = CompilerProbe()

@@ -105,7 +105,8 @@ def _limit(recording: Recording, summary: Summary) -> Iterator[Line]:
     flops = summary.flops
     if flops is None:
         if summary.step_ns is not None:
-            yield Line("FLOPs", "not counted", "the run ended before the memory and FLOPs window")
+            why = "see the note" if recording.window("memory") else "the run ended before the memory and FLOPs window"
+            yield Line("FLOPs", "not counted", why)
     elif not flops.hardware_flops:
         yield Line("FLOPs", "none counted", flops.hidden or "no op of the step has a FLOP formula")
     else:
@@ -229,17 +230,18 @@ def _rows(summary: Summary) -> Iterator[Line]:
     if not summary.rows:
         return
     gpu = any(row.name == IDLE for row in summary.rows)
-    kind = "GPU busy by phase, clean time and traced kernels" if gpu else f"{summary.clock} time by phase"
-    yield Line(f"where a step goes ({kind}; mean of the middle half of the clean steps)", is_heading=True)
+    kind = "GPU work by the phase that launched it" if gpu else f"{summary.clock} time by phase"
+    yield Line(f"where a step goes ({kind}; middle half of the clean steps)", is_heading=True)
     for row in summary.rows:
         bar = "█" * round(row.share * BAR_WIDTH)
         detail = ""
         if row.name == IDLE:
             waits = [(p.name, (p.device_ns or 0) - (p.gpu_busy_ns or 0)) for p in summary.phases]
-            detail = "in " + ", ".join(f"{name} {milliseconds(ns)}" for name, ns in waits if ns > row.ns * 0.01)
-        yield Line(row.name, f"{milliseconds(row.ns):>12}  {percent(row.share):>7}  {bar:<{BAR_WIDTH}}", detail)
+            largest = [f"{name} {ns / 1e6:,.2f} ms" for name, ns in waits if ns > row.ns * 0.05]
+            detail = f"in {', '.join(largest)}" if largest else ""
+        yield Line(row.name, f"{row.ns / 1e6:>9,.2f} ms  {percent(row.share):>7}  {bar}", detail)
     if not gpu and summary.clock == "host":
-        yield Line("unattributed", f"{milliseconds(0):>12}  {percent(0):>7}  ", "the phases are cut from one clock")
+        yield Line("unattributed", f"{0:>9,.2f} ms  {percent(0):>7}  ", "the phases are cut from one clock")
 
 
 def _steps(recording: Recording, summary: Summary) -> Iterator[Line]:
@@ -276,10 +278,10 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Line]:
 
 def _caveats(recording: Recording, summary: Summary) -> Iterator[Line]:
     for note in recording.facts.get("notes") or []:
-        yield Line("note", safe(note.get("text")), safe(note.get("about")))
+        yield Line("note", safe(note.get("about")), safe(note.get("text"), 500))
     trimmed = (recording.facts.get("trace") or {}).get("trimmed")
     if trimmed:
-        yield Line("note", safe(trimmed), "trace")
+        yield Line("note", "trace", safe(trimmed))
     dropped = (recording.facts.get("steps") or {}).get("num_lines_dropped")
     if dropped:
         yield Line("note", f"{dropped:,} sample lines past the limit were not kept")
