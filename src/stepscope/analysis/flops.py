@@ -48,6 +48,8 @@ class Utilisation:
 
     share: float
     flops_per_s: float
+    is_measured: bool
+    """Whether the limit was measured on the device instead of being its maker's dense peak."""
     limit: str
     """The limit in words."""
     source: str
@@ -138,6 +140,7 @@ def utilisation(
     return Utilisation(
         share=seconds_at_limit / (step_ns / 1e9),
         flops_per_s=total / (step_ns / 1e9),
+        is_measured=device is None,
         limit=f"{rates}, {kind}",
         source=source,
         formula=f"{what} FLOPs ÷ step time ÷ limit",

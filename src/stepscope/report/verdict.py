@@ -35,7 +35,7 @@ def verdict(recording: Recording, summary: Summary) -> str:
             clauses.append(f"data takes {percent(parts['data'])}")
     if summary.mfu is not None:
         bound = "at least " if summary.flops is not None and summary.flops.hidden else ""
-        what = "MFU" if "dense peak" in summary.mfu.limit else "of the measured matmul rate"
+        what = "of the measured matmul rate" if summary.mfu.is_measured else "MFU"
         clauses.append(f"{bound}{percent(summary.mfu.share)} {what}")
     sentence += ": " + "; ".join(clauses) if clauses else ""
     return sentence + "."
