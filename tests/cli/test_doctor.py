@@ -32,9 +32,7 @@ class NoTorch:
 sys.meta_path.insert(0, NoTorch())
 """
 
-CEILINGS = devices.Ceilings(
-    "NVIDIA H200", {"bf16": 791_520_000_000_000}, 4_320_000_000_000, "2025-01-02", "2.6.0"
-)
+CEILINGS = devices.Ceilings("NVIDIA H200", {"bf16": 791_520_000_000_000}, 4_320_000_000_000, "2025-01-02", "2.6.0")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,12 +32,20 @@ class CounterSummary:
     throttle_shares: tuple[tuple[str, float], ...]
     """Reason and share of samples, idleness left out."""
     joules: float | None
-    """Energy of the window: from the energy counter scaled to it, else mean power × time."""
+    """Energy of the clean steps: mean power, by the energy counter if it was read close by, × their time."""
 
 
-def summarise_counters(samples: Sequence[CounterSample], start_ns: int, end_ns: int) -> CounterSummary | None:
-    """The counters between two moments; None when no sample lies there."""
-    inside = [sample for sample in samples if start_ns <= sample.t_ns <= end_ns]
+def summarise_counters(
+    samples: Sequence[CounterSample], intervals: Sequence[tuple[int, int]]
+) -> CounterSummary | None:
+    """The counters while some steps ran, given as (start, end) in order; None when no sample lies there."""
+    starts = [start for start, _ in intervals]
+
+    def is_inside(t_ns: int) -> bool:
+        position = bisect_right(starts, t_ns) - 1
+        return position >= 0 and t_ns <= intervals[position][1]
+
+    inside = [sample for sample in samples if is_inside(sample.t_ns)]
     if not inside:
         return None
 
@@ -46,14 +55,13 @@ def summarise_counters(samples: Sequence[CounterSample], start_ns: int, end_ns: 
 
     reasons = sorted({reason for sample in inside for reason in sample.throttle if reason != "gpu_idle"})
     power = gauge("power_watts")
+    seconds = sum(end - start for start, end in intervals) / 1e9
+    watts = _metered_watts(samples, intervals[0][0], intervals[-1][1])
     joules = None
-    # The energy counter is slow to read and is sampled seldom; power at every sample stands in.
-    metered = [(s.t_ns, s.energy_joules) for s in inside if s.energy_joules is not None]
-    if len(metered) >= 2:
-        (first_ns, first), (last_ns, last) = metered[0], metered[-1]
-        joules = (last - first) * (end_ns - start_ns) / (last_ns - first_ns)
+    if watts is not None:
+        joules = watts * seconds
     elif power is not None:
-        joules = power.mean * (end_ns - start_ns) / 1e9
+        joules = power.mean * seconds
     return CounterSummary(
         num_samples=len(inside),
         gpu_busy_share=gauge("gpu_busy_share"),
@@ -66,3 +74,16 @@ def summarise_counters(samples: Sequence[CounterSample], start_ns: int, end_ns: 
         ),
         joules=joules,
     )
+
+
+def _metered_watts(samples: Sequence[CounterSample], start_ns: int, end_ns: int) -> float | None:
+    """Mean power between two moments from the energy counter, if it was read close to both."""
+    slack_ns = (end_ns - start_ns) // 4
+    readings = [(s.t_ns, s.energy_joules) for s in samples if s.energy_joules is not None]
+    near_start = [reading for reading in readings if abs(reading[0] - start_ns) <= slack_ns]
+    near_end = [reading for reading in readings if abs(reading[0] - end_ns) <= slack_ns]
+    if not near_start or not near_end:
+        return None
+    first_ns, first = min(near_start, key=lambda reading: abs(reading[0] - start_ns))
+    last_ns, last = min(near_end, key=lambda reading: abs(reading[0] - end_ns))
+    return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else None

@@ -98,7 +98,7 @@ def _computes(op: str) -> bool:
 
 def _active_share(weight: Mapping[str, Any], num_tokens: int) -> float:
     if not weight["forward_flops"]:
-        return 1.0
+        return 1.0 if weight["used"] else 0.0  # an expert that got no token
     share: float = weight["forward_flops"] / (2 * weight["num_elements"] * num_tokens)
     return min(1.0, share)
 

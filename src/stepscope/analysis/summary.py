@@ -98,7 +98,7 @@ def summarise(recording: Recording, device: Device | None, ceilings: Ceilings | 
     step_ns = describe(wall) if wall else None
     counters = None
     if clean:
-        counters = summarise_counters(recording.counters, clean[0].start_ns, clean[-1].start_ns + clean[-1].wall_ns)
+        counters = summarise_counters(recording.counters, [(s.start_ns, s.start_ns + s.wall_ns) for s in clean])
     throughput = _throughput(clean, step_ns.median, counters) if step_ns is not None else None
     flops = _flops(recording, trace)
     phases: list[Phase] = []

@@ -102,7 +102,7 @@ class CompilerProbe:
         user_code = text.split("User code traceback:")[-1].split("\nTraceback")[0]
         places = _PLACE.findall(user_code)
         place = "{}:{} in {}".format(*places[-1]) if places else "unknown place"
-        if len(self._graph_breaks) < MAX_ENTRIES:
+        if (reason, place) in self._graph_breaks or len(self._graph_breaks) < MAX_ENTRIES:
             self._graph_breaks[reason, place] = self._graph_breaks.get((reason, place), 0) + 1
 
     def _compiled(self, metrics: dict[str, Any], frame: tuple[Any, Any]) -> None:

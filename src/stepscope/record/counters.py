@@ -5,7 +5,8 @@
      "driver_memory_bytes": 81604378624}
 
 `t_ns` is `time.perf_counter_ns()`; a counter that the GPU does not offer is absent. `energy_joules`
-counts from the driver's start and is in the first line, the last, and about one a second between.
+counts from the driver's start and is in the first line, the last, whenever it is asked for, and about
+one a second between.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class CounterSampler:
         self._interval_ns = round(interval_seconds * 1e9)
         self._pid = os.getpid()
         self._stopping = threading.Event()
+        self._wake = threading.Event()
         self._is_stopped = False
         # Not a Python file: a forked child would write its copy of the file's buffer once more at its exit.
         self._pending: list[str] = []
@@ -70,11 +72,16 @@ class CounterSampler:
             return
         self._is_stopped = True
         self._stopping.set()
+        self._wake.set()
         self._thread.join(JOIN_SECONDS)
         # A thread that hangs inside the driver still holds both: leave them to the end of the process.
         if not self._thread.is_alive():
             os.close(self._descriptor)
             self._nvml.close()
+
+    def sample_energy(self) -> None:
+        """Have the thread take a sample with its energy now; returns at once."""
+        self._wake.set()
 
     def other_processes(self) -> list[dict[str, Any]]:
         """The other processes that compute on this GPU: `pid`, `name`, `used_bytes`; empty after `stop`.
@@ -111,10 +118,14 @@ class CounterSampler:
         num_samples = 0
         due_ns = time.perf_counter_ns()
         flushed_ns = due_ns - FLUSH_NS
-        while not self._stopping.wait(max(0, due_ns - time.perf_counter_ns()) / 1e9):
+        while True:
+            asked = self._wake.wait(max(0, due_ns - time.perf_counter_ns()) / 1e9)
+            self._wake.clear()
+            if self._stopping.is_set():
+                break
             now_ns = time.perf_counter_ns()
             flushes = now_ns + self._interval_ns - flushed_ns >= FLUSH_NS
-            self._append(now_ns, with_energy=flushes)
+            self._append(now_ns, with_energy=flushes or asked)
             num_samples += 1
             if num_samples % STRETCH_SAMPLES == 0:
                 self._interval_ns *= 2

@@ -45,7 +45,7 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         entries = [e for e in folder.iterdir() if not (keep_ranks and RANK_FOLDER.fullmatch(e.name))]
         if entries:
-            if not (folder / RECORDING_FILE).exists():
+            if not _is_recording(folder / RECORDING_FILE):
                 raise ValueError(f"{folder} is not empty and holds no recording: name another folder with -o")
             if not force:
                 raise ValueError(f"{folder} already holds a recording: add --force to replace it, or -o OTHER")
@@ -58,6 +58,14 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
         raise ValueError(
             f"cannot write to {folder}: {error.strerror or error}; name another folder with -o"
         ) from None
+
+
+def _is_recording(path: Path) -> bool:
+    try:
+        facts = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(facts, dict) and "schema_version" in facts and "status" in facts
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -85,12 +93,15 @@ class LineFile:
         self.num_dropped = 0
 
     def append(self, line: str) -> None:
-        """Append one line that is already JSON text; past MAX_SAMPLE_LINES it is only counted."""
+        """Append one line of JSON text; past MAX_SAMPLE_LINES, or on a full disk, it is only counted."""
         if self.num_lines >= MAX_SAMPLE_LINES:
             self.num_dropped += 1
             return
-        os.write(self._descriptor, f"{line}\n".encode())
-        self.num_lines += 1
+        try:
+            os.write(self._descriptor, f"{line}\n".encode())
+            self.num_lines += 1
+        except OSError:
+            self.num_dropped += 1
 
     def close(self) -> None:
         if self._descriptor >= 0:

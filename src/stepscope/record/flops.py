@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from stepscope.record.environment import float32_matmul
 
@@ -23,16 +23,26 @@ _DTYPES = {
     torch.float16: "fp16",
     torch.int8: "int8",
 }
-# Formulas for ops that FlopCounterMode leaves at zero. On a CPU that is all of attention.
-_MISSING: dict[str, Callable[..., int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_args, **_kwargs: sdpa_flop_count(
-        query.shape, key.shape, value.shape
-    ),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
-        lambda grad_out, query, key, value, *_args, **_kwargs: sdpa_backward_flop_count(
-            grad_out.shape, query.shape, key.shape, value.shape
-        )
-    ),
+
+
+def _attention(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Scores and their product with the values: (batch, heads, length, width); keys may have fewer heads."""
+    batch, heads, length, width = query.shape
+    return int(2 * batch * heads * length * key.shape[2] * (width + value.shape[3]))
+
+
+def _attention_backward(_grad_out: Any, query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
+    """The scores again, and the gradients of both products."""
+    batch, heads, length, width = query.shape
+    return int(2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3]))
+
+
+# Our own formulas where torch's count nothing (attention on a CPU) or, in older releases, refuse
+# keys with fewer heads than queries.
+_ATTENTION: dict[str, Callable[..., int]] = {
+    f"aten._scaled_dot_product_{kind}": formula
+    for backend in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    for kind, formula in ((backend, _attention), (f"{backend}_backward", _attention_backward))
 }
 
 
@@ -51,8 +61,8 @@ class FlopCount:
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
         name = self.name(func)
         packet = getattr(func, "_overloadpacket", func)
-        if name in _MISSING:
-            flops = int(_MISSING[name](*args, **kwargs))
+        if name in _ATTENTION:
+            flops = _ATTENTION[name](*args, **kwargs)
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         else:
@@ -60,15 +70,14 @@ class FlopCount:
         model_flops = flops
         if "attention" in name:
             if "backward" in name:
-                # The registry's formula has five products: the scores again, and four gradients.
-                model_flops = flops * 4 // 5
+                model_flops = _without_scores_again(flops, args)
             if _is_causal(func, args, kwargs):
                 flops, model_flops = flops // 2, model_flops // 2
         return OpFlops(flops, model_flops, _dtype(args, kwargs))
 
     def has_no_formula(self, func: Any) -> bool:
         """Whether an op should be looked into, in case it is made of ops that have formulas."""
-        return getattr(func, "_overloadpacket", func) not in flop_registry and self.name(func) not in _MISSING
+        return getattr(func, "_overloadpacket", func) not in flop_registry and self.name(func) not in _ATTENTION
 
     @staticmethod
     def name(func: Any) -> str:
@@ -80,13 +89,20 @@ class FlopCount:
 count_flops = FlopCount()
 
 
+def _without_scores_again(flops: int, args: Any) -> int:
+    # An attention backward is (grad_out, query, key, value, …): of its five products three are as wide
+    # as the queries, the first of them the scores again, and two as wide as the values.
+    width, value_width = args[1].shape[-1], args[3].shape[-1]
+    return int(flops * (2 * width + 2 * value_width) // (3 * width + 2 * value_width))
+
+
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False
     for position, argument in enumerate(schema.arguments):
-        if argument.name == "is_causal":
-            value = args[position] if position < len(args) else kwargs.get("is_causal", argument.default_value)
+        if argument.name in ("is_causal", "custom_mask_type"):
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             return bool(value)
     return False
 

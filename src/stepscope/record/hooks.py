@@ -5,8 +5,9 @@ None of these runs more than a few times a step: no hook sits on every op or eve
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ class LoopListener(Protocol):
     def listens(self) -> bool: ...
     def data_begins(self) -> None: ...
     def data_ended(self) -> None: ...
-    def backward_begins(self, tensors: Any) -> None: ...
+    def backward_begins(self, tensors: Any, create_graph: bool) -> None: ...
     def backward_ended(self) -> None: ...
     def optimizer_begins(self, optimizer: Any) -> None: ...
     def optimizer_ended(self, optimizer: Any, skipped: bool) -> None: ...
@@ -55,6 +56,23 @@ def _optimizer_hooks(listener: LoopListener) -> list[Handle]:
             listener.optimizer_ended(optimizer, skipped=False)
 
     return [register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ended)]
+
+
+def surround_optimizers(listener: LoopListener, optimizers: Iterable[Any]) -> list[Handle]:
+    """Hear these optimizers from outside torch's own `Optimizer.step` range, for the trace.
+
+    The global hooks run inside that range: ranges of ours that change there would not nest with it.
+    """
+
+    def around(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not listener.listens():
+            return original(*args, **kwargs)
+        listener.optimizer_begins(optimizer)
+        result = original(*args, **kwargs)
+        listener.optimizer_ended(optimizer, skipped=False)
+        return result
+
+    return [Patch(optimizer, "step", functools.partial(around, optimizer)) for optimizer in optimizers]
 
 
 def _scaler_patch(listener: LoopListener) -> Handle:
@@ -84,16 +102,22 @@ def _scaler_patch(listener: LoopListener) -> Handle:
 
 def _backward_patches(listener: LoopListener) -> list[Handle]:
     # Tensor.backward looks torch.autograd.backward up at each call, so this catches every loop's backward.
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not listener.listens():
             return original(*args, **kwargs)
-        listener.backward_begins(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+        tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        create_graph = kwargs.get("create_graph") or (len(args) > position and args[position])
+        listener.backward_begins(tensors, bool(create_graph))
         try:
             return original(*args, **kwargs)
         finally:
             listener.backward_ended()
 
-    return [Patch(torch.autograd, "backward", around), Patch(torch.autograd, "grad", around)]
+    # The second figure is where `create_graph` stands when it is not given by name.
+    return [
+        Patch(torch.autograd, "backward", functools.partial(around, 3)),
+        Patch(torch.autograd, "grad", functools.partial(around, 4)),
+    ]
 
 
 def _data_patches(listener: LoopListener) -> list[Handle]:

@@ -57,6 +57,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._weight_flops: Counter[int] = Counter()
         self._activation_flops = 0  # forward products of two activations: attention
         self._looked_up: set[int] = set()
+        self._touched: set[int] = set()
+        self._backward_makes_graph = False
 
         self._allocations: list[dict[str, Any]] = []
         self._live: dict[int, int] = {}  # storage key -> index into the allocations
@@ -105,9 +107,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         """The tensors the root module is called with are inputs."""
         self._own((t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), INPUT, "outside an op")
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, create_graph: bool = False) -> None:
         """What the forward made and is still alive now is kept for backward."""
-        for index in self._live.values():
+        self._backward_makes_graph = create_graph
+        for index in list(self._live.values()):  # a storage may die meanwhile
             if self._allocations[index]["owner"] == TEMPORARY and self._allocations[index]["phase"] == FORWARD:
                 self._allocations[index]["owner"] = ACTIVATION
 
@@ -126,7 +129,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):
             self._guarded(func, args, kwargs, None)
-            return NotImplemented  # what is inside is dispatched to us op by op, where it can be seen at all
+            return func(*args, **kwargs)
         if count_flops.has_no_formula(func):
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -146,13 +149,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self._phase() or OTHER
         op = count_flops(func, args, kwargs, out)
+        weights: set[int] = set()
+        if phase == FORWARD:
+            keys = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            weights = {self._parameter_of[key] for key in keys if key in self._parameter_of}
         if op is None:
             if not getattr(func, "is_view", False) and out is not None:
+                num_elements = sum(t.numel() for t in _outputs(out))
                 entry = self._uncounted.setdefault(count_flops.name(func), [0, 0])
                 entry[0] += 1
-                entry[1] += sum(t.numel() for t in _outputs(out))
+                entry[1] += num_elements
+                if num_elements:  # an expert that got no token is called with an empty tensor
+                    self._touched |= weights
         elif op.flops:
-            self._add(op, func, phase, args)
+            self._add(op, func, phase, weights)
         if out is None:
             return
         name = count_flops.name(func)
@@ -170,15 +180,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 self._parameter_of[key] = self._parameter_of[source]
             self._born(tensor, name, owner, phase, self._modules[-1] if self._modules else None)
 
-    def _add(self, op: OpFlops, func: Any, phase: str, args: Any) -> None:
-        # Backward formulas run with gradients off; a checkpointed forward that is run again turns them on.
-        recomputed = phase == BACKWARD and torch.is_grad_enabled()
+    def _add(self, op: OpFlops, func: Any, phase: str, weights: set[int]) -> None:
+        # Backward formulas run with gradients off, unless a graph of them is asked for; a checkpointed
+        # forward that is run again turns them on.
+        recomputed = phase == BACKWARD and torch.is_grad_enabled() and not self._backward_makes_graph
         self._flops[count_flops.name(func), phase, op.dtype, recomputed] += op.flops
         if not recomputed:
             self._model_flops[op.dtype] += op.model_flops
         if phase == FORWARD:
-            keys = {_key(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
-            weights = [self._parameter_of[key] for key in keys if key in self._parameter_of]
             for index in weights:
                 self._weight_flops[index] += op.flops
             if not weights:
@@ -262,6 +271,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                     "num_elements": num_elements,
                     "forward_flops": self._weight_flops.get(index, 0),
                     "looked_up": index in self._looked_up,
+                    # Compiled code reads its parameters unseen.
+                    "used": compiled or index in self._touched or index in self._weight_flops,
                 }
                 for index, num_elements in enumerate(self._num_elements)
             ],

@@ -21,7 +21,7 @@ class TensorObserver(Protocol):
     """What wants to know whose tensors are whose while a step runs."""
 
     def note_inputs(self, args: Any, kwargs: Any) -> None: ...
-    def backward_begins(self) -> None: ...
+    def backward_begins(self, create_graph: bool) -> None: ...
     def note_gradients(self, optimizer: Any) -> None: ...
 
 
@@ -143,7 +143,7 @@ class Loop:
 
     # --- backward -------------------------------------------------------------------------------
 
-    def backward_begins(self, tensors: Any) -> None:
+    def backward_begins(self, tensors: Any, create_graph: bool = False) -> None:
         self._open()
         self._backward_seen = True
         self._awaits_backward = False
@@ -151,7 +151,7 @@ class Loop:
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
             self.facts.loss = tensors.detach()
         if self.observer is not None:
-            self.observer.backward_begins()
+            self.observer.backward_begins(create_graph)
 
     def backward_ended(self) -> None:
         self._switch(self._outer_label())

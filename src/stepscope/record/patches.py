@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -31,11 +32,19 @@ class Patch:
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
-        self._owner, self._name, self._original, self._wrapper = owner, name, original, wrapper
-        setattr(owner, name, wrapper)
+        self._is_own = name in vars(owner)
+        # On an instance a bound method stands for a bound method: schedulers look at its `__func__`.
+        bound = types.MethodType(lambda _self, *args, **kwargs: wrapper(*args, **kwargs), owner)
+        self._wrapper: Any = bound if isinstance(original, types.MethodType) else wrapper
+        self._owner, self._name, self._original = owner, name, original
+        setattr(owner, name, self._wrapper)
 
     def remove(self) -> None:
         # Somebody may have wrapped our wrapper since: then it stays, and `around` is expected
         # to pass through once its session has ended.
-        if getattr(self._owner, self._name, None) is self._wrapper:
+        if vars(self._owner).get(self._name) is not self._wrapper:
+            return
+        if self._is_own:
             setattr(self._owner, self._name, self._original)
+        else:
+            delattr(self._owner, self._name)

@@ -57,6 +57,11 @@ class Probes:
         except NvmlUnavailable as error:
             self.note("counters", f"no NVML counters: {error}")
 
+    def sample_energy(self) -> None:
+        """Read the energy counter now: a window of which the energy matters begins or ends."""
+        if self._counters is not None:
+            self._counters.sample_energy()
+
     def synchronise(self) -> None:
         """Wait for the GPU. Never called while a step is being timed."""
         if self.device is not None:
@@ -97,8 +102,8 @@ class Probes:
     def start_ledger(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
         compiles = self.compiler.used or any(is_opaque(module) for root in roots for module in root.modules())
         if compiles and not Ledger.passes_compiled_code:
-            text = f"torch {torch.__version__} compiles anew under a probe that sees every op: no memory and FLOPs window"
-            self.note("memory", f"{text} in a run that uses torch.compile")
+            text = f"torch {torch.__version__} compiles anew under a probe that sees every op"
+            self.note("memory", f"{text}: no memory and FLOPs window in a run that uses torch.compile")
             return
         self.ledger = Ledger(roots, list(optimizers), lambda: self._clock.label)
         self.ledger.start()

@@ -61,6 +61,7 @@ class Session:
         self._pid = os.getpid()
         self._handles: list[Handle] = []
         self._phase_handles: list[Handle] = []
+        self._trace_handles: list[Handle] = []
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts)
         self._loop = Loop(self._clock, self._step_ended, self._probes.give_way_to_profiler)
@@ -106,6 +107,7 @@ class Session:
         self._loop.stop_listening()
         current.session = None
         self._roots.take_off()
+        self._stop_surrounding()
         for handle in (*self._phase_handles, *self._handles):
             handle.remove()
         self._phase_handles.clear()
@@ -124,7 +126,7 @@ class Session:
         self._roots.forget()
         self._samples.close()
         probes.facts.update(facts)
-        self._write_recording(status)
+        probes.guard("writing the recording", lambda: self._write_recording(status))
 
     def _leave_in_child(self) -> None:
         # A forked worker is not the training process: it keeps the patched functions, all asleep.
@@ -173,6 +175,7 @@ class Session:
         """What was counted so far is void; the step that ends now is the first."""
         self._samples.append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
         self._probes.guard("restarting", self._probes.stop_windows)
+        self._stop_surrounding()
         self._loop.observer = None
         self._pending.clear()
         self._step = 0
@@ -245,7 +248,10 @@ class Session:
         if finished != windows.WARMUP:
             self._read_pending()
             self._read_facts()
+        if windows.CLEAN in (finished, self._window):
+            probes.sample_energy()
         if finished == windows.TRACE:
+            self._stop_surrounding()
             probes.stop_trace(step_finished=True)
         elif finished == windows.MEMORY:
             loop.observer = None
@@ -253,6 +259,7 @@ class Session:
         if self._window == windows.TRACE_WARMUP:
             probes.prepare_trace(roots.modules)
         elif self._window == windows.TRACE and probes.trace is not None:
+            self._trace_handles = hooks.surround_optimizers(loop, loop.optimizers.values())
             probes.trace.start(self._clock)
         elif self._window == windows.MEMORY:
             probes.start_ledger(roots.modules, loop.optimizers.values())
@@ -260,6 +267,11 @@ class Session:
         elif self._window == windows.FREE:
             self._let_go()
         self._write_recording(files.STATUS_INTERRUPTED)
+
+    def _stop_surrounding(self) -> None:
+        for handle in self._trace_handles:
+            handle.remove()
+        self._trace_handles.clear()
 
     def _let_go(self) -> None:
         """Keep only what tells that a step ended."""

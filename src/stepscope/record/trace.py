@@ -23,6 +23,7 @@ PHASE_PREFIX = "stepscope.phase/"
 MODULE_PREFIX = "stepscope.module/"
 STEP_PREFIX = "ProfilerStep#"
 BETWEEN = "between"
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 MAX_TRACE_BYTES = 16 * 1024 * 1024
 
 
@@ -164,49 +165,53 @@ def _named(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def summarise(events: list[Any], num_steps: int) -> dict[str, Any]:
-    """Host and GPU facts of a trace window: launches, and GPU-busy nanoseconds by the phase that launched."""
+    """Host and GPU facts of a window's whole steps: launches, and GPU-busy nanoseconds by the phase that launched."""
     ranges: list[tuple[int, str]] = []
-    launches: dict[int, int] = {}
+    steps: list[tuple[int, int]] = []
+    launches: dict[int, tuple[int, str]] = {}
+    op_starts: list[int] = []
     device_events: list[tuple[int, int, int, str]] = []
-    num_ops = num_graph_launches = 0
-    window_ns = 0
     annotations: set[str] = set()
     for event in events:
         name, start = event.name(), event.start_ns()
-        if event.device_type() == torch.autograd.DeviceType.CPU:
-            if name.startswith(PHASE_PREFIX):
-                ranges.append((start, name.removeprefix(PHASE_PREFIX)))
-            elif name.startswith(STEP_PREFIX):
-                window_ns += event.duration_ns()
-            elif name.startswith(("cuda", "cu", "hip")) and "::" not in name:
-                launches[event.correlation_id()] = start
-                num_graph_launches += "GraphLaunch" in name
-            elif "::" in name:
-                num_ops += 1
-            if event.is_user_annotation():
-                annotations.add(name)
-        else:
+        if event.device_type() != torch.autograd.DeviceType.CPU:
             device_events.append((start, start + event.duration_ns(), event.correlation_id(), name))
+            continue
+        if event.is_user_annotation():
+            annotations.add(name)
+        if name.startswith(PHASE_PREFIX):
+            ranges.append((start, name.removeprefix(PHASE_PREFIX)))
+        elif name.startswith(STEP_PREFIX):
+            steps.append((start, start + event.duration_ns()))
+        elif name.startswith(("cuda", "cu", "hip")) and "::" not in name:
+            launches[event.correlation_id()] = (start, name)
+        elif "::" in name:
+            op_starts.append(start)
     ranges.sort()
+    steps = sorted(steps)[:num_steps]
+    begin, end = (steps[0][0], steps[-1][1]) if steps else (0, 0)
     starts = [start for start, _ in ranges]
     by_phase: dict[str, list[tuple[int, int]]] = {}
     num_kernels = num_templates = 0
-    for start, end, correlation, name in device_events:
+    for start, stop, correlation, name in device_events:
         if name in annotations or name.startswith((PHASE_PREFIX, MODULE_PREFIX, STEP_PREFIX)):
-            continue
+            continue  # the profiler repeats a range on the GPU's side
+        launch_ns = launches[correlation][0] if correlation in launches else None
+        if not begin <= (start if launch_ns is None else launch_ns) <= end:
+            continue  # of a step that was cut off
         if not name.startswith(("Memcpy", "Memset")):
             num_kernels += 1
             num_templates += name.startswith("triton_tem")
-        by_phase.setdefault(_phase_at(launches.get(correlation), starts, ranges), []).append((start, end))
-    every = [interval for intervals in by_phase.values() for interval in intervals]
+        by_phase.setdefault(_phase_at(launch_ns, starts, ranges), []).append((start, stop))
+    graph_launches = [start for start, name in launches.values() if "GraphLaunch" in name]
     return {
         "num_steps": num_steps,
-        "window_ns": window_ns,
-        "num_ops": num_ops,
+        "window_ns": sum(stop - start for start, stop in steps),
+        "num_ops": sum(begin <= start <= end for start in op_starts),
         "num_kernels": num_kernels,
         "num_template_kernels": num_templates,
-        "num_graph_launches": num_graph_launches,
-        "gpu_busy_ns": union_ns(every),
+        "num_graph_launches": sum(begin <= start <= end for start in graph_launches),
+        "gpu_busy_ns": union_ns([interval for intervals in by_phase.values() for interval in intervals]),
         "gpu_busy_ns_by_phase": {phase: union_ns(intervals) for phase, intervals in by_phase.items()},
     }
 
@@ -237,16 +242,38 @@ def union_ns(intervals: list[tuple[int, int]]) -> int:
 
 
 def trim(path: Path) -> str | None:
-    """Cut a trace that is too large down to its first step; what was cut, or None."""
+    """Cut a trace that is too large down to its first step, or as much of it as fits; what was cut, or None."""
     if path.stat().st_size <= MAX_TRACE_BYTES:
         return None
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as stream:
         trace = json.load(stream)
-    events = trace["traceEvents"]
-    step = next(e for e in events if e.get("name") == f"{STEP_PREFIX}0" and e.get("ph") == "X")
-    end = step["ts"] + step["dur"]
     # Flow arrows only repeat what the correlation ids say.
-    trace["traceEvents"] = [e for e in events if e.get("ph") not in ("s", "f") and e.get("ts", 0) <= end]
-    with gzip.open(path, "wt", encoding="utf-8", compresslevel=9) as stream:
-        json.dump(trace, stream, separators=(",", ":"))
-    return f"the trace was over {MAX_TRACE_BYTES >> 20} MiB: kept are the first step's events, without flow arrows"
+    events = [event for event in trace["traceEvents"] if event.get("ph") not in ("s", "f")]
+    step = next(e for e in events if e.get("name") == f"{STEP_PREFIX}0" and e.get("ph") == "X")
+    kept_share = 1.0
+    while True:
+        trace["traceEvents"] = _until(events, step["ts"] + step["dur"] * kept_share)
+        with gzip.open(path, "wt", encoding="utf-8", compresslevel=9) as stream:
+            json.dump(trace, stream, separators=(",", ":"))
+        size = path.stat().st_size
+        if size <= MAX_TRACE_BYTES or kept_share < 0.001:
+            break
+        kept_share *= 0.9 * MAX_TRACE_BYTES / size
+    what = "the first step" if kept_share == 1.0 else f"the first {100 * kept_share:.1f} % of the first step"
+    return f"the trace was over {MAX_TRACE_BYTES >> 20} MiB: kept are the events of {what}, without flow arrows"
+
+
+def _until(events: list[dict[str, Any]], end: float) -> list[dict[str, Any]]:
+    """Host events that begin before `end`, and the GPU work they launched, whenever it ran."""
+    kept = []
+    launched = set()
+    for event in events:
+        if event.get("cat") not in GPU_CATEGORIES and event.get("ts", 0) <= end:
+            kept.append(event)
+            launched.add((event.get("args") or {}).get("correlation"))
+    launched.discard(None)
+    return kept + [
+        event
+        for event in events
+        if event.get("cat") in GPU_CATEGORIES and (event.get("args") or {}).get("correlation") in launched
+    ]

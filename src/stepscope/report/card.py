@@ -12,7 +12,9 @@ from typing import Any
 
 from stepscope.analysis.summary import Summary, summarise
 from stepscope.devices import find_device, load_ceilings
+from stepscope.errors import RecordingError
 from stepscope.report.card_lines import Line, card_lines
+from stepscope.report.text import safe
 from stepscope.report.verdict import verdict
 from stepscope.trace.recording import Recording, read_recording
 
@@ -26,26 +28,29 @@ class Card:
     recording: Recording
     summary: Summary
     verdict: str
+    lines: tuple[Line, ...]
 
     @classmethod
     def of(cls, folder: Path) -> Card:
-        """The card of the recording in `folder`."""
+        """The card of the recording in `folder`; RecordingError when it cannot be made."""
         recording = read_recording(folder)
-        name = str(recording.facts.get("environment", {}).get("device_name"))
-        device = find_device(name)
-        summary = summarise(recording, device, load_ceilings(name) if device is None else None)
-        return cls(recording, summary, verdict(recording, summary))
-
-    @property
-    def lines(self) -> list[Line]:
-        return card_lines(self.recording, self.summary)
+        try:
+            name = str((recording.facts.get("environment") or {}).get("device_name"))
+            device = find_device(name)
+            summary = summarise(recording, device, load_ceilings(name) if device is None else None)
+            return cls(recording, summary, verdict(recording, summary), tuple(card_lines(recording, summary)))
+        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError) as error:
+            # Somebody else's file, or a damaged one: which field is wrong matters less than that one is.
+            what = f"{type(error).__name__}: {error}"
+            raise RecordingError(f"{folder} holds a recording with a field of the wrong kind ({what})") from None
 
     def text(self, colour: bool = False, width: int = 100) -> str:
         """The card for a terminal of so many columns; plain unless `colour`."""
         bold, dim, reset = (BOLD, DIM, RESET) if colour else ("", "", "")
-        indent = 4 + max(len(line.title) for line in self.lines if not line.is_heading)
-        parts = [f"{bold}{row}{reset}" for row in textwrap.wrap(self.verdict, width)] + [""]
-        for line in self.lines:
+        lines = [line.made_safe() for line in self.lines]
+        indent = 4 + max(len(line.title) for line in lines if not line.is_heading)
+        parts = [f"{bold}{row}{reset}" for row in textwrap.wrap(safe(self.verdict, 1000), width)] + [""]
+        for line in lines:
             if line.is_heading:
                 parts += ["", f"{bold}{line.title}{reset}"]
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from stepscope.analysis.phases import IDLE
 from stepscope.analysis.summary import Summary
 from stepscope.devices import nearest_names
-from stepscope.report.text import count, milliseconds, percent, safe, significant, size
+from stepscope.report.text import count, milliseconds, percent, plural, safe, significant, size
 from stepscope.report.text import flops as as_flops
 from stepscope.trace.recording import Recording
 
@@ -27,6 +28,10 @@ class Line:
     value: str = ""
     detail: str = ""
     is_heading: bool = False
+
+    def made_safe(self) -> Line:
+        """The same row with nothing in it that a terminal would obey."""
+        return Line(safe(self.title), safe(self.value, 1000), safe(self.detail, 1000), self.is_heading)
 
 
 def card_lines(recording: Recording, summary: Summary) -> list[Line]:
@@ -63,7 +68,8 @@ def _status(recording: Recording) -> str:
     exit_code = recording.facts.get("exit_code")
     error = recording.facts.get("exception")
     if recording.status == "failed":
-        return f"failed with exit code {exit_code}" + (f" ({safe(error)})" if error else "")
+        code = f" with exit code {exit_code}" if exit_code is not None else ""
+        return f"failed{code}" + (f" ({safe(error)})" if error else "")
     return ""
 
 
@@ -88,7 +94,7 @@ def _speed(summary: Summary) -> Iterator[Line]:
             "look at samples.jsonl, or take more --clean steps",
         )
     if summary.num_compiling:
-        yield Line("", f"{summary.num_compiling} steps of the window compiled something and are left out")
+        yield Line("", f"{plural(summary.num_compiling, 'step')} of the window compiled something: left out")
     if summary.throughput is not None:
         unit = summary.throughput.unit
         micro = f" in {summary.num_micro_batches} micro-batches" if summary.num_micro_batches > 1 else ""
@@ -128,7 +134,7 @@ def _limit(recording: Recording, summary: Summary) -> Iterator[Line]:
             more = len(flops.uncounted_ops) - MAX_NAMES
             yield Line(
                 "",
-                f"{len(flops.uncounted_ops)} kinds of op have no formula",
+                f"{plural(len(flops.uncounted_ops), 'op')} without a formula",
                 names + (f" and {more} more (--json lists them)" if more > 0 else ""),
             )
     yield from _utilisation(recording, summary)
@@ -202,8 +208,8 @@ def _compiler(recording: Recording) -> Iterator[Line]:
     breaks, recompiles = compiler["graph_breaks"], compiler["recompiles"]
     yield Line(
         "compiler",
-        f"{compiler['num_compiles']} compiles   {significant(compiler['compile_seconds'])} s"
-        f"   {sum(b['count'] for b in breaks)} graph breaks   {len(recompiles)} recompiles",
+        f"{plural(compiler['num_compiles'], 'compile')}   {significant(compiler['compile_seconds'])} s"
+        f"   {plural(sum(b['count'] for b in breaks), 'graph break')}   {plural(len(recompiles), 'recompile')}",
     )
     for entry in breaks[:MAX_NAMES]:
         yield Line("", f"graph break at {safe(entry['place'])}", safe(entry["reason"], 110))
@@ -216,11 +222,8 @@ def _compiler(recording: Recording) -> Iterator[Line]:
         yield Line("", "CUDA graphs skipped", safe(entry["reason"], 110))
     graphs = compiler.get("cuda_graphs")
     if graphs:
-        yield Line(
-            "",
-            f"{graphs['num_recorded']} CUDA graphs",
-            f"at most {graphs['num_distinct_sizes']} distinct sizes",
-        )
+        sizes = plural(graphs["num_distinct_sizes"], "distinct size")
+        yield Line("", f"{plural(graphs['num_recorded'], 'CUDA graph')} recorded", f"at most {sizes}")
     left = sum(max(0, len(compiler[name]) - MAX_NAMES) for name in ("graph_breaks", "recompiles"))
     if left:
         yield Line("", f"and {left} more in compile.json")
@@ -237,8 +240,9 @@ def _rows(summary: Summary) -> Iterator[Line]:
         detail = ""
         if row.name == IDLE:
             waits = [(p.name, (p.device_ns or 0) - (p.gpu_busy_ns or 0)) for p in summary.phases]
-            largest = [f"{name} {ns / 1e6:,.2f} ms" for name, ns in waits if ns > row.ns * 0.05]
-            detail = f"in {', '.join(largest)}" if largest else ""
+            total = sum(ns for _, ns in waits)
+            largest = [f"{name} {percent(ns / total)}" for name, ns in waits if ns > 0.05 * total]
+            detail = f"of it in {', '.join(largest)}" if largest else ""
         yield Line(row.name, f"{row.ns / 1e6:>9,.2f} ms  {percent(row.share):>7}  {bar}", detail)
     if not gpu and summary.clock == "host":
         yield Line("unattributed", f"{0:>9,.2f} ms  {percent(0):>7}  ", "the phases are cut from one clock")
@@ -252,7 +256,7 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Line]:
     surer = "call stepscope.step() at the end of your loop's body to be surer"
     found = {
         "step()": ("the script says where: stepscope.step()", ""),
-        "optimizer": (f"each ends with optimizer.step() ({several} optimizer{'s' * (several > 1)})", surer),
+        "optimizer": (f"each ends with optimizer.step() ({plural(several, 'optimizer')})", surer),
         "forward": ("each ends with the root module's forward: no optimizer stepped", surer),
     }
     text, detail = found.get(source, (safe(source), ""))
@@ -291,6 +295,7 @@ def _caveats(recording: Recording, summary: Summary) -> Iterator[Line]:
 
 def _next_command(recording: Recording) -> str:
     trace = (recording.facts.get("trace") or {}).get("file")
+    folder = shlex.quote(safe(recording.folder))
     if trace:
-        return f"open {safe(recording.folder / trace)} at ui.perfetto.dev, or stepscope card {safe(recording.folder)}"
-    return f"stepscope card {safe(recording.folder)} --json"
+        return f"open {shlex.quote(safe(recording.folder / trace))} at ui.perfetto.dev, or stepscope card {folder}"
+    return f"stepscope card {folder} --json"

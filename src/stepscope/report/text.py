@@ -63,6 +63,15 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def plural(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> plural(1, "recompile"), plural(3, "recompile")
+    ('1 recompile', '3 recompiles')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def flops(value: float, per: str = "") -> str:
     """Floating-point operations in decimal units.
 

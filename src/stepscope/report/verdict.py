@@ -43,9 +43,11 @@ def verdict(recording: Recording, summary: Summary) -> str:
 
 def _without_samples(recording: Recording, summary: Summary) -> str:
     if summary.num_steps:
-        num_warmup = len(summary.warmup_ns)
+        windows = recording.facts.get("windows") or {}
+        if not windows.get("clean"):
+            return f"{summary.num_steps} step(s) were seen, and no clean window was asked for: no step time."
         return (
-            f"Only {summary.num_steps} step(s) were seen, all of them warm-up ({num_warmup} asked for): "
+            f"Only {summary.num_steps} step(s) were seen, all of them warm-up ({windows.get('warmup')} asked for): "
             "too few to say how fast a step is; run longer or lower --warmup."
         )
     if not recording.facts.get("environment"):

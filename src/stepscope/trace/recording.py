@@ -138,16 +138,28 @@ def read_recording(folder: Path) -> Recording:
             f"{path} has schema version {version}, this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
         )
     warnings: list[str] = []
-    compiler_path = folder / COMPILE_FILE
     return Recording(
         folder=folder,
         status=status,
         facts=facts,
         samples=_samples(_lines(folder / SAMPLES_FILE, warnings), warnings),
-        counters=tuple(_counter(line) for line in _lines(folder / COUNTERS_FILE, warnings) if "t_ns" in line),
-        compiler=json.loads(compiler_path.read_bytes()) if compiler_path.exists() else None,
+        counters=_counters(_lines(folder / COUNTERS_FILE, warnings), warnings),
+        compiler=_compiler(folder / COMPILE_FILE, warnings),
         warnings=tuple(warnings),
     )
+
+
+def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        report = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        report = None
+    if not isinstance(report, dict):
+        warnings.append(f"{path.name} could not be read and was left out")
+        return None
+    return report
 
 
 def _lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
@@ -181,33 +193,60 @@ def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSamp
     for index in sorted(steps):
         try:
             samples.append(_sample(steps[index]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             num_bad += 1
     if num_bad:
-        warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) lack a field and were left out")
+        warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) lack a field, or have a wrong one, and were left out")
     return tuple(samples)
 
 
 def _sample(line: dict[str, Any]) -> StepSample:
-    loss = line.get("loss")
-    host_ns = line["host_ns"] if line["window"] != "free" else {"unattributed": line["wall_ns"]}
+    wall_ns, window, loss = _integer(line["wall_ns"]), line["window"], line.get("loss")
+    if not isinstance(window, str):
+        raise TypeError("window is not a name")
+    device_ns = line.get("device_ns")
     return StepSample(
         step=line["step"],
-        window=line["window"],
-        start_ns=int(line["start_ns"]),
-        wall_ns=int(line["wall_ns"]),
-        host_ns={str(name): int(value) for name, value in host_ns.items()},
-        device_ns=line.get("device_ns"),
-        num_tokens=line.get("num_tokens"),
-        num_samples=line.get("num_samples"),
-        num_micro_batches=line.get("num_micro_batches", 0),
-        num_skipped=line.get("num_skipped", 0),
-        num_compiles=line.get("num_compiles", 0),
+        window=window,
+        start_ns=_integer(line["start_ns"]),
+        wall_ns=wall_ns,
+        host_ns=_nanoseconds(line["host_ns"]) if window != "free" else {"unattributed": wall_ns},
+        device_ns=_nanoseconds(device_ns) if device_ns is not None else None,
+        num_tokens=_integer_or_none(line.get("num_tokens")),
+        num_samples=_integer_or_none(line.get("num_samples")),
+        num_micro_batches=_integer(line.get("num_micro_batches", 0)),
+        num_skipped=_integer(line.get("num_skipped", 0)),
+        num_compiles=_integer(line.get("num_compiles", 0)),
         loss=float(loss) if loss is not None else None,
     )
 
 
-def _counter(line: dict[str, Any]) -> CounterSample:
-    known = {name: line[name] for name in CounterSample.__dataclass_fields__ if name in line}
-    known["throttle"] = tuple(known.get("throttle", ()))
-    return CounterSample(**known)
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r} is not a count")
+    return value
+
+
+def _integer_or_none(value: Any) -> int | None:
+    return None if value is None else _integer(value)
+
+
+def _nanoseconds(values: Any) -> dict[str, int]:
+    return {str(name): _integer(value) for name, value in values.items()}
+
+
+def _counters(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[CounterSample, ...]:
+    samples, num_bad = [], 0
+    for line in lines:
+        known = {name: line[name] for name in CounterSample.__dataclass_fields__ if name in line}
+        throttle = known.pop("throttle", [])
+        try:
+            if not all(isinstance(value, (int, float)) and abs(value) < 2**63 for value in known.values()):
+                raise TypeError("a counter is not a number")
+            known["t_ns"] = _integer(known["t_ns"])
+            samples.append(CounterSample(**known, throttle=tuple(str(reason) for reason in throttle)))
+        except (KeyError, TypeError):
+            num_bad += 1
+    if num_bad:
+        warnings.append(f"{COUNTERS_FILE}: {num_bad} sample(s) have a wrong field and were left out")
+    return tuple(samples)

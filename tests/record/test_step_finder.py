@@ -1,0 +1,142 @@
+"""Which events end a step: plain loops, GANs, critics, quiet optimizers, a surer source that comes late."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.record.steps import EXPLICIT, FORWARD, MAX_STEPS_OF_ONE, OPTIMIZER, Boundary, StepFinder
+
+SHORT = {Boundary.NONE: ".", Boundary.END: "E", Boundary.RESTART: "R"}
+
+
+def boundaries(finder: StepFinder, whos: str, source: str = OPTIMIZER) -> str:
+    """One letter an event: `.` goes on, `E` ends, `R` restarts."""
+    return "".join(SHORT[finder.saw(source, who)] for who in whos)
+
+
+def test_one_optimizer_ends_a_step_each_time():
+    finder = StepFinder()
+
+    assert boundaries(finder, "AAAA") == "EEEE"
+    assert (finder.source, finder.num_sources) == (OPTIMIZER, 1)
+
+
+def test_a_gan_has_one_step_for_both_optimizers():
+    finder = StepFinder()
+
+    assert boundaries(finder, "DGDGDG") == "ER.E.E"
+    assert finder.num_sources == 2
+
+
+def test_a_critic_may_step_several_times():
+    finder = StepFinder()
+    boundaries(finder, "CCCCCG")
+
+    assert boundaries(finder, "CCCCCGCCCCCG") == ".....E.....E"
+
+
+def test_three_optimizers_in_any_order():
+    finder = StepFinder()
+    boundaries(finder, "ABC")
+
+    assert boundaries(finder, "ABCCBABAC") == "..E..E..E"
+
+
+def test_an_optimizer_that_goes_quiet_is_given_up():
+    finder = StepFinder()
+    boundaries(finder, "AB")
+    seen = boundaries(finder, "A" * (MAX_STEPS_OF_ONE + 3))
+
+    assert seen == "." * MAX_STEPS_OF_ONE + "R" + "EE"
+    assert finder.num_sources == 1
+
+
+def test_one_that_comes_back_is_taken_in_again():
+    finder = StepFinder()
+    boundaries(finder, "AB" + "A" * (MAX_STEPS_OF_ONE + 1))
+
+    assert boundaries(finder, "BAB") == "R.E"
+
+
+def test_sixteen_critic_steps_are_not_yet_quiet():
+    finder = StepFinder()
+    boundaries(finder, "AB")
+
+    assert boundaries(finder, "A" * MAX_STEPS_OF_ONE + "B") == "." * MAX_STEPS_OF_ONE + "E"
+
+
+def test_a_surer_source_restarts_the_count_and_a_less_sure_one_is_not_heard():
+    finder = StepFinder()
+
+    assert boundaries(finder, "MM", FORWARD) == "EE"
+    assert boundaries(finder, "A") == "R"
+    assert boundaries(finder, "MM", FORWARD) == ".."
+    assert boundaries(finder, "A") == "E"
+    assert boundaries(finder, "x", EXPLICIT) == "R"
+    assert boundaries(finder, "AB") == ".."
+    assert boundaries(finder, "x", EXPLICIT) == "E"
+    assert finder.source == EXPLICIT
+
+
+def test_the_first_event_of_all_ends_a_step_without_a_restart():
+    for source in (FORWARD, OPTIMIZER, EXPLICIT):
+        assert StepFinder().saw(source, "A") is Boundary.END
+
+
+def test_two_root_modules_in_an_inference_loop_make_one_step():
+    finder = StepFinder()
+
+    assert boundaries(finder, "ABABAB", FORWARD) == "ER.E.E"
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from([FORWARD, OPTIMIZER, EXPLICIT]), st.integers(0, 3)).map(
+        lambda event: (event[0], EXPLICIT) if event[0] == EXPLICIT else event
+    ),
+    max_size=200,
+)
+
+
+@given(EVENTS)
+def test_explicit_steps_always_win(events):
+    finder, said = StepFinder(), False
+    for source, who in events:
+        boundary = finder.saw(source, who)
+        if source == EXPLICIT:
+            assert boundary is (Boundary.END if said or finder_was_new(events) else Boundary.RESTART)
+            said = True
+        elif said:
+            assert boundary is Boundary.NONE
+    assert not said or finder.source == EXPLICIT
+
+
+def finder_was_new(events: list[tuple[str, object]]) -> bool:
+    """Whether the explicit step came before anything else."""
+    return events[0][0] == EXPLICIT
+
+
+@given(EVENTS)
+def test_a_source_only_ever_gets_surer_and_every_change_of_the_known_is_a_restart(events):
+    finder, rank = StepFinder(), {None: 0, FORWARD: 1, OPTIMIZER: 2, EXPLICIT: 3}
+    for position, (source, who) in enumerate(events):
+        before = (finder.source, finder.num_sources)
+        boundary = finder.saw(source, who)
+        after = (finder.source, finder.num_sources)
+
+        assert rank[after[0]] >= rank[before[0]]
+        if before != after:
+            assert boundary is (Boundary.RESTART if position else Boundary.END)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=300))
+def test_after_everyone_is_known_a_step_never_ends_before_each_has_stepped(whos):
+    finder = StepFinder()
+    since: set[int] = set()
+    for who in whos:
+        boundary = finder.saw(OPTIMIZER, who)
+        since.add(who)
+        if boundary is Boundary.END:
+            assert len(since) == finder.num_sources
+        if boundary is not Boundary.NONE:
+            since.clear()

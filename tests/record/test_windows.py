@@ -1,0 +1,90 @@
+"""Which window each step belongs to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.record import windows as names
+from stepscope.record.windows import Windows
+
+ANY = st.builds(
+    Windows,
+    warmup=st.integers(0, 5),
+    clean=st.integers(0, 5),
+    trace=st.integers(0, 4),
+    memory=st.integers(0, 1),
+)
+
+
+def test_the_defaults_are_the_ones_the_command_line_names():
+    windows = Windows()
+
+    assert [windows.first_step(name) for name in ("warmup", "clean", "trace_warmup", "trace", "memory", "free")] == [
+        0,
+        5,
+        25,
+        26,
+        28,
+        29,
+    ]
+    assert windows.num_steps == 29
+
+
+def test_no_trace_has_no_warm_up_for_it_either():
+    windows = Windows(warmup=2, clean=1, trace=0, memory=1)
+
+    assert [windows.at(step) for step in range(5)] == ["warmup", "warmup", "clean", "memory", "free"]
+
+
+def test_nothing_at_all_is_free_from_the_first_step():
+    windows = Windows(warmup=0, clean=0, trace=0, memory=0)
+
+    assert windows.at(0) == "free" and windows.num_steps == 0
+
+
+def test_the_progress_line_counts_the_traces_warm_up_as_a_part_of_it():
+    windows = Windows(trace=3)
+
+    assert windows.num_steps_of(names.TRACE_WARMUP) == 4
+    assert windows.num_steps_of(names.TRACE) == 3
+    assert windows.num_steps_of(names.CLEAN) == 20
+
+
+@pytest.mark.parametrize("field", ["warmup", "clean", "trace", "memory"])
+def test_negative_counts_are_refused_by_name(field):
+    with pytest.raises(ValueError, match=f"{field} is -1"):
+        Windows(**{field: -1})
+
+
+def test_two_memory_steps_are_refused():
+    with pytest.raises(ValueError, match="memory is 2"):
+        Windows(memory=2)
+
+
+def test_an_unknown_window_is_an_error():
+    with pytest.raises(TypeError, match="tracing"):
+        Windows(tracing=2)
+
+
+@given(ANY)
+def test_every_step_has_one_window_in_the_order_of_the_sequence(windows):
+    expected = [name for name, count in windows.sequence() for _ in range(count)]
+
+    assert [windows.at(step) for step in range(windows.num_steps)] == expected
+    assert windows.at(windows.num_steps) == windows.at(windows.num_steps + 1000) == "free"
+
+
+@given(ANY)
+def test_the_first_step_of_a_window_is_where_it_begins(windows):
+    for name, count in windows.sequence():
+        first = windows.first_step(name)
+        if count:
+            assert windows.at(first) == name and (first == 0 or windows.at(first - 1) != name)
+        else:
+            assert first == windows.num_steps
+
+
+def test_every_window_has_a_title():
+    assert set(names.TITLES) == {name for name, _ in Windows().sequence()} | {"free"}

@@ -1,0 +1,218 @@
+"""The card as text, JSON and HTML: two by heart, and none that a hostile name can use."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from handmade import MS, cpu_facts, cpu_recording, gpu_facts, gpu_recording, sample, write_recording
+from stepscope.cli.output import print_card
+from stepscope.report.card import Card
+
+GOLDEN = Path(__file__).parent / "golden"
+COMPILER = {
+    "num_compiles": 7,
+    "compile_seconds": 12.34,
+    "frames": [],
+    "graph_breaks": [{"reason": "a print", "place": "/home/me/model.py:12 in forward", "count": 3}],
+    "recompiles": [{"frame": "forward (/home/me/model.py:8)", "failed_guards": ["x.size()[0] == 4"]}],
+    "recompile_limit_hits": [{"frame": "loss (/home/me/train.py:3)", "count": 1}],
+    "cuda_graph_skips": [{"reason": "a cpu device", "count": 1}],
+    "cuda_graphs": {"num_recorded": 5, "num_compiled_functions": 2, "num_distinct_sizes": 3},
+    "failures": [],
+}
+EVIL = "\x1b[2J\x07\r\u202e\u200b\x9b"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_place(monkeypatch, tmp_path):
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def printed(card: Card, as_json: bool = False) -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    print_card(card, as_json, stream)
+    stream.seek(0)
+    return stream.read()
+
+
+def strictly(text: str) -> dict:
+    def no_constant(name: str):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=no_constant)
+
+
+def test_a_cpu_recordings_card():
+    card = Card.of(cpu_recording(Path("runs/cpu")))
+
+    assert str(card) + "\n" == (GOLDEN / "cpu.txt").read_text(encoding="utf-8")
+
+
+def test_a_gpu_recordings_card():
+    notes = [{"about": "trace", "text": "the script started a profiler of its own"}]
+    card = Card.of(gpu_recording(Path("runs/gpu"), COMPILER, notes=notes))
+
+    assert str(card) + "\n" == (GOLDEN / "gpu.txt").read_text(encoding="utf-8")
+
+
+def test_the_printed_shares_sum_to_a_hundred_per_cent():
+    for folder in (cpu_recording(Path("cpu")), gpu_recording(Path("gpu"))):
+        lines = Card.of(folder).text().split("where a step goes")[1].split("\n\n")[0].splitlines()[1:]
+        shares = [float(line.split("ms")[1].split("%")[0]) for line in lines if " ms " in line]
+
+        assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) >= 6
+
+
+def test_plain_where_nobody_looks_and_colour_on_request():
+    card = Card.of(cpu_recording(Path("run")))
+
+    assert "\x1b" not in printed(card)
+    coloured = card.text(colour=True)
+    for mark in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
+        assert mark in coloured
+        coloured = coloured.replace(mark, "")
+    assert [line.rstrip() for line in coloured.splitlines()] == [line.rstrip() for line in card.text().splitlines()]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_terminal_that_knows_few_letters_gets_question_marks(encoding):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_card(Card.of(cpu_recording(Path("run"))), False, stream)
+
+    assert stream.tell() > 0
+
+
+@pytest.mark.parametrize("make", [cpu_recording, gpu_recording])
+def test_json_is_strict_and_says_what_the_text_says(make):
+    card = Card.of(make(Path("run")))
+    found = strictly(printed(card, as_json=True))
+
+    assert found["schema_version"] == 1 and found["verdict"] == card.verdict
+    assert (found["status"], found["num_clean"], found["step_ns"]["median"]) == ("finished", 4, 10 * MS)
+    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
+    assert found["flops"]["model_flops"] == card.summary.flops.model_flops
+    assert found["recording"] == "run" and found["warnings"] == []
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", float("nan"), float("inf")])
+def test_json_is_strict_when_the_loss_is_not_a_number(loss):
+    card = Card.of(write_recording(Path("run"), cpu_facts(), [sample(i, loss=loss) for i in range(4)]))
+
+    strictly(printed(card, as_json=True))
+
+
+def poisoned(value: object, keep: tuple[str, ...] = ()) -> object:
+    """The same value with something evil at the end of every text in it."""
+    if isinstance(value, str):
+        return value if value in keep else value + EVIL
+    if isinstance(value, list):
+        return [poisoned(item, keep) for item in value]
+    if isinstance(value, dict):
+        return {
+            (key + EVIL if key in ("float32", "fp32", "bf16") else key): poisoned(item, keep)
+            for key, item in value.items()
+        }
+    return value
+
+
+@pytest.mark.parametrize("make", [cpu_facts, gpu_facts])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"status": "failed", "exit_code": EVIL, "exception": f"ValueError: {EVIL}\nmore"},
+        {"steps": {"source": "some other way", "num_sources": 1}},
+        {"flops": cpu_facts()["flops"] | {"error": "aten.mm: odd\nshape"}},
+        {"flops": cpu_facts()["flops"] | {"error": "aten.mm: odd", "by_op": [], "model_flops_by_dtype": {}}},
+    ],
+    ids=["as it is", "failed", "unknown source", "an error", "an error alone"],
+)
+def test_no_control_character_of_anybody_reaches_the_terminal(make, extra):
+    facts = make(
+        notes=[{"about": "trace", "text": f"evil {EVIL}\nnote"}],
+        command={"argv": [f"tr{EVIL}ain.py", "--name", "\u202egnp.exe"]},
+        **{key: value for key, value in extra.items() if make is cpu_facts or key != "flops"},
+    )
+    keep = ("optimizer", "forward", "backward", "failed", "finished")
+    if "flops" in extra:
+        facts["flops"] = extra["flops"]
+    counters = [{"t_ns": 1, "gpu_busy_share": 0.5, "power_watts": 1.0, "throttle": [f"heat{EVIL}"]}]
+    folder = Path(f"run{EVIL[5:]}")
+    samples = [*(sample(i) for i in range(4)), sample(4, "memory")]
+    write_recording(folder, poisoned(facts, keep), samples, counters, poisoned(COMPILER))
+    text = printed(Card.of(folder))
+
+    assert "heat" in text and "evil" in text
+    assert sorted({c for c in text if not c.isprintable()} - {"\n"}) == []
+    assert all(line == line.rstrip("\r") for line in text.splitlines())
+
+
+def test_html_is_escaped():
+    bad = "<script>alert('x')</script>&\""
+    facts = cpu_facts(command={"argv": [bad]}, notes=[{"about": bad, "text": bad}])
+    html = Card.of(write_recording(Path("run"), facts, [sample(i) for i in range(4)]))._repr_html_()
+
+    assert "<script>" not in html and html.count("&lt;script&gt;") == 3
+    assert html.startswith("<p><b>A step takes 10.00 ms")
+
+
+def test_a_failed_run_says_how_and_an_api_run_without_an_exit_code_does_not_say_none():
+    failed = cpu_recording(Path("a"), status="failed", exit_code=3, exception="ValueError: no")
+    api = cpu_facts(status="failed")
+    del api["exit_code"]
+
+    assert "failed with exit code 3 (ValueError: no)" in Card.of(failed).text()
+    text = Card.of(write_recording(Path("b"), api, [sample(i) for i in range(4)])).text()
+    assert "failed" in text and "None" not in text
+
+
+def test_the_next_command_can_be_typed_as_it_stands():
+    folder = Path("my runs/run 1")
+    text = Card.of(cpu_recording(folder, trace=None)).text()
+    command = next(line for line in text.splitlines() if line.strip().startswith("next")).split("next", 1)[1]
+
+    assert shlex.split(command)[:3] == ["stepscope", "card", str(folder)]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_run_that_was_cut_off_early_still_has_a_card(num_steps):
+    facts = {"command": {"argv": ["train.py"]}, "status": "interrupted"}
+    text = Card.of(write_recording(Path("run"), facts, [sample(i, "warmup") for i in range(num_steps)])).text()
+
+    assert "interrupted, or still running" in text and "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"steps": {"source": "step()", "num_sources": 1}}, "the script says where: stepscope.step()"),
+        ({"steps": {"source": "forward", "num_sources": 1}}, "no optimizer stepped"),
+        ({"steps": {"source": "optimizer", "num_sources": 2}}, "(2 optimizers)"),
+        ({"steps": {"source": "optimizer", "num_lines_dropped": 1234}}, "1,234 sample lines"),
+        ({"environment": {"device_name": "NVIDIA H200", "torch": "2", "rank": 3, "world_size": 8}}, "rank 3 of 8"),
+        ({"environment": {"device_name": "NVIDIA H2000", "torch": "2"}}, "no fp32 peak known for 'NVIDIA H2000'"),
+        ({"trace": {"trimmed": "cut to its first step", "file": "trace/rank0.json.gz"}}, "cut to its first step"),
+    ],
+)
+def test_facts_that_have_a_line_of_their_own(facts, said):
+    samples = [*(sample(step) for step in range(3)), sample(3, "memory")]
+    folder = write_recording(Path("run"), cpu_facts(**facts), samples)
+
+    assert said in " ".join(Card.of(folder).text(width=120).split())
+
+
+def test_samples_that_vary_are_called_noisy_and_warnings_are_shown():
+    samples = [sample(i, host_ns={"forward": (5 + 5 * i) * MS}) for i in range(4)]
+    folder = write_recording(Path("run"), cpu_facts(), samples)
+    with (folder / "samples.jsonl").open("a") as stream:
+        stream.write("{cut")
+    text = Card.of(folder).text()
+
+    assert "noisy: p10 to p90 spans" in text
+    assert "1 line(s) could not be read" in text

@@ -1,0 +1,199 @@
+"""The import arrows of the design, and the record side with nothing but torch and the standard library."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepscope
+
+ROOT = Path(stepscope.__file__).parent
+
+# What each part may import of Stepscope besides itself. A part that is not here is not in the design.
+READ_SIDE = {"findings", "analysis", "trace", "devices", "errors", "version"}
+RUN_SIDE = {"sweep", "record", "workloads"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "version": set(),
+    "devices": {"errors"},
+    "record": set(),
+    "workloads": {"errors"},
+    "sweep": {"record", "workloads", "errors"},
+    "trace": {"errors"},
+    "analysis": {"trace", "devices", "errors"},
+    "findings": {"analysis", "trace", "devices", "errors"},
+    "report": READ_SIDE,
+    "studies": {"report"} | READ_SIDE | RUN_SIDE,
+    "api": {"record", "report", "trace", "errors"},
+    "cli": {"studies", "report"} | READ_SIDE | RUN_SIDE,
+    "__main__": {"cli"},
+    "__init__": {"api", "record", "version"},
+}
+WITHOUT_TORCH = ("trace", "analysis", "findings", "report", "devices", "errors", "version")
+# The package can be called like the function of the same name, which lives above it.
+EXCEPTIONS = {("record/__init__.py", "api")}
+
+FILES = sorted(path for path in ROOT.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imported_names(source: str, package: str) -> set[str]:
+    """Every module that a source names in an import, at any depth, or as a constant to import_module."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], base]).rstrip(".")
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                names.add(node.args[0].value)
+    return names
+
+
+def stepscope_parts(names: set[str]) -> set[str]:
+    parts = set()
+    for name in names:
+        words = name.split(".")
+        if words[0] == "stepscope":
+            # `from stepscope import devices` imports devices; `from stepscope import step` the face.
+            part = words[1] if len(words) > 1 else "__init__"
+            is_module = (ROOT / part).is_dir() or (ROOT / f"{part}.py").is_file()
+            parts.add(part if is_module else "__init__")
+    return parts
+
+
+def imports_of(path: Path) -> set[str]:
+    package = ".".join(("stepscope", *path.relative_to(ROOT).parts[:-1]))
+    return imported_names(path.read_text(encoding="utf-8"), package)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import a.b, c", {"a.b", "c"}),
+        ("from a import b", {"a.b"}),
+        ("def f():\n  class C:\n    import deep", {"deep"}),
+        ("if TYPE_CHECKING:\n  from a.b import C", {"a.b.C"}),
+        ("from . import x", {"stepscope.trace.x"}),
+        ("from .x import y", {"stepscope.trace.x.y"}),
+        ("from ..record import y", {"stepscope.record.y"}),
+        ("import importlib\nimportlib.import_module('a.b')", {"importlib", "a.b"}),
+    ],
+)
+def test_the_parser_sees_every_kind_of_import(source, names):
+    assert imported_names(source, "stepscope.trace") == names
+
+
+def test_parts_are_told_from_names_of_the_face():
+    assert stepscope_parts({"stepscope.devices", "stepscope.trace.recording.X", "stepscope.step", "json"}) == {
+        "devices",
+        "trace",
+        "__init__",
+    }
+
+
+def test_every_part_has_its_arrows():
+    unknown = {part_of(path) for path in FILES} - MAY_IMPORT.keys()
+    assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import, and in the design why"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path):
+    part, relative = part_of(path), str(path.relative_to(ROOT))
+    found = stepscope_parts(imports_of(path)) - {part}
+    found -= {target for file, target in EXCEPTIONS if file == relative}
+
+    assert found <= MAY_IMPORT.get(part, set()), f"{relative} may not import {sorted(found - MAY_IMPORT[part])}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_read_side_never_imports_torch_and_the_record_side_nothing_but_torch(path):
+    tops = {name.split(".")[0] for name in imports_of(path)} - sys.stdlib_module_names - {"stepscope"}
+    if part_of(path) in WITHOUT_TORCH:
+        assert "torch" not in tops
+    if part_of(path) == "record":
+        assert tops <= {"torch"}
+
+
+BLOCKED_RUN = """
+import importlib, importlib.abc, json, pkgutil, sys, tempfile
+from pathlib import Path
+
+TORCH = importlib.machinery.PathFinder.find_spec("torch").submodule_search_locations[0]
+OURS = {"torch", "torchgen", "functorch", "stepscope"}
+
+class OnlyTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        top = name.partition(".")[0]
+        if top in OURS or top in sys.stdlib_module_names:
+            return None
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(TORCH):
+                return None  # what torch wants is torch's affair
+            if f"{'/'}stepscope{'/'}" in frame.f_code.co_filename:
+                break
+            frame = frame.f_back
+        raise ModuleNotFoundError(f"{name} is not there on the machine that trains", name=name)
+
+sys.meta_path.insert(0, OnlyTorch())
+try:
+    import hypothesis
+except ModuleNotFoundError:
+    pass
+else:
+    sys.exit("the blocker blocks nothing")
+
+num_imported = 0
+for package in ("record", "trace", "analysis", "report", "devices", "cli"):
+    parent = importlib.import_module(f"stepscope.{package}")
+    for module in pkgutil.iter_modules(parent.__path__, f"stepscope.{package}."):
+        importlib.import_module(module.name)
+        num_imported += 1
+assert num_imported > 20, num_imported
+
+import torch
+import stepscope
+from stepscope.cli.output import print_card
+from stepscope.record.windows import Windows
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+windows = Windows(warmup=2, clean=4, trace=2, memory=1)
+folder = Path(sys.argv[1])
+with stepscope.record(folder, model=model, windows=windows) as rec:
+    for _ in range(12):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert rec.result.summary.num_clean == 4
+assert json.loads((folder / "recording.json").read_text()).get("notes") is None
+print_card(rec.result, as_json=False)
+"""
+
+
+def test_the_record_side_runs_with_torch_and_the_standard_library_alone(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED_RUN, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "A step takes" in done.stdout
+    assert "12 seen, each ends with optimizer.step()" in done.stdout

@@ -1,0 +1,47 @@
+"""The documentation says what the code does: its tables are made from the classes, its fields are the written ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import stepscope
+from stepscope.record.windows import Windows
+from stepscope.trace.recording import RecordingFacts, StepSample
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_tables_are_up_to_date():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "make_docs.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_field_that_is_written_is_documented(tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepscope.record(tmp_path / "run", windows=Windows(warmup=2, clean=2, trace=1)):
+        for _ in range(8):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    facts = json.loads((tmp_path / "run" / "recording.json").read_text())
+    assert set(facts) <= set(RecordingFacts.__annotations__)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert {name for line in lines for name in line} <= {*StepSample.__dataclass_fields__, "restart"}
+    assert {"trace", "flops", "memory", "parameters"} <= set(facts)
+
+
+def test_the_readme_names_every_verb():
+    from stepscope.cli.main import VERBS
+
+    text = (ROOT / "README.md").read_text()
+    assert all(f"stepscope {verb}" in text for verb in VERBS)
+    for page in ("docs/measurement.md", "docs/recording.md", "docs/card.md", "docs/overhead.md", "CHANGELOG.md"):
+        assert page in text and (ROOT / page).exists()

@@ -1,0 +1,144 @@
+"""What starting costs: which modules each way in does not import, and that the face of the package holds."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+
+from handmade import cpu_recording
+from stepscope.cli.main import VERBS
+from stepscope.version import __version__
+
+HEAVY = ("torch", "numpy", "polars", "matplotlib", "pandas", "rich", "multiprocessing")
+
+# The last line of standard error is what was imported, whatever the command printed or raised.
+TELL = """
+import sys
+try:
+    {action}
+finally:
+    import json
+    print(json.dumps([m for m in {heavy!r} if m in sys.modules]), file=sys.stderr)
+"""
+COMMAND = "from stepscope.cli.main import main; sys.argv = ['stepscope', *{words!r}]; sys.exit(main())"
+MODULE = "import runpy; sys.argv[1:] = {words!r}; runpy.run_module('stepscope', None, '__main__', True)"
+
+
+def run(action: str, cwd=None) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    program = TELL.format(action=action, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=cwd)
+    return done, json.loads(done.stderr.strip().splitlines()[-1])
+
+
+def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "stepscope", *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        COMMAND.format(words=["--help"]),
+        COMMAND.format(words=["--version"]),
+        MODULE.format(words=["--help"]),
+        COMMAND.format(words=["run", "--help"]),
+        COMMAND.format(words=["card", "--help"]),
+        COMMAND.format(words=["doctor", "--help"]),
+        COMMAND.format(words=["card", "run"]),
+        COMMAND.format(words=["card", "run", "--json"]),
+        "import stepscope",
+        "import stepscope; stepscope.step()",
+        "import stepscope\n    with stepscope.phase('data'): pass",
+        "import stepscope; stepscope.read('run').text()",
+        "import stepscope; stepscope.record",
+    ],
+)
+def test_nothing_heavy_is_imported(action, tmp_path):
+    cpu_recording(tmp_path / "run")
+
+    done, heavy = run(action, cwd=tmp_path)
+
+    assert heavy == []
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_test_above_can_see_torch():
+    _, heavy = run("import torch")
+
+    assert "torch" in heavy
+
+
+def test_record_is_callable_before_and_after_its_modules_are_imported():
+    done, _ = run(
+        "import stepscope; a = stepscope.record('x')\n"
+        "    import stepscope.record.clock; b = stepscope.record('x')\n"
+        "    from stepscope import record; c = record('x')\n"
+        "    print(type(a) is type(b) is type(c), type(a).__name__, stepscope.record.clock.__name__)"
+    )
+
+    assert done.stdout.split() == ["True", "Recorder", "stepscope.record.clock"], done.stderr
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    done, _ = run("import stepscope; print(hasattr(stepscope, 'nothing'), sorted(stepscope.__all__))")
+
+    assert done.stdout.startswith("False ['__version__', 'phase', 'read', 'record', 'step']")
+
+
+def test_the_version_is_one():
+    printed = stepscope("--version")
+
+    assert printed.stdout == f"stepscope {__version__}\n"
+    assert importlib.metadata.version("stepscope") == __version__
+    assert importlib.import_module("stepscope").__version__ == __version__
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_is_one_module_whose_docstring_is_its_help(verb):
+    module = importlib.import_module(f"stepscope.cli.{verb}")
+    shown = stepscope(verb, "--help")
+
+    assert callable(module.add_arguments) and callable(module.main)
+    assert module.__doc__ and module.__doc__.strip() in shown.stdout
+    assert shown.returncode == 0
+
+
+def test_help_names_every_verb_with_its_line():
+    shown = stepscope("--help").stdout
+
+    assert all(verb in shown and text in shown for verb, text in VERBS.items())
+
+
+def test_an_unknown_verb_is_an_error_that_names_the_right_ones():
+    done = stepscope("runn", "train.py")
+
+    assert done.returncode == 2 and done.stdout == ""
+    assert "runn" in done.stderr and all(verb in done.stderr.partition("choose from")[2] for verb in VERBS)
+    assert "Traceback" not in done.stderr
+
+
+def test_no_arguments_is_help_and_an_error():
+    done = stepscope()
+
+    assert done.returncode == 2
+    assert done.stdout == stepscope("--help").stdout
+
+
+def test_an_unknown_option_of_a_verb_is_an_error():
+    done = stepscope("card", "somewhere", "--jsn")
+
+    assert done.returncode == 2 and "--jsn" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_missing_recording_is_one_line():
+    done = stepscope("card", "no-such-folder")
+
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "stepscope card: there is no no-such-folder\n",
+    )
