@@ -291,3 +291,76 @@ for i in range(60):
     card, _, _ = run(tmp_path, text)
     assert card["num_clean"] == 20
     assert not card["notes"]
+
+
+DYNAMIC = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
+fast = torch.compile(model, mode="reduce-overhead", dynamic=True)
+scale = torch.ones(())
+
+@torch.compile(mode="reduce-overhead")
+def skipped(x):
+    return x * scale, scale + 1  # a tensor on the CPU: no CUDA graph
+
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for i in range(60):
+    x = torch.randn((8, 16, 24)[i % 3], 64, device="cuda")
+    torch.compiler.cudagraph_mark_step_begin()
+    y = fast(x)
+    skipped(y.detach())
+    y.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_cuda_graphs_skips_and_sizes_are_told(tmp_path):
+    card, _, _ = run(tmp_path, DYNAMIC)
+    compiler = card["compiler"]
+    assert compiler["cuda_graphs"]["num_distinct_sizes"] == 3, compiler
+    assert sum(skip["count"] for skip in compiler["cuda_graph_skips"]) >= 1, compiler
+    assert compiler["compile_seconds"] > 0
+
+
+CHECKPOINTED = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if CHECKPOINT else layer(x)
+        return x
+
+model = Model().cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+x = torch.randn(256, 512, device="cuda", requires_grad=True)
+for _ in range(40):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_checkpointing_and_autocast_are_counted_apart(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    plain, folder, _ = run(tmp_path / "a", f"CHECKPOINT = False\n{CHECKPOINTED}")
+    again, _, _ = run(tmp_path / "b", f"CHECKPOINT = True\n{CHECKPOINTED}")
+    one_pass = 4 * 2 * 256 * 512 * 512
+    assert plain["flops"]["model_flops_by_dtype"] == {"bf16": 3 * one_pass}
+    assert again["flops"]["model_flops"] == 3 * one_pass
+    assert (plain["flops"]["recomputed_flops"], again["flops"]["recomputed_flops"]) == (0, one_pass)
+    with gzip.open(folder / "memory.json.gz") as stream:
+        allocations = json.load(stream)["allocations"]
+    casts = sum(a["bytes"] for a in allocations if a["owner"] == "autocast_weight_cast")
+    assert casts == 4 * 512 * 512 * 2  # half of the float32 weights

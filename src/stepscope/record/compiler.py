@@ -47,6 +47,9 @@ class CompilerProbe:
             self._cuda_graphs = _cuda_graphs()
         except (AttributeError, RuntimeError, KeyError):
             self._cuda_graphs = None  # the manager's inside differs between versions of torch
+        untold = _num_cuda_graph_skips() - sum(self._skips.values())
+        if untold > 0:  # torch says why only where somebody asked for its cudagraphs log
+            self._skips['torch did not say why: TORCH_LOGS="cudagraphs" does'] += untold
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
         self._handlers.clear()
@@ -137,6 +140,11 @@ def _reasons(payload: Any) -> list[str]:
 
 def _first_line(text: Any) -> str:
     return str(text).strip().split("\n", 1)[0]
+
+
+def _num_cuda_graph_skips() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["inductor"]["cudagraph_skips"]) if utils is not None else 0
 
 
 def _cuda_graphs() -> dict[str, int] | None:
