@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go; writes its tables to the folder given.
+# Everything that needs a GPU, in one go: what docs/results/ holds comes from here.
+#   benchmarks/gpu_check.sh OUTPUT_FOLDER [SECONDS_PER_OVERHEAD_LOOP]
 set -u
 out=${1:?where to write}
 export PYTHONPATH=src
-python3 -m stepscope doctor > "$out/doctor.txt" 2>&1
-python3 -m pytest tests/gpu -m gpu -q -p no:cacheprovider --timeout 280 2>&1 | tee "$out/pytest.txt" | tail -60
-python3 -m stepscope run -o "$out/gpt" --force examples/train_gpt.py --steps 60 > "$out/card.txt" 2> "$out/card.err"
-cat "$out/card.txt"
-python3 benchmarks/overhead.py --device cuda --seconds "${2:-30}" 2>&1 | tee "$out/overhead.txt"
+python3 -m stepscope doctor --measure > "$out/doctor.txt" 2> /dev/null
+python3 -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -m gpu tests/gpu 2>&1 | tee "$out/pytest.txt"
+for mode in eager compile; do
+  option=$([ "$mode" = compile ] && echo --compile)
+  python3 -m stepscope run --force -o "$out/$mode" examples/train_gpt.py --steps 60 $option > "$out/card-$mode.txt" 2> /dev/null
+  cat "$out/card-$mode.txt"
+done
+python3 benchmarks/overhead.py --device cuda --seconds "${2:-60}" 2>&1 | tee "$out/overhead.txt"
