@@ -1,4 +1,4 @@
-"""The documentation says what the code does: its tables are made from the classes, its fields are the written ones."""
+"""The documentation says what the code does: tables made from the classes, fields that are really written."""
 
 from __future__ import annotations
 

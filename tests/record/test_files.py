@@ -93,15 +93,23 @@ def test_force_never_follows_a_link_out_of_the_recording(tmp_path):
     outside.mkdir()
     (outside / "precious").write_text("mine")
     folder = recorded(tmp_path / "run")
-    (folder / "link-to-folder").symlink_to(outside)
-    (folder / "link-to-file").symlink_to(outside / "precious")
+    (folder / "rank1").symlink_to(outside)
+    (folder / "compile.json").symlink_to(outside / "precious")
     (folder / "trace" / "deeper").symlink_to(outside)
-    (folder / "dangling").symlink_to(tmp_path / "nowhere")
+    (folder / "counters.jsonl").symlink_to(tmp_path / "nowhere")
 
     prepare_folder(folder, force=True)
 
     assert list(folder.iterdir()) == []
     assert content(outside) == {"precious": "mine"}
+
+
+def test_force_leaves_what_is_not_the_recordings(tmp_path):
+    folder = recorded(tmp_path / "run")
+    (folder / "notes.md").write_text("mine")
+    prepare_folder(folder, force=True)
+
+    assert content(folder) == {"notes.md": "mine"}
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", "file/far/below"])

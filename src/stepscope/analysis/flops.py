@@ -82,7 +82,7 @@ def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_to
         has_backward=has_backward,
         formula_flops=(
             round(passes * (2 * matmul_active * num_tokens + facts["forward_activation_flops"]))
-            if num_tokens and matmul_active is not None
+            if num_tokens and matmul_active is not None and not facts["compiled"]  # weights are read unseen there
             else None
         ),
         num_active_parameters=active,

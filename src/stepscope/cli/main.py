@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
 from stepscope.errors import StepscopeError
 from stepscope.version import __version__
@@ -20,6 +21,13 @@ VERBS = {
 EXIT_USAGE = 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line; the options are a `--help` away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} ({self.prog} --help says more)\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -31,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.parse_args(arguments[:1])  # --help, --version, or an error with the right verbs
         return EXIT_USAGE
     verb = importlib.import_module(f"stepscope.cli.{arguments[0]}")
-    verb_parser = argparse.ArgumentParser(
+    verb_parser = _Parser(
         prog=f"stepscope {arguments[0]}",
         description=verb.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -49,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="stepscope",
         description="Where a PyTorch training step goes, what would make it better, and the proof.",
         epilog=f"verbs:\n{verbs}\n\nstepscope VERB --help says more about one verb.",

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stepscope.errors import MissingDependencyError, RecordingError, UsageError
+from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
 
 if TYPE_CHECKING:
     from stepscope.record.launch import Program
@@ -86,14 +86,16 @@ def main(arguments: argparse.Namespace) -> int:
         run.torch_is_here()
 
     outcome: BaseException | None = None
+    pid = os.getpid()
     try:
         launch.run_program(program)
     except BaseException as error:
         outcome = error
-    _flush()
-    run.finish(outcome)
-    if not arguments.quiet:
-        _show(run.folder, arguments.json, card_stream)
+    if os.getpid() == pid:  # and not a forked child that comes to its end here
+        _flush()
+        run.finish(outcome)
+        if not arguments.quiet:
+            _show(run.folder, arguments.json, card_stream)
     if outcome is not None:
         launch.raise_as_the_script_would(outcome, program.code)
     return 0
@@ -114,7 +116,8 @@ class _Run:
         from stepscope.record import files
 
         rank = int(os.environ.get("RANK", "0"))
-        self.folder = self._arguments.output or _default_folder(program.name)
+        # Absolute, for a script that changes its working directory.
+        self.folder = (self._arguments.output or _default_folder(program.name)).absolute()
         if rank:
             self.folder = self.folder / f"rank{rank}"
         files.prepare_folder(self.folder, self._arguments.force, keep_ranks="RANK" in os.environ)
@@ -234,5 +237,5 @@ def _show(folder: Path, as_json: bool, stream: TextIO) -> None:
     try:
         print_card(Card.of(folder), as_json, stream)
         stream.flush()
-    except (RecordingError, OSError, ValueError) as error:
+    except (StepscopeError, OSError, ValueError) as error:
         print(f"stepscope: the card could not be shown: {error}", file=sys.__stderr__)

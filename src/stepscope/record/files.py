@@ -8,6 +8,7 @@ disk is true even when the process is killed and nobody is left to say so.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -25,6 +26,7 @@ MEMORY_FILE = "memory.json.gz"
 COUNTERS_FILE = "counters.jsonl"
 COMPILE_FILE = "compile.json"
 
+OWN_NAMES = (RECORDING_FILE, SAMPLES_FILE, TRACE_FOLDER, MEMORY_FILE, COUNTERS_FILE, COMPILE_FILE)
 RANK_FOLDER = re.compile(r"rank\d+")
 
 STATUS_INTERRUPTED = "interrupted"
@@ -50,6 +52,8 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
             if not force:
                 raise ValueError(f"{folder} already holds a recording: add --force to replace it, or -o OTHER")
             for entry in entries:
+                if entry.name not in OWN_NAMES and not RANK_FOLDER.fullmatch(entry.name):
+                    continue  # somebody keeps notes beside the recording
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         probe = folder / f".{RECORDING_FILE}.tmp"
         probe.touch()
@@ -88,7 +92,10 @@ class LineFile:
     """An append-only file of JSON lines; each line is one `write`, so a kill never leaves half of two."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        # Out of the way: scripts that become daemons close the low descriptors, whoever they belong to.
+        self._descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
+        os.close(descriptor)
         self.num_lines = 0
         self.num_dropped = 0
 
@@ -105,5 +112,8 @@ class LineFile:
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            try:
+                os.close(self._descriptor)
+            except OSError:
+                pass  # the script has closed it
             self._descriptor = -1

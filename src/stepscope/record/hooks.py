@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -32,18 +33,22 @@ class LoopListener(Protocol):
     def backward_begins(self, tensors: Any, create_graph: bool) -> None: ...
     def backward_ended(self) -> None: ...
     def optimizer_begins(self, optimizer: Any) -> None: ...
+    def optimizer_surrounded(self, optimizer: Any) -> None: ...
     def optimizer_ended(self, optimizer: Any, skipped: bool) -> None: ...
+    def optimizer_failed(self) -> None: ...
     def profiler_begins(self) -> None: ...
+    def profiler_ended(self) -> None: ...
+    def paused(self) -> AbstractContextManager[None]: ...
 
 
 def install_boundaries(listener: LoopListener) -> list[Handle]:
-    """Hook what ends a step: the optimizer, and the loss scaler that may skip it."""
-    return [*_optimizer_hooks(listener), _scaler_patch(listener)]
+    """Hook what ends a step: the optimizer, and the loss scaler that may skip it; step aside for TorchScript."""
+    return [*_optimizer_hooks(listener), _scaler_patch(listener), *_script_patches(listener)]
 
 
 def install_phases(listener: LoopListener) -> list[Handle]:
     """Hook what a step is made of: autograd and the DataLoader; and the profiler, of which there is one."""
-    return [*_backward_patches(listener), *_data_patches(listener), _profiler_patch(listener)]
+    return [*_backward_patches(listener), *_data_patches(listener), *_profiler_patches(listener)]
 
 
 def _optimizer_hooks(listener: LoopListener) -> list[Handle]:
@@ -67,8 +72,12 @@ def surround_optimizers(listener: LoopListener, optimizers: Iterable[Any]) -> li
     def around(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not listener.listens():
             return original(*args, **kwargs)
-        listener.optimizer_begins(optimizer)
-        result = original(*args, **kwargs)
+        listener.optimizer_surrounded(optimizer)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException:
+            listener.optimizer_failed()
+            raise
         listener.optimizer_ended(optimizer, skipped=False)
         return result
 
@@ -133,14 +142,30 @@ def _data_patches(listener: LoopListener) -> list[Handle]:
     return [Patch(_BaseDataLoaderIter, "__next__", around), Patch(DataLoader, "__iter__", around)]
 
 
-def _profiler_patch(listener: LoopListener) -> Handle:
+def _profiler_patches(listener: LoopListener) -> list[Handle]:
     # PyTorch has one profiler at a time. The script's own comes first: ours makes way.
     def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if listener.listens():
             listener.profiler_begins()
         return original(*args, **kwargs)
 
-    return Patch(torch.autograd.profiler.profile, "_prepare_trace", prepare)
+    def leave(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if listener.listens():
+            listener.profiler_ended()
+        return result
+
+    profile = torch.autograd.profiler.profile
+    return [Patch(profile, "_prepare_trace", prepare), Patch(profile, "__exit__", leave)]
+
+
+def _script_patches(listener: LoopListener) -> list[Handle]:
+    # TorchScript compiles what hangs on a module, and a trace would run our hooks as the model's own code.
+    def aside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with listener.paused():
+            return original(*args, **kwargs)
+
+    return [Patch(torch.jit, "script", aside), Patch(torch.jit, "trace", aside)]
 
 
 class FirstModuleCall:
@@ -156,12 +181,29 @@ class FirstModuleCall:
             return original(module, *args, **kwargs)
 
         self._original, self._wrapper = original, call
-        self._watch = None
-        if "torch._dynamo" not in sys.modules:
-            # Dynamo remembers nn.Module.__call__ when it is imported and has a short cut for it:
-            # it must not remember ours.
-            self._watch = AfterImport("torch._dynamo", before=self._take_off, after=self._put_on)
+        self._handles: list[Handle] = []
+        # Dynamo keeps nn.Module.__call__ when it is imported (it has a short cut for it), and so does each
+        # torch.compile(module): neither must keep ours.
+        if "torch._dynamo" in sys.modules:
+            self._watch_compile()
+        else:
+            self._handles.append(AfterImport("torch._dynamo", before=self._take_off, after=self._dynamo_is_here))
         self._put_on()
+
+    def _dynamo_is_here(self) -> None:
+        self._watch_compile()
+        self._put_on()
+
+    def _watch_compile(self) -> None:
+        def initialise(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._take_off()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._put_on()
+
+        module = sys.modules["torch._dynamo.eval_frame"]
+        self._handles.append(Patch(module.OptimizedModule, "_initialize", initialise))
 
     def _put_on(self) -> None:
         nn.Module.__call__ = self._wrapper
@@ -172,5 +214,5 @@ class FirstModuleCall:
 
     def remove(self) -> None:
         self._take_off()
-        if self._watch is not None:
-            self._watch.remove()
+        for handle in self._handles:
+            handle.remove()

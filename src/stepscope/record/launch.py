@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import os
 import runpy
 import sys
 import types
@@ -31,6 +32,7 @@ class Program:
     file: str
     code: CodeType
     spec: Any
+    loader: Any
     argv: list[str]
     path_entry: str
 
@@ -38,6 +40,7 @@ class Program:
 def load_script(script: str, arguments: Sequence[str]) -> Program:
     """Compile a script file; ValueError with one clear line when it is not one."""
     path = Path(script)
+    file = os.path.abspath(script)  # noqa: PTH100  as Python does: absolute, links not resolved
     if not path.exists():
         raise ValueError(f"there is no file {script}")
     if path.is_dir():
@@ -45,13 +48,14 @@ def load_script(script: str, arguments: Sequence[str]) -> Program:
     try:
         # The declared encoding counts, as for Python itself.
         with io.open_code(str(path.resolve())) as stream:
-            code = compile(stream.read(), script, "exec")
+            code = compile(stream.read(), file, "exec", dont_inherit=True)
     except OSError as error:
         raise ValueError(f"cannot read {script}: {error.strerror}") from None
     except (SyntaxError, ValueError, UnicodeDecodeError) as error:
         where = f"{script}, line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else script
         raise ValueError(f"{where}: not Python: {getattr(error, 'msg', None) or error}") from None
-    return Program(path.stem, script, code, None, [script, *arguments], str(path.resolve().parent))
+    loader = importlib.machinery.SourceFileLoader("__main__", file)
+    return Program(path.stem, file, code, None, loader, [script, *arguments], str(path.resolve().parent))
 
 
 def load_module(module: str, arguments: Sequence[str]) -> Program:
@@ -63,7 +67,8 @@ def load_module(module: str, arguments: Sequence[str]) -> Program:
         raise ValueError(f"no module to run: {error}") from None
     finally:
         sys.path.pop(0)
-    return Program(module.split(".")[-1], spec.origin, code, spec, [spec.origin, *arguments], str(Path.cwd()))
+    name = module.split(".")[-1]
+    return Program(name, spec.origin, code, spec, spec.loader, [spec.origin, *arguments], str(Path.cwd()))
 
 
 def run_program(program: Program) -> None:
@@ -71,7 +76,7 @@ def run_program(program: Program) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = program.file
     main.__spec__ = program.spec
-    main.__loader__ = program.spec.loader if program.spec else None
+    main.__loader__ = program.loader
     main.__package__ = program.spec.parent if program.spec else None
     main.__dict__["__builtins__"] = __builtins__
     main.__dict__["__cached__"] = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,9 +14,12 @@ from torch import nn
 
 from stepscope.record.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, Clock
 from stepscope.record.model import batch_size
+from stepscope.record.roots import Roots
 from stepscope.record.steps import EXPLICIT, Boundary, StepFinder
 from stepscope.record.steps import FORWARD as BY_FORWARD
 from stepscope.record.steps import OPTIMIZER as BY_OPTIMIZER
+
+OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
 class TensorObserver(Protocol):
@@ -23,6 +28,13 @@ class TensorObserver(Protocol):
     def note_inputs(self, args: Any, kwargs: Any) -> None: ...
     def backward_begins(self, create_graph: bool) -> None: ...
     def note_gradients(self, optimizer: Any) -> None: ...
+
+
+class ProfilerListener(Protocol):
+    """Who wants to know when the script uses a profiler of its own."""
+
+    def begins(self) -> None: ...
+    def ended(self) -> None: ...
 
 
 class StepFacts:
@@ -46,10 +58,11 @@ class Loop:
     While `is_free` only the ends of steps are heard, at the cost of next to nothing.
     """
 
-    def __init__(self, clock: Clock, ended: Callable[[Boundary], None], profiler_began: Callable[[], None]) -> None:
+    def __init__(self, clock: Clock, ended: Callable[[Boundary], None], profiler: ProfilerListener) -> None:
         self._clock = clock
         self._ended = ended
-        self._profiler_began = profiler_began
+        self._profiler = profiler
+        self.roots = Roots(self.forward_begins, self.forward_ended)
         self._thread = threading.get_ident()
         self._listens_on: int | None = None  # the thread whose loop this is; None while nobody listens
         self.finder = StepFinder()
@@ -59,9 +72,11 @@ class Loop:
         self.is_free = False
         self.is_open = False
 
-        self._optimizer_depth = 0
+        self._optimizer_stack: list[int] = []
         self._manual_depth = 0
         self._root_depth = 0
+        self._backward_depth = 0
+        self._deferred = Boundary.NONE
         self._data_depth = 0
         self._label_around_data: str | None = None
         self._backward_seen = False
@@ -89,7 +104,19 @@ class Loop:
             self._clock.switch(label)
 
     def _outer_label(self) -> str | None:
-        return OPTIMIZER if self._optimizer_depth else None
+        """The phase around what has just ended."""
+        if self._backward_depth:
+            return BACKWARD  # a reentrant checkpoint
+        if self._root_depth:
+            return FORWARD  # a gradient taken inside the forward
+        return OPTIMIZER if self._optimizer_stack else None
+
+    def _end(self, boundary: Boundary) -> None:
+        # An optimizer may step inside backward, from a hook of autograd's: no window may change there.
+        if self._backward_depth:
+            self._deferred = max(self._deferred, boundary, key=list(Boundary).index)
+        else:
+            self._ended(boundary)
 
     # --- data -----------------------------------------------------------------------------------
 
@@ -116,13 +143,12 @@ class Loop:
         self._open()
         self._gradients_unused |= self._awaits_backward
         self._switch(FORWARD)
-        size = batch_size(args, kwargs)
-        tokens, samples, calls = self.facts.batches.get(id(root), (0, 0, 0))
-        self.facts.batches[id(root)] = (
-            tokens + (size.num_tokens or 0),
-            samples + (size.num_samples or 0),
-            calls + 1,
-        )
+        # In training, a forward without gradients is an evaluation or a teacher: no part of the batch.
+        if torch.is_grad_enabled() or self.finder.source != BY_OPTIMIZER:
+            size = batch_size(args, kwargs)
+            tokens, samples, calls = self.facts.batches.get(id(root), (0, 0, 0))
+            tokens, samples = tokens + (size.num_tokens or 0), samples + (size.num_samples or 0)
+            self.facts.batches[id(root)] = (tokens, samples, calls + 1)
         if self.observer is not None:
             self.observer.note_inputs(args, kwargs)
 
@@ -139,32 +165,52 @@ class Loop:
         # With gradients on, a forward only ends a step once one was seen that no backward followed.
         self._awaits_backward = torch.is_grad_enabled() and not self._gradients_unused
         if not self._awaits_backward:
-            self._ended(self.finder.saw(BY_FORWARD, id(root)))
+            self._end(self.finder.saw(BY_FORWARD, id(root)))
 
     # --- backward -------------------------------------------------------------------------------
 
     def backward_begins(self, tensors: Any, create_graph: bool = False) -> None:
         self._open()
+        self._switch(BACKWARD)
+        self._backward_depth += 1
+        if self._backward_depth > 1:
+            return
         self._backward_seen = True
         self._awaits_backward = False
-        self._switch(BACKWARD)
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
             self.facts.loss = tensors.detach()
         if self.observer is not None:
             self.observer.backward_begins(create_graph)
 
     def backward_ended(self) -> None:
+        self._backward_depth -= 1
         self._switch(self._outer_label())
+        if not self._backward_depth and self._deferred is not Boundary.NONE:
+            boundary, self._deferred = self._deferred, Boundary.NONE
+            self._ended(boundary)
 
     # --- optimizer ------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        self._optimizer_depth += 1
+        if id(optimizer) in self._optimizer_stack:
+            # A subclass's step calls its parent's, or an earlier one was left by an exception that the
+            # script caught and nobody said that it ended. The frames tell.
+            num_running = _num_running(optimizer)
+            while self._optimizer_stack.count(id(optimizer)) >= num_running:
+                del self._optimizer_stack[self._optimizer_stack.index(id(optimizer)) :]
+        self._begin(optimizer, id(optimizer))
+
+    def optimizer_surrounded(self, optimizer: Any) -> None:
+        """The same, heard outside of the optimizer's own range, where the hooks are yet to come."""
+        self._begin(optimizer, -id(optimizer))
+
+    def _begin(self, optimizer: Any, entry: int) -> None:
+        self._optimizer_stack.append(entry)
         if self.is_free:
             return
         self._open()
         self.optimizers[id(optimizer)] = optimizer
-        if self._optimizer_depth == 1:
+        if len(self._optimizer_stack) == 1:
             self._switch(OPTIMIZER)
         if self.observer is not None:
             self.observer.note_gradients(optimizer)
@@ -172,19 +218,41 @@ class Loop:
     def optimizer_ended(self, optimizer: Any, skipped: bool) -> None:
         if skipped:
             self.facts.num_skipped += 1
-        else:
-            self._optimizer_depth = max(0, self._optimizer_depth - 1)
-        if self._optimizer_depth:
+        elif self._optimizer_stack:
+            self._optimizer_stack.pop()
+        if self._optimizer_stack:
             return  # an optimizer inside an optimizer: the outer one ends the step
         if not self.is_free:
             self._open()
-            self._switch(None)
-        self._ended(self.finder.saw(BY_OPTIMIZER, id(optimizer)))
+            self._switch(self._outer_label())
+        self._end(self.finder.saw(BY_OPTIMIZER, _owner(optimizer)))
+
+    def optimizer_failed(self) -> None:
+        """An exception came out of an optimizer: no step was made."""
+        self._optimizer_stack.clear()
+        self._switch(self._outer_label())
 
     # --- what the script says itself ------------------------------------------------------------
 
     def profiler_begins(self) -> None:
-        self._profiler_began()
+        self._profiler.begins()
+
+    def profiler_ended(self) -> None:
+        self._profiler.ended()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hear nothing and hang on nothing for a while."""
+        if not self.listens():
+            yield
+            return
+        self._listens_on = None
+        self.roots.take_off()
+        try:
+            yield
+        finally:
+            self.roots.put_on()
+            self._listens_on = self._thread
 
     def explicit_step(self, tokens: int | None, loss: Any) -> None:
         """`stepscope.step()`: the step ends here."""
@@ -215,3 +283,27 @@ class Loop:
         finally:
             self._manual_depth -= 1
             self._switch(outer)
+
+
+def _owner(optimizer: Any) -> int:
+    """What stays the same when a script makes a new optimizer for the same parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return id(parameter)
+    return id(optimizer)
+
+
+def _num_running(optimizer: Any) -> int:
+    """How many calls of this optimizer's hooked `step` are on the stack now."""
+    frame: types.FrameType | None = sys._getframe()
+    num_running = 0
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name == "wrapper"
+            and code.co_filename == OPTIMIZER_FILE
+            and frame.f_locals.get("self") is optimizer
+        ):
+            num_running += 1
+        frame = frame.f_back
+    return num_running

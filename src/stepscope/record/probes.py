@@ -33,6 +33,7 @@ class Probes:
         self.trace: TraceProbe | None = None
         self.ledger: Ledger | None = None
         self._counters: CounterSampler | None = None
+        self._profiler_is_on = False
 
     def guard(self, doing: str, action: Callable[[], None]) -> None:
         """Do something of ours inside somebody's training: a fault becomes a note, not their crash."""
@@ -79,27 +80,47 @@ class Probes:
         self.facts["roots"] = [type(module).__name__ for module in roots]
 
     def prepare_trace(self, roots: list[nn.Module]) -> None:
+        if self._profiler_is_on or torch.autograd._profiler_enabled():
+            self.note("trace", "the script's own profiler was on when the trace window began: no trace was taken")
+            return
         path = self._folder / files.TRACE_FOLDER / f"rank{self.environment.rank}.json.gz"
         self.trace = TraceProbe(path, roots, self.device)
-        reason = self.trace.prepare()
-        if reason:
-            self.trace = None
-            self.note("trace", reason)
+        self.trace.prepare()
 
     def stop_trace(self, step_finished: bool) -> None:
         trace, self.trace = self.trace, None
         if trace is not None:
             self.facts["trace"] = trace.stop(self._clock, step_finished)
 
-    def give_way_to_profiler(self) -> None:
-        """The script starts a profiler of its own, and there can be only one."""
-        if self.trace is not None and not self.trace.is_ours:
+    # --- the script's own profiler: there can be only one ---
+
+    def begins(self) -> None:
+        if self.trace is not None and self.trace.is_ours:
+            return
+        if self.trace is not None:
             trace, self.trace = self.trace, None
             self._clock.on_range = None
             self.guard("giving way to the script's profiler", trace.abandon)
             self.note("trace", "the script started a profiler of its own: the trace window gave way to it")
+        if self.ledger is not None:
+            self._drop_ledger()
+            self.note("memory", "the script started a profiler of its own: the memory window gave way to it")
+        self._profiler_is_on = True
+
+    def ended(self) -> None:
+        if self.trace is None or not self.trace.is_ours:
+            self._profiler_is_on = False
+
+    def _drop_ledger(self) -> None:
+        ledger, self.ledger = self.ledger, None
+        if ledger is not None:
+            ledger.stop()
 
     def start_ledger(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
+        if self._profiler_is_on or torch.autograd._profiler_enabled():
+            # It would see every op twice.
+            self.note("memory", "the script's own profiler was on: no memory and FLOPs window")
+            return
         compiles = self.compiler.used or any(is_opaque(module) for root in roots for module in root.modules())
         if compiles and not Ledger.passes_compiled_code:
             text = f"torch {torch.__version__} compiles anew under a probe that sees every op"
@@ -120,9 +141,7 @@ class Probes:
         self._clock.on_range = None
         if self.trace is not None:
             self.stop_trace(step_finished=False)
-        if self.ledger is not None:
-            ledger, self.ledger = self.ledger, None
-            ledger.stop()  # a part of a step has no FLOPs worth telling
+        self._drop_ledger()  # a part of a step has no FLOPs worth telling
 
     def stop_all(self) -> None:
         """Stop the probes that last the whole run and write what they have."""

@@ -17,7 +17,6 @@ from stepscope.record.clock import Clock, TimedStep, read_device_ns
 from stepscope.record.loop import Loop, StepFacts
 from stepscope.record.patches import Handle
 from stepscope.record.probes import Probes
-from stepscope.record.roots import Roots
 from stepscope.record.steps import FORWARD, Boundary
 from stepscope.record.windows import Windows
 
@@ -64,8 +63,8 @@ class Session:
         self._trace_handles: list[Handle] = []
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts)
-        self._loop = Loop(self._clock, self._step_ended, self._probes.give_way_to_profiler)
-        self._roots = Roots(self._loop.forward_begins, self._loop.forward_ended)
+        self._loop = Loop(self._clock, self._step_ended, self._probes)
+        self._roots = self._loop.roots
         self._samples = files.LineFile(folder / files.SAMPLES_FILE)
         self._pending: list[TimedStep] = []  # steps whose device side has not been read yet
         self._step = 0

@@ -41,6 +41,7 @@ class TraceProbe:
         self._num_steps = 0
         self._started = False
         self.is_ours = False
+        """True while a call into the profiler is this probe's and not the script's."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device is not None:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -48,16 +49,13 @@ class TraceProbe:
             activities=activities, record_shapes=True, with_stack=False, acc_events=True
         )
 
-    def prepare(self) -> str | None:
-        """Warm the profiler up; the reason when another profiler is running."""
-        if torch.autograd._profiler_enabled():
-            return "the script's own profiler was running when the trace window began: no trace was taken"
+    def prepare(self) -> None:
+        """Warm the profiler up."""
         self.is_ours = True
         try:
             self._profiler.prepare_trace()
         finally:
             self.is_ours = False
-        return None
 
     def start(self, clock: Clock) -> None:
         """Begin to trace: labels on, the first step open."""
@@ -95,7 +93,9 @@ class TraceProbe:
         if self._device is not None:
             torch.cuda.synchronize(self._device)  # the last step's kernels belong into the trace
         self._close_ranges()
+        self.is_ours = True
         self._profiler.stop_trace()
+        self.is_ours = False
         summary = summarise(self._profiler.profiler.kineto_results.events(), self._num_steps)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f".tmp-{self._path.name}")
@@ -110,14 +110,11 @@ class TraceProbe:
         """Stop and keep nothing."""
         self._take_labels_off()
         self._close_ranges()
-        if self._started:
-            self._profiler.stop_trace()
-        else:
-            # A prepared profiler can only be got rid of by running it.
-            self.is_ours = True
-            self._profiler.start_trace()
-            self._profiler.stop_trace()
-            self.is_ours = False
+        self.is_ours = True
+        if not self._started:
+            self._profiler.start_trace()  # a prepared profiler can only be got rid of by running it
+        self._profiler.stop_trace()
+        self.is_ours = False
 
     def _on_range(self, label: str | None) -> None:
         if self._phase_range is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stepscope.analysis.phases import IDLE
@@ -46,7 +47,7 @@ def card_lines(recording: Recording, summary: Summary) -> list[Line]:
         Line("about this measurement", is_heading=True),
         *_steps(recording, summary),
         *_caveats(recording, summary),
-        Line("recording", safe(recording.folder)),
+        Line("recording", safe(_shown(recording.folder))),
         Line("next", _next_command(recording)),
     ]
 
@@ -295,7 +296,13 @@ def _caveats(recording: Recording, summary: Summary) -> Iterator[Line]:
 
 def _next_command(recording: Recording) -> str:
     trace = (recording.facts.get("trace") or {}).get("file")
-    folder = shlex.quote(safe(recording.folder))
+    folder = shlex.quote(safe(_shown(recording.folder)))
     if trace:
-        return f"open {shlex.quote(safe(recording.folder / trace))} at ui.perfetto.dev, or stepscope card {folder}"
+        file = shlex.quote(safe(_shown(recording.folder / trace)))
+        return f"open {file} at ui.perfetto.dev, or stepscope card {folder}"
     return f"stepscope card {folder} --json"
+
+
+def _shown(path: Path) -> Path:
+    """A path as the reader would type it: relative where that is shorter."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -59,6 +59,6 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
             "record where the training runs, with torchrun -m stepscope run or stepscope.record() in the worker."
         )
     return (
-        "No step was seen: no optimizer stepped and no module was called. "
+        "No step was seen in the main thread: no torch optimizer stepped there and no module was called. "
         "Call stepscope.step() at the end of your loop's body."
     )
