@@ -10,6 +10,7 @@ figure is the ratio of the medians to the bare one, beside it the bootstrap inte
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -115,6 +116,10 @@ def measure(make: Callable[[], Loop], device: str, seconds: float) -> Iterator[d
         for session in sessions.values():
             if session is not None:
                 session.close("finished")
+        lines = map(json.loads, (Path(folder) / "clean window" / "samples.jsonl").read_text().splitlines())
+        clean = [line for line in lines if line.get("window") == "clean"]
+        if device == "cpu":  # what the clean samples say a step takes: without what is done between steps
+            times["clean window, its own samples"] = [line["wall_ns"] / 1e6 for line in clean[20:]]
     bare = times["bare"]
     for name, values in times.items():
         ratios = sorted(

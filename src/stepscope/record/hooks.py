@@ -36,6 +36,7 @@ class LoopListener(Protocol):
     def optimizer_surrounded(self, optimizer: Any) -> None: ...
     def optimizer_ended(self, optimizer: Any, skipped: bool) -> None: ...
     def optimizer_failed(self) -> None: ...
+    def scaler_used(self) -> None: ...
     def profiler_begins(self) -> None: ...
     def profiler_ended(self) -> None: ...
     def paused(self) -> AbstractContextManager[None]: ...
@@ -61,6 +62,17 @@ def _optimizer_hooks(listener: LoopListener) -> list[Handle]:
             listener.optimizer_ended(optimizer, skipped=False)
 
     return [register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ended)]
+
+
+def install_free_step(listener: LoopListener, ended: Callable[[], None]) -> Handle:
+    """Hear only that an optimizer has stepped: all there is to hear where one optimizer makes the step."""
+
+    def post_hook(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and listener.listens():
+            ended()
+
+    handle: Handle = register_optimizer_step_post_hook(post_hook)
+    return handle
 
 
 def surround_optimizers(listener: LoopListener, optimizers: Iterable[Any]) -> list[Handle]:
@@ -89,6 +101,7 @@ def _scaler_patch(listener: LoopListener) -> Handle:
     def scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not listener.listens():
             return original(scaler, optimizer, *args, **kwargs)
+        listener.scaler_used()
         stepped = False
 
         def mark(_optimizer: Any, _args: Any, _kwargs: Any) -> None:

@@ -71,6 +71,8 @@ class Loop:
         self.observer: TensorObserver | None = None
         self.is_free = False
         self.is_open = False
+        self.is_plain = True
+        """Whether every optimizer step so far stood alone: none nested, none given to a loss scaler."""
 
         self._optimizer_stack: list[int] = []
         self._manual_depth = 0
@@ -192,6 +194,8 @@ class Loop:
     # --- optimizer ------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Any) -> None:
+        if self._optimizer_stack and self._optimizer_stack[-1] >= 0:
+            self.is_plain = False
         if id(optimizer) in self._optimizer_stack:
             # A subclass's step calls its parent's, or an earlier one was left by an exception that the
             # script caught and nobody said that it ended. The frames tell.
@@ -226,6 +230,9 @@ class Loop:
             self._open()
             self._switch(self._outer_label())
         self._end(self.finder.saw(BY_OPTIMIZER, _owner(optimizer)))
+
+    def scaler_used(self) -> None:
+        self.is_plain = False
 
     def optimizer_failed(self) -> None:
         """An exception came out of an optimizer: no step was made."""

@@ -17,7 +17,7 @@ from stepscope.record.clock import Clock, TimedStep, read_device_ns
 from stepscope.record.loop import Loop, StepFacts
 from stepscope.record.patches import Handle
 from stepscope.record.probes import Probes
-from stepscope.record.steps import FORWARD, Boundary
+from stepscope.record.steps import EXPLICIT, FORWARD, OPTIMIZER, Boundary
 from stepscope.record.windows import Windows
 
 # A window that takes longer than this says so again.
@@ -92,14 +92,22 @@ class Session:
 
     def resume(self) -> None:
         """Put the hooks on."""
-        if self._handles:
+        if current.session is self:
             return
         self._loop.listen()
         current.session = self
-        self._handles = hooks.install_boundaries(self._loop)
+        self._handles = self._install_boundaries()
         if not self._loop.is_free:
             self._phase_handles = hooks.install_phases(self._loop)
         self._roots.put_on()
+
+    def _install_boundaries(self) -> list[Handle]:
+        loop, finder = self._loop, self._loop.finder
+        if loop.is_free and finder.source == EXPLICIT:
+            return []
+        if loop.is_free and finder.source == OPTIMIZER and finder.num_sources == 1 and loop.is_plain:
+            return [hooks.install_free_step(loop, self._free_step)]
+        return hooks.install_boundaries(loop)
 
     def suspend(self) -> None:
         """Take every hook off; the step that is open is not counted."""
@@ -279,8 +287,12 @@ class Session:
         for handle in self._phase_handles:
             handle.remove()
         self._phase_handles.clear()
-        if self._loop.finder.source != FORWARD:
+        finder = self._loop.finder
+        if finder.source != FORWARD:
             self._roots.forget()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = self._install_boundaries()
 
     # --- words ----------------------------------------------------------------------------------
 
