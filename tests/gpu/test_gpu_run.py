@@ -54,17 +54,23 @@ print("OWN_MS", own[len(own) // 2])
 """
 
 SLEEPS = """
-import time, torch
+import json, statistics, time, torch
 from torch import nn
+
+slept = {"data": [], "forward": [], "backward": [], "optimizer": []}
+def sleep(name, seconds):
+    began = time.perf_counter()
+    time.sleep(seconds)
+    slept[name].append((time.perf_counter() - began) * 1e3)
 
 class Slow(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        time.sleep(0.03)
+        sleep("forward", 0.03)
         return x * 1
     @staticmethod
     def backward(ctx, g):
-        time.sleep(0.05)
+        sleep("backward", 0.05)
         return g
 
 class Model(nn.Module):
@@ -76,14 +82,14 @@ class Model(nn.Module):
 
 class SlowSGD(torch.optim.SGD):
     def step(self, closure=None):
-        time.sleep(0.02)
+        sleep("optimizer", 0.02)
         return super().step(closure)
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 40
     def __getitem__(self, i):
-        time.sleep(0.04)
+        sleep("data", 0.04)
         return torch.randn(64)
 
 model = Model().cuda()
@@ -93,6 +99,7 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=1):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+print("SLEPT", json.dumps({name: statistics.median(values[5:25]) for name, values in slept.items()}))
 """
 
 TRAINER = """
@@ -231,12 +238,13 @@ def test_mfu_of_known_products_is_flops_over_time_over_peak(tmp_path):
 
 
 def test_known_sleeps_are_reported_right(tmp_path):
-    card, folder, _ = run(tmp_path, SLEEPS)
+    card, folder, stderr = run(tmp_path, SLEEPS)
     check_sums(card, folder)
     phases = {phase["name"]: phase["host_ns"] / 1e6 for phase in card["phases"]}
-    # A sleep is never short; what the loop does beside it is a few tenths of a millisecond.
-    for name, slept_ms in {"data": 40, "forward": 30, "backward": 50, "optimizer": 20}.items():
-        assert slept_ms <= phases[name] < slept_ms * 1.02 + 0.6, phases
+    slept = json.loads(stderr.split("SLEPT")[1].splitlines()[0])
+    # Beside its sleep each phase launches a few kernels: some tenths of a millisecond.
+    for name, slept_ms in slept.items():
+        assert slept_ms * 0.98 <= phases[name] < slept_ms * 1.02 + 0.6, (phases, slept)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
@@ -299,11 +307,10 @@ from torch import nn
 
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).cuda()
 fast = torch.compile(model, mode="reduce-overhead", dynamic=True)
-scale = torch.ones(())
 
 @torch.compile(mode="reduce-overhead")
 def skipped(x):
-    return x * scale, scale + 1  # a tensor on the CPU: no CUDA graph
+    return x.cumsum(0).cpu().sum()  # work on the CPU: no CUDA graph
 
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for i in range(60):
@@ -333,7 +340,8 @@ from torch.utils.checkpoint import checkpoint
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]
+        self.layers = nn.ModuleList(nn.Sequential(*layers[i : i + 2]) for i in (0, 2))
     def forward(self, x):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if CHECKPOINT else layer(x)
@@ -359,7 +367,8 @@ def test_checkpointing_and_autocast_are_counted_apart(tmp_path):
     one_pass = 4 * 2 * 256 * 512 * 512
     assert plain["flops"]["model_flops_by_dtype"] == {"bf16": 3 * one_pass}
     assert again["flops"]["model_flops"] == 3 * one_pass
-    assert (plain["flops"]["recomputed_flops"], again["flops"]["recomputed_flops"]) == (0, one_pass)
+    # A checkpointed forward stops as soon as it has what backward needs: each pair's first layer.
+    assert (plain["flops"]["recomputed_flops"], again["flops"]["recomputed_flops"]) == (0, one_pass // 2)
     with gzip.open(folder / "memory.json.gz") as stream:
         allocations = json.load(stream)["allocations"]
     casts = sum(a["bytes"] for a in allocations if a["owner"] == "autocast_weight_cast")
