@@ -127,7 +127,9 @@ class CompilerProbe:
             match = re.search(r"function: (.*)", text)
             self._limit_hits[match.group(1).strip() if match else _first_line(text)] += 1
         elif "skipping cudagraphs" in text.lower():
-            self._skips[_first_line(text)] += 1
+            places = _PLACE.findall(text)
+            reason = re.sub(r"\.? Found from :.*", "", _first_line(text))
+            self._skips[reason + (", {}:{} in {}".format(*places[-1]) if places else "")] += 1
 
 
 def _reasons(payload: Any) -> list[str]:
