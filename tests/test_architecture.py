@@ -130,10 +130,11 @@ def test_the_read_side_never_imports_torch_and_the_record_side_nothing_but_torch
 
 
 BLOCKED_RUN = """
-import importlib, importlib.abc, json, pkgutil, sys, tempfile
+import importlib, importlib.abc, importlib.util, json, pkgutil, sys, tempfile
 from pathlib import Path
 
 TORCH = importlib.machinery.PathFinder.find_spec("torch").submodule_search_locations[0]
+STEPSCOPE = importlib.util.find_spec("stepscope").submodule_search_locations[0]
 OURS = {"torch", "torchgen", "functorch", "stepscope"}
 
 class OnlyTorch(importlib.abc.MetaPathFinder):
@@ -145,7 +146,7 @@ class OnlyTorch(importlib.abc.MetaPathFinder):
         while frame is not None:
             if frame.f_code.co_filename.startswith(TORCH):
                 return None  # what torch wants is torch's affair
-            if f"{'/'}stepscope{'/'}" in frame.f_code.co_filename:
+            if frame.f_code.co_filename.startswith(STEPSCOPE):
                 break
             frame = frame.f_back
         raise ModuleNotFoundError(f"{name} is not there on the machine that trains", name=name)

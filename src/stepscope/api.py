@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +73,7 @@ class Recorder(ContextDecorator):
         if current.session is not None:
             raise UsageError(f"already recording to {current.session.folder}: one recording at a time in a process")
         from stepscope.record.files import prepare_folder
+        from stepscope.record.origin import run_facts
         from stepscope.record.session import Session
         from stepscope.record.windows import Windows
 
@@ -86,7 +86,7 @@ class Recorder(ContextDecorator):
                 model=self._model,
                 optimizer=self._optimizer,
                 tokens_per_step=self._tokens_per_step,
-                facts={"command": {"argv": sys.argv, "api": True}, "started_at": time.time()},
+                facts=run_facts(sys.argv, windows, self._tokens_per_step, Path.cwd(), module=False),
             )
         except ValueError as error:
             raise RecordingError(str(error)) from None
@@ -98,9 +98,10 @@ class Recorder(ContextDecorator):
     ) -> None:
         if self._session is not None:
             from stepscope.record.files import STATUS_FAILED, STATUS_FINISHED, STATUS_INTERRUPTED
+            from stepscope.record.origin import now
 
             status = STATUS_FINISHED if error is None else STATUS_FAILED
-            self._session.close(STATUS_INTERRUPTED if kind is KeyboardInterrupt else status)
+            self._session.close(STATUS_INTERRUPTED if kind is KeyboardInterrupt else status, finished_at=now())
 
     def step(self, tokens: int | None = None, loss: Any = None) -> None:
         """Say that a step ends here, and, if you like, how many tokens it had and its loss."""

@@ -75,9 +75,10 @@ def test_units(function, value, text):
     assert function(value) == text
 
 
-def test_rates_are_always_in_tflops():
+def test_rates_are_in_tflops_from_a_tenth_on():
     assert flops(1.2e15, "/s") == "1,200 TFLOP/s"
-    assert flops(3e9, "/s") == "0.00300 TFLOP/s"
+    assert flops(3e11, "/s") == "0.300 TFLOP/s"
+    assert flops(3e9, "/s") == "3.00 GFLOP/s"
 
 
 @given(st.floats(min_value=1e-9, max_value=1e18), st.integers(1, 6))

@@ -22,7 +22,8 @@ def verdict_of(folder, samples=(), **facts) -> str:
 
 def test_a_cpu_step(tmp_path):
     assert Card.of(cpu_recording(tmp_path / "run")).verdict == (
-        "A step takes 10.00 ms (51,200 tokens/s): backward is the largest part (50.0 %); data takes 10.0 %."
+        "A step takes 10.00 ms (51,200 tokens/s): backward is the largest part (50.0 %); "
+        "waiting for data takes 10.0 %."
     )
 
 

@@ -106,6 +106,8 @@ def _active_share(weight: Mapping[str, Any], num_tokens: int) -> float:
 def _hidden(facts: Mapping[str, Any], trace: Mapping[str, Any] | None) -> str | None:
     if facts.get("error"):
         return f"an op could not be counted ({facts['error']})"
+    if facts.get("hidden_products"):
+        return f"{', '.join(map(str, facts['hidden_products'][:3]))} multiplies weights and has no formula"
     if facts["compiled"] and trace and trace.get("num_graph_launches"):
         return "CUDA graphs replay their kernels without showing the ops"
     if facts["compiled"] and trace and trace.get("num_template_kernels"):

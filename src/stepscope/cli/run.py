@@ -14,11 +14,8 @@ examples:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the card as JSON on standard output; the script's own goes to stderr",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress lines and no card")
+    parser.add_argument("--quiet", action="store_true", help="no progress lines, and no card but --json's")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
 
@@ -94,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
     if os.getpid() == pid:  # and not a forked child that comes to its end here
         _flush()
         run.finish(outcome)
-        if not arguments.quiet:
+        if arguments.json or not arguments.quiet:
             _show(run.folder, arguments.json, card_stream)
     if outcome is not None:
         launch.raise_as_the_script_would(outcome, program.code)
@@ -114,6 +111,7 @@ class _Run:
     def prepare(self, program: Program) -> None:
         """Make the folder and write down what is going to run; ValueError when it cannot be written."""
         from stepscope.record import files
+        from stepscope.record.origin import run_facts
 
         rank = int(os.environ.get("RANK", "0"))
         # Absolute, for a script that changes its working directory.
@@ -121,23 +119,14 @@ class _Run:
         if rank:
             self.folder = self.folder / f"rank{rank}"
         files.prepare_folder(self.folder, self._arguments.force, keep_ranks="RANK" in os.environ)
-        config = {
-            "argv": program.argv,
-            "windows": dict(self._windows.sequence()),
-            "tokens_per_step": self._arguments.tokens_per_step,
-            "exit_after": self._arguments.exit_after,
-        }
-        self._facts = {
-            "command": {
-                "argv": program.argv,
-                "module": bool(self._arguments.module),
-                "folder": str(Path.cwd()),
-            },
-            "config": config,
-            "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
-            "git": _git_revision(Path(program.path_entry)),
-            "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+        self._facts = run_facts(
+            program.argv,
+            self._windows,
+            self._arguments.tokens_per_step,
+            Path(program.path_entry),
+            module=bool(self._arguments.module),
+            exit_after=self._arguments.exit_after,
+        )
         self._write(files.STATUS_INTERRUPTED)
 
     def torch_is_here(self) -> None:
@@ -190,26 +179,18 @@ class _Run:
         files.write_json(self.folder / files.RECORDING_FILE, facts)
 
     def _tell(self, line: str) -> None:
-        if not self._arguments.quiet and not int(os.environ.get("RANK", "0")):
+        if self._arguments.quiet or int(os.environ.get("RANK", "0")) or sys.stderr is None:
+            return
+        try:
             print(f"stepscope: {line}", file=sys.stderr, flush=True)
+        except (OSError, ValueError, AttributeError):
+            pass  # the script has closed or replaced it, or its reader is gone
 
 
 def _default_folder(name: str) -> Path:
     if "RANK" in os.environ:  # every rank must come to the same name: they share a parent and a day
         return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-
-
-def _git_revision(folder: Path) -> dict[str, Any] | None:
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    revision = git("rev-parse", "HEAD")
-    return {"revision": revision, "modified": bool(git("status", "--porcelain", "-uno"))} if revision else None
 
 
 def _send_output_to_stderr() -> TextIO:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepscope.record.launch import AfterImport
+from stepscope.record.model import drop_hooks
 from stepscope.record.patches import Handle, Patch
 
 
@@ -44,7 +45,7 @@ class LoopListener(Protocol):
 
 def install_boundaries(listener: LoopListener) -> list[Handle]:
     """Hook what ends a step: the optimizer, and the loss scaler that may skip it; step aside for TorchScript."""
-    return [*_optimizer_hooks(listener), _scaler_patch(listener), *_script_patches(listener)]
+    return [*_optimizer_hooks(listener), _scaler_patch(listener), *_script_patches(listener), _replica_patch()]
 
 
 def install_phases(listener: LoopListener) -> list[Handle]:
@@ -181,6 +182,16 @@ def _script_patches(listener: LoopListener) -> list[Handle]:
     return [Patch(torch.jit, "script", aside), Patch(torch.jit, "trace", aside)]
 
 
+def _replica_patch() -> Handle:
+    # A replica takes its module's attributes along, and our hook would send its calls to the original.
+    def replicate(original: Callable[..., Any], module: nn.Module) -> Any:
+        replica = original(module)
+        drop_hooks(replica)
+        return replica
+
+    return Patch(nn.Module, "_replicate_for_data_parallel", replicate)
+
+
 class FirstModuleCall:
     """Reports the first module that is called at all, then is gone: the root of a loop that only infers."""
 
@@ -219,7 +230,8 @@ class FirstModuleCall:
         self._handles.append(Patch(module.OptimizedModule, "_initialize", initialise))
 
     def _put_on(self) -> None:
-        nn.Module.__call__ = self._wrapper
+        if nn.Module.__call__ is self._original:  # and not a replacement of the script's own
+            nn.Module.__call__ = self._wrapper
 
     def _take_off(self) -> None:
         if nn.Module.__call__ is self._wrapper:

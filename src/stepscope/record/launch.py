@@ -80,6 +80,8 @@ def run_program(program: Program) -> None:
     main.__package__ = program.spec.parent if program.spec else None
     main.__dict__["__builtins__"] = __builtins__
     main.__dict__["__cached__"] = None
+    if sys.version_info < (3, 14):
+        main.__annotations__ = {}
     # It stays in place after the script's end: its atexit functions and threads still look there.
     sys.modules["__main__"] = main
     sys.argv[:] = program.argv

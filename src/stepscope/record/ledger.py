@@ -65,6 +65,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._references: dict[int, weakref.ref[Any]] = {}
         self._parameter_of: dict[int, int] = {}  # storage key -> parameter index, casts included
         self._num_elements: list[int] = []
+        self._num_dimensions: list[int] = []
+        self._hidden: dict[str, None] = {}  # ops that multiply a weight by a formula nobody wrote
         self._dropped = 0
         self._roots = roots
 
@@ -81,6 +83,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 if key is not None and key not in self._parameter_of:
                     self._parameter_of[key] = len(self._num_elements)
                     self._num_elements.append(parameter.numel())
+                    self._num_dimensions.append(parameter.dim())
                     self._born(parameter, "before the window", PARAMETER, module=name)
                 if parameter.grad is not None:
                     self._born(parameter.grad, "before the window", GRADIENT, module=name)
@@ -130,7 +133,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         if isinstance(func, torch._ops.HigherOrderOperator):
             self._guarded(func, args, kwargs, None)
             return func(*args, **kwargs)
-        if count_flops.has_no_formula(func):
+        if func.namespace != "prim" and count_flops.has_no_formula(func):
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -147,7 +150,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._error = self._error or f"{func}: {type(error).__name__}: {error}"
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        phase = self._phase() or OTHER
+        phase, name = self._phase() or OTHER, count_flops.name(func)
         op = count_flops(func, args, kwargs, out)
         weights: set[int] = set()
         if phase == FORWARD:
@@ -156,16 +159,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         if op is None:
             if not getattr(func, "is_view", False) and out is not None:
                 num_elements = sum(t.numel() for t in _outputs(out))
-                entry = self._uncounted.setdefault(count_flops.name(func), [0, 0])
+                entry = self._uncounted.setdefault(name, [0, 0])
                 entry[0] += 1
                 entry[1] += num_elements
+                if any(self._num_dimensions[index] > 1 for index in weights) and not _moves_or_maps(func, name):
+                    self._hidden.setdefault(name)
                 if num_elements:  # an expert that got no token is called with an empty tensor
                     self._touched |= weights
         elif op.flops:
             self._add(op, func, phase, weights)
         if out is None:
             return
-        name = count_flops.name(func)
         if name == "aten.embedding":
             key = _key(args[0])
             if key in self._parameter_of:
@@ -265,6 +269,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             ],
             "forward_activation_flops": self._activation_flops,
             "compiled": compiled,
+            "hidden_products": list(self._hidden),
             "error": self._error,
             "weights": [
                 {
@@ -281,6 +286,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def memory(self) -> dict[str, Any]:
         """Every storage seen in the window with its owner and lifetime; null `born_ns`: it was there before."""
         return {"num_dropped": self._dropped, "allocations": self._allocations}
+
+
+def _moves_or_maps(func: Any, name: str) -> bool:
+    """Whether an op without a formula is a copy, a lookup or elementwise: no product is missing then."""
+    moves = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.embedding", "aten.detach", "aten.cat", "aten.stack")
+    return name in moves or torch.Tag.pointwise in getattr(func, "tags", ())
 
 
 def _outputs(out: Any) -> list[torch.Tensor]:

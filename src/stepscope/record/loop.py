@@ -33,8 +33,8 @@ class TensorObserver(Protocol):
 class ProfilerListener(Protocol):
     """Who wants to know when the script uses a profiler of its own."""
 
-    def begins(self) -> None: ...
-    def ended(self) -> None: ...
+    def script_profiler_begins(self) -> None: ...
+    def script_profiler_ended(self) -> None: ...
 
 
 class StepFacts:
@@ -45,6 +45,7 @@ class StepFacts:
         self.given_tokens: int | None = None
         self.loss: Any = None
         self.num_skipped = 0
+        self.counted: set[int] = set()  # roots whose batch is known since the last backward
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -145,8 +146,11 @@ class Loop:
         self._open()
         self._gradients_unused |= self._awaits_backward
         self._switch(FORWARD)
-        # In training, a forward without gradients is an evaluation or a teacher: no part of the batch.
-        if torch.is_grad_enabled() or self.finder.source != BY_OPTIMIZER:
+        # In training, a forward without gradients is an evaluation or a teacher: no part of the batch. Calls
+        # that share a backward (a cell unrolled in time, two views of an image) are one micro-batch.
+        is_training = torch.is_grad_enabled() or self.finder.source != BY_OPTIMIZER
+        if is_training and id(root) not in self.facts.counted:
+            self.facts.counted.add(id(root))
             size = batch_size(args, kwargs)
             tokens, samples, calls = self.facts.batches.get(id(root), (0, 0, 0))
             tokens, samples = tokens + (size.num_tokens or 0), samples + (size.num_samples or 0)
@@ -177,6 +181,7 @@ class Loop:
         self._backward_depth += 1
         if self._backward_depth > 1:
             return
+        self.facts.counted.clear()
         self._backward_seen = True
         self._awaits_backward = False
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
@@ -242,10 +247,10 @@ class Loop:
     # --- what the script says itself ------------------------------------------------------------
 
     def profiler_begins(self) -> None:
-        self._profiler.begins()
+        self._profiler.script_profiler_begins()
 
     def profiler_ended(self) -> None:
-        self._profiler.ended()
+        self._profiler.script_profiler_ended()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

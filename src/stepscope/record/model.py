@@ -98,6 +98,13 @@ class CallHooks:
                 self.module.__dict__["_compiled_call_impl"] = self._chain.inner
 
 
+def drop_hooks(module: nn.Module) -> None:
+    """Take off a copied module what hangs on its original."""
+    chain = module.__dict__.get("_compiled_call_impl")
+    if isinstance(chain, _CallChain):
+        module.__dict__["_compiled_call_impl"] = chain.inner
+
+
 class CalledRoots:
     """Which modules are called from outside any other module, learned from one step of hooks."""
 

@@ -94,7 +94,7 @@ class Probes:
 
     # --- the script's own profiler: there can be only one ---
 
-    def begins(self) -> None:
+    def script_profiler_begins(self) -> None:
         if self.trace is not None and self.trace.is_ours:
             return
         if self.trace is not None:
@@ -107,7 +107,7 @@ class Probes:
             self.note("memory", "the script started a profiler of its own: the memory window gave way to it")
         self._profiler_is_on = True
 
-    def ended(self) -> None:
+    def script_profiler_ended(self) -> None:
         if self.trace is None or not self.trace.is_ours:
             self._profiler_is_on = False
 
@@ -135,6 +135,11 @@ class Probes:
             ledger.stop()
             self.facts["flops"] = ledger.flops(self.compiler.used)
             files.write_json_gz(self._folder / files.MEMORY_FILE, ledger.memory())
+
+    def forget_windows(self) -> None:
+        """What the windows found belongs to steps that are void."""
+        for name in ("memory", "parameters", "roots", "trace", "flops"):
+            self.facts.pop(name, None)
 
     def stop_windows(self) -> None:
         """Stop whatever window is open, in the middle of a step."""

@@ -24,6 +24,16 @@ from stepscope.record.windows import Windows
 PROGRESS_INTERVAL_NS = 10_000_000_000
 
 
+def _leave_in_child() -> None:
+    # A forked worker is not the training process: it keeps the patched functions, all asleep.
+    if current.session is not None:
+        current.session.leave()
+        current.session = None
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
+
+
 class WindowsDone(SystemExit):
     """Ends the script after the last window when `--exit-after` asks for it; exit code 0."""
 
@@ -70,6 +80,8 @@ class Session:
         self._step = 0
         self._window = self._windows.at(0)
         self._free_ns = 0
+        self._free_source: str | None = None
+        self._last: tuple[TimedStep, StepFacts] | None = None
         self._num_compiles = 0
         self._last_progress_ns = time.perf_counter_ns()
         if optimizer is not None:
@@ -79,7 +91,6 @@ class Session:
 
     def start(self) -> None:
         """Hook into PyTorch and write the first, still empty, recording."""
-        os.register_at_fork(after_in_child=self._leave_in_child)
         self._probes.compiler.start()
         self.resume()
         if self._model is not None:
@@ -135,10 +146,9 @@ class Session:
         probes.facts.update(facts)
         probes.guard("writing the recording", lambda: self._write_recording(status))
 
-    def _leave_in_child(self) -> None:
-        # A forked worker is not the training process: it keeps the patched functions, all asleep.
+    def leave(self) -> None:
+        """Hear nothing more, and write nothing: this is a forked child."""
         self._loop.stop_listening()
-        current.session = None
 
     def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
         """`stepscope.step()`: the step ends here."""
@@ -154,13 +164,17 @@ class Session:
         if boundary is Boundary.NONE:
             return
         if self._loop.is_free:
-            self._free_step()
+            if boundary is Boundary.RESTART and self._loop.finder.source != self._free_source:
+                self._leave_free_running()
+            else:
+                self._free_step()
             return
-        finished = self._window
-        if boundary is Boundary.RESTART:
-            self._restart()
         step = self._clock.end_step(self._step)
+        if boundary is Boundary.RESTART:
+            step = self._restart(step)
+        finished = self._window
         self._write_step(step)
+        self._last = (step, self._loop.facts)
         self._step += 1
         self._window = self._windows.at(self._step)
         if self._window != finished or self._step <= 2:
@@ -178,15 +192,33 @@ class Session:
         else:
             self._clock.begin_step()  # what we did since the step ended is in no step
 
-    def _restart(self) -> None:
-        """What was counted so far is void; the step that ends now is the first."""
+    def _restart(self, step: TimedStep) -> TimedStep:
+        """What was counted so far is void; the step that ends now is returned as the first."""
         self._samples.append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
         self._probes.guard("restarting", self._probes.stop_windows)
+        self._probes.forget_windows()
         self._stop_surrounding()
         self._loop.observer = None
         self._pending.clear()
+        if self._step == 1 and self._loop.finder.source == EXPLICIT and self._last is not None:
+            # The optimizer ended what stepscope.step() ends only now: both halves are the first step.
+            before, facts = self._last
+            facts.given_tokens, facts.loss = self._loop.facts.given_tokens, self._loop.facts.loss or facts.loss
+            self._loop.facts = facts
+            step = before.joined(step)
+        self._step = step.index = 0
+        self._window = self._windows.at(0)
+        return step
+
+    def _leave_free_running(self) -> None:
+        """What ran freely was not what the script is about: training began after a long evaluation."""
+        self._samples.append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
+        self._probes.forget_windows()
+        self.suspend()
+        self._loop.is_free = False
         self._step = 0
         self._window = self._windows.at(0)
+        self.resume()
 
     def _free_step(self) -> None:
         """Outside every window a step costs one reading of the clock and one line."""
@@ -283,6 +315,7 @@ class Session:
     def _let_go(self) -> None:
         """Keep only what tells that a step ended."""
         self._loop.is_free = True
+        self._free_source = self._loop.finder.source
         self._loop.optimizers.clear()
         for handle in self._phase_handles:
             handle.remove()
@@ -308,7 +341,8 @@ class Session:
             num_left = self._windows.num_steps_of(self._window) - position
             self._tell(f"{title}: {num_left} step(s), about {num_left * seconds:.1f} s")
         elif is_new:
-            self._tell("all windows done; the script runs on untouched (--exit-after stops here)")
+            after = "the script ends here" if self._exit_after else "the script runs on (--exit-after would end it)"
+            self._tell(f"all windows done; {after}")
         else:
             self._tell(f"{title}: {self._step} steps so far, the last took {seconds:.3f} s")
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +54,15 @@ class TraceProbe:
 
     def prepare(self) -> None:
         """Warm the profiler up."""
-        self.is_ours = True
-        try:
+        with self._calling():
             self._profiler.prepare_trace()
-        finally:
-            self.is_ours = False
 
     def start(self, clock: Clock) -> None:
         """Begin to trace: labels on, the first step open."""
         if self._device is not None:
             torch.cuda.synchronize(self._device)  # kernels launched before the trace would have no launch in it
-        self.is_ours = True
-        try:
+        with self._calling():
             self._profiler.start_trace()
-        finally:
-            self.is_ours = False
         self._started = True
         for name, module in _named(self._roots):
             self._label(name, module)
@@ -93,9 +90,8 @@ class TraceProbe:
         if self._device is not None:
             torch.cuda.synchronize(self._device)  # the last step's kernels belong into the trace
         self._close_ranges()
-        self.is_ours = True
-        self._profiler.stop_trace()
-        self.is_ours = False
+        with self._calling():
+            self._profiler.stop_trace()
         summary = summarise(self._profiler.profiler.kineto_results.events(), self._num_steps)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f".tmp-{self._path.name}")
@@ -110,11 +106,24 @@ class TraceProbe:
         """Stop and keep nothing."""
         self._take_labels_off()
         self._close_ranges()
+        with self._calling():
+            if not self._started:
+                self._profiler.start_trace()  # a prepared profiler can only be got rid of by running it
+            self._profiler.stop_trace()
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        # Kineto reads its log level when it is first used, and torch 2.13's says "profiler_start" on stderr.
+        quiet = "KINETO_LOG_LEVEL" not in os.environ
+        if quiet:
+            os.environ["KINETO_LOG_LEVEL"] = "99"
         self.is_ours = True
-        if not self._started:
-            self._profiler.start_trace()  # a prepared profiler can only be got rid of by running it
-        self._profiler.stop_trace()
-        self.is_ours = False
+        try:
+            yield
+        finally:
+            self.is_ours = False
+            if quiet:
+                del os.environ["KINETO_LOG_LEVEL"]
 
     def _on_range(self, label: str | None) -> None:
         if self._phase_range is not None:

@@ -66,7 +66,12 @@ class Windows:
 
     def first_step(self, window: str) -> int:
         """The index of a window's first step; of free running for a window that is left out."""
-        return next((step for step in range(self.num_steps) if self.at(step) == window), self.num_steps)
+        first = 0
+        for name, num_steps in self.sequence():
+            if name == window and num_steps:
+                break
+            first += num_steps
+        return first
 
     def num_steps_of(self, window: str) -> int:
         """Steps of one window; the trace's warm-up counts as a part of the trace."""

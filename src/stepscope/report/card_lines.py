@@ -120,11 +120,11 @@ def _limit(recording: Recording, summary: Summary) -> Iterator[Line]:
         step = summary.step_ns
         rate = f"   {as_flops(flops.model_flops / step.median * 1e9, '/s')}" if step is not None else ""
         check = "counted op by op"
-        if flops.formula_flops:
+        if flops.formula_flops and summary.throughput is not None and summary.throughput.unit == "tokens":
+            # Convolutions use a weight many times a sample: the rule is one for tokens.
             factor = "6" if flops.has_backward else "2"
             ratio = flops.model_flops / flops.formula_flops
-            unit = summary.throughput.unit if summary.throughput else "tokens"
-            check += f"; {ratio:.3f} × ({factor}·N·{unit} + attention)"
+            check += f"; {ratio:.3f} × ({factor}·N·tokens + attention)"
         yield Line("FLOPs", f"{as_flops(flops.model_flops)} a step{rate}", check)
         if flops.recomputed_flops:
             yield Line("", f"{as_flops(flops.recomputed_flops)} more are recomputed in backward")

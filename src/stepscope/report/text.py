@@ -79,8 +79,8 @@ def flops(value: float, per: str = "") -> str:
     ('6.98 TFLOP', '120 TFLOP/s')
     """
     for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        # Rates are always said in TFLOP/s: that is how limits are quoted.
-        if (unit == "T") if per else (abs(value) >= limit):
+        # Rates from 0.1 TFLOP/s on are said in TFLOP/s: that is how limits are quoted.
+        if abs(value) >= (limit / 10 if per and unit == "T" else limit) and not (per and unit == "P"):
             return f"{significant(value / limit)} {unit}FLOP{per}"
     return f"{value:,.0f} FLOP{per}"
 

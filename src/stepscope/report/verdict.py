@@ -32,7 +32,8 @@ def verdict(recording: Recording, summary: Summary) -> str:
         largest = max(parts, key=lambda name: parts[name])
         clauses.append(f"{largest} is the largest part ({percent(parts[largest])})")
         if largest != "data" and parts.get("data", 0.0) >= WORTH_SAYING:
-            clauses.append(f"data takes {percent(parts['data'])}")
+            what = "waiting for data takes" if summary.data_is_named else "what comes before the forward takes"
+            clauses.append(f"{what} {percent(parts['data'])}")
     if summary.mfu is not None:
         bound = "at least " if summary.flops is not None and summary.flops.hidden else ""
         what = "of the measured matmul rate" if summary.mfu.is_measured else "MFU"

@@ -24,9 +24,9 @@ class RecordingFacts(TypedDict, total=False):
     status: str
     """`finished`, `failed`, or `interrupted`: what a run that was killed, or still runs, says of itself."""
     command: dict[str, Any]
-    """`argv`, whether it was run as a module, and the working directory."""
+    """`argv`, whether it was run as a `module`, the working `folder`, whether `--exit-after` was given."""
     config: dict[str, Any]
-    """The resolved options of the run."""
+    """What was resolved: arguments, windows, tokens a step."""
     config_hash: str
     """First 16 hex digits of the SHA-256 of `config`."""
     git: dict[str, Any] | None
@@ -34,6 +34,7 @@ class RecordingFacts(TypedDict, total=False):
     started_at: str
     finished_at: str
     exit_code: int
+    """The script's; absent from a recording made by `stepscope.record()`."""
     exception: str
     num_child_processes: int
     """Processes the script started through multiprocessing."""
@@ -41,7 +42,8 @@ class RecordingFacts(TypedDict, total=False):
     environment: dict[str, Any]
     """Versions, device name, threads, float32 matmul setting, the variables that decide speed."""
     steps: dict[str, Any]
-    """`source` of the step boundaries (`step()`, `optimizer`, `forward`), `num_sources`, `num_steps`."""
+    """`source` of the step boundaries (`step()`, `optimizer`, `forward`), `num_sources`, `num_steps`, and
+    `num_lines_dropped` past the limit or on a full disk."""
     windows: dict[str, int]
     """Steps asked for in each window."""
     roots: list[str]
@@ -52,8 +54,8 @@ class RecordingFacts(TypedDict, total=False):
     """Peaks when the clean window ended: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
     trace: dict[str, Any] | None
-    """The trace's `file`, `bytes`, `num_steps`, `num_kernels`, `gpu_busy_ns` and `gpu_busy_ns_by_phase` of the
-    whole window, what was `trimmed`."""
+    """The trace's `file` and `bytes`, what was `trimmed`; of its whole steps `num_steps`, `window_ns`, `num_ops`,
+    `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`."""
     flops: dict[str, Any]
     """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, each of
     the `weights` with its size and forward FLOPs."""
