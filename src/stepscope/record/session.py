@@ -181,7 +181,7 @@ class Session:
             title = windows.TITLES[self._window]
             self._probes.guard(f"entering the {title} window", lambda: self._enter(finished))
         elif self._window == windows.TRACE and self._probes.trace is not None:
-            self._probes.trace.next_step()
+            self._probes.guard("tracing", self._probes.trace.next_step)
         self._progress(step.wall_ns, entered=self._window != finished)
         self._loop.facts = StepFacts()
         self._num_compiles = self._probes.compiler.num_compiles
@@ -203,7 +203,9 @@ class Session:
         if self._step == 1 and self._loop.finder.source == EXPLICIT and self._last is not None:
             # The optimizer ended what stepscope.step() ends only now: both halves are the first step.
             before, facts = self._last
-            facts.given_tokens, facts.loss = self._loop.facts.given_tokens, self._loop.facts.loss or facts.loss
+            facts.given_tokens = self._loop.facts.given_tokens
+            if self._loop.facts.loss is not None:
+                facts.loss = self._loop.facts.loss
             self._loop.facts = facts
             step = before.joined(step)
         self._step = step.index = 0
