@@ -198,3 +198,16 @@ def test_the_record_side_runs_with_torch_and_the_standard_library_alone(tmp_path
     assert done.returncode == 0, done.stderr
     assert "A step takes" in done.stdout
     assert "12 seen, each ends with optimizer.step()" in done.stdout
+
+
+def test_what_both_sides_name_they_name_alike():
+    """The arrows forbid one side to import the other's names, so a test compares them."""
+    pytest.importorskip("torch")
+    from stepscope.analysis import phases
+    from stepscope.record import clock, files
+    from stepscope.trace import recording
+
+    assert (phases.PHASES, phases.BEFORE_FORWARD) == (clock.PHASES, clock.BEFORE_FORWARD)
+    assert phases.BEFORE_BACKWARD == clock.BEFORE_BACKWARD
+    for name in ("SCHEMA_VERSION", "RECORDING_FILE", "SAMPLES_FILE", "COUNTERS_FILE", "COMPILE_FILE"):
+        assert getattr(files, name) == getattr(recording, name)

@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepscope.record.launch import AfterImport
 from stepscope.record.model import drop_hooks
-from stepscope.record.patches import Handle, Patch
+from stepscope.record.patches import Handle, Patch, remove_all
 
 
 class LoopListener(Protocol):
@@ -239,5 +239,4 @@ class FirstModuleCall:
 
     def remove(self) -> None:
         self._take_off()
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from stepscope.record.clock import BACKWARD, FORWARD, OTHER
 from stepscope.record.flops import OpFlops, count_flops
 from stepscope.record.model import CallHooks, visible_modules
-from stepscope.record.patches import Handle
+from stepscope.record.patches import Handle, remove_all
 
 MAX_ALLOCATIONS = 200_000
 
@@ -100,9 +100,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self.__exit__(None, None, None)
             self._entered = False
         self._note_optimizer_state()
-        for handle in reversed(self._handles):
-            handle.remove()
-        self._handles.clear()
+        remove_all(self._handles)
 
     # --- what the session reports --------------------------------------------------------------
 

@@ -9,19 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from stepscope.record.patches import Handle, remove_all
 
-def is_opaque(module: nn.Module) -> bool:
-    """Whether calls of this module's children are not to be looked at.
 
-    torch.compile does not show them. DataParallel copies its module's attributes to replicas, and a
-    hook among them would send every replica's call to the original.
-    """
-    if isinstance(module, nn.DataParallel):
-        return True
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module go through torch.compile."""
     call = module.__dict__.get("_compiled_call_impl")
     if isinstance(call, _CallChain):
         call = call.inner
     return call is not None or "_orig_mod" in module._modules
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether calls of this module's children are not to be looked at.
+
+    torch.compile does not show them. DataParallel runs copies of them, in threads of its own.
+    """
+    return isinstance(module, nn.DataParallel) or is_compiled(module)
 
 
 def visible_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -111,7 +115,7 @@ class CalledRoots:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.found: dict[int, nn.Module] = {}
         self._depth = 0
-        self._handles = [CallHooks(module, self._enter, self._leave) for module in modules]
+        self._handles: list[Handle] = [CallHooks(module, self._enter, self._leave) for module in modules]
 
     def _enter(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
         if self._depth == 0 and any(True for _ in module.parameters()):
@@ -122,9 +126,7 @@ class CalledRoots:
         self._depth -= 1
 
     def remove(self) -> None:
-        for handle in reversed(self._handles):
-            handle.remove()
-        self._handles.clear()
+        remove_all(self._handles)
 
 
 class BatchSize(NamedTuple):

@@ -16,6 +16,12 @@ class Handle(Protocol):
     def remove(self) -> None: ...
 
 
+def remove_all(handles: list[Handle]) -> None:
+    """Take off every handle, the last put on first, and empty the list."""
+    while handles:
+        handles.pop().remove()
+
+
 class Patch:
     """`owner.name` wrapped by `around(original, *args, **kwargs)` until `remove()`.
 

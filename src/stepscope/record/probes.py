@@ -15,7 +15,7 @@ from stepscope.record.compiler import CompilerProbe
 from stepscope.record.counters import CounterSampler
 from stepscope.record.environment import Environment, gpu_uuid
 from stepscope.record.ledger import Ledger
-from stepscope.record.model import is_opaque, parameter_facts
+from stepscope.record.model import is_compiled, parameter_facts
 from stepscope.record.nvml import NvmlUnavailable
 from stepscope.record.trace import TraceProbe
 
@@ -121,7 +121,7 @@ class Probes:
             # It would see every op twice.
             self.note("memory", "the script's own profiler was on: no memory and FLOPs window")
             return
-        compiles = self.compiler.used or any(is_opaque(module) for root in roots for module in root.modules())
+        compiles = self.compiler.used or any(is_compiled(module) for root in roots for module in root.modules())
         if compiles and not Ledger.passes_compiled_code:
             text = f"torch {torch.__version__} compiles anew under a probe that sees every op"
             self.note("memory", f"{text}: no memory and FLOPs window in a run that uses torch.compile")

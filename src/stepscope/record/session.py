@@ -15,7 +15,7 @@ from torch import nn
 from stepscope.record import current, files, hooks, windows
 from stepscope.record.clock import Clock, TimedStep, read_device_ns
 from stepscope.record.loop import Loop, StepFacts
-from stepscope.record.patches import Handle
+from stepscope.record.patches import Handle, remove_all
 from stepscope.record.probes import Probes
 from stepscope.record.steps import EXPLICIT, FORWARD, OPTIMIZER, Boundary
 from stepscope.record.windows import Windows
@@ -126,10 +126,8 @@ class Session:
         current.session = None
         self._roots.take_off()
         self._stop_surrounding()
-        for handle in (*self._phase_handles, *self._handles):
-            handle.remove()
-        self._phase_handles.clear()
-        self._handles.clear()
+        remove_all(self._phase_handles)
+        remove_all(self._handles)
 
     def close(self, status: str, **facts: Any) -> None:
         """Take every hook off and write what there is."""
@@ -310,23 +308,18 @@ class Session:
         self._write_recording(files.STATUS_INTERRUPTED)
 
     def _stop_surrounding(self) -> None:
-        for handle in self._trace_handles:
-            handle.remove()
-        self._trace_handles.clear()
+        remove_all(self._trace_handles)
 
     def _let_go(self) -> None:
         """Keep only what tells that a step ended."""
         self._loop.is_free = True
         self._free_source = self._loop.finder.source
         self._loop.optimizers.clear()
-        for handle in self._phase_handles:
-            handle.remove()
-        self._phase_handles.clear()
+        remove_all(self._phase_handles)
         finder = self._loop.finder
         if finder.source != FORWARD:
             self._roots.forget()
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self._handles)
         self._handles = self._install_boundaries()
 
     # --- words ----------------------------------------------------------------------------------

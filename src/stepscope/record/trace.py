@@ -20,7 +20,7 @@ from torch import nn
 
 from stepscope.record.clock import Clock, name_between
 from stepscope.record.model import CallHooks, visible_modules
-from stepscope.record.patches import Handle
+from stepscope.record.patches import Handle, remove_all
 
 PHASE_PREFIX = "stepscope.phase/"
 MODULE_PREFIX = "stepscope.module/"
@@ -37,7 +37,6 @@ class TraceProbe:
         self._path = path
         self._roots = roots
         self._device = device
-        self._ranges: list[Any] = []
         self._step_range: Any = None
         self._phase_range: Any = None
         self._handles: list[Handle] = []
@@ -149,9 +148,7 @@ class TraceProbe:
         self._handles.append(CallHooks(module, begin, end))
 
     def _take_labels_off(self) -> None:
-        for handle in reversed(self._handles):
-            handle.remove()
-        self._handles.clear()
+        remove_all(self._handles)
 
 
 def _enter(name: str) -> Any:
