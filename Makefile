@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Holistic Trace Analysis, against which some results are tested, wants an older pandas and brings Jupyter: its own place.
+HTA := .venv-hta
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .PHONY: demo test lint clean
@@ -12,13 +14,13 @@ demo: $(VENV)/demo.installed
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(VENV)/test.installed
+lint: $(VENV)/test.installed $(HTA)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) runs build dist src/*.egg-info
+	rm -rf $(VENV) $(HTA) runs build dist src/*.egg-info
 
 # A stamp a set of extras: what is installed is installed once, and again only when its list changes.
 $(VENV)/demo.installed: pyproject.toml constraints.txt | $(BIN)/pip
@@ -28,6 +30,11 @@ $(VENV)/demo.installed: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/test.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) '.[test]'
 	touch $@ $(VENV)/demo.installed
+
+$(HTA)/installed: constraints-hta.txt
+	$(PYTHON) -m venv $(HTA)
+	$(HTA)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-hta.txt traceinsight
+	touch $@
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/ from the classes they describe; `--check` only says whether they are up to date.
+"""Writes the tables of docs/ from what they describe; `--check` only says whether they are up to date.
 
 python scripts/make_docs.py
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+
+from stepscope.cli.sql import type_in_words
+from stepscope.trace import schema
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stepscope"
@@ -28,6 +31,7 @@ TABLES = [
     ("docs/card.md", "analysis/counters.py", "CounterSummary"),
     ("docs/card.md", "analysis/counters.py", "Gauge"),
 ]
+TRACE_TABLES_PAGE = "docs/tables.md"
 
 
 def table(source: Path, class_name: str) -> str:
@@ -47,12 +51,22 @@ def _text(node: ast.stmt | None) -> str:
     return " ".join(str(node.value.value).split()).replace("|", "or") if is_text else ""
 
 
+def trace_table(described: schema.Table) -> str:
+    """A Markdown table of the columns of one of a trace's tables."""
+    rows = [described.doc, "", "| column | type | is |", "|---|---|---|"]
+    for column in described.columns:
+        rows.append(f"| `{column.name}` | {type_in_words(column.dtype)} | {column.doc.replace('|', 'or')} |")
+    return "\n".join(rows)
+
+
 def main() -> int:
-    pages = {page: (ROOT / page).read_text() for page, _, _ in TABLES}
-    for page, source, class_name in TABLES:
-        begin, end = f"<!-- {class_name} -->", f"<!-- end of {class_name} -->"
+    sections = [(page, name, table(SOURCE / source, name)) for page, source, name in TABLES]
+    sections += [(TRACE_TABLES_PAGE, described.name, trace_table(described)) for described in schema.TABLES]
+    pages = {page: (ROOT / page).read_text() for page, _, _ in sections}
+    for page, name, text in sections:
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
         before, rest = pages[page].split(begin)
-        pages[page] = f"{before}{begin}\n{table(SOURCE / source, class_name)}\n{end}{rest.split(end)[1]}"
+        pages[page] = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
     stale = [page for page, text in pages.items() if (ROOT / page).read_text() != text]
     if "--check" in sys.argv:
         if stale:

@@ -28,8 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "findings": {"analysis", "trace", "devices", "errors"},
     "report": READ_SIDE,
     "studies": {"report"} | READ_SIDE | RUN_SIDE,
-    "api": {"record", "report", "trace", "errors"},
-    "cli": {"studies", "report"} | READ_SIDE | RUN_SIDE,
+    "api": {"record", "report", "analysis", "trace", "errors"},
+    "cli": {"api", "studies", "report"} | READ_SIDE | RUN_SIDE,
     "__main__": {"cli"},
     "__init__": {"api", "record", "version"},
 }
@@ -160,7 +160,7 @@ else:
     sys.exit("the blocker blocks nothing")
 
 num_imported = 0
-for package in ("record", "trace", "analysis", "report", "devices", "cli"):
+for package in ("record", "devices", "cli"):
     parent = importlib.import_module(f"stepscope.{package}")
     for module in pkgutil.iter_modules(parent.__path__, f"stepscope.{package}."):
         importlib.import_module(module.name)

@@ -48,6 +48,7 @@ def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
         COMMAND.format(words=["run", "--help"]),
         COMMAND.format(words=["card", "--help"]),
         COMMAND.format(words=["doctor", "--help"]),
+        COMMAND.format(words=["sql", "--help"]),
         COMMAND.format(words=["card", "run"]),
         COMMAND.format(words=["card", "run", "--json"]),
         "import stepscope",
@@ -86,7 +87,7 @@ def test_record_is_callable_before_and_after_its_modules_are_imported():
 def test_a_name_that_is_not_there_is_an_attribute_error():
     done, _ = run("import stepscope; print(hasattr(stepscope, 'nothing'), sorted(stepscope.__all__))")
 
-    assert done.stdout.startswith("False ['__version__', 'phase', 'read', 'record', 'step']")
+    assert done.stdout.startswith("False ['__version__', 'analyze', 'phase', 'read', 'record', 'step']")
 
 
 def test_the_version_is_one():

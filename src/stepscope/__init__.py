@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
-    from stepscope.api import phase, read, record, step
+    from stepscope.api import analyze, phase, read, record, step
 
-__all__ = ["__version__", "phase", "read", "record", "step"]
+__all__ = ["__version__", "analyze", "phase", "read", "record", "step"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,10 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from stepscope.errors import RecordingError, UsageError
+from stepscope.errors import MissingDependencyError, RecordingError, UsageError
 from stepscope.record import current
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stepscope.analysis.traces import Analysis
     from stepscope.record.session import Session
     from stepscope.record.windows import Windows
     from stepscope.report.card import Card
@@ -46,6 +49,26 @@ def read(folder: str | os.PathLike[str]) -> Card:
     from stepscope.report.card import Card
 
     return Card.of(Path(folder))
+
+
+def analyze(
+    *paths: str | os.PathLike[str],
+    step: int | None = None,
+    rank: int | None = None,
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Analysis:
+    """Where the time in traces goes: files, folders of ranks, or recordings; needs no torch.
+
+    `progress` is told the share of the work that is done.
+    """
+    try:
+        from stepscope.report.traces import analyze_paths
+    except ModuleNotFoundError as error:
+        if error.name not in ("polars", "msgspec"):
+            raise
+        raise MissingDependencyError(f"{error.name} is missing: pip install polars msgspec") from None
+    return analyze_paths([Path(path) for path in paths], step, rank, use_cache, progress)
 
 
 class Recorder(ContextDecorator):

@@ -3,6 +3,7 @@
     StepscopeError              exit code 2, one line, never a traceback
     ├── UsageError              the command line or an argument is wrong
     ├── RecordingError          a recording cannot be read or written
+    ├── TraceError              a trace cannot be read
     └── MissingDependencyError  something must be installed first
 
 A user's own exceptions pass through Stepscope untouched.
@@ -21,6 +22,10 @@ class UsageError(StepscopeError):
 
 class RecordingError(StepscopeError):
     """A recording cannot be read or written."""
+
+
+class TraceError(StepscopeError):
+    """A trace cannot be read; the message has the byte where it went wrong."""
 
 
 class MissingDependencyError(StepscopeError):

@@ -8,6 +8,7 @@ import sys
 from typing import NoReturn
 
 from stepscope.errors import StepscopeError
+from stepscope.report.text import safe
 from stepscope.version import __version__
 
 # One line a verb: its module is imported only when it is the one asked for, so that
@@ -15,6 +16,8 @@ from stepscope.version import __version__
 VERBS = {
     "run": "measure a training script without touching it",
     "card": "show the card of a recording again",
+    "analyze": "where the time in a trace goes, whoever recorded it",
+    "sql": "query a trace's tables",
     "doctor": "what this machine has, and what Stepscope can measure on it",
 }
 
@@ -50,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         exit_code: int = verb.main(verb_parser.parse_args(arguments[1:]))
         return exit_code
     except StepscopeError as error:
-        print(f"stepscope {arguments[0]}: {error}", file=sys.stderr)
+        # A message may name files, and a file may be called anything.
+        print(f"stepscope {arguments[0]}: {safe(error, 1000)}", file=sys.stderr)
         return EXIT_USAGE
 
 

@@ -29,6 +29,15 @@ def milliseconds(ns: float, noise_ns: float = 0.0) -> str:
     return f"{significant(ns / 1e6, digits)} ms"
 
 
+def microseconds(ns: float) -> str:
+    """Microseconds, or milliseconds from ten of them on.
+
+    >>> microseconds(7_340), microseconds(18_760_880)
+    ('7.34 µs', '18.76 ms')
+    """
+    return f"{significant(ns / 1e3)} µs" if ns < 1e7 else milliseconds(ns)
+
+
 def percent(share: float) -> str:
     """A share in per cent.
 

@@ -1,0 +1,139 @@
+"""Why the GPU was idle: every nanosecond of it, by what the host did meanwhile."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.intervals import complement, spans, sweep
+from stepscope.analysis.links import Linked
+from stepscope.analysis.names import matches
+
+CAUSES = {
+    "launch": "The host was inside an op or a launch, and the GPU waited for the next kernel: launch-bound.",
+    "synchronisation": "The host waited for the GPU, so that nothing was queued when the GPU was done.",
+    "data": "The host was fetching the next batch.",
+    "allocator": "The host was in the driver's allocator (`cudaMalloc`, `cudaFree`…).",
+    "python": "The host ran Python with no op open.",
+    "compile": "The host was compiling, loading code, capturing a graph, or kept for over a millisecond by one op "
+    "before its kernel, as libraries do that plan or tune.",
+    "other_ranks": "The host waited for other ranks.",
+    "queued": "The kernel had been launched and did not start: a stream, an event or the device held it.",
+    "unknown": "The trace does not say who launched what came next.",
+}
+
+# Names that say what a host event is about, tried in this order.
+_NAMES = {
+    "synchronisation": r"(?i)^(cuda|hip|cu)\w*Synchronize|^cudaMemcpy(_|$)|^hipMemcpy(WithStream)?$",
+    "allocator": r"(?i)^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
+    r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve)",
+    "compile": r"_dynamo/convert_frame|_inductor/(compile_fx|codecache|graph|scheduler|select_algorithm)"
+    r"|triton/compiler|dynamo_timed|^cu(Module|Library)(Load|Unload)|^hipModule(Load|Unload)"
+    r"|^(cuda|hip)GraphInstantiate|Lazy Function Loading",
+    "other_ranks": r"(?i)^(c10d::|gloo:|nccl:barrier|nccl:.*wait|mpi:|ncclComm|ncclGroupEnd)",
+}
+
+_WORK = ["op", "runtime", "driver"]
+_CAUSE: pl.DataType = pl.Enum(list(CAUSES))
+_GAPS = pl.Schema([("gap", pl.UInt32()), ("start_ns", pl.Int64()), ("end_ns", pl.Int64()), ("cause", _CAUSE)])
+_PLANNING_NS = 1_000_000
+"""An op's own host time is microseconds; from a millisecond on it is doing something else."""
+
+
+def idle_gaps(linked: Linked) -> pl.DataFrame:
+    """Every idle stretch of the GPU, cut by cause: `gap`, `start_ns`, `end_ns`, `cause`.
+
+    `gap` numbers the stretches between one piece of GPU work and the next; the pieces of a gap tile it.
+    """
+    device = linked.device
+    if device.is_empty():
+        return pl.DataFrame(schema=_GAPS)
+    first, last = int(device["start_ns"].min()), int(device["end_ns"].max())  # type: ignore[arg-type]
+    gaps = complement(spans(device), first, last).with_row_index("gap")
+    if gaps.is_empty():
+        return pl.DataFrame(schema=_GAPS)
+    # What ended the gap: of the events that start with it, one whose launch is known.
+    ending = (
+        device.filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
+        .sort("launch_start_ns", nulls_last=True)
+        .unique("start_ns", keep="first")
+        .select(pl.col("start_ns").alias("end_ns"), "launch", "launch_start_ns")
+    )
+    gaps = gaps.join(ending, on="end_ns", how="left", maintain_order="left")
+    gaps = gaps.with_columns(linked.host["thread"].gather(gaps["launch"]).alias("thread"))
+    # A launch after the start of what it launched is a matter of two clocks: all of the gap is the launch's.
+    launch = pl.when(pl.col("launch_start_ns") <= pl.col("end_ns")).then("launch_start_ns").otherwise("start_ns")
+    known = pl.col("launch").is_not_null()
+    queued = known & (pl.col("launch_start_ns") < pl.col("start_ns"))
+    parts = [
+        gaps.filter(~known).select("gap", "start_ns", "end_ns", pl.lit("unknown").alias("cause")),
+        gaps.filter(queued).select("gap", "start_ns", "end_ns", pl.lit("queued").alias("cause")),
+        gaps.filter(known, ~queued).select(
+            "gap", launch.alias("start_ns"), "end_ns", pl.lit("launch").alias("cause")
+        ),
+    ]
+    late = gaps.filter(known, ~queued).select("gap", "start_ns", launch.alias("end_ns"), "thread")
+    parts += [_by_host(linked, part) for part in late.partition_by("thread")] if not late.is_empty() else []
+    return pl.concat(parts).filter(pl.col("end_ns") > pl.col("start_ns")).cast({"cause": _CAUSE}).sort("start_ns")
+
+
+def _by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
+    """Stretches before a launch, cut by what the launching thread did in them."""
+    start, end = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
+    thread = linked.host.filter(pl.col("thread") == late["thread"][0])
+    host = thread.filter(pl.col("end_ns") > start, pl.col("start_ns") < end)
+    sets = {cause: spans(host.filter(matches(host["name"], pattern))) for cause, pattern in _NAMES.items()}
+    sets["compile"] = pl.concat([sets["compile"], _captures(thread), _planning(linked, host)])
+    phases = linked.steps.phases
+    is_main = late["thread"][0] == linked.steps.main_thread
+    sets["data"] = phases.filter((pl.col("phase") == "data") & is_main).select("start_ns", "end_ns")
+    # What is inside an op adds nothing to the time it covers.
+    parent_end = linked.host["end_ns"].gather(host["parent"])
+    is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
+    is_inside = is_inside.fill_null(False)
+    sets["launch"] = spans(host.filter(pl.col("kind").is_in(_WORK) & ~is_inside))
+    stretches = sweep({"late": late, **sets}).filter("late")
+    cause = pl.lit("python")
+    for name in ("launch", "data", "other_ranks", "compile", "allocator", "synchronisation"):
+        cause = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(cause)
+    found = stretches.select("start_ns", "end_ns", cause.alias("cause"))
+    owners = late.select("gap", pl.col("start_ns").alias("_start")).sort("_start")
+    return (
+        found.sort("start_ns")
+        .join_asof(owners, left_on="start_ns", right_on="_start", check_sortedness=False)
+        .select("gap", "start_ns", "end_ns", "cause")
+    )
+
+
+def _captures(host: pl.DataFrame) -> pl.DataFrame:
+    """From the beginning of each graph capture to its end: launches in between are written down, not run."""
+    begins = host.filter(matches(host["name"], r"^(cuda|hip)StreamBeginCapture")).sort("start_ns")
+    ends = host.filter(matches(host["name"], r"^(cuda|hip)StreamEndCapture")).sort("start_ns")
+    return (
+        begins.select("start_ns")
+        .join_asof(
+            ends.select(pl.col("start_ns").alias("end_ns")),
+            left_on="start_ns",
+            right_on="end_ns",
+            strategy="forward",
+            check_sortedness=False,
+        )
+        .drop_nulls()
+    )
+
+
+def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
+    """Ops that launch kernels and keep the host long by themselves, with no call inside to account for it."""
+    launching = linked.device["op"].drop_nulls().unique()
+    return spans(host.filter(pl.col("self_ns") >= _PLANNING_NS, pl.col("row").is_in(launching.implode())))
+
+
+def idle_causes(gaps: pl.DataFrame) -> pl.DataFrame:
+    """Idle time by cause: `cause`, `num_gaps`, `total_ns`, `share` of all idle time; every cause has a row."""
+    sums = gaps.group_by("cause").agg(
+        pl.col("gap").n_unique().cast(pl.Int64).alias("num_gaps"),
+        (pl.col("end_ns") - pl.col("start_ns")).sum().alias("total_ns"),
+    )
+    every = pl.DataFrame({"cause": pl.Series(list(CAUSES), dtype=_CAUSE)})
+    table = every.join(sums, on="cause", how="left", maintain_order="left").fill_null(0)
+    whole = max(1, int(table["total_ns"].sum()))
+    return table.with_columns((pl.col("total_ns") / whole).alias("share"))

@@ -1,0 +1,192 @@
+"""What belongs to what in a trace: launch and kernel, op and launch, backward and forward, module, step, phase.
+
+Every link has a share that could not be made; `Linked.unlinked` shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.analysis.gpu_time import with_activity
+from stepscope.analysis.kernel_classes import classify_kernels
+from stepscope.analysis.modules import Modules, find_modules
+from stepscope.analysis.names import matches
+from stepscope.analysis.nesting import ancestor
+from stepscope.analysis.steps import LABELS, Steps, at_times, find_steps
+from stepscope.trace.tables import Trace
+
+
+@dataclass(frozen=True)
+class Linked:
+    """One rank's trace with its links. A link is the `row` of a host event, null where there is none."""
+
+    trace: Trace
+    host: pl.DataFrame
+    """The host table with `row`, `end_ns`, `op` (innermost op at or above), `forward` (the forward op of a backward
+    one), `step`, `phase`, `module`."""
+    device: pl.DataFrame
+    """The device table in order of time, with `end_ns`, `activity`, `launch`, `op`, `op_name`, `step`, `phase`,
+    `module`, `class`."""
+    memory: pl.DataFrame
+    """The memory table with `op`, `step`, `phase`, `module`."""
+    steps: Steps
+    modules: Modules
+    unlinked: dict[str, Share]
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many could not be linked, of how many."""
+
+    num: int
+    num_all: int
+
+    @property
+    def share(self) -> float:
+        return self.num / self.num_all if self.num_all else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return {"num": self.num, "num_all": self.num_all, "share": round(self.share, 6)}
+
+
+def link(trace: Trace, steps: Steps | None = None) -> Linked:
+    """Make every link of a trace; `steps` where they are known already."""
+    end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+    host = _labels_apart(trace.host).with_row_index("row").with_columns(end)
+    host = host.with_columns(_ops(host))
+    host = host.with_columns(_forwards(host))
+    steps = steps or find_steps(host)
+    modules = find_modules(host)
+    host = at_times(host, steps, "start_ns").with_columns(_modules_of(host, modules))
+    device = _device(trace.device, host, steps)
+    memory = _memory(trace.memory, host, steps)
+    return Linked(trace, host, device, memory, steps, modules, _unlinked(host, device, memory, modules))
+
+
+def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
+    """Labels that an old profiler recorded as ops become the annotations they are."""
+    is_label = (host["kind"] == "op") & matches(host["name"], LABELS)
+    if not is_label.any():
+        return host
+    return host.with_columns(host["kind"].zip_with(~is_label, pl.Series(["annotation"], dtype=host.schema["kind"])))
+
+
+def _ops(host: pl.DataFrame) -> pl.Series:
+    """The op of each host event: for a launch the one its external id names, else the innermost around it."""
+    nested = ancestor(host, host["kind"] == "op").alias("op")
+    calls = host.filter(pl.col("kind").is_in(["runtime", "driver"])).select("row", "external_id")
+    is_same = host["external_id"].gather(nested.gather(calls["row"])) == calls["external_id"]
+    named = _by_external_id(host, calls.filter(~is_same.fill_null(False)))
+    return nested.scatter(named["row"], named["op"])
+
+
+def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
+    """`row` of the events and `op`, the one that their external id names; those it names none for are left out."""
+    ops = host.filter(pl.col("kind") == "op", pl.col("external_id") > 0).select(
+        "external_id", pl.col("row").alias("op")
+    )
+    found = events.join(ops, on="external_id")
+    return found.unique("row", keep="first", maintain_order=True)
+
+
+def _forwards(host: pl.DataFrame) -> pl.Series:
+    """The forward op of everything under a backward one: the last op with its sequence number on its thread."""
+    none = pl.Series("forward", [None] * host.height, dtype=pl.UInt32)
+    numbered = host.filter(pl.col("kind") == "op", pl.col("sequence") >= 0)
+    back = numbered.filter(pl.col("forward_thread") > 0).select("row", "sequence", "forward_thread")
+    ahead = (
+        numbered.filter((pl.col("forward_thread") == 0) | pl.col("forward_thread").is_null())
+        .group_by("sequence", "thread")
+        .agg(pl.col("row").max().alias("forward"))
+    )
+    pairs = back.join(ahead, on="sequence")
+    if pairs.is_empty():
+        return none
+    # Autograd's number of a thread is not the system's: the thread with most matches is the one it means.
+    votes = (
+        pairs.group_by("forward_thread", "thread")
+        .len()
+        .sort("len", "thread")
+        .unique("forward_thread", keep="last", maintain_order=True)
+    )
+    chosen = pairs.join(votes, on=["forward_thread", "thread"], how="semi").unique("row", keep="any")
+    linked = none.scatter(chosen["row"], chosen["forward"])
+    forward: pl.Series = linked.gather(ancestor(host, linked.is_not_null()))
+    return forward.alias("forward")
+
+
+def _modules_of(host: pl.DataFrame, modules: Modules) -> pl.Series:
+    """The module of each host event: the one it runs in, or for a backward op the one its forward ran in."""
+    own = modules.of_rows(host)
+    through: pl.Series = own.gather(host["forward"])
+    module: pl.Series = own.zip_with(own.is_not_null(), through)
+    return module.alias("module")
+
+
+def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
+    """GPU work in order of time with its links; its launch is the first call of its correlation."""
+    calls = host.filter(pl.col("kind").is_in(["runtime", "driver"]), pl.col("correlation") > 0).select(
+        "correlation", pl.col("row").alias("launch"), pl.col("start_ns").alias("launch_start_ns")
+    )
+    ordered = (
+        device.sort("start_ns", "event")
+        .with_columns((pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
+        .with_row_index("row")
+    )
+    linked = ordered.join(calls, on="correlation", how="left", maintain_order="left")
+    if linked.height > ordered.height:
+        linked = linked.sort("row", "launch_start_ns").unique("row", keep="first", maintain_order=True)
+    op = host["op"].gather(linked["launch"])
+    orphans = linked.filter(op.is_null()).select("row", "external_id")
+    if not orphans.is_empty():
+        named = _by_external_id(host, orphans)
+        op = op.scatter(named["row"], named["op"])
+    linked = linked.with_columns(
+        op.alias("op"),
+        host["name"].gather(op).alias("op_name"),
+        host["module"].gather(op).alias("module"),
+        pl.coalesce("launch_start_ns", "start_ns").alias("issued_ns"),
+    ).drop("row")
+    # The classifier knows an op by its name.
+    classes = classify_kernels(linked.select("name", "kind", pl.col("op_name").alias("op")))["class"]
+    return at_times(with_activity(linked).with_columns(classes), steps, "issued_ns")
+
+
+def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
+    """The innermost op open on the thread when memory was taken or given back."""
+    if memory.is_empty():
+        return memory.with_columns(
+            pl.lit(None, pl.UInt32).alias("op"),
+            pl.lit(None, pl.Int64).alias("step"),
+            pl.lit(None, pl.String).alias("phase"),
+            pl.lit(None, pl.Categorical).alias("module"),
+        )
+    ordered = memory.sort("time_ns", "event")
+    before = host.select("thread", pl.col("start_ns").alias("time_ns"), "row").sort("time_ns", maintain_order=True)
+    row = ordered.join_asof(before, on="time_ns", by="thread", check_sortedness=False)["row"]
+    time = ordered["time_ns"]
+    while True:  # the event that started last may be over: then one around it is open
+        is_over = (host["end_ns"].gather(row) < time).fill_null(False)
+        if not is_over.any():
+            break
+        row = host["parent"].gather(row).zip_with(is_over, row)
+    op = host["op"].gather(row)
+    return at_times(ordered.with_columns(op.alias("op"), host["module"].gather(op).alias("module")), steps, "time_ns")
+
+
+def _unlinked(host: pl.DataFrame, device: pl.DataFrame, memory: pl.DataFrame, modules: Modules) -> dict[str, Share]:
+    launches = host.filter(pl.col("row").is_in(device["launch"].drop_nulls().implode()))
+    backward = host.filter(pl.col("kind") == "op", pl.col("sequence") >= 0, pl.col("forward_thread") > 0)
+    shares = {
+        "kernel_to_launch": Share(device["launch"].null_count(), device.height),
+        "launch_to_op": Share(launches["op"].null_count(), launches.height),
+        "kernel_to_op": Share(device["op"].null_count(), device.height),
+        "backward_to_forward": Share(backward["forward"].null_count(), backward.height),
+        "event_to_step": Share(device["step"].null_count(), device.height),
+        "memory_to_op": Share(memory["op"].null_count(), memory.height),
+    }
+    if modules.source != "none":
+        shares["kernel_to_module"] = Share(device["module"].null_count(), device.height)
+    return shares

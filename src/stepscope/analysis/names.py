@@ -1,0 +1,16 @@
+"""Questions about names, asked once of each different name however many events carry it."""
+
+from __future__ import annotations
+
+import polars as pl
+
+
+def matches(names: pl.Series, pattern: str) -> pl.Series:
+    """Which of the names (Categorical) match a regular expression; a null does not.
+
+    >>> matches(pl.Series(["aten::mm", "cudaLaunchKernel", None], dtype=pl.Categorical), "^aten").to_list()
+    [True, False, False]
+    """
+    different = names.unique().drop_nulls()
+    found = different.filter(different.cast(pl.String).str.contains(pattern))
+    return names.is_in(found.implode()).fill_null(False)

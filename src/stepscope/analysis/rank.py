@@ -1,0 +1,277 @@
+"""Everything one rank's trace says, as tables: the account that `stepscope analyze` shows."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.collectives import collectives
+from stepscope.analysis.copies import copies, copies_summary
+from stepscope.analysis.gpu_time import GpuTime, gpu_time
+from stepscope.analysis.idle import idle_causes, idle_gaps
+from stepscope.analysis.intervals import sweep
+from stepscope.analysis.kernels import (
+    device_phases,
+    gemm_share_by_phase,
+    kernel_classes,
+    kernel_sizes,
+    launches,
+    queue_depth_over_time,
+    top_kernels,
+)
+from stepscope.analysis.links import Linked, Share, link
+from stepscope.analysis.memory import MemorySummary, memory_summary, memory_timeline
+from stepscope.analysis.ops import modules, ops
+from stepscope.analysis.roofline import RooflineSummary, roofline, roofline_summary
+from stepscope.analysis.steps import PHASES, Steps, at_times
+from stepscope.analysis.syncs import syncs, syncs_summary
+from stepscope.errors import UsageError
+from stepscope.trace.nesting import nest
+from stepscope.trace.scan import Problem
+from stepscope.trace.tables import Trace
+
+
+@dataclass(frozen=True)
+class RankAccount:
+    """The account of one rank. Tables are whole; who shows them takes the first rows."""
+
+    rank: int
+    path: str
+    device_name: str | None
+    base_time_ns: int
+    num_events: int
+    step_source: str
+    phase_source: str
+    module_source: str
+    gpu_time: GpuTime
+    gpu_time_by_device: dict[int, GpuTime]
+    """One entry a device when the process used several."""
+    steps: pl.DataFrame
+    phases: pl.DataFrame
+    idle_causes: pl.DataFrame
+    longest_gaps: pl.DataFrame
+    kernel_classes: pl.DataFrame
+    top_kernels: pl.DataFrame
+    gemm_share: pl.DataFrame
+    kernel_sizes: pl.DataFrame
+    launches: dict[str, float | int | None]
+    queue_depth: pl.DataFrame
+    ops: pl.DataFrame
+    modules: pl.DataFrame
+    copies: pl.DataFrame
+    roofline: pl.DataFrame
+    roofline_summary: RooflineSummary
+    memory: tuple[MemorySummary, ...]
+    memory_timeline: pl.DataFrame
+    """Of the device with the highest peak."""
+    syncs: pl.DataFrame
+    collectives: pl.DataFrame
+    """One row a communication kernel."""
+    unlinked: dict[str, Share]
+    counts: pl.DataFrame
+    warnings: tuple[str, ...]
+
+
+def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
+    """The account of a trace, or of one step of it."""
+    linked = link(trace)
+    if step is not None:
+        if step not in linked.steps.table["step"]:
+            raise UsageError(f"{trace.path}: no step {step}; {_which(linked.steps)}")
+        only = replace(linked.steps, table=linked.steps.table.filter(pl.col("step") == step))
+        linked = link(one_step(linked, step), only)
+    device = linked.device
+    time = gpu_time(device)
+    name = device_name(linked)
+    # Each part is a function of the links alone. Polars lets go of the interpreter while it works, so two at a time
+    # use two cores.
+    with ThreadPoolExecutor(2) as pool:
+        gaps = pool.submit(idle_gaps, linked)
+        parts: dict[str, Future[Any]] = {
+            "gpu_time_by_device": pool.submit(gpu_time_by_device, device),
+            "ops": pool.submit(ops, linked),
+            "steps": pool.submit(step_table, linked),
+            "phases": pool.submit(phase_table, linked),
+            "roofline": pool.submit(roofline, linked, name),
+            "copies": pool.submit(lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns)),
+            "memory": pool.submit(memory_summary, linked),
+            "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
+            "modules": pool.submit(modules, linked),
+            "collectives": pool.submit(collectives, linked),
+            "launches": pool.submit(launches, linked),
+            "queue_depth": pool.submit(queue_depth_over_time, linked),
+            "kernel_classes": pool.submit(kernel_classes, device),
+            "top_kernels": pool.submit(top_kernels, device),
+            "gemm_share": pool.submit(gemm_share_by_phase, device),
+            "kernel_sizes": pool.submit(kernel_sizes, device),
+            "idle_causes": pool.submit(lambda: idle_causes(gaps.result())),
+            "longest_gaps": pool.submit(lambda: longest_gaps(linked, gaps.result())),
+        }
+        done: dict[str, Any] = {part: future.result() for part, future in parts.items()}
+    largest = done["memory"][0] if done["memory"] else None
+    return RankAccount(
+        rank=rank,
+        path=str(trace.path),
+        device_name=name,
+        base_time_ns=trace.facts.base_time_ns,
+        num_events=trace.num_events,
+        step_source=linked.steps.source,
+        phase_source=linked.steps.phase_source,
+        module_source=linked.modules.source,
+        gpu_time=time,
+        roofline_summary=roofline_summary(done["roofline"]),
+        memory_timeline=(
+            memory_timeline(linked, largest.device_type, largest.device, max_points=200)
+            if largest
+            else memory_timeline(linked)
+        ),
+        unlinked=linked.unlinked,
+        counts=trace.counts,
+        warnings=(*trace.warnings, *(_problem(problem) for problem in trace.problems)),
+        **done,
+    )
+
+
+def _which(steps: Steps) -> str:
+    if not steps.num:
+        return "nothing in the trace says where a step ends"
+    numbers = steps.table["step"].to_list()
+    return f"the trace has {min(numbers)} to {max(numbers)}"
+
+
+def _problem(problem: Problem) -> str:
+    return f"{problem.num:,} events {problem.what} (first at byte {problem.offset:,})"
+
+
+def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:
+    """The account of each device; empty when there is one alone."""
+    indices = sorted(device["device"].drop_nulls().unique())
+    return {i: gpu_time(device.filter(pl.col("device") == i)) for i in indices if len(indices) > 1}
+
+
+def device_name(linked: Linked) -> str | None:
+    """The name of the device that did most of the work, as the trace has it."""
+    names = linked.trace.facts.devices
+    used = linked.device["device"].drop_nulls().mode().sort()
+    index = int(used[0]) if len(used) else 0
+    return names[index] if 0 <= index < len(names) else None
+
+
+def one_step(linked: Linked, step: int) -> Trace:
+    """The trace of one step: what the host began in it and the GPU work that this launched."""
+    trace = linked.trace
+    host = linked.host.filter(pl.col("step") == step)["event"]
+    device = linked.device.filter(pl.col("step") == step)["event"]
+    memory = linked.memory.filter(pl.col("step") == step)["event"]
+    syncs = at_times(trace.syncs, linked.steps, "start_ns").filter(pl.col("step") == step)["event"]
+    keep = {"host": host, "device": device, "memory": memory, "syncs": syncs}
+    kept = {name: getattr(trace, name).filter(pl.col("event").is_in(ids.implode())) for name, ids in keep.items()}
+    return replace(trace, **{**kept, "host": nest(kept["host"])})
+
+
+def step_table(linked: Linked) -> pl.DataFrame:
+    """By step: `step`, `start_ns`, `duration_ns`, `gpu_busy_ns` while it lasted, `num_kernels` it launched."""
+    steps: Steps = linked.steps
+    counts = (
+        linked.device.filter(pl.col("kind") == "kernel")
+        .group_by("step")
+        .agg(pl.len().cast(pl.Int64).alias("num_kernels"))
+    )
+    table = steps.table.select("step", "start_ns", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
+    table = table.join(counts, on="step", how="left", maintain_order="left").with_columns(
+        pl.col("num_kernels").fill_null(0)
+    )
+    if table.is_empty() or linked.device.is_empty():
+        return table.with_columns(pl.lit(0, pl.Int64).alias("gpu_busy_ns"))
+    busy = linked.device.select("start_ns", "end_ns")
+    both = sweep({"busy": busy, "step": steps.table}, cuts=steps.table["start_ns"]).filter("busy", "step")
+    owned = both.join_asof(
+        steps.table.select("step", pl.col("start_ns").alias("_start")).rename({"step": "number"}),
+        left_on="start_ns",
+        right_on="_start",
+        check_sortedness=False,
+    )
+    sums = owned.group_by("number").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("gpu_busy_ns"))
+    return table.join(sums, left_on="step", right_on="number", how="left", maintain_order="left").with_columns(
+        pl.col("gpu_busy_ns").fill_null(0)
+    )
+
+
+def phase_table(linked: Linked) -> pl.DataFrame:
+    """By phase: `phase`, `host_ns` of the main thread's time, `host_share`, `device_ns`, `num_kernels`.
+
+    With steps the host's time is that of the steps and adds up to it; without, it is all the host's time.
+    """
+    phases = linked.steps.phases
+    if linked.steps.num and not phases.is_empty():
+        stretches = sweep({"step": linked.steps.table, **{p: phases.filter(pl.col("phase") == p) for p in PHASES}})
+        stretches = stretches.filter("step")
+        # Before the first event and after the last one of the host no phase is known: that is `other`.
+        owner = pl.lit("other")
+        for phase in PHASES:
+            owner = pl.when(pl.col(phase)).then(pl.lit(phase)).otherwise(owner)
+        host = stretches.with_columns(owner.alias("phase"))
+    else:
+        host = phases.with_columns(pl.col("phase").cast(pl.String))
+    sums = host.group_by("phase").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("host_ns"))
+    table = device_phases(linked).rename({"busy_ns": "device_ns"})
+    table = table.join(sums, on="phase", how="left", maintain_order="left").with_columns(
+        pl.col("host_ns").fill_null(0)
+    )
+    whole = max(1, int(table["host_ns"].sum()))
+    return table.select(
+        "phase", "host_ns", (pl.col("host_ns") / whole).alias("host_share"), "device_ns", "num_kernels"
+    )
+
+
+def longest_gaps(linked: Linked, gaps: pl.DataFrame, most: int = 10) -> pl.DataFrame:
+    """The longest idle stretches: `start_ns`, `duration_ns`, `cause` (of most of it), `step`, `host` (what the
+    launching thread was in, outermost to innermost, when most of it passed), `next_kernel`."""
+    schema = {
+        "start_ns": pl.Int64,
+        "duration_ns": pl.Int64,
+        "cause": pl.String,
+        "step": pl.Int64,
+        "host": pl.String,
+        "next_kernel": pl.String,
+    }
+    if gaps.is_empty():
+        return pl.DataFrame(schema=schema)
+    length = pl.col("end_ns") - pl.col("start_ns")
+    longest = (
+        gaps.with_columns(length.alias("length"))
+        .sort("length", descending=True)
+        .group_by("gap", maintain_order=True)
+        .agg(
+            pl.col("start_ns").min().alias("first"),
+            pl.col("end_ns").max().alias("last"),
+            pl.col("cause").first().cast(pl.String),
+            ((pl.col("start_ns") + pl.col("end_ns")) // 2).first().alias("middle"),
+        )
+        .with_columns((pl.col("last") - pl.col("first")).alias("length"))
+        .sort("length", "first", descending=[True, False])
+        .head(most)
+    )
+    rows = []
+    for _, first, last, cause, middle, ns in longest.iter_rows():
+        after = (
+            linked.device.filter(pl.col("start_ns") == last)
+            .sort("launch_start_ns", nulls_last=True)
+            .row(0, named=True)
+        )
+        rows.append((first, ns, cause, after["step"], _open_at(linked, after["launch"], middle), str(after["name"])))
+    return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def _open_at(linked: Linked, launch: int | None, time_ns: int) -> str | None:
+    """What was open on the launching thread at a moment, outermost first."""
+    if launch is None:
+        return None
+    host = linked.host
+    thread = host["thread"][launch]
+    around = host.filter(pl.col("thread") == thread, pl.col("start_ns") <= time_ns, pl.col("end_ns") > time_ns)
+    names = around.filter(pl.col("kind") != "overhead")["name"].cast(pl.String)
+    return " > ".join(names.tail(4)) if len(names) else None

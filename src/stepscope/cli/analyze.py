@@ -1,0 +1,58 @@
+"""Where the time in a trace goes, whoever recorded it.
+
+Reads Chrome traces of PyTorch's profiler (.json, .json.gz), a folder with one a rank, or a recording of
+stepscope run. Needs neither torch nor a GPU. What was read is kept beside the trace (<trace>.stepscope) and
+used again while the trace has not changed.
+
+examples:
+  stepscope analyze trace.json.gz
+  stepscope analyze traces/ --rank 3
+  stepscope analyze runs/train-20260101-120000 --step 12 --top 30
+  stepscope analyze trace.json.gz --json | jq .ranks[0].gpu_time
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a trace, a folder of ranks, a recording")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text (docs/analyze.md)")
+    parser.add_argument("--step", type=int, metavar="N", help="this step alone")
+    parser.add_argument("--rank", type=int, metavar="R", help="this rank alone")
+    parser.add_argument("--top", type=_positive, default=8, metavar="N", help="rows in lists of names (default 8)")
+    parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Analyse and print."""
+    from stepscope.api import analyze
+    from stepscope.cli.output import print_result
+    from stepscope.cli.progress import Progress
+
+    with Progress("reading") as progress:
+        analysis = analyze(
+            *arguments.paths,
+            step=arguments.step,
+            rank=arguments.rank,
+            use_cache=not arguments.no_cache,
+            progress=progress,
+        )
+
+    def to_text(colour: bool, width: int) -> str:
+        from stepscope.report.trace_text import analysis_text
+
+        return analysis_text(analysis, arguments.top, width)
+
+    print_result(lambda: analysis.to_json(arguments.top), to_text, arguments.json)
+    return 0

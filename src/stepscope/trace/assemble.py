@@ -1,0 +1,143 @@
+"""The columns of many slices put together into the tables of one trace."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stepscope.trace.columns import BEGINS, ENDS, Counts, Numbers
+from stepscope.trace.decode import Decoded
+from stepscope.trace.nesting import nest
+from stepscope.trace.scan import Problem, Problems
+from stepscope.trace.schema import COUNTS, HOST, TABLES, THREADS, Table
+from stepscope.trace.tables import Trace, facts_of
+
+
+class Assembler:
+    """Takes slices in the order of the file; `finish` gives the trace."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.problems = Problems()
+        self._frames: dict[str, list[pl.DataFrame]] = {}
+        self._counts: Counts = {}
+        self._threads = Numbers()
+        self._labels: dict[tuple[Any, ...], str] = {}
+        """Names of processes by process, of threads by process and thread."""
+
+    def add(self, decoded: Decoded) -> None:
+        """Take the next slice."""
+        columns = decoded.columns
+        numbers = pl.Series([self._threads[key] for key in columns.threads], dtype=pl.UInt32)
+        for name, frame in columns.frames.items():
+            frame = frame.with_columns(pl.col("event") + self.num_events)
+            self._frames.setdefault(name, []).append(_renumbered(frame, numbers))
+        for key, num in columns.counts.items():
+            self._counts[key] = self._counts.get(key, 0) + num
+        for pid, tid, what, text in columns.labels:
+            if what == "thread_name":
+                self._labels[what, pid, tid] = text
+                self._threads[pid, tid]  # a stream has a row here too, where the trace names it
+            else:
+                self._labels[what, pid] = text  # once for a process, on whatever thread the profiler chose
+        self.problems.take(decoded.problems.values())
+        self.num_events += columns.num_events
+
+    def finish(self, path: Path, fields: dict[str, Any], warnings: Iterable[str]) -> Trace:
+        """The whole trace."""
+        warnings = list(warnings)
+        begins, ends = (self._frames.pop(table.name, []) for table in (BEGINS, ENDS))
+        if begins or ends:
+            pairs, num_open = pair_edges(_together(BEGINS, begins), _together(ENDS, ends))
+            self._frames.setdefault(HOST.name, []).append(pairs)
+            if num_open:
+                warnings.append(f"{num_open:,} begin or end events have no partner and are left out")
+        threads = self._thread_table()
+        numbers = threads["number"].arg_sort()
+        tables = {}
+        for table in TABLES:
+            if table not in (THREADS, COUNTS):
+                whole = _renumbered(_together(table, self._frames.pop(table.name, [])), numbers)
+                tables[table.name] = nest(whole) if table is HOST else whole
+        return Trace(
+            path=path,
+            facts=facts_of(fields),
+            problems=tuple(sorted(self.problems.values(), key=_problem_order)),
+            warnings=tuple(warnings),
+            num_events=self.num_events,
+            threads=threads.drop("number"),
+            counts=self._count_table(),
+            **tables,
+        )
+
+    def _thread_table(self) -> pl.DataFrame:
+        """The threads, numbers by size before names, and the `number` that each has in the slices."""
+        name = self._labels.get
+        threads = pl.DataFrame(
+            {
+                "pid": [pid for pid, _ in self._threads],
+                "tid": [tid for _, tid in self._threads],
+                "process_name": [name(("process_name", pid)) for pid, _ in self._threads],
+                "process_labels": [name(("process_labels", pid)) for pid, _ in self._threads],
+                "thread_name": [name(("thread_name", *thread)) for thread in self._threads],
+            },
+            schema={column: dtype for column, dtype in THREADS.schema.items() if column != "thread"},
+        )
+        order = [pl.col(part).cast(dtype, strict=False) for part in ("pid", "tid") for dtype in (pl.Int64, pl.String)]
+        ordered = threads.with_row_index("number").sort(order, nulls_last=True)
+        return ordered.with_row_index("thread").select(*THREADS.schema.names(), "number")
+
+    def _count_table(self) -> pl.DataFrame:
+        rows = [(letter, category, table, num) for (letter, category, table), num in self._counts.items()]
+        counts = pl.DataFrame(rows, schema=COUNTS.schema, orient="row")
+        return counts.sort("num_events", "phase", "category", "table", descending=[True, False, False, False])
+
+
+def _together(table: Table, parts: list[pl.DataFrame]) -> pl.DataFrame:
+    """All parts of a table, with every column it has."""
+    # The host table is put in order, and so written anew, in any case.
+    return pl.concat([_empty(table.name), *parts], how="diagonal", rechunk=table is not HOST)
+
+
+@cache
+def _empty(name: str) -> pl.DataFrame:
+    return next(table for table in (*TABLES, BEGINS, ENDS) if table.name == name).empty()
+
+
+def _renumbered(frame: pl.DataFrame, numbers: pl.Series) -> pl.DataFrame:
+    """The frame with the new number of each of its threads."""
+    return frame.with_columns(thread=numbers.gather(frame["thread"])) if "thread" in frame.columns else frame
+
+
+def _problem_order(problem: Problem) -> tuple[int, str]:
+    return problem.offset, problem.what
+
+
+def pair_edges(begins: pl.DataFrame, ends: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Begin and end events as complete ones: an end closes the last begin of its thread. Also how many stay open."""
+    edges = pl.concat([begins.with_columns(is_begin=True), ends.with_columns(is_begin=False)])
+    edges = edges.sort("thread", "start_ns", "event")
+    firsts, lasts = array("I"), array("I")
+    stack: list[int] = []
+    on_thread = None
+    num_open = 0
+    for row, (thread, is_begin) in enumerate(edges.select("thread", "is_begin").iter_rows()):
+        if thread != on_thread:
+            num_open += len(stack)
+            stack, on_thread = [], thread
+        if is_begin:
+            stack.append(row)
+        elif stack:
+            firsts.append(stack.pop())
+            lasts.append(row)
+        else:
+            num_open += 1
+    num_open += len(stack)
+    begun = edges[pl.Series(firsts, dtype=pl.UInt32)]
+    ended = edges["start_ns"].gather(pl.Series(lasts, dtype=pl.UInt32))
+    return begun.drop("is_begin").with_columns(duration_ns=ended - begun["start_ns"]), num_open

@@ -1,0 +1,92 @@
+"""A slice of a trace's text as columns: fast where it is sound, carefully where it is not."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import msgspec
+
+from stepscope.trace.columns import Builder, Columns
+from stepscope.trace.events import decode_events
+from stepscope.trace.scan import LARGEST_EVENT, Problems, scan_events
+
+_BETWEEN = re.compile(rb"\}[ \t\n\r]*,[ \t\n\r]*(?=\{)")
+_SEPARATORS = b" \t\n\r,"
+_PIECE = 1 << 18
+"""Bytes decoded at a time: what stays in a processor's cache is fastest."""
+
+
+@dataclass
+class Decoded:
+    """What one slice gave."""
+
+    columns: Columns
+    problems: Problems
+    end: int
+    """Everything before this offset of the file is dealt with."""
+    is_closed: bool
+    """Whether the list of events ended at `end`."""
+    is_lost: bool
+    """Whether what is at `end` is the inside of something broken."""
+
+
+def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = False) -> Decoded:
+    """Decode a slice that starts between two events, or anywhere when `is_lost`, at the file's offset `base`.
+
+    A slice that ends between two events too is decoded whole; else `end` says how far it went.
+    """
+    builder = Builder()
+    problems = Problems()
+    pieces: list[_Piece] = []
+    is_closed = False
+    position, length = 0, _length(data)
+    while position < length:
+        # A piece ends where an event seems to; the decoder finds out if it does not.
+        match = _BETWEEN.search(data, position + _PIECE)
+        end, resume = (match.start() + 1, match.end()) if match else (length, len(data))
+        pieces.append(_Piece(builder.num_events, position, is_lost))
+        if not is_lost and end - position <= LARGEST_EVENT:
+            try:
+                builder.add(decode_events(b"[" + data[position:end] + b"]"))
+                position = resume
+                continue
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass
+        stop = min(resume, position + _PIECE)
+        scanned = scan_events(data, base, position, stop, is_last, is_lost)
+        builder.add(scanned.events)
+        problems.take(scanned.problems.values())
+        position, is_closed, is_lost = scanned.end, scanned.is_closed, scanned.is_lost
+        if is_closed or is_lost or position < stop:
+            break
+    else:
+        position = len(data)
+    columns = builder.finish()
+    for what, events in columns.bad.items():
+        problems.add(f"with {what}", _offset(data, base, pieces, min(events)), len(events))
+    return Decoded(columns, problems, base + position, is_closed, is_lost)
+
+
+@dataclass
+class _Piece:
+    first_event: int
+    position: int
+    is_lost: bool
+
+
+def _offset(data: bytes, base: int, pieces: list[_Piece], event: int) -> int:
+    """Where in the file an event of the slice starts."""
+    after = bisect_right(pieces, event, key=lambda piece: piece.first_event)
+    piece = pieces[after - 1]
+    stop = pieces[after].position if after < len(pieces) else None
+    offsets = scan_events(data, base, piece.position, stop, is_lost=piece.is_lost).offsets
+    index = event - piece.first_event
+    return offsets[index] if index < len(offsets) else base + piece.position
+
+
+def _length(data: bytes) -> int:
+    """The length without the separator at the end."""
+    tail = data[-1024:]
+    return len(data) - len(tail) + len(tail.rstrip(_SEPARATORS))

@@ -1,0 +1,133 @@
+"""The JSON object around a trace's list of events: its other fields, read as the file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import TraceError
+from stepscope.trace.scan import is_incomplete, skip_blank, sound_text, value_at
+
+LARGEST_HEADER = 1 << 23
+"""Bytes before the first event, and after the last, that are looked at."""
+_BYTE_ORDER_MARK = "\xef\xbb\xbf"
+
+
+class Fields:
+    """A cursor over the text before or after the events. A character of it is a byte."""
+
+    def __init__(self, path: Path, read: Callable[[], bytes], text: bytes = b"", base: int = 0) -> None:
+        self._path = path
+        self._read = read
+        self._text = text.decode("latin-1")
+        self._base = base
+        self._position = 0
+
+    @property
+    def offset(self) -> int:
+        """Where in the file the cursor is."""
+        return self._base + self._position
+
+    def rest(self) -> tuple[int, bytes]:
+        """The offset of what follows the cursor, and as much of it as has been read."""
+        return self.offset, self._text[self._position :].encode("latin-1")
+
+    def open(self) -> bool:
+        """Go into the outermost value; True for an object, False for a list."""
+        while len(self._text) < len(_BYTE_ORDER_MARK) and self._read_on():
+            pass
+        if self._text.startswith(_BYTE_ORDER_MARK):
+            self._position = len(_BYTE_ORDER_MARK)
+        first = self.peek()
+        if not first:
+            raise self.error("has only white space" if self.offset else "is empty")
+        if first not in "{[":
+            raise self.error(f"is not a trace: {{ or [ was expected and {first!r} found")
+        self._position += 1
+        return first == "{"
+
+    def read(self, into: dict[str, Any]) -> bool:
+        """Read fields up to the list of events (True) or the end of the object (False)."""
+        while True:
+            if self.peek() == ",":
+                self._position += 1
+            if self.peek() == "}":
+                self._position += 1
+                return False
+            if self.peek() != '"':
+                raise self.error("is not a trace: a name in quotes was expected" if self.peek() else _ENDS)
+            key = self._value()
+            if self.peek() != ":":
+                raise self.error("is not a trace: a colon was expected" if self.peek() else _ENDS)
+            self._position += 1
+            if self.peek() == "[" and key == "traceEvents":
+                self._position += 1
+                return True
+            into[key] = self._value()
+
+    def peek(self) -> str:
+        """The next character that is not white space, the cursor before it; empty at the end of the file."""
+        while True:
+            self._position = skip_blank(self._text, self._position)
+            if self._position < len(self._text):
+                return self._text[self._position]
+            if not self._read_on():
+                return ""
+
+    def error(self, what: str) -> TraceError:
+        return TraceError(f"{self._path} {what} (byte {self.offset:,})")
+
+    def _value(self) -> Any:
+        """The value at the cursor, which goes after it."""
+        while True:
+            try:
+                value, end = value_at(self._text, self._position)
+            except ValueError as error:
+                if is_incomplete(error, self._text):
+                    if self._read_on():
+                        continue
+                    raise self.error(_ENDS) from None
+                self._position = getattr(error, "pos", self._position)
+                raise self.error(f"is not a trace: {_plain(error)}") from None
+            if end == len(self._text) and self._read_on():
+                continue  # a number may go on
+            written = self._text[self._position : end]
+            if not written.isascii():
+                value, _ = value_at(written.encode("latin-1").decode("utf-8", errors="replace"), 0)
+            self._position = end
+            try:
+                return _sound(value)
+            except RecursionError:
+                return None
+
+    def _read_on(self) -> bool:
+        """Read more of the file; False at its end."""
+        self._base += self._position  # let go of what has been read
+        self._text, self._position = self._text[self._position :], 0
+        num_wanted = max(1, len(self._text))  # twice as much each time: a value is not read again too often
+        parts = []
+        while num_wanted > 0 and (data := self._read()):
+            parts.append(data)
+            num_wanted -= len(data)
+        if self._text and len(self._text) + sum(map(len, parts)) > LARGEST_HEADER:
+            raise self.error(f"has more than {LARGEST_HEADER >> 20} MiB in a field outside its events")
+        self._text += b"".join(parts).decode("latin-1")
+        return bool(parts)
+
+
+_ENDS = "ends before its first event"
+
+
+def _sound(value: Any) -> Any:
+    """The value with texts that can be written again."""
+    if isinstance(value, dict):
+        return {sound_text(key): _sound(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_sound(item) for item in value]
+    return sound_text(value) if type(value) is str else value
+
+
+def _plain(error: ValueError) -> str:
+    text = str(getattr(error, "msg", error))
+    return text[0].lower() + text[1:]

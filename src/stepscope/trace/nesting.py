@@ -1,0 +1,105 @@
+"""Which host event contains which: a tree a thread."""
+
+from __future__ import annotations
+
+import polars as pl
+
+_LARGE = 512
+"""Events of a thread from which columns beat a loop."""
+
+
+def nest(host: pl.DataFrame) -> pl.DataFrame:
+    """The host table in order of thread and time, with its columns `parent` and `self_ns` filled.
+
+    The parent is the innermost event of the thread that is open when an event starts. Where recordings overlap in
+    part, which clocks of different origin do, an event keeps the parent it starts in, and each moment belongs to the
+    event that started last of those still open: `self_ns` of a thread adds up to the time its events cover.
+    """
+    names = host.columns
+    ordered = host.sort("thread", "start_ns", "duration_ns", "event", descending=[False, False, True, False])
+    end = (ordered["start_ns"] + ordered["duration_ns"]).alias("end_ns")
+    places = ordered.select("thread", "start_ns", end).with_row_index("row")
+    parent = _parents(places)
+    overhang = end > end.gather(parent)
+    own = _self_by_sweep(places) if overhang.any() else _self_in_tree(ordered["duration_ns"], parent)
+    return ordered.with_columns(parent, own).select(names)
+
+
+def _parents(places: pl.DataFrame) -> pl.Series:
+    found = [pl.DataFrame(schema={"row": pl.UInt32, "parent": pl.UInt32})]
+    is_small = pl.len().over("thread") < _LARGE
+    found.append(_by_stack(places.filter(is_small)))
+    for thread in places.filter(~is_small).partition_by("thread"):
+        by_columns = _by_columns(thread)
+        found.append(_by_stack(thread) if by_columns is None else by_columns)
+    return pl.concat(found).sort("row")["parent"]
+
+
+def _by_columns(thread: pl.DataFrame) -> pl.DataFrame | None:
+    """Parents in a thread whose events nest; None when some overlap in part."""
+    is_solid = thread["end_ns"] > thread["start_ns"]
+    # An event of no length closes where it starts and holds nothing: only those with a length are counted.
+    started = is_solid.cast(pl.Int64).cum_sum() - is_solid.cast(pl.Int64)
+    closed = thread.filter(is_solid)["end_ns"].sort().search_sorted(thread["start_ns"], side="right").cast(pl.Int64)
+    placed = thread.select("row", "end_ns", (started - closed).alias("depth"))
+    above = placed.filter(is_solid).select(
+        pl.col("row").alias("parent"), "row", "depth", pl.col("end_ns").alias("parent_end_ns")
+    )
+    found = placed.with_columns(pl.col("depth") - 1).join_asof(
+        above, on="row", by="depth", allow_exact_matches=False, check_sortedness=False
+    )
+    is_lost = (pl.col("depth") >= 0) != pl.col("parent").is_not_null()
+    misfits = found.filter((pl.col("end_ns") > pl.col("parent_end_ns")) | is_lost)
+    return found.select("row", "parent") if misfits.is_empty() else None
+
+
+def _by_stack(events: pl.DataFrame) -> pl.DataFrame:
+    """Parents in any thread."""
+    parents: list[int | None] = []
+    stack: list[tuple[int, int]] = []
+    last = None
+    for row, thread, start, end in events.select("row", "thread", "start_ns", "end_ns").iter_rows():
+        if thread != last:
+            stack.clear()
+            last = thread
+        while stack and stack[-1][1] <= start:
+            stack.pop()
+        parents.append(stack[-1][0] if stack else None)
+        if end > start:
+            stack.append((row, end))
+    return pl.DataFrame({"row": events["row"], "parent": pl.Series(parents, dtype=pl.UInt32)})
+
+
+def _self_in_tree(duration: pl.Series, parent: pl.Series) -> pl.Series:
+    """Duration less the durations of the children."""
+    children = pl.DataFrame({"parent": parent, "inside": duration}).filter(parent.is_not_null())
+    sums = children.group_by("parent").agg(pl.col("inside").sum())
+    covered = pl.zeros(len(duration), pl.Int64, eager=True).scatter(sums["parent"], sums["inside"])
+    own: pl.Series = duration - covered
+    return own.alias("self_ns")
+
+
+def _self_by_sweep(places: pl.DataFrame) -> pl.Series:
+    """Each moment of a thread belongs to the event that started last of those still open."""
+    own = [0] * places.height
+    stack: list[tuple[int, int]] = []
+    last, now = None, 0
+
+    def advance(until: int | None) -> None:
+        """Give the time up to a moment (None: all there is) to the innermost events open in it."""
+        nonlocal now
+        while stack and (until is None or now < until):
+            row, end = stack[-1]
+            stop = end if until is None else min(end, until)
+            if stop > now:
+                own[row] += stop - now
+                now = stop
+            if end <= now:
+                stack.pop()
+
+    for row, thread, start, end in places.select("row", "thread", "start_ns", "end_ns").iter_rows():
+        advance(None if thread != last else start)
+        last, now = thread, start
+        stack.append((row, end))
+    advance(None)
+    return pl.Series("self_ns", own, dtype=pl.Int64)

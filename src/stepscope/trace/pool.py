@@ -1,0 +1,117 @@
+"""Several processes decoding one trace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
+
+from stepscope.errors import TraceError
+from stepscope.trace.decode import Decoded
+from stepscope.trace.source import Slice, Source
+from stepscope.trace.worker import identity, receive_answer, send_task
+
+Result = Callable[[], Decoded]
+"""Gives what a slice gave, or raises what kept it from giving anything."""
+MOST_WORKERS = 4
+"""More would read faster and hold more memory at once."""
+_START = "import sys; sys.path[:] = {path!r}; from stepscope.trace.worker import main; main({file!r}, {file_id!r})"
+
+
+def num_workers() -> int:
+    """Processes worth starting: one a core this process may use."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        return 1  # there is no interpreter to start
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        cores = os.cpu_count() or 1
+    return min(MOST_WORKERS, cores)
+
+
+class Pool:
+    """Worker processes, started at once and gone with the `with` block.
+
+    Raises OSError when the system has no process to spare.
+    """
+
+    def __init__(self, source: Source, size: int) -> None:
+        self.size = size
+        start = _START.format(
+            path=[str(entry) for entry in sys.path],
+            file=str(source.path.absolute()),
+            file_id=identity(source.fileno()),
+        )
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        try:
+            for _ in range(size):
+                process = subprocess.Popen(
+                    [sys.executable, "-c", start],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,  # the user's terminal is not the place to die on
+                    env=os.environ | {"POLARS_MAX_THREADS": "1"},
+                )
+                self._processes.append(process)
+                self._free.put(process)
+        except OSError:
+            self._end_processes()
+            raise
+        self._threads = ThreadPoolExecutor(size)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()  # a thread that waits for it gets the end of its pipe
+        self._threads.shutdown(cancel_futures=True)
+        self._end_processes()
+
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+    def decode(self, slices: Iterable[Slice]) -> Iterator[tuple[Slice, Result]]:
+        """Each slice and what it gave, in the order of the file, a few ahead of the one asked for."""
+        pending: deque[tuple[Slice, Future[Decoded]]] = deque()
+        for part in slices:
+            pending.append((part, self._threads.submit(self._run, part)))
+            if len(pending) > 2 * self.size:
+                yield _waited_for(*pending.popleft())
+        while pending:
+            yield _waited_for(*pending.popleft())
+
+    def _run(self, part: Slice) -> Decoded:
+        process = self._free.get()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            send_task(process.stdin, part.base, part.length, part.data)
+            return receive_answer(process.stdout)
+        except (OSError, EOFError):
+            raise TraceError(
+                f"a process that was decoding the trace at byte {part.base:,} died (exit code {_end(process)}): "
+                "the trace is unharmed; if memory was short, try again when there is more"
+            ) from None
+        finally:
+            self._free.put(process)  # dead or not: who waits for one must not wait for ever
+
+
+def _waited_for(part: Slice, future: Future[Decoded]) -> tuple[Slice, Result]:
+    wait((future,))
+    return part, future.result
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a process that has nothing more to say."""
+    try:
+        return process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -1,0 +1,131 @@
+"""A trace file, whoever recorded it, as a `Trace`: streaming, in bounded memory, on all cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from stepscope.errors import TraceError
+from stepscope.trace.assemble import Assembler
+from stepscope.trace.decode import Decoded, decode_slice
+from stepscope.trace.fields import LARGEST_HEADER
+from stepscope.trace.pool import Pool, Result, num_workers
+from stepscope.trace.scan import LARGEST_EVENT
+from stepscope.trace.source import SLICE, Document, Slice, Source
+from stepscope.trace.tables import Trace
+
+Progress = Callable[[float], None]
+"""Told the share of the file that has been read."""
+WORTH_WORKERS = 6 * SLICE
+"""Bytes from which other processes read faster than they start."""
+
+
+def read_trace(path: Path, progress: Progress | None = None, workers: int | None = None) -> Trace:
+    """Read one trace file, compressed or not.
+
+    What is sound is read; what is not is counted in `problems`. Raises TraceError when nothing is.
+    """
+    path = Path(path)
+    source = Source(path)
+    try:
+        document = Document(source)
+        document.read_header()
+        return _Reading(document, progress).run(num_workers() if workers is None else workers)
+    except TraceError as error:
+        raise TraceError("; ".join([str(error), *source.warnings])) from None
+    finally:
+        source.close()
+
+
+class _Reading:
+    """One pass over a trace."""
+
+    def __init__(self, document: Document, progress: Progress | None) -> None:
+        self.document = document
+        self.source = document.source
+        self.assembler = Assembler()
+        self.progress = progress
+        self.warnings: list[str] = []
+        self.carried = b""
+        """What a slice ended inside of, until the next completes it."""
+        self.carried_base = 0
+        self.is_lost = False
+        """Whether the next slice begins inside something broken."""
+        self.trailer: list[bytes] | None = None
+        """What follows the list of events, once it is closed."""
+        self.trailer_base = 0
+
+    def run(self, workers: int) -> Trace:
+        """Read to the end of the file."""
+        expected = self.source.num_bytes * (12 if self.source.is_compressed else 1)
+        if workers > 1 and expected > WORTH_WORKERS:
+            try:
+                pool = Pool(self.source, workers)
+            except OSError:  # no process to spare: it takes longer, that is all
+                self._take_all(self._decode_here())
+            else:
+                with pool:
+                    self._take_all(pool.decode(self.document.slices()))
+        else:
+            self._take_all(self._decode_here())
+        self._end()
+        path = self.source.path
+        if not self.assembler.num_events:
+            problems = [f"{p.what} (byte {p.offset:,})" for p in self.assembler.problems.values()]
+            raise TraceError("; ".join([f"{path} has no events that can be read", *problems, *self.warnings]))
+        return self.assembler.finish(path, self.document.fields, [*self.source.warnings, *self.warnings])
+
+    def _decode_here(self) -> Iterator[tuple[Slice, Result]]:
+        for part in self.document.slices():
+            yield part, partial(self._decode, part)
+
+    def _decode(self, part: Slice) -> Decoded:
+        return decode_slice(self.document.bytes_of(part), part.base)
+
+    def _take_all(self, results: Iterable[tuple[Slice, Result]]) -> None:
+        for part, result in results:
+            if self.trailer is None:
+                self._take(part, result)
+            elif sum(map(len, self.trailer)) > LARGEST_HEADER:
+                break
+            else:
+                self.trailer.append(self.document.bytes_of(part))
+            if self.progress:
+                self.progress(self.source.share_read)
+
+    def _take(self, part: Slice, result: Result) -> None:
+        data, base = None, part.base
+        if self.carried or self.is_lost:
+            # The slice before this one did not end between two events after all: read both as one.
+            data, base = self.carried + self.document.bytes_of(part), part.base - len(self.carried)
+            decoded = decode_slice(data, base, is_lost=self.is_lost)
+        else:
+            decoded = result()
+        self.assembler.add(decoded)
+        self.carried, self.is_lost = b"", decoded.is_lost
+        if decoded.end == part.base + part.length:
+            return
+        rest = (self.document.bytes_of(part) if data is None else data)[decoded.end - base :]
+        if decoded.is_closed:
+            self.trailer, self.trailer_base = [rest[1:]], decoded.end + 1
+            return
+        self.carried, self.carried_base = rest, decoded.end
+        if len(rest) > LARGEST_EVENT and not self.is_lost:
+            self.assembler.problems.add(f"larger than {LARGEST_EVENT >> 20} MiB", decoded.end)
+            self.is_lost = True
+
+    def _end(self) -> None:
+        """Take what is left when the file has been read."""
+        if self.trailer is not None:
+            fault = self.document.read_trailer(self.trailer_base, b"".join(self.trailer)[:LARGEST_HEADER])
+            if fault:
+                self.warnings.append(fault)
+            return
+        if self.carried:
+            self.assembler.add(decode_slice(self.carried, self.carried_base, is_last=True, is_lost=self.is_lost))
+        if not self.source.warnings:
+            self.warnings.append(
+                f"the file ends at byte {self.source.num_read:,} inside its list of events, as when the job that "
+                "wrote it was killed: every complete event was read"
+            )

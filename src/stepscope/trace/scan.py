@@ -1,0 +1,326 @@
+"""The careful way through a trace's text: event by event, with the byte offset of whatever is wrong.
+
+The fast way (`decode.py`) is a typed decoder over whole stretches, which needs every byte of them to be sound. Where
+one is not, this takes over. Bytes are read as Latin-1, so that a character is a byte and an offset an offset.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from stepscope.trace.events import Args, Event, decode_event
+
+LARGEST_EVENT = 1 << 22
+"""Bytes. An event larger than this (4 MiB) is passed over: memory stays bounded whatever a file holds."""
+LOOK_AHEAD = 1 << 16
+"""Bytes of an event that are looked at to see whether it is one."""
+_BLANK = re.compile(r"[ \t\n\r]*")
+_BLANK_OR_COMMA = re.compile(r"[ \t\n\r,]*")
+_MAYBE_EVENT = re.compile(r"[},][ \t\n\r]*(?=\{)")
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]', re.DOTALL)
+_GOES_ON = re.compile(r"[ \t\n\r,]*(?:[]{]|\Z)")
+_MOST_REREADING = 8
+"""Times its own length that a text may be read again in search of sound events, so that a hostile one ends too."""
+_MOST_OTHERS = 10_000
+"""Values that are no events in a stretch, until the next event is searched instead of read up to."""
+_SHORT = 1 << 13
+"""Characters of nearly every event."""
+_LONG = 1 << 18
+"""Characters in which the brackets of a broken event must match."""
+_LEAST_COST = 512
+"""What an attempt costs that fails at once, in characters read."""
+_TOO_DEEP = "nested too deeply"
+_WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity", ".", "e+", "e-", "E+", "E-")
+_BEGUN = {word[:end] for word in _WORDS for end in range(len(word) + 1)}
+"""What the decoder stumbles over where a text ends inside a word or a number; nothing, where it ends between two."""
+_BEGUN_ESCAPE = re.compile(r"\\?u[0-9a-fA-F]{0,4}")
+
+
+class NumberText(str):
+    """A number as it was written."""
+
+    __slots__ = ()
+
+
+_known_number = lru_cache(maxsize=4096)(NumberText)
+
+
+def _number(text: str) -> NumberText:
+    return _known_number(text) if len(text) < 24 else NumberText(text)  # what comes again and again is kept once
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_int=_number, parse_constant=_number)
+
+
+@dataclass
+class Problem:
+    """Something wrong with a trace that did not stop it from being read."""
+
+    what: str
+    offset: int
+    """Byte in the (uncompressed) file where it was first seen."""
+    num: int = 1
+
+
+class Problems(dict[str, Problem]):
+    """Problems by what is wrong: how many of a kind, and where the first was."""
+
+    def add(self, what: str, offset: int, num: int = 1) -> None:
+        known = self.setdefault(what, Problem(what, offset, 0))
+        known.num += num
+        known.offset = min(known.offset, offset)
+
+    def take(self, others: Iterable[Problem]) -> None:
+        """Add what was found elsewhere."""
+        for other in others:
+            self.add(other.what, other.offset, other.num)
+
+
+@dataclass
+class Scanned:
+    """What was found in a stretch of a list of events."""
+
+    events: list[Event] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+    end: int = 0
+    """Position where it stopped: everything before is dealt with."""
+    is_closed: bool = False
+    """Whether the list was closed at `end`."""
+    is_lost: bool = False
+    """Whether what is at `end` is the inside of something broken."""
+
+
+def value_at(text: str, position: int) -> tuple[Any, int]:
+    """The JSON value that starts here and where it ends; ValueError when there is none.
+
+    >>> value_at('{"a": 1.50} ', 0)
+    ({'a': '1.50'}, 11)
+    """
+    # Python's decoder counts the lines before an error, all of them: what is short is read from a short text.
+    part = text[position : position + _SHORT]
+    is_all = position + len(part) == len(text)
+    try:
+        try:
+            value, end = _DECODER.raw_decode(part)
+            if end < len(part) or is_all:
+                return value, position + end
+        except json.JSONDecodeError as error:
+            if is_all or not is_incomplete(error, part):
+                error.pos += position
+                raise
+        return _DECODER.raw_decode(text, position)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def is_incomplete(error: ValueError, text: str) -> bool:
+    """Whether a value may have failed only because the text ends inside it."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    rest = text[error.pos : error.pos + 10]
+    return error.msg.startswith("Unterminated string") or rest in _BEGUN or bool(_BEGUN_ESCAPE.fullmatch(rest))
+
+
+def skip_blank(text: str, position: int) -> int:
+    """The next position that is not white space."""
+    return _BLANK.match(text, position).end()  # type: ignore[union-attr]
+
+
+def is_event_at(text: str, position: int) -> bool:
+    """Whether a whole event starts here, by all appearances."""
+    return _try_event(text, position)[0]
+
+
+def _try_event(text: str, position: int) -> tuple[bool, int]:
+    """Whether a whole event starts here, and what it cost to find out, in characters."""
+    try:
+        value, end = value_at(text, position)
+    except ValueError as error:
+        reached = len(text) if is_incomplete(error, text) else getattr(error, "pos", position + _SHORT)
+        return False, reached - position
+    return isinstance(value, dict) and type(value.get("ph")) is str, end - position
+
+
+def scan_events(
+    data: bytes, base: int, start: int = 0, stop: int | None = None, is_last: bool = False, is_lost: bool = False
+) -> Scanned:
+    """Every event in `data` that begins from `start` to before `stop` and can be read; `base` is the file's offset.
+
+    An event that `data` ends inside is left for a call with more of the file, unless this `is_last`. The start is
+    between two events, or, when `is_lost`, anywhere.
+    """
+    text = data.decode("latin-1")
+    stop = len(text) if stop is None else stop
+    found = Scanned()
+    search = _Search(text)
+    broken = start
+    position = search.next_event(start) if is_lost else start
+    while position is not None:
+        position = _BLANK_OR_COMMA.match(text, position).end()  # type: ignore[union-attr]
+        if position >= stop:
+            break
+        if text[position] == "]":
+            found.is_closed = True
+            break
+        try:
+            value, end = value_at(text, position)
+        except ValueError as error:
+            is_cut = is_incomplete(error, text)
+            if is_cut and not is_last:
+                break
+            found.problems.add("cut off" if is_cut else _reason(error), base + position)
+            broken = position
+            position = search.after_broken(position, len(text) if is_cut else getattr(error, "pos", position))
+            continue
+        if not isinstance(value, dict):
+            found.problems.add("not an event", base + position)
+            if found.problems["not an event"].num > _MOST_OTHERS:
+                broken, position = position, search.next_event(end)
+                continue
+        elif end - position > LARGEST_EVENT:
+            found.problems.add(f"larger than {LARGEST_EVENT >> 20} MiB", base + position)
+        else:
+            try:
+                event, fault = _event(data[position:end])
+                found.events.append(event)
+                found.offsets.append(base + position)
+            except RecursionError:
+                fault = _TOO_DEEP
+            if fault:
+                found.problems.add(fault, base + position)
+        position = end
+    if position is None:
+        found.is_lost = not is_last
+        # An event may have begun at the very end and be seen as one only with more of the file.
+        position = len(text) if is_last else max(broken + 1, len(text) - LOOK_AHEAD)
+    found.end = position
+    return found
+
+
+class _Search:
+    """Finds sound events after something broken."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._num_left = _MOST_REREADING * max(len(text), LOOK_AHEAD)
+
+    def after_broken(self, position: int, reached: int) -> int | None:
+        """Where to go on after a broken value, which was read in vain from `position` until `reached`."""
+        self._num_left -= reached - position
+        if self._num_left < 0:
+            return None
+        found = self.next_event(position + 1)
+        return self._end_of_value(position) if found is None else found
+
+    def next_event(self, position: int) -> int | None:
+        """The next place at which an event starts."""
+        if self._text.startswith("{", position) and is_event_at(self._text, position):
+            return position
+        for match in _MAYBE_EVENT.finditer(self._text, position):
+            is_event, num_read = _try_event(self._text, match.end())
+            if is_event:
+                return match.end()
+            self._num_left -= num_read + _LEAST_COST
+            if self._num_left < 0:
+                break
+        self._num_left -= len(self._text) - position
+        return None
+
+    def _end_of_value(self, position: int) -> int | None:
+        """The end of a broken value whose brackets match all the same."""
+        depth = 0
+        for match in _TOKEN.finditer(self._text, position, position + _LONG):
+            token = match.group()
+            if depth == 0 and token == "]":
+                return match.start()  # it was no list or object, and the list of events ends after it
+            depth += (token in "{[") - (token in "}]")
+            if depth <= 0:
+                self._num_left -= 8 * (match.end() - position)
+                return match.end() if _GOES_ON.match(self._text, match.end()) else None
+        return None
+
+
+def _reason(error: ValueError) -> str:
+    return "not valid JSON" if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _event(data: bytes) -> tuple[Event, str | None]:
+    """An event from its bytes, which are JSON; where the typed decoder refuses them, mended, and what was wrong."""
+    try:
+        return decode_event(data), None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    fault = None
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        fault = "invalid UTF-8 in a text (the bytes were replaced)"
+        text = data.decode("utf-8", errors="replace")
+    value, _ = value_at(text, 0)
+    args = value.get("args")
+    args = args if isinstance(args, dict) else {}
+    known: dict[str, Any] = {
+        name: (_raw if type_ is Raw else _plain)(args[key]) for name, key, type_ in _ARGS if args.get(key) is not None
+    }
+    event = Event(
+        ph=_text(value.get("ph")),
+        cat=_text(value.get("cat")),
+        name=_text(value.get("name")),
+        pid=_plain(value.get("pid")),
+        tid=_plain(value.get("tid")),
+        ts=_raw(value.get("ts")),
+        dur=_raw(value.get("dur")),
+        args=Args(**known),
+    )
+    return event, fault
+
+
+_ARGS = [(f.name, f.encode_name, f.type) for f in msgspec.structs.fields(Args)]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return sound_text(value if isinstance(value, str) else _written(value))
+
+
+def sound_text(text: str) -> str:
+    """A text with what no encoding can hold (half a surrogate pair) replaced."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _plain(value: Any) -> int | float | str | bool | None:
+    if isinstance(value, NumberText):
+        try:
+            return int(value) if value.lstrip("-").isdigit() else float(value)
+        except ValueError:  # more digits than Python converts
+            return None
+    return value if value is None or isinstance(value, bool) else _text(value)
+
+
+def _raw(value: Any) -> Raw:
+    if value is None:
+        return Raw()
+    if isinstance(value, NumberText):
+        return Raw(value.encode("ascii"))
+    return Raw(_written(value).encode("ascii"))
+
+
+def _written(value: Any) -> str:
+    """A value as JSON, its numbers as they were."""
+    if isinstance(value, NumberText):
+        return value
+    if isinstance(value, list):
+        return f"[{', '.join([_written(item) for item in value])}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join([f'{json.dumps(key)}: {_written(item)}' for key, item in value.items()])}}}"
+    return json.dumps(value)

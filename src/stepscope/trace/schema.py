@@ -1,0 +1,209 @@
+"""The tables a trace is read into: every column with its type and meaning (`docs/tables.md` is made from here)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+SCHEMA_VERSION = 1
+
+HOST_KINDS = ("op", "annotation", "runtime", "driver", "python", "overhead", "other")
+DEVICE_KINDS = ("kernel", "memcpy", "memset")
+
+# A category as any version of the profiler spells it, in lower case, to a table and a kind in it. A complete
+# event of a category that is not here is a host event of kind `other`: it is kept, never dropped.
+CATEGORIES: Mapping[str, tuple[str, str]] = {
+    "cpu_op": ("host", "op"),
+    "operator": ("host", "op"),
+    "user_annotation": ("host", "annotation"),
+    "cuda_runtime": ("host", "runtime"),
+    "runtime": ("host", "runtime"),
+    "hip_runtime": ("host", "runtime"),
+    "xpu_runtime": ("host", "runtime"),
+    "mtia_runtime": ("host", "runtime"),
+    "privateuse1_runtime": ("host", "runtime"),
+    "cuda_driver": ("host", "driver"),
+    "privateuse1_driver": ("host", "driver"),
+    "xpu_driver": ("host", "driver"),
+    "python_function": ("host", "python"),
+    "python": ("host", "python"),
+    "overhead": ("host", "overhead"),
+    "kernel": ("device", "kernel"),
+    "gpu_memcpy": ("device", "memcpy"),
+    "memcpy": ("device", "memcpy"),
+    "gpu_memset": ("device", "memset"),
+    "memset": ("device", "memset"),
+    "gpu_user_annotation": ("device_ranges", ""),
+    "cuda_sync": ("syncs", ""),
+    "hip_sync": ("syncs", ""),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name, its type, what it means."""
+
+    name: str
+    dtype: pl.DataType | type[pl.DataType]
+    doc: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of a trace."""
+
+    name: str
+    doc: str
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def schema(self) -> pl.Schema:
+        return pl.Schema({column.name: column.dtype for column in self.columns})
+
+    def empty(self) -> pl.DataFrame:
+        """The table with no rows."""
+        return pl.DataFrame(schema=self.schema)
+
+
+EVENT = Column("event", pl.UInt32, "Position of the event in the file; names it across all tables.")
+NAME = Column("name", pl.Categorical(), "Name as recorded.")
+THREAD = Column("thread", pl.UInt32, "Row of `threads`.")
+START = Column("start_ns", pl.Int64, "Start on the trace's own clock, exact.")
+DURATION = Column("duration_ns", pl.Int64, "Duration, exact.")
+CORRELATION = Column("correlation", pl.Int64, "Joins a launch to the work it put on the device.")
+EXTERNAL_ID = Column("external_id", pl.Int64, "Joins a launch and its device work to the op around them.")
+DEVICE = Column("device", pl.Int32, "Index of the device.")
+STREAM = Column("stream", pl.Int64, "Stream on the device.")
+
+HOST = Table(
+    "host",
+    "What the processor did: ops, annotations, runtime and driver calls, Python functions; by thread and time.",
+    (
+        EVENT,
+        Column("kind", pl.Enum(HOST_KINDS), f"One of {', '.join(f'`{kind}`' for kind in HOST_KINDS)}."),
+        NAME,
+        THREAD,
+        START,
+        DURATION,
+        CORRELATION,
+        EXTERNAL_ID,
+        Column("sequence", pl.Int64, "Autograd's sequence number: the same in a forward op and its backward."),
+        Column("forward_thread", pl.Int64, "Autograd's number of the forward thread; 0 in the forward itself."),
+        Column("shapes", pl.Categorical(), "Sizes of the inputs, JSON as recorded."),
+        Column("dtypes", pl.Categorical(), "Types of the inputs, JSON as recorded."),
+        Column("strides", pl.Categorical(), "Strides of the inputs, JSON as recorded."),
+        Column("inputs", pl.Categorical(), "Values of the inputs that are not tensors, JSON as recorded."),
+        Column("stack", pl.Categorical(), "Call stack of an op, frames separated by `;` (old profilers)."),
+        Column(
+            "parent", pl.UInt32, "Row of this table, from 0: the innermost event of the thread open at its start."
+        ),
+        Column("self_ns", pl.Int64, "The part of the duration that no event inside covers."),
+    ),
+)
+
+DEVICE_TABLE = Table(
+    "device",
+    "What the GPU did: kernels, copies and fills.",
+    (
+        EVENT,
+        Column("kind", pl.Enum(DEVICE_KINDS), f"One of {', '.join(f'`{kind}`' for kind in DEVICE_KINDS)}."),
+        NAME,
+        DEVICE,
+        STREAM,
+        START,
+        DURATION,
+        CORRELATION,
+        EXTERNAL_ID,
+        Column("bytes", pl.Int64, "Bytes copied or filled."),
+        Column("grid", pl.Categorical(), "Blocks of a kernel, JSON as recorded."),
+        Column("block", pl.Categorical(), "Threads of a block, JSON as recorded."),
+        Column("registers_per_thread", pl.Int64, "Registers a thread of the kernel uses."),
+        Column("shared_memory_bytes", pl.Int64, "Shared memory a block of the kernel uses."),
+        Column("occupancy_percent", pl.Float64, "Occupancy as the profiler estimated it."),
+        Column("graph", pl.Int64, "Number of the CUDA graph the work came from, where the trace has it."),
+        Column("graph_node", pl.Int64, "Its node in that graph."),
+    ),
+)
+
+DEVICE_RANGES = Table(
+    "device_ranges",
+    "Annotations as the profiler drew them on the GPU: first to last kernel launched inside.",
+    (EVENT, NAME, DEVICE, STREAM, START, DURATION, EXTERNAL_ID),
+)
+
+SYNCS = Table(
+    "syncs",
+    "Synchronisations as the driver reported them (only where the profiler was asked for them).",
+    (
+        EVENT,
+        NAME,
+        DEVICE,
+        STREAM,
+        START,
+        DURATION,
+        CORRELATION,
+        EXTERNAL_ID,
+        Column("wait_on_stream", pl.Int64, "The stream waited for."),
+        Column("wait_on_correlation", pl.Int64, "Correlation of the event record waited for."),
+    ),
+)
+
+MEMORY = Table(
+    "memory",
+    "Every allocation and release the profiler saw.",
+    (
+        EVENT,
+        THREAD,
+        Column("time_ns", pl.Int64, "When, on the trace's own clock."),
+        Column("device_type", pl.Int64, "0 is the processor, 1 CUDA, 6 HIP: PyTorch's own numbers."),
+        DEVICE,
+        Column("address", pl.Int64, "Address of the block."),
+        Column("bytes", pl.Int64, "Bytes allocated; negative when released."),
+        Column("allocated_bytes", pl.Int64, "Bytes the allocator had given out after it."),
+        Column("reserved_bytes", pl.Int64, "Bytes the allocator held after it."),
+    ),
+)
+
+COLLECTIVES = Table(
+    "collectives",
+    "What the trace says of a collective: one row for each op or kernel that carries it.",
+    (
+        EVENT,
+        Column("collective", pl.Categorical(), "Its name."),
+        Column("dtype", pl.Categorical(), "Type of the elements."),
+        Column("num_in_elements", pl.Int64, "Elements each rank gives."),
+        Column("num_out_elements", pl.Int64, "Elements each rank receives."),
+        Column("group_size", pl.Int64, "Ranks taking part."),
+        Column("group", pl.Categorical(), "Name of the process group."),
+        Column("group_ranks", pl.Categorical(), "Ranks of the group as recorded; may be abridged by the profiler."),
+    ),
+)
+
+THREADS = Table(
+    "threads",
+    "Threads of the processes in the trace, and streams where the trace names them.",
+    (
+        THREAD,
+        Column("pid", pl.String, "Process, as recorded."),
+        Column("tid", pl.String, "Thread, as recorded."),
+        Column("process_name", pl.String, "Name of the process."),
+        Column("process_labels", pl.String, "Its labels: `CPU`, `GPU 0`."),
+        Column("thread_name", pl.String, "Name of the thread."),
+    ),
+)
+
+COUNTS = Table(
+    "counts",
+    "Every event of the file, counted: also those that no table keeps.",
+    (
+        Column("phase", pl.String, "The format's own letter: `X` complete, `s` and `f` flow, `M` metadata…"),
+        Column("category", pl.String, "Category as recorded."),
+        Column("table", pl.String, "The table that keeps them; null when they are counted only."),
+        Column("num_events", pl.Int64, "How many."),
+    ),
+)
+
+TABLES: tuple[Table, ...] = (HOST, DEVICE_TABLE, DEVICE_RANGES, SYNCS, MEMORY, COLLECTIVES, THREADS, COUNTS)

@@ -1,0 +1,213 @@
+"""The bytes of a trace, compressed or not, cut into slices that begin and end between events."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import TraceError
+from stepscope.trace.fields import Fields
+from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, is_event_at
+
+SLICE = 1 << 22
+"""Bytes of a slice: large enough to be worth sending to another process."""
+_CHUNK = 1 << 16
+"""Bytes of a compressed file inflated at a time."""
+_SUSPICIOUS = 1 << 28
+_MOST_EXPANSION = 250
+"""Real traces shrink 10 to 60 times. A file that grows more than this past 256 MiB is not one."""
+_BETWEEN = re.compile(r"\}[ \t\n\r]*,[ \t\n\r]*(?=\{)")
+_WINDOWS = (1 << 14, 1 << 18, 1 << 21)
+_MOST_CANDIDATES = 200
+"""Ends of events looked at in each window: most are inside an event when its arguments hold lists of objects."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of the uncompressed file; the next begins where it ends."""
+
+    base: int
+    length: int
+    data: bytes | None
+    """None when the file itself can be read at `base`."""
+
+
+class Source:
+    """A trace's bytes in order, whatever it is compressed with: as many as there were when it was opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe could wait for ever, a device never ends
+                kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+                raise TraceError(f"{path} is {kind}, not a trace file")
+            self.num_bytes = status.st_size
+            self._file = path.open("rb")
+        except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+            raise TraceError(f"{path}: {_plain(error)}") from None
+        self.is_compressed = self._read_file(2) == b"\x1f\x8b"
+        self._file.seek(0)
+        self._inflate = zlib.decompressobj(wbits=31)
+        self._compressed = b""
+        self.num_read = 0
+        """Uncompressed bytes handed out."""
+        self.warnings: list[str] = []
+        self._is_stopped = False
+
+    def close(self) -> None:
+        self._file.close()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    @property
+    def share_read(self) -> float:
+        """How much of the file has been read."""
+        return min(1.0, self._file.tell() / self.num_bytes) if self.num_bytes else 1.0
+
+    def read(self, num_bytes: int) -> bytes:
+        """At most so many uncompressed bytes; none at the end."""
+        data = self._read_compressed(num_bytes) if self.is_compressed else self._read_file(num_bytes)
+        self.num_read += len(data)
+        return data
+
+    def read_again(self, base: int, length: int) -> bytes:
+        """Bytes of an uncompressed file that have been read before."""
+        try:
+            data = os.pread(self.fileno(), length, base)
+        except OSError as error:
+            raise TraceError(f"{self.path}: {_plain(error)}") from None
+        if len(data) < length:
+            raise TraceError(f"{self.path} became shorter while it was read (byte {base + len(data):,})")
+        return data
+
+    def _read_file(self, num_bytes: int) -> bytes:
+        try:
+            return self._file.read(min(num_bytes, self.num_bytes - self._file.tell()))
+        except OSError as error:
+            self._file.close()
+            raise TraceError(f"{self.path}: {_plain(error)}") from None
+
+    def _read_compressed(self, num_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        wanted = num_bytes
+        while wanted > 0 and not self._is_stopped:
+            part = self._inflate_next(wanted)
+            parts.append(part)
+            wanted -= len(part)
+            so_far = self.num_read + num_bytes - wanted
+            if so_far > _SUSPICIOUS and so_far > _MOST_EXPANSION * self._file.tell():
+                self._stop(f"the file expands more than {_MOST_EXPANSION} times, which no trace does")
+        return b"".join(parts)
+
+    def _inflate_next(self, wanted: int) -> bytes:
+        """At most so many bytes, and maybe none, of the next part of the compressed file."""
+        if self._inflate.eof:  # another member may follow, as parallel compressors write them, or padding
+            self._compressed = (self._compressed or self._read_file(_CHUNK)).lstrip(b"\0")
+            if self._compressed:
+                self._inflate = zlib.decompressobj(wbits=31)
+            elif self._file.tell() >= self.num_bytes:
+                self._is_stopped = True
+            return b""
+        data = self._inflate.unconsumed_tail or self._compressed or self._read_file(_CHUNK)
+        before = self._inflate.copy()
+        try:
+            part = self._inflate.decompress(data, wanted)
+        except zlib.error:
+            self._stop("the compressed data is damaged")
+            return _inflate_until_damage(before, data, wanted)
+        self._compressed = self._inflate.unused_data
+        if not data and not part:
+            self._stop("the compressed file ends early")
+        return part
+
+    def _stop(self, why: str) -> None:
+        self.warnings.append(f"{why}: reading stopped at byte {self._file.tell():,} of the file")
+        self._is_stopped = True
+
+
+def _inflate_until_damage(inflate: Any, data: bytes, wanted: int) -> bytes:
+    parts: list[bytes] = []
+    try:
+        for byte in data:
+            parts.append(inflate.decompress(bytes((byte,))))
+    except zlib.error:
+        pass
+    return b"".join(parts)[:wanted]
+
+
+class Document:
+    """The JSON around the events: what stands before their list, the list in slices, what stands after."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.fields: dict[str, Any] = {}
+        """Top-level values other than the events."""
+        self._buffer = b""
+        self._base = 0
+        """Offset in the file of the buffer's first byte."""
+        self._is_object = False
+
+    def read_header(self) -> None:
+        """Read up to the first event."""
+        header = Fields(self.source.path, lambda: self.source.read(SLICE))
+        self._is_object = header.open()
+        if self._is_object and not header.read(self.fields):
+            raise header.error('is JSON but no trace: it has no list "traceEvents"')
+        self._base, self._buffer = header.rest()
+
+    def slices(self) -> Iterator[Slice]:
+        """The rest of the file in slices that end where an event seems to; the decoder finds out if one does not."""
+        while True:
+            more = self.source.read(max(SLICE, len(self._buffer)))
+            self._buffer += more
+            if not self._buffer:
+                return
+            cut = _last_boundary(self._buffer) if more else None
+            if cut is None and more and len(self._buffer) < SLICE + LARGEST_EVENT:
+                continue
+            data, self._buffer = self._buffer[:cut], self._buffer[len(self._buffer) if cut is None else cut :]
+            yield Slice(self._base, len(data), data if self.source.is_compressed else None)
+            self._base += len(data)
+
+    def bytes_of(self, part: Slice) -> bytes:
+        """The bytes of a slice."""
+        return self.source.read_again(part.base, part.length) if part.data is None else part.data
+
+    def read_trailer(self, base: int, rest: bytes) -> str | None:
+        """Read what follows the list of events, at the file's offset `base`; what is wrong with it, if anything."""
+        trailer = Fields(self.source.path, lambda: b"", rest, base)
+        if self._is_object:
+            try:
+                if trailer.read(self.fields):
+                    return f'a second list "traceEvents" was not read (byte {trailer.offset:,})'
+            except TraceError:
+                return f"what follows the events is cut off or damaged (byte {trailer.offset:,})"
+        if trailer.peek():
+            return f"what follows the trace was not read (byte {trailer.offset:,})"
+        return None
+
+
+def _last_boundary(buffer: bytes) -> int | None:
+    """Start of the last event before which it seems safe to cut."""
+    for window in _WINDOWS:
+        first = max(0, len(buffer) - window)
+        text = buffer[first:].decode("latin-1")
+        for match in reversed(deque(_BETWEEN.finditer(text), maxlen=_MOST_CANDIDATES)):
+            if is_event_at(text[match.end() : match.end() + LOOK_AHEAD], 0):
+                return first + match.end()
+        if first == 0:
+            break
+    return None
+
+
+def _plain(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)

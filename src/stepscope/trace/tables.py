@@ -1,0 +1,85 @@
+"""A trace as tables: what every analysis starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from stepscope.trace.scan import Problem
+
+
+@dataclass(frozen=True)
+class TraceFacts:
+    """What a trace says of itself."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    devices: tuple[str, ...] = ()
+    """Names of the devices of the machine, by index."""
+    base_time_ns: int = 0
+    """What to add to the trace's clock to have nanoseconds since 1970, where it says."""
+    has_shapes: bool | None = None
+    has_stacks: bool | None = None
+    has_memory: bool | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of driver, runtime and tracer, as recorded."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's trace, read whole."""
+
+    path: Path
+    facts: TraceFacts
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    num_events: int
+    host: pl.DataFrame
+    device: pl.DataFrame
+    device_ranges: pl.DataFrame
+    syncs: pl.DataFrame
+    memory: pl.DataFrame
+    collectives: pl.DataFrame
+    threads: pl.DataFrame
+    counts: pl.DataFrame
+
+    @property
+    def num_problems(self) -> int:
+        """Events, or stretches between events, that could not be taken as they are."""
+        return sum(problem.num for problem in self.problems)
+
+
+def facts_of(fields: dict[str, Any]) -> TraceFacts:
+    """The facts in a trace's top-level fields; whatever is missing or of another shape is left out."""
+    distributed = fields.get("distributedInfo")
+    distributed = distributed if isinstance(distributed, dict) else {}
+    properties = fields.get("deviceProperties")
+    devices = [p for p in properties if isinstance(p, dict)] if isinstance(properties, list) else []
+    return TraceFacts(
+        rank=_integer(distributed.get("rank")),
+        world_size=_integer(distributed.get("world_size")),
+        devices=tuple(str(device.get("name", "unknown device"))[:200] for device in devices),
+        base_time_ns=_integer(fields.get("baseTimeNanoseconds")) or 0,
+        has_shapes=_flag(fields.get("record_shapes")),
+        has_stacks=_flag(fields.get("with_stack")),
+        has_memory=_flag(fields.get("profile_memory")),
+        versions={
+            key: str(value)[:80] for key, value in fields.items() if key.endswith("_version") and len(key) < 80
+        },
+    )
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        return None
+    return number if -(2**63) <= number < 2**63 else None
+
+
+def _flag(value: Any) -> bool | None:
+    number = _integer(value)
+    return None if number is None else bool(number)

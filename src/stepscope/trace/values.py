@@ -1,0 +1,98 @@
+"""Recorded values as columns: what is not of a column's type becomes null, never an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import polars as pl
+
+
+def times(joined: bytes) -> pl.Series:
+    """Microseconds as text, separated by commas, to nanoseconds as integers, exactly; null where it is no number.
+
+    What a text has beyond the nanosecond is rounded.
+
+    >>> times(b"1694128201545123.456,7,").to_list()
+    [1694128201545123456, 7000, None]
+    """
+    text = joined.decode("ascii", errors="replace")
+    if '"' in text:
+        text = text.replace('"', "")  # some producers write numbers as texts
+    parts = pl.lit(text).str.split(",").explode(empty_as_null=False)
+    thousandths = parts.cast(pl.Decimal(38, 3), strict=False).to_physical()
+    return pl.select(thousandths.cast(pl.Int64, strict=False)).to_series()
+
+
+def integers(values: Sequence[Any]) -> pl.Series:
+    """Whole numbers; what is none (a text, a number too large) becomes null.
+
+    >>> integers([7, "8", "x", 2**70]).to_list()
+    [7, 8, None, None]
+    """
+    try:
+        return pl.Series(values, dtype=pl.Int64)
+    except (TypeError, OverflowError, pl.exceptions.PolarsError):
+        return pl.Series([_integer(value) for value in values], dtype=pl.Int64)
+
+
+def floats(values: Sequence[Any]) -> pl.Series:
+    """Numbers; what is none, or is not finite, becomes null."""
+    try:
+        series = pl.Series(values, dtype=pl.Float64)
+    except (TypeError, OverflowError, pl.exceptions.PolarsError):
+        series = pl.Series([_try(float, value) for value in values], dtype=pl.Float64)
+    return series.set(~series.is_finite(), None)
+
+
+def texts(values: Sequence[Any]) -> pl.Series:
+    """Texts; what is none is written as one."""
+    return categories([None if value is None or value == "" else str(value) for value in values])
+
+
+def categories(different: list[str | None]) -> pl.Series:
+    """Texts as a column that keeps each once."""
+    return pl.Series(different, dtype=pl.Categorical)
+
+
+def json_texts(written: Iterable[bytes]) -> list[str | None]:
+    """JSON values as recorded, on one line whatever the layout of the file; null where there is none.
+
+    >>> json_texts([b"[[8,  3],[]]", b'"[0, 1]"', b"null"])
+    ['[[8, 3], []]', '[0, 1]', None]
+    """
+    return [_one_line(value) for value in written]
+
+
+def _one_line(value: bytes) -> str | None:
+    if value in (b"", b"null"):
+        return None
+    try:
+        if value.startswith(b'"'):  # JSON in a text, as the ranks of a group are
+            return msgspec.json.decode(value, type=str) or None
+        value = msgspec.json.format(value, indent=0)
+    except (ValueError, RecursionError):
+        pass
+    return value.decode("utf-8", errors="replace")
+
+
+def id_text(value: Any) -> str | None:
+    """A process or thread as text: the same for 7, 7.0 and "7"."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, float) and not value.is_integer():
+        return str(value)
+    return str(int(value))
+
+
+def _integer(value: Any) -> int | None:
+    number: int | None = _try(int, value)
+    return number if number is not None and -(2**63) <= number < 2**63 else None
+
+
+def _try(convert: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return convert(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,430 @@
+"""`stepscope sql`: what people type works, what comes out is safe, and a query sees nothing but the trace."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from stepscope.cli.sql import fit, refuse_what_is_no_query, run_query, tables_at
+from stepscope.errors import UsageError
+from stepscope.trace.schema import TABLES
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "tables.md").read_text(), re.DOTALL)
+
+
+def complete(category: str, name: str, ts: float, dur: float, tid: object = 1, **args: object) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def kernel(name: str, ts: float, dur: float, correlation: int, category: str = "kernel", **args: object) -> dict:
+    common = {"device": 0, "stream": 7, "correlation": correlation, "External id": correlation + 100}
+    return complete(category, name, ts, dur, "stream 7", **common, **args)
+
+
+GEMM, NCCL, COPY = "void gemm<128>(float*)", "ncclDevKernel_AllReduce", "Memcpy HtoD (Pinned -> Device)"
+ALLOCATION = {"Device Type": 1, "Device Id": 0, "Addr": 5, "Bytes": 512, "Total Allocated": 512}
+COLLECTIVE = {"Collective name": "allreduce", "In msg nelems": 1024, "Out msg nelems": 1024, "Group size": 8}
+EVENTS = [
+    {"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "args": {"name": "python"}},
+    {"ph": "M", "name": "thread_name", "pid": 9, "tid": 1, "args": {"name": "main"}},
+    complete("cpu_op", "aten::mm", 100, 50, **{"External id": 101, "Input Dims": [[2, 3], [3, 4]]}),
+    complete("cuda_runtime", "cudaLaunchKernel", 120, 10, correlation=1),
+    complete("cuda_runtime", "cudaLaunchKernel", 140, 5, correlation=2),
+    complete("cuda_runtime", "cudaMemcpyAsync", 150, 5, correlation=3),
+    complete("user_annotation", "ProfilerStep#1", 90, 500),
+    kernel(GEMM, 200, 40, 1),
+    kernel(NCCL, 245, 20, 2, **COLLECTIVE),
+    kernel(COPY, 300, 2, 3, "gpu_memcpy", bytes=4096),
+    complete("gpu_user_annotation", "ProfilerStep#1", 200, 110, "stream 7", device=0, stream=7),
+    {"ph": "i", "name": "[memory]", "cat": "cpu_instant_event", "pid": 9, "tid": 1, "ts": 130, "args": ALLOCATION},
+    {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 1, "pid": 9, "tid": 1, "ts": 120},
+]
+
+
+def put(path: Path, events: list[dict] = EVENTS, **fields: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**fields, "traceEvents": events}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory) -> Path:
+    return put(tmp_path_factory.mktemp("sql") / "trace.json")
+
+
+@pytest.fixture(scope="module")
+def tables(trace) -> dict[str, pl.LazyFrame]:
+    return tables_at(trace, use_cache=False)
+
+
+def sql(*words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stepscope", "sql", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", **options)
+
+
+@pytest.mark.parametrize("query", EXAMPLES, ids=lambda query: query.split("\n")[0][:40])
+def test_every_query_of_the_documentation_runs_and_finds_something(tables, query):
+    refuse_what_is_no_query(query)
+
+    assert run_query(tables, query).height > 0
+
+
+def test_there_are_queries_in_the_documentation_for_most_tables():
+    assert len(EXAMPLES) >= 8
+    used = {table.name for table in TABLES if re.search(rf"(from|join) {table.name}\b", "\n".join(EXAMPLES))}
+    assert used >= {"host", "device", "device_ranges", "memory", "threads", "counts", "collectives"}
+
+
+@pytest.mark.parametrize(
+    ("query", "rows"),
+    [
+        ("select count(*) from device", [(3,)]),
+        ("SELECT kind, COUNT(*) AS n FROM device GROUP BY kind ORDER BY n DESC", [("kernel", 2), ("memcpy", 1)]),
+        ("select name from device where kind = 'memcpy'", [(COPY,)]),
+        ("select count(*) from device where kind in ('kernel', 'memset')", [(2,)]),
+        ("select count(*) from device where kind <> 'kernel'", [(1,)]),
+        ("select count(*) from device where kind = 'no such kind'", [(0,)]),
+        ("select count(*) from device where name like '%gemm%'", [(1,)]),
+        ("select count(*) from device where name not like '%gemm%'", [(2,)]),
+        ("select count(*) from device where name ilike '%GEMM%'", [(1,)]),
+        ("select count(*) from device where name ~ '^(void|nccl)'", [(2,)]),
+        ("select upper(left(name, 4)) as a from device where starts_with(name, 'void')", [("VOID",)]),
+        ("select replace(name, 'void ', '') as r from device order by event limit 1", [("gemm<128>(float*)",)]),
+        ("select kind || ':' || split_part(name, '_', 2) as a from device where event = 8", [("kernel:AllReduce",)]),
+        (
+            "select case when name like '%nccl%' then 'nccl' else 'other' end as a, count(*) as n "
+            "from device group by a order by a",
+            [("nccl", 1), ("other", 2)],
+        ),
+        (
+            "select h.name, d.name from host h join device d using (correlation) where d.kind = 'memcpy'",
+            [("cudaMemcpyAsync", COPY)],
+        ),
+        (
+            "select d.event, h.name from device d left join host h "
+            "on d.external_id = h.external_id and h.kind = 'op' order by d.event limit 2",
+            [(7, "aten::mm"), (8, None)],
+        ),
+        (
+            "select start_ns - lag(start_ns + duration_ns) over (order by start_ns) as gap_ns "
+            "from device order by start_ns",
+            [(None,), (5000,), (35000,)],
+        ),
+        ("select name from device qualify row_number() over (order by duration_ns desc) = 1", [(GEMM,)]),
+        ("select sum(duration_ns) / 1000 as us, sum(duration_ns) * 0.001 as same from device", [(62.0, 62.0)]),
+        ("select kind from device group by kind having max(duration_ns) > 2000", [("kernel",)]),
+        ("with k as (select * from device) select (select max(duration_ns) from k) as m", [(40000,)]),
+        ("select count(distinct name) from host where kind = 'runtime'", [(2,)]),
+        ("select name from device where duration_ns = (select max(duration_ns) from device)", [(GEMM,)]),
+        (
+            "select name from device_ranges union all select name from host where kind = 'op' order by name",
+            [("ProfilerStep#1",), ("aten::mm",)],
+        ),
+        ("select max(name) from device", [(GEMM,)]),
+        ("select coalesce(shapes, '-') as s from host where kind = 'op'", [("[[2, 3], [3, 4]]",)]),
+        (
+            "select d.name from device d join host h "
+            "on d.start_ns >= h.start_ns and d.start_ns < h.start_ns + h.duration_ns "
+            "where h.kind = 'annotation' and d.kind = 'memcpy'",
+            [(COPY,)],
+        ),
+    ],
+)
+def test_what_people_ask(tables, query, rows):
+    refuse_what_is_no_query(query)
+
+    assert run_query(tables, query).rows() == rows
+
+
+def test_a_number_with_a_point_is_a_number_and_no_decimal(tables):
+    assert run_query(tables, "select sum(duration_ns) * 0.001 as us from device").schema == {"us": pl.Float64()}
+
+
+def test_the_verb_shows_a_table_for_people(trace):
+    done = sql(trace, "select name, duration_ns, duration_ns / 7 as x, bytes from device order by event")
+
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == (
+        "name                            duration_ns        x  bytes\n"
+        "void gemm<128>(float*)                40000  5714.29   null\n"
+        "ncclDevKernel_AllReduce               20000  2857.14   null\n"
+        "Memcpy HtoD (Pinned -> Device)         2000  285.714   4096\n"
+        "(3 rows)\n"
+    )
+
+
+def test_the_table_is_bounded_and_says_so(tmp_path):
+    trace = put(tmp_path / "t.json", [complete("cpu_op", "a", i, 1) for i in range(1_200)])
+
+    default = sql(trace, "select event from host").stdout.splitlines()
+    three = sql(trace, "select event from host", "--limit", "3").stdout.splitlines()
+
+    assert len(default) == 52
+    assert default[-1] == "(50 of 1,200 rows: --limit N shows more, --csv and --json give all)"
+    assert three[1:4] == ["    0", "    1", "    2"] and three[4].startswith("(3 of 1,200 rows")
+    assert sql(trace, "select event from host where event < 0").stdout == "event\n(0 rows)\n"
+
+
+def test_json_is_one_list_with_every_row(tmp_path):
+    trace = put(tmp_path / "t.json", [complete("cpu_op", "é\u202e\x1b\n\"'", i, 1) for i in range(12_345)])
+    query = "select event, name, correlation, event / 2 as half, 'NaN'::double as nan from host order by event"
+
+    done = sql(trace, "--no-cache", query, "--json")
+    rows = json.loads(done.stdout)
+
+    assert done.stdout.isascii() and "\x1b" not in done.stdout
+    assert len(rows) == 12_345
+    assert rows[3] == {"event": 3, "name": "é\u202e\x1b\n\"'", "correlation": None, "half": 1.5, "nan": None}
+    assert [row["event"] for row in rows] == list(range(12_345))
+    assert json.loads(sql(trace, query, "--json", "--limit", "2").stdout) == rows[:2]
+    assert json.loads(sql(trace, "select * from host limit 0", "--json").stdout) == []
+
+
+def test_csv_has_every_row(tmp_path):
+    trace = put(tmp_path / "t.json", [complete("cpu_op", 'a "b", c\nd é', i, 1) for i in range(12_345)])
+
+    done = sql(trace, "select event, name, correlation from host order by event", "--csv")
+    rows = list(csv.reader(io.StringIO(done.stdout)))
+
+    assert rows[0] == ["event", "name", "correlation"] and len(rows) == 12_346
+    assert rows[12_345] == ["12344", 'a "b", c\nd é', ""]
+    assert sql(trace, "select event from host limit 0", "--csv").stdout == "event\n"
+    done = sql(trace, "select array[1, 2] as a", "--csv")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "stepscope sql: CSV has no lists: use --json\n")
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path):
+    trace = put(tmp_path / "t.json", [complete("cpu_op", "evil\x1b[2J\u202e\r\nname" + "x" * 900, 1, 1)])
+
+    done = sql(trace, 'select name, 1 as "a\x1bb" from host')
+
+    assert done.returncode == 0
+    assert all(character.isprintable() or character == "\n" for character in done.stdout)
+    assert done.stdout.count("\n") == 3 and max(map(len, done.stdout.splitlines())) < 220
+    refused = sql(trace, "select \x1b[2J from host").stderr
+    assert "\x1b" not in refused and refused.count("\n") == 1
+
+
+def test_csv_on_a_terminal_is_safe_too(tmp_path):
+    trace = put(tmp_path / "t.json", [complete("cpu_op", "evil\x1b[2J", 1, 1)])
+    command = [sys.executable, "-m", "stepscope", "sql", str(trace), "select name from host", "--csv"]
+    main, other = os.openpty()
+    try:
+        subprocess.run(command, stdout=other, check=True)
+        shown = os.read(main, 1000).decode()
+    finally:
+        os.close(main)
+        os.close(other)
+
+    assert shown.split() == ["name", "evil?[2J"]
+
+
+def test_columns_fit_the_terminal():
+    assert fit([90, 6, 20], [False, True, False], 60) == [30, 6, 20]
+    assert fit([5, 6], [False, True], 60) == [5, 6]
+    assert fit([90] * 8, [False] * 8, 60) == [12] * 8
+    assert fit([30], [True], 10) == [30]
+    assert fit([], [], 10) == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select * from read_csv('{file}')",
+        "select * from READ_CSV ('{file}')",
+        "select * from read_csv\n('{file}')",
+        "select * from \"read_csv\"('{file}')",
+        "select * from `read_csv` ('{file}')",
+        "select * from read_csv/* /* */ */('{file}')",
+        "select * from read_csv--\n('{file}')",
+        "select '--', * from read_csv('{file}')",
+        "select '''', * from read_csv('{file}')",
+        "select * from device where event in (select a from read_csv('{file}'))",
+        "select * from device d join read_csv('{file}') c on d.event = c.a",
+        "with c as (select * from read_csv('{file}')) select * from c",
+        "select (select max(a) from read_csv('{file}')) as x from device",
+        "from read_csv('{file}')",
+        "explain select * from read_csv('{file}')",
+        "create table c as select * from read_csv('{file}')",
+        "select * from read_parquet('{file}')",
+        "select * from read_json('{file}')",
+        "select * from read_ndjson('{file}')",
+        "select * from read_ipc('{file}')",
+        "select * from scan_csv('{file}')",
+    ],
+)
+def test_a_function_that_reads_files_is_refused_before_polars_sees_it(query):
+    with pytest.raises(UsageError):
+        refuse_what_is_no_query(query.format(file="secret.csv"))
+
+
+@pytest.mark.parametrize("quoted", ["'{}'", '"{}"', "`{}`"])
+def test_a_file_is_no_table(tables, tmp_path, quoted):
+    (tmp_path / "secret.csv").write_text("a\n42\n")
+
+    with pytest.raises(UsageError, match="was not found"):
+        run_query(tables, f"select * from {quoted.format(tmp_path / 'secret.csv')}")
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet", "ndjson", "ipc"])
+def test_a_plan_that_reads_a_file_is_not_run_either(tables, tmp_path, format):
+    """Should the text ever hide what Polars sees in it."""
+    file = tmp_path / "secret"
+    getattr(pl.DataFrame({"a": [42]}), f"write_{format}")(file)
+
+    with pytest.raises(UsageError, match="no other file"):
+        run_query(tables, f"select * from read_{format}('{file}')")
+    with pytest.raises(UsageError, match="no other file"):
+        run_query(tables, f"select event from device where event in (select a from read_{format}('{file}'))")
+
+
+@pytest.mark.parametrize("query", ["select 'read_csv' as a", "select name from device where name like '%read_csv%'"])
+def test_the_name_of_such_a_function_alone_is_no_crime(tables, query):
+    refuse_what_is_no_query(query)
+    run_query(tables, query)
+
+
+@pytest.mark.parametrize(
+    "query", ["drop table host", "delete from host", "truncate host", "copy host to 'x'", "", ";"]
+)
+def test_only_queries_are_run(trace, query):
+    with pytest.raises(UsageError, match="only queries are run"):
+        refuse_what_is_no_query(query)
+
+
+@pytest.mark.parametrize(
+    "query", ["  (select 1)", "-- why\nselect 1", "/* why */ SELECT 1", "show tables", "values (1)"]
+)
+def test_every_way_to_begin_a_query(tables, query):
+    refuse_what_is_no_query(query)
+    assert run_query(tables, query).height
+
+
+@pytest.mark.parametrize(
+    ("query", "what"),
+    [
+        ("select nope from device", 'unable to find column "nope"'),
+        ("select * from nope", "relation 'nope' was not found"),
+        ("select foo(name) from device", "unsupported function 'foo'"),
+        ("select * from device where", "Expected: an expression, found: EOF"),
+        ("select name, name from device", "duplicate"),
+        ("select 1; select 2", "one (and only one) statement"),
+        ("select cast(name as int) from device", "conversion"),
+    ],
+)
+def test_a_wrong_query_is_one_line_with_the_tables(trace, query, what):
+    done = sql(trace, query)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("stepscope sql: ") and done.stderr.count("\n") == 1
+    assert what in done.stderr and all(table.name in done.stderr.partition("(tables: ")[2] for table in TABLES)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["nothing.json", "select 1"], "there is no nothing.json"),
+        (["."], "QUERY"),
+        ([], "PATH, QUERY"),
+        ([".", "select 1"], "is empty"),
+        ([".", "select 1", "--limit", "0"], "--limit is 0: it must be positive"),
+        ([".", "select 1", "--limit", "many"], "many"),
+        ([".", "select 1", "--csv", "--json"], "not allowed"),
+        (["/dev/null", "select 1"], "/dev/null"),
+    ],
+)
+def test_a_mistake_is_one_line(words, what, tmp_path):
+    done = sql(*words, cwd=tmp_path)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert what in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_options_may_stand_anywhere(trace):
+    assert sql("--json", trace, "--no-cache", "select 1 as a", "--limit", "5").stdout == '[\n{"a":1}\n]\n'
+
+
+def test_the_tables_are_listed_with_their_columns():
+    done = sql("--tables")
+
+    assert done.returncode == 0
+    for table in TABLES:
+        assert f"{table.name}: {table.doc}\n" in done.stdout
+        for column in table.columns:
+            assert re.search(rf"^  {column.name} +(integer|number|text) +{re.escape(column.doc)}$", done.stdout, re.M)
+
+
+def test_several_traces_are_told_apart_by_rank_and_file(tmp_path):
+    put(tmp_path / "rank0.json", EVENTS)
+    put(tmp_path / "rank1.json", EVENTS[:8], distributedInfo={"rank": 5})
+    query = "select rank, file, count(*) as n from device group by rank, file order by rank"
+
+    rows = json.loads(sql(tmp_path, query, "--json").stdout)
+
+    assert rows == [
+        {"rank": 0, "file": str(tmp_path / "rank0.json"), "n": 3},
+        {"rank": 5, "file": str(tmp_path / "rank1.json"), "n": 1},
+    ]
+    for table in TABLES:
+        columns = tables_at(tmp_path, use_cache=False)[table.name].collect_schema().names()
+        assert columns == ["rank", "file", *table.schema]
+
+
+def test_one_trace_has_the_documented_columns_and_no_others(tables):
+    for table in TABLES:
+        assert tables[table.name].collect_schema().names() == list(table.schema)
+
+
+def test_a_recording_is_a_path_too(tmp_path):
+    put(tmp_path / "run" / "trace" / "rank0.json")
+    (tmp_path / "run" / "recording.json").write_text("{}")
+
+    assert json.loads(sql(tmp_path / "run", "select count(*) as n from device", "--json").stdout) == [{"n": 3}]
+
+
+def test_what_is_wrong_with_a_trace_is_said_beside_the_answer(tmp_path):
+    trace = put(tmp_path / "cut.json")
+    trace.write_text(trace.read_text()[:-200])
+
+    done = sql(trace, "select count(*) as n from device", "--json")
+
+    assert done.returncode == 0 and json.loads(done.stdout) == [{"n": 3}]
+    assert done.stderr.startswith("stepscope sql: cut.json: ")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    trace = put(tmp_path / "t.json", [complete("cpu_op", "x" * 100, i, 1) for i in range(3_000)])
+    # Several megabytes: more than a pipe takes in when nobody reads it.
+    query = "select a.name from host a cross join (select event from host limit 20) b"
+    command = f"{sys.executable} -m stepscope sql {trace} '{query}' --csv | head -1"
+
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "name\n", "")
+
+
+def test_a_full_disk_is_one_line(trace):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "stepscope", "sql", str(trace), "select * from host"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "stepscope sql: the answer could not be written: No space left on device"
+
+
+def test_a_terminal_that_knows_no_accents(tmp_path):
+    trace = put(tmp_path / "t.json", [complete("cpu_op", "é∑", 1, 1)])
+
+    done = sql(trace, "select name from host", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+
+    assert done.returncode == 0 and done.stdout.splitlines()[1] == "??"
