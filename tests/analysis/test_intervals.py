@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ def test_a_union_covers_the_same_moments_once(intervals):
 
     assert length_ns(joined) == len(moments(intervals))
     assert moments(joined.rows()) == moments(intervals)
-    assert all(before[1] < after[0] for before, after in zip(joined.rows(), joined.rows()[1:]))
+    assert all(before[1] < after[0] for before, after in pairwise(joined.rows()))
 
 
 @given(sets, sets)
@@ -46,7 +48,7 @@ def test_a_sweep_tiles_the_time_and_tells_who_covers_it(first, second, third):
     given_sets = {"first": first, "second": second, "third": third}
     rows = sweep({name: frame(intervals) for name, intervals in given_sets.items()}).rows(named=True)
 
-    assert all(before["end_ns"] == after["start_ns"] for before, after in zip(rows, rows[1:]))
+    assert all(before["end_ns"] == after["start_ns"] for before, after in pairwise(rows))
     for name, intervals in given_sets.items():
         assert moments([(row["start_ns"], row["end_ns"]) for row in rows if row[name]]) == moments(intervals)
 

@@ -224,6 +224,19 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
     json.dumps(trace.counts.to_dicts()).encode()
 
 
+def test_an_event_that_swallows_the_rest_of_the_file_costs_only_itself(tmp_path):
+    """GIVEN a list in an event that is never closed, so that the list of events seems to be in it."""
+    trace = read(
+        tmp_path,
+        '{"traceEvents": [{"ph": "X", "ts": 0, "args": {"x": [1, {"ph": "X", "ts": 1}, {"ph": "X", "ts": 2}], '
+        '"baseTimeNanoseconds": 7}',
+    )
+
+    assert trace.host["start_ns"].to_list() == [1_000, 2_000]
+    assert [(p.what, p.offset) for p in trace.problems] == [("cut off", 17)]
+    assert trace.facts.base_time_ns == 7 and trace.warnings == ()
+
+
 def test_json_lines_without_commas_are_read(tmp_path):
     trace = read(tmp_path, "[" + "\n".join(json.dumps(slice_of(f"op{i}", ts=i)) for i in range(50)) + "]")
 

@@ -99,8 +99,13 @@ def test_a_worker_that_cannot_start_is_one_line(path, capfd, monkeypatch):
 
 def test_what_a_worker_prints_comes_nowhere(path, capfd, monkeypatch):
     """GIVEN something that prints while a worker runs, as a library may THEN its answers are still understood."""
-    noisy = "import sys, atexit; sys.stdout.write(''); " + pool._START + "; print('noise')"
-    monkeypatch.setattr(pool, "_START", noisy)
+    noise = (
+        "from stepscope.trace.columns import Builder; finish = Builder.finish; "
+        "Builder.finish = lambda self: (print('noise', flush=True), finish(self))[1]; "
+    )
+    monkeypatch.setattr(
+        pool, "_START", pool._START.replace("from stepscope.trace.worker", f"{noise}from stepscope.trace.worker")
+    )
 
     assert read_trace(path, workers=2).num_events == 6_000
     assert capfd.readouterr() == ("", "")

@@ -215,9 +215,11 @@ def test_a_large_event_is_read_and_one_beyond_all_reason_passed_over(tmp_path):
 
 @pytest.mark.parametrize("slice_bytes", [1 << 16, 1 << 22])
 @pytest.mark.parametrize("size", [(4 << 20) - 100, 4 << 20, 5 << 20, 13 << 20])
-def test_the_limit_is_the_same_wherever_slices_fall(tmp_path, monkeypatch, size, slice_bytes):
+@pytest.mark.parametrize("is_misleading", [False, True])
+def test_the_limit_is_the_same_wherever_slices_fall(tmp_path, monkeypatch, size, slice_bytes, is_misleading):
     monkeypatch.setattr(source, "SLICE", slice_bytes)
-    big = slice_of("big", args={"list": [1, 2, {"a": "}, {" * (size // 8)}, "x" * (size // 2)]})
+    content = "}, {" * (size // 4) if is_misleading else "x" * size
+    big = slice_of("big", args={"list": [1, 2, {"a": content}]})
     trace = read_text(tmp_path, text_of([slice_of("a"), big, slice_of("b", ts=11), slice_of("c", ts=12)]))
 
     is_kept = len(json.dumps(big)) <= 4 << 20
@@ -236,6 +238,17 @@ def test_fields_before_and_after_the_events(tmp_path):
     assert trace.facts.devices == ("GPU é é",)
     assert (trace.facts.rank, trace.facts.base_time_ns) == (5, 12)
     assert trace.warnings == ()
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 2, 3])
+def test_numbers_in_fields_are_not_cut(tmp_path, monkeypatch, slice_bytes):
+    """GIVEN a file read byte by byte THEN `0.` is not taken for `0`, nor `1e+` for `1`."""
+    monkeypatch.setattr(source, "SLICE", slice_bytes)
+    fields = '"a": 0.5, "b": -1.5e+10, "c": [1.25], "x_version": 12.5, "baseTimeNanoseconds": 1700000000000000000'
+    trace = read_text(tmp_path, f'{{{fields}, "traceEvents": [{{"ph": "X", "ts": 1}}], "y_version": 0.25E-1}}')
+
+    assert trace.facts.versions == {"x_version": "12.5", "y_version": "0.25E-1"}
+    assert trace.facts.base_time_ns == 1_700_000_000_000_000_000
 
 
 @pytest.mark.parametrize(

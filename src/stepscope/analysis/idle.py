@@ -26,7 +26,7 @@ _NAMES = {
     "synchronisation": r"(?i)^(cuda|hip|cu)\w*Synchronize|^cudaMemcpy(_|$)|^hipMemcpy(WithStream)?$",
     "allocator": r"(?i)^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
     r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve)",
-    "compile": r"_dynamo/convert_frame|_inductor/(compile_fx|codecache|graph|scheduler|select_algorithm)"
+    "compile": r"_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler|select_algorithm)"
     r"|triton/compiler|dynamo_timed|^cu(Module|Library)(Load|Unload)|^hipModule(Load|Unload)"
     r"|^(cuda|hip)GraphInstantiate|Lazy Function Loading",
     "other_ranks": r"(?i)^(c10d::|gloo:|nccl:barrier|nccl:.*wait|mpi:|ncclComm|ncclGroupEnd)",

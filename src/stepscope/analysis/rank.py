@@ -143,7 +143,8 @@ def _which(steps: Steps) -> str:
 
 
 def _problem(problem: Problem) -> str:
-    return f"{problem.num:,} events {problem.what} (first at byte {problem.offset:,})"
+    events = "1 event" if problem.num == 1 else f"{problem.num:,} events"
+    return f"{events} {problem.what} (first at byte {problem.offset:,})"
 
 
 def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:

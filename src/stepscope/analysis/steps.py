@@ -137,7 +137,8 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
     if timed.is_empty():
         return "none", empty
     first = int(timed["start_ns"].min())  # type: ignore[arg-type]
-    optimizer = annotations.filter(pl.col("name").str.contains(r"^Optimizer\.step#")).sort("end_ns")
+    # An optimizer may call another: the outer one is the step.
+    optimizer = union(spans(annotations.filter(pl.col("name").str.contains(r"^Optimizer\.step#"))))
     for source, ends in (("optimizer", optimizer["end_ns"]), ("backward", backward["end_ns"])):
         if len(ends):
             starts = pl.concat([pl.Series([first], dtype=pl.Int64), ends.head(-1)])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import TraceError
-from stepscope.trace.scan import is_incomplete, skip_blank, sound_text, value_at
+from stepscope.trace.scan import is_incomplete, may_go_on, skip_blank, sound_text, value_at
 
 LARGEST_HEADER = 1 << 23
 """Bytes before the first event, and after the last, that are looked at."""
@@ -90,8 +90,8 @@ class Fields:
                     raise self.error(_ENDS) from None
                 self._position = getattr(error, "pos", self._position)
                 raise self.error(f"is not a trace: {_plain(error)}") from None
-            if end == len(self._text) and self._read_on():
-                continue  # a number may go on
+            if may_go_on(self._text, end) and self._read_on():
+                continue
             written = self._text[self._position : end]
             if not written.isascii():
                 value, _ = value_at(written.encode("latin-1").decode("utf-8", errors="replace"), 0)

@@ -106,25 +106,29 @@ class _Reading:
         self.carried, self.is_lost = b"", decoded.is_lost
         if decoded.end == part.base + part.length:
             return
-        rest = (self.document.bytes_of(part) if data is None else data)[decoded.end - base :]
-        if decoded.is_closed:
-            self.trailer, self.trailer_base = [rest[1:]], decoded.end + 1
-            return
-        self.carried, self.carried_base = rest, decoded.end
-        if len(rest) > LARGEST_EVENT and not self.is_lost:
+        self._keep((self.document.bytes_of(part) if data is None else data)[decoded.end - base :], decoded)
+        if len(self.carried) > LARGEST_EVENT and not self.is_lost:
             self.assembler.problems.add(f"larger than {LARGEST_EVENT >> 20} MiB", decoded.end)
             self.is_lost = True
 
+    def _keep(self, rest: bytes, decoded: Decoded) -> None:
+        """Keep what a slice has after its last event."""
+        if decoded.is_closed:
+            self.trailer, self.trailer_base = [rest[1:]], decoded.end + 1
+        else:
+            self.carried, self.carried_base = rest, decoded.end
+
     def _end(self) -> None:
         """Take what is left when the file has been read."""
+        if self.carried:
+            decoded = decode_slice(self.carried, self.carried_base, is_last=True, is_lost=self.is_lost)
+            self.assembler.add(decoded)
+            self._keep(self.carried[decoded.end - self.carried_base :], decoded)
         if self.trailer is not None:
             fault = self.document.read_trailer(self.trailer_base, b"".join(self.trailer)[:LARGEST_HEADER])
             if fault:
                 self.warnings.append(fault)
-            return
-        if self.carried:
-            self.assembler.add(decode_slice(self.carried, self.carried_base, is_last=True, is_lost=self.is_lost))
-        if not self.source.warnings:
+        elif not self.source.warnings:
             self.warnings.append(
                 f"the file ends at byte {self.source.num_read:,} inside its list of events, as when the job that "
                 "wrote it was killed: every complete event was read"

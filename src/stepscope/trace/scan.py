@@ -130,6 +130,11 @@ def is_incomplete(error: ValueError, text: str) -> bool:
     return error.msg.startswith("Unterminated string") or rest in _BEGUN or bool(_BEGUN_ESCAPE.fullmatch(rest))
 
 
+def may_go_on(text: str, end: int) -> bool:
+    """Whether a number that ends here may go on in what follows the text."""
+    return text[end : end + 10] in _BEGUN
+
+
 def skip_blank(text: str, position: int) -> int:
     """The next position that is not white space."""
     return _BLANK.match(text, position).end()  # type: ignore[union-attr]
