@@ -165,6 +165,12 @@ def test_lost_to_the_end_keeps_what_may_be_the_beginning_of_an_event():
     assert len(scan_events(data[lost.end :], lost.end, is_lost=True).events) == 1
 
 
+def test_escaped_quotes_are_not_each_taken_for_a_beginning():
+    """GIVEN a text that is never closed THEN it is read to its end once, and not from each quote in it again."""
+    assert scan._TOKEN.findall('{oops "' + '\\"' * 9) == ["{"]
+    assert scan._TOKEN.findall('{"a\\"b": "\\\\", "c"}') == ["{", '"a\\"b"', '"\\\\"', '"c"', "}"]
+
+
 HOSTILE = [
     '{"ph": "X", "a": [',
     "{x[},",
@@ -176,6 +182,7 @@ HOSTILE = [
     '{"ph":"X","ts":1}, {"ph": ',
     ", {}x",
     '{"a":[{"ph":"X"},',
+    '{oops "' + '\\"' * 500_000,
 ]
 
 

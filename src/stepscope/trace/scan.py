@@ -25,7 +25,7 @@ LOOK_AHEAD = 1 << 16
 _BLANK = re.compile(r"[ \t\n\r]*")
 _BLANK_OR_COMMA = re.compile(r"[ \t\n\r,]*")
 _MAYBE_EVENT = re.compile(r"[},][ \t\n\r]*(?=\{)")
-_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]', re.DOTALL)
+_TOKEN = re.compile(r'(?<!\\)"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]', re.DOTALL)
 _GOES_ON = re.compile(r"[ \t\n\r,]*(?:[]{]|\Z)")
 _MOST_REREADING = 8
 """Times its own length that a text may be read again in search of sound events, so that a hostile one ends too."""
