@@ -76,6 +76,13 @@ def test_without_labels_a_step_ends_with_each_optimizer_step():
     assert linked.host.filter(pl.col("name").cast(pl.String) == "aten::item")["step"].to_list() == [None]
 
 
+def test_an_optimizer_inside_another_ends_no_step_of_its_own():
+    outer, inner = "Optimizer.step#ZeroRedundancyOptimizer.step", "Optimizer.step#AdamW.step"
+    linked = TraceBuilder().op("aten::mm", 0, 5).annotation(outer, 20, 30).annotation(inner, 22, 26).linked()
+
+    assert steps_of(linked) == [(0, 0, 50)]
+
+
 def test_without_an_optimizer_a_step_ends_with_each_stretch_of_autograd():
     trace = TraceBuilder().op("aten::mm", 5, 10).op(BACKWARD, 20, 10, AUTOGRAD).op(BACKWARD, 31, 9, AUTOGRAD)
     trace.op("aten::mm", 50, 10).op(BACKWARD, 60, 20, AUTOGRAD)

@@ -138,7 +138,10 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
         return "none", empty
     first = int(timed["start_ns"].min())  # type: ignore[arg-type]
     # An optimizer may call another: the outer one is the step.
-    optimizer = union(spans(annotations.filter(pl.col("name").str.contains(r"^Optimizer\.step#"))))
+    labels = annotations.filter(pl.col("name").str.contains(r"^Optimizer\.step#")).sort(
+        "start_ns", "end_ns", descending=[False, True]
+    )
+    optimizer = labels.filter((pl.col("end_ns") > pl.col("end_ns").cum_max().shift(1)).fill_null(True))
     for source, ends in (("optimizer", optimizer["end_ns"]), ("backward", backward["end_ns"])):
         if len(ends):
             starts = pl.concat([pl.Series([first], dtype=pl.Int64), ends.head(-1)])
