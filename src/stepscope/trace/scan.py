@@ -37,6 +37,8 @@ _LONG = 1 << 18
 """Characters in which the brackets of a broken event must match."""
 _LEAST_COST = 512
 """What an attempt costs that fails at once, in characters read."""
+_COST_OF_DEPTH = 1 << 16
+"""What it costs to go as deep as Python goes, and back."""
 _TOO_DEEP = "nested too deeply"
 _WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity", ".", "e+", "e-", "E+", "E-")
 _BEGUN = {word[:end] for word in _WORDS for end in range(len(word) + 1)}
@@ -150,9 +152,15 @@ def _try_event(text: str, position: int) -> tuple[bool, int]:
     try:
         value, end = value_at(text, position)
     except ValueError as error:
-        reached = len(text) if is_incomplete(error, text) else getattr(error, "pos", position + _SHORT)
-        return False, reached - position
+        return False, _cost(error, text, position)
     return isinstance(value, dict) and type(value.get("ph")) is str, end - position
+
+
+def _cost(error: ValueError, text: str, position: int) -> int:
+    """What it cost to read a value in vain, in characters."""
+    if is_incomplete(error, text):
+        return len(text) - position
+    return error.pos - position if isinstance(error, json.JSONDecodeError) else _COST_OF_DEPTH
 
 
 def scan_events(
@@ -184,7 +192,7 @@ def scan_events(
                 break
             found.problems.add("cut off" if is_cut else _reason(error), base + position)
             broken = position
-            position = search.after_broken(position, len(text) if is_cut else getattr(error, "pos", position))
+            position = search.after_broken(position, _cost(error, text, position))
             continue
         if not isinstance(value, dict):
             found.problems.add("not an event", base + position)
@@ -218,9 +226,9 @@ class _Search:
         self._text = text
         self._num_left = _MOST_REREADING * max(len(text), LOOK_AHEAD)
 
-    def after_broken(self, position: int, reached: int) -> int | None:
-        """Where to go on after a broken value, which was read in vain from `position` until `reached`."""
-        self._num_left -= reached - position
+    def after_broken(self, position: int, cost: int) -> int | None:
+        """Where to go on after a broken value, which was read in vain at some cost."""
+        self._num_left -= cost
         if self._num_left < 0:
             return None
         found = self.next_event(position + 1)
