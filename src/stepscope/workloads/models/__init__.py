@@ -1,0 +1,1 @@
+"""The five reference model families, one file each."""

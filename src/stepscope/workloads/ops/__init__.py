@@ -1,0 +1,1 @@
+"""The ops that the model families argue about, one file each."""
