@@ -93,7 +93,7 @@ class Built:
     """Parameters that a token meets, where that is fewer than all."""
     proofs: tuple[Proof, ...] = ()
     facts: Callable[[], Mapping[str, float]] = dict
-    """What the last pass counted: executed fraction, dropped tokens, density. The pass itself must not wait for it."""
+    """What the last pass counted: executed fraction, dropped tokens, density. The pass must not wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
