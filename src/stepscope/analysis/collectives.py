@@ -132,6 +132,8 @@ def collectives(linked: Linked) -> pl.DataFrame:
     """
     device = linked.device
     kernels = device.filter(pl.col("activity") == "communication").sort("start_ns", "event").with_row_index("kernel")
+    if kernels.is_empty():
+        return pl.DataFrame(schema=SCHEMA)
     compute = union(spans(device.filter(pl.col("activity") == "compute")))
     said = _said(linked, kernels)
     table = (

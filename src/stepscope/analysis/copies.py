@@ -11,6 +11,7 @@ import polars as pl
 
 from stepscope.analysis.kernel_classes import fused_ops
 from stepscope.analysis.links import Linked
+from stepscope.analysis.nesting import outermost
 from stepscope.analysis.op_costs import op_cost, touched_bytes
 
 KINDS = {
@@ -113,18 +114,6 @@ def copies_summary(copies: pl.DataFrame, num_steps: int, busy_ns: int) -> pl.Dat
         )
         .sort("total_ns", descending=True, maintain_order=True)
     )
-
-
-def outermost(host: pl.DataFrame, rows: pl.Series, names: frozenset[str]) -> pl.Series:
-    """Rows of the host table, each moved up as long as the event above it has one of the names."""
-    known = pl.Series(sorted(names), dtype=host.schema["name"])
-    for _ in range(16):
-        above = host["parent"].gather(rows)
-        goes_up = host["name"].gather(above).is_in(known.implode()).fill_null(False)
-        if not goes_up.any():
-            break
-        rows = above.zip_with(goes_up, rows)
-    return rows
 
 
 def _traffic() -> pl.Expr:

@@ -60,7 +60,7 @@ def timeline(device: pl.DataFrame) -> pl.DataFrame:
     """The GPU's window cut wherever computing, communicating or copying begins or ends (`intervals.sweep`)."""
     labelled = device if "activity" in device.columns else with_activity(device)
     return sweep(
-        {name: spans(labelled.filter(pl.col("activity") == name)) for name in ("compute", "communication", "memory")}
+        {name: spans(labelled, pl.col("activity") == name) for name in ("compute", "communication", "memory")}
     )
 
 

@@ -23,13 +23,13 @@ CAUSES = {
 
 # Names that say what a host event is about, tried in this order.
 _NAMES = {
-    "synchronisation": r"(?i)^(cuda|hip|cu)\w*Synchronize|^cudaMemcpy(_|$)|^hipMemcpy(WithStream)?$",
-    "allocator": r"(?i)^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
-    r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve)",
+    "synchronisation": r"(?i:^(cuda|hip|cu)\w*Synchronize|^cudaMemcpy(_|$)|^hipMemcpy(WithStream)?$)",
+    "allocator": r"(?i:^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
+    r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve))",
     "compile": r"_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler|select_algorithm)"
     r"|triton/compiler|dynamo_timed|^cu(Module|Library)(Load|Unload)|^hipModule(Load|Unload)"
     r"|^(cuda|hip)GraphInstantiate|Lazy Function Loading",
-    "other_ranks": r"(?i)^(c10d::|gloo:|nccl:barrier|nccl:.*wait|mpi:|ncclComm|ncclGroupEnd)",
+    "other_ranks": r"(?i:^(c10d::|gloo:|nccl:barrier|nccl:.*wait|mpi:|ncclComm|ncclGroupEnd))",
 }
 
 _WORK = ["op", "runtime", "driver"]
@@ -53,7 +53,8 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
         return pl.DataFrame(schema=_GAPS)
     # What ended the gap: of the events that start with it, one whose launch is known.
     ending = (
-        device.filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
+        device.select("start_ns", "launch", "launch_start_ns")
+        .filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
         .sort("launch_start_ns", nulls_last=True)
         .unique("start_ns", keep="first")
         .select(pl.col("start_ns").alias("end_ns"), "launch", "launch_start_ns")
@@ -79,9 +80,11 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
 def _by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
     """Stretches before a launch, cut by what the launching thread did in them."""
     start, end = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
-    thread = linked.host.filter(pl.col("thread") == late["thread"][0])
+    columns = ("row", "kind", "name", "start_ns", "duration_ns", "end_ns", "self_ns", "parent")
+    thread = linked.host.select(columns).filter(linked.host["thread"] == late["thread"][0])
     host = thread.filter(pl.col("end_ns") > start, pl.col("start_ns") < end)
-    sets = {cause: spans(host.filter(matches(host["name"], pattern))) for cause, pattern in _NAMES.items()}
+    special = host.filter(matches(host["name"], "|".join(_NAMES.values())))
+    sets = {cause: spans(special, matches(special["name"], pattern)) for cause, pattern in _NAMES.items()}
     sets["compile"] = pl.concat([sets["compile"], _captures(thread), _planning(linked, host)])
     phases = linked.steps.phases
     is_main = late["thread"][0] == linked.steps.main_thread
@@ -90,7 +93,7 @@ def _by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
     parent_end = linked.host["end_ns"].gather(host["parent"])
     is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
     is_inside = is_inside.fill_null(False)
-    sets["launch"] = spans(host.filter(pl.col("kind").is_in(_WORK) & ~is_inside))
+    sets["launch"] = spans(host, host["kind"].is_in(_WORK) & ~is_inside)
     stretches = sweep({"late": late, **sets}).filter("late")
     cause = pl.lit("python")
     for name in ("launch", "data", "other_ranks", "compile", "allocator", "synchronisation"):
@@ -124,7 +127,7 @@ def _captures(host: pl.DataFrame) -> pl.DataFrame:
 def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
     """Ops that launch kernels and keep the host long by themselves, with no call inside to account for it."""
     launching = linked.device["op"].drop_nulls().unique()
-    return spans(host.filter(pl.col("self_ns") >= _PLANNING_NS, pl.col("row").is_in(launching.implode())))
+    return spans(host, (pl.col("self_ns") >= _PLANNING_NS) & pl.col("row").is_in(launching.implode()))
 
 
 def idle_causes(gaps: pl.DataFrame) -> pl.DataFrame:

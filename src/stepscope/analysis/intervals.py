@@ -10,9 +10,10 @@ from collections.abc import Mapping
 import polars as pl
 
 
-def spans(events: pl.DataFrame) -> pl.DataFrame:
-    """The intervals of events that have `start_ns` and `duration_ns`."""
-    return events.select("start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
+def spans(events: pl.DataFrame, where: pl.Series | pl.Expr | None = None) -> pl.DataFrame:
+    """The intervals of events that have `start_ns` and `duration_ns`; of some of them, without a copy of the rest."""
+    both = pl.col("start_ns"), (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+    return events.select(both if where is None else (column.filter(where) for column in both))
 
 
 def union(intervals: pl.DataFrame) -> pl.DataFrame:
@@ -21,14 +22,14 @@ def union(intervals: pl.DataFrame) -> pl.DataFrame:
     >>> union(pl.DataFrame({"start_ns": [5, 0, 2], "end_ns": [7, 3, 4]})).rows()
     [(0, 4), (5, 7)]
     """
+    if intervals.is_empty():
+        return intervals.select("start_ns", "end_ns")
     ordered = intervals.filter(pl.col("end_ns") > pl.col("start_ns")).select("start_ns", "end_ns").sort("start_ns")
-    reach = pl.col("end_ns").cum_max().shift(1)
-    return (
-        ordered.with_columns((pl.col("start_ns") > reach).fill_null(True).cum_sum().alias("group"))
-        .group_by("group", maintain_order=True)
-        .agg(pl.col("start_ns").first(), pl.col("end_ns").max())
-        .drop("group")
-    )
+    start, reach = ordered["start_ns"], ordered["end_ns"].cum_max()
+    # A start beyond all that came before it begins an interval, and the one before has ended.
+    is_first = (start > reach.shift(1)).fill_null(True)
+    is_last = is_first.shift(-1, fill_value=True)
+    return pl.DataFrame({"start_ns": start.filter(is_first), "end_ns": reach.filter(is_last)})
 
 
 def length_ns(intervals: pl.DataFrame) -> int:
@@ -50,24 +51,24 @@ def sweep(sets: Mapping[str, pl.DataFrame], cuts: pl.Series | None = None) -> pl
     ...        "b": pl.DataFrame({"start_ns": [3], "end_ns": [9]})}).rows()
     [(0, 3, True, False), (3, 4, True, True), (4, 9, False, True)]
     """
-    edges = [
-        pl.concat(
-            [
-                disjoint.select(pl.col("start_ns").alias("time"), pl.lit(1, pl.Int32).alias(name)),
-                disjoint.select(pl.col("end_ns").alias("time"), pl.lit(-1, pl.Int32).alias(name)),
-            ]
-        )
-        for name, intervals in sets.items()
-        for disjoint in [union(intervals)]
-    ]
-    if cuts is not None:
-        edges.append(pl.DataFrame({"time": cuts.cast(pl.Int64)}))
-    marks = pl.concat(edges, how="diagonal").group_by("time").agg(pl.col(name).sum() for name in sets).sort("time")
+    # A bit a set: where the set begins its bit is added and where it ends taken away, so that the sum up to a moment
+    # is the sets that cover it.
+    edges = [_edges(cuts.cast(pl.Int64), 0)] if cuts is not None else []
+    for bit, intervals in enumerate(sets.values()):
+        disjoint = union(intervals)
+        edges += [_edges(disjoint["start_ns"], 1 << bit), _edges(disjoint["end_ns"], -(1 << bit))]
+    marks = pl.concat(edges).sort("time").with_columns(pl.col("covering").cum_sum())
+    marks = marks.filter((pl.col("time") != pl.col("time").shift(-1)).fill_null(True))
     return marks.select(
         pl.col("time").alias("start_ns"),
         pl.col("time").shift(-1).alias("end_ns"),
-        *((pl.col(name).cum_sum() > 0).alias(name) for name in sets),
+        *((pl.col("covering") & (1 << bit) != 0).alias(name) for bit, name in enumerate(sets)),
     ).head(-1)
+
+
+def _edges(times: pl.Series, covering: int) -> pl.DataFrame:
+    same = pl.Series([covering], dtype=pl.Int32).new_from_index(0, len(times))
+    return pl.DataFrame({"time": times, "covering": same})
 
 
 def intersect(left: pl.DataFrame, right: pl.DataFrame) -> pl.DataFrame:

@@ -62,7 +62,7 @@ def gemm_share_by_phase(device: pl.DataFrame) -> pl.DataFrame:
 
 def kernel_sizes(device: pl.DataFrame) -> pl.DataFrame:
     """Kernels by duration: `size`, `num_kernels`, `total_ns`."""
-    kernels = device.filter(pl.col("kind") == "kernel")
+    kernels = device.select("duration_ns").filter(device["kind"] == "kernel")
     border = pl.Series(SIZES_NS[1:], dtype=pl.Int64).search_sorted(kernels["duration_ns"], side="right")
     size = pl.Series(SIZES).gather(border)
     counted = (
@@ -81,7 +81,9 @@ def launches(linked: Linked) -> dict[str, float | int | None]:
     devices can make it do, has a latency of zero and is counted in `num_before_launch`.
     """
     device = linked.device
-    kernels = device.filter(pl.col("kind") == "kernel")
+    kernels = device.select("launch", "launch_start_ns", "start_ns", "end_ns", "step").filter(
+        device["kind"] == "kernel"
+    )
     launched = kernels.filter(pl.col("launch").is_not_null())
     raw = launched["start_ns"] - launched["launch_start_ns"]
     latency = raw.clip(0)
@@ -114,7 +116,8 @@ def _queue_depths(launched: pl.DataFrame) -> pl.Series:
 
 def queue_depth_over_time(linked: Linked, num_points: int = 100) -> pl.DataFrame:
     """Launched and unfinished kernels at evenly spaced moments: `time_ns`, `depth`."""
-    launched = linked.device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
+    device = linked.device.select("kind", "launch", "launch_start_ns", "end_ns")
+    launched = device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
     if launched.is_empty():
         return pl.DataFrame(schema={"time_ns": pl.Int64, "depth": pl.Int64})
     first, last = int(launched["launch_start_ns"].min()), int(launched["end_ns"].max())  # type: ignore[arg-type]
@@ -131,14 +134,16 @@ def device_phases(linked: Linked) -> pl.DataFrame:
     """
     device = linked.device
     order = ("data", "forward", "backward", "optimizer", "other")
-    named = device.with_columns(pl.col("phase").cast(pl.String).fill_null("other"))
+    named = device.select("kind", "start_ns", "duration_ns", pl.col("phase").fill_null("other"))
     counts = (
-        named.filter(pl.col("kind") == "kernel").group_by("phase").agg(pl.len().cast(pl.Int64).alias("num_kernels"))
+        named.filter(pl.col("kind") == "kernel")
+        .group_by(pl.col("phase").cast(pl.String))
+        .agg(pl.len().cast(pl.Int64).alias("num_kernels"))
     )
     every = pl.DataFrame({"phase": list(order)})
     if device.is_empty():
         return every.with_columns(busy_ns=pl.lit(0, pl.Int64), num_kernels=pl.lit(0, pl.Int64))
-    stretches = sweep({phase: spans(named.filter(pl.col("phase") == phase)) for phase in order})
+    stretches = sweep({phase: spans(named, pl.col("phase") == phase) for phase in order})
     owner = pl.lit(None, pl.String)
     for phase in ("other", *order[:-1]):
         owner = pl.when(pl.col(phase)).then(pl.lit(phase)).otherwise(owner)

@@ -5,6 +5,7 @@ Every link has a share that could not be made; `Linked.unlinked` shows it.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import polars as pl
@@ -30,7 +31,7 @@ class Linked:
     """The device table in order of time, with `end_ns`, `activity`, `launch`, `op`, `op_name`, `step`, `phase`,
     `module`, `class`."""
     memory: pl.DataFrame
-    """The memory table with `op`, `step`, `phase`, `module`."""
+    """The memory table in order of time, with `op`, `step`, `phase`, `module`."""
     steps: Steps
     modules: Modules
     unlinked: dict[str, Share]
@@ -54,15 +55,18 @@ class Share:
 def link(trace: Trace, steps: Steps | None = None) -> Linked:
     """Make every link of a trace; `steps` where they are known already."""
     end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
-    host = _labels_apart(trace.host).with_row_index("row").with_columns(end)
-    host = host.with_columns(_ops(host))
-    host = host.with_columns(_forwards(host))
-    steps = steps or find_steps(host)
-    modules = find_modules(host)
-    host = at_times(host, steps, "start_ns").with_columns(_modules_of(host, modules))
-    device = _device(trace.device, host, steps)
-    memory = _memory(trace.memory, host, steps)
-    return Linked(trace, host, device, memory, steps, modules, _unlinked(host, device, memory, modules))
+    events = _labels_apart(trace.host).with_row_index("row").with_columns(end)
+    # Polars lets go of the interpreter while it works: two links at a time use two cores.
+    with ThreadPoolExecutor(2) as pool:
+        finding = pool.submit(lambda: steps or find_steps(events))
+        host = events.with_columns(_ops(events), _forwards(events))
+        modules = find_modules(host)
+        found = finding.result()
+        host = at_times(host, found, "start_ns").with_columns(_modules_of(host, modules))
+        linking = pool.submit(_memory, trace.memory, host, found)
+        device = _device(trace.device, host, found)
+        memory = linking.result()
+    return Linked(trace, host, device, memory, found, modules, _unlinked(host, device, memory, modules))
 
 
 def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
@@ -76,7 +80,7 @@ def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
 def _ops(host: pl.DataFrame) -> pl.Series:
     """The op of each host event: for a launch the one its external id names, else the innermost around it."""
     nested = ancestor(host, host["kind"] == "op").alias("op")
-    calls = host.filter(pl.col("kind").is_in(["runtime", "driver"])).select("row", "external_id")
+    calls = host.select("row", "external_id").filter(host["kind"].is_in(["runtime", "driver"]))
     is_same = host["external_id"].gather(nested.gather(calls["row"])) == calls["external_id"]
     named = _by_external_id(host, calls.filter(~is_same.fill_null(False)))
     return nested.scatter(named["row"], named["op"])
@@ -84,8 +88,8 @@ def _ops(host: pl.DataFrame) -> pl.Series:
 
 def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     """`row` of the events and `op`, the one that their external id names; those it names none for are left out."""
-    ops = host.filter(pl.col("kind") == "op", pl.col("external_id") > 0).select(
-        "external_id", pl.col("row").alias("op")
+    ops = host.select("external_id", pl.col("row").alias("op")).filter(
+        (host["kind"] == "op") & (host["external_id"] > 0)
     )
     found = events.join(ops, on="external_id")
     return found.unique("row", keep="first", maintain_order=True)
@@ -93,8 +97,10 @@ def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
 
 def _forwards(host: pl.DataFrame) -> pl.Series:
     """The forward op of everything under a backward one: the last op with its sequence number on its thread."""
-    none = pl.Series("forward", [None] * host.height, dtype=pl.UInt32)
-    numbered = host.filter(pl.col("kind") == "op", pl.col("sequence") >= 0)
+    none = pl.repeat(None, host.height, dtype=pl.UInt32, eager=True).alias("forward")
+    numbered = host.select("row", "thread", "sequence", "forward_thread").filter(
+        (host["kind"] == "op") & (host["sequence"] >= 0)
+    )
     back = numbered.filter(pl.col("forward_thread") > 0).select("row", "sequence", "forward_thread")
     ahead = (
         numbered.filter((pl.col("forward_thread") == 0) | pl.col("forward_thread").is_null())
@@ -127,9 +133,9 @@ def _modules_of(host: pl.DataFrame, modules: Modules) -> pl.Series:
 
 def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
     """GPU work in order of time with its links; its launch is the first call of its correlation."""
-    calls = host.filter(pl.col("kind").is_in(["runtime", "driver"]), pl.col("correlation") > 0).select(
+    calls = host.select(
         "correlation", pl.col("row").alias("launch"), pl.col("start_ns").alias("launch_start_ns")
-    )
+    ).filter(host["kind"].is_in(["runtime", "driver"]) & (host["correlation"] > 0))
     ordered = (
         device.sort("start_ns", "event")
         .with_columns((pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
@@ -177,13 +183,13 @@ def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
 
 
 def _unlinked(host: pl.DataFrame, device: pl.DataFrame, memory: pl.DataFrame, modules: Modules) -> dict[str, Share]:
-    launches = host.filter(pl.col("row").is_in(device["launch"].drop_nulls().implode()))
-    backward = host.filter(pl.col("kind") == "op", pl.col("sequence") >= 0, pl.col("forward_thread") > 0)
+    launched = host["op"].gather(device["launch"].drop_nulls().unique())
+    backward = host["forward"].filter((host["kind"] == "op") & (host["sequence"] >= 0) & (host["forward_thread"] > 0))
     shares = {
         "kernel_to_launch": Share(device["launch"].null_count(), device.height),
-        "launch_to_op": Share(launches["op"].null_count(), launches.height),
+        "launch_to_op": Share(launched.null_count(), len(launched)),
         "kernel_to_op": Share(device["op"].null_count(), device.height),
-        "backward_to_forward": Share(backward["forward"].null_count(), backward.height),
+        "backward_to_forward": Share(backward.null_count(), len(backward)),
         "event_to_step": Share(device["step"].null_count(), device.height),
         "memory_to_op": Share(memory["op"].null_count(), memory.height),
     }

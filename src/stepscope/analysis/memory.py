@@ -7,8 +7,9 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.copies import COPYING, FILLING, outermost
+from stepscope.analysis.copies import COPYING, FILLING
 from stepscope.analysis.links import Linked
+from stepscope.analysis.nesting import outermost
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
 """PyTorch's own numbers (`c10/core/DeviceType.h`)."""
@@ -68,7 +69,8 @@ def memory_summary(linked: Linked) -> tuple[MemorySummary, ...]:
 
 def memory_devices(linked: Linked) -> list[tuple[int, int]]:
     """Type (a key of `DEVICE_TYPES`, or another) and index of each device with `[memory]` events."""
-    devices = _sound(linked.memory).select("device_type", "device").unique().sort("device_type", "device")
+    columns = linked.memory.select("bytes", "device_type", "device")
+    devices = _sound(columns).select("device_type", "device").unique().sort("device_type", "device")
     return [(device_type, index) for device_type, index in devices.iter_rows()]
 
 
@@ -126,7 +128,6 @@ def _events(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
     return (
         _sound(linked.memory)
         .filter(pl.col("device_type") == device_type, pl.col("device") == device)
-        .sort("time_ns", "event")
         .select("time_ns", "address", "bytes", "allocated_bytes", reserved, "op", "module", "step", "phase")
         .with_row_index("order")
     )

@@ -28,7 +28,7 @@ class Modules:
     def of_rows(self, host: pl.DataFrame) -> pl.Series:
         """The module each host event ran in."""
         if self.calls.is_empty():
-            return pl.Series("module", [None] * host.height, dtype=pl.Categorical)
+            return pl.repeat(None, host.height, dtype=pl.Categorical(), eager=True).alias("module")
         names = host.select("row").join(self.calls, on="row", how="left", maintain_order="left")["module"]
         module: pl.Series = names.gather(ancestor(host, names.is_not_null()))
         return module.alias("module")
@@ -37,7 +37,8 @@ class Modules:
 def find_modules(host: pl.DataFrame) -> Modules:
     """Every module call that a trace shows."""
     for source, kind, prefix in (("ranges", "annotation", MODULE_PREFIX), ("stacks", "python", STACK_PREFIX)):
-        calls = host.filter((host["kind"] == kind) & matches(host["name"], "^" + re.escape(prefix)))
+        calls = host.select("row", "name").filter(host["kind"] == kind)
+        calls = calls.filter(matches(calls["name"], "^" + re.escape(prefix)))
         if calls.is_empty():
             continue
         named = calls.select("row", pl.col("name").cast(pl.String).str.strip_prefix(prefix).alias("module"))

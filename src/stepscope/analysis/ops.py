@@ -31,13 +31,16 @@ def ops(linked: Linked) -> pl.DataFrame:
     all ops add up to the time covered by ops; the device self times, with the row whose op is null, to all GPU work.
     """
     host = linked.host
-    inner = ancestor(host, host["kind"] == "op")
-    own = host.select("self_ns", inner.alias("op")).drop_nulls("op").group_by("op").agg(pl.col("self_ns").sum())
-    own_ns = pl.zeros(host.height, pl.Int64, eager=True).scatter(own["op"], own["self_ns"])
+    is_op = host["kind"] == "op"
+    inner = ancestor(host, is_op)
+    # An op's own time is its self time and that of what is inside it and no op: launches, for the most part.
+    calls = host.select("self_ns", inner.alias("op")).filter(~is_op).drop_nulls("op")
+    inside = calls.group_by("op").agg(pl.col("self_ns").sum())
+    own_ns = host["self_ns"].scatter(inside["op"], inside["self_ns"] + host["self_ns"].gather(inside["op"]))
     outer = inner.gather(host["parent"])
     is_inside = _is_inside_itself(host["name"].to_physical(), outer)
     total_ns = host["duration_ns"].zip_with(~is_inside, pl.zeros(1, pl.Int64, eager=True)).alias("total_ns")
-    calls = host.select("name", own_ns.alias("own_ns"), total_ns).filter(host["kind"] == "op")
+    calls = host.select("name", own_ns.alias("own_ns"), total_ns).filter(is_op)
     by_name = calls.group_by("name").agg(
         pl.len().cast(pl.Int64).alias("num_calls"),
         pl.col("own_ns").sum().alias("host_self_ns"),
@@ -104,11 +107,15 @@ def module_groups(table: pl.DataFrame) -> pl.DataFrame:
 
 def _is_inside_itself(name: pl.Series, outer: pl.Series) -> pl.Series:
     """Whether an event is inside an op of its own name; `outer` is the op around each."""
-    above, found = outer, pl.repeat(False, len(name), dtype=pl.Boolean, eager=True)
-    while above.null_count() < len(above):
-        found |= (name.gather(above) == name).fill_null(False)
+    row = outer.is_not_null().arg_true()
+    above, found = outer.gather(row), [row.head(0)]
+    while len(row):
+        is_same = name.gather(above) == name.gather(row)
+        found.append(row.filter(is_same))
         above = outer.gather(above)
-    return found
+        goes_on = ~is_same & above.is_not_null()
+        row, above = row.filter(goes_on), above.filter(goes_on)
+    return pl.repeat(False, len(name), dtype=pl.Boolean, eager=True).scatter(pl.concat(found), True)
 
 
 def _device_totals(linked: Linked, outer: pl.Series, is_inside: pl.Series) -> pl.DataFrame:

@@ -90,6 +90,7 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
     # use two cores.
     with ThreadPoolExecutor(2) as pool:
         gaps = pool.submit(idle_gaps, linked)
+        memory = pool.submit(memory_summary, linked)
         parts: dict[str, Future[Any]] = {
             "gpu_time_by_device": pool.submit(gpu_time_by_device, device),
             "ops": pool.submit(ops, linked),
@@ -97,7 +98,8 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
             "phases": pool.submit(phase_table, linked),
             "roofline": pool.submit(roofline, linked, name),
             "copies": pool.submit(lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns)),
-            "memory": pool.submit(memory_summary, linked),
+            "memory": memory,
+            "memory_timeline": pool.submit(lambda: largest_timeline(linked, memory.result())),
             "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
             "modules": pool.submit(modules, linked),
             "collectives": pool.submit(collectives, linked),
@@ -111,7 +113,6 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
             "longest_gaps": pool.submit(lambda: longest_gaps(linked, gaps.result())),
         }
         done: dict[str, Any] = {part: future.result() for part, future in parts.items()}
-    largest = done["memory"][0] if done["memory"] else None
     return RankAccount(
         rank=rank,
         path=str(trace.path),
@@ -123,11 +124,6 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
         module_source=linked.modules.source,
         gpu_time=time,
         roofline_summary=roofline_summary(done["roofline"]),
-        memory_timeline=(
-            memory_timeline(linked, largest.device_type, largest.device, max_points=200)
-            if largest
-            else memory_timeline(linked)
-        ),
         unlinked=linked.unlinked,
         counts=trace.counts,
         warnings=(*trace.warnings, *(_problem(problem) for problem in trace.problems)),
@@ -171,6 +167,13 @@ def one_step(linked: Linked, step: int) -> Trace:
     keep = {"host": host, "device": device, "memory": memory, "syncs": syncs}
     kept = {name: getattr(trace, name).filter(pl.col("event").is_in(ids.implode())) for name, ids in keep.items()}
     return replace(trace, **{**kept, "host": nest(kept["host"])})
+
+
+def largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl.DataFrame:
+    """The memory timeline of the device with the highest peak, in few points."""
+    if not summaries:
+        return memory_timeline(linked)
+    return memory_timeline(linked, summaries[0].device_type, summaries[0].device, max_points=200)
 
 
 def step_table(linked: Linked) -> pl.DataFrame:

@@ -12,6 +12,7 @@ from stepscope.analysis.names import matches
 from stepscope.analysis.nesting import ancestor
 
 _NO_THREAD = 2**32 - 1
+_UNTIMED = ["overhead", "other"]
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 PHASE_PREFIX = "stepscope.phase/"
 """What `record/trace.py` writes before the name of a phase."""
@@ -66,30 +67,38 @@ def find_steps(host: pl.DataFrame) -> Steps:
 
 def at_times(events: pl.DataFrame, steps: Steps, time: str) -> pl.DataFrame:
     """Events with the `step` and the `phase` of a time of theirs; null outside all of them."""
-    return events.with_columns(
-        _holding(steps.table, "step", events[time]), _holding(steps.phases, "phase", events[time])
-    )
+    # All borders in order, each with what begins there: one search then answers both questions for an event.
+    borders = pl.concat([table[end] for table in (steps.table, steps.phases) for end in ("start_ns", "end_ns")])
+    borders = borders.unique().sort()
+    begins = [_holding(steps.table, "step", borders), _holding(steps.phases, "phase", borders)]
+    place = _last_at(borders, events[time])
+    return events.with_columns(column.gather(place) for column in begins)
 
 
 def _holding(intervals: pl.DataFrame, label: str, times: pl.Series) -> pl.Series:
     """The label of the interval, of disjoint ones in order, that holds each time."""
-    if intervals.is_empty() or times.is_empty():
-        return pl.Series(label, [None] * len(times), dtype=intervals.schema[label])
-    before = intervals["start_ns"].search_sorted(times, side="right").cast(pl.Int64) - 1
-    place = before.zip_with(before >= 0, pl.Series([None], dtype=pl.Int64)).cast(pl.UInt32)
+    place = _last_at(intervals["start_ns"], times)
     is_inside = (intervals["end_ns"].gather(place) > times).fill_null(False)
     found: pl.Series = intervals[label].gather(place.zip_with(is_inside, pl.Series([None], dtype=pl.UInt32)))
     return found.alias(label)
 
 
+def _last_at(ordered: pl.Series, times: pl.Series) -> pl.Series:
+    """The place of the last of some ordered times that is not after each time; null before the first."""
+    num_before: pl.Series = ordered.search_sorted(times, side="right")
+    place: pl.Series = num_before.zip_with(num_before > 0, pl.Series([None], dtype=pl.UInt32)) - 1
+    return place
+
+
 def _main_thread(host: pl.DataFrame, annotations: pl.DataFrame) -> int | None:
     """The thread of the step labels, else of the optimizer's, else the one with most ops outside autograd."""
-    working = host.filter(pl.col("kind") == "op")["thread"].unique().implode()
+    working = host["thread"].filter(host["kind"] == "op").unique().implode()
     for pattern in (_STEP, _PATTERNS["optimizer"], "^" + re.escape(PHASE_PREFIX)):
         found = annotations.filter(pl.col("name").str.contains(pattern), pl.col("thread").is_in(working))
         if not found.is_empty():
             return int(found["thread"].mode().min())  # type: ignore[arg-type]
-    roots = host.filter((host["kind"] == "op") & ~matches(host["name"], "^autograd::"))
+    is_root = (host["kind"] == "op") & ~matches(host["name"], "^autograd::")
+    roots = host.select("thread", "self_ns").filter(is_root)
     if roots.is_empty():
         return None
     counts = roots.group_by("thread").agg(pl.col("self_ns").sum()).sort("self_ns", "thread")
@@ -101,13 +110,13 @@ def _bursts(host: pl.DataFrame, main: int | None) -> pl.DataFrame:
     is_backward = (host["kind"] == "op") & (
         matches(host["name"], _BACKWARD) | (host["forward_thread"] > 0).fill_null(False)
     )
-    work = union(spans(host.filter(is_backward)))
+    work = union(spans(host, is_backward))
     if work.is_empty():
         return work
     is_own = (host["kind"] == "op") & (host["thread"] == (_NO_THREAD if main is None else main))
     if (is_own & is_backward).any():  # without a GPU autograd works on the thread that called it
         is_own &= ancestor(host, is_backward).is_null()
-    own = host.filter(is_own)["start_ns"].sort()
+    own = host["start_ns"].filter(is_own).sort()
     before = own.search_sorted(work["start_ns"], side="left")
     after = own.search_sorted(work["end_ns"], side="left")
     group = (before != after.shift(1).fill_null(before[0])).cast(pl.Int64).cum_sum()
@@ -133,10 +142,10 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
         cut = labelled.with_columns(end.alias("end_ns"))
         return "ProfilerStep", cut.filter(pl.col("end_ns") > pl.col("start_ns"))
     empty = pl.DataFrame(schema={"step": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64})
-    timed = host.filter(pl.col("kind") != "overhead", pl.col("kind") != "other")
+    timed = host["start_ns"].filter(~host["kind"].is_in(_UNTIMED))
     if timed.is_empty():
         return "none", empty
-    first = int(timed["start_ns"].min())  # type: ignore[arg-type]
+    first = int(timed.min())
     # An optimizer may call another: the outer one is the step.
     labels = annotations.filter(pl.col("name").str.contains(r"^Optimizer\.step#")).sort(
         "start_ns", "end_ns", descending=[False, True]
@@ -180,7 +189,7 @@ def _phases(
         if sets["forward"].is_empty():
             sets["forward"] = _found_forward(host, sets, steps, main)
     sets = {name: frame for name, frame in sets.items() if name != "other"}
-    bounds = spans(host.filter(pl.col("kind") != "overhead", pl.col("kind") != "other"))
+    bounds = spans(host, ~host["kind"].is_in(_UNTIMED))
     if bounds.is_empty():
         return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "phase": pl.Enum(PHASES)}), source
     whole = pl.DataFrame({"start_ns": [bounds["start_ns"].min()], "end_ns": [bounds["end_ns"].max()]})
@@ -203,11 +212,11 @@ def _phases(
 def _found_forward(
     host: pl.DataFrame, sets: dict[str, pl.DataFrame], steps: pl.DataFrame, main: int | None
 ) -> pl.DataFrame:
-    ops = host.filter(pl.col("kind") == "op", pl.col("thread") == (_NO_THREAD if main is None else main))
+    ops = spans(host, (pl.col("kind") == "op") & (pl.col("thread") == (_NO_THREAD if main is None else main)))
     if ops.is_empty():
         return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
     # Gradients are often cleared between a forward and its backward: that does not end the forward.
-    clearing = spans(host.filter((host["kind"] == "annotation") & matches(host["name"], r"^Optimizer\.zero_grad#")))
+    clearing = spans(host, (host["kind"] == "annotation") & matches(host["name"], r"^Optimizer\.zero_grad#"))
     stepping = sets["optimizer"].join(clearing, on=["start_ns", "end_ns"], how="anti")
     taken = union(pl.concat([sets["backward"], stepping, sets["data"]]))
     bounds = pl.DataFrame({"start_ns": [ops["start_ns"].min()], "end_ns": [ops["end_ns"].max()]})

@@ -14,6 +14,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     # Polars' allocator keeps freed memory for half a second; given back sooner, the peak is a sixth lower. It reads
     # this when it is loaded, and this process is our own.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")
+    gc.disable()  # nothing here makes cycles to speak of, and a collection walks all that was imported
     from stepscope.api import analyze
     from stepscope.cli.output import print_result
     from stepscope.cli.progress import Progress

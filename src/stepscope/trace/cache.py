@@ -18,14 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import polars as pl
 
-from stepscope.trace.reader import Progress, read_trace
 from stepscope.trace.scan import Problem
 from stepscope.trace.schema import SCHEMA_VERSION, TABLES, Table
 from stepscope.trace.tables import Trace, TraceFacts
+
+if TYPE_CHECKING:
+    from stepscope.trace.reader import Progress
 
 SUFFIX = ".stepscope"
 FACTS_FILE = "trace.json"
@@ -86,6 +89,13 @@ def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None 
     if trace.num_events >= WORTH_KEEPING and _key_of(path) == key:
         any(_store(folder, trace, key) for folder in _places(path))
     return trace
+
+
+def read_trace(path: Path, progress: Progress | None) -> Trace:
+    """Read the trace itself, with what only that needs."""
+    from stepscope.trace import reader
+
+    return reader.read_trace(path, progress)
 
 
 def _places(path: Path) -> Iterator[Path]:

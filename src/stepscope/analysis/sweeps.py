@@ -1,0 +1,213 @@
+"""A sweep's rows as figures: distributions, rates, MFU, who is best among those that compute the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepscope.analysis.flops import Utilisation, utilisation
+from stepscope.analysis.statistics import Distribution, describe
+from stepscope.devices import Ceilings, Device
+
+Limits = Callable[[str], tuple[Device | None, Ceilings | None]]
+"""A device's name → what it can do, by its maker and by measurement."""
+
+OK = "ok"
+# p90 − p10 beyond this share of the median: the machine was not at rest, or the workload is not.
+NOISY_SHARE = 0.10
+# Knobs that choose how the same thing is computed, besides those of the workload's reference.
+IMPLEMENTATION_KNOBS = ("bf16_reduction", "compile", "sdpa", "optimizer", "checkpoint")
+# What a row's speed does not depend on by intent.
+NOT_COMPARED = ("warmup", "steps", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointSummary:
+    """One row of the table: what was measured and what follows from it."""
+
+    hash: str
+    status: str
+    reason: str | None
+    axes: Mapping[str, Any]
+    """workload, preset and every knob → value."""
+    device_name: str | None
+    time: Distribution | None
+    """Nanoseconds a step: on the device between CUDA events, on a CPU the host's."""
+    host: Distribution | None
+    """Nanoseconds until the host had issued a step; on a CPU, until it was done."""
+    first_call_ns: int | None
+    compile_ns: int | None
+    """Seconds of it that torch says it spent compiling, warm-up included."""
+    tokens_per_s: float | None
+    flops_counted: int | None
+    """Model FLOPs of a step, op by op, nothing computed twice."""
+    flops_formula: int | None
+    """Model FLOPs of a step by the workload's closed formula."""
+    flops_coverage: float | None
+    """Counted ÷ formula. Below 1: kernels that hide their products. Above: work that the formula calls useless."""
+    flops_per_s: float | None
+    """Model FLOPs, by formula where there is one, ÷ median time."""
+    mfu: Utilisation | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_resident_bytes: int | None
+    before_backward_bytes: int | None
+    loss: float | None
+    """Of the very first call, before any weight has moved."""
+    final_loss: float | None
+    num_parameters: int | None
+    num_active_parameters: int | None
+    num_tokens: int | None
+    num_kernels: int | None
+    num_kernel_launches: int | None
+    max_batch: int | None
+    facts: Mapping[str, float]
+    is_noisy: bool
+    is_reference: bool
+    """Whether it is the plainest variant of its group."""
+    speedup: float | None = None
+    """Median time of the group's plainest variant ÷ this one's."""
+    is_best: bool = False
+    is_tied: bool = False
+    """Not the best, but its interval meets the best one's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSummary:
+    """A whole sweep."""
+
+    points: tuple[PointSummary, ...]
+    varying: tuple[str, ...]
+    """Axes that differ between rows, leaving out what follows from the preset."""
+    constants: Mapping[str, Any]
+    """Axes that are the same in every row."""
+    num_by_status: Mapping[str, int]
+
+
+def summarise(
+    rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]], limits: Limits
+) -> SweepSummary:
+    """The figures of a sweep's rows; `environments` by their hash, as sweep.json has them."""
+    rows = list(rows)
+    points = [_point(row, environments.get(row.get("environment_hash", ""), {}), limits) for row in rows]
+    varying, constants = _axes(points)
+    keys = [_group(row, point.axes) for row, point in zip(rows, points)]
+    for key in dict.fromkeys(keys):
+        members = [index for index, other in enumerate(keys) if other == key]
+        for index, ranked in zip(members, _ranked([points[index] for index in members])):
+            points[index] = ranked
+    counts: dict[str, int] = {}
+    for point in points:
+        counts[point.status] = counts.get(point.status, 0) + 1
+    return SweepSummary(points=tuple(points), varying=varying, constants=constants, num_by_status=counts)
+
+
+def _point(row: Mapping[str, Any], environment: Mapping[str, Any], limits: Limits) -> PointSummary:
+    time = _described(row.get("samples_device_ns"))
+    flops = row.get("flops_formula") or row.get("flops_counted")
+    tokens = row.get("num_tokens") or None
+    name = environment.get("device_name")
+    mfu = None
+    if time is not None and flops and name is not None:
+        device, ceilings = limits(name)
+        what = "model" if row.get("flops_formula") else "counted"
+        mfu = utilisation(_by_dtype(row, flops), time.median, device, ceilings, what)
+    run = row["run"]
+    reference = row.get("reference") or {}
+    plain = {"compile": "off", "sdpa": "free", "bf16_reduction": "auto"}
+    return PointSummary(
+        hash=row["hash"],
+        status=row["status"],
+        reason=row.get("reason"),
+        axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},
+        device_name=name,
+        time=time,
+        host=_described(row.get("samples_host_ns")),
+        first_call_ns=row.get("first_call_ns"),
+        compile_ns=row.get("compile_ns"),
+        tokens_per_s=tokens / (time.median / 1e9) if tokens and time else None,
+        flops_counted=row.get("flops_counted"),
+        flops_formula=row.get("flops_formula"),
+        flops_coverage=row.get("flops_coverage"),
+        flops_per_s=flops / (time.median / 1e9) if flops and time else None,
+        mfu=mfu,
+        peak_allocated_bytes=row.get("peak_allocated_bytes"),
+        peak_reserved_bytes=row.get("peak_reserved_bytes"),
+        peak_resident_bytes=row.get("peak_resident_bytes"),
+        before_backward_bytes=row.get("before_backward_bytes"),
+        loss=row.get("loss"),
+        final_loss=row.get("final_loss"),
+        num_parameters=row.get("num_parameters"),
+        num_active_parameters=row.get("num_active_parameters"),
+        num_tokens=tokens,
+        num_kernels=row.get("num_kernels"),
+        num_kernel_launches=row.get("num_kernel_launches"),
+        max_batch=row.get("max_batch"),
+        facts=row.get("facts") or {},
+        is_noisy=time is not None and time.p90 - time.p10 > NOISY_SHARE * time.median,
+        is_reference=bool(reference)
+        and all(row["config"].get(name) == value for name, value in reference.items())
+        and all(run[name] == value for name, value in plain.items()),
+    )
+
+
+def _described(samples: Sequence[float] | None) -> Distribution | None:
+    return describe(samples) if samples else None
+
+
+def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
+    """The FLOPs split by the dtype they are done in, as counted; where nothing was counted, all in the row's."""
+    counted = {dtype: value for dtype, value in (row.get("flops_counted_by_dtype") or {}).items() if value}
+    total = sum(counted.values())
+    if not total:
+        return {str(row["run"]["dtype"]).removeprefix("autocast_"): flops}
+    return {dtype: round(flops * value / total) for dtype, value in counted.items()}
+
+
+def _axes(points: Sequence[PointSummary]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    names = list(dict.fromkeys(name for point in points for name in point.axes))
+    values = {name: [point.axes.get(name) for point in points] for name in names}
+    constants = {name: seen[0] for name, seen in values.items() if len(set(seen)) == 1}
+    varying = [name for name in names if name not in constants]
+    if "preset" in varying:
+        follows = [name for name in varying if name != "preset" and _follows(values[name], values["preset"])]
+        varying = [name for name in varying if name not in follows]
+    if any(point.max_batch is not None for point in points):
+        varying = [name for name in varying if name != "batch"]
+    return tuple(varying), constants
+
+
+def _follows(values: Sequence[Any], presets: Sequence[Any]) -> bool:
+    return len(set(zip(values, presets))) == len(set(presets))
+
+
+def _group(row: Mapping[str, Any], axes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Rows with the same group differ only in how they compute it: they compete."""
+    left_out = {*IMPLEMENTATION_KNOBS, *NOT_COMPARED, *(row.get("reference") or {})}
+    if row.get("max_batch") is not None:
+        left_out.add("batch")
+    return tuple(sorted((name, str(value)) for name, value in axes.items() if name not in left_out))
+
+
+def _ranked(group: Sequence[PointSummary]) -> list[PointSummary]:
+    """The group with its best, those that cannot be told from it, and speed-ups; only `ok` rows are ranked."""
+    times = {index: point.time for index, point in enumerate(group) if point.status == OK and point.time is not None}
+    plainest = next((times[index] for index in times if group[index].is_reference), None)
+    ranked = list(group)
+    if not times:
+        return ranked
+
+    def cost(index: int) -> float:
+        tokens = group[index].num_tokens
+        return times[index].median / tokens if tokens else times[index].median
+
+    best = min(times, key=cost)
+    for index, time in times.items():
+        ranked[index] = replace(
+            group[index],
+            speedup=plainest.median / time.median if plainest is not None else None,
+            is_best=index == best and len(times) > 1,
+            is_tied=index != best and time.ci_low <= times[best].ci_high,
+        )
+    return ranked

@@ -1,0 +1,257 @@
+"""A sweep as a table: for the terminal, as Markdown, as CSV."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepscope.analysis.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary, summarise
+from stepscope.devices import Ceilings, Device, find_device, load_ceilings
+from stepscope.errors import RecordingError
+from stepscope.report.text import count, percent, plural, safe, significant, size
+
+CSV_FILE = "results.csv"
+MARKDOWN_FILE = "results.md"
+BEST, TIED, NOISY = "*", "≈", "~"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of figures: its title with the unit, its text for a point, or None where there is nothing to say."""
+
+    title: str
+    text: Callable[[PointSummary], str | None]
+
+
+def _time(point: PointSummary) -> str | None:
+    if point.time is None:
+        return None
+    # Digits follow the noise: one beyond where the interval of the median begins.
+    noise = (point.time.ci_high - point.time.ci_low) / 2 or point.time.median / 1e4
+    digits = max(2, min(5, 2 + _decades(point.time.median / noise)))
+    mark = BEST if point.is_best else TIED if point.is_tied else ""
+    return f"{significant(point.time.median / 1e6, digits)}{NOISY if point.is_noisy else ''}{mark}"
+
+
+def _decades(ratio: float) -> int:
+    return len(str(int(ratio))) - 1 if ratio >= 1 else 0
+
+
+def _spread(point: PointSummary) -> str | None:
+    if point.time is None:
+        return None
+    return f"{significant(point.time.p10 / 1e6)}–{significant(point.time.p90 / 1e6)}"
+
+
+def _of(name: str, text: Callable[[Any], str]) -> Callable[[PointSummary], str | None]:
+    def read(point: PointSummary) -> str | None:
+        value = getattr(point, name)
+        return None if value is None else text(value)
+
+    return read
+
+
+# In the order in which they are given up when the terminal is narrow, last first.
+COLUMNS = (
+    Column("time ms", _time),
+    Column("max batch", _of("max_batch", lambda value: f"{value:,}")),
+    Column("tokens/s", _of("tokens_per_s", significant)),
+    Column("× plainest", _of("speedup", lambda value: f"{value:.2f}")),
+    Column("peak", _of("peak_allocated_bytes", size)),
+    Column("MFU", _of("mfu", lambda value: percent(value.share) + (" m" if value.is_measured else ""))),
+    Column("p10–p90 ms", _spread),
+    Column("loss", _of("loss", lambda value: f"{value:.5g}")),
+    Column("before backward", _of("before_backward_bytes", size)),
+    Column("TFLOP/s", _of("flops_per_s", lambda value: significant(value / 1e12))),
+    Column("launches", _of("num_kernel_launches", lambda value: f"{value:,}")),
+    Column("compile s", _of("compile_ns", lambda value: significant(value / 1e9))),
+    Column("reserved", _of("peak_reserved_bytes", size)),
+    Column("parameters", _of("num_parameters", count)),
+    Column("coverage", _of("flops_coverage", percent)),
+)
+
+
+def sweep_of(rows: list[dict[str, Any]], environments: Mapping[str, Any]) -> SweepSummary:
+    """The summary of rows, held against what is known of their devices."""
+    return summarise(rows, environments, _limits)
+
+
+def _limits(name: str) -> tuple[Device | None, Ceilings | None]:
+    return find_device(name), load_ceilings(name)
+
+
+def read_sweep(folder: Path) -> SweepSummary:
+    """The summary of a sweep's folder, finished or not."""
+    try:
+        lines = (folder / "results.jsonl").read_text(encoding="utf-8").split("\n")
+        facts = json.loads((folder / "sweep.json").read_bytes())
+        rows = [json.loads(line) for line in lines[:-1] if line.strip()]  # the last is empty, or half written
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{folder} holds no sweep that can be read: {error}") from None
+    return sweep_of(rows, facts.get("environments", {}))
+
+
+def sweep_text(sweep: SweepSummary, width: int = 100) -> str:
+    """The table for a terminal of that width, the best of each group marked, with what it leaves out said below."""
+    columns, left_out = _fitting(sweep, width)
+    lines = [_line(cells, columns, sweep).rstrip() for cells in [_titles(columns, sweep)]]
+    for point in sweep.points:
+        lines.append(_row_text(point, columns, sweep, width))
+    lines.append("")
+    for note in _notes(sweep, left_out):
+        lines += textwrap.wrap(note, width, subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def sweep_markdown(sweep: SweepSummary, command: str | None = None) -> str:
+    """The whole table as Markdown, with the command that made it."""
+    columns = _shown(sweep)
+    titles = [*sweep.varying, *(column.title for column in columns), "status", "hash"]
+    lines = [f"`{command}`", ""] if command else []
+    lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(sweep.varying)}{'--:|' * len(columns)}---|---|"]
+    for point in sweep.points:
+        cells = [str(point.axes.get(name, "")) for name in sweep.varying]
+        cells += [column.text(point) or "" for column in columns]
+        status = point.status if point.status == OK else f"{point.status}: {safe(point.reason or '')}"
+        cells += [status.replace("|", "\\|"), f"`{point.hash}`"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"- {note}" for note in _notes(sweep, [])]
+    return "\n".join(lines) + "\n"
+
+
+def sweep_csv(sweep: SweepSummary) -> str:
+    """Every axis and every figure of every row; times in nanoseconds, sizes in bytes."""
+    records = [record_of(point) for point in sweep.points]
+    names = list(dict.fromkeys(name for record in records for name in record))
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return stream.getvalue()
+
+
+def record_of(point: PointSummary) -> dict[str, Any]:
+    """A point as one flat record: what the CSV and `--json` have."""
+    record: dict[str, Any] = {"hash": point.hash, **point.axes, "status": point.status, "reason": point.reason}
+    for prefix, distribution in (("time", point.time), ("host", point.host)):
+        for name in ("median", "p10", "p90", "mean", "std", "ci_low", "ci_high"):
+            record[f"{prefix}_{name}_ns"] = None if distribution is None else round(getattr(distribution, name))
+    record["num_samples"] = None if point.time is None else point.time.num_samples
+    for name in (
+        "first_call_ns", "compile_ns", "tokens_per_s", "flops_counted", "flops_formula", "flops_coverage",
+        "flops_per_s", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
+        "before_backward_bytes", "loss", "final_loss", "num_parameters", "num_active_parameters", "num_tokens",
+        "num_kernels", "num_kernel_launches", "max_batch", "speedup", "is_best", "is_tied", "is_noisy",
+    ):  # fmt: skip
+        record[name] = getattr(point, name)
+    record["mfu_share"] = None if point.mfu is None else point.mfu.share
+    record["mfu_limit"] = None if point.mfu is None else point.mfu.limit
+    record["device_name"] = point.device_name
+    record.update({f"fact_{name}": value for name, value in point.facts.items()})
+    return record
+
+
+def to_json(sweep: SweepSummary) -> dict[str, Any]:
+    """The sweep for machines: docs/bench.md has every field."""
+    return {
+        "num_by_status": dict(sweep.num_by_status),
+        "varying": list(sweep.varying),
+        "constants": dict(sweep.constants),
+        "points": [record_of(point) for point in sweep.points],
+    }
+
+
+def write_tables(folder: Path, sweep: SweepSummary, command: str) -> None:
+    """Write results.csv and results.md beside the rows."""
+    (folder / CSV_FILE).write_text(sweep_csv(sweep), encoding="utf-8")
+    (folder / MARKDOWN_FILE).write_text(sweep_markdown(sweep, command), encoding="utf-8")
+
+
+def _shown(sweep: SweepSummary) -> list[Column]:
+    """The columns that say something: some row has a value, and it is not one number for all."""
+    shown = []
+    for column in COLUMNS:
+        texts = [column.text(point) for point in sweep.points if point.time is not None]
+        constant = column.title in ("parameters", "coverage") and len(set(texts)) == 1
+        if any(text is not None for text in texts) and not constant:
+            shown.append(column)
+    return shown
+
+
+def _fitting(sweep: SweepSummary, width: int) -> tuple[list[Column], list[str]]:
+    columns, left_out = _shown(sweep), []
+    while len(columns) > 1 and len(_line(_titles(columns, sweep), columns, sweep)) > width:
+        left_out.insert(0, columns.pop().title)
+    return columns, left_out
+
+
+def _titles(columns: list[Column], sweep: SweepSummary) -> list[str]:
+    return [*sweep.varying, *(column.title for column in columns)]
+
+
+def _widths(columns: list[Column], sweep: SweepSummary) -> list[int]:
+    axes = [max(len(name), *(len(_axis(p, name)) for p in sweep.points)) for name in sweep.varying]
+    figures = [max(len(c.title), *(len(c.text(p) or "") for p in sweep.points)) for c in columns]
+    return axes + figures
+
+
+def _axis(point: PointSummary, name: str) -> str:
+    return safe(point.axes.get(name, ""), 40)
+
+
+def _line(cells: list[str], columns: list[Column], sweep: SweepSummary) -> str:
+    widths = _widths(columns, sweep)
+    num_axes = len(sweep.varying)
+    padded = [c.ljust(w) if i < num_axes else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))]
+    return "  ".join(padded)
+
+
+def _row_text(point: PointSummary, columns: list[Column], sweep: SweepSummary, width: int) -> str:
+    axes = [_axis(point, name) for name in sweep.varying]
+    if point.status == OK:
+        return _line([*axes, *(column.text(point) or "" for column in columns)], columns, sweep).rstrip()
+    begin = _line(axes, columns, sweep)
+    text = f"{begin}  {point.status}: {safe(point.reason or 'no reason was given', 1000)}".lstrip()
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _notes(sweep: SweepSummary, left_out: list[str]) -> list[str]:
+    points = sweep.points
+    notes = []
+    marks = []
+    if any(point.is_best for point in points):
+        marks.append(f"{BEST} fastest of the rows that compute the same thing")
+    if any(point.is_tied for point in points):
+        marks.append(f"{TIED} cannot be told from it: the 95 % intervals of the medians meet")
+    if any(point.is_noisy for point in points):
+        marks.append(f"{NOISY} noisy: p90 − p10 is over {NOISY_SHARE:.0%} of the median")
+    if marks:
+        notes.append("; ".join(marks))
+    limits = dict.fromkeys(p.mfu.limit for p in points if p.mfu is not None)
+    if limits:
+        measured = any(p.mfu.is_measured for p in points if p.mfu is not None)
+        notes.append(f"MFU of {'; '.join(limits)}{' (m: measured)' if measured else ''}")
+    if left_out:
+        notes.append(f"no room for {', '.join(left_out)}: see {CSV_FILE}")
+    counts = ", ".join(f"{number} {status}" for status, number in sweep.num_by_status.items())
+    notes.append(f"{plural(len(points), 'row')}: {counts}")
+    constants = [f"{name}={value}" for name, value in sweep.constants.items() if value is not None]
+    parameters = {point.num_parameters for point in points if point.num_parameters is not None}
+    if len(parameters) == 1:
+        constants.append(f"{next(iter(parameters)):,} parameters")
+    devices = dict.fromkeys(point.device_name for point in points if point.device_name)
+    notes.append(f"all rows: {', '.join([*constants, *map(str, devices)])} [{_hash(sweep)}]")
+    return [safe(note, 2000) for note in notes]
+
+
+def _hash(sweep: SweepSummary) -> str:
+    """One hash for all rows of the table."""
+    return hashlib.sha256("".join(point.hash for point in sweep.points).encode()).hexdigest()[:12]
