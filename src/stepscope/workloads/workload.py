@@ -96,6 +96,15 @@ class Built:
     """What the last pass counted: executed fraction, dropped tokens, density. The pass must not wait for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """A workload that is one whole step of the user's own loop: run and timed as it is, nothing inside is known."""
+
+    step: Callable[[], object]
+    num_tokens: int = 0
+    """Tokens, or items, in a step; 0 where the word means nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Generic[Config]):
     """A family of models, or an op: everything `stepscope bench` needs to run any of its configurations."""
@@ -107,7 +116,7 @@ class Workload(Generic[Config]):
     """A frozen dataclass whose fields, made with `knob`, are all the knobs; `Literal` says the only values."""
     presets: Mapping[str, Mapping[str, Value]]
     """Name → the knobs it sets. The first is the default."""
-    build: Callable[[Config], Built]
+    build: Callable[[Config], Built | WholeStep]
     reference: Mapping[str, Value] = field(default_factory=dict)
     """The knobs of the variant that the others are held against: plainest, surest."""
     gate: Mapping[str, Value] = field(default_factory=dict)

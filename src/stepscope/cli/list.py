@@ -1,0 +1,125 @@
+"""What there is to run: workloads with their presets, knobs and parameter counts.
+
+examples:
+  stepscope list workloads
+  stepscope list workloads tsmoe moe
+  stepscope list workloads --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stepscope.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from stepscope.workloads.workload import Knob, Workload
+
+WIDTH = 110
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["workloads"], metavar="WHAT", help="workloads")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="only these, your own and hf: ones too (default: all)"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("workloads need torch: pip install torch")
+    from stepscope.workloads.registry import MODELS, OPS, find
+
+    entries = []
+    for name in arguments.names or (*MODELS, *OPS):
+        kind = "model" if name in MODELS else "op" if name in OPS else "yours"
+        entries.append({"kind": kind, **facts_of(find(name), has_parameters=kind == "model")})
+    if arguments.json:
+        print(json.dumps({"workloads": entries}, indent=2))
+    else:
+        print("\n".join(line for entry in entries for line in lines_of(entry)).rstrip())
+    return 0
+
+
+def facts_of(workload: Workload[Any], *, has_parameters: bool) -> dict[str, Any]:
+    """A workload as JSON: presets with their parameter counts, counted on tensors without data, and knobs."""
+    return {
+        "name": workload.name,
+        "about": workload.about,
+        "presets": [
+            {"name": preset, "sets": dict(values), **(_parameters(workload, preset) if has_parameters else {})}
+            for preset, values in workload.presets.items()
+        ],
+        "knobs": [_knob(knob) for knob in workload.knobs()],
+        "reference": dict(workload.reference),
+    }
+
+
+def _parameters(workload: Workload[Any], preset: str) -> dict[str, int | None]:
+    import torch
+
+    from stepscope.workloads.workload import Built
+
+    with torch.device("meta"):
+        built = workload.build(workload.configure(preset))
+    assert isinstance(built, Built)
+    total = sum(parameter.numel() for parameter in built.module.parameters())
+    return {"num_parameters": total, "num_active_parameters": built.num_active_parameters}
+
+
+def _knob(knob: Knob) -> dict[str, Any]:
+    return {
+        "name": knob.name,
+        "kind": knob.kind.__name__,
+        "default": knob.default,
+        "values": None if knob.values is None else list(knob.values),
+        "about": knob.about,
+    }
+
+
+def lines_of(entry: Mapping[str, Any]) -> Iterator[str]:
+    """A workload for the terminal, no line wider than 110 columns."""
+    yield from _wrap(entry["about"], f"{entry['name']}  ", "    ")
+    presets = [(preset["name"], _count(preset), _settings(preset["sets"])) for preset in entry["presets"]]
+    yield from _table("presets", presets)
+    knobs = [(knob["name"], _text(knob["default"]), _values(knob) + knob["about"]) for knob in entry["knobs"]]
+    yield from _table("knobs", knobs)
+    yield ""
+
+
+def _count(preset: Mapping[str, Any]) -> str:
+    if "num_parameters" not in preset:
+        return ""
+    active = preset["num_active_parameters"]
+    return f"{preset['num_parameters']:,}" + ("" if active is None else f" ({active:,} active)")
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={_text(value)}" for name, value in values.items()) or "all knobs at their defaults"
+
+
+def _values(knob: Mapping[str, Any]) -> str:
+    return "" if knob["values"] is None else "|".join(map(_text, knob["values"])) + "  "
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(title: str, rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    for index, (name, middle, rest) in enumerate(rows):
+        head = f"  {title if index == 0 else '':<8}{name:<{first}}  " + (f"{middle:>{second}}  " if second else "")
+        yield from _wrap(rest, head, " " * len(head))
+
+
+def _wrap(text: str, head: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
+    )

@@ -1,0 +1,333 @@
+"""The complex exponential moving average of megalodon, by three paths that give the same numbers.
+
+Over D channels with N states each, θ = sigmoid(t)·2π/N, φ_k = k·θ, p = sigmoid(α),
+q = (1 − sigmoid(α)·sigmoid(δ))·e^{iφ}, c = γ·√(1/N):
+
+    h_t = q·h_{t−1} + p·x_t          y_t = Re Σ_k c_k·h_{t,k} + ω·x_t
+
+Inside, u = h ÷ p is carried instead of h: u_t = q·u_{t−1} + x_t and y_t = Re Σ w·u_t + ω·x_t with w = c·p,
+one multiplication less for each state of each token. States enter and leave as h, real pairs [B, D, N, 2].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.workloads.workload import Evidence, Proof, ran
+
+Path = Literal["fft", "sequential", "scan"]
+
+CHUNK = 64
+"""Tokens that one matrix product covers in the parallel scan: more than that costs more than it saves."""
+
+Pair = tuple[Tensor, Tensor]
+"""Real and imaginary parts."""
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class Coefficients(NamedTuple):
+    """The recurrence's constants in float64: they are few, and powers up to q^L keep their phase."""
+
+    log_decay: Tensor
+    """log |q|, [D, N]."""
+    angle: Tensor
+    """arg q, [D, N]."""
+    drive: Tensor
+    """p, [D, N]."""
+    weight: Tensor
+    """w = γ·√(1/N)·p as real pairs, [D, N, 2]."""
+    skip: Tensor
+    """ω, [D]."""
+
+
+class CEMA(nn.Module):
+    """The moving average with its parameters; `module(x [B, L, D], state)` gives outputs and the last state."""
+
+    def __init__(self, width: int, num_states: int, path: Path = "fft") -> None:
+        super().__init__()
+        self.path = path
+        self.alpha = nn.Parameter(torch.randn(width, num_states) * 0.2)
+        self.delta = nn.Parameter(torch.randn(width, num_states) * 0.2)
+        # θ spans 1/width … 1 of its range on a logarithmic scale, so that channels listen at all frequencies.
+        share = torch.arange(1, width + 1) / (width + 1) * math.log(width + 1)
+        self.theta = nn.Parameter(torch.logit(torch.exp(-share)))
+        self.gamma = nn.Parameter(torch.randn(width, num_states, 2))
+        self.omega = nn.Parameter(torch.randn(width) * 0.25)
+
+    def coefficients(self) -> Coefficients:
+        """The recurrence's constants from the parameters."""
+        alpha, delta, theta = self.alpha.double(), self.delta.double(), self.theta.double()
+        gamma, num_states = self.gamma.double(), self.alpha.shape[1]
+        drive = torch.sigmoid(alpha)
+        wave = torch.arange(1, num_states + 1, device=theta.device, dtype=theta.dtype) * (2 * math.pi / num_states)
+        return Coefficients(
+            log_decay=torch.log1p(-drive * torch.sigmoid(delta)),
+            angle=torch.sigmoid(theta)[:, None] * wave,
+            drive=drive,
+            weight=gamma * (drive / math.sqrt(num_states))[..., None],
+            skip=self.omega.double(),
+        )
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, last_state: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs [B, L, D] in x's dtype and the last state [B, D, N, 2], None where it is not asked for."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            constants = self.coefficients()
+            drive = constants.drive.to(dtype)[..., None]
+            carried = None if state is None else state.to(dtype) / drive
+            y, last = _PATHS[self.path](x, constants, carried, last_state)
+            return y.to(x.dtype), None if last is None else last * drive
+
+
+def _fft(x: Tensor, c: Coefficients, state: Tensor | None, last_state: bool) -> tuple[Tensor, Tensor | None]:
+    """By convolution: y = irfft(rfft(x)·rfft(K)) with K_j = Re Σ w·q^j; states in closed form."""
+    length = x.shape[1]
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    size = 1 << (2 * length - 1).bit_length()
+    signal = torch.fft.rfft(values.transpose(1, 2), n=size)
+    kernel = torch.fft.rfft(_kernel(c, length).to(values.dtype), n=size)
+    y = torch.fft.irfft(signal * kernel, n=size)[..., :length].transpose(1, 2)
+    if state is not None:
+        y = y + _response(c, state, length)
+    return y, _last_state(values, c, state) if last_state else None
+
+
+def _sequential(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tuple[Tensor, Tensor | None]:
+    """By definition: one token after the other."""
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    q = torch.complex(*_powers(c, 1)).squeeze(-1).to(torch.promote_types(values.dtype, torch.complex64))
+    weight = torch.stack((c.weight[..., 0], -c.weight[..., 1]), dim=-1).to(values.dtype)
+    u = q.new_zeros(x.shape[0], *q.shape) if state is None else torch.view_as_complex(state.contiguous())
+    outputs = []
+    for x_t in values.unbind(1):
+        u = torch.addcmul(x_t[..., None], q, u)
+        outputs.append((torch.view_as_real(u) * weight).sum((-2, -1)))
+    return torch.stack(outputs, dim=1) + values * c.skip.to(values.dtype), torch.view_as_real(u)
+
+
+def _scan(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tuple[Tensor, Tensor | None]:
+    """In parallel: one Triton kernel on a GPU, matrix products over chunks of tokens elsewhere."""
+    return _scan_kernel(x, c, state) if x.is_cuda and HAS_TRITON else _scan_products(x, c, state)
+
+
+def _scan_kernel(x: Tensor, c: Coefficients, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    q = torch.cat(_powers(c, 1), dim=-1).to(dtype)
+    y, last = ema_scan(x, q, c.weight.to(dtype), c.skip.to(dtype), state)
+    return y, last
+
+
+def _scan_products(x: Tensor, c: Coefficients, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = values.shape[1]
+    whole = length - length % CHUNK
+    parts = []
+    for part, chunk in ((values[:, :whole], CHUNK), (values[:, whole:], length % CHUNK)):
+        if part.shape[1]:
+            y, state = _scan_chunks(part, c, state, chunk)
+            parts.append(y)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), state
+
+
+_PATHS = {"fft": _fft, "sequential": _sequential, "scan": _scan}
+
+
+def _scan_chunks(x: Tensor, c: Coefficients, state: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+    """Outputs and last state of a length that is a multiple of the chunk, states kept at chunk borders only."""
+    batch, length, width = x.shape
+    num_chunks, dtype = length // chunk, x.dtype
+    chunks = _chunks(x, chunk)
+    re, im = _local_states(chunks, batch, c)
+    first = (torch.zeros_like(re[:, :, :1]), torch.zeros_like(im[:, :, :1])) if state is None else _entering(state)
+    re, im = torch.cat((first[0], re), dim=2), torch.cat((first[1], im), dim=2)
+    # Hillis and Steele: after the turn with shift s, an entry is the sum over itself and its 2s − 1 predecessors.
+    shift = 1
+    while shift <= num_chunks:
+        add_re, add_im = _times(_powers_first(c, chunk * shift, dtype), (re[:, :, :-shift], im[:, :, :-shift]))
+        re = torch.cat((re[:, :, :shift], re[:, :, shift:] + add_re), dim=2)
+        im = torch.cat((im[:, :, :shift], im[:, :, shift:] + add_im), dim=2)
+        shift *= 2
+    carried = torch.cat((re[:, :, :-1], im[:, :, :-1]), dim=-1).view(width, batch * num_chunks, -1)
+    lag = torch.arange(chunk, device=x.device) - torch.arange(chunk, device=x.device)[:, None]
+    toeplitz = (_kernel(c, chunk)[:, lag.clamp(min=0)] * (lag >= 0)).to(dtype)
+    y = torch.baddbmm(torch.bmm(carried, _out_of_state(c, chunk).to(dtype)), chunks, toeplitz)
+    return _join(y, batch), _leaving((re[:, :, -1:], im[:, :, -1:]))
+
+
+def _powers(c: Coefficients, exponents: int | Tensor) -> Pair:
+    """q^j for the exponents, [D, N, number of exponents], float64."""
+    size, turn = torch.exp(c.log_decay[..., None] * exponents), c.angle[..., None] * exponents
+    return size * turn.cos(), size * turn.sin()
+
+
+def _powers_first(c: Coefficients, exponents: int | Tensor, dtype: torch.dtype) -> Pair:
+    """q^j for the exponents, [D, 1, number of exponents, N], to be multiplied with states [D, B, chunks, N]."""
+    re, im = _powers(c, exponents)
+    return re.transpose(1, 2)[:, None].to(dtype), im.transpose(1, 2)[:, None].to(dtype)
+
+
+def _weighted_powers(c: Coefficients, exponents: Tensor) -> Tensor:
+    """Re w·q^j·u as a product with u's parts: [D, 2N, number of exponents]."""
+    re, im = _times((c.weight[..., :1], c.weight[..., 1:]), _powers(c, exponents))
+    return torch.cat((re, -im), dim=1)
+
+
+def _times(a: Pair, b: Pair) -> Pair:
+    """a·b of complex numbers."""
+    return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
+
+
+def _entering(state: Tensor) -> Pair:
+    """Real pairs [B, D, N, 2] as [D, B, 1, N]."""
+    return state[..., 0].transpose(0, 1)[:, :, None], state[..., 1].transpose(0, 1)[:, :, None]
+
+
+def _leaving(state: Pair) -> Tensor:
+    """[D, B, 1, N] as real pairs [B, D, N, 2]: the inverse of `_entering`."""
+    return torch.stack(state, dim=-1).squeeze(2).transpose(0, 1)
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """x [B, L, D] as [D, B·chunks, chunk]."""
+    batch, length, width = x.shape
+    return x.reshape(batch, length // chunk, chunk, width).permute(3, 0, 1, 2).reshape(width, -1, chunk)
+
+
+def _join(y: Tensor, batch: int) -> Tensor:
+    """[D, B·chunks, chunk] as [B, L, D]: the inverse of `_chunks`."""
+    width, _, chunk = y.shape
+    return y.view(width, batch, -1, chunk).permute(1, 2, 3, 0).reshape(batch, -1, width)
+
+
+def _local_states(chunks: Tensor, batch: int, c: Coefficients) -> Pair:
+    """Σ_j q^{chunk−1−j}·x_j, the state after each chunk had it begun at zero: [D, B, chunks, N]."""
+    width, _, chunk = chunks.shape
+    into = torch.cat(_powers(c, chunk - 1 - torch.arange(chunk, device=chunks.device)), dim=1).transpose(1, 2)
+    re, im = torch.bmm(chunks, into.to(chunks.dtype)).view(width, batch, -1, 2 * c.angle.shape[1]).chunk(2, dim=-1)
+    return re, im
+
+
+def _out_of_state(c: Coefficients, chunk: int) -> Tensor:
+    """[D, 2N, chunk]: what the state before a chunk adds to its outputs, Re w·q^{j+1}·u."""
+    return _weighted_powers(c, 1 + torch.arange(chunk, device=c.angle.device))
+
+
+def _kernel(c: Coefficients, length: int) -> Tensor:
+    """K_j = Re Σ w·q^j for j < length, plus ω at 0: [D, length] in float64, never [D, N, length].
+
+    With j = a·CHUNK + b it is one matrix product over N of w·q^{a·CHUNK} and q^b.
+    """
+    device = c.angle.device
+    far = _weighted_powers(c, torch.arange(0, length, CHUNK, device=device)).transpose(1, 2)
+    near = torch.cat(_powers(c, torch.arange(min(CHUNK, length), device=device)), dim=1)
+    return torch.bmm(far, near).flatten(1)[:, :length] + functional.pad(c.skip[:, None], (0, length - 1))
+
+
+def _response(c: Coefficients, state: Tensor, length: int) -> Tensor:
+    """[B, L, D]: the outputs that an incoming state alone would give, Re Σ w·q^{t+1}·u."""
+    batch, width, num_states, _ = state.shape
+    starts = torch.arange(0, length, CHUNK, device=state.device)
+    carried = torch.cat(_times(_powers_first(c, starts, state.dtype), _entering(state)), dim=-1)
+    y = torch.bmm(carried.view(width, -1, 2 * num_states), _out_of_state(c, CHUNK).to(state.dtype))
+    return _join(y, batch)[:, :length]
+
+
+def _last_state(x: Tensor, c: Coefficients, state: Tensor | None) -> Tensor:
+    """u after the last token in closed form, q^L·u + Σ_j x_{L−1−j}·q^j: real pairs [B, D, N, 2]."""
+    batch, length, _ = x.shape
+    after = torch.arange(0, length, CHUNK, device=x.device).flip(0)
+    whole = functional.pad(x, (0, 0, len(after) * CHUNK - length, 0))
+    re, im = _times(_powers_first(c, after, x.dtype), _local_states(_chunks(whole, CHUNK), batch, c))
+    re, im = re.sum(2, keepdim=True), im.sum(2, keepdim=True)
+    if state is not None:
+        kept_re, kept_im = _times(_powers_first(c, length, x.dtype), _entering(state))
+        re, im = re + kept_re, im + kept_im
+    return _leaving((re, im))
+
+
+# The Triton kernels are one op to PyTorch, with its own backward: torch.compile passes it by unbroken, and Triton
+# itself is imported when the op first runs.
+
+
+def _run_scan(x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    from stepscope.workloads import ema_triton
+
+    return ema_triton.forward(x, q, w, skip, state)
+
+
+def _run_scan_backward(
+    grad_y: Tensor, grad_last: Tensor, x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from stepscope.workloads import ema_triton
+
+    return ema_triton.backward(grad_y, grad_last, x, q, w, skip, state)
+
+
+ema_scan = torch.library.custom_op(
+    "stepscope::ema_scan",
+    _run_scan,
+    mutates_args=(),
+    schema="(Tensor x, Tensor q, Tensor w, Tensor skip, Tensor? state) -> (Tensor, Tensor)",
+)
+ema_scan_backward = torch.library.custom_op(
+    "stepscope::ema_scan_backward",
+    _run_scan_backward,
+    mutates_args=(),
+    schema="(Tensor grad_y, Tensor grad_last, Tensor x, Tensor q, Tensor w, Tensor skip, Tensor? state)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def _fake_scan(x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), q.new_empty(x.shape[0], *q.shape)
+
+
+def _fake_scan_backward(
+    grad_y: Tensor, grad_last: Tensor, x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shapes = q.shape, w.shape, skip.shape, (x.shape[0], *q.shape)
+    grad_q, grad_w, grad_skip, grad_state = (q.new_empty(shape) for shape in shapes)
+    return x.new_empty(x.shape), grad_q, grad_w, grad_skip, grad_state
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _scan_gradients(ctx: Any, grad_y: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+    *grads, grad_state = ema_scan_backward(grad_y, grad_last, *ctx.saved_tensors)
+    return *grads, None if ctx.saved_tensors[-1] is None else grad_state
+
+
+ema_scan.register_fake(_fake_scan)
+ema_scan_backward.register_fake(_fake_scan_backward)
+ema_scan.register_autograd(_scan_gradients, setup_context=_save_inputs)
+
+
+def proofs(knob: str, path: Path, seq_len: int, num_layers: int = 1) -> tuple[Proof, ...]:
+    """What a traced pass must show of a path: FFTs; a multiply-add a token; the scan's kernel, or its products."""
+    if path == "fft":
+        return (ran(f"{knob}=fft", "aten::_fft_r2c", at_least=2 * num_layers),)
+
+    def sequential(evidence: Evidence) -> str | None:
+        calls = evidence.ops.get("aten::addcmul", 0)
+        return f"aten::addcmul ×{calls}" if calls >= seq_len * num_layers else None
+
+    def scan(evidence: Evidence) -> str | None:
+        if evidence.device == "cuda" and HAS_TRITON:
+            launches = sum(n for name, n in evidence.kernels.items() if "stepscope_ema_forward" in name)
+            return f"stepscope_ema_forward ×{launches}" if launches >= num_layers else None
+        products = evidence.ops.get("aten::baddbmm", 0)
+        other = evidence.calls("_fft_") or sequential(evidence)
+        return None if other or products < num_layers else f"aten::baddbmm ×{products}, no FFT"
+
+    return (Proof(claim=f"{knob}={path}", shows=sequential if path == "sequential" else scan),)

@@ -1,0 +1,310 @@
+"""A mixture-of-experts layer, and five ways to bring tokens to their experts and back.
+
+A token is routed to `top_k` experts: it fills that many *slots*. The experts read *rows*. What sets the ways apart is
+the order of the rows, the matrix product over them, and how the rows' outputs find the way back:
+
+    loop      rows sorted by expert, one product an expert (the host waits for the counts), index_add
+    one_hot   rows in order by running counts of a one-hot mask, no sort; grouped product, index_add
+    capacity  the same number of rows for every expert, what is over is dropped; batched product
+    tile      rows sorted, every expert's count rounded up to 128; grouped product
+    grouped   rows sorted, nothing added, nothing dropped; grouped product
+
+`capacity`, `tile` and `grouped` go both ways by gathers, backward pass included: no atomic additions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.errors import UsageError
+from stepscope.workloads.workload import Evidence, Proof, ran
+
+Dispatch = Literal["loop", "capacity", "one_hot", "tile", "grouped"]
+Routing = Literal["learned", "balanced"]
+TILE_ROWS = 128
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+class MixtureOfExperts(nn.Module):
+    """Σ over the chosen experts of softmax(router x) · W2 gelu(W1 x), not renormalised, + a gated shared expert."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        expert_width: int,
+        shared_width: int,
+        dispatch: Dispatch,
+        capacity_factor: float,
+        routing: Routing = "learned",
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise UsageError(f"top_k={top_k}: a token goes to 1 … {num_experts} experts")
+        if capacity_factor <= 0:
+            raise UsageError(f"capacity_factor={capacity_factor}: it must be positive")
+        self.top_k, self.dispatch, self.capacity_factor, self.routing = top_k, dispatch, capacity_factor, routing
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.w1 = nn.Parameter(torch.randn(num_experts, width, expert_width) * width**-0.5)
+        self.w2 = nn.Parameter(torch.randn(num_experts, expert_width, width) * expert_width**-0.5)
+        self.shared_w1 = nn.Linear(width, shared_width, bias=False)
+        self.shared_w2 = nn.Linear(shared_width, width, bias=False)
+        self.shared_gate = nn.Linear(width, 1, bias=False)
+        # Written in place, as a running mean is: a CUDA graph may replay the pass, and nobody waits for it.
+        self.register_buffer("slots_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("last_rows", torch.zeros(num_experts, dtype=torch.int32), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., width] → the layer's output, and E · Σ_e share_e · mean probability_e: 1 in perfect balance."""
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = self.router(tokens)
+        probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        weights, experts = self._route(probabilities)
+        num_experts = self.w1.shape[0]
+        chosen = torch.arange(num_experts, device=x.device)[:, None] == experts.reshape(-1)
+        counts = chosen.sum(1)
+        shares = counts.to(probabilities.dtype) / experts.numel()
+        balance = num_experts * (shares * probabilities.mean(0)).sum()
+
+        routed = self._routed(tokens, weights, experts.reshape(-1), chosen, counts)
+        shared = self.shared_w2(functional.gelu(self.shared_w1(tokens)))
+        out = routed + self.shared_gate(tokens).sigmoid() * shared
+        self.slots_per_expert.copy_(counts)
+        return out.reshape(x.shape), balance
+
+    def _route(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        if self.routing == "learned":
+            weights, experts = probabilities.topk(self.top_k, dim=-1)
+            return weights, experts
+        # A token's first expert by a multiplicative hash of its place (Knuth, vol. 3, 6.4), the others beside it.
+        # Small factors: compiled, this is index arithmetic in 32 bits, and Triton takes no larger constants there.
+        num_tokens, num_experts = probabilities.shape
+        places = torch.arange(num_tokens, device=probabilities.device)[:, None]
+        others = torch.arange(self.top_k, device=probabilities.device)
+        experts = ((places * 167 + places // 256 * 89) % 256 * num_experts // 256 + others) % num_experts
+        return probabilities.gather(1, experts), experts
+
+    def _routed(self, x: Tensor, weights: Tensor, experts: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+        if self.dispatch == "loop":
+            return self._loop(x, weights, experts)
+        if self.dispatch == "one_hot":
+            return self._one_hot(x, weights, chosen, counts)
+        if self.dispatch == "capacity":
+            capacity = rows_per_expert(experts.numel(), counts.shape[0], self.capacity_factor)
+            placement = _padded(
+                experts,
+                counts,
+                torch.arange(counts.shape[0], device=x.device) * capacity,
+                counts.shape[0] * capacity,
+                capacity,
+            )
+            return self._gathered(x, weights, placement, torch.bmm, (counts.shape[0], capacity, x.shape[1]))
+        if self.dispatch == "tile":
+            tiled = (counts + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+            ends = tiled.cumsum(0)
+            # So many rows are enough wherever the tokens go; the last expert's tail is computed and never read.
+            num_rows = math.ceil((experts.numel() + counts.shape[0] * (TILE_ROWS - 1)) / TILE_ROWS) * TILE_ROWS
+            placement = _padded(experts, counts, ends - tiled, num_rows, None)
+            ends = torch.cat((ends[:-1], ends.new_full((1,), num_rows)))
+        else:
+            placement = _sorted(experts)
+            ends = counts.cumsum(0)
+        return self._gathered(x, weights, placement, self._grouped(ends))
+
+    def _grouped(self, ends: Tensor) -> Product:
+        ends = ends.to(torch.int32)
+        self.last_rows.copy_(ends)
+        return lambda rows, weights: grouped_matmul(rows, weights, ends)
+
+    def _loop(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        order = experts.argsort(stable=True)
+        token = order // self.top_k
+        counts = torch.bincount(experts, minlength=self.w1.shape[0]).tolist()
+        outputs = [functional.gelu(rows @ w1) @ w2 for rows, w1, w2 in zip(x[token].split(counts), self.w1, self.w2)]
+        y = torch.cat(outputs)
+        y = y * weights.reshape(-1)[order][:, None].to(y.dtype)
+        return y.new_zeros(x.shape).index_add(0, token, y)
+
+    def _one_hot(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0)
+        # Scanned along the last dimension, where a GPU scans in parallel.
+        row_of_slot = ((chosen.cumsum(1) + (ends - counts)[:, None] - 1) * chosen).sum(0)
+        slot_of_row = _inverse(row_of_slot)
+        token = slot_of_row // self.top_k
+        y = self._experts(x.index_select(0, token), self._grouped(ends))
+        y = y * weights.reshape(-1).index_select(0, slot_of_row)[:, None].to(y.dtype)
+        return y.new_zeros(x.shape).index_add(0, token, y)
+
+    def _gathered(
+        self, x: Tensor, weights: Tensor, at: _Placement, product: Product, shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        rows = _ToRows.apply(x, at.slot_of_row, at.row_of_slot, at.kept, self.top_k)
+        y = self._experts(rows if shape is None else rows.view(shape), product).view(-1, x.shape[1])
+        slots = _FromRows.apply(y, at.row_of_slot, at.slot_of_row, at.filled).view(*weights.shape, -1)
+        if at.kept is not None:
+            weights = weights * at.kept.view(weights.shape)
+        return (slots * weights[..., None].to(slots.dtype)).sum(1)
+
+    def _experts(self, rows: Tensor, product: Product) -> Tensor:
+        return product(functional.gelu(product(rows, self.w1)), self.w2)
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """rows [R, D] × weights [E, D, F] → [R, F], where expert e owns the rows before `ends[e]`, the last all others.
+
+    One grouped product in bfloat16, the dtype that torch has a kernel for (2.8 on CUDA, 2.10 anywhere). In every
+    other dtype, and before, one product an expert: `aten::_grouped_mm` is then missing from the trace, and with it
+    the proof.
+    """
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        # Autocast does not know the grouped product.
+        dtype = torch.get_autocast_dtype(device)
+        rows, weights = rows.to(dtype), weights.to(dtype)
+    if rows.dtype is torch.bfloat16:
+        if hasattr(functional, "grouped_mm"):
+            return functional.grouped_mm(rows, weights, offs=ends)
+        if hasattr(torch, "_grouped_mm") and device == "cuda":
+            return torch._grouped_mm(rows, weights, offs=ends)
+    parts = rows.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ weight for part, weight in zip(parts, weights)])
+
+
+def rows_per_expert(num_slots: int, num_experts: int, capacity_factor: float) -> int:
+    """Rows of each expert under `capacity`: factor × the mean, rounded up to 8 (16 bytes in bfloat16), never more
+    than there are slots.
+
+    >>> rows_per_expert(131_072, 8, 1.25)
+    20480
+    """
+    wanted = math.ceil(capacity_factor * num_slots / num_experts)
+    return min(math.ceil(wanted / 8) * 8, num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Which row a slot has, and which slot a row."""
+
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+    kept: Tensor | None = None
+    """Slots that have a row; None: all."""
+    filled: Tensor | None = None
+    """Rows that have a slot; None: all."""
+
+
+def _sorted(experts: Tensor) -> _Placement:
+    order = experts.argsort(stable=True)
+    return _Placement(_inverse(order), order)
+
+
+def _padded(experts: Tensor, counts: Tensor, starts: Tensor, num_rows: int, capacity: int | None) -> _Placement:
+    """Expert e's slots in rows `starts[e]` and on, at most `capacity` of them."""
+    order = experts.argsort(stable=True)
+    first = counts.cumsum(0) - counts
+    rank = _inverse(order) - first[experts]
+    row_of_slot = (starts[experts] + rank).clamp(max=num_rows - 1)
+    rows = torch.arange(num_rows, device=experts.device)
+    owner = torch.searchsorted(starts, rows, right=True) - 1
+    rank_of_row = rows - starts[owner]
+    # A row without a slot repeats another's token: its output is not read, and its gradient is set to zero.
+    slot_of_row = order[(first[owner] + rank_of_row).clamp(max=experts.numel() - 1)]
+    kept = None if capacity is None else rank < capacity
+    return _Placement(row_of_slot, slot_of_row, kept, rank_of_row < counts[owner])
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+class _ToRows(torch.autograd.Function):
+    """tokens → rows. A token's gradient is gathered from its slots' rows; autograd would add them atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None, k: int) -> Tensor:
+        ctx.save_for_backward(row_of_slot, kept)
+        ctx.k = k
+        return x.index_select(0, slot_of_row // k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        row_of_slot, kept = ctx.saved_tensors
+        slots = _only(gradient.index_select(0, row_of_slot), kept)
+        return slots.view(-1, ctx.k, slots.shape[1]).sum(1), None, None, None, None
+
+
+class _FromRows(torch.autograd.Function):
+    """rows → slots. The gradient of a row is its slot's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, filled: Tensor | None) -> Tensor:
+        ctx.save_for_backward(slot_of_row, filled)
+        return rows.index_select(0, row_of_slot)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        slot_of_row, filled = ctx.saved_tensors
+        return _only(gradient.index_select(0, slot_of_row), filled), None, None, None
+
+
+def _only(rows: Tensor, wanted: Tensor | None) -> Tensor:
+    return rows if wanted is None else rows.masked_fill(~wanted[:, None], 0)
+
+
+def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
+    """What the last pass of the layers did: dropped slots, the busiest expert's load over the mean, rows added."""
+    counts = torch.stack([layer.slots_per_expert for layer in layers]).cpu()
+    ends = torch.stack([layer.last_rows for layer in layers]).cpu()
+    layer, num_slots = layers[0], int(counts[0].sum())
+    found = {"load_max_over_mean": float((counts.max(1).values / counts.double().mean(1)).max())}
+    dropped, num_rows = 0, num_slots
+    if layer.dispatch == "capacity":
+        capacity = rows_per_expert(num_slots, counts.shape[1], layer.capacity_factor)
+        dropped, num_rows = int((counts - capacity).clamp(min=0).sum()), counts.shape[1] * capacity
+    elif layer.dispatch == "tile":
+        num_rows = int(ends[0, -1])
+    if layer.dispatch in ("tile", "grouped", "one_hot"):
+        found["unaligned_experts"] = float((ends % TILE_ROWS != 0).sum())
+    return found | {
+        "dropped_tokens": float(dropped),
+        "dropped_share": dropped / max(1, num_slots * len(layers)),
+        "padded_share": num_rows / max(1, num_slots) - 1,
+    }
+
+
+def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
+    """How a traced pass shows that the tokens went to their experts in this way."""
+    claim = f"dispatch={dispatch}"
+    if dispatch == "capacity":
+        return ran(claim, "bmm", at_least=2 * num_layers)
+
+    def loop(evidence: Evidence) -> str | None:
+        products, waits = evidence.ops.get("aten::mm", 0), evidence.ops.get("aten::bincount", 0)
+        enough = products >= 2 * num_experts * num_layers and waits >= num_layers
+        return f"aten::mm ×{products}, aten::bincount ×{waits}" if enough else None
+
+    def one_hot(evidence: Evidence) -> str | None:
+        # Compiled in bfloat16, index_add is an index_put that accumulates.
+        added, num_sorted = evidence.calls("index_add", "index_put"), evidence.ops.get("aten::sort", 0)
+        return f"index_add or index_put ×{added}, no aten::sort" if added >= num_layers and not num_sorted else None
+
+    def grouped(evidence: Evidence) -> str | None:
+        # On a GPU the op falls back to one product a group where it has no kernel, so that the kernel must be seen.
+        names = evidence.kernels if evidence.device == "cuda" else evidence.ops
+        parts = ("grouped", "GroupProblemShape") if evidence.device == "cuda" else ("aten::_grouped_mm",)
+        calls = sum(count for name, count in names.items() if any(part in name for part in parts))
+        unaligned = int(evidence.facts.get("unaligned_experts", 1))
+        if calls < num_layers or (dispatch == "tile" and unaligned):
+            return None
+        return f"{' or '.join(parts)} ×{calls}" + (f", all rows by {TILE_ROWS}" if dispatch == "tile" else "")
+
+    return Proof(claim=claim, shows={"loop": loop, "one_hot": one_hot}.get(dispatch, grouped))

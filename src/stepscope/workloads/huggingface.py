@@ -1,0 +1,190 @@
+"""Any Hugging Face configuration, `hf:path/to/config.json`: its model with random weights. Nothing is fetched."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stepscope.errors import MissingDependencyError, UsageError
+from stepscope.workloads.knobs import nearest
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, ran
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_FILE = "config.json"
+# Classes whose `labels` have the shape of their `input_ids`.
+TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HuggingFaceConfig:
+    """The knobs of a Hugging Face model; all else is in its config.json."""
+
+    batch: int = knob(4, "sequences in a batch")
+    seq_len: int = knob(512, "tokens of a sequence")
+    attn: Literal["sdpa", "eager"] = knob("sdpa", "attention implementation, as transformers calls them")
+    layers: int = knob(0, "only the first so many layers; 0: as many as the configuration says")
+    dropout: bool = knob(False, "keep the configuration's dropout; variants cannot be compared with it")
+    checkpoint: Literal[0, 1] = knob(
+        0, "1: recompute every block in the backward pass (gradient_checkpointing_enable)"
+    )
+
+
+def hugging_face(path: str) -> Workload[HuggingFaceConfig]:
+    """The workload of a config.json, or of a folder with one."""
+    given = _read(Path(path))
+    _transformers()
+    name = (given.get("architectures") or [""])[0] or f"{given['model_type']}, causal LM"
+    return Workload(
+        name=f"hf:{path}",
+        about=f"{name} with random weights",
+        config=HuggingFaceConfig,
+        presets={"default": {}},
+        build=lambda config: build(given, config),
+        reference={"attn": "eager"},
+        gate={"batch": 2, "seq_len": 16, "layers": 2, "dropout": False},
+    )
+
+
+def build(given: Mapping[str, Any], config: HuggingFaceConfig) -> Built:
+    """The model that a configuration (as read from JSON) describes, and random tokens."""
+    import torch
+
+    settings = _settings(given, config)
+    text = settings.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and config.seq_len > longest:
+        raise UsageError(f"seq_len={config.seq_len}: the configuration's max_position_embeddings is {longest}")
+    model = _class_of(given, settings)._from_config(settings, attn_implementation=config.attn)
+    if model.main_input_name != "input_ids":
+        raise UsageError(
+            f"{type(model).__name__} reads {model.main_input_name}: only models that read tokens run here"
+        )
+    if config.checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    has_loss = type(model).__name__.endswith(TOKEN_LABELS)
+
+    def batch() -> Batch:
+        tokens = torch.randint(text.vocab_size, (config.batch, config.seq_len))
+        return {"tokens": tokens, "targets": tokens.clone()} if has_loss else {"tokens": tokens}
+
+    return Built(
+        module=_wrapped(model),
+        batch=batch,
+        num_tokens=config.batch * config.seq_len,
+        proofs=(_proof(config.attn),),
+    )
+
+
+def _proof(attn: str) -> Proof:
+    if attn == "sdpa":
+        return ran("attn=sdpa", "scaled_dot_product")
+
+    def eager(evidence: Evidence) -> str | None:
+        calls = evidence.calls("softmax")
+        return f"softmax ×{calls}, no fused attention" if calls and not evidence.calls("scaled_dot_product") else None
+
+    return Proof(claim="attn=eager", shows=eager)
+
+
+def _transformers() -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingDependencyError("hf: needs transformers: pip install transformers")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    return transformers
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.is_file():
+        beside = sorted(p.name for p in file.parent.glob("*.json")) if file.parent.is_dir() else []
+        raise UsageError(f"there is no file {file}: {nearest(file.name, beside)}")
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{file} is no JSON: {error}") from None
+    if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
+        raise UsageError(f"{file} is no configuration of transformers: it has no model_type")
+    if "quantization_config" in given:
+        raise UsageError(f"{file} is of a quantized model: its weights would be others here, take that part out")
+    return given
+
+
+def _settings(given: Mapping[str, Any], config: HuggingFaceConfig) -> Any:
+    """The configuration object: weights in float32, no cache, the knobs applied."""
+    known = _transformers().CONFIG_MAPPING
+    model_type = given["model_type"]
+    if model_type not in known:
+        own = "; its own code (auto_map) is never run" if "auto_map" in given else ""
+        raise UsageError(f"transformers does not know model_type {model_type!r}: {nearest(model_type, known)}{own}")
+    kind = known[model_type]
+    kept = {key: value for key, value in given.items() if key not in ("auto_map", "dtype", "torch_dtype")}
+    if config.layers:
+        count = kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        kept = _shorter(kept, count, config.layers)
+    settings = kind.from_dict(kept)
+    parts = [settings, *(part for name in kind.sub_configs if (part := getattr(settings, name, None)) is not None)]
+    for part in parts:
+        part.use_cache = False
+        for key, value in vars(part).items():
+            if "drop" in key and isinstance(value, float) and not config.dropout:
+                setattr(part, key, 0.0)
+    return settings
+
+
+def _shorter(given: Mapping[str, Any], count: str, num_layers: int) -> dict[str, Any]:
+    """The configuration with fewer layers; lists with one entry a layer are cut as well.
+
+    >>> _shorter({"n": 3, "layer_types": ["a", "b", "a"]}, "n", 2)
+    {'n': 2, 'layer_types': ['a', 'b']}
+    """
+    if count not in given:
+        raise UsageError(f"layers={num_layers}: the configuration does not say its own {count}")
+    num_given = given[count]
+    return {
+        key: min(value, num_layers)
+        if key == count
+        else value[:num_layers]
+        if isinstance(value, list) and len(value) == num_given
+        else value
+        for key, value in given.items()
+    }
+
+
+def _class_of(given: Mapping[str, Any], settings: Any) -> Any:
+    transformers = _transformers()
+    for name in given.get("architectures") or ():
+        found = getattr(transformers, name, None)
+        if found is None:
+            raise UsageError(f"transformers has no class {name!r} (architectures)")
+        return found
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(settings) not in causal:
+        raise UsageError(f"{given['model_type']} has no causal LM: name the class in architectures")
+    return causal[type(settings)]
+
+
+def _wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    from torch import nn
+
+    class HuggingFaceModel(nn.Module):
+        """tokens → logits or hidden states; with targets, which the model shifts itself, the loss."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+            out = self.model(input_ids=tokens) if targets is None else self.model(input_ids=tokens, labels=targets)
+            return out[0]  # the loss comes first where there are labels
+
+    return HuggingFaceModel()

@@ -1,0 +1,69 @@
+"""`key=value` as a user types it: the key looked up, the value read, and the nearest right one for a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+
+from stepscope.errors import UsageError
+from stepscope.workloads.workload import Knob, Value
+
+MOST_SHOWN = 20
+BOOLS = {"true": True, "on": True, "false": False, "off": False}
+
+
+def nearest(word: str, right: Iterable[str]) -> str:
+    """A question that names the most similar of the right words, or some of them when none is similar.
+
+    >>> nearest("seq_length", ["batch", "seq_len"]), nearest("x", ["batch", "seq_len"])
+    ('did you mean seq_len?', 'one of: batch, seq_len')
+    """
+    words = list(dict.fromkeys(right))
+    lowered = {known.lower(): known for known in reversed(words)}
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {lowered[close[0]]}?"
+    shown = ", ".join(words[:MOST_SHOWN]) + (f", … ({len(words)})" if len(words) > MOST_SHOWN else "")
+    return f"one of: {shown}" if words else "there is none"
+
+
+def check_key(knobs: Sequence[Knob], key: str) -> Knob:
+    """The knob of that name; UsageError with the nearest right one."""
+    for knob in knobs:
+        if knob.name == key:
+            return knob
+    raise UsageError(f"there is no knob {key!r}: {nearest(key, (knob.name for knob in knobs))}")
+
+
+def parse_value(knob: Knob, text: str) -> Value:
+    """The value that the text says for a knob; UsageError with what it takes.
+
+    >>> parse_value(Knob(name="seq_len", kind=int, default=128, values=None, about=""), "16_384")
+    16384
+    """
+    text = text.strip()
+    if knob.kind is bool:
+        if text.lower() not in BOOLS:
+            raise UsageError(f"{knob.name}={text}: true or false (on, off)")
+        return BOOLS[text.lower()]
+    if knob.values is not None:
+        said = _number(knob.kind, text) if knob.kind in (int, float) else text
+        for value in knob.values:
+            if said == value and said is not None:
+                return value
+        raise UsageError(f"{knob.name}={text}: {nearest(text, map(str, knob.values))}")
+    if knob.kind is str:
+        return text
+    number = _number(knob.kind, text)
+    if number is None:
+        raise UsageError(f"{knob.name}={text}: {'a whole number' if knob.kind is int else 'a number'}")
+    return number
+
+
+def _number(kind: type, text: str) -> int | float | None:
+    try:
+        number: int | float = int(text) if kind is int else float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,235 @@
+"""Next-token cross entropy from hidden states and the head's weight, three ways that agree.
+
+`full` keeps all the logits. `chunked` has one chunk of rows alive and computes its logits again in the backward pass.
+`fused` finds the gradients of the hidden states and of the weight while a chunk's logits are at hand, so that the
+backward pass only scales them: three products like `full`, where `chunked` pays four.
+
+With p = softmax(h Wᵀ) and T rows, ∂loss/∂logits = (p − onehot(target)) ÷ T. The factor 1 ÷ T waits for the backward
+pass, so that what is rounded to the products' dtype lies in [−1, 1].
+
+The two are custom ops: a compiler takes each as one node, no graph break, and a trace shows each by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
+
+from stepscope.workloads.workload import Evidence, Proof, ran
+
+Loss = Literal["full", "chunked", "fused"]
+CHUNK_ROWS = 1024
+"""Rows of logits alive at once: 206 MB in float32 for 50,257 words, and still a product that fills a large GPU."""
+
+CHUNKED_OP = "stepscope::chunked_cross_entropy"
+FUSED_OP = "stepscope::fused_cross_entropy"
+
+
+def next_token_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, loss: Loss = "full", chunk_rows: int = CHUNK_ROWS
+) -> Tensor:
+    """The mean cross entropy of hidden [rows, width] × weight [vocab, width]ᵀ against targets [rows]; ≥ float32.
+
+    >>> _ = torch.manual_seed(0)
+    >>> hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.randint(9, (6,))
+    >>> full, fused = (next_token_loss(hidden, weight, targets, loss, chunk_rows=4) for loss in ("full", "fused"))
+    >>> bool(torch.isclose(full, fused))
+    True
+    """
+    if loss == "full":
+        logits = functional.linear(hidden, weight)
+        return functional.cross_entropy(logits.to(_wide(logits.dtype)), targets)
+    product_dtype = _product_dtype(hidden)
+    if loss == "chunked":
+        total: Tensor = _chunked(hidden, weight, targets, chunk_rows, product_dtype)
+    else:
+        differentiated = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        total = _fused(hidden, weight, targets, chunk_rows, product_dtype, differentiated)[0]
+    return total / targets.numel()
+
+
+def loss_proof(claim: str, loss: str) -> Proof:
+    """Proof that this implementation of the loss ran."""
+    if loss == "chunked":
+        return ran(claim, CHUNKED_OP)
+    if loss == "fused":
+        return ran(claim, FUSED_OP)
+
+    def shows(evidence: Evidence) -> str | None:
+        calls = evidence.calls("log_softmax")
+        return f"log_softmax ×{calls}" if calls and not evidence.calls(CHUNKED_OP, FUSED_OP) else None
+
+    return Proof(claim=claim, shows=shows)
+
+
+def _wide(dtype: torch.dtype) -> Any:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _product_dtype(hidden: Tensor) -> Any:
+    """The dtype autocast would give a product of the hidden states; it leaves float64 alone, and so do we."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
+
+
+def _rows(num_rows: int, chunk_rows: int) -> list[slice]:
+    return [slice(start, start + chunk_rows) for start in range(0, num_rows, chunk_rows)]
+
+
+def _chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The summed loss of one chunk, whose logits die here."""
+    log_p = functional.log_softmax(hidden @ weight.t(), dim=-1, dtype=_wide(weight.dtype))
+    return -log_p.gather(1, targets[:, None]).sum()
+
+
+def _chunk_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor
+) -> Tensor:
+    """The summed loss of one chunk; its gradients are written to `grad_hidden` and added to `grad_weight`."""
+    logits = hidden @ weight.t()
+    log_p = functional.log_softmax(logits, dim=-1, dtype=_wide(weight.dtype))
+    log_p_target = log_p.gather(1, targets[:, None])
+    # The target's entry apart: p − 1 of a p that was rounded first would be 0 for a sure prediction.
+    grad_logits = torch.exp(log_p, out=logits)
+    grad_logits.scatter_(1, targets[:, None], torch.expm1(log_p_target).to(logits.dtype))
+    del log_p
+    grad_hidden.copy_(grad_logits @ weight)
+    if grad_weight.dtype == weight.dtype:
+        grad_weight.addmm_(grad_logits.t(), hidden)
+    else:
+        grad_weight += grad_logits.t() @ hidden
+    return -log_p_target.sum()
+
+
+def _total_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
+) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        total = hidden.new_zeros((), dtype=_wide(product_dtype))
+        narrow = weight.to(product_dtype)
+        for rows in _rows(len(hidden), chunk_rows):
+            total += _chunk_loss(hidden[rows].to(product_dtype), narrow, targets[rows])
+    return total
+
+
+def _total_loss_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk_rows: int,
+    product_dtype: torch.dtype,
+    gradients: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss, and its gradients: of the hidden states in their dtype, of the weight in float32 or wider."""
+    if not gradients:
+        total = _total_loss(hidden, weight, targets, chunk_rows, product_dtype)
+        return total, hidden.new_empty(0), hidden.new_empty(0)
+    wide = _wide(product_dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        total = hidden.new_zeros((), dtype=wide)
+        grad_hidden = hidden.new_empty(hidden.shape)
+        grad_weight = weight.new_zeros(weight.shape, dtype=wide)
+        narrow = weight.to(product_dtype)
+        for rows in _rows(len(hidden), chunk_rows):
+            chunk = hidden[rows].to(product_dtype)
+            total += _chunk_gradients(chunk, narrow, targets[rows], grad_hidden[rows], grad_weight)
+    return total, grad_hidden, grad_weight
+
+
+def _gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _total_loss_and_gradients(hidden, weight, targets, chunk_rows, product_dtype)[1:]
+
+
+def _scaled(grad: Tensor, gradients: tuple[Tensor, Tensor], weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    grad_hidden, grad_weight = gradients
+    return grad_hidden * grad, (grad_weight * grad).to(weight_dtype)
+
+
+def _chunked_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
+
+
+def _chunked_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    hidden, weight, targets = ctx.saved_tensors
+    return *_scaled(grad, _chunked_gradients(hidden, weight, targets, *ctx.options), weight.dtype), None, None, None
+
+
+def _fused_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Without this the gradients of the two gradients arrive as zeros of their size.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:])
+    ctx.weight_dtype = inputs[1].dtype
+
+
+def _fused_grad(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[Tensor | None, ...]:
+    if any(tensor is not None for tensor in second):
+        raise RuntimeError("the fused loss has no second derivative; use loss=full")
+    if grad is None:
+        return (None,) * 6
+    return *_scaled(grad, ctx.saved_tensors, ctx.weight_dtype), None, None, None, None
+
+
+def _fake_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=_wide(product_dtype))
+
+
+def _fake_fused(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = hidden.new_empty((), dtype=_wide(product_dtype))
+    if not gradients:
+        return total, hidden.new_empty(0), hidden.new_empty(0)
+    return total, *_fake_gradients(hidden, weight, targets, chunk_rows, product_dtype)
+
+
+def _fake_total(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
+) -> Tensor:
+    return hidden.new_empty((), dtype=_wide(product_dtype))
+
+
+_ARGUMENTS = "Tensor hidden, Tensor weight, Tensor targets, int chunk_rows, ScalarType product_dtype"
+
+
+def _op(name: str, function: Any, schema: str, fake: Any) -> Any:
+    op = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    return op
+
+
+_chunked = _op(CHUNKED_OP, _total_loss, f"({_ARGUMENTS}) -> Tensor", _fake_total)
+_chunked_gradients = _op(f"{CHUNKED_OP}_backward", _gradients, f"({_ARGUMENTS}) -> (Tensor, Tensor)", _fake_gradients)
+_fused = _op(
+    FUSED_OP, _total_loss_and_gradients, f"({_ARGUMENTS}, bool gradients) -> (Tensor, Tensor, Tensor)", _fake_fused
+)
+_chunked.register_autograd(_chunked_grad, setup_context=_chunked_context)
+_fused.register_autograd(_fused_grad, setup_context=_fused_context)
+
+
+def _head_flops(hidden: tuple[int, int], weight: tuple[int, int]) -> int:
+    return 2 * hidden[0] * hidden[1] * weight[0]
+
+
+# The counter sees an op, not the products inside it.
+register_flop_formula(torch.ops.stepscope.chunked_cross_entropy)(
+    lambda hidden, weight, *_, **__: _head_flops(hidden, weight)
+)
+register_flop_formula(torch.ops.stepscope.chunked_cross_entropy_backward)(
+    lambda hidden, weight, *_, **__: 3 * _head_flops(hidden, weight)
+)
+register_flop_formula(torch.ops.stepscope.fused_cross_entropy)(
+    lambda hidden, weight, targets, rows, dtype, gradients, **__: (
+        (3 if gradients else 1) * _head_flops(hidden, weight)
+    )
+)

@@ -1,0 +1,345 @@
+"""hydra: blocks that run one shared MLP several times, and route tokens past some of it.
+
+A block is h = x + ½·CCGQA(norm(x)), then R recursions of one MLP, then a norm:
+
+    h ← h + w_r · MLP(norm(h + bias_r + embed_r))    r = 0 … R − 1
+    δ = (R − 1)·sigmoid(router(h)),  w_r = exp(−(r − δ)² ÷ 2σ²),  σ = R ÷ 2
+
+δ is the depth a linear router gives a token after attention; w_r is the soft Gaussian weight of recursion r.
+
+Who runs which recursion is the model's affair, and two knobs change it:
+- `routing=static`: every token runs every recursion.
+- `routing=dynamic`: a token runs the recursions r ≤ δ + ½, with the same weights, and leaves the rest out. Where all
+  tokens run them all, static and dynamic are one function.
+- `capacity` c < 1: in blocks 1 … N − 2 the round(c·S) tokens of each sequence that a second router scores highest
+  run the MLP, the others none of it. The choice scales nothing: the router learns by a straight-through gradient of
+  sigmoid(score) on the update. At 1.0 there is nothing to choose, and that router has no gradient.
+
+How that is executed is `dispatch`: `gather` brings the tokens that go on to the front, the longest-running first, and
+runs each recursion on a shrinking prefix; `mask` runs everything and multiplies what should not count by 0. They
+agree in outputs and gradients. Under `dynamic`, `gather` waits for the device once a block, to learn how many go on;
+a compiled one has a graph break there and shapes that change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.errors import UsageError
+from stepscope.workloads.losses import CHUNK_ROWS, loss_proof, next_token_loss
+from stepscope.workloads.models.ccgqa import CCGQA, CausalConvs
+from stepscope.workloads.models.layers import RMSNorm, rope_tables, run_blocks
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, ran
+
+ROPE_BASE = 10000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HydraConfig:
+    """Every knob of hydra."""
+
+    dim: int = knob(768, "width of the residual stream; attention works in a quarter of it")
+    blocks: int = knob(8, "blocks, each with its own parameters")
+    recursions: int = knob(4, "times each block runs its one MLP")
+    heads: int = knob(12, "query heads, each dim ÷ 4 ÷ heads wide")
+    kv_heads: int = knob(3, "key and value heads, shared by groups of query heads")
+    vocab: int = knob(50257, "words; the head is tied to the embedding")
+    batch: int = knob(4, "sequences in a batch")
+    seq_len: int = knob(4096, "tokens in a sequence")
+    routing: Literal["static", "dynamic"] = knob("static", "every token runs every recursion, or each to its depth")
+    capacity: float = knob(1.0, "share of tokens that pass the MLP of blocks 1 … N − 2; 1.0 is dense")
+    dispatch: Literal["gather", "mask"] = knob("gather", "compute only the tokens that go on, or all, times 0")
+    loss: Literal["full", "chunked", "fused"] = knob(
+        "full", "all logits, chunks computed twice, or with their gradients"
+    )
+    chunk_rows: int = knob(CHUNK_ROWS, "rows of logits alive at once in a chunked or fused loss")
+    gqa: Literal["native", "repeated"] = knob("native", "grouped by SDPA (not mem-efficient), or k and v repeated")
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0 keeps all activations")
+
+
+def mlp_width(dim: int) -> int:
+    """Hidden width of the MLP: 2.67·dim, rounded up to a multiple of 256.
+
+    >>> mlp_width(768)
+    2304
+    """
+    return -(-int(2.67 * dim) // 256) * 256
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) · up → down, with gate and up as one product. No bias."""
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dim, 2 * width, bias=False)
+        self.down = nn.Linear(width, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up)
+
+
+class Permute(torch.autograd.Function):
+    """Rows in another order. Its backward is the inverse order, where index_select's own would be an index_add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class Block(nn.Module):
+    """Attention, then one MLP run `recursions` times, each token as often as its route says."""
+
+    def __init__(self, config: HydraConfig, routed: bool) -> None:
+        super().__init__()
+        dim, self.recursions = config.dim, config.recursions
+        self.routing, self.dispatch, self.capacity = config.routing, config.dispatch, config.capacity
+        self.attention_norm = RMSNorm(dim)
+        self.attention = CCGQA(dim, config.heads, config.kv_heads, config.gqa)
+        self.recursion_bias = nn.Parameter(torch.zeros(config.recursions, dim))
+        self.recursion_embedding = nn.Parameter(torch.randn(config.recursions, dim) * 0.02)
+        self.mlp_norm = RMSNorm(dim)
+        self.mlp = SwiGLU(dim, mlp_width(dim))
+        self.depth_router = _router(dim, bias=True)
+        self.capacity_router = _router(dim, bias=False) if routed else None
+        self.final_norm = RMSNorm(dim)
+        self.executed_rows = 0
+        """Rows that the MLP saw in the last pass, all recursions together."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = x + 0.5 * self.attention(self.attention_norm(x), cos, sin)
+        weight, num_runs, num_kept = self.route(h)
+        rows, weight, num_runs = h.flatten(0, 1), weight.flatten(0, 1).to(h.dtype), num_runs.flatten()
+        run = self._gathered if self.dispatch == "gather" else self._masked
+        return self.final_norm(run(rows, weight, num_runs, num_kept).view_as(h))
+
+    def route(self, h: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Soft weights [batch, length, recursions], runs of each token [batch, length], tokens that run at all."""
+        batch, length, _ = h.shape
+        logit = self.depth_router(h)
+        wide = torch.promote_types(logit.dtype, torch.float32)
+        depth = (self.recursions - 1) * torch.sigmoid(logit.to(wide))
+        distance = torch.arange(self.recursions, device=h.device, dtype=wide) - depth
+        weight = torch.exp(-0.5 * (distance / (self.recursions / 2)) ** 2)
+        num_runs = torch.full((batch, length), self.recursions, device=h.device)
+        if self.routing == "dynamic":
+            num_runs = (depth.detach().squeeze(-1) + 0.5).floor().long() + 1
+        num_kept = max(1, round(self.capacity * length))
+        if self.capacity_router is None or num_kept == length:
+            return weight, num_runs, batch * length
+        score = self.capacity_router(h).squeeze(-1)
+        best = score.detach().topk(num_kept, dim=1, sorted=False).indices
+        num_runs = num_runs * torch.zeros_like(num_runs).scatter(1, best, 1)
+        gate = torch.sigmoid(score.to(wide))
+        return weight * (1 + (gate - gate.detach())).unsqueeze(-1), num_runs, batch * num_kept
+
+    def _update(self, rows: Tensor, weight: Tensor, recursion: int) -> Tensor:
+        where = self.recursion_bias[recursion] + self.recursion_embedding[recursion]
+        return rows + weight[:, recursion, None] * self.mlp(self.mlp_norm(rows + where))
+
+    def _masked(self, rows: Tensor, weight: Tensor, num_runs: Tensor, num_kept: int) -> Tensor:
+        self.executed_rows = self.recursions * len(rows)
+        for recursion in range(self.recursions):
+            rows = self._update(rows, weight * (num_runs > recursion)[:, None], recursion)
+        return rows
+
+    def _gathered(self, rows: Tensor, weight: Tensor, num_runs: Tensor, num_kept: int) -> Tensor:
+        if self.routing == "dynamic":
+            counts = _counts(self, num_runs)
+        else:
+            counts = [num_kept] * self.recursions
+            self.executed_rows = sum(counts)
+        if counts[-1] == len(rows):
+            for recursion in range(self.recursions):
+                rows = self._update(rows, weight, recursion)
+            return rows
+        order = num_runs.argsort(descending=True, stable=True)
+        inverse = order.argsort()
+        going, weight = Permute.apply(rows, order, inverse), Permute.apply(weight, order, inverse)
+        stopped: list[Tensor] = []
+        for recursion, count in enumerate(counts):
+            stopped.append(going[count:])
+            going = self._update(going[:count], weight[:count], recursion)
+        return Permute.apply(torch.cat((going, *reversed(stopped))), inverse, order)
+
+
+def _router(dim: int, bias: bool) -> nn.Linear:
+    """dim → 1, with scores of standard deviation 1 on a normalised stream, so that tokens differ from the start."""
+    router = nn.Linear(dim, 1, bias=bias)
+    nn.init.normal_(router.weight, std=dim**-0.5)
+    if bias:
+        nn.init.zeros_(router.bias)
+    return router
+
+
+def _count_rows(block: Block, num_runs: Tensor) -> list[int]:
+    """How many tokens run recursion 0, 1, …: the one wait for the device, kept from the compiler."""
+    recursions = torch.arange(block.recursions, device=num_runs.device)
+    counts: list[int] = (num_runs[:, None] > recursions).sum(dim=0).tolist()
+    block.executed_rows = sum(counts)
+    return counts
+
+
+_counts = torch.compiler.disable(_count_rows)
+
+
+class Hydra(nn.Module):
+    """Token embedding · √dim → blocks → RMSNorm → the embedding again as the head."""
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.dim)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        last = config.blocks - 1
+        self.blocks = nn.ModuleList(Block(config, routed=0 < index < last) for index in range(config.blocks))
+        self.norm = RMSNorm(config.dim)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The last hidden states [batch, length, dim], ready for the head."""
+        x = self.embedding(tokens) * self.config.dim**0.5
+        tables = rope_tables(tokens.shape[1], self.config.dim // 4 // self.config.heads, ROPE_BASE, x)
+        return self.norm(run_blocks(self.blocks, x, *tables, checkpoint_every=self.config.checkpoint))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The logits [batch, length, vocab], or with targets [batch, length] the loss."""
+        hidden, weight = self.hidden(tokens), self.embedding.weight
+        if targets is None:
+            return functional.linear(hidden, weight)
+        return next_token_loss(
+            hidden.flatten(0, 1), weight, targets.flatten(), self.config.loss, self.config.chunk_rows
+        )
+
+    def executed_fraction(self) -> float:
+        """Rows that the MLPs saw in the last pass ÷ rows if every token ran every recursion."""
+        config = self.config
+        every = config.blocks * config.recursions * config.batch * config.seq_len
+        executed: int = sum(block.executed_rows for block in self.blocks)
+        return executed / every
+
+
+def num_parameters(config: HydraConfig) -> int:
+    """Parameters by formula, the tied head counted once.
+
+    >>> num_parameters(HydraConfig())
+    85125136
+    """
+    dim, latent = config.dim, config.dim // 4
+    kv = latent // config.heads * config.kv_heads
+    attention = dim * (latent + 2 * kv) + latent * dim + _conv_weights(config) + 1
+    recursions = 2 * config.recursions * dim
+    block = attention + 3 * dim * mlp_width(dim) + recursions + 3 * dim + (dim + 1)
+    return config.vocab * dim + config.blocks * block + _num_routed(config) * dim + dim
+
+
+def forward_flops(config: HydraConfig) -> int | None:
+    """FLOPs of a forward pass by formula; None where tokens choose their depth and only a run can tell."""
+    if config.routing == "dynamic":
+        return None
+    tokens, dim, latent = config.batch * config.seq_len, config.dim, config.dim // 4
+    kv = latent // config.heads * config.kv_heads
+    num_kept = config.batch * max(1, round(config.capacity * config.seq_len))
+    num_routed = _num_routed(config) if num_kept < tokens else 0
+    weights_per_token = dim * (latent + 2 * kv) + latent * dim + _conv_weights(config) + dim
+    attention = 2 * config.batch * config.seq_len**2 * latent  # 4·S²·latent, and causal: half
+    mlp_rows = config.recursions * (num_routed * num_kept + (config.blocks - num_routed) * tokens)
+    return (
+        config.blocks * (2 * tokens * weights_per_token + attention)
+        + 2 * tokens * num_routed * dim
+        + 2 * mlp_rows * 3 * dim * mlp_width(dim)
+        + 2 * tokens * dim * config.vocab
+    )
+
+
+def _conv_weights(config: HydraConfig) -> int:
+    latent = config.dim // 4
+    head = latent // config.heads
+    kv = head * config.kv_heads
+    return CausalConvs.TAPS * (latent * head + latent * latent + kv * head + kv * kv)
+
+
+def _num_routed(config: HydraConfig) -> int:
+    return max(0, config.blocks - 2)
+
+
+def _check(config: HydraConfig) -> None:
+    if config.dim % (8 * config.heads):
+        raise UsageError(f"dim={config.dim}: must be a multiple of 8 × heads ({8 * config.heads}), for RoPE's pairs")
+    if config.heads % config.kv_heads:
+        raise UsageError(f"kv_heads={config.kv_heads}: must divide heads ({config.heads})")
+    if not 0 < config.capacity <= 1:
+        raise UsageError(f"capacity={config.capacity}: must be above 0 and at most 1")
+    if config.chunk_rows < 1:
+        raise UsageError(f"chunk_rows={config.chunk_rows}: must be at least 1")
+
+
+def _proofs(config: HydraConfig) -> tuple[Proof, ...]:
+    proofs = [loss_proof(f"loss={config.loss}", config.loss)]
+    if config.routing == "dynamic" and config.dispatch == "gather":
+        proofs.append(Proof(claim="routing=dynamic", shows=_fewer_rows))
+    if config.capacity < 1 and _num_routed(config):
+        proofs.append(ran(f"capacity={config.capacity}", "topk", at_least=_num_routed(config)))
+    return tuple(proofs)
+
+
+def _fewer_rows(evidence: Evidence) -> str | None:
+    fraction, sorts = evidence.facts.get("executed_fraction", 1.0), evidence.calls("sort")
+    return f"executed fraction {fraction:.3f}, sort ×{sorts}" if sorts and fraction < 1 else None
+
+
+def build(config: HydraConfig) -> Built:
+    """The model and its batches."""
+    _check(config)
+    module = Hydra(config)
+
+    def batch() -> Batch:
+        words = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
+        return {"tokens": words[:, :-1], "targets": words[:, 1:]}
+
+    def facts() -> Mapping[str, float]:
+        return {"executed_fraction": module.executed_fraction()}
+
+    return Built(
+        module=module,
+        batch=batch,
+        num_tokens=config.batch * config.seq_len,
+        forward_flops=forward_flops(config),
+        proofs=_proofs(config),
+        facts=facts,
+    )
+
+
+TINY: Mapping[str, int] = {
+    "dim": 64, "blocks": 3, "recursions": 3, "heads": 4, "kv_heads": 2, "vocab": 256, "batch": 2, "seq_len": 64,
+}  # fmt: skip
+
+WORKLOAD = Workload(
+    name="hydra",
+    about="recursive blocks with compressed attention; static or dynamic depth, top-k capacity, three losses",
+    config=HydraConfig,
+    presets={
+        "100m": {"dim": 768, "blocks": 8, "recursions": 4, "heads": 12, "kv_heads": 3},
+        "tiny": TINY,
+        "debug": {"dim": 512, "blocks": 2, "recursions": 2, "heads": 8, "kv_heads": 2},
+        "50m": {"dim": 512, "blocks": 8, "recursions": 3, "heads": 8, "kv_heads": 2},
+        "250m": {"dim": 1024, "blocks": 10, "recursions": 4, "heads": 16, "kv_heads": 4},
+        "500m": {"dim": 1792, "blocks": 14, "recursions": 4, "heads": 28, "kv_heads": 4},
+        "1b": {"dim": 1792, "blocks": 20, "recursions": 4, "heads": 28, "kv_heads": 4},
+        "1.5b": {"dim": 2048, "blocks": 22, "recursions": 4, "heads": 32, "kv_heads": 4},
+    },
+    build=build,
+    reference={"dispatch": "mask", "loss": "full", "gqa": "repeated", "checkpoint": 0},
+    gate={**TINY, "seq_len": 32, "chunk_rows": 24},
+)

@@ -1,0 +1,355 @@
+"""Megalodon: a complex moving average under gated attention inside chunks; decoding keeps a small state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.errors import UsageError
+from stepscope.workloads import ema as moving_average
+from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
+from stepscope.workloads.ops.ema import forward_flops as ema_flops
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Value, Workload, knob
+
+ROPE_BASE = 10_000.0
+EPS = 1e-5
+INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegalodonConfig:
+    """Embedding → layers × [y = x + attention(x); x + FFN(y)] → timestep norm → the embedding again as head."""
+
+    vocab: int = knob(32_000, "tokens in the vocabulary; embedding and head share their rows")
+    width: int = knob(1024, "width of the residual stream")
+    layers: int = knob(12, "blocks")
+    heads: int = knob(1, "attention heads; z_width and value_width must be multiples")
+    z_width: int = knob(256, "width of queries and keys, all heads together")
+    value_width: int = knob(2048, "width of values and their gate, all heads together")
+    ffn_width: int = knob(2560, "hidden width of the feed-forward layer")
+    chunk: int = knob(2048, "tokens that see each other in attention; its cost is seq_len × chunk")
+    num_states: int = knob(16, "complex states of a channel in the moving average")
+    groups: int = knob(32, "groups of channels normalised together over time; width must be a multiple")
+    ffn: Literal["plain", "swiglu"] = knob("plain", "plain: two matrices with biases; swiglu: three without")
+    ema: Literal["fft", "sequential", "scan"] = knob(
+        "fft", "fft: convolution with the kernel; sequential: a loop over tokens; scan: one Triton kernel on a GPU"
+    )
+    attention: Literal["builtin", "sdpa"] = knob("sdpa", "builtin: torch.softmax of all scores; sdpa: fused")
+    seq_len: int = knob(2048, "tokens in a sequence")
+    batch: int = knob(4, "sequences in a batch")
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0 recomputes none")
+
+
+Turn = tuple[Tensor, Tensor]
+"""Cosines and sines of rotary embedding at each token's place in its chunk."""
+
+
+class NormState(NamedTuple):
+    """Mean of a group over all tokens so far, and the sum over tokens of its squared distance: each [B, groups]."""
+
+    mean: Tensor
+    spread: Tensor
+
+
+class BlockState(NamedTuple):
+    """What a block keeps of the tokens it has seen; keys and values [B, heads, tokens, width] of the open chunk."""
+
+    norm: NormState
+    ema: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class State(NamedTuple):
+    """What the model keeps of the tokens it has seen."""
+
+    num_tokens: int
+    blocks: tuple[BlockState, ...]
+    norm: NormState
+
+
+class TimestepNorm(nn.Module):
+    """Each group of channels normalised by its mean and variance over all tokens so far, in float32 or wider."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, seen: int = 0, state: NormState | None = None) -> tuple[Tensor, NormState]:
+        """The normalised x [B, L, D] and the state after it; `seen` tokens are already in the incoming state."""
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            grouped = x.to(dtype).unflatten(-1, (self.groups, -1))
+            variance, mean = torch.var_mean(grouped, dim=-1, correction=0)
+            if state is None:
+                state = NormState(torch.zeros_like(mean[:, 0]), torch.zeros_like(mean[:, 0]))
+            # Welford's update has a sum inside a sum, both of which cumsum does: no term is negative, so none of the
+            # cancellation of E[x²] − E[x]².
+            count = torch.arange(seen + 1, seen + 1 + x.shape[1], device=x.device, dtype=dtype)[:, None]
+            means = (mean.cumsum(1) + seen * state.mean[:, None]) / count
+            before = torch.cat((state.mean[:, None], means[:, :-1]), dim=1)
+            spread = (variance + (mean - before).square() * ((count - 1) / count)).cumsum(1) + state.spread[:, None]
+            scale = torch.rsqrt(spread / count + EPS)
+            normed = ((grouped - means[..., None]) * scale[..., None]).flatten(-2)
+            normed = normed * (self.weight.to(dtype) + 1) + self.bias.to(dtype)
+            return normed.to(x.dtype), NormState(means[:, -1], spread[:, -1])
+
+
+class GatedAttention(nn.Module):
+    """Wh1 m + Wh2 (attention · R), where m is the normalised moving average of the normalised input."""
+
+    def __init__(self, config: MegalodonConfig) -> None:
+        super().__init__()
+        width, z_width, value_width = config.width, config.z_width, config.value_width
+        self.heads, self.chunk, self.attention = config.heads, config.chunk, config.attention
+        self.timestep_norm = TimestepNorm(width, config.groups)
+        self.ema = moving_average.CEMA(width, config.num_states, config.ema)
+        self.rms_norm = RMSNorm(width)
+        self.wz = nn.Linear(width, z_width)
+        self.wv = nn.Linear(width, value_width)
+        self.wr = nn.Linear(width, value_width)
+        self.wh1 = nn.Linear(width, width)
+        self.wh2 = nn.Linear(value_width, width, bias=False)
+        self.gamma = nn.Parameter(torch.zeros(2, z_width))
+        self.beta = nn.Parameter(torch.zeros(2, z_width))
+
+    def forward(
+        self, x: Tensor, turn: Turn, seen: int, state: BlockState | None, keep: bool
+    ) -> tuple[Tensor, BlockState | None]:
+        """The layer's output for x after `seen` tokens, and with `keep` the state after x."""
+        t, norm = self.timestep_norm(x, seen, None if state is None else state.norm)
+        averaged, last = self.ema(t, None if state is None else state.ema, keep)
+        m = self.rms_norm(averaged)
+        query, key = self._queries_and_keys(m, turn)
+        value = functional.silu(self.wv(t)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        if state is not None:
+            key, value = torch.cat((state.key, key), dim=2), torch.cat((state.value, value), dim=2)
+        seen_values = self._attend(query, key, value).transpose(1, 2).flatten(-2)
+        out = self.wh1(m) + self.wh2(seen_values * functional.silu(self.wr(m)))
+        if not keep:
+            return out, None
+        assert last is not None
+        open_tokens = key.shape[2] % self.chunk
+        first = key.shape[2] - open_tokens
+        return out, BlockState(norm, last, key[:, :, first:], value[:, :, first:])
+
+    def _queries_and_keys(self, m: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """[B, heads, L, z_width ÷ heads] each, from one projection with two scales and shifts."""
+        z = self.wz(m).unflatten(-1, (self.heads, -1))
+        head_width = z.shape[-1]
+        z = functional.rms_norm(z, (head_width,), eps=EPS).flatten(-2)
+        query, key = (
+            rope((z * scale + shift).unflatten(-1, (self.heads, -1)).transpose(1, 2), *turn)
+            for scale, shift in zip((self.gamma + 1) / head_width**0.5, self.beta)
+        )
+        return query, key
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention inside each chunk; the first keys may be of an open chunk that the queries continue."""
+        length, past = query.shape[2], key.shape[2] - query.shape[2]
+        closing = min(length, self.chunk - past) if past else 0
+        opening = (length - closing) % self.chunk
+        parts, start = [], 0
+        for size, chunk in ((closing, closing), (length - closing - opening, self.chunk), (opening, opening)):
+            if size:
+                keys = slice(start + past if start or not closing else 0, start + size + past)
+                parts.append(
+                    self._chunks(query[:, :, start : start + size], key[:, :, keys], value[:, :, keys], chunk)
+                )
+                start += size
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _chunks(self, query: Tensor, key: Tensor, value: Tensor, chunk: int) -> Tensor:
+        """Causal attention over [B, heads, chunks × chunk, width]; one chunk may have keys before its queries."""
+        batch, heads, length, _ = query.shape
+        num_chunks = length // chunk
+        query, key, value = (
+            t.unflatten(2, (num_chunks, -1)).transpose(1, 2).flatten(0, 1) for t in (query, key, value)
+        )
+        past = key.shape[2] - query.shape[2]
+        mask = None
+        if past or self.attention == "builtin":
+            mask = torch.ones(chunk, past + chunk, dtype=torch.bool, device=query.device).tril(past)
+        if self.attention == "sdpa":
+            out = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=1.0
+            )
+        else:
+            scores = torch.where(mask, query @ key.transpose(-1, -2), float("-inf"))
+            out = torch.softmax(scores, dim=-1) @ value
+        return out.view(batch, num_chunks, heads, chunk, -1).transpose(1, 2).flatten(2, 3)
+
+
+class FeedForward(nn.Module):
+    """fc2 silu(fc1 norm x), or SwiGLU: fc2 (silu(fc1 norm x) · fc3 norm x)."""
+
+    def __init__(self, config: MegalodonConfig) -> None:
+        super().__init__()
+        plain = config.ffn == "plain"
+        self.norm = nn.LayerNorm(config.width, EPS)
+        self.fc1 = nn.Linear(config.width, config.ffn_width, bias=plain)
+        self.fc2 = nn.Linear(config.ffn_width, config.width, bias=plain)
+        self.fc3 = None if plain else nn.Linear(config.width, config.ffn_width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        hidden = functional.silu(self.fc1(x))
+        return self.fc2(hidden if self.fc3 is None else hidden * self.fc3(x))
+
+
+class Block(nn.Module):
+    """y = x + attention(x), then x + FFN(y): the second residual is the block's input, not y."""
+
+    def __init__(self, config: MegalodonConfig) -> None:
+        super().__init__()
+        self.attention, self.ffn = GatedAttention(config), FeedForward(config)
+
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        return x + self.ffn(x + self.attention(x, turn, 0, None, False)[0])
+
+    def advance(self, x: Tensor, turn: Turn, seen: int, state: BlockState | None) -> tuple[Tensor, BlockState]:
+        """x through the block after `seen` tokens, and the state after it."""
+        out, after = self.attention(x, turn, seen, state, True)
+        return x + self.ffn(x + out), after
+
+
+class Megalodon(nn.Module):
+    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or the mean cross-entropy where there are targets."""
+
+    def __init__(self, config: MegalodonConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = TimestepNorm(config.width, config.groups)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=INITIAL_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        x = run_blocks(self.blocks, x, self._turn(x, 0), checkpoint_every=self.config.checkpoint)
+        logits = self._head(self.norm(x)[0])
+        return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def decode(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Logits of tokens that continue what the state has seen, and the state after them."""
+        seen = 0 if state is None else state.num_tokens
+        x, after = self.embedding(tokens), []
+        turn = self._turn(x, seen)
+        for index, block in enumerate(self.blocks):
+            x, block_state = block.advance(x, turn, seen, None if state is None else state.blocks[index])
+            after.append(block_state)
+        x, norm = self.norm(x, seen, None if state is None else state.norm)
+        return self._head(x), State(seen + tokens.shape[1], tuple(after), norm)
+
+    def _turn(self, x: Tensor, seen: int) -> Turn:
+        config = self.config
+        cos, sin = rope_tables(config.chunk, config.z_width // config.heads, ROPE_BASE, x)
+        place = torch.arange(seen, seen + x.shape[1], device=x.device) % config.chunk
+        return cos[place], sin[place]
+
+    def _head(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.embedding.weight)
+
+
+def num_parameters(config: MegalodonConfig) -> int:
+    """Embedding vocab·d; a layer's linear maps, three norms, moving average, two scales and shifts; last norm 2d."""
+    width = config.width
+    norms, average, scales = 5 * width, (4 * config.num_states + 2) * width, 4 * config.z_width
+    layer = sum(_matrices(config)) + norms + average + scales
+    return config.vocab * width + config.layers * layer + 2 * width
+
+
+def _matrices(config: MegalodonConfig) -> tuple[int, int]:
+    """The weights and the biases of a layer's linear maps."""
+    width, z_width, value_width, ffn_width = config.width, config.z_width, config.value_width, config.ffn_width
+    attention = width * (z_width + 3 * value_width + width)
+    biases = z_width + 2 * value_width + width
+    if config.ffn == "plain":
+        return attention + 2 * width * ffn_width, biases + ffn_width + width
+    return attention + 3 * width * ffn_width, biases
+
+
+def forward_flops(config: MegalodonConfig) -> int:
+    """2 a token for every weight of a matrix product; attention's causal half in each chunk; the recurrence."""
+    num_tokens = config.batch * config.seq_len
+    whole, rest = divmod(config.seq_len, config.chunk)
+    pairs = config.batch * (whole * config.chunk**2 + rest**2)
+    layer = 2 * num_tokens * _matrices(config)[0] + pairs * (config.z_width + config.value_width)
+    layer += ema_flops(num_tokens, config.width, config.num_states)
+    return config.layers * layer + 2 * num_tokens * config.vocab * config.width
+
+
+def _attention_proof(config: MegalodonConfig) -> Proof:
+    own = "scaled_dot_product_attention" if config.attention == "sdpa" else "aten::_softmax"
+
+    def shows(evidence: Evidence) -> str | None:
+        calls = evidence.calls(own)
+        fused_instead = config.attention == "builtin" and evidence.calls("scaled_dot_product")
+        return f"{own} ×{calls}" if calls >= config.layers and not fused_instead else None
+
+    return Proof(claim=f"attention={config.attention}", shows=shows)
+
+
+def build(config: MegalodonConfig) -> Built:
+    """The model and a batch of random tokens, each one's target the next."""
+    for name, unit, factor in (("z_width", "heads", 2), ("value_width", "heads", 1), ("width", "groups", 1)):
+        value, of = getattr(config, name), getattr(config, unit)
+        if value % (factor * of):
+            times = "2 × " if factor == 2 else ""
+            raise UsageError(f"megalodon: {name}={value} is no multiple of {times}{unit}={of}")
+
+    def batch() -> Batch:
+        tokens = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
+        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+    return Built(
+        module=Megalodon(config),
+        batch=batch,
+        num_tokens=config.batch * config.seq_len,
+        forward_flops=forward_flops(config),
+        proofs=(*moving_average.proofs("ema", config.ema, config.seq_len, config.layers), _attention_proof(config)),
+    )
+
+
+TINY: dict[str, Value] = {
+    "vocab": 256, "width": 64, "layers": 2, "heads": 2, "z_width": 32, "value_width": 64, "ffn_width": 128,
+    "chunk": 32, "num_states": 4, "groups": 8, "seq_len": 64, "batch": 2,
+}  # fmt: skip
+
+WORKLOAD = Workload(
+    name="megalodon",
+    about="a language model of complex moving averages and gated attention inside chunks",
+    config=MegalodonConfig,
+    presets={
+        "profile": {
+            "vocab": 256, "width": 384, "layers": 6, "heads": 3, "z_width": 192, "value_width": 384,
+            "ffn_width": 1024, "chunk": 512, "num_states": 8,
+        },
+        "forward": {
+            "vocab": 32_000, "width": 512, "layers": 4, "heads": 8, "z_width": 1024, "value_width": 1024,
+            "ffn_width": 2048, "chunk": 256, "num_states": 16,
+        },
+        "200m": {
+            "vocab": 32_000, "width": 1024, "layers": 12, "heads": 1, "z_width": 256, "value_width": 2048,
+            "ffn_width": 2560, "chunk": 2048, "num_states": 16, "groups": 32,
+        },
+        "1.3b": {
+            "vocab": 32_000, "width": 2048, "layers": 24, "heads": 2, "z_width": 512, "value_width": 4096,
+            "ffn_width": 4864, "chunk": 2048, "num_states": 16, "groups": 64,
+        },
+        "tiny": TINY,
+    },
+    build=build,
+    reference={"ema": "sequential", "attention": "builtin"},
+    gate={**TINY, "seq_len": 80},
+)  # fmt: skip

@@ -1,0 +1,369 @@
+"""A GPT whose attention is dense or sparse: one causal pattern, by SDPA with a mask or by FlexAttention's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.errors import UsageError
+from stepscope.workloads import sparse_patterns as patterns
+from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
+from stepscope.workloads.ops.attention import causal_mask, naive_attention
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Value, Workload, knob
+
+ROPE_BASE = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NanoConfig:
+    """Embedding → layers × [x + attention(norm x); x + SwiGLU(norm x)] → norm → the embedding again as head."""
+
+    layers: int = knob(6, "blocks")
+    heads: int = knob(8, "attention heads; the model is heads × head_width wide")
+    head_width: int = knob(64, "width of a head; FlexAttention on a GPU needs 16 or more")
+    kv_heads: int = knob(0, "heads of keys and values, a divisor of heads (grouped-query attention); 0: as many")
+    vocab: int = knob(50257, "tokens in the vocabulary; embedding and head share their rows")
+    seq_len: int = knob(1024, "tokens in a sequence")
+    batch: int = knob(1, "sequences in a batch")
+    attention: Literal["dense", "sparse_mask", "sparse_flex"] = knob(
+        "dense",
+        "dense: causal SDPA; sparse_mask: SDPA with a bool mask, all pairs computed; sparse_flex: blocks skipped",
+    )
+    pattern: Literal["fixed", "dynamic"] = knob(
+        "fixed",
+        "fixed: the first tokens are global; dynamic: a learned score chooses them, at most 64 and seq_len ÷ 5",
+    )
+    window: int = knob(256, "a query sees the keys up to window ÷ 2 before it")
+    global_tokens: int = knob(32, "tokens that every later query sees")
+    random_keys: int = knob(16, "random keys a query sees besides, rounded up to whole blocks of 64")
+    random: Literal["blocks", "scattered"] = knob(
+        "blocks", "blocks: shared by 128 queries, the rest is skipped; scattered: as many per query, nothing to skip"
+    )
+    part: Literal["model", "attention"] = knob(
+        "model", "the whole model, or attention alone over given queries, keys and values of one layer"
+    )
+    written_out: bool = knob(
+        False, "attention by its formula under the same mask, what the variants are held against"
+    )
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0 recomputes none")
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def sparse(self) -> bool:
+        return self.attention != "dense"
+
+    @property
+    def dynamic(self) -> bool:
+        return self.pattern == "dynamic"
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def num_chosen(self) -> int:
+        """Global tokens that the dynamic pattern chooses in a sequence."""
+        return patterns.chosen_budget(self.seq_len, self.global_tokens)
+
+    def sparse_pattern(self) -> patterns.SparsePattern:
+        """The part of the pattern that does not depend on the input."""
+        return patterns.SparsePattern(
+            seq_len=self.seq_len,
+            window=self.window,
+            global_tokens=0 if self.dynamic else self.global_tokens,
+            random_keys=self.random_keys,
+            random=self.random,
+        )
+
+
+def pattern_rule(config: NanoConfig) -> patterns.Rule:
+    """The fixed part of the pattern as a function of positions; every causal pair where attention is dense."""
+    if not config.sparse:
+        return torch.ge  # type: ignore[no-any-return]
+    pattern = config.sparse_pattern()
+    return patterns.fixed_rule(pattern, patterns.random_table(pattern))
+
+
+class PatternAttention(nn.Module):
+    """Queries [batch, heads, seq_len, head_width], keys and values → what each query sees. It has no parameters.
+
+    The pattern is made once, here, on the default device; a forward pass only reads it. With the dynamic pattern,
+    importance [batch, seq_len] says which tokens are global; it learns because it also scales the values of those
+    (by 2·sigmoid, 1 at the start): choosing alone has no gradient. It is chosen over the whole sequence at once.
+    """
+
+    def __init__(self, config: NanoConfig, rule: patterns.Rule) -> None:
+        super().__init__()
+        self.config, self.rule = config, rule
+        self.fused = config.attention == "sparse_flex" and not config.written_out
+        self.device = torch.empty(0).device
+        if config.sparse and config.dynamic:
+            first = torch.arange(config.num_chosen).repeat(config.batch, 1)
+            self.register_buffer("chosen", first, persistent=False)
+        if self.fused:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            self.block_mask = (
+                patterns.gathered_block_mask(rule, self.chosen, config.seq_len)
+                if config.dynamic
+                else patterns.flex_block_mask(rule, config.seq_len, self.device)
+            )
+            # Not compiled, FlexAttention computes every score; on a CPU that is all it is asked for.
+            backend = "eager" if self.device.type == "cpu" else "inductor"
+            self.flex_attention = torch.compile(flex_attention, backend=backend, dynamic=False)
+        elif config.sparse:
+            self.register_buffer("mask", patterns.dense_mask(rule, config.seq_len, self.device), persistent=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, importance: Tensor | None = None) -> Tensor:
+        config = self.config
+        if importance is not None:
+            value = self.choose(importance, value)
+        if self.fused:
+            return self.flex(query, key, value)
+        mask = self.mask if config.sparse else None
+        if mask is not None and config.dynamic:
+            mask = patterns.with_chosen(mask, self.chosen)
+        if config.written_out:
+            mask = causal_mask(query.shape[2], query.device) if mask is None else mask
+            return naive_attention(query, self.repeat(key), self.repeat(value), mask)
+        if mask is None:
+            grouped = config.num_kv_heads != config.heads
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return self.masked(query, key, value, mask)
+
+    def choose(self, importance: Tensor, value: Tensor) -> Tensor:
+        """The values, those of the most important tokens scaled; their positions go into `chosen`."""
+        top = importance.topk(self.config.num_chosen, dim=-1)
+        self.chosen.copy_(top.indices)
+        scale = torch.ones_like(importance).scatter(1, top.indices, 2 * torch.sigmoid(top.values))
+        return value * scale[:, None, :, None].to(value.dtype)
+
+    def repeat(self, x: Tensor) -> Tensor:
+        groups = self.config.heads // self.config.num_kv_heads
+        return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+    def masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        # The back ends that take a mask know no groups: heads are repeated, or SDPA would fall back to plain math.
+        return functional.scaled_dot_product_attention(query, self.repeat(key), self.repeat(value), attn_mask=mask)
+
+    def flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.config.dynamic:
+            key, value = patterns.gather_chosen(key, self.chosen), patterns.gather_chosen(value, self.chosen)
+        if query.device.type == "cpu" and (query.requires_grad or key.requires_grad or value.requires_grad):
+            # FlexAttention has no backward on a CPU: the same mask, every score computed.
+            return self.masked(query, key, value, patterns.unfused_mask(self.block_mask, query.shape[0]))
+        if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
+            # Autocast knows SDPA and not FlexAttention.
+            narrow = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+        grouped = self.config.num_kv_heads != self.config.heads
+        return self.flex_attention(query, key, value, block_mask=self.block_mask, enable_gqa=grouped)
+
+    def num_pairs(self) -> float:
+        """Pairs of a sequence that the last pass asked for, the mean over its batch."""
+        config = self.config
+        if not config.sparse:
+            return patterns.causal_pairs(config.seq_len)
+        pairs = config.sparse_pattern().num_pairs()
+        added = patterns.num_chosen_pairs(self.rule, self.chosen, config.seq_len) if config.dynamic else 0
+        return pairs + added / config.batch
+
+    def num_executed_pairs(self) -> int:
+        """Pairs of a sequence that are computed to get them: whole tiles of 128 × 128, or all."""
+        if self.fused and self.device.type != "cpu":
+            return patterns.num_touched_pairs(self.block_mask)
+        if self.config.sparse or self.config.written_out:
+            return self.config.seq_len**2
+        tiles = -(-self.config.seq_len // patterns.FLEX_BLOCK)
+        return tiles * (tiles + 1) // 2 * patterns.FLEX_BLOCK**2
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with rotary positions, its keys and values in as many or fewer heads."""
+
+    def __init__(self, config: NanoConfig, core: PatternAttention) -> None:
+        super().__init__()
+        self.head_counts = (config.heads, config.num_kv_heads, config.num_kv_heads)
+        self.qkv = nn.Linear(config.width, sum(self.head_counts) * config.head_width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+        if config.dynamic:
+            self.importance = nn.Linear(config.width, 1, bias=False)
+        self.chooses = config.dynamic and config.sparse
+        self.core = core
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2)
+        query, key, value = heads.split(self.head_counts, dim=1)
+        importance = self.importance(x).squeeze(-1) if self.chooses else None
+        seen = self.core(rope(query, cos, sin), rope(key, cos, sin), value, importance)
+        return self.output(seen.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + SwiGLU(norm x), four times as wide inside."""
+
+    def __init__(self, config: NanoConfig, core: PatternAttention) -> None:
+        super().__init__()
+        width = config.width
+        self.attention_norm, self.mlp_norm = RMSNorm(width), RMSNorm(width)
+        self.attention = SelfAttention(config, core)
+        self.gate, self.up = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        hidden = self.mlp_norm(x)
+        return x + self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class Nano(nn.Module):
+    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or the mean cross-entropy where there are targets."""
+
+    def __init__(self, config: NanoConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        rule = pattern_rule(config)
+        shared = None if config.dynamic else PatternAttention(config, rule)
+        # What a layer chooses is its own and must outlive the next layer's choice; a fixed pattern serves them all.
+        cores = [shared or PatternAttention(config, rule) for _ in range(config.layers)]
+        self.blocks = nn.ModuleList(Block(config, core) for core in cores)
+        self.norm = RMSNorm(config.width)
+
+    def cores(self) -> list[PatternAttention]:
+        """The attention of every layer."""
+        return [block.attention.core for block in self.blocks]
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        cos, sin = rope_tables(tokens.shape[1], self.config.head_width, ROPE_BASE, x)
+        x = run_blocks(self.blocks, x, cos, sin, checkpoint_every=self.config.checkpoint)
+        logits = functional.linear(self.norm(x), self.embedding.weight)
+        return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def attention_flops(config: NanoConfig) -> int:
+    """4·head_width FLOPs a pair and head, over the batch: half of seq_len² pairs when dense, the pattern's when not.
+
+    A chosen token counts as seen by half of the queries; `facts` says how many did see it.
+    """
+    pairs = config.seq_len**2 // 2
+    if config.sparse:
+        pairs = config.sparse_pattern().num_pairs()
+        pairs += config.num_chosen * config.seq_len // 2 if config.dynamic else 0
+    return 4 * config.batch * pairs * config.width
+
+
+def forward_flops(config: NanoConfig) -> int:
+    """2 FLOPs a token for every weight of a matrix product, the head's too, and the attention of every layer."""
+    if config.part == "attention":
+        return attention_flops(config)
+    width, kv_width = config.width, config.num_kv_heads * config.head_width
+    layer = 2 * width**2 + 2 * width * kv_width + 12 * width**2 + (width if config.dynamic else 0)
+    weights = config.layers * layer + config.vocab * width
+    return 2 * config.batch * config.seq_len * weights + config.layers * attention_flops(config)
+
+
+def _proof(config: NanoConfig) -> Proof:
+    def shows(evidence: Evidence) -> str | None:
+        fused, masks = evidence.calls("scaled_dot_product_attention"), evidence.calls("aten::where", "masked_fill")
+        if config.attention == "dense":
+            return f"scaled_dot_product_attention ×{fused}, no mask" if fused and not masks else None
+        if config.attention == "sparse_mask":
+            return f"scaled_dot_product_attention ×{fused}, masks made ×{masks}" if fused and masks else None
+        # Only a kernel skips blocks; on a CPU there is none, and the claim stays unproven.
+        launches = sum(count for name, count in evidence.kernels.items() if "flex_attention" in name)
+        return f"flex_attention kernels ×{launches}" if launches else None
+
+    return Proof(claim=f"attention={config.attention}", shows=shows)
+
+
+def _check(config: NanoConfig) -> None:
+    if config.heads % config.num_kv_heads:
+        raise UsageError(f"nano: heads={config.heads} is no multiple of kv_heads={config.kv_heads}")
+    if config.dynamic and not config.num_chosen:
+        raise UsageError("nano: pattern=dynamic chooses no token; it needs global_tokens ≥ 1 and seq_len ≥ 5")
+
+
+def build(config: NanoConfig) -> Built:
+    """The model and random tokens, each one's target the next; or its attention and random queries, keys, values."""
+    _check(config)
+    alone = config.part == "attention"
+    module = PatternAttention(config, pattern_rule(config)) if alone else Nano(config)
+    cores = [module] if alone else module.cores()
+
+    def tokens() -> Batch:
+        drawn = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
+        return {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
+
+    def heads() -> Batch:
+        batch = {
+            name: torch.randn(config.batch, heads, config.seq_len, config.head_width)
+            for name, heads in (("query", config.heads), ("key", config.num_kv_heads), ("value", config.num_kv_heads))
+        }
+        if config.sparse and config.dynamic:
+            batch["importance"] = torch.randn(config.batch, config.seq_len)
+        return {name: tensor.requires_grad_() for name, tensor in batch.items()}
+
+    def facts() -> Mapping[str, float]:
+        pairs = sum(core.num_pairs() for core in cores) / len(cores)
+        executed = sum(core.num_executed_pairs() for core in cores) / len(cores)
+        flops_per_pair = 4 * config.width * config.batch * len(cores)
+        density = pairs / config.seq_len**2
+        return {
+            "density": density,
+            "causal_density": pairs / patterns.causal_pairs(config.seq_len),
+            "sparsity": 1 - density,
+            "attention_formula_flops": pairs * flops_per_pair,
+            "attention_executed_flops": executed * flops_per_pair,
+        }
+
+    return Built(
+        module=module,
+        batch=heads if alone else tokens,
+        num_tokens=config.batch * config.seq_len,
+        forward_flops=forward_flops(config),
+        proofs=() if config.written_out else (_proof(config),),
+        facts=facts,
+    )
+
+
+def _sizes(layers: int, heads: int, seq_len: int, pattern: tuple[int, int, int]) -> dict[str, Value]:
+    window, global_tokens, random_keys = pattern
+    sparse: dict[str, Value] = {"window": window, "global_tokens": global_tokens, "random_keys": random_keys}
+    return {"layers": layers, "heads": heads, "seq_len": seq_len, **sparse}
+
+
+WORKLOAD = Workload(
+    name="nano",
+    about="a GPT with dense attention, or sparse by a mask or by skipped blocks",
+    config=NanoConfig,
+    presets={
+        "decoder_tiny": _sizes(6, 8, 1024, (256, 32, 16)),
+        "decoder_small": _sizes(12, 12, 2048, (512, 64, 32)),
+        "decoder_medium": _sizes(24, 16, 4096, (1024, 128, 64)),
+        "tiny": {**_sizes(2, 4, 512, (128, 16, 16)), "head_width": 16, "vocab": 256, "batch": 2},
+    },
+    build=build,
+    reference={"written_out": True},
+    # Heads are left as they are, so that grouped-query attention is held against the reference in its own grouping.
+    gate={
+        "layers": 2,
+        "head_width": 16,
+        "vocab": 256,
+        "seq_len": 512,
+        "batch": 2,
+        "window": 128,
+        "global_tokens": 16,
+        "random_keys": 16,
+    },
+)

@@ -1,0 +1,190 @@
+"""tsmoe: a decoder for time series with a mixture of experts in every block, and forecasts at four horizons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.errors import UsageError
+from stepscope.workloads import experts
+from stepscope.workloads.experts import Dispatch, MixtureOfExperts, Routing
+from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
+from stepscope.workloads.workload import Built, Workload, knob
+
+HORIZONS = (1, 8, 32, 64)
+HUBER_DELTA = 2.0
+BALANCE_WEIGHT = 0.02
+ROPE_BASE = 10_000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The knobs of tsmoe."""
+
+    d_model: int = knob(768, "width of the model")
+    layers: int = knob(12, "number of blocks")
+    heads: int = knob(12, "attention heads")
+    experts: int = knob(8, "experts in a block, the shared one not counted")
+    top_k: int = knob(2, "experts that a token is routed to")
+    d_ff: int = knob(3072, "hidden width of the shared expert")
+    d_expert: int = knob(3072, "hidden width of a routed expert")
+    dispatch: Dispatch = knob("loop", "how tokens come to their experts and back")  # noqa: RUF009
+    capacity_factor: float = knob(1.25, "rows of an expert over the mean, with dispatch=capacity; more are dropped")
+    routing: Routing = knob(  # noqa: RUF009
+        "learned", "balanced: experts by a hash, as even as a trained router's; an untrained one fills two of eight"
+    )
+    seq_len: int = knob(4096, "points of a series")
+    batch: int = knob(16, "series in a batch")
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; qkv in one projection with bias, out without."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """n = RMSNorm(x); h = RMSNorm(Attn(n) + n); h + MoE(h)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = RMSNorm(config.d_model), RMSNorm(config.d_model)
+        self.attention = Attention(config.d_model, config.heads)
+        self.moe = MixtureOfExperts(
+            config.d_model,
+            num_experts=config.experts,
+            top_k=config.top_k,
+            expert_width=config.d_expert,
+            shared_width=config.d_ff,
+            dispatch=config.dispatch,
+            capacity_factor=config.capacity_factor,
+            routing=config.routing,
+        )
+
+    def forward(self, state: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x, balance = state
+        n = self.norm1(x)
+        h = self.norm2(self.attention(n, cos, sin) + n)
+        routed, of_block = self.moe(h)
+        return h + routed, balance + of_block
+
+
+class TimeSeriesMoE(nn.Module):
+    """series [B, T] → forecasts [B, T, h] of the next h points for every horizon h, or the loss against targets."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_gate = nn.Linear(1, config.d_model, bias=False)
+        self.embed_value = nn.Linear(1, config.d_model, bias=False)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.heads = nn.ModuleList(nn.Linear(config.d_model, horizon) for horizon in HORIZONS)
+
+    def forward(self, series: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        points = series[..., None].to(self.embed_gate.weight.dtype)
+        x = functional.silu(self.embed_gate(points)) * self.embed_value(points)
+        cos, sin = rope_tables(series.shape[1], self.config.d_model // self.config.heads, ROPE_BASE, points)
+        start = torch.zeros((), device=x.device, dtype=cos.dtype)
+        x, balance = run_blocks(self.blocks, (x, start), cos, sin, checkpoint_every=self.config.checkpoint)
+        forecasts = tuple(head(x) for head in self.heads)
+        if targets is None:
+            return forecasts
+        error = torch.stack([huber(forecast, targets) for forecast in forecasts]).mean()
+        return error + BALANCE_WEIGHT * balance / self.config.layers
+
+
+def huber(forecast: Tensor, targets: Tensor) -> Tensor:
+    """Mean Huber loss of forecast [B, T, h], where targets [B, T] is the point after each: `forecast[:, t, j]` is of
+    `targets[:, t + j]`, and what runs past the end is left out."""
+    length, horizon = forecast.shape[1:]
+    wide = forecast.to(torch.promote_types(forecast.dtype, torch.float32))
+    future = functional.pad(targets.to(wide.dtype), (0, horizon - 1)).unfold(1, horizon, 1)
+    steps = torch.arange(length, device=targets.device)[:, None] + torch.arange(horizon, device=targets.device)
+    inside = (steps < length).to(wide.dtype)
+    losses = functional.huber_loss(wide, future, reduction="none", delta=HUBER_DELTA)
+    return (losses * inside).sum() / (inside.sum() * targets.shape[0])
+
+
+def forward_flops(config: Config) -> int:
+    """Model FLOPs of a forward pass: embedding, projections, attention (half of S²), router, k + 1 experts, heads."""
+    d, tokens = config.d_model, config.batch * config.seq_len
+    attention = 2 * 4 * d * d + 2 * config.seq_len * d
+    moe = 2 * d * (config.experts + 1) + 4 * d * (config.top_k * config.d_expert + config.d_ff)
+    return tokens * (2 * 2 * d + config.layers * (attention + moe) + 2 * d * sum(HORIZONS))
+
+
+def build(config: Config) -> Built:
+    """The model and random walks to train it on."""
+    if config.d_model % (2 * config.heads):
+        raise UsageError(f"d_model={config.d_model}: {config.heads} heads of an even width must divide it")
+    model = TimeSeriesMoE(config)
+    layers = [block.moe for block in model.blocks]
+
+    def batch() -> Mapping[str, Tensor]:
+        # Walks that keep a spread of about 1 at any length.
+        steps = torch.randn(config.batch, config.seq_len + 1)
+        walk = steps.cumsum(1) * config.seq_len**-0.5
+        return {"series": walk[:, :-1].contiguous(), "targets": walk[:, 1:].contiguous()}
+
+    idle = (config.experts - config.top_k) * 2 * config.d_model * config.d_expert * config.layers
+    return Built(
+        module=model,
+        batch=batch,
+        num_tokens=config.batch * config.seq_len,
+        forward_flops=forward_flops(config),
+        num_active_parameters=sum(p.numel() for p in model.parameters()) - idle,
+        proofs=(experts.proof(config.dispatch, config.layers, config.experts),),
+        facts=lambda: experts.facts(layers),
+    )
+
+
+WORKLOAD = Workload(
+    name="tsmoe",
+    about="time-series mixture of experts: five ways to dispatch tokens",
+    config=Config,
+    presets={
+        "538m": {},
+        "23m": {"d_model": 384, "d_ff": 192, "d_expert": 192},
+        "tiny": {
+            "d_model": 64,
+            "layers": 2,
+            "heads": 4,
+            "experts": 4,
+            "d_ff": 64,
+            "d_expert": 64,
+            "seq_len": 128,
+            "batch": 2,
+        },
+    },
+    build=build,
+    reference={"dispatch": "loop"},
+    # experts ÷ top_k as the capacity factor: no token is dropped, whatever the router does.
+    gate={
+        "d_model": 32,
+        "layers": 2,
+        "heads": 2,
+        "experts": 4,
+        "top_k": 2,
+        "d_ff": 48,
+        "d_expert": 40,
+        "seq_len": 48,
+        "batch": 2,
+        "capacity_factor": 2.0,
+    },
+)

@@ -1,0 +1,258 @@
+"""One all-reduce: the sum of a message over processes on this machine, gloo on CPUs, NCCL on GPUs.
+
+The measured process is rank 0. The other ranks are processes that it starts; each adds ones, over and over, until its
+standard input closes: with rank 0 gone, however it went, they go.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepscope.errors import UsageError
+from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+# A peer waits in its next all-reduce for as long as rank 0 does other things, compiling for instance.
+PEER_TIMEOUT_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduceConfig:
+    """The knobs of all_reduce."""
+
+    world_size: int = knob(2, "processes; on GPUs one each")
+    elements: int = knob(6_553_600, "numbers in the message; 25 MiB in fp32, a gradient bucket of DDP, unless set")
+
+
+class Group:
+    """Rank 0's side of the process group, and the processes of the other ranks."""
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size = world_size
+        self._message: str | None = None
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        _check(world_size, backend)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        store = dist.TCPStore(HOST, 0, None, True, timeout=timeout, wait_for_workers=False)
+        words = [sys.executable, "-m", __name__, str(store.port), str(world_size), backend]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **_loopback()}
+        self._peers = [
+            subprocess.Popen([*words, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+            for rank in range(1, world_size)
+        ]
+        self.close = weakref.finalize(self, _close, self._peers)
+        try:
+            self._wait(store)
+            with _environment(_loopback()):
+                dist.init_process_group(backend, store=store, rank=0, world_size=world_size, timeout=timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of the tensor over all ranks, as a new tensor."""
+        self._announce(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}")
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        try:
+            dist.all_reduce(total)
+        except RuntimeError as error:
+            self._raise_if_dead(error)
+            raise
+        return total
+
+    def _announce(self, message: str) -> None:
+        if self._message == message:
+            return
+        if self._message is not None:
+            raise UsageError(f"all_reduce: a message of {message} after one of {self._message}: one a run")
+        self._message = message
+        for peer in self._peers:
+            assert peer.stdin is not None
+            try:
+                peer.stdin.write(f"{message}\n".encode())
+                peer.stdin.flush()
+            except OSError as error:
+                self._raise_if_dead(error)
+                raise
+
+    def _wait(self, store: Any) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        for rank in range(1, self.world_size):
+            while not store.check([f"ready{rank}"]):
+                self._raise_if_dead(None)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"all_reduce: rank {rank} did not start within {TIMEOUT_S:.0f} s")
+                time.sleep(0.02)
+
+    def _raise_if_dead(self, cause: BaseException | None) -> None:
+        # A connection is gone a moment before its process is; peers of a dead one end too, with exit code 0.
+        deadline = time.monotonic() + (0.0 if cause is None else 1.0)
+        while True:
+            ended = {rank: peer.poll() for rank, peer in enumerate(self._peers, 1) if peer.poll() is not None}
+            if any(ended.values()) or time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
+        for rank, code in sorted(ended.items(), key=lambda entry: entry[1] == 0):
+            raise RuntimeError(f"all_reduce: rank {rank} ended with exit code {code}") from cause
+
+
+class AllReduce(nn.Module):
+    """x → its sum over all ranks; the gradient is summed as well."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # there is nothing to fuse
+    def forward(self, x: Tensor) -> Tensor:
+        total: Tensor = _Sum.apply(x, self.group)
+        self.last = x.detach(), total.detach()
+        return total
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(gradient), None
+
+
+def _check(world_size: int, backend: str) -> None:
+    if world_size < 1:
+        raise UsageError(f"world_size={world_size}: at least 1")
+    if not dist.is_available():
+        raise UsageError("all_reduce: this torch was built without torch.distributed")
+    if backend == "nccl" and world_size > torch.cuda.device_count():
+        raise UsageError(f"world_size={world_size}: NCCL wants a GPU a rank, here: {torch.cuda.device_count()}")
+    if dist.is_initialized():
+        raise UsageError("all_reduce: this process is in a process group already")
+
+
+def _loopback() -> dict[str, str]:
+    """Gloo would look up the host's own name, which need not lead anywhere."""
+    found = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return {} if found is None else {"GLOO_SOCKET_IFNAME": found}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _close(peers: list[subprocess.Popen[bytes]]) -> None:
+    for peer in peers:
+        peer.kill()
+        assert peer.stdin is not None
+        with suppress(OSError):
+            peer.stdin.close()
+        peer.wait()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _peer(port: str, world_size: str, backend: str, rank: str) -> None:
+    """What ranks 1 and on do until their standard input closes."""
+    first_line: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_watch, args=(first_line,), daemon=True).start()
+    if backend == "nccl":
+        torch.cuda.set_device(int(rank))
+    store = dist.TCPStore(HOST, int(port), None, False, timeout=timedelta(seconds=TIMEOUT_S))
+    store.set(f"ready{rank}", "")
+    timeout = timedelta(seconds=PEER_TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(world_size), timeout=timeout)
+    num_elements, dtype = first_line.get().split()
+    device = "cuda" if backend == "nccl" else "cpu"
+    ones = torch.ones(int(num_elements), dtype=getattr(torch, dtype), device=device)
+    message = torch.empty_like(ones)
+    while True:
+        message.copy_(ones)
+        try:
+            dist.all_reduce(message)
+            if backend == "nccl":
+                torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(0)  # rank 0 is gone, or another peer, which rank 0 will say
+
+
+def _watch(first_line: SimpleQueue[str]) -> None:
+    line = sys.stdin.readline()
+    if line:
+        first_line.put(line)
+        sys.stdin.read()
+    os._exit(0)
+
+
+def build(config: AllReduceConfig) -> Built:
+    """The process group, up and running, and a message."""
+    group = Group(config.world_size, torch.empty(0).device)
+    module = AllReduce(group)
+
+    def facts() -> Mapping[str, float]:
+        if module.last is None:
+            return {"world_size": float(config.world_size)}
+        x, total = module.last
+        num_bytes = x.numel() * x.element_size()
+        return {
+            "world_size": float(dist.get_world_size()),
+            "message_bytes": float(num_bytes),
+            # What each link carries in a ring: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+            "bus_bytes": 2 * (config.world_size - 1) / config.world_size * num_bytes,
+            "largest_error": float((total.double() - x.double() - (config.world_size - 1)).abs().max()),
+        }
+
+    def shows(evidence: Evidence) -> str | None:
+        # One call has a label of torch.distributed and one of the back end.
+        calls = max((n for name, n in evidence.ops.items() if "all_reduce" in name or "allreduce" in name), default=0)
+        ranks = int(evidence.facts.get("world_size", 0))
+        return f"all_reduce ×{calls} of {ranks}" if calls and ranks == config.world_size else None
+
+    return Built(
+        module=module,
+        batch=lambda: {"x": torch.randn(config.elements).requires_grad_()},
+        num_tokens=config.elements,
+        proofs=(Proof(claim=f"world_size={config.world_size}", shows=shows),),
+        facts=facts,
+    )
+
+
+WORKLOAD = Workload(
+    name="all_reduce",
+    about="the sum of a message over processes: gloo on CPUs, NCCL on GPUs",
+    config=AllReduceConfig,
+    presets={"default": {}, "tiny": {"elements": 1024}},
+    build=build,
+)
+
+if __name__ == "__main__":
+    _peer(*sys.argv[1:])

@@ -1,0 +1,111 @@
+"""contiguity: what it costs a convolution that its input is a transposed slice of a wider tensor.
+
+CCGQA's projection gives [batch, length, latent + 2·kv]; its query convolutions want [batch, latent, length]. The
+slice can go in as it is (the convolution copies in secret), be made contiguous first (the same copy in the open), or
+be padded in front (the copy that causality needs anyhow; what the model does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.errors import UsageError
+from stepscope.workloads.models.ccgqa import CausalConvs
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContiguityConfig:
+    """Every knob of contiguity."""
+
+    batch: int = knob(4, "sequences in a batch")
+    seq_len: int = knob(4096, "tokens in a sequence")
+    dim: int = knob(768, "width of the model; the convolutions have a quarter of it")
+    heads: int = knob(12, "query heads: groups of the first convolution")
+    kv_heads: int = knob(3, "key and value heads: what else the projection gives")
+    implementation: Literal["sliced", "contiguous", "padded"] = knob(
+        "sliced", "give the convolution the transposed slice, a contiguous copy of it, or a padded one"
+    )
+
+
+class SlicedConvs(nn.Module):
+    """The two causal convolutions of CCGQA's queries, from the projection's output."""
+
+    def __init__(self, config: ContiguityConfig) -> None:
+        super().__init__()
+        self.latent, self.implementation = config.dim // 4, config.implementation
+        self.convs = CausalConvs(self.latent, config.heads)
+        self.input_contiguous: bool | None = None
+        """Whether what the first convolution got in the last pass was contiguous."""
+
+    def forward(self, projected: Tensor) -> Tensor:
+        """projected [batch, seq_len, latent + 2·kv] → convolved queries [batch, latent, seq_len]."""
+        x = projected[..., : self.latent].transpose(1, 2)
+        first, second = self.convs.within_heads, self.convs.across_heads
+        reach = 2 * (CausalConvs.TAPS - 1)
+        if self.implementation == "padded":
+            x = functional.pad(x, (reach, 0))
+            self.input_contiguous = x.is_contiguous()
+            return second(first(x))
+        if self.implementation == "contiguous":
+            x = x.contiguous()
+        self.input_contiguous = x.is_contiguous()
+        # The convolution pads both ends; what the far end adds is the future, and is cut.
+        widened = functional.conv1d(x, first.weight, padding=reach, groups=first.groups)
+        return second(widened[..., : x.shape[-1] + CausalConvs.TAPS - 1])
+
+
+def _proof(implementation: str) -> Proof:
+    def shows(evidence: Evidence) -> str | None:
+        contiguous, pads = evidence.facts.get("input_contiguous"), evidence.calls("constant_pad_nd")
+        expected = {"sliced": (0.0, False), "contiguous": (1.0, False), "padded": (1.0, True)}[implementation]
+        word = "contiguous" if contiguous else "strided"
+        return f"{word} input, constant_pad_nd ×{pads}" if (contiguous, pads > 0) == expected else None
+
+    return Proof(claim=f"implementation={implementation}", shows=shows)
+
+
+def build(config: ContiguityConfig) -> Built:
+    """The convolutions and their batches."""
+    if config.dim % (4 * config.heads):
+        raise UsageError(f"dim={config.dim}: must be a multiple of 4 × heads ({4 * config.heads})")
+    latent = config.dim // 4
+    head_width = latent // config.heads
+    module = SlicedConvs(config)
+
+    def batch() -> Batch:
+        width = latent + 2 * config.kv_heads * head_width
+        return {"projected": torch.randn(config.batch, config.seq_len, width, requires_grad=True)}
+
+    def facts() -> Mapping[str, float]:
+        return {} if module.input_contiguous is None else {"input_contiguous": float(module.input_contiguous)}
+
+    tokens = config.batch * config.seq_len
+    return Built(
+        module=module,
+        batch=batch,
+        num_tokens=tokens,
+        forward_flops=2 * tokens * CausalConvs.TAPS * latent * (head_width + latent),
+        proofs=(_proof(config.implementation),),
+        facts=facts,
+    )
+
+
+WORKLOAD = Workload(
+    name="contiguity",
+    about="causal convolutions on a transposed slice, on a contiguous copy, or on a padded one",
+    config=ContiguityConfig,
+    presets={
+        "hydra": {"dim": 768, "heads": 12, "kv_heads": 3},
+        "tiny": {"dim": 64, "heads": 4, "kv_heads": 2, "seq_len": 32},
+    },
+    build=build,
+    reference={"implementation": "contiguous"},
+    gate={"dim": 64, "heads": 4, "kv_heads": 2, "batch": 2, "seq_len": 24},
+)

@@ -1,0 +1,107 @@
+"""RMS norm and layer norm: written out, torch's own, or written out and compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, ran
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormConfig:
+    """x [batch, seq_len, width] → the same shape, every row of `width` normalised."""
+
+    batch: int = knob(8, "sequences in a batch")
+    seq_len: int = knob(2048, "rows in a sequence")
+    width: int = knob(1024, "numbers in a row")
+    kind: Literal["rms", "layer"] = knob("rms", "rms: x ÷ root-mean-square; layer: mean taken off first, with a bias")
+    implementation: Literal["handwritten", "torch", "compiled"] = knob(
+        "handwritten", "handwritten: op by op, each a trip through memory; torch: functional.*_norm; compiled: fused"
+    )
+
+
+def handwritten_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x ÷ √(mean x² + eps) × weight over the last dimension, in float32 or wider, returned in x's dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def handwritten_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """(x − mean) ÷ √(variance + eps) × weight + bias over the last dimension, wide inside as RMS norm is."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    scale = torch.rsqrt(centred.pow(2).mean(dim=-1, keepdim=True) + EPS)
+    return (centred * scale * weight + bias).to(x.dtype)
+
+
+class Norm(nn.Module):
+    """The norm of one kind and implementation; parameters `weight` and, for layer norm, `bias`."""
+
+    def __init__(self, config: NormConfig) -> None:
+        super().__init__()
+        self.kind, self.implementation = config.kind, config.implementation
+        self.weight = nn.Parameter(torch.ones(config.width))
+        if config.kind == "layer":
+            self.bias = nn.Parameter(torch.zeros(config.width))
+        if config.implementation == "compiled":
+            self.compiled = torch.compile(self.written_out, dynamic=False)
+
+    def written_out(self, x: Tensor) -> Tensor:
+        if self.kind == "rms":
+            return handwritten_rms_norm(x, self.weight)
+        return handwritten_layer_norm(x, self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.implementation == "handwritten":
+            return self.written_out(x)
+        if self.implementation == "compiled":
+            return self.compiled(x)
+        weight = self.weight.to(x.dtype)
+        if self.kind == "rms":
+            return functional.rms_norm(x, weight.shape, weight, EPS)
+        return functional.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), EPS)
+
+
+def _handwritten_ran(evidence: Evidence) -> str | None:
+    calls = evidence.calls("rsqrt")
+    return f"rsqrt ×{calls}, no norm op" if calls and not evidence.calls("rms_norm", "layer_norm") else None
+
+
+PROOFS = {
+    "handwritten": Proof(claim="implementation=handwritten", shows=_handwritten_ran),
+    "torch": ran("implementation=torch", "rms_norm", "layer_norm"),
+    "compiled": ran("implementation=compiled", "Torch-Compiled Region"),
+}
+
+
+def build(config: NormConfig) -> Built:
+    """The norm and a batch of normal numbers that ask for a gradient."""
+
+    def batch() -> Batch:
+        return {"x": torch.randn(config.batch, config.seq_len, config.width).requires_grad_()}
+
+    return Built(
+        module=Norm(config),
+        batch=batch,
+        num_tokens=config.batch * config.seq_len,
+        proofs=(PROOFS[config.implementation],),
+    )
+
+
+WORKLOAD = Workload(
+    name="norm",
+    about="RMS norm and layer norm: written out, torch's kernel, or compiled",
+    config=NormConfig,
+    presets={"default": {}, "tiny": {"batch": 2, "seq_len": 16, "width": 64}},
+    build=build,
+    reference={"implementation": "handwritten"},
+    gate={"batch": 2, "seq_len": 16, "width": 128},
+)

@@ -1,0 +1,142 @@
+"""What a narrow dtype costs in exactness: the same sum, product or norm with its running sum kept in one dtype.
+
+Each experiment leaves its result and its error against float64 as facts. There is no reference to be held against:
+being wrong, and by how much, is the measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+ADDEND = 0.01
+SLICE = 64
+"""Columns of the product that are multiplied at once, between two additions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """The knobs of precision."""
+
+    experiment: Literal["accumulate", "matmul", "norm", "reduction"] = knob(
+        "accumulate",
+        "accumulate: 0.01 added one by one; matmul: products of slices added up; norm: x ÷ √mean x²; reduction: sum",
+    )
+    value_dtype: Literal["fp16", "bf16", "fp32", "fp64"] = knob("fp32", "dtype of what is added up")
+    accumulate_dtype: Literal["fp16", "bf16", "fp32", "fp64"] = knob("fp32", "dtype of the running sum")
+    terms: int = knob(1000, "numbers in a sum; columns of the product; width of the norm")
+    rows: int = knob(128, "rows of the product and of the norm")
+    scale: float = knob(1.0, "standard deviation of the values; at 300 a sum of squares in fp16 overflows")
+
+
+class Experiment(nn.Module):
+    """x → what the experiment gives, in the running sum's dtype."""
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        super().__init__()
+        self.experiment = config.experiment
+        self.value, self.running = DTYPES[config.value_dtype], DTYPES[config.accumulate_dtype]
+        self.last: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        result: Tensor = getattr(self, self.experiment)(x, y, self.value, self.running)
+        self.last = tuple(tensor.detach() for tensor in (x, y, result) if tensor is not None)
+        return result
+
+    def exact(self, *inputs: Tensor) -> Tensor:
+        """The same in float64; the additions one by one as a product, which rounds once."""
+        x, y = (*(tensor.double() for tensor in inputs), None)[:2]
+        if self.experiment == "accumulate":
+            return torch.full((), ADDEND * x.numel(), dtype=torch.float64, device=x.device)
+        if self.experiment == "matmul":
+            return x @ y
+        result: Tensor = getattr(self, self.experiment)(x, y, torch.float64, torch.float64)
+        return result
+
+    @staticmethod
+    def accumulate(x: Tensor, _: Tensor | None, value: torch.dtype, running: torch.dtype) -> Tensor:
+        total = torch.zeros((), dtype=running, device=x.device)
+        for term in x.to(value):
+            total = total + term.to(running)
+        return total
+
+    @staticmethod
+    def matmul(x: Tensor, y: Tensor, value: torch.dtype, running: torch.dtype) -> Tensor:
+        total = torch.zeros(x.shape[0], y.shape[1], dtype=running, device=x.device)
+        for left, right in zip(x.to(value).split(SLICE, 1), y.to(value).split(SLICE)):
+            total = total + (left @ right).to(running)
+        return total
+
+    @staticmethod
+    def norm(x: Tensor, _: Tensor | None, value: torch.dtype, running: torch.dtype) -> Tensor:
+        wide = x.to(value).to(running)
+        return wide * (wide.square().sum(-1, keepdim=True) / x.shape[-1]).rsqrt()
+
+    @staticmethod
+    def reduction(x: Tensor, _: Tensor | None, value: torch.dtype, running: torch.dtype) -> Tensor:
+        return x.to(value).sum(-1, dtype=running)
+
+
+def build(config: PrecisionConfig) -> Built:
+    """The experiment and its numbers."""
+    module = Experiment(config)
+
+    def batch() -> Mapping[str, Tensor]:
+        if config.experiment == "accumulate":
+            return {"x": torch.full((config.terms,), ADDEND).requires_grad_()}
+        x = torch.randn(config.rows, config.terms) * config.scale
+        if config.experiment == "reduction":
+            x = x.abs()  # a sum that grows, as a running loss does
+        numbers = {"x": x.requires_grad_()}
+        if config.experiment == "matmul":
+            numbers["y"] = (torch.randn(config.terms, config.rows) * config.scale).requires_grad_()
+        return numbers
+
+    def facts() -> Mapping[str, float]:
+        *inputs, result = module.last
+        exact, found = module.exact(*inputs), result.double()
+        error = (found - exact).abs()
+        return {
+            "result": float(found.flatten()[0]),
+            "exact": float(exact.flatten()[0]),
+            "largest_error": float(error.max()),
+            "relative_error": float(error.norm() / exact.norm()),
+            "not_finite": float((~found.isfinite()).sum()),
+        }
+
+    def shows(evidence: Evidence) -> str | None:
+        op = {"matmul": "aten::mm", "accumulate": "aten::add", "norm": "aten::rsqrt", "reduction": "aten::sum"}
+        calls = evidence.calls(op[config.experiment])
+        dtype = next((t.dtype for t in module.last[-1:]), None)
+        return f"{op[config.experiment]} ×{calls} into {dtype}" if calls and dtype is module.running else None
+
+    return Built(
+        module=module,
+        batch=batch,
+        num_tokens=config.terms,
+        forward_flops=2 * config.rows**2 * config.terms if config.experiment == "matmul" else None,
+        proofs=(Proof(claim=f"accumulate_dtype={config.accumulate_dtype}", shows=shows),),
+        facts=facts,
+    )
+
+
+WORKLOAD = Workload(
+    name="precision",
+    about="a sum, a product or a norm with its running sum in fp16, bf16, fp32: how exact, how fast",
+    config=PrecisionConfig,
+    presets={
+        "fp32": {},
+        "fp16": {"value_dtype": "fp16", "accumulate_dtype": "fp16"},
+        "bf16": {"value_dtype": "bf16", "accumulate_dtype": "bf16"},
+        "mixed": {"value_dtype": "fp16", "accumulate_dtype": "fp32"},
+        "tiny": {"terms": 100, "rows": 8},
+    },
+    build=build,
+)

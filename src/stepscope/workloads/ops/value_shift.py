@@ -1,0 +1,123 @@
+"""value_shift: the second half of a value's channels from the token before, written five ways that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stepscope.errors import UsageError
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob
+
+
+def _cat(v: Tensor) -> Tensor:
+    now, before = v.chunk(2, dim=-1)
+    shifted = torch.cat((torch.zeros_like(before[:, :1]), before[:, :-1]), dim=1)
+    return torch.cat((now, shifted), dim=-1)
+
+
+def _pad(v: Tensor) -> Tensor:
+    now, before = v.chunk(2, dim=-1)
+    return torch.cat((now, functional.pad(before, (0, 0, 1, -1))), dim=-1)
+
+
+def _roll(v: Tensor) -> Tensor:
+    now, before = v.chunk(2, dim=-1)
+    shifted = before.roll(1, dims=1)
+    shifted[:, 0] = 0  # the last token came round to the front
+    return torch.cat((now, shifted), dim=-1)
+
+
+def _copy(v: Tensor) -> Tensor:
+    half = v.shape[-1] // 2
+    out = torch.empty_like(v)
+    out[..., :half] = v[..., :half]
+    out[:, 0, half:] = 0
+    out[:, 1:, half:] = v[:, :-1, half:]
+    return out
+
+
+def _gather(v: Tensor) -> Tensor:
+    now, before = v.chunk(2, dim=-1)
+    token = torch.arange(v.shape[1], device=v.device)
+    shifted = before.index_select(1, (token - 1).clamp(min=0))
+    return torch.cat((now, shifted.masked_fill((token == 0)[:, None], 0)), dim=-1)
+
+
+IMPLEMENTATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "cat": _cat, "pad": _pad, "roll": _roll, "copy": _copy, "gather": _gather,
+}  # fmt: skip
+_TRACES = {"pad": "constant_pad_nd", "roll": "roll", "gather": "index_select"}
+"""What only that implementation calls. `cat` joins and calls none of these; `copy` does not even join."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueShiftConfig:
+    """Every knob of value_shift."""
+
+    batch: int = knob(4, "sequences in a batch")
+    seq_len: int = knob(4096, "tokens in a sequence")
+    width: int = knob(48, "channels of the value; the second half is shifted")
+    implementation: Literal["cat", "pad", "roll", "copy", "gather"] = knob(
+        "cat", "join with zeros, pad and crop, roll and clear, write into an empty tensor, or select by index"
+    )
+
+
+class ValueShift(nn.Module):
+    """The shift alone, no parameters."""
+
+    def __init__(self, config: ValueShiftConfig) -> None:
+        super().__init__()
+        self.shift = IMPLEMENTATIONS[config.implementation]
+
+    def forward(self, v: Tensor) -> Tensor:
+        """v [batch, seq_len, width] → the same shape."""
+        return self.shift(v)
+
+
+def _proof(implementation: str) -> Proof:
+    def shows(evidence: Evidence) -> str | None:
+        calls = {name: evidence.calls(part) for name, part in _TRACES.items()}
+        own, joins = calls.pop(implementation, 0), evidence.calls("aten::cat", "_cat")
+        if any(calls.values()):
+            return None
+        if implementation == "cat":
+            return f"cat ×{joins}" if joins else None
+        if implementation == "copy":
+            copies = evidence.calls("aten::copy_", "_copy")
+            return f"copy ×{copies}, no cat" if copies and not joins else None
+        return f"{_TRACES[implementation]} ×{own}" if own else None
+
+    return Proof(claim=f"implementation={implementation}", shows=shows)
+
+
+def build(config: ValueShiftConfig) -> Built:
+    """The shift and its batches."""
+    if config.width % 2:
+        raise UsageError(f"width={config.width}: must be even, half of it is shifted")
+
+    def batch() -> Batch:
+        return {"v": torch.randn(config.batch, config.seq_len, config.width, requires_grad=True)}
+
+    return Built(
+        module=ValueShift(config),
+        batch=batch,
+        num_tokens=config.batch * config.seq_len,
+        forward_flops=0,
+        proofs=(_proof(config.implementation),),
+    )
+
+
+WORKLOAD = Workload(
+    name="value_shift",
+    about="half of the value's channels from the token before, five ways",
+    config=ValueShiftConfig,
+    presets={"hydra": {"seq_len": 4096, "width": 48}, "tiny": {"seq_len": 32, "width": 8}},
+    build=build,
+    reference={"implementation": "cat"},
+    gate={"batch": 2, "seq_len": 33, "width": 8},
+)
