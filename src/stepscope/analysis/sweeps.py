@@ -18,6 +18,8 @@ OK = "ok"
 NOISY_SHARE = 0.10
 # Knobs that choose how the same thing is computed, besides those of the workload's reference.
 IMPLEMENTATION_KNOBS = ("bf16_reduction", "compile", "sdpa", "optimizer", "checkpoint")
+# The plainest value of each.
+PLAINEST = {"bf16_reduction": "auto", "compile": "off", "sdpa": "free", "optimizer": "adamw", "checkpoint": 0}
 # What a row's speed does not depend on by intent.
 NOT_COMPARED = ("warmup", "steps", "seed")
 
@@ -38,7 +40,7 @@ class PointSummary:
     """Nanoseconds until the host had issued a step; on a CPU, until it was done."""
     first_call_ns: int | None
     compile_ns: int | None
-    """Seconds of it that torch says it spent compiling, warm-up included."""
+    """What torch says it spent compiling, in the first call and in the warm-up."""
     tokens_per_s: float | None
     flops_counted: int | None
     """Model FLOPs of a step, op by op, nothing computed twice."""
@@ -64,10 +66,8 @@ class PointSummary:
     max_batch: int | None
     facts: Mapping[str, float]
     is_noisy: bool
-    is_reference: bool
-    """Whether it is the plainest variant of its group."""
     speedup: float | None = None
-    """Median time of the group's plainest variant ÷ this one's."""
+    """Median time a token (or a step) of the plainest variant of the rows it competes with ÷ this one's."""
     is_best: bool = False
     is_tied: bool = False
     """Not the best, but its interval meets the best one's."""
@@ -91,11 +91,14 @@ def summarise(
     """The figures of a sweep's rows; `environments` by their hash, as sweep.json has them."""
     rows = list(rows)
     points = [_point(row, environments.get(row.get("environment_hash", ""), {}), limits) for row in rows]
-    varying, constants = _axes(points)
+    varying, constants = varying_axes([point.axes for point in points])
+    if any(point.max_batch is not None for point in points):
+        varying = tuple(name for name in varying if name != "batch")
     keys = [_group(row, point.axes) for row, point in zip(rows, points)]
     for key in dict.fromkeys(keys):
         members = [index for index, other in enumerate(keys) if other == key]
-        for index, ranked in zip(members, _ranked([points[index] for index in members])):
+        reference = {**PLAINEST, **(rows[members[0]].get("reference") or {})}
+        for index, ranked in zip(members, _ranked([points[index] for index in members], reference)):
             points[index] = ranked
     counts: dict[str, int] = {}
     for point in points:
@@ -113,14 +116,11 @@ def _point(row: Mapping[str, Any], environment: Mapping[str, Any], limits: Limit
         device, ceilings = limits(name)
         what = "model" if row.get("flops_formula") else "counted"
         mfu = utilisation(_by_dtype(row, flops), time.median, device, ceilings, what)
-    run = row["run"]
-    reference = row.get("reference") or {}
-    plain = {"compile": "off", "sdpa": "free", "bf16_reduction": "auto"}
     return PointSummary(
         hash=row["hash"],
         status=row["status"],
         reason=row.get("reason"),
-        axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},
+        axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **row["run"]},
         device_name=name,
         time=time,
         host=_described(row.get("samples_host_ns")),
@@ -146,9 +146,6 @@ def _point(row: Mapping[str, Any], environment: Mapping[str, Any], limits: Limit
         max_batch=row.get("max_batch"),
         facts=row.get("facts") or {},
         is_noisy=time is not None and time.p90 - time.p10 > NOISY_SHARE * time.median,
-        is_reference=bool(reference)
-        and all(row["config"].get(name) == value for name, value in reference.items())
-        and all(run[name] == value for name, value in plain.items()),
     )
 
 
@@ -165,16 +162,15 @@ def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
     return {dtype: round(flops * value / total) for dtype, value in counted.items()}
 
 
-def _axes(points: Sequence[PointSummary]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    names = list(dict.fromkeys(name for point in points for name in point.axes))
-    values = {name: [point.axes.get(name) for point in points] for name in names}
-    constants = {name: seen[0] for name, seen in values.items() if len(set(seen)) == 1}
+def varying_axes(axes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The axes that differ between points, leaving out what follows from the preset; and those that do not differ."""
+    names = list(dict.fromkeys(name for values in axes for name in values))
+    seen = {name: [values.get(name) for values in axes] for name in names}
+    constants = {name: values[0] for name, values in seen.items() if len(set(values)) == 1}
     varying = [name for name in names if name not in constants]
     if "preset" in varying:
-        follows = [name for name in varying if name != "preset" and _follows(values[name], values["preset"])]
+        follows = [name for name in varying if name != "preset" and _follows(seen[name], seen["preset"])]
         varying = [name for name in varying if name not in follows]
-    if any(point.max_batch is not None for point in points):
-        varying = [name for name in varying if name != "batch"]
     return tuple(varying), constants
 
 
@@ -190,15 +186,18 @@ def _group(row: Mapping[str, Any], axes: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(sorted((name, str(value)) for name, value in axes.items() if name not in left_out))
 
 
-def _ranked(group: Sequence[PointSummary]) -> list[PointSummary]:
+def _ranked(group: Sequence[PointSummary], reference: Mapping[str, Any]) -> list[PointSummary]:
     """The group with its best, those that cannot be told from it, and speed-ups; only `ok` rows are ranked."""
     times = {index: point.time for index, point in enumerate(group) if point.status == OK and point.time is not None}
-    plainest = next((times[index] for index in times if group[index].is_reference), None)
+    # Only in what the group varies must the plainest be plain: the rest is the same for all.
+    varied = {name: value for name, value in reference.items() if len({point.axes.get(name) for point in group}) > 1}
+    plainest = next((i for i in times if all(group[i].axes.get(n) == value for n, value in varied.items())), None)
     ranked = list(group)
     if not times:
         return ranked
 
     def cost(index: int) -> float:
+        # A token, where there are tokens: rows of a search for the largest batch have batches of their own.
         tokens = group[index].num_tokens
         return times[index].median / tokens if tokens else times[index].median
 
@@ -206,7 +205,7 @@ def _ranked(group: Sequence[PointSummary]) -> list[PointSummary]:
     for index, time in times.items():
         ranked[index] = replace(
             group[index],
-            speedup=plainest.median / time.median if plainest is not None else None,
+            speedup=cost(plainest) / cost(index) if plainest is not None and varied else None,
             is_best=index == best and len(times) > 1,
             is_tied=index != best and time.ci_low <= times[best].ci_high,
         )

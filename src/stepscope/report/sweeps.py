@@ -7,15 +7,15 @@ import hashlib
 import io
 import json
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary, summarise
+from stepscope.analysis.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary, summarise, varying_axes
 from stepscope.devices import Ceilings, Device, find_device, load_ceilings
 from stepscope.errors import RecordingError
-from stepscope.report.text import count, percent, plural, safe, significant, size
+from stepscope.report.text import count, milliseconds, percent, plural, safe, significant, size
 
 CSV_FILE = "results.csv"
 MARKDOWN_FILE = "results.md"
@@ -56,6 +56,15 @@ def _of(name: str, text: Callable[[Any], str]) -> Callable[[PointSummary], str |
         return None if value is None else text(value)
 
     return read
+
+
+def _fact(name: str) -> Column:
+    """A column of what the workload counted itself."""
+
+    def read(point: PointSummary) -> str | None:
+        return significant(point.facts[name]) if name in point.facts else None
+
+    return Column(safe(name, 30), read)
 
 
 # In the order in which they are given up when the terminal is narrow, last first.
@@ -118,12 +127,12 @@ def sweep_markdown(sweep: SweepSummary, command: str | None = None) -> str:
     lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(sweep.varying)}{'--:|' * len(columns)}---|---|"]
     for point in sweep.points:
         cells = [str(point.axes.get(name, "")) for name in sweep.varying]
-        cells += [column.text(point) or "" for column in columns]
+        cells += [(column.text(point) or "").replace(BEST, f"\\{BEST}") for column in columns]
         status = point.status if point.status == OK else f"{point.status}: {safe(point.reason or '')}"
         cells += [status.replace("|", "\\|"), f"`{point.hash}`"]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
-    lines += [f"- {note}" for note in _notes(sweep, [])]
+    lines += [f"- {note}".replace(f"- {BEST}", f"- \\{BEST}") for note in _notes(sweep, [])]
     return "\n".join(lines) + "\n"
 
 
@@ -175,19 +184,41 @@ def write_tables(folder: Path, sweep: SweepSummary, command: str) -> None:
     (folder / MARKDOWN_FILE).write_text(sweep_markdown(sweep, command), encoding="utf-8")
 
 
+def row_line(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """A finished row in one line, for who watches: its status, its time or its reason, and the knobs named."""
+    samples = sorted(row.get("samples_device_ns") or [0])
+    figure = milliseconds(samples[len(samples) // 2]) if row["status"] == OK else row.get("reason") or ""
+    axes = {"preset": row.get("preset"), **row["config"], **row["run"]}
+    return safe(f"{row['status']:<8} {' '.join(f'{name}={axes.get(name)}' for name in names)}  {figure}", 300)
+
+
+def points_text(points: Sequence[Mapping[str, Any]], width: int) -> str:
+    """What a grid would run: the axes that vary as columns, the rest below."""
+    axes = [{"preset": p["preset"], **p["config"], **p["run"]} for p in points]
+    varying, constants = varying_axes(axes)
+    rows = [list(varying), *([str(values.get(name, "")) for name in varying] for values in axes)]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(varying))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows] if varying else []
+    said = ", ".join(f"{name}={value}" for name, value in constants.items() if value is not None)
+    notes = [plural(len(points), "point"), f"all: {points[0]['workload']}, {said}"]
+    return "\n".join([*lines, "", *(line for note in notes for line in textwrap.wrap(note, width))]).lstrip("\n")
+
+
 def _shown(sweep: SweepSummary) -> list[Column]:
     """The columns that say something: some row has a value, and it is not one number for all."""
+    facts = dict.fromkeys(name for point in sweep.points for name in point.facts)
     shown = []
-    for column in COLUMNS:
+    for column in (*COLUMNS, *map(_fact, facts)):
         texts = [column.text(point) for point in sweep.points if point.time is not None]
-        constant = column.title in ("parameters", "coverage") and len(set(texts)) == 1
+        constant = column.title in ("parameters", "coverage", *facts) and len(set(texts)) == 1
         if any(text is not None for text in texts) and not constant:
             shown.append(column)
     return shown
 
 
 def _fitting(sweep: SweepSummary, width: int) -> tuple[list[Column], list[str]]:
-    columns, left_out = _shown(sweep), []
+    columns = _shown(sweep)
+    left_out: list[str] = []
     while len(columns) > 1 and len(_line(_titles(columns, sweep), columns, sweep)) > width:
         left_out.insert(0, columns.pop().title)
     return columns, left_out

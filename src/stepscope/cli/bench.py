@@ -1,0 +1,208 @@
+"""Run a grid of configurations and return a complete table, whatever fails on the way.
+
+Each point runs in a process of its own: out of memory, a crash, a hang, a wrong result are rows of the table. Rows
+are written as they finish; a sweep that is killed goes on with --resume. A variant is held against the workload's
+reference before it is timed, and must prove that its path ran.
+
+WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
+Values separated by commas multiply. The exit code is 0 when every row is ok, 1 when one is not, 2 for a mistake.
+
+examples:
+  stepscope bench cs336 --preset tiny --set seq_len=64,128 --set attention=naive,sdpa --device cpu
+  stepscope bench cs336 --preset small,medium --mode forward,step --dtype bf16,tf32 -o runs/sizes
+  stepscope bench attention --zip --set seq_len=1024,4096 --set batch=16,4
+  stepscope bench train.py:build --set width=256,512 --dry-run
+  stepscope bench hydra --preset 100m --max-batch 40GiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepscope.errors import MissingDependencyError, UsageError
+from stepscope.version import __version__
+
+if TYPE_CHECKING:
+    from stepscope.sweep.grid import Point
+    from stepscope.workloads.workload import Workload
+
+EXIT_NOT_ALL_OK = 1
+EXIT_INTERRUPTED = 130
+
+# Flags for what is set most; each is also a key of --set.
+_RUN_FLAGS = {
+    "mode": "inference, forward, forward+backward, step",
+    "dtype": "fp32, tf32, bf16, autocast_bf16, autocast_fp16",
+    "compile": "off, default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
+    "sdpa": "attention back end: free, flash, efficient, math, cudnn",
+    "optimizer": "adamw, fused, handwritten, sgd",
+    "bf16-reduction": "auto, on, off",
+    "warmup": "passes before the first sample (default 3)",
+    "steps": "samples (default 10)",
+    "seed": "of weights and data (default 0)",
+    "device": "cpu, cuda (default: cuda where there is one)",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    parser.add_argument("workload", metavar="WORKLOAD", help="what to run")
+    parser.add_argument("--preset", metavar="A,B", help="presets of the workload")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=V1,V2", help="values of a knob")
+    for name, text in _RUN_FLAGS.items():
+        parser.add_argument(f"--{name}", metavar="V1,V2", help=text)
+    parser.add_argument("--zip", action="store_true", help="pair the lists instead of multiplying them")
+    parser.add_argument("--grid", metavar="FILE", help="points from file.toml or file.py:function")
+    parser.add_argument("--max-batch", nargs="?", const="", metavar="MEMORY", help="find the largest batch that fits")
+    parser.add_argument("--memory-limit", metavar="MEMORY", help="a point may have so much: 40GiB (default: all)")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="kill a point after (default 600)")
+    parser.add_argument("--trace", action="store_true", help="keep a trace of each point, count kernel launches")
+    parser.add_argument("--start", choices=("fork", "spawn"), help="how points' processes start (default: fork)")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the sweep's folder (default: runs/…)")
+    parser.add_argument("--resume", action="store_true", help="go on with a sweep that was interrupted")
+    parser.add_argument("--dry-run", action="store_true", help="print the points and run nothing")
+    parser.add_argument("--json", action="store_true", help="the table as JSON on standard output")
+    parser.add_argument("--quiet", action="store_true", help="no lines while it runs")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the sweep; 0 when every row is ok."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("PyTorch is not installed here: pip install torch")
+    from stepscope.sweep.memory import parse_bytes
+    from stepscope.sweep.run_knobs import RUN_KNOB_NAMES
+    from stepscope.workloads.registry import find
+
+    workload = find(arguments.workload)
+    if arguments.timeout <= 0:
+        raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0")
+    try:
+        limit = arguments.max_batch or arguments.memory_limit
+        limit_bytes = parse_bytes(limit) if limit else None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    said = {name: getattr(arguments, name) for name in RUN_KNOB_NAMES if getattr(arguments, name) is not None}
+    points = _points(workload, arguments, said)
+    if arguments.max_batch is not None:
+        from stepscope.sweep.max_batch import max_batch_point
+
+        points = [max_batch_point(point, limit_bytes) for point in points]
+    if not points:
+        raise UsageError("the grid has no points")
+    if arguments.dry_run:
+        return _dry_run(points, arguments.json)
+    return _run(workload, points, limit_bytes, arguments)
+
+
+def _points(workload: Workload[Any], arguments: argparse.Namespace, said: dict[str, str]) -> list[Point]:
+    from stepscope.sweep.grid import Grid, read_grids
+
+    grid = Grid(workload, {"device": _default_device()} if "device" not in said else {})
+    words = [*arguments.set, *(f"{name}={values}" for name, values in said.items())]
+    if arguments.preset is not None:
+        words.insert(0, f"preset={arguments.preset}")
+    axes = grid.words(words)
+    if arguments.grid is None:
+        return grid.points([axes], arguments.zip)
+    grids, paired = read_grids(arguments.grid)
+    return grid.points([{**axes, **listed} for listed in grids], paired or arguments.zip)
+
+
+def _default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _run(workload: Workload[Any], points: list[Point], limit: int | None, arguments: argparse.Namespace) -> int:
+    from stepscope.cli.output import print_result
+    from stepscope.cli.progress import Progress
+    from stepscope.report.sweeps import sweep_of, sweep_text, to_json, write_tables
+    from stepscope.sweep.max_batch import MaxBatch
+    from stepscope.sweep.results import Results
+    from stepscope.sweep.runner import Options, Runner, run_points
+    from stepscope.sweep.server import Server, default_start
+
+    folder = arguments.output or _default_folder(arguments.workload)
+    command = shlex.join(["stepscope", *sys.argv[1:]])
+    options = Options(timeout_s=arguments.timeout, trace=arguments.trace, memory_limit_bytes=limit)
+    tell = _Teller(points, arguments.quiet)
+    facts = {"command": command, "working_folder": str(Path.cwd()), "stepscope": __version__}
+    with Results(folder, facts, arguments.resume, _resume_command(folder)) as results:
+        interrupted = False
+        with Server(arguments.start or default_start()) as server, Progress(f"{len(points)} points") as progress:
+            runner = Runner(workload, server, results, options)
+            run = runner.run if arguments.max_batch is None else MaxBatch(workload, runner, tell.tried).run
+
+            def on_row(row: dict[str, Any], num_done: int) -> None:
+                progress.clear()
+                tell.finished(row, num_done)
+                progress(num_done / len(points))
+
+            try:
+                run_points(points, results, run, on_row)
+            except KeyboardInterrupt:
+                interrupted = True
+        asked = {point.hash for point in points}
+        rows = results.rows
+        sweep = sweep_of(rows, results.facts["environments"])
+        write_tables(folder, sweep, command)
+    if rows:
+        print_result(lambda: to_json(sweep), lambda _colour, width: sweep_text(sweep, width), arguments.json)
+    print(f"stepscope: {len(rows)} rows in {folder}/results.jsonl, .csv, .md", file=sys.stderr)
+    if interrupted:
+        print(f"stepscope: interrupted; go on with  {_resume_command(folder)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0 if all(row["status"] == "ok" for row in rows if row["hash"] in asked) else EXIT_NOT_ALL_OK
+
+
+class _Teller:
+    """A line a finished point on standard error."""
+
+    def __init__(self, points: list[Point], quiet: bool) -> None:
+        from stepscope.analysis.sweeps import varying_axes
+
+        self._num_points = len(points)
+        self._varying = varying_axes([{"preset": p.preset, **p.config, **p.run} for p in points])[0]
+        self._quiet = quiet
+
+    def finished(self, row: dict[str, Any], num_done: int) -> None:
+        from stepscope.report.sweeps import row_line
+
+        if not self._quiet:
+            print(f"{num_done}/{self._num_points}  {row_line(row, self._varying)}", file=sys.stderr, flush=True)
+
+    def tried(self, batch: int, status: str) -> None:
+        if not self._quiet:
+            print(f"  batch {batch}: {'fits' if status == 'ok' else status}", file=sys.stderr, flush=True)
+
+
+def _dry_run(points: list[Point], as_json: bool) -> int:
+    from stepscope.cli.output import print_result
+    from stepscope.report.sweeps import points_text
+
+    listed = [
+        {"hash": p.hash, "workload": p.workload, "preset": p.preset, "config": dict(p.config), "run": dict(p.run)}
+        for p in points
+    ]
+    print_result(lambda: {"points": listed}, lambda _colour, width: points_text(listed, width), as_json)
+    return 0
+
+
+def _default_folder(workload: str) -> Path:
+    name = "".join(c if c.isalnum() else "-" for c in Path(workload).name)
+    return Path("runs") / f"bench-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _resume_command(folder: Path) -> str:
+    """The command that goes on with this sweep: the same words, the folder, --resume."""
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    if "-o" not in words and not any(word.startswith(("--output", "-o")) for word in words):
+        words += ["-o", str(folder)]
+    return shlex.join(["stepscope", *words, "--resume"])

@@ -1,0 +1,170 @@
+"""Correct before fast: a variant against the reference in float64, before anything is timed.
+
+Reference and variant are built at the workload's gate sizes with the same weights and the same batch. The reference
+runs in float64 on the CPU: the truth. The variant runs as it will be timed: its device, dtype, back end, compiler.
+
+A deviation is ‖variant − truth‖ ÷ ‖truth‖ of one tensor (Frobenius norms; for a gradient the divisor is at least a
+hundredth of an average gradient's norm, so that one that is zero in truth may be a little noise). It may be as large
+as TOLERANCE says for the dtype or, where the arithmetic itself is rougher than that at these sizes (a router that
+rounds the other way), SLACK times what the reference reaches in the same dtype on the same device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stepscope.sweep.prepare import (
+    Contexts,
+    build,
+    cast,
+    compiled,
+    differentiable,
+    make_batch,
+    random_gradients,
+    tensors_of,
+    weights_dtype,
+)
+from stepscope.workloads.workload import Batch, Built, Value, Workload
+
+# dtype → (outputs and loss, gradients). Unit roundoffs: fp32 6e-8, tf32 5e-4, fp16 5e-4, bf16 4e-3; a gradient is a
+# product of many roundings, and the widest sums of a gate are some thousands of terms.
+TOLERANCE = {
+    "fp32": (1e-4, 1e-3),
+    "tf32": (1e-2, 3e-2),
+    "autocast_fp16": (1e-2, 3e-2),
+    "autocast_bf16": (4e-2, 1e-1),
+    "bf16": (4e-2, 1e-1),
+}
+SLACK = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """How far a variant is from the truth; JSON with `dataclasses.asdict`."""
+
+    passed: bool
+    deviations: dict[str, float | None]
+    """outputs, loss, gradients → the worst deviation of one tensor; None: not a number."""
+    worst: str
+    """The tensor furthest beyond its tolerance, or nearest to it, in words."""
+    tolerances: dict[str, float]
+    sizes: dict[str, Value]
+    """The gate's sizes."""
+
+
+def check(
+    workload: Workload[Any], values: Mapping[str, Value], run: Mapping[str, Value], with_gradients: bool
+) -> Gate:
+    """The gate's verdict on the variant that `values` (preset included) and `run` describe."""
+    sized = {**values, **workload.gate}
+    seed, device = int(run["seed"]), str(run["device"])
+    reference_config = workload.config(**{**sized, **workload.reference})
+    reference = build(workload, reference_config, seed, "cpu")
+    batch = make_batch(reference, seed, "cpu")
+    weights = {name: tensor.clone() for name, tensor in reference.module.state_dict().items()}
+    reference.module.double()
+    plain = {**run, "dtype": "fp32", "compile": "off", "sdpa": "free", "device": "cpu"}
+    truth = _results(reference, cast(batch, torch.float64), plain, with_gradients)
+
+    def deviations(config: Any, run: Mapping[str, Value]) -> dict[str, dict[str, float]]:
+        built = build(workload, config, seed, device)
+        built.module.load_state_dict(weights)
+        built.module.to(weights_dtype(run))
+        found = _results(built, cast(batch, weights_dtype(run), device), run, with_gradients)
+        return _deviations(found, truth)
+
+    found = deviations(workload.config(**sized), run)
+    loose, looser = TOLERANCE[str(run["dtype"])]
+    tolerances = {kind: looser if kind == "gradients" else loose for kind in found}
+    if _over(found, tolerances):
+        rough = deviations(reference_config, {**run, "compile": "off", "sdpa": "free"})
+        for kind in tolerances:
+            tolerances[kind] = max(tolerances[kind], SLACK * max(rough.get(kind, {}).values(), default=0.0))
+    over = _over(found, tolerances)
+    named = [(value / tolerances[kind], kind, name, value) for kind in found for name, value in found[kind].items()]
+    _, kind, name, value = max(named, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
+    return Gate(
+        passed=not over,
+        deviations={kind: _finite(_worst(found[kind])) for kind in found},
+        worst=f"{name}: {value:.2g} of its norm, allowed is {tolerances[kind]:.2g}",
+        tolerances=tolerances,
+        sizes=dict(workload.gate),
+    )
+
+
+def _results(
+    built: Built, batch: Batch, run: Mapping[str, Value], with_gradients: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """outputs, loss, gradients → name → tensor in float64 on the CPU."""
+    contexts = Contexts(run)
+    module = compiled(built.module, run)
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+    with torch.no_grad(), contexts():
+        outputs = tensors_of(module(**inputs))
+    results["outputs"] = {f"output {index}": _truthful(tensor) for index, tensor in enumerate(outputs)}
+    if "targets" not in batch and not with_gradients:
+        return results
+    with torch.set_grad_enabled(with_gradients), contexts():
+        out = module(**batch)
+    is_loss = isinstance(out, torch.Tensor) and out.dim() == 0
+    if is_loss:
+        results["loss"] = {"loss": _truthful(out)}
+    if with_gradients:
+        starts = [out] if is_loss else differentiable(out)
+        gradients = None if is_loss else random_gradients(starts, int(run["seed"]))
+        with contexts.attention():
+            torch.autograd.backward(starts, gradients)
+        named = [*built.module.named_parameters(), *batch.items()]
+        # None is zero: an expert that got no token, in one variant; multiplied by nothing, in another.
+        results["gradients"] = {
+            f"gradient of {name}": _truthful(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            for name, tensor in named
+            if tensor.requires_grad
+        }
+    return results
+
+
+def _truthful(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().to("cpu", wide)
+
+
+def _deviations(found: Any, truth: Any) -> dict[str, dict[str, float]]:
+    deviations: dict[str, dict[str, float]] = {}
+    for kind, tensors in truth.items():
+        if found.get(kind, {}).keys() != tensors.keys():
+            missing = sorted(tensors.keys() ^ found.get(kind, {}).keys())
+            deviations[kind] = {f"{missing[0]} is on one side only": math.inf}
+            continue
+        norms = {name: float(tensor.norm()) for name, tensor in tensors.items()}
+        average = math.sqrt(sum(norm * norm for norm in norms.values()) / max(1, len(norms)))
+        floor = average / 100 if kind == "gradients" else 0.0
+        deviations[kind] = {
+            name: _deviation(found[kind][name], tensor, max(norms[name], floor)) for name, tensor in tensors.items()
+        }
+    return deviations
+
+
+def _deviation(found: torch.Tensor, truth: torch.Tensor, divisor: float) -> float:
+    if found.shape != truth.shape:
+        return math.inf
+    difference = float((found - truth).norm())
+    return 0.0 if difference == 0 else difference / divisor if divisor else math.inf
+
+
+def _worst(deviations: Mapping[str, float]) -> float:
+    return max(deviations.values(), key=lambda value: math.inf if math.isnan(value) else value, default=0.0)
+
+
+def _over(found: Mapping[str, Mapping[str, float]], tolerances: Mapping[str, float]) -> bool:
+    return any(not value <= tolerances[kind] for kind in found for value in found[kind].values())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

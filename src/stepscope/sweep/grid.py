@@ -1,0 +1,204 @@
+"""The points of a grid: listed values multiplied or paired, from words, a TOML file or a function."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from stepscope.errors import MissingDependencyError, UsageError
+from stepscope.sweep.run_knobs import LEAST, RUN_KNOB_NAMES, RUN_KNOBS
+from stepscope.workloads.knobs import check_key, nearest, parse_value
+from stepscope.workloads.workload import Knob, Value, Workload
+
+PRESET = "preset"
+MAX_POINTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One configuration with a value for every knob; `hash` is the same for the same values, today and later."""
+
+    workload: str
+    preset: str | None
+    config: Mapping[str, Value]
+    """Every knob of the workload."""
+    run: Mapping[str, Value]
+    """Every run knob."""
+    hash: str
+
+
+Axes = Mapping[str, Sequence[Any]]
+"""A knob's name, or `preset` → the values it takes."""
+
+
+def make_point(workload: Workload[Any], values: Mapping[str, Value], preset: str | None = None) -> Point:
+    """The point with these knobs set and the others as preset or default says; keys and values must be checked."""
+    presets = workload.presets
+    chosen = preset if preset is not None else next(iter(presets), None)
+    defaults = {knob.name: knob.default for knob in workload.knobs()}
+    config = {
+        **defaults,
+        **(presets[chosen] if chosen is not None else {}),
+        **{name: value for name, value in values.items() if name in defaults},
+    }
+    run = {knob.name: values.get(knob.name, knob.default) for knob in RUN_KNOBS}
+    identity = {"workload": workload.name, "config": config, "run": run}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    return Point(
+        workload=workload.name,
+        preset=chosen,
+        config=MappingProxyType(config),
+        run=MappingProxyType(run),
+        hash=digest,
+    )
+
+
+def changed(workload: Workload[Any], point: Point, **values: Value) -> Point:
+    """The point with some knobs set otherwise."""
+    return make_point(workload, {**point.config, **point.run, **values}, point.preset)
+
+
+def renamed(point: Point, asked: Mapping[str, Any]) -> Point:
+    """The same point under a hash that also stands for what is asked about it."""
+    text = json.dumps([point.hash, asked], sort_keys=True)
+    return replace(point, hash=hashlib.sha256(text.encode()).hexdigest()[:12])
+
+
+class Grid:
+    """Turns what a user wrote into points of one workload; every mistake is a UsageError with the right word."""
+
+    def __init__(self, workload: Workload[Any], defaults: Mapping[str, Value]) -> None:
+        """`defaults` are run knobs that are said once for all points, such as the device of this machine."""
+        self._workload = workload
+        self._defaults = dict(defaults)
+        own = workload.knobs()
+        clash = [knob.name for knob in own if knob.name in (*RUN_KNOB_NAMES, PRESET)]
+        if clash:
+            raise UsageError(f"{workload.name} has a knob {clash[0]!r}, which is one of the sweep's own: rename it")
+        self._knobs: tuple[Knob, ...] = (*own, *RUN_KNOBS)
+
+    def points(self, grids: Iterable[Axes], paired: bool = False) -> list[Point]:
+        """The points of some grids, in order, each once."""
+        found: dict[str, Point] = {}
+        for axes in grids:
+            checked = {key: [self._value(key, value) for value in values] for key, values in axes.items()}
+            for values in _paired(checked) if paired else _product(checked):
+                preset = values.pop(PRESET, None)
+                point = make_point(self._workload, {**self._defaults, **values}, preset)
+                found.setdefault(point.hash, point)
+                if len(found) > MAX_POINTS:
+                    raise UsageError(f"the grid has more than {MAX_POINTS:,} points")
+        return list(found.values())
+
+    def words(self, words: Iterable[str]) -> dict[str, list[str]]:
+        """`key=v1,v2` words as axes; the same key twice adds to its values."""
+        axes: dict[str, list[str]] = {}
+        for word in words:
+            key, equals, values = word.partition("=")
+            if not equals or not values.strip():
+                raise UsageError(f"--set {word}: write key=value or key=v1,v2")
+            axes.setdefault(key.strip(), []).extend(value.strip() for value in values.split(",") if value.strip())
+        return axes
+
+    def _value(self, key: str, said: Any) -> Any:
+        if key == PRESET:
+            if said not in self._workload.presets:
+                raise UsageError(f"there is no preset {said!r}: {nearest(str(said), self._workload.presets)}")
+            return said
+        knob = check_key((*self._knobs, _PRESET_KNOB), key)
+        value = parse_value(knob, _as_text(said))
+        least = LEAST.get(key)
+        if least is not None and not isinstance(value, str) and value < least:
+            raise UsageError(f"{key}={value}: must be {least} or more")
+        return value
+
+
+_PRESET_KNOB = Knob(name=PRESET, kind=str, default="", values=None, about="")
+
+
+def _as_text(said: Any) -> str:
+    return str(said).lower() if isinstance(said, bool) else str(said)
+
+
+def _product(axes: Axes) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values))
+
+
+def _paired(axes: Axes) -> Iterator[dict[str, Any]]:
+    """First with first, second with second; a single value goes with each."""
+    lengths = {key: len(values) for key, values in axes.items() if len(values) != 1}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{key} has {length}" for key, length in lengths.items())
+        raise UsageError(f"--zip pairs lists of one length: {said}")
+    for index in range(next(iter(lengths.values()), 1)):
+        yield {key: values[index if len(values) > 1 else 0] for key, values in axes.items()}
+
+
+def read_grids(source: str) -> tuple[list[Axes], bool]:
+    """The grids that `file.toml` or `file.py:function` says, and whether they are to be paired."""
+    path, _, function = source.rpartition(":")
+    if path.endswith(".py"):
+        return [_listed(point) for point in _called(Path(path), function)], False
+    if not source.endswith(".toml"):
+        raise UsageError(f"--grid {source}: a file.toml, or file.py:function")
+    return _from_toml(Path(source))
+
+
+def _from_toml(path: Path) -> tuple[list[Axes], bool]:
+    """The file's own keys are axes; each `[[grid]]` is a grid of its own on top of them; `zip = true` pairs."""
+    try:
+        import tomllib  # type: ignore[import-not-found, unused-ignore]
+    except ModuleNotFoundError:  # Python 3.10
+        try:
+            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
+        except ModuleNotFoundError:
+            raise MissingDependencyError("TOML needs Python 3.11, or: pip install tomli") from None
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no TOML: {error}") from None
+    grids, paired = table.pop("grid", [{}]), table.pop("zip", False)
+    if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+        raise UsageError(f"{path}: write [[grid]], with two brackets, once for each grid")
+    if not isinstance(paired, bool):
+        raise UsageError(f"{path}: zip is true or false")
+    return [_listed({**table, **grid}) for grid in grids], paired
+
+
+def _listed(values: Any) -> Axes:
+    if not isinstance(values, Mapping):
+        raise UsageError(f"a point is a dictionary of knobs, not {type(values).__name__}")
+    listed = {str(key): value if isinstance(value, (list, tuple)) else [value] for key, value in values.items()}
+    for key, said in listed.items():
+        if not said or not all(isinstance(value, (int, float, str)) for value in said):
+            raise UsageError(f"{key} = {values[key]!r}: a value, or a list of values")
+    return listed
+
+
+def _called(path: Path, function: str) -> Iterable[Any]:
+    """What the function of the file returns or yields."""
+    spec = importlib.util.spec_from_file_location(f"stepscope_grid_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"{path} is not there")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    called = getattr(module, function, None)
+    if not callable(called):
+        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UsageError(f"{path} has no function {function!r}: {nearest(function, functions)}")
+    result = called()
+    if not isinstance(result, Iterable) or isinstance(result, (str, Mapping)):
+        raise UsageError(f"{path}:{function} gives no list of points")
+    return result

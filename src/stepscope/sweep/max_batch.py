@@ -1,0 +1,74 @@
+"""The largest batch that fits: doubled until one does not, then bisected; each try in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stepscope.errors import UsageError
+from stepscope.sweep.grid import Point, changed, renamed
+from stepscope.sweep.point_process import OK, OOM
+from stepscope.sweep.runner import Runner
+from stepscope.workloads.workload import Workload
+
+LARGEST = 1 << 24
+
+# Two passes after the first: the optimizer's state is made at the end of the first.
+SHORT = {"warmup": 1, "steps": 2}
+
+
+def max_batch_point(point: Point, budget_bytes: int | None) -> Point:
+    """The point whose row will say the largest batch, under a hash of its own."""
+    if "batch" not in point.config:
+        raise UsageError(f"{point.workload} has no knob 'batch': --max-batch has nothing to search")
+    return renamed(point, {"max_batch_budget_bytes": budget_bytes})
+
+
+class MaxBatch:
+    """`run(point)` gives the row of the largest batch that fits, with every try in it."""
+
+    def __init__(self, workload: Workload[Any], runner: Runner, on_try: Callable[[int, str], None]) -> None:
+        self._workload = workload
+        self._runner = runner
+        self._on_try = on_try
+
+    def run(self, point: Point) -> dict[str, Any]:
+        """Search upwards from the point's batch; what fits is then measured in full."""
+        tries: list[dict[str, Any]] = []
+        fits, too_large = 0, None
+        batch = int(point.config["batch"])
+        while too_large is None or too_large - fits > 1:
+            row = self._try(changed(self._workload, point, batch=batch, **SHORT), tries)
+            if row["status"] == OK:
+                fits = batch
+            elif row["status"] == OOM or fits:  # sizes that no kernel can index crash: that is too large as well
+                too_large = batch
+            else:
+                return self._told(point, row, tries, None)
+            if fits >= LARGEST:
+                break
+            batch = 2 * fits if too_large is None else (fits + too_large) // 2
+        while fits:
+            row = self._runner.run(changed(self._workload, point, batch=fits))
+            if row["status"] != OOM:
+                return self._told(point, row, tries, fits)
+            tries.append(_summary(row))  # more steps, more fragments: it was a near thing
+            fits -= 1
+        return self._told(point, row, tries, None)
+
+    def _try(self, point: Point, tries: list[dict[str, Any]]) -> dict[str, Any]:
+        row = self._runner.run(point, probe=True)
+        tries.append(_summary(row))
+        self._on_try(int(point.config["batch"]), row["status"])
+        return row
+
+    def _told(
+        self, point: Point, row: dict[str, Any], tries: list[dict[str, Any]], largest: int | None
+    ) -> dict[str, Any]:
+        budget = self._runner.options.memory_limit_bytes
+        return {**row, "hash": point.hash, "max_batch": largest, "max_batch_budget_bytes": budget, "tries": tries}
+
+
+def _summary(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes", "oom")
+    return {"batch": row["config"]["batch"], "status": row["status"], **{n: row[n] for n in names if n in row}}

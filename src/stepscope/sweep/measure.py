@@ -1,0 +1,222 @@
+"""The passes of a point: clean samples first, everything with instruments after them, each in a pass of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepscope.record.clock import BACKWARD
+from stepscope.record.ledger import Ledger
+from stepscope.sweep.prepare import Pass
+
+BACKWARD_BEGINS = "stepscope.backward begins"
+LAUNCHES = ("cudaLaunch", "cuLaunch", "hipLaunch", "hipExtLaunch", "hipModuleLaunch", "GraphLaunch")
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed_call(run_once: Callable[[], Any], device: str) -> tuple[int, Any]:
+    """Nanoseconds of one call until the device is done with it, and what it returned."""
+    synchronize(device)
+    start_ns = time.perf_counter_ns()
+    result = run_once()
+    synchronize(device)
+    return time.perf_counter_ns() - start_ns, result
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One sample a step, integer nanoseconds."""
+
+    host_ns: list[int]
+    """Until the host had issued the step; on a CPU, until it was done."""
+    device_ns: list[int]
+    """Between CUDA events at the steps' ends; on a CPU the host's."""
+    result: Any
+    """What the last step returned."""
+
+
+def clean_samples(run_once: Callable[[], Any], num_steps: int, device: str) -> Samples:
+    """Steps one after the other with nothing else switched on; nothing waits for the device in between."""
+    host_ns: list[int] = []
+    if device != "cuda":
+        for _ in range(num_steps):
+            start_ns = time.perf_counter_ns()
+            result = run_once()
+            host_ns.append(time.perf_counter_ns() - start_ns)
+        return Samples(host_ns, list(host_ns), result)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        start_ns = time.perf_counter_ns()
+        result = run_once()
+        event.record()
+        host_ns.append(time.perf_counter_ns() - start_ns)
+    torch.cuda.synchronize()
+    device_ns = [round(begin.elapsed_time(end) * 1e6) for begin, end in pairwise(events)]
+    return Samples(host_ns, device_ns, result)
+
+
+def cuda_before_backward_bytes(run_once: Pass) -> int | None:
+    """Bytes allocated on the GPU at the moment a backward begins; None without one."""
+    seen: list[int] = []
+
+    def on_phase(phase: str) -> None:
+        if phase == BACKWARD:
+            seen.append(torch.cuda.memory_allocated())
+
+    run_once(on_phase)
+    return seen[0] if seen else None
+
+
+def counted_flops(run_once: Pass) -> dict[str, Any]:
+    """FLOPs of one pass, op by op, of the module before any compiler: compiled code hides its products."""
+    phase: list[str] = []
+    optimizers = [run_once.optimizer] if run_once.optimizer is not None else []
+    ledger = Ledger([run_once.plain], optimizers, lambda: phase[-1] if phase else None)
+    ledger.start()
+    try:
+        run_once(phase.append, module=run_once.plain)
+    finally:
+        ledger.stop()
+    facts = ledger.flops(compiled=False)
+    model = facts["model_flops_by_dtype"]
+    return {
+        "flops_counted": sum(model.values()),
+        "flops_counted_by_dtype": model,
+        "flops_executed": sum(entry["flops"] for entry in facts["by_op"]),
+        "flops_unseen": facts["error"] or ", ".join(facts["hidden_products"]) or None,
+    }
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What one pass under the profiler showed."""
+
+    ops: dict[str, int]
+    kernels: dict[str, int]
+    num_launches: int
+    """Calls that launch work on the GPU; a CUDA graph is one."""
+    traced_ns: int
+    peak_bytes: int | None
+    """On a CPU: the most bytes of tensors alive at once, the allocator's own count."""
+    before_backward_bytes: int | None
+
+
+def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor], keep: Path | None) -> Traced:
+    """One pass under torch.profiler; `before` are the tensors there at its beginning, `keep` where the trace goes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    # Kineto reads this once; torch 2.13's says "profiler_start" on stderr otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+
+    def on_phase(phase: str) -> None:
+        if phase == BACKWARD:
+            with torch.profiler.record_function(BACKWARD_BEGINS):
+                pass
+
+    on_cpu = device != "cuda"
+    wants_phases = isinstance(run_once, Pass)
+    profiler = profile(activities=activities, profile_memory=on_cpu, acc_events=True, record_shapes=keep is not None)
+    base_bytes = _storage_bytes(before)
+    synchronize(device)
+    with profiler:
+        start_ns = time.perf_counter_ns()
+        with torch.profiler.record_function("ProfilerStep#0"):
+            run_once(on_phase) if wants_phases else run_once()
+            synchronize(device)
+        traced_ns = time.perf_counter_ns() - start_ns
+    events = profiler.profiler.kineto_results.events()
+    if keep is not None:
+        keep.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(keep))
+    ops, kernels = _names(events)
+    peak = base_bytes + max(_running_bytes(events, None)) if on_cpu else None
+    marks = [event.start_ns() for event in events if event.name() == BACKWARD_BEGINS]
+    at_backward = base_bytes + _running_bytes(events, marks[0])[-1] if on_cpu and marks else None
+    launches = sum(
+        count for name, count in ops.items() if any(part in name for part in LAUNCHES) and "::" not in name
+    )
+    return Traced(ops, kernels, launches, traced_ns, peak, at_backward)
+
+
+def _names(events: list[Any]) -> tuple[dict[str, int], dict[str, int]]:
+    ops: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
+    annotations: set[str] = set()
+    for event in events:
+        name = event.name()
+        if event.device_type() != torch.autograd.DeviceType.CPU:
+            kernels[name] += 1
+        elif name != "[memory]":
+            ops[name] += 1
+            if event.is_user_annotation():
+                annotations.add(name)
+    # The profiler repeats a range on the GPU's side, and copies and fills are not kernels.
+    real = {n: c for n, c in kernels.items() if n not in annotations and not n.startswith(("Memcpy", "Memset"))}
+    return dict(ops), real
+
+
+def _running_bytes(events: list[Any], until_ns: int | None) -> list[int]:
+    """Bytes of tensors above those at the beginning, after each allocation and each release."""
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    )
+    total, running = 0, [0]
+    for at_ns, num_bytes in changes:
+        if until_ns is not None and at_ns > until_ns:
+            break
+        total += num_bytes
+        running.append(total)
+    return running
+
+
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def dynamo_counters() -> dict[str, float]:
+    """What the compiler counted in this process: `dynamo.unique_graphs`, `dynamo.graph_break`, `dynamo.frames.ok`…"""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return {}
+    facts: dict[str, float] = {}
+    for group, entries in utils.counters.items():
+        for name, count in entries.items():
+            facts["dynamo." + (name if group == "stats" else f"{group}.{name}")] = float(count)
+    facts["dynamo.graph_break"] = float(sum(utils.counters["graph_break"].values()))
+    return facts
+
+
+def compile_ns() -> int:
+    """Nanoseconds that torch has spent compiling in this process, forwards and backwards."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    spent = getattr(utils, "cumulative_time_spent_ns", {})
+    return int(sum(spent.get(name, 0) for name in ("entire_frame_compile", "entire_backward_compile")))
+
+
+def clear_dynamo() -> None:
+    """Forget what was compiled: a second size of the same code would else be compiled for any size."""
+    if "torch._dynamo" in sys.modules:
+        import torch._dynamo
+
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()

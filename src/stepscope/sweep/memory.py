@@ -1,0 +1,149 @@
+"""How much memory there is, a limit that turns too much into an error, and what such an error says."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+# Left for the processes that watch, and for what the kernel keeps beside.
+SPARE_SHARE = 0.05
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What an out-of-memory error said; None where it did not."""
+
+    asked_bytes: int | None
+    free_bytes: int | None
+    total_bytes: int | None
+
+
+def parse_bytes(text: str) -> int:
+    """`40GiB`, `512M`, `1000000` in bytes; ValueError when it is none of these.
+
+    >>> parse_bytes("1.5GiB")
+    1610612736
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match.group(2).upper() not in UNITS:
+        raise ValueError(f"{text!r} is no amount of memory: 40GiB, 512MiB or a number of bytes")
+    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+
+
+def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
+    """Host memory that can still be had, by the machine and by every control group around us; None if unknown."""
+    found = [_field(proc / "meminfo", "MemAvailable")]
+    for folder, limit, usage in _cgroup_folders(proc, cgroups):
+        most, used = _number(folder / limit), _number(folder / usage)
+        if most is not None and used is not None and most < _NO_LIMIT:
+            # The page cache is given back before anything fails.
+            found.append(most - used + (_field(folder / "memory.stat", "inactive_file", unit=1) or 0))
+    known = [value for value in found if value is not None]
+    return max(0, min(known)) if known else None
+
+
+def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """How often the kernel has killed for want of memory, here and in our control groups: compare two of these."""
+    found = [_field(proc / "vmstat", "oom_kill", unit=1)]
+    for folder, _, _ in _cgroup_folders(proc, cgroups):
+        found += [_field(folder / name, "oom_kill", unit=1) for name in ("memory.events", "memory.oom_control")]
+    return sum(value or 0 for value in found)
+
+
+def limit_process(num_bytes: int) -> int:
+    """Let this process have that much data more than it has now; returns the limit. Too much then raises."""
+    limit = num_bytes + data_bytes()
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    return limit
+
+
+def data_bytes(proc: Path = PROC) -> int:
+    """Bytes of data this process has mapped: what RLIMIT_DATA counts."""
+    return _field(proc / "self" / "status", "VmData") or 0
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process ever had resident."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+_AMOUNT = r"([0-9.]+) (bytes|[KMGT]iB)"
+_HOST_ERRORS = ("DefaultCPUAllocator", "Cannot allocate memory", "bad_alloc", "MemoryError", "bad allocation")
+_DEVICE_ERRORS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "HIP out of memory",
+)
+
+
+def read_error(error: BaseException) -> OutOfMemory | None:
+    """What an exception says about memory; None when it is about something else."""
+    text = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "OutOfMemoryError" or any(part in text for part in _DEVICE_ERRORS):
+        return OutOfMemory(
+            _amount(rf"[Tt]ried to allocate {_AMOUNT}", text),
+            _amount(rf"of which {_AMOUNT} is free", text),
+            _amount(rf"total capacity of {_AMOUNT}", text),
+        )
+    if isinstance(error, MemoryError) or any(part in text for part in _HOST_ERRORS):
+        limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        total = None if limit == resource.RLIM_INFINITY else limit
+        free = available_bytes() if total is None else max(0, total - data_bytes())
+        return OutOfMemory(_amount(rf"tried to allocate {_AMOUNT}", text), free, total)
+    return None
+
+
+def _amount(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    return int(float(match.group(1)) * UNITS[match.group(2).upper().replace("BYTES", "B")]) if match else None
+
+
+def _cgroup_folders(proc: Path, cgroups: Path) -> list[tuple[Path, str, str]]:
+    """Our control group and those around it, version 1 or 2, with the names of their limit and their usage."""
+    folders: list[tuple[Path, str, str]] = []
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        inside = root / path.lstrip("/")
+        folders += [(folder, *names) for folder in (inside, *inside.parents) if folder.is_relative_to(root)]
+    return folders
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)[:1]).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _field(path: Path, name: str, unit: int = 1024) -> int | None:
+    for line in _lines(path):
+        words = line.replace(":", " ").split()
+        if words[:1] == [name] and words[1].isdigit():
+            return int(words[1]) * unit
+    return None

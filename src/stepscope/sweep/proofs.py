@@ -1,0 +1,77 @@
+"""Proof that the run knobs did what they say: compiler, attention back end, fused optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stepscope.workloads.workload import Evidence, Proof, Value, ran
+
+FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
+ATTENTION_OPS = {
+    # torch runs the flash algorithm on a CPU under a name of its own.
+    "flash": ("_scaled_dot_product_flash_attention",),
+    "efficient": ("_scaled_dot_product_efficient_attention",),
+    "cudnn": ("_scaled_dot_product_cudnn_attention",),
+}
+
+
+def run_proofs(run: Mapping[str, Value]) -> list[Proof]:
+    """The claims that the run knobs make."""
+    proofs = []
+    if run["compile"] != "off":
+        proofs.append(Proof(claim=f"compile={run['compile']}", shows=_compiled(run)))
+    if run["sdpa"] == "math":
+        proofs.append(Proof(claim="sdpa=math", shows=_math_attention(run["compile"] != "off")))
+    elif run["sdpa"] != "free":
+        proofs.append(ran(f"sdpa={run['sdpa']}", *ATTENTION_OPS[str(run["sdpa"])]))
+    if run["optimizer"] == "fused" and run["mode"] == "step":
+        proofs.append(ran("optimizer=fused", "_fused_adamw"))
+    return proofs
+
+
+def compiler_facts(probe: Any, counters: Mapping[str, float]) -> dict[str, float]:
+    """What the compiler did, as numbers by name; they are in the row and in the evidence."""
+    report = probe.report()
+    graphs = report["cuda_graphs"] or {}
+    return {
+        "compiler.num_graphs": counters.get("dynamo.unique_graphs", 0.0),
+        "compiler.num_graph_breaks": float(sum(entry["count"] for entry in report["graph_breaks"])),
+        "compiler.num_recompiles": float(len(report["recompiles"])),
+        "compiler.num_recompile_limit_hits": float(sum(e["count"] for e in report["recompile_limit_hits"])),
+        "compiler.num_failures": float(sum(entry["count"] for entry in report["failures"])),
+        "compiler.num_cuda_graphs": float(graphs.get("num_recorded", 0)),
+        "compiler.num_cuda_graph_skips": counters.get("dynamo.inductor.cudagraph_skips", 0.0),
+    }
+
+
+def _compiled(run: Mapping[str, Value]) -> Any:
+    wants_cuda_graphs = run["compile"] in ("reduce-overhead", "max-autotune")
+
+    def shows(evidence: Evidence) -> str | None:
+        facts = evidence.facts
+        graphs = facts.get("compiler.num_graphs", 0)
+        fell_back = facts.get("compiler.num_recompile_limit_hits", 0) + facts.get("compiler.num_failures", 0)
+        if not graphs or fell_back:
+            return None
+        text = f"{graphs:.0f} graph{'s' if graphs > 1 else ''}"
+        if wants_cuda_graphs and evidence.device == "cuda":
+            # A replayed graph shows as a launch of its own; torch's counter differs between versions.
+            launches = sum(count for name, count in evidence.ops.items() if "GraphLaunch" in name)
+            if not launches:
+                return None
+            text += f", {launches} CUDA graph launches"
+        return text
+
+    return shows
+
+
+def _math_attention(is_compiled: bool) -> Any:
+    def shows(evidence: Evidence) -> str | None:
+        plain = evidence.calls("_scaled_dot_product_attention_math")
+        if plain:
+            return f"_scaled_dot_product_attention_math ×{plain}"
+        # Compiled, the math path is taken apart into products and a softmax of its own.
+        return "no fused attention ran" if is_compiled and not evidence.calls(*FUSED_ATTENTION) else None
+
+    return shows

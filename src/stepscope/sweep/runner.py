@@ -1,0 +1,89 @@
+"""Runs points one after the other and writes each row as it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.record.origin import now
+from stepscope.sweep.grid import Point
+from stepscope.sweep.point_process import Request
+from stepscope.sweep.results import LOG_FOLDER, TRACE_FOLDER, Results
+from stepscope.sweep.rows import row_of
+from stepscope.sweep.server import Server
+from stepscope.workloads.workload import Workload
+
+# What the gate's verdict does not depend on.
+NOT_OF_THE_GATE = ("warmup", "steps", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How every point of a sweep is run."""
+
+    timeout_s: float = 600.0
+    trace: bool = False
+    memory_limit_bytes: int | None = None
+
+
+class Runner:
+    """`run(point)` gives the point's row; each in a process of its own."""
+
+    def __init__(self, workload: Workload[Any], server: Server, results: Results, options: Options) -> None:
+        self._gate_sizes = workload.gate
+        self._server = server
+        self._folder = results.folder.absolute()
+        self.options = options
+        self._gates: dict[str, dict[str, Any]] = {}
+
+    def run(self, point: Point, probe: bool = False) -> dict[str, Any]:
+        """Run a point and return its row, not yet written anywhere."""
+        key = self._gate_key(point)
+        trace = self._folder / TRACE_FOLDER / f"{point.hash}.json.gz"
+        request = Request(
+            workload=point.workload,
+            preset=point.preset,
+            config=dict(point.config),
+            run=dict(point.run),
+            result_path=str(self._folder / f".{point.hash}.json"),
+            log_path=str(self._folder / LOG_FOLDER / f"{point.hash}.txt"),
+            trace_path=str(trace) if self.options.trace and not probe else None,
+            memory_limit_bytes=self.options.memory_limit_bytes,
+            known_gate=self._gates.get(key),
+            probe=probe,
+            timeout_s=self.options.timeout_s,
+        )
+        started_at = now()
+        row = row_of(point, request, self._server.run(request), started_at)
+        gate = row.get("gate")
+        if gate is not None:
+            self._gates.setdefault(key, {**gate, "run_by": point.hash})
+        return row
+
+    def _gate_key(self, point: Point) -> str:
+        """The same for points that differ in nothing the gate sees: it runs at sizes of its own."""
+        config = {name: value for name, value in point.config.items() if name not in self._gate_sizes}
+        run = {name: value for name, value in point.run.items() if name not in NOT_OF_THE_GATE}
+        run["mode"] = run["mode"] in ("forward+backward", "step")
+        return hashlib.sha256(json.dumps([config, run], sort_keys=True).encode()).hexdigest()
+
+
+def run_points(
+    points: Sequence[Point],
+    results: Results,
+    run: Callable[[Point], dict[str, Any]],
+    on_row: Callable[[dict[str, Any], int], None] = lambda row, num_done: None,
+) -> None:
+    """Run the points that have no row yet; `on_row` is told each row as it is written, and how many are done."""
+    done = results.hashes
+    num_done = sum(point.hash in done for point in points)
+    for point in points:
+        if point.hash in done:
+            continue
+        row = run(point)
+        results.append(row)
+        num_done += 1
+        on_row(row, num_done)

@@ -1,0 +1,121 @@
+"""Figures of a sweep from hand-written rows: exact numbers, who competes with whom, what is marked."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepscope.analysis.sweeps import summarise, varying_axes
+from stepscope.devices import find_device
+
+RUN = {
+    "mode": "step", "dtype": "bf16", "bf16_reduction": "auto", "compile": "off", "sdpa": "free",
+    "optimizer": "adamw", "warmup": 3, "steps": 3, "seed": 0, "device": "cuda",
+}  # fmt: skip
+ENVIRONMENTS = {"e": {"device_name": "NVIDIA H200"}}
+
+
+def row(number, ns, variant="plain", seq_len=64, status="ok", **more):
+    run = {**RUN, **more.pop("run", {})}
+    return {
+        "hash": str(number),
+        "workload": "w",
+        "preset": more.pop("preset", "small"),
+        "config": {"variant": variant, "seq_len": seq_len, **more.pop("config", {})},
+        "run": run,
+        "status": status,
+        "reason": None if status == "ok" else "why",
+        "reference": {"variant": "plain"},
+        "samples_device_ns": [ns, ns, ns] if isinstance(ns, int) else ns,
+        "samples_host_ns": [ns] if isinstance(ns, int) else ns,
+        "num_tokens": 1000,
+        "environment_hash": "e",
+        **more,
+    }
+
+
+def summary(*rows):
+    return summarise(rows, ENVIRONMENTS, lambda name: (find_device(name), None))
+
+
+def test_rates_and_mfu():
+    flops = {"flops_formula": 989_400_000_000, "flops_counted": 10, "flops_counted_by_dtype": {"bf16": 10}}
+
+    (point,) = summary(row(1, 2_000_000, **flops)).points
+
+    assert point.time.median == 2_000_000 and point.tokens_per_s == 500_000
+    assert point.flops_per_s == pytest.approx(989.4e12 / 2)
+    assert point.mfu.share == pytest.approx(0.5) and "NVIDIA H200" in point.mfu.limit
+
+
+def test_flops_are_held_against_the_peak_of_each_dtype_they_were_counted_in():
+    peaks = find_device("NVIDIA H200").peak_flops
+    counted = {"bf16": 3, "fp32": 1}
+    flops = 4 * 10**12
+    (point,) = summary(row(1, 10**9, flops_formula=flops, flops_counted_by_dtype=counted)).points
+
+    assert point.mfu.share == pytest.approx(flops * (0.75 / peaks["bf16"] + 0.25 / peaks["fp32"]))
+
+
+def test_without_a_known_device_or_flops_there_is_no_mfu():
+    unknown = summarise([row(1, 10, flops_formula=5)], {"e": {"device_name": "x"}}, lambda name: (None, None))
+    assert unknown.points[0].mfu is None and unknown.points[0].flops_per_s is not None
+    assert summary(row(1, 10)).points[0].mfu is None
+
+
+def test_rows_that_differ_in_how_they_compute_compete_and_others_do_not():
+    points = summary(
+        row(1, 400),
+        row(2, 100, "fast"),
+        row(3, 200, "fast", run={"compile": "default"}),
+        row(4, 50, seq_len=32),
+        row(5, 10, "broken", status="unproven"),
+        row(6, 90, "fast", run={"dtype": "fp32"}),
+    ).points
+
+    assert [point.is_best for point in points] == [False, True, False, False, False, False]
+    assert [point.speedup for point in points] == [1.0, 4.0, 2.0, None, None, None]
+
+
+def test_the_plainest_need_be_plain_only_in_what_varies():
+    run = {"compile": "default"}
+    plain, fast = summary(row(1, 300, run=run), row(2, 100, "fast", run=run)).points
+
+    assert (plain.speedup, fast.speedup) == pytest.approx((1.0, 3.0))
+
+
+def test_what_cannot_be_told_from_the_best_is_tied():
+    best, tied, apart = summary(
+        row(1, [100, 101, 102]), row(2, [102, 103, 104], "near"), row(3, [200, 201, 202], "far")
+    ).points
+
+    assert best.is_best and tied.is_tied and not apart.is_tied
+
+
+def test_noise_is_marked():
+    quiet, noisy = summary(row(1, [100] * 9 + [101]), row(2, [100, 100, 130], "x")).points
+    assert (quiet.is_noisy, noisy.is_noisy) == (False, True)
+
+
+def test_a_search_for_the_largest_batch_is_ranked_by_the_token():
+    small, large = summary(
+        row(1, 100, config={"batch": 1}, max_batch=1, num_tokens=10),
+        row(2, 200, "fast", config={"batch": 4}, max_batch=4, num_tokens=40),
+    ).points
+
+    assert large.is_best and not small.is_best and large.speedup == pytest.approx(2.0)
+
+
+def test_a_row_without_samples_keeps_its_status():
+    failed = row(1, None, status="oom")
+    sweep = summary(failed, row(2, 5, "x"))
+    assert sweep.points[0].time is None and sweep.num_by_status == {"oom": 1, "ok": 1}
+
+
+def test_what_follows_from_the_preset_is_no_axis_of_its_own():
+    axes = [
+        {"preset": "a", "width": 1, "batch": 1, "seed": 0},
+        {"preset": "a", "width": 1, "batch": 2, "seed": 0},
+        {"preset": "b", "width": 9, "batch": 1, "seed": 0},
+    ]
+    assert varying_axes(axes) == (("preset", "batch"), {"seed": 0})
+    assert varying_axes([{**values, "preset": "a"} for values in axes])[0] == ("width", "batch")

@@ -1,0 +1,108 @@
+"""The table of a sweep: fits the terminal, says units, failures, marks, and what it leaves out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+
+from stepscope.errors import RecordingError
+from stepscope.report.sweeps import points_text, read_sweep, row_line, sweep_csv, sweep_markdown, sweep_of, sweep_text
+
+RUN = {
+    "mode": "step", "dtype": "bf16", "bf16_reduction": "auto", "compile": "off", "sdpa": "free",
+    "optimizer": "adamw", "warmup": 3, "steps": 3, "seed": 0, "device": "cuda",
+}  # fmt: skip
+
+
+def row(number, samples, variant, status="ok", reason=None):
+    figures = {
+        "samples_device_ns": samples,
+        "samples_host_ns": samples,
+        "num_tokens": 4096,
+        "num_parameters": 128_600_000,
+        "flops_formula": 10**12,
+        "flops_counted_by_dtype": {"bf16": 10**12},
+        "peak_allocated_bytes": 3 << 30,
+        "loss": 9.21034,
+        "environment_hash": "e",
+    }
+    return {
+        "hash": f"hash{number}", "workload": "cs336", "preset": "small",
+        "config": {"attention": variant, "seq_len": 128}, "run": RUN, "status": status, "reason": reason,
+        "reference": {"attention": "naive"}, **(figures if samples else {}),
+    }  # fmt: skip
+
+
+ROWS = [
+    row(1, [57_000_000, 57_600_000, 58_000_000], "naive"),
+    row(2, [20_000_000, 20_010_000, 20_020_000], "sdpa"),
+    row(3, None, "flash", "oom", "asked for 20.00 GiB where 1.50 GiB of 139.72 GiB was free | \x1b[31m"),
+]
+SWEEP = sweep_of(ROWS, {"e": {"device_name": "NVIDIA H200"}})
+
+
+def test_the_table_has_units_marks_and_every_row():
+    text = sweep_text(SWEEP, 160)
+
+    titles = text.splitlines()[0].split()
+    assert " ".join(titles) == "attention time ms tokens/s × plainest peak MFU p10–p90 ms loss TFLOP/s"
+    assert "20.010*" in text and "2.88" in text and "3.00 GiB" in text and "205,000" in text
+    assert "oom: asked for 20.00 GiB where 1.50 GiB of 139.72 GiB was free" in text
+    assert "\x1b" not in text
+    assert "3 rows: 2 ok, 1 oom" in text and "128,600,000 parameters" in text and "seq_len=128" in text
+    assert "bf16 989.4 TFLOP/s, dense peak of NVIDIA H200" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_it_fits_the_terminal_and_says_what_it_leaves_out(width):
+    text = sweep_text(SWEEP, width)
+
+    assert max(map(len, text.splitlines())) <= width
+    assert ("no room for" in text) == (width < 100)
+    assert "time ms" in text
+
+
+def test_markdown_has_the_command_the_reason_and_whole_rows():
+    lines = sweep_markdown(SWEEP, "stepscope bench cs336").splitlines()
+
+    assert lines[0] == "`stepscope bench cs336`"
+    table = [line.replace("\\|", "") for line in lines if line.startswith("|")]
+    assert len(table) == 5 and len({line.count("|") for line in table}) == 1
+    assert "20.010\\*" in table[3] and "oom: asked for" in table[4]
+
+
+def test_csv_has_every_axis_and_figure():
+    records = list(csv.DictReader(io.StringIO(sweep_csv(SWEEP))))
+
+    assert records[0]["attention"] == "naive" and records[0]["time_median_ns"] == "57600000"
+    assert records[1]["is_best"] == "True" and float(records[1]["mfu_share"]) == pytest.approx(0.0505, abs=1e-4)
+    assert records[2]["status"] == "oom" and records[2]["time_median_ns"] == ""
+
+
+def test_one_row_and_no_axis_is_a_table_too():
+    text = sweep_text(sweep_of(ROWS[:1], {}), 80)
+    assert "57.6" in text and "1 row: 1 ok" in text
+    assert "oom: asked" in sweep_text(sweep_of(ROWS[2:], {}), 80)
+
+
+def test_a_finished_row_in_one_line():
+    assert row_line(ROWS[0], ["attention"]) == "ok       attention=naive  57.60 ms"
+    assert row_line(ROWS[2], ["attention"]).startswith("oom      attention=flash  asked for")
+
+
+def test_points_of_a_grid():
+    points = [{"workload": "w", "preset": "p", "config": {"a": a}, "run": {"mode": "step"}} for a in (1, 2)]
+    assert points_text(points, 80).split("\n") == ["a", "1", "2", "", "2 points", "all: w, preset=p, mode=step"]
+
+
+def test_a_sweep_is_read_back_while_it_is_being_written(tmp_path):
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (tmp_path / "results.jsonl").write_text(lines + '{"hash": "ha')
+    (tmp_path / "sweep.json").write_text(json.dumps({"environments": {"e": {"device_name": "NVIDIA H200"}}}))
+
+    assert read_sweep(tmp_path) == SWEEP
+    with pytest.raises(RecordingError, match="holds no sweep"):
+        read_sweep(tmp_path / "nothing")
