@@ -30,6 +30,7 @@ TABLES = [
     ("docs/card.md", "analysis/flops.py", "Utilisation"),
     ("docs/card.md", "analysis/counters.py", "CounterSummary"),
     ("docs/card.md", "analysis/counters.py", "Gauge"),
+    ("docs/bench.md", "analysis/sweeps.py", "PointSummary"),
 ]
 TRACE_TABLES_PAGE = "docs/tables.md"
 

@@ -76,6 +76,41 @@ def test_kernels_that_start_before_their_launch():
     assert causes_of(linked) == {"launch": 95_000 + 85_000}
 
 
+# -- Kernels whose launch is not in the trace -------------------------------------------------------------------
+
+
+def test_kernels_whose_launch_is_not_in_the_trace():
+    # GIVEN a kernel that runs in a step and was launched before the trace began
+    account = TraceBuilder().step(1, 0, 100).launch("a", 10, (60, 5)).kernel("early", 20, 5).account()
+
+    # THEN it is in GPU time and kernels, and in no step and no phase
+    assert account.gpu_time.busy_ns == 10_000 and set(account.top_kernels["name"]) == {"a", "early"}
+    assert account.launches["num_unlaunched_kernels"] == 1
+    assert account.steps["num_kernels"].to_list() == [1]
+    assert account.phases.row(-1, named=True)["num_kernels"] == 1
+
+
+@needs_traces
+def test_kernels_whose_launch_is_not_in_the_trace_of_a_resnet():
+    account = real_account("resnet_act_checkpoint_mi300")
+
+    assert account.steps["num_kernels"].to_list() == [746, 746, 746]
+    assert account.launches["num_kernel_launches_per_step"] == 746
+    assert account.launches["num_unlaunched_kernels"] == 757
+
+
+@needs_traces
+@pytest.mark.parametrize("name", ["qwen0.5b_mi300_stacks", "qwen0.5b_h100_stacks", "gpu_user_annotation_gp100"])
+def test_kernels_a_step_are_the_same_by_phase_and_by_launch(name):
+    account = real_account(name)
+    *phases, outside = account.phases.to_dicts()
+
+    by_phase = sum(row["num_kernels"] for row in phases) / account.steps.height
+    assert by_phase == account.launches["num_kernel_launches_per_step"] == account.steps["num_kernels"].mean()
+    assert outside["num_kernels"] > 0
+    assert sum(row["device_ns"] for row in (*phases, outside)) == account.gpu_time.busy_ns
+
+
 # -- AMD durations that overflow the next slice -----------------------------------------------------------------
 
 

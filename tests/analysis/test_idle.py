@@ -13,6 +13,7 @@ from any_trace import any_trace
 from stepscope.analysis.gpu_time import gpu_time
 from stepscope.analysis.idle import CAUSES, idle_causes, idle_gaps
 from stepscope.analysis.links import Linked, link
+from stepscope.analysis.traces import Analysis
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, PUBLIC, TraceBuilder, needs_traces
 
@@ -239,6 +240,53 @@ def test_a_synchronisation_inside_a_long_op_is_none_of_its_planning():
     assert causes_of(trace) == {"synchronisation": 1_900_000, "launch": 110_000, "python": 10_000}
 
 
+def long_launch(took: float, *, call: str = "cudaLaunchKernel", at: float = 120) -> TraceBuilder:
+    """An op whose launch takes so long, and its kernel 10 µs after it returned."""
+    trace = TraceBuilder().launch("first", 90, (100, 10)).op("aten::mm", at - 2, took + 4, id=5)
+    return trace.launch("second", at, (at + took + 10, 5), id=5, took=took, call=call)
+
+
+def test_a_launch_that_takes_a_millisecond_loads_code():
+    assert causes_of(long_launch(2_000)) == {"compile": 2_000_000, "launch": 12_000, "python": 8_000}
+    assert causes_of(long_launch(900)) == {"launch": 912_000, "python": 8_000}
+
+
+def test_a_long_launch_that_begins_while_the_gpu_works_loads_code_too():
+    # GIVEN a launch from 105 to 2105 µs while the first kernel runs until 110
+    assert causes_of(long_launch(2_000, at=105)) == {"compile": 1_995_000, "queued": 10_000}
+
+
+def test_a_long_launch_of_another_kernel_before_the_gap_ends_loads_code_too():
+    trace = TraceBuilder().launch("first", 90, (100, 10)).launch("slow", 120, (2_900, 5), took=2_000)
+
+    assert causes_of(trace.launch("second", 2_200, (2_210, 5)))["compile"] == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("call", "causes"),
+    [
+        ("cudaGraphLaunch", {"launch": 2_012_000, "python": 8_000}),
+        ("cudaDeviceSynchronize", {"synchronisation": 2_000_000, "launch": 12_000, "python": 8_000}),
+        ("cudaMallocAsync", {"allocator": 2_000_000, "launch": 12_000, "python": 8_000}),
+    ],
+)
+def test_a_long_call_that_is_something_else_loads_no_code(call, causes):
+    assert causes_of(long_launch(2_000, call=call)) == causes
+
+
+def test_a_copy_is_as_long_as_it_is_large():
+    trace = TraceBuilder().launch("first", 90, (100, 10)).call("cudaMemcpyAsync", 120, 2_000, correlation=9)
+
+    assert causes_of(trace.memcpy(2_130, 5, correlation=9)) == {"launch": 2_010_000, "python": 10_000}
+
+
+@needs_traces
+def test_the_first_use_of_a_kernel_on_an_mi250_is_not_launch_bound():
+    causes = causes_of(link(read_trace(PUBLIC / "mi250_minitoy_train_ROCm6_2_kineto.json.gz")))
+
+    assert causes["compile"] > 6_000_000 > causes["launch"]
+
+
 # -- longest gaps -----------------------------------------------------------------------------------------------
 
 
@@ -250,6 +298,23 @@ def test_the_longest_gaps_say_what_the_host_was_in_and_what_came_next():
         (110_000, 95_000, "launch", 0, "ProfilerStep#0 > train.py(3): main > aten::linear > aten::addmm", "second"),
         (210_000, 4_000, "launch", 0, "ProfilerStep#0 > train.py(3): main", "third"),
     ]
+
+
+def test_every_gap_can_be_asked_for():
+    trace = TraceBuilder()
+    for number in range(25):
+        trace.op(f"op_{number}", 100 * number, 10).launch("a", 100 * number + 5, (100 * number + 20, 10 + number))
+    gaps = trace.account().longest_gaps
+
+    assert gaps.height == 24 and gaps["duration_ns"].is_sorted(descending=True)
+    assert len(Analysis.of([trace.account()]).to_json(20)["ranks"][0]["longest_gaps"]) == 20
+
+
+def test_what_the_host_was_in_is_what_was_open_and_counts():
+    # GIVEN an op that is over, one that is open, and the profiler's own overhead in it
+    trace = gap().op("aten::over", 112, 5).op("aten::linear", 115, 80).slice("overhead", "Buffer Flush", 130, 50)
+
+    assert trace.account().longest_gaps["host"][0] == "ProfilerStep#0 > aten::linear"
 
 
 # -- any trace --------------------------------------------------------------------------------------------------

@@ -321,14 +321,25 @@ def test_memory_has_the_step_and_the_phase_of_its_moment():
 def test_gpu_work_belongs_to_the_step_of_its_launch_whenever_it_runs():
     trace = TraceBuilder().step(1, 0, 100).step(2, 100, 100).op("aten::mm", 10, 5)
     trace.launch("late", 50, (150, 10)).kernel("no launch", 160, 5).launch("before", 195, (250, 5))
-    linked = trace.kernel("outside", 300, 5).linked()
+    linked = trace.launch("outside", 300, (310, 5)).linked()
 
-    assert device_of(linked, "step") == {"late": "1", "no launch": "2", "before": "2", "outside": None}
-    assert linked.unlinked["event_to_step"] == Share(1, 4)
+    assert device_of(linked, "step") == {"late": "1", "no launch": None, "before": "2", "outside": None}
+    assert device_of(linked, "phase")["no launch"] is None
+    assert linked.unlinked["event_to_step"] == Share(2, 4)
+
+
+def test_gpu_work_whose_launch_is_not_there_belongs_to_the_step_of_its_op():
+    trace = TraceBuilder().step(1, 0, 100).step(2, 100, 100).op("aten::mm", 10, 5, id=7).kernel("a", 150, 5, id=7)
+
+    assert device_of(trace.linked(), "step") == {"a": "1"}
+
+
+def test_where_there_are_no_steps_no_link_to_one_is_missing():
+    assert "event_to_step" not in TraceBuilder().launch("a", 10, (20, 5)).linked().unlinked
 
 
 def test_shares_are_given_as_counts_and_as_a_share():
-    assert Share(1, 3).to_json() == {"num": 1, "num_all": 3, "share": 0.333333}
+    assert Share(1, 3).to_json() == {"num": 1, "num_all": 3, "share": 1 / 3}
 
 
 @given(any_trace())

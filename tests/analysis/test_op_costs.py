@@ -19,10 +19,36 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from stepscope.analysis.op_calls import _SCALAR_TYPES, FORMULAS, ITEM_BYTES
-from stepscope.analysis.op_costs import _DTYPES, COMPOSITE, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
+from stepscope.analysis.op_costs import _DTYPES, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
 from stepscope.analysis.op_traffic import FREE
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
+_COMPOSITE = """
+    linear matmul einsum tensordot outer inner chain_matmul linalg_multi_dot
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution
+    _convolution_mode thnn_conv2d cudnn_convolution_backward miopen_convolution_backward
+    scaled_dot_product_attention _scaled_dot_product_attention_math
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+    layer_norm rms_norm group_norm batch_norm _batch_norm_impl_index instance_norm
+    softmax log_softmax cross_entropy_loss nll_loss nll_loss_nd binary_cross_entropy_with_logits
+    dropout feature_dropout embedding embedding_backward embedding_bag
+    to _to_copy type_as contiguous clone reshape repeat flatten_dense_tensors pin_memory _pin_memory item
+    zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full zero_ rand randn randint
+    rand_like randn_like relu relu_ stack concat concatenate hstack vstack index_put_ argsort rsub
+    slice_backward select_backward gather_backward value_selecting_reduction_backward pad constant_pad_nd
+    masked_fill diff one_hot max_pool2d adaptive_avg_pool2d
+    multiply multiply_ divide divide_ true_divide true_divide_ subtract subtract_ clip clip_
+"""
+COMPOSITE = frozenset("aten::" + name for name in _COMPOSITE.split())
+"""Ops that leave their work to ops they call, which a trace lists too: count those, or these, not both.
+
+Other ops call one of the same cost only sometimes: themselves, by another overload or under autocast (`aten::sum`,
+`aten::addmm`), `aten::index_select` a gather, a list op one op a tensor. The op that launched the kernel, which a
+trace names, is always the innermost.
+"""
+
 KEYS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
 
 

@@ -225,7 +225,22 @@ def test_gpu_work_has_the_phase_in_which_it_was_launched():
         ("backward", 30_000, 10_000, 1),
         ("optimizer", 0, 0, 0),
         ("other", 40_000, 0, 0),
+        ("unattributed", 0, 0, 0),
     ]
+
+
+def test_phases_of_steps_have_what_steps_launched_and_the_rest_is_a_row():
+    # GIVEN a kernel of a step, one launched after it, and two that nobody is seen to launch, one beside the step's
+    trace = TraceBuilder().step(0, 0, 100).annotation("forward", 10, 30).op("aten::mm", 190, 20)
+    trace.launch("a", 35, (50, 30)).launch("after", 200, (210, 7)).kernel("early", 5, 4)
+    account = trace.kernel("beside", 75, 10, stream=8).account()
+    table = account.phases.select("phase", "device_ns", "num_kernels").rows()
+
+    # THEN the phases are those of the step, and all rows add up to the busy time
+    assert table[1] == ("forward", 30_000, 1) and table[4] == ("other", 0, 0)
+    assert table[5] == ("unattributed", 16_000, 3)
+    assert sum(ns for _, ns, _ in table) == account.gpu_time.busy_ns
+    assert account.launches["num_kernel_launches_per_step"] == sum(num for _, _, num in table[:5])
 
 
 def test_a_moment_with_work_of_two_phases_goes_to_the_later():
@@ -239,6 +254,7 @@ def test_a_moment_with_work_of_two_phases_goes_to_the_later():
         "backward": 10_000,
         "optimizer": 0,
         "other": 0,
+        "unattributed": 0,
     }
 
 
@@ -262,4 +278,5 @@ def test_the_host_time_of_phases_is_that_inside_steps():
         "backward": 0,
         "optimizer": 0,
         "other": 70_000,
+        "unattributed": 0,
     }

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from any_trace import any_trace
 from stepscope.analysis.gpu_time import gpu_time
 from stepscope.analysis.links import Linked
+from stepscope.analysis.phases import PHASES
 from stepscope.analysis.rank import phase_table, step_table
-from stepscope.analysis.steps import PHASES
 from trace_builder import AUTOGRAD, TraceBuilder, phases_of
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
@@ -125,7 +125,7 @@ def two_steps() -> TraceBuilder:
     return trace.op("aten::add", 110, 20).launch("late", 112, (150, 10)).kernel("nobody's", 20, 5)
 
 
-@pytest.mark.parametrize(("step", "kernels"), [(1, {"early", "nobody's"}), (2, {"late"})])
+@pytest.mark.parametrize(("step", "kernels"), [(1, {"early"}), (2, {"late"})])
 def test_one_step_is_the_work_that_it_launched(step, kernels):
     account = two_steps().account(step)
 
@@ -137,7 +137,7 @@ def test_one_step_is_accounted_for_like_a_whole_trace():
     account = two_steps().account(1)
 
     # THEN the window is that of its own work, whenever that ran
-    assert account.gpu_time.window_ns == 110_000 and account.gpu_time.busy_ns == 45_000
+    assert account.gpu_time.window_ns == account.gpu_time.busy_ns == 40_000
     assert int(account.idle_causes["total_ns"].sum()) == account.gpu_time.idle_ns
 
 
@@ -168,7 +168,7 @@ def test_phases_tile_the_time_of_the_host_and_their_sums_are_exact(trace):
         # AND the sums of the table are the steps' time, or the host's where there are no steps
         in_steps = int((steps["end_ns"] - steps["start_ns"]).sum())
         assert int(table["host_ns"].sum()) == (in_steps if steps.height else whole)
-    assert table["phase"].to_list() == list(PHASES)
+    assert table["phase"].to_list() == [*PHASES, "unattributed"]
     assert int(table["device_ns"].sum()) == gpu_time(linked.device).busy_ns
 
     # AND steps come in order, and each has the nanoseconds of GPU time that passed in it

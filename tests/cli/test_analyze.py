@@ -92,6 +92,45 @@ def test_the_json_and_its_documentation_have_the_same_fields(result):
     )
 
 
+def keys_of(value: Any) -> set[str]:
+    """Every key in an object, and in what it holds; device numbers are no names."""
+    if isinstance(value, list):
+        return {key for item in value for key in keys_of(item)}
+    if not isinstance(value, dict):
+        return set()
+    return {key for key in value if not key.isdecimal()} | {key for item in value.values() for key in keys_of(item)}
+
+
+def test_every_key_of_the_json_is_documented(result, tmp_path):
+    # GIVEN the JSON of one trace with all that a trace can have, and of several ranks with a collective in common
+    trace = training().python("nn.Module: Net_0", 5, 60).memory(20, 512).call("cudaDeviceSynchronize", 60, 5)
+    trace.kernel("other_device", 50, 5, device=1)
+    everything = as_json(trace.write(tmp_path / "trace.json"))
+    training().write(tmp_path / "rank0.json")
+    training().kernel("ncclDevKernel_Broadcast", 900, 5).write(tmp_path / "rank1.json")
+    together = as_json(tmp_path / "rank0.json", tmp_path / "rank1.json")
+
+    assert together["across_ranks"]["unmatched_reasons"] and together["across_ranks"]["waits"]
+    assert everything["ranks"][0]["memory"][0]["at_peak_by_op"]
+    page = DOCS.read_text()
+    found = keys_of(result) | keys_of(everything) | keys_of(together)
+    assert len(found) > 100
+    assert sorted(key for key in found if f"`{key}`" not in page) == []
+
+
+@needs_traces
+@pytest.mark.parametrize("name", ["dlrm_8ranks_v100", "qwen0.5b_h100_stacks.json.gz"])
+def test_every_key_of_the_json_of_real_traces_is_documented(name):
+    page = DOCS.read_text()
+    found = as_json(PUBLIC / name, "--no-cache")
+
+    assert sorted(key for key in keys_of(found) if f"`{key}`" not in page) == []
+    if found["across_ranks"]:
+        assert all(found["across_ranks"][part] for part in ("clocks", "stragglers", "waits", "collectives"))
+    else:
+        assert found["ranks"][0]["roofline"]["ops"] and found["ranks"][0]["memory"]
+
+
 def test_the_figures_are_those_of_the_trace(result):
     (rank,) = result["ranks"]
 
@@ -110,7 +149,8 @@ def test_the_figures_are_those_of_the_trace(result):
     assert [row["step"] for row in rank["steps"]] == [4, 5]
     assert sum(row["total_ns"] for row in rank["idle_causes"]) == rank["gpu_time"]["idle_ns"]
     assert rank["top_kernels"][0]["name"] == "void gemm_kernel<float>(int)"
-    assert rank["num_kernel_launches_per_step"] == 4
+    assert rank["num_kernel_launches_per_step"] == 3
+    assert rank["launches"]["num_unlaunched_kernels"] == 2
 
 
 def test_text_fits_a_hundred_columns(text):
@@ -174,11 +214,17 @@ def test_one_step_alone(trace, result):
 
     assert [row["step"] for row in rank["steps"]] == [5]
     assert rank["gpu_time"]["window_ns"] == 120_000
-    assert sum(row["num_calls"] for row in rank["top_kernels"]) == 4
+    assert sum(row["num_calls"] for row in rank["top_kernels"]) == 3
 
 
 def test_a_step_that_is_not_there_is_one_line_with_those_that_are(trace):
     assert_mistake(analyze(trace, "--step", "7"), "no step 7", "4", "5")
+
+
+def test_a_trace_of_one_step_has_no_range_of_them(tmp_path):
+    path = TraceBuilder().step(10, 0, 50).op("aten::mm", 0, 5).write(tmp_path / "trace.json")
+
+    assert_mistake(analyze(path, "--step", "11"), "no step 11; the trace has step 10 alone")
 
 
 def test_a_trace_without_steps_says_so_when_asked_for_one(tmp_path):
@@ -199,6 +245,11 @@ def test_top_is_how_long_lists_are(tmp_path):
     assert len(rank["top_kernels"]) == 30
     shown = analyze(path, "--top", "25").stdout
     assert sum(f"kernel_{number} " in shown for number in range(30)) >= 25
+
+
+@pytest.mark.parametrize("number", ["0", "x", "1.5", ""])
+def test_a_length_that_is_none_is_told_in_words(trace, number):
+    assert_mistake(analyze(trace, "--top", number), f"argument --top: {number!r} is no whole number from 1 on")
 
 
 @pytest.mark.parametrize("words", [["--top", "0"], ["--top", "x"], ["--step", "x"], ["--rank", "x"], ["--no-such"]])
@@ -281,6 +332,34 @@ def test_a_rank_is_what_the_trace_says_rather_than_its_name(tmp_path):
     trace.fields["distributedInfo"] = {"rank": 6, "world_size": 8}
 
     assert as_json(trace.write(tmp_path / "rank2.json"))["trace"]["ranks"] == [6]
+
+
+def test_a_rank_is_chosen_by_what_the_traces_say(tmp_path):
+    """GIVEN a folder whose names and traces disagree THEN --rank means what the traces say."""
+    for name, rank in (("rank0.json", 1), ("rank1.json", 0)):
+        trace = training()
+        trace.fields["distributedInfo"] = {"rank": rank, "world_size": 2}
+        trace.write(tmp_path / name)
+
+    (found,) = as_json(tmp_path, "--rank", "0")["ranks"]
+    assert found["rank"] == 0 and found["file"].endswith("rank1.json")
+
+
+def test_two_windows_of_one_rank_are_one_line_that_names_both(tmp_path):
+    training().write(tmp_path / "rank0_step10.json")
+    training().write(tmp_path / "rank0_step20.json")
+
+    assert_mistake(
+        analyze(tmp_path), "rank0_step10.json and ", "rank0_step20.json are both of rank 0", "name one file"
+    )
+
+
+def test_two_traces_that_say_one_rank_after_their_events_are_told_too(tmp_path):
+    events = json.dumps(training().events)
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(f'{{"traceEvents": {events}, "distributedInfo": {{"rank": 4}}}}')
+
+    assert_mistake(analyze(tmp_path), "a.json and ", "b.json are both of rank 4")
 
 
 @needs_traces

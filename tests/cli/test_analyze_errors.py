@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from analyze_verb import analyze, as_json, assert_mistake, training
 
 from stepscope.analysis.traces import Analysis
+from stepscope.cli.main import VERBS, main
 from trace_builder import TraceBuilder
 
 
@@ -34,6 +40,10 @@ def trace(tmp_path_factory):
         ("object.json", b'{"a": 1}', ["trace"]),
         ("cut.json.gz", gzip.compress(b'{"traceEvents": [')[:10], ["cut.json.gz"]),
         ("binary.json", bytes(range(256)), ["not a trace"]),
+        ("values.json", b'[1, 2, "a", null, [1], {}]', ["no events that can be read"]),
+        ("zip.json", b"PK\x03\x04" + bytes(50), ["is a zip archive"]),
+        ("bzip2.json", bz2.compress(b"[]"), ["compressed with bzip2"]),
+        ("utf16.json", '{"traceEvents": []}'.encode("utf-16"), ["is UTF-16"]),
     ],
 )
 def test_what_is_no_trace_is_one_line(tmp_path, name, content, words):
@@ -45,6 +55,14 @@ def test_what_is_no_trace_is_one_line(tmp_path, name, content, words):
 
 def test_a_path_that_is_not_there_is_one_line(tmp_path):
     assert_mistake(analyze(tmp_path / "nothing.json"), "nothing.json")
+
+
+def test_a_link_that_leads_nowhere_is_one_line(tmp_path):
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    (tmp_path / "gone.json").symlink_to("away.json")
+
+    assert_mistake(analyze(tmp_path / "loop.json"), "loop.json is a link that leads in a circle")
+    assert_mistake(analyze(tmp_path / "gone.json"), "gone.json is a link to away.json, which is not there")
 
 
 def test_a_folder_without_traces_is_one_line(tmp_path):
@@ -120,6 +138,110 @@ def test_a_reader_that_has_seen_enough_is_no_error(trace):
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(60), errors) == (0, b"")
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    """A command as people type it, with `stepscope` before it."""
+    return subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -m stepscope {command}'], capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    "words", ["analyze {}", "analyze {} --json", "sql {} 'select 1'", "sql {} 'select 1' --csv", "sql --tables"]
+)
+def test_a_closed_output_is_one_line(trace, words):
+    verb = words.split()[0]
+    done = shell(f"{words.format(trace)} >&-")
+
+    assert done.returncode == 2
+    assert done.stderr == f"stepscope {verb}: the answer could not be written: standard output is closed\n"
+
+
+@pytest.mark.parametrize("words", ["analyze {} --no-cache", "analyze {} --json", "sql {} 'select 1' --csv"])
+def test_nowhere_to_complain_costs_no_answer(trace, words):
+    expected = shell(words.format(trace))
+    done = shell(f"{words.format(trace)} 2>&-")
+
+    assert (done.returncode, done.stdout) == (0, expected.stdout) and done.stdout
+
+
+def test_a_complaint_that_nobody_can_see_does_not_go_into_the_answer(tmp_path, trace):
+    cut = training().write(tmp_path / "cut.json")
+    cut.write_bytes(cut.read_bytes()[:-200])
+    assert shell(f"sql {cut} 'select 1 as a' --csv").stderr
+
+    assert shell(f"sql {cut} 'select 1 as a' --csv 2>&-").stdout == "a\n1\n"
+    done = shell(f"analyze {tmp_path / 'nothing.json'} 2>&-")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_full_disk_is_one_line(trace):
+    done = shell(f"analyze {trace} > /dev/full")
+
+    assert done.returncode == 2
+    assert done.stderr == "stepscope analyze: the answer could not be written: No space left on device\n"
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "run"])
+def test_ctrl_c_is_one_quiet_line_in_every_verb(verb, monkeypatch, capsys):
+    module = importlib.import_module(f"stepscope.cli.{verb}")
+    monkeypatch.setattr(module, "add_arguments", lambda parser: None)
+
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "main", interrupt)
+
+    assert main([verb]) == 130
+    assert capsys.readouterr() == ("", f"stepscope {verb}: interrupted\n")
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("to_all", [True, False], ids=["terminal", "kill -INT"])
+def test_ctrl_c_while_reading_leaves_nothing_behind(tmp_path, to_all):
+    """GIVEN a trace that several processes read WHEN a terminal interrupts all of them THEN none is left."""
+    event = '{"ph": "X", "cat": "cpu_op", "name": "op", "ts": 1, "dur": 1, "pid": 1, "tid": 1},\n'
+    trace = tmp_path / "trace.json"
+    trace.write_text("[" + event * (100_000_000 // len(event)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stepscope", "analyze", str(trace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    children: list[int] = []
+    while not children and process.poll() is None:
+        time.sleep(0.01)
+        children = children_of(process.pid)
+    time.sleep(0.5)
+    children = children_of(process.pid)
+    (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+    printed, complained = process.communicate(timeout=60)
+
+    assert (process.returncode, printed, complained) == (130, "", "stepscope analyze: interrupted\n")
+    assert children or len(os.sched_getaffinity(0)) == 1
+    assert not any(map(is_running, children))
+    assert list(tmp_path.iterdir()) == [trace]
 
 
 def test_a_warning_of_a_library_is_not_shown(trace):

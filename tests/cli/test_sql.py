@@ -13,6 +13,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from polars.testing import assert_frame_equal
 
 from stepscope.cli.sql import fit, refuse_what_is_no_query, run_query, tables_at
 from stepscope.errors import UsageError
@@ -77,6 +78,53 @@ def test_every_query_of_the_documentation_runs_and_finds_something(tables, query
     refuse_what_is_no_query(query)
 
     assert run_query(tables, query).height > 0
+
+
+# A launch that the trace has twice: as a call of the runtime, and as the driver's inside it.
+TWICE = [*EVENTS, complete("cuda_driver", "cuLaunchKernel", 122, 5, correlation=1)]
+NUM_RANKS = 3
+ADDED_UP = ("num", "ms", "bytes")
+NUM_JOINED = {"launches l": 3, "h.kind = 'op'": 1, "device_ranges r": 3, "threads t": 6, "collectives c": 1}
+"""Rows of the device or the host that each join keeps: those with a partner, each once."""
+
+
+@pytest.fixture(scope="module")
+def one_and_many(tmp_path_factory) -> tuple[dict[str, pl.LazyFrame], dict[str, pl.LazyFrame]]:
+    """The tables of a trace, and of a folder with that trace as each of its ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for rank in range(NUM_RANKS):
+        put(folder / f"rank{rank}.json", TWICE)
+    return tables_at(folder / "rank0.json", use_cache=False), tables_at(folder, use_cache=False)
+
+
+@pytest.mark.parametrize("query", EXAMPLES, ids=lambda query: query.split("\n")[0][:40])
+def test_every_query_of_the_documentation_adds_up_ranks_and_multiplies_nothing(one_and_many, query):
+    one, many = (run_query(tables, query) for tables in one_and_many)
+
+    if "num" in one.columns:
+        added = pl.col(*[name for name in ADDED_UP if name in one.columns])
+        order = [name for name, dtype in one.schema.items() if not dtype.is_float()]
+        assert_frame_equal(many.sort(order), one.with_columns(added * NUM_RANKS).sort(order))
+    else:
+        same = [name for name in one.columns if name != "rank"]
+        assert_frame_equal(many.select(same).sort(same), pl.concat([one.select(same)] * NUM_RANKS).sort(same))
+
+
+def test_every_join_of_the_documentation_keeps_its_rows_once(one_and_many):
+    one, _ = one_and_many
+    joins = {query: [num for part, num in NUM_JOINED.items() if part in query] for query in EXAMPLES}
+
+    assert all(len(expected) == (" join " in query) for query, expected in joins.items())
+    for query, expected in joins.items():
+        if expected:
+            assert run_query(one, query.replace("limit 10", ""))["num"].sum() == expected[0], query
+
+
+def test_the_documentation_says_what_a_range_leaves_out():
+    text = (ROOT / "docs" / "tables.md").read_text()
+    before = text[: text.index("join device_ranges")].rpartition("\n\n```sql")[0].rpartition("\n\n")[2]
+
+    assert "autograd" in before and "`loss.backward()`" in before
 
 
 def test_there_are_queries_in_the_documentation_for_most_tables():
@@ -337,8 +385,8 @@ def test_a_wrong_query_is_one_line_with_the_tables(trace, query, what):
         (["."], "QUERY"),
         ([], "PATH, QUERY"),
         ([".", "select 1"], "is empty"),
-        ([".", "select 1", "--limit", "0"], "--limit is 0: it must be positive"),
-        ([".", "select 1", "--limit", "many"], "many"),
+        ([".", "select 1", "--limit", "0"], "argument --limit: '0' is no whole number from 1 on"),
+        ([".", "select 1", "--limit", "many"], "argument --limit: 'many' is no whole number from 1 on"),
         ([".", "select 1", "--csv", "--json"], "not allowed"),
         (["/dev/null", "select 1"], "/dev/null"),
     ],
@@ -377,12 +425,24 @@ def test_several_traces_are_told_apart_by_rank_and_file(tmp_path):
     ]
     for table in TABLES:
         columns = tables_at(tmp_path, use_cache=False)[table.name].collect_schema().names()
-        assert columns == ["rank", "file", *table.schema]
+        assert columns == [*table.schema, "rank", "file"]
 
 
 def test_one_trace_has_the_documented_columns_and_no_others(tables):
+    """The same as several have: a query is right for both."""
     for table in TABLES:
-        assert tables[table.name].collect_schema().names() == list(table.schema)
+        assert tables[table.name].collect_schema().names() == [*table.schema, "rank", "file"]
+
+
+def test_one_rank_of_a_folder(tmp_path):
+    put(tmp_path / "rank0.json", EVENTS)
+    put(tmp_path / "rank1.json", EVENTS[:8])
+    (tmp_path / "rank2.json").write_text("no trace, and not asked for")
+    query = "select rank, count(*) as n from device group by rank"
+
+    assert json.loads(sql(tmp_path, query, "--json", "--rank", "1").stdout) == [{"rank": 1, "n": 1}]
+    done = sql(tmp_path, query, "--rank", "7")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
 
 
 def test_a_recording_is_a_path_too(tmp_path):
@@ -419,7 +479,7 @@ def test_a_full_disk_is_one_line(trace):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
 
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == "stepscope sql: the answer could not be written: No space left on device"
+    assert done.stderr == "stepscope sql: the answer could not be written: No space left on device\n"
 
 
 def test_a_terminal_that_knows_no_accents(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.report.text import count, flops, milliseconds, percent, safe, significant, size
+from stepscope.report.text import average, count, duration, flops, milliseconds, percent, safe, significant, size
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,42 @@ def test_milliseconds_have_the_digits_the_noise_allows(ns, noise_ns, text):
 )
 def test_units(function, value, text):
     assert function(value) == text
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"),
+    [
+        (0, "0 ms"),
+        (1, "1 ns"),
+        (760, "760 ns"),
+        (999.4, "999 ns"),
+        (999.6, "1.000 µs"),
+        (52_910, "52.91 µs"),
+        (999_940, "999.9 µs"),
+        (999_960, "1.000 ms"),
+        (18_760_880, "18.76 ms"),
+        (999_999_999, "1.000 s"),
+        (13_340_000_000, "13.34 s"),
+        (7_200_000_000_000, "7,200 s"),
+        (-1_500_000, "-1.500 ms"),
+    ],
+)
+def test_a_duration_is_in_the_unit_that_suits_it(ns, text):
+    assert duration(ns) == text
+
+
+@given(st.integers(1, 10**12))
+def test_a_duration_is_short_and_right(ns):
+    number, unit = duration(ns).split()
+
+    assert len(number) <= 5
+    unit_ns = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}[unit]
+    assert float(number.replace(",", "")) * unit_ns == pytest.approx(ns, rel=0.0006)
+
+
+@pytest.mark.parametrize(("value", "text"), [(7.0, "7"), (25.2, "25.2"), (0.04, "0"), (1053, "1,053"), (0.5, "0.5")])
+def test_an_average_is_whole_or_has_one_decimal(value, text):
+    assert average(value) == text
 
 
 def test_rates_are_in_tflops_from_a_tenth_on():

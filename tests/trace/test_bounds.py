@@ -49,12 +49,12 @@ def write_bomb(path: Path, head: bytes, block: bytes, num_mb: int, tail: bytes) 
 OP = json.dumps(slice_of("aten::mm", args={"External id": 2, "Input Dims": [[8, 16], [16, 4]], "Ev Idx": 7})).encode()
 LAST = b'{"ph":"X","ts":2}]'
 READ = {"num_events": 2, "warnings": [], "problems": []}
-TOO_LARGE = {"num_events": 1, "warnings": [], "problems": ["larger than 4 MiB"]}
+TOO_LARGE = {"num_events": 1, "problems": ["larger than 4 MiB"]}
 BOMBS = {
     "white space": (b'[{"ph":"X","ts":1},', b" ", 220, LAST, READ),
     "commas": (b'[{"ph":"X","ts":1},', b",", 220, LAST, READ),
     "events": (b"[", OP + b",\n", 80, LAST, {"warnings": [], "problems": []}),
-    "empty objects": (b"[", b"{},", 12, LAST, {"warnings": [], "problems": []}),
+    "empty objects": (b"[", b"{},", 12, LAST, {"warnings": [], "problems": ["with no phase"]}),
     "one name": (b'[{"ph":"X","ts":1,"name":"', b"x", 100, b'"},' + LAST, TOO_LARGE),
     "one number": (b'[{"ph":"X","ts":', b"1", 60, b"}," + LAST, TOO_LARGE),
     "one list": (b'[{"ph":"X","args":{"x":[', b"0,", 40, b"0]}}," + LAST, TOO_LARGE),

@@ -422,3 +422,62 @@ def test_who_may_not_read_the_trace_may_not_read_its_columns(trace, mode, expect
         os.umask(before)
 
     assert stat.S_IMODE(kept(trace).stat().st_mode) == expected
+
+
+# -- the user's cache -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def only_user_cache(monkeypatch, tmp_path) -> Path:
+    """A trace's own folder cannot be written."""
+    folder = tmp_path / "user cache" / "stepscope" / "traces"
+    places = cache._places
+    monkeypatch.setattr(cache, "_places", lambda path: (p for p in places(path) if p.parent == folder))
+    return folder
+
+
+def age(folder: Path, days: float) -> None:
+    then = time.time() - days * 24 * 3600
+    os.utime(folder, (then, then))
+
+
+def test_what_nobody_used_for_long_is_removed_from_the_user_s_cache(tmp_path, only_user_cache):
+    """GIVEN columns unused for 91 and for 89 days WHEN others are kept THEN the former are gone."""
+    old, recent, new = (write(tmp_path / name, num) for name, num in (("a.json", 10), ("b.json", 20), ("c.json", 30)))
+    open_trace(old)
+    (of_old,) = only_user_cache.iterdir()
+    open_trace(recent)
+    (of_recent,) = set(only_user_cache.iterdir()) - {of_old}
+    age(of_old, 91)
+    age(of_recent, 89)
+    note = only_user_cache / "mine"
+    note.mkdir()
+    (note / "note.txt").write_text("not ours")
+    age(note, 1000)
+
+    open_trace(new)
+
+    assert not of_old.exists() and of_recent.exists() and len(list(only_user_cache.iterdir())) == 3
+    assert (note / "note.txt").exists()
+
+
+def test_what_is_used_stays(tmp_path, only_user_cache, reads):
+    trace = write(tmp_path / "a.json", 10)
+    open_trace(trace)
+    (folder,) = only_user_cache.iterdir()
+    age(folder, 1000)
+
+    open_trace(trace)
+    open_trace(write(tmp_path / "b.json", 20))
+
+    assert folder.exists() and len(reads) == 2
+
+
+def test_columns_beside_a_trace_are_left_alone(tmp_path):
+    trace, other = write(tmp_path / "a.json", 10), write(tmp_path / "b.json", 20)
+    open_trace(trace)
+    age(kept(trace), 1000)
+
+    open_trace(other)
+
+    assert kept(trace).exists() and kept(other).exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from stepscope.errors import TraceError, UsageError
 from stepscope.record import files
 from stepscope.trace import find
 from stepscope.trace.find import TraceFile, find_traces, ranks_of
+from stepscope.trace.source import Source
 
 EVENTS = '{"schemaVersion": 1, "traceEvents": [{"ph": "X", "ts": 1, "dur": 1}]}'
 
@@ -146,6 +149,84 @@ def test_two_runs_have_no_ranks_between_them(tmp_path):
 
     assert found(tmp_path / "b", tmp_path / "a") == [("rank0.json", None), ("rank0.json", None)]
     assert [trace.path.parent.name for trace in find_traces([tmp_path / "b", tmp_path / "a"])] == ["a", "b"]
+
+
+def test_a_rank_is_what_the_trace_says_before_its_events(tmp_path):
+    """GIVEN names and traces that disagree THEN the traces are believed, and names where a trace says nothing."""
+    said = '{"distributedInfo": {"rank": %d}, "traceEvents": [{"ph": "M"}]}'
+    put(tmp_path / "rank0.json", said % 1)
+    put(tmp_path / "rank1.json.gz", said % 0)
+    put(tmp_path / "rank2.json")
+
+    assert found(tmp_path) == [("rank1.json.gz", 0), ("rank0.json", 1), ("rank2.json", 2)]
+    assert [file.is_said_by_trace for file in find_traces([tmp_path])] == [True, True, False]
+
+
+def test_a_rank_costs_the_beginning_of_a_file_and_no_more(tmp_path, monkeypatch):
+    num_read = 0
+    original = Source.read
+
+    def read(self: Source, num_bytes: int) -> bytes:
+        nonlocal num_read
+        data = original(self, num_bytes)
+        num_read += len(data)
+        return data
+
+    monkeypatch.setattr(Source, "read", read)
+    events = ",".join(['{"ph": "M"}'] * 100_000)
+    put(tmp_path / "rank0.json", '{"distributedInfo": {"rank": 7}, "traceEvents": [' + events + "]}")
+
+    assert found(tmp_path) == [("rank0.json", 7)]
+    assert num_read <= 1 << 16
+
+
+def test_a_link_that_leads_nowhere_is_told_as_what_it_is(tmp_path):
+    (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
+    with pytest.raises(UsageError, match=r"loop\.json is a link that leads in a circle$"):
+        find_traces([tmp_path / "loop.json"])
+
+    (tmp_path / "loop.json").unlink()
+    (tmp_path / "rank0.json").symlink_to("gone.json")
+    with pytest.raises(UsageError, match=r"rank0\.json is a link to gone\.json, which is not there$"):
+        find_traces([tmp_path / "rank0.json"])
+
+    # AND a rank of a folder is not missing in silence
+    put(tmp_path / "rank1.json")
+    with pytest.raises(UsageError, match=r"which is not there: remove the link, or name the other files$"):
+        find_traces([tmp_path])
+
+
+@pytest.fixture
+def nobody(tmp_path):
+    """A folder that everybody reaches, and this process as one who is not root."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        put(folder / "rank0.json")
+        put(folder / "rank1.json")
+        user = os.geteuid()
+        yield folder, lambda: os.seteuid(65534) if user == 0 else None
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_folder_one_may_not_read_is_named_itself(nobody, mode):
+    folder, become_nobody = nobody
+    folder.chmod(mode)
+    become_nobody()
+
+    with pytest.raises(TraceError) as caught:
+        find_traces([folder])
+    assert str(caught.value) == f"{folder}: this folder may not be read"
+
+
+def test_a_file_one_may_not_read_is_left_to_the_reader(nobody):
+    folder, become_nobody = nobody
+    (folder / "rank1.json").chmod(0)
+    become_nobody()
+
+    assert found(folder) == [("rank0.json", 0), ("rank1.json", 1)]
 
 
 def test_a_path_that_is_not_there(tmp_path):

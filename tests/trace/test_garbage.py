@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from written_traces import assert_sound, in_file_order, read, slice_of, text_of
+from written_traces import TRACES, assert_sound, in_file_order, needs_traces, read, slice_of, text_of
 
 from stepscope.errors import TraceError
 from stepscope.trace import fields
@@ -28,9 +31,25 @@ EVENT = '{"ph": "X", "ts": 1, "name": "a"}'
         ("<!DOCTYPE html><html></html>", "is not a trace: { or [ was expected and '<' found (byte 0)"),
         ("null", "is not a trace: { or [ was expected and 'n' found (byte 0)"),
         ("  42", "is not a trace: { or [ was expected and '4' found (byte 2)"),
-        (b"\xff\xfe[\0]\0", "is not a trace: { or [ was expected and 'ÿ' found (byte 0)"),
+        (b"\xff\xfe[\0]\0", "is UTF-16: a trace is UTF-8 (byte 0)"),
         (b"\0" * 100, "is not a trace: { or [ was expected and '\\x00' found (byte 0)"),
-        (b"PK\x03\x04", "is not a trace: { or [ was expected and 'P' found (byte 0)"),
+        ('[{"ph": "M"}]'.encode("utf-16-le"), "is UTF-16: a trace is UTF-8 (byte 0)"),
+        ('{"traceEvents": []}'.encode("utf-16"), "is UTF-16: a trace is UTF-8 (byte 0)"),
+        (
+            b"PK\x03\x04",
+            "is a zip archive, as torch.save writes them too: unpack it first if a trace is in it (byte 0)",
+        ),
+        (bz2.compress(b"[]"), "is compressed with bzip2: bunzip2 makes a trace of it (byte 0)"),
+        (lzma.compress(b"[]"), "is compressed with xz: unxz makes a trace of it (byte 0)"),
+        (b"(\xb5/\xfd\x04\0", "is compressed with Zstandard: unzstd makes a trace of it (byte 0)"),
+        (
+            gzip.compress(gzip.compress(b"[]")),
+            "is compressed twice with gzip: gunzip makes a trace of it (byte 0)",
+        ),
+        (
+            b"SQLite format 3\0",
+            "is an SQLite database, as Nsight Systems writes them: only PyTorch's JSON traces are read (byte 0)",
+        ),
         ("{}", 'is JSON but no trace: it has no list "traceEvents" (byte 2)'),
         ('{"a": {"traceEvents": [1]}}', 'is JSON but no trace: it has no list "traceEvents" (byte 27)'),
         ('{"traceEvents": {"a": 1}}', 'is JSON but no trace: it has no list "traceEvents" (byte 25)'),
@@ -50,6 +69,15 @@ EVENT = '{"ph": "X", "ts": 1, "name": "a"}'
         ("[]", "has no events that can be read"),
         ('{"traceEvents": []}', "has no events that can be read"),
         ("[1, null, [2]]", "has no events that can be read; not an event (byte 1)"),
+        ("[{}]", "has no events that can be read; with no phase (byte 1)"),
+        (
+            '[1, 2, "a", null, [1], {}]',
+            "has no events that can be read; not an event (byte 1); with no phase (byte 23)",
+        ),
+        (
+            '[{"ph": "X"}, {"ph": "i", "name": "[memory]", "ts": "now"}]',
+            "has no events that can be read; with no start time that can be used (byte 1)",
+        ),
         ("[oops]", "has no events that can be read; not valid JSON (byte 1)"),
         ('{"a": ' + "[" * 10_000 + "]" * 10_000 + "}", "is not a trace: nested too deeply (byte 6)"),
         ("[" * 10_000, "has no events that can be read; nested too deeply (byte 1); the file ends at byte 10,000"),
@@ -173,7 +201,7 @@ def test_deep_arguments_cost_at_most_their_event(tmp_path, depth, opening, closi
     names = in_file_order(trace.host)["name"].to_list()
     assert names == (["a", "deep", "a"] if not trace.problems else ["a", "a"])
     assert [p.what for p in trace.problems] in ([], ["nested too deeply"])
-    assert trace.warnings == ()
+    assert bool(trace.warnings) == bool(trace.problems and len(deep) > 1 << 13)
     if depth == 100:
         assert trace.problems == ()
     if depth >= 10_000:
@@ -285,6 +313,44 @@ def test_damaged_in_the_middle_the_sound_part_is_read(tmp_path, share):
 
     assert trace.num_events > (share - 0.1) * 20_000
     assert trace.warnings[0].startswith("the compressed data is damaged: reading stopped at byte ")
+
+
+def test_how_much_of_a_damaged_file_was_not_read_is_told(tmp_path):
+    """GIVEN compressed data that cannot be inflated any further THEN the bytes up to its end are counted."""
+    text = gzip.decompress(compressed())
+    at = len(first := gzip.compress(text[: len(text) // 2]))
+    data = first + b"\x1f\x8b\xff" + gzip.compress(text[len(text) // 2 :])[3:]
+    trace = read(tmp_path, data)
+
+    said = re.fullmatch(r".*stopped at byte ([\d,]+) of the file, ([\d,]+) before its end", trace.warnings[0])
+    assert said is not None
+    stopped, num_left = (int(number.replace(",", "")) for number in said.groups())
+    assert at <= stopped < at + 10 and stopped + num_left == len(data)
+
+
+def test_how_much_of_a_broken_list_was_passed_over_is_told(tmp_path):
+    """GIVEN a stretch in which no event can be read THEN its bytes are counted, be it one stretch or many."""
+    events = [json.dumps(slice_of(f"op{i}", ts=i)) for i in range(2_000)]
+    broken = ", ".join(text.replace('"ph"', "'ph'") for text in events)
+    text = f"[{events[0]}, {broken}, {events[1]}, {broken}, {events[2]}]"
+    trace = read(tmp_path, text)
+
+    assert trace.num_events == 3
+    (said,) = trace.warnings
+    passed_over, whole = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said))
+    assert whole == len(text)
+    assert 2 * len(broken) <= passed_over <= 2 * len(broken) + 10
+
+
+@needs_traces
+def test_a_real_trace_with_six_bytes_overwritten_says_how_much_is_gone(tmp_path):
+    data = (TRACES / "h200" / "gpt2_eager.json.gz").read_bytes()
+    trace = read(tmp_path, data[:200_000] + bytes(6) + data[200_006:])
+
+    assert trace.num_events < 10_000
+    said = next(warning for warning in trace.warnings if "passed over" in warning)
+    passed_over, whole = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said))
+    assert 0.6 < passed_over / whole < 0.8 and whole > 9_000_000
 
 
 def test_damaged_before_the_first_event_the_place_is_told(tmp_path):

@@ -13,6 +13,7 @@ import polars as pl
 from stepscope.analysis.intervals import spans, union
 from stepscope.analysis.links import Linked
 from stepscope.analysis.op_calls import ITEM_BYTES
+from stepscope.analysis.rates import bandwidth
 
 UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")
@@ -89,11 +90,6 @@ def dtype_name(name: str) -> str | None:
     return "float8" if letters.startswith("float8") else _DTYPES.get(letters)
 
 
-def bandwidth(num_bytes: pl.Expr, duration_ns: pl.Expr) -> pl.Expr:
-    """Bytes a second, whole; null when either is unknown or no time passed."""
-    return pl.when(duration_ns > 0).then((num_bytes * 1e9 / duration_ns).round()).cast(pl.Int64, strict=False)
-
-
 def bus_factor() -> pl.Expr:
     """What turns algorithm into bus bandwidth, from `collective` and `group_size`; null where there is no such rule.
 
@@ -141,7 +137,6 @@ def collectives(linked: Linked) -> pl.DataFrame:
         .join(said, on="kernel", how="left", maintain_order="left")
         .with_columns(
             pl.coalesce("group_size", pl.lit(linked.trace.facts.world_size, pl.Int64)),
-            pl.when(pl.col("launch").is_not_null()).then(pl.col("step", "phase")),
         )
     )
     gathered = (pl.col("source") == "annotation") & (pl.col("collective") == "all_gather")

@@ -13,6 +13,7 @@ from stepscope.analysis.kernel_classes import fused_ops
 from stepscope.analysis.links import Linked
 from stepscope.analysis.nesting import outermost
 from stepscope.analysis.op_costs import op_cost, touched_bytes
+from stepscope.analysis.rates import bandwidth
 
 KINDS = {
     "host_to_device": "A copy from the host's memory.",
@@ -87,7 +88,7 @@ def copies(linked: Linked) -> pl.DataFrame:
     return moved.with_columns(num_bytes.alias("bytes")).select(
         "event", "what", pl.col("op_name").alias("op"), "outer_op", "caller", "module", "phase", "step", "device",
         "stream", "start_ns", "duration_ns", "bytes",
-        _bandwidth(_traffic(), pl.col("duration_ns")), "pageable",
+        bandwidth(_traffic(), pl.col("duration_ns")).alias("bandwidth_bytes_per_s"), "pageable",
     )  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def copies_summary(copies: pl.DataFrame, num_steps: int, busy_ns: int) -> pl.Dat
             pl.col("pageable").sum().cast(pl.Int64).alias("num_pageable"),
             pl.col("duration_ns").sum().alias("total_ns"),
             pl.when(has_bytes.any()).then(pl.col("bytes").sum()).alias("bytes"),
-            _bandwidth(_traffic().sum(), pl.col("duration_ns").filter(has_bytes).sum()),
+            bandwidth(_traffic().sum(), pl.col("duration_ns").filter(has_bytes).sum()).alias("bandwidth_bytes_per_s"),
         )
         .with_columns(
             (pl.col("num_calls") / num_steps if num_steps else pl.lit(None, pl.Float64)).alias("num_calls_per_step"),
@@ -119,10 +120,6 @@ def copies_summary(copies: pl.DataFrame, num_steps: int, busy_ns: int) -> pl.Dat
 def _traffic() -> pl.Expr:
     """Bytes that cross the device's memory."""
     return pl.col("bytes") * pl.when(pl.col("what") == "device_to_device").then(2).otherwise(1)
-
-
-def _bandwidth(num_bytes: pl.Expr, duration_ns: pl.Expr) -> pl.Expr:
-    return pl.when(duration_ns > 0).then(num_bytes * 1e9 / duration_ns).alias("bandwidth_bytes_per_s")
 
 
 def _judged(cases: pl.DataFrame) -> pl.DataFrame:

@@ -14,8 +14,8 @@ CAUSES = {
     "data": "The host was fetching the next batch.",
     "allocator": "The host was in the driver's allocator (`cudaMalloc`, `cudaFree`…).",
     "python": "The host ran Python with no op open.",
-    "compile": "The host was compiling, loading code, capturing a graph, or kept for over a millisecond by one op "
-    "before its kernel, as libraries do that plan or tune.",
+    "compile": "The host was compiling, loading code, capturing a graph, or kept for over a millisecond by one op or "
+    "one launch before its kernel, as libraries do that plan or tune and drivers that load code.",
     "other_ranks": "The host waited for other ranks.",
     "queued": "The kernel had been launched and did not start: a stream, an event or the device held it.",
     "unknown": "The trace does not say who launched what came next.",
@@ -36,7 +36,7 @@ _WORK = ["op", "runtime", "driver"]
 _CAUSE: pl.DataType = pl.Enum(list(CAUSES))
 _GAPS = pl.Schema([("gap", pl.UInt32()), ("start_ns", pl.Int64()), ("end_ns", pl.Int64()), ("cause", _CAUSE)])
 _PLANNING_NS = 1_000_000
-"""An op's own host time is microseconds; from a millisecond on it is doing something else."""
+"""An op's own host time is microseconds, and a launch's; from a millisecond on it is doing something else."""
 
 
 def idle_gaps(linked: Linked) -> pl.DataFrame:
@@ -60,25 +60,36 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
         .select(pl.col("start_ns").alias("end_ns"), "launch", "launch_start_ns")
     )
     gaps = gaps.join(ending, on="end_ns", how="left", maintain_order="left")
-    gaps = gaps.with_columns(linked.host["thread"].gather(gaps["launch"]).alias("thread"))
-    # A launch after the start of what it launched is a matter of two clocks: all of the gap is the launch's.
-    launch = pl.when(pl.col("launch_start_ns") <= pl.col("end_ns")).then("launch_start_ns").otherwise("start_ns")
+    gaps = gaps.with_columns(
+        linked.host["thread"].gather(gaps["launch"]),
+        linked.host["end_ns"].gather(gaps["launch"]).alias("launch_end_ns"),
+    )
+    # A launch after the start of what it launched is a matter of two clocks: all of the gap is the launch's. A launch
+    # that takes long does more than launch: the thread is looked at until it returns.
+    is_long = pl.col("launch_end_ns") - pl.col("launch_start_ns") >= _PLANNING_NS
+    launch = (
+        pl.when(pl.col("launch_start_ns") > pl.col("end_ns"))
+        .then("start_ns")
+        .when(is_long)
+        .then(pl.col("launch_end_ns").clip("start_ns", "end_ns"))
+        .otherwise(pl.max_horizontal("launch_start_ns", "start_ns"))
+    )
     known = pl.col("launch").is_not_null()
-    queued = known & (pl.col("launch_start_ns") < pl.col("start_ns"))
+    waiting = (
+        pl.when(pl.col("launch_start_ns") < pl.col("start_ns")).then(pl.lit("queued")).otherwise(pl.lit("launch"))
+    )
     parts = [
         gaps.filter(~known).select("gap", "start_ns", "end_ns", pl.lit("unknown").alias("cause")),
-        gaps.filter(queued).select("gap", "start_ns", "end_ns", pl.lit("queued").alias("cause")),
-        gaps.filter(known, ~queued).select(
-            "gap", launch.alias("start_ns"), "end_ns", pl.lit("launch").alias("cause")
-        ),
+        gaps.filter(known).select("gap", launch.alias("start_ns"), "end_ns", waiting.alias("cause")),
     ]
-    late = gaps.filter(known, ~queued).select("gap", "start_ns", launch.alias("end_ns"), "thread")
+    late = gaps.filter(known).select("gap", "start_ns", launch.alias("end_ns"), "thread")
+    late = late.filter(pl.col("end_ns") > pl.col("start_ns"))
     parts += [_by_host(linked, part) for part in late.partition_by("thread")] if not late.is_empty() else []
     return pl.concat(parts).filter(pl.col("end_ns") > pl.col("start_ns")).cast({"cause": _CAUSE}).sort("start_ns")
 
 
 def _by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
-    """Stretches before a launch, cut by what the launching thread did in them."""
+    """Stretches before a launch has returned, cut by what the launching thread did in them."""
     start, end = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
     columns = ("row", "kind", "name", "start_ns", "duration_ns", "end_ns", "self_ns", "parent")
     thread = linked.host.select(columns).filter(linked.host["thread"] == late["thread"][0])
@@ -125,9 +136,17 @@ def _captures(host: pl.DataFrame) -> pl.DataFrame:
 
 
 def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
-    """Ops that launch kernels and keep the host long by themselves, with no call inside to account for it."""
-    launching = linked.device["op"].drop_nulls().unique()
-    return spans(host, (pl.col("self_ns") >= _PLANNING_NS) & pl.col("row").is_in(launching.implode()))
+    """Ops and calls that launch kernels and keep the host long by themselves, with nothing inside to account for it.
+
+    A copy is as long as it is large, and a graph's launch as its kernels are many: those are not planned.
+    """
+    long = host.filter(pl.col("self_ns") >= _PLANNING_NS)
+    if long.is_empty():
+        return spans(long)
+    kernels = linked.device.filter(pl.col("kind") == "kernel")["launch"]
+    launching = pl.concat([linked.device["op"], kernels]).drop_nulls()
+    is_other = matches(long["name"], rf"GraphLaunch|{_NAMES['synchronisation']}|{_NAMES['allocator']}")
+    return spans(long, ~is_other & long["row"].is_in(launching.implode()))
 
 
 def idle_causes(gaps: pl.DataFrame) -> pl.DataFrame:

@@ -6,13 +6,14 @@ import polars as pl
 
 from stepscope.analysis.intervals import spans, sweep
 from stepscope.analysis.links import Linked
+from stepscope.analysis.phases import PHASES, UNATTRIBUTED
 
-SIZES_NS = (0, 5_000, 20_000, 100_000, 1_000_000)
-"""Borders between kernels called tiny, small, medium, large and huge: 5 µs is about what a launch costs."""
 SIZES = ("under 5 µs", "5 to 20 µs", "20 to 100 µs", "100 µs to 1 ms", "over 1 ms")
+BORDERS_NS = (5_000, 20_000, 100_000, 1_000_000)
+"""Between these sizes; a kernel of a border is of the larger. 5 µs is about what a launch costs."""
 
 
-def top_kernels(device: pl.DataFrame, most: int | None = None) -> pl.DataFrame:
+def top_kernels(device: pl.DataFrame) -> pl.DataFrame:
     """GPU work by name, longest first.
 
     `name`, `class`, `num_calls`, `total_ns`, `mean_ns`, `p50_ns`, `p99_ns`, `share`. The share is of the sum of all
@@ -20,20 +21,19 @@ def top_kernels(device: pl.DataFrame, most: int | None = None) -> pl.DataFrame:
     """
     whole = max(1, int(device["duration_ns"].sum()))
     length = pl.col("duration_ns")
-    table = (
+    return (
         device.group_by("name")
         .agg(
             pl.col("class").mode().sort().first(),
             pl.len().cast(pl.Int64).alias("num_calls"),
             length.sum().alias("total_ns"),
             length.mean().alias("mean_ns"),
-            length.quantile(0.5, "nearest").cast(pl.Int64).alias("p50_ns"),
-            length.quantile(0.99, "nearest").cast(pl.Int64).alias("p99_ns"),
+            _nearest(length, 0.5).alias("p50_ns"),
+            _nearest(length, 0.99).alias("p99_ns"),
         )
         .with_columns(pl.col("name").cast(pl.String), (pl.col("total_ns") / whole).alias("share"))
         .sort("total_ns", "name", descending=[True, False])
     )
-    return table if most is None else table.head(most)
 
 
 def kernel_classes(device: pl.DataFrame) -> pl.DataFrame:
@@ -48,7 +48,7 @@ def kernel_classes(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def gemm_share_by_phase(device: pl.DataFrame) -> pl.DataFrame:
-    """`phase`, `total_ns` of its GPU work, `gemm_ns`, `gemm_share`."""
+    """`phase` (null: not known), `total_ns` of the GPU work it launched, `gemm_ns`, `gemm_share`."""
     return (
         device.group_by("phase")
         .agg(
@@ -63,7 +63,7 @@ def gemm_share_by_phase(device: pl.DataFrame) -> pl.DataFrame:
 def kernel_sizes(device: pl.DataFrame) -> pl.DataFrame:
     """Kernels by duration: `size`, `num_kernels`, `total_ns`."""
     kernels = device.select("duration_ns").filter(device["kind"] == "kernel")
-    border = pl.Series(SIZES_NS[1:], dtype=pl.Int64).search_sorted(kernels["duration_ns"], side="right")
+    border = pl.Series(BORDERS_NS, dtype=pl.Int64).search_sorted(kernels["duration_ns"], side="right")
     size = pl.Series(SIZES).gather(border)
     counted = (
         kernels.with_columns(size.alias("size"))
@@ -77,6 +77,9 @@ def kernel_sizes(device: pl.DataFrame) -> pl.DataFrame:
 def launches(linked: Linked) -> dict[str, float | int | None]:
     """How kernels are launched: how many a step, how long from launch to start, how many wait in the queue.
 
+    `num_kernels` is of all, `num_unlaunched_kernels` of those whose launch is not in the trace: they belong to no
+    step, and are not in `num_kernel_launches_per_step`.
+
     Latency counts from the start of the launching call. A kernel that starts before its launch, which clocks of two
     devices can make it do, has a latency of zero and is counted in `num_before_launch`.
     """
@@ -88,17 +91,17 @@ def launches(linked: Linked) -> dict[str, float | int | None]:
     raw = launched["start_ns"] - launched["launch_start_ns"]
     latency = raw.clip(0)
     depth = _queue_depths(launched)
-    inside = kernels.filter(pl.col("step").is_not_null())
     graph = linked.host["name"].gather(launched["launch"]).cast(pl.String).str.contains("GraphLaunch")
     return {
         "num_kernels": kernels.height,
-        "num_kernel_launches_per_step": inside.height / linked.steps.num if linked.steps.num else None,
+        "num_unlaunched_kernels": kernels.height - launched.height,
+        "num_kernel_launches_per_step": kernels["step"].count() / linked.steps.num if linked.steps.num else None,
         "num_graph_kernels": int(graph.sum()),
         "num_graph_launches": launched.filter(graph)["launch"].n_unique(),
-        "latency_p50_ns": _quantile(latency, 0.5),
-        "latency_p99_ns": _quantile(latency, 0.99),
+        "latency_p50_ns": pl.select(_nearest(latency, 0.5)).item(),
+        "latency_p99_ns": pl.select(_nearest(latency, 0.99)).item(),
         "num_before_launch": int((raw < 0).sum()),
-        "queue_depth_p50": _quantile(depth, 0.5),
+        "queue_depth_p50": pl.select(_nearest(depth, 0.5)).item(),
         "queue_depth_max": int(depth.max()) if len(depth) else None,  # type: ignore[arg-type]
         "starved_share": float((depth == 0).mean()) if len(depth) else None,  # type: ignore[arg-type]
     }
@@ -128,25 +131,27 @@ def queue_depth_over_time(linked: Linked, num_points: int = 100) -> pl.DataFrame
 
 
 def device_phases(linked: Linked) -> pl.DataFrame:
-    """GPU time by the phase that launched it: `phase`, `busy_ns`, `num_kernels`.
+    """GPU time by the phase that launched it: `phase`, `busy_ns`, `num_kernels`; the last row is `unattributed`.
 
-    A moment in which work of two phases runs goes to the later phase, so that `busy_ns` adds up to the busy time.
+    Of a trace with steps, the work that steps launched; what was launched outside them, or by a call that the trace
+    does not have, is unattributed. A moment in which work of two phases runs goes to the later phase, and to
+    `unattributed` only when no other does, so that `busy_ns` adds up to the busy time.
     """
     device = linked.device
-    order = ("data", "forward", "backward", "optimizer", "other")
-    named = device.select("kind", "start_ns", "duration_ns", pl.col("phase").fill_null("other"))
-    counts = (
-        named.filter(pl.col("kind") == "kernel")
-        .group_by(pl.col("phase").cast(pl.String))
-        .agg(pl.len().cast(pl.Int64).alias("num_kernels"))
-    )
-    every = pl.DataFrame({"phase": list(order)})
+    every = pl.DataFrame({"phase": [*PHASES, UNATTRIBUTED]})
     if device.is_empty():
         return every.with_columns(busy_ns=pl.lit(0, pl.Int64), num_kernels=pl.lit(0, pl.Int64))
-    stretches = sweep({phase: spans(named, pl.col("phase") == phase) for phase in order})
+    # Phases are all of the host's time: what was launched has one.
+    is_owned = pl.col("step" if linked.steps.num else "phase").is_not_null()
+    phase = pl.when(is_owned).then(pl.col("phase").cast(pl.String)).otherwise(pl.lit(UNATTRIBUTED))
+    named = device.select("kind", "start_ns", "duration_ns", phase.fill_null("other").alias("phase"))
+    counts = (
+        named.filter(pl.col("kind") == "kernel").group_by("phase").agg(pl.len().cast(pl.Int64).alias("num_kernels"))
+    )
+    stretches = sweep({phase: spans(named, pl.col("phase") == phase) for phase in every["phase"]})
     owner = pl.lit(None, pl.String)
-    for phase in ("other", *order[:-1]):
-        owner = pl.when(pl.col(phase)).then(pl.lit(phase)).otherwise(owner)
+    for name in (UNATTRIBUTED, "other", *PHASES[:-1]):
+        owner = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(owner)
     sums = (
         stretches.with_columns(owner.alias("phase"))
         .group_by("phase")
@@ -156,6 +161,7 @@ def device_phases(linked: Linked) -> pl.DataFrame:
     return joined.join(counts, on="phase", how="left", maintain_order="left").fill_null(0)
 
 
-def _quantile(values: pl.Series, share: float) -> int | None:
-    found = values.quantile(share, "nearest")
-    return None if found is None else int(found)
+def _nearest(values: pl.Expr | pl.Series, share: float) -> pl.Expr:
+    """The value below which such a share lies: one that occurs, none between two."""
+    column = pl.lit(values) if isinstance(values, pl.Series) else values
+    return column.quantile(share, "nearest").cast(pl.Int64)

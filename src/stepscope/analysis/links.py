@@ -28,8 +28,8 @@ class Linked:
     """The host table with `row`, `end_ns`, `op` (innermost op at or above), `forward` (the forward op of a backward
     one), `step`, `phase`, `module`."""
     device: pl.DataFrame
-    """The device table in order of time, with `end_ns`, `activity`, `launch`, `op`, `op_name`, `step`, `phase`,
-    `module`, `class`."""
+    """The device table in order of time, with `end_ns`, `activity`, `launch`, `op`, `op_name`, `module`, `class`, and
+    the `step` and `phase` of its launch: null where neither the launch nor the op is in the trace."""
     memory: pl.DataFrame
     """The memory table in order of time, with `op`, `step`, `phase`, `module`."""
     steps: Steps
@@ -49,7 +49,7 @@ class Share:
         return self.num / self.num_all if self.num_all else 0.0
 
     def to_json(self) -> dict[str, float]:
-        return {"num": self.num, "num_all": self.num_all, "share": round(self.share, 6)}
+        return {"num": self.num, "num_all": self.num_all, "share": self.share}
 
 
 def link(trace: Trace, steps: Steps | None = None) -> Linked:
@@ -66,7 +66,7 @@ def link(trace: Trace, steps: Steps | None = None) -> Linked:
         linking = pool.submit(_memory, trace.memory, host, found)
         device = _device(trace.device, host, found)
         memory = linking.result()
-    return Linked(trace, host, device, memory, found, modules, _unlinked(host, device, memory, modules))
+    return Linked(trace, host, device, memory, found, modules, _unlinked(host, device, memory, modules, found))
 
 
 def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
@@ -149,15 +149,19 @@ def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
     if not orphans.is_empty():
         named = _by_external_id(host, orphans)
         op = op.scatter(named["row"], named["op"])
+    issued = pl.coalesce("launch_start_ns", host["start_ns"].gather(op), "start_ns")
     linked = linked.with_columns(
         op.alias("op"),
         host["name"].gather(op).alias("op_name"),
         host["module"].gather(op).alias("module"),
-        pl.coalesce("launch_start_ns", "start_ns").alias("issued_ns"),
+        issued.alias("issued_ns"),
     ).drop("row")
     # The classifier knows an op by its name.
     classes = classify_kernels(linked.select("name", "kind", pl.col("op_name").alias("op")))["class"]
-    return at_times(with_activity(linked).with_columns(classes), steps, "issued_ns")
+    placed = at_times(with_activity(linked).with_columns(classes), steps, "issued_ns")
+    # Work may have been launched long before it starts: that it starts in a step does not make it the step's.
+    is_known = pl.col("launch").is_not_null() | pl.col("op").is_not_null()
+    return placed.with_columns(pl.when(is_known).then(pl.col("step", "phase")))
 
 
 def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
@@ -182,7 +186,9 @@ def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
     return at_times(ordered.with_columns(op.alias("op"), host["module"].gather(op).alias("module")), steps, "time_ns")
 
 
-def _unlinked(host: pl.DataFrame, device: pl.DataFrame, memory: pl.DataFrame, modules: Modules) -> dict[str, Share]:
+def _unlinked(
+    host: pl.DataFrame, device: pl.DataFrame, memory: pl.DataFrame, modules: Modules, steps: Steps
+) -> dict[str, Share]:
     launched = host["op"].gather(device["launch"].drop_nulls().unique())
     backward = host["forward"].filter((host["kind"] == "op") & (host["sequence"] >= 0) & (host["forward_thread"] > 0))
     shares = {
@@ -190,9 +196,10 @@ def _unlinked(host: pl.DataFrame, device: pl.DataFrame, memory: pl.DataFrame, mo
         "launch_to_op": Share(launched.null_count(), len(launched)),
         "kernel_to_op": Share(device["op"].null_count(), device.height),
         "backward_to_forward": Share(backward.null_count(), len(backward)),
-        "event_to_step": Share(device["step"].null_count(), device.height),
         "memory_to_op": Share(memory["op"].null_count(), memory.height),
     }
+    if steps.num:
+        shares["event_to_step"] = Share(device["step"].null_count(), device.height)
     if modules.source != "none":
         shares["kernel_to_module"] = Share(device["module"].null_count(), device.height)
     return shares

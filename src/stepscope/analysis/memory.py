@@ -9,7 +9,7 @@ import polars as pl
 
 from stepscope.analysis.copies import COPYING, FILLING
 from stepscope.analysis.links import Linked
-from stepscope.analysis.nesting import outermost
+from stepscope.analysis.nesting import climb, outermost
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
 """PyTorch's own numbers (`c10/core/DeviceType.h`)."""
@@ -222,13 +222,12 @@ def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, rest: str) ->
 def _op_names(linked: Linked, ops: pl.Series) -> pl.Series:
     """The names of the ops that wanted the memory, from the rows of the ops that allocated it."""
     host = linked.host
-    known = pl.Series(sorted(ALLOCATING), dtype=host.schema["name"])
-    for _ in range(16):
-        above = host["op"].gather(host["parent"].gather(ops))
-        goes_up = host["name"].gather(ops).is_in(known.implode()).fill_null(False) & above.is_not_null()
-        if not goes_up.any():
-            break
-        ops = above.zip_with(goes_up, ops)
+    known = pl.Series(sorted(ALLOCATING), dtype=host.schema["name"]).implode()
+    ops = climb(
+        ops,
+        lambda rows: host["op"].gather(host["parent"].gather(rows)),
+        lambda rows, _: host["name"].gather(rows).is_in(known),
+    )
     names: pl.Series = host["name"].gather(outermost(host, ops, COPYING | FILLING)).cast(pl.String)
     return names
 

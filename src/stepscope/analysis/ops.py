@@ -15,6 +15,7 @@ _MODULES = pl.Schema(
         "module": pl.String(),
         "num_calls": pl.Int64(),
         "host_self_ns": pl.Int64(),
+        "host_total_ns": pl.Int64(),
         "device_self_ns": pl.Int64(),
         "device_forward_ns": pl.Int64(),
         "device_backward_ns": pl.Int64(),
@@ -27,8 +28,8 @@ def ops(linked: Linked) -> pl.DataFrame:
     """By op: `op`, `num_calls`, `host_self_ns`, `host_total_ns`, `device_self_ns`, `device_total_ns`.
 
     Self is what no op below accounts for: a launch belongs to the op that makes it. A call inside another call of the
-    same op adds nothing to the total. The self times of
-    all ops add up to the time covered by ops; the device self times, with the row whose op is null, to all GPU work.
+    same op adds nothing to the total. The self times of all ops add up to the time covered by ops; the device self
+    times, with the row whose op is null, to all GPU work.
     """
     host = linked.host
     is_op = host["kind"] == "op"
@@ -62,12 +63,12 @@ def ops(linked: Linked) -> pl.DataFrame:
 
 
 def modules(linked: Linked) -> pl.DataFrame:
-    """By module: `module`, `num_calls`, `host_self_ns`, `device_self_ns`, `device_forward_ns`, `device_backward_ns`,
-    `device_total_ns`.
+    """By module: `module`, `num_calls`, `host_self_ns`, `host_total_ns`, `device_self_ns`, `device_forward_ns`,
+    `device_backward_ns`, `device_total_ns`.
 
     Work of the backward belongs to the module whose forward made it necessary. Self is the module's own; forward,
-    backward and total include the modules inside, whose names begin with the module's and a dot. The row whose
-    module is null is work outside every module: the self times of all rows add up to all GPU work.
+    backward and totals include the modules inside, whose names begin with the module's and a dot. The row whose
+    module is null is GPU work outside every module: the device self times of all rows add up to all GPU work.
     """
     if linked.modules.source == "none":
         return pl.DataFrame(schema=_MODULES)
@@ -89,7 +90,7 @@ def modules(linked: Linked) -> pl.DataFrame:
         table.join(_with_inner(table), on="module", how="left", nulls_equal=True)
         .with_columns((pl.col("device_total_ns") - pl.col("device_backward_ns")).alias("device_forward_ns"))
         .select(_MODULES.names())
-        .sort("device_total_ns", "host_self_ns", "module", descending=[True, True, False], nulls_last=True)
+        .sort("device_total_ns", "host_total_ns", "module", descending=[True, True, False], nulls_last=True)
     )
 
 
@@ -101,7 +102,7 @@ def module_groups(table: pl.DataFrame) -> pl.DataFrame:
     return (
         table.group_by(pattern.alias("module"), maintain_order=True)
         .agg(pl.len().cast(pl.Int64).alias("num_modules"), *sums)
-        .sort("device_total_ns", descending=True, maintain_order=True)
+        .sort("device_total_ns", "host_total_ns", descending=True, maintain_order=True)
     )
 
 
@@ -133,16 +134,16 @@ def _device_totals(linked: Linked, outer: pl.Series, is_inside: pl.Series) -> pl
 
 
 def _with_inner(table: pl.DataFrame) -> pl.DataFrame:
-    """By module, the GPU work of it and of every module inside it."""
+    """By module, the host's time and the GPU work of it and of every module inside it."""
+    own = ("host_self_ns", "device_self_ns", "backward_ns")
     totals: dict[str | None, list[int]] = {}
-    for module, total, backward in table.select("module", "device_self_ns", "backward_ns").iter_rows():
+    for module, *figures in table.select("module", *own).iter_rows():
         words = [] if module is None else module.split(".")
         names: list[str | None] = [".".join(words[: length + 1]) for length in range(len(words))]
-        names = names or [None]
-        for name in names:
-            sums = totals.setdefault(name, [0, 0])
-            sums[0] += total
-            sums[1] += backward
+        for name in names or [None]:
+            sums = totals.setdefault(name, [0] * len(own))
+            for place, figure in enumerate(figures):
+                sums[place] += figure
+    schema = dict.fromkeys(("host_total_ns", "device_total_ns", "device_backward_ns"), pl.Int64)
     rows = [(name, *sums) for name, sums in totals.items()]
-    schema = {"module": pl.String, "device_total_ns": pl.Int64, "device_backward_ns": pl.Int64}
-    return pl.DataFrame(rows, schema=schema, orient="row")
+    return pl.DataFrame(rows, schema={"module": pl.String, **schema}, orient="row")

@@ -25,13 +25,17 @@ from stepscope.analysis.kernels import (
 from stepscope.analysis.links import Linked, Share, link
 from stepscope.analysis.memory import MemorySummary, memory_summary, memory_timeline
 from stepscope.analysis.ops import modules, ops
+from stepscope.analysis.phases import PHASES
 from stepscope.analysis.roofline import RooflineSummary, roofline, roofline_summary
-from stepscope.analysis.steps import PHASES, Steps, at_times
+from stepscope.analysis.steps import Steps, at_times
 from stepscope.analysis.syncs import syncs, syncs_summary
 from stepscope.errors import UsageError
 from stepscope.trace.nesting import nest
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import Trace
+
+_NUM_GAPS = 1000
+"""Gaps that are told one by one: what the host was in costs a search each."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class RankAccount:
     device_name: str | None
     base_time_ns: int
     num_events: int
+    is_cut_off: bool
+    """Whether the file ends before its list of events does. GPU events are written last: they may be missing."""
     step_source: str
     phase_source: str
     module_source: str
@@ -119,6 +125,7 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
         device_name=name,
         base_time_ns=trace.facts.base_time_ns,
         num_events=trace.num_events,
+        is_cut_off=_is_cut_off(trace),
         step_source=linked.steps.source,
         phase_source=linked.steps.phase_source,
         module_source=linked.modules.source,
@@ -135,12 +142,23 @@ def _which(steps: Steps) -> str:
     if not steps.num:
         return "nothing in the trace says where a step ends"
     numbers = steps.table["step"].to_list()
+    if len(numbers) == 1:
+        return f"the trace has step {numbers[0]} alone"
     return f"the trace has {min(numbers)} to {max(numbers)}"
 
 
 def _problem(problem: Problem) -> str:
-    events = "1 event" if problem.num == 1 else f"{problem.num:,} events"
-    return f"{events} {problem.what} (first at byte {problem.offset:,})"
+    """What is wrong with some events, as one sentence: `what` is what each of them is, or has."""
+    if problem.what == "not an event":
+        what = "1 entry that is no event" if problem.num == 1 else f"{problem.num:,} entries that are no events"
+    else:
+        what = f"{'1 event' if problem.num == 1 else f'{problem.num:,} events'} {problem.what}"
+    return f"{what} ({'at' if problem.num == 1 else 'the first at'} byte {problem.offset:,})"
+
+
+def _is_cut_off(trace: Trace) -> bool:
+    """Whether reading ended before the list of events did; the reader says so in a warning."""
+    return any("inside its list of events" in text or "reading stopped" in text for text in trace.warnings)
 
 
 def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:
@@ -177,7 +195,8 @@ def largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl
 
 
 def step_table(linked: Linked) -> pl.DataFrame:
-    """By step: `step`, `start_ns`, `duration_ns`, `gpu_busy_ns` while it lasted, `num_kernels` it launched."""
+    """By step: `step`, `start_ns`, `duration_ns`, `num_kernels` it launched, whenever they ran, and `gpu_busy_ns`:
+    how long the GPU was at work while the step lasted, whoever launched that."""
     steps: Steps = linked.steps
     counts = (
         linked.device.filter(pl.col("kind") == "kernel")
@@ -205,9 +224,10 @@ def step_table(linked: Linked) -> pl.DataFrame:
 
 
 def phase_table(linked: Linked) -> pl.DataFrame:
-    """By phase: `phase`, `host_ns` of the main thread's time, `host_share`, `device_ns`, `num_kernels`.
+    """By phase: `phase`, `host_ns` of the host's time, `host_share`, `device_ns` of what it launched, `num_kernels`.
 
-    With steps the host's time is that of the steps and adds up to it; without, it is all the host's time.
+    With steps the host's time is that of the steps and adds up to it; without, it is all the host's time. The last
+    row, `unattributed`, is GPU work of no phase (`device_phases`); with it `device_ns` adds up to the busy time.
     """
     phases = linked.steps.phases
     if linked.steps.num and not phases.is_empty():
@@ -231,51 +251,66 @@ def phase_table(linked: Linked) -> pl.DataFrame:
     )
 
 
-def longest_gaps(linked: Linked, gaps: pl.DataFrame, most: int = 10) -> pl.DataFrame:
-    """The longest idle stretches: `start_ns`, `duration_ns`, `cause` (of most of it), `step`, `host` (what the
-    launching thread was in, outermost to innermost, when most of it passed), `next_kernel`."""
-    schema = {
-        "start_ns": pl.Int64,
-        "duration_ns": pl.Int64,
-        "cause": pl.String,
-        "step": pl.Int64,
-        "host": pl.String,
-        "next_kernel": pl.String,
-    }
-    if gaps.is_empty():
-        return pl.DataFrame(schema=schema)
-    length = pl.col("end_ns") - pl.col("start_ns")
+def longest_gaps(linked: Linked, gaps: pl.DataFrame) -> pl.DataFrame:
+    """The thousand longest idle stretches, longest first: `start_ns`, `duration_ns`, `cause` (of most of it), `step`,
+    `host` (what the launching thread was in, outermost to innermost, when most of it passed), `next_kernel`."""
+    length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
     longest = (
-        gaps.with_columns(length.alias("length"))
-        .sort("length", descending=True)
+        gaps.with_columns(length)
+        .sort("duration_ns", descending=True)
         .group_by("gap", maintain_order=True)
         .agg(
-            pl.col("start_ns").min().alias("first"),
-            pl.col("end_ns").max().alias("last"),
+            pl.col("start_ns").min(),
+            pl.col("end_ns").max(),
             pl.col("cause").first().cast(pl.String),
             ((pl.col("start_ns") + pl.col("end_ns")) // 2).first().alias("middle"),
         )
-        .with_columns((pl.col("last") - pl.col("first")).alias("length"))
-        .sort("length", "first", descending=[True, False])
-        .head(most)
+        .with_columns(length)
+        .sort("duration_ns", "start_ns", descending=[True, False])
+        .head(_NUM_GAPS)
     )
-    rows = []
-    for _, first, last, cause, middle, ns in longest.iter_rows():
-        after = (
-            linked.device.filter(pl.col("start_ns") == last)
-            .sort("launch_start_ns", nulls_last=True)
-            .row(0, named=True)
-        )
-        rows.append((first, ns, cause, after["step"], _open_at(linked, after["launch"], middle), str(after["name"])))
-    return pl.DataFrame(rows, schema=schema, orient="row")
+    ending = (
+        linked.device.select("start_ns", "launch", "launch_start_ns", "step", "name")
+        .filter(pl.col("start_ns").is_in(longest["end_ns"].implode()))
+        .sort("launch_start_ns", nulls_last=True, maintain_order=True)
+        .unique("start_ns", keep="first")
+        .select(pl.col("start_ns").alias("end_ns"), "launch", "step", pl.col("name").alias("next_kernel"))
+    )
+    longest = longest.join(ending, on="end_ns", how="left", maintain_order="left")
+    return longest.select(
+        "start_ns",
+        "duration_ns",
+        "cause",
+        "step",
+        _open_at(linked.host, longest["launch"], longest["middle"]).alias("host"),
+        pl.col("next_kernel").cast(pl.String),
+    )
 
 
-def _open_at(linked: Linked, launch: int | None, time_ns: int) -> str | None:
-    """What was open on the launching thread at a moment, outermost first."""
-    if launch is None:
-        return None
-    host = linked.host
-    thread = host["thread"][launch]
-    around = host.filter(pl.col("thread") == thread, pl.col("start_ns") <= time_ns, pl.col("end_ns") > time_ns)
-    names = around.filter(pl.col("kind") != "overhead")["name"].cast(pl.String)
-    return " > ".join(names.tail(4)) if len(names) else None
+def _open_at(host: pl.DataFrame, launches: pl.Series, times_ns: pl.Series) -> pl.Series:
+    """What was open on the threads of some launches at some moments, outermost first: the innermost four names."""
+    is_overhead = host["kind"] == "overhead"
+    none = pl.Series([None], dtype=pl.UInt32)
+
+    def seen(row: pl.Series) -> pl.Series:
+        """The innermost event at or above each that is open and counts."""
+        while True:
+            passes = ((host["end_ns"].gather(row) <= times_ns) | is_overhead.gather(row)).fill_null(False)
+            if not passes.any():
+                return row
+            row = host["parent"].gather(row).zip_with(passes, row)
+
+    threads = host["thread"].gather(launches)
+    row = pl.repeat(None, len(launches), dtype=pl.UInt32, eager=True)
+    for thread in threads.unique().drop_nulls():  # a thread's events lie together, in order of time
+        first, last = (int(host["thread"].search_sorted(thread, side=side)) for side in ("left", "right"))
+        place = host["start_ns"].slice(first, last - first).search_sorted(times_ns, side="right")
+        found = (place + first).cast(pl.UInt32).zip_with(place > 0, none) - 1
+        row = found.zip_with((threads == thread).fill_null(False), row)
+    names: list[pl.Series] = []
+    for _ in range(4):
+        row = seen(row)
+        names.append(host["name"].gather(row).cast(pl.String).alias(str(len(names))))
+        row = host["parent"].gather(row)
+    joined = pl.concat_str(names[::-1], separator=" > ", ignore_nulls=True)
+    return pl.select(pl.when(names[0].is_not_null()).then(joined).alias("host"))["host"]

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 
 import polars as pl
 
-from stepscope.analysis.collectives import POINT_TO_POINT, SCHEMA, UNKNOWN, bandwidth, bus_factor
+from stepscope.analysis.collectives import POINT_TO_POINT, SCHEMA, UNKNOWN, bus_factor
 from stepscope.analysis.gpu_time import GpuTime
 from stepscope.analysis.links import Share
+from stepscope.analysis.rates import bandwidth
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank can leave before every rank has come."""

@@ -10,10 +10,10 @@ import polars as pl
 from stepscope.analysis.intervals import intersect, spans, sweep, union
 from stepscope.analysis.names import matches
 from stepscope.analysis.nesting import ancestor
+from stepscope.analysis.phases import PHASES
 
 _NO_THREAD = 2**32 - 1
 _UNTIMED = ["overhead", "other"]
-PHASES = ("data", "forward", "backward", "optimizer", "other")
 PHASE_PREFIX = "stepscope.phase/"
 """What `record/trace.py` writes before the name of a phase."""
 _STEP = r"^ProfilerStep#(\d+)$"

@@ -7,6 +7,7 @@ import polars as pl
 from stepscope.analysis.copies import direction
 from stepscope.analysis.intervals import spans, union
 from stepscope.analysis.links import Linked
+from stepscope.analysis.nesting import climb
 
 KINDS = {
     "host_wait": "The host waited for the device.",
@@ -138,14 +139,12 @@ def _copies(linked: Linked) -> pl.DataFrame:
 
 def _outermost_framework_op(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
     """The rows of ops, each moved up as long as the event above it is an op of ATen's."""
-    for _ in range(64):
-        above = host["parent"].gather(rows)
-        is_aten = host["name"].gather(above).cast(pl.String).str.starts_with("aten::")
-        goes_up = ((host["kind"].gather(above) == "op") & is_aten).fill_null(False)
-        if not goes_up.any():
-            break
-        rows = above.zip_with(goes_up, rows)
-    return rows
+
+    def is_aten(_: pl.Series, above: pl.Series) -> pl.Series:
+        starts: pl.Series = host["name"].gather(above).cast(pl.String).str.starts_with("aten::")
+        return (host["kind"].gather(above) == "op") & starts
+
+    return climb(rows, host["parent"].gather, is_aten)
 
 
 def _with_driver(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:

@@ -21,6 +21,8 @@ from stepscope.analysis.ranks import (
 )
 
 SCHEMA_VERSION = 1
+NUM_ROWS = 8
+"""Rows in lists of names, unless somebody wants more or fewer."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,13 @@ class Analysis:
         ordered = tuple(sorted(accounts, key=lambda account: account.rank))
         return cls(ordered, across_ranks(ordered) if len(ordered) > 1 else None)
 
-    def to_json(self, most: int = 10) -> dict[str, Any]:
+    @property
+    def warnings(self) -> list[str]:
+        """What was wrong with the files; of several ranks each says whose it is."""
+        is_one = len(self.ranks) == 1
+        return [text if is_one else f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.warnings]
+
+    def to_json(self, most: int = NUM_ROWS) -> dict[str, Any]:
         """One object of plain values; `most` rows in each list of names (docs/analyze.md)."""
         first = self.ranks[0]
         return {
@@ -47,7 +55,7 @@ class Analysis:
                 "ranks": [rank.rank for rank in self.ranks],
                 "events": sum(rank.num_events for rank in self.ranks),
                 "steps": max(rank.steps.height for rank in self.ranks),
-                "warnings": [f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.warnings],
+                "warnings": self.warnings,
             },
             "ranks": [_rank_json(rank, most) for rank in self.ranks],
             "across_ranks": _across_json(self.across, most) if self.across else None,
@@ -77,8 +85,10 @@ def _across_json(across: AcrossRanks, most: int) -> dict[str, Any]:
     return {
         "gpu_time": rows(across.table),
         "unmatched_collectives": across.matched.unlinked.to_json(),
+        "unmatched_reasons": rows(across.matched.unmatched),
         "clocks": rows(across.clocks.offsets),
         "stragglers": rows(across.stragglers.ranks),
+        "num_clamped": across.stragglers.num_clamped,
         "waits": rows(across.stragglers.pairs.head(most)),
         "collectives": rows(across.stragglers.calls.sort("wait_ns", descending=True).head(most)),
     }
@@ -90,6 +100,7 @@ def _rank_json(rank: RankAccount, most: int) -> dict[str, Any]:
         "file": rank.path,
         "device": rank.device_name,
         "events": rank.num_events,
+        "is_cut_off": rank.is_cut_off,
         "step_source": rank.step_source,
         "phase_source": rank.phase_source,
         "module_source": rank.module_source,

@@ -18,6 +18,8 @@ import gc
 import os
 from pathlib import Path
 
+from stepscope.cli.numbers import positive
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
@@ -25,15 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text (docs/analyze.md)")
     parser.add_argument("--step", type=int, metavar="N", help="this step alone")
     parser.add_argument("--rank", type=int, metavar="R", help="this rank alone")
-    parser.add_argument("--top", type=_positive, default=8, metavar="N", help="rows in lists of names (default 8)")
+    parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
     parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import importlib
 import sys
 from typing import NoReturn
 
+from stepscope.cli.output import tell
 from stepscope.errors import StepscopeError
 from stepscope.report.text import safe
 from stepscope.version import __version__
@@ -18,10 +19,13 @@ VERBS = {
     "card": "show the card of a recording again",
     "analyze": "where the time in a trace goes, whoever recorded it",
     "sql": "query a trace's tables",
+    "bench": "run a grid of configurations; every point ends as a row",
+    "list": "what there is to run, with knobs and parameter counts",
     "doctor": "what this machine has, and what Stepscope can measure on it",
 }
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,21 +45,26 @@ def main(argv: list[str] | None = None) -> int:
     if arguments[0] not in VERBS:
         parser.parse_args(arguments[:1])  # --help, --version, or an error with the right verbs
         return EXIT_USAGE
-    verb = importlib.import_module(f"stepscope.cli.{arguments[0]}")
-    verb_parser = _Parser(
-        prog=f"stepscope {arguments[0]}",
-        description=verb.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    verb.add_arguments(verb_parser)
     try:
+        verb = importlib.import_module(f"stepscope.cli.{arguments[0]}")
+        verb_parser = _Parser(
+            prog=f"stepscope {arguments[0]}",
+            description=verb.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        verb.add_arguments(verb_parser)
         exit_code: int = verb.main(verb_parser.parse_args(arguments[1:]))
         return exit_code
     except StepscopeError as error:
         # A message may name files, and a file may be called anything.
-        print(f"stepscope {arguments[0]}: {safe(error, 1000)}", file=sys.stderr)
+        tell(f"stepscope {arguments[0]}: {safe(error, 1000)}")
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        if arguments[0] == "run":
+            raise  # it is the script's own
+        tell(f"stepscope {arguments[0]}: interrupted")
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,12 +1,13 @@
-"""Printing a result: plain where nobody looks, JSON for machines."""
+"""Printing an answer: plain where nobody looks, JSON for machines, one line where a stream is gone."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stepscope.errors import StepscopeError
@@ -27,18 +28,41 @@ def print_result(
 
     `to_text` is told whether to use colour, and how wide the terminal is.
     """
+    if as_json:
+        write([json.dumps(to_json(), allow_nan=False), "\n"], stream)
+        return
+    colour = is_terminal(stream or sys.stdout) and not os.environ.get("NO_COLOR")
+    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    write(["\n", to_text(colour, width), "\n"], stream)
+
+
+def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
+    """Write to `stream` (standard output) what its encoding can say.
+
+    A reader who has seen enough is no error; StepscopeError when it cannot be written for another reason.
+    """
     stream = stream or sys.stdout
+    if stream is None:
+        raise StepscopeError("the answer could not be written: standard output is closed")
+    encoding = stream.encoding or "utf-8"
     try:
-        if as_json:
-            print(json.dumps(to_json(), allow_nan=False, default=str), file=stream, flush=True)
-            return
-        colour = stream.isatty() and not os.environ.get("NO_COLOR")
-        encoding = stream.encoding or "utf-8"
-        width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
-        text = to_text(colour, width).encode(encoding, errors="replace").decode(encoding)
-        print(f"\n{text}", file=stream, flush=True)
-    except BrokenPipeError:
-        # The reader has seen enough. Python would complain once more when it flushes at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for part in parts:
+            stream.write(part.encode(encoding, errors="replace").decode(encoding))
+        stream.flush()
     except OSError as error:
-        raise StepscopeError(f"the result could not be written: {error.strerror}") from None
+        # Python would complain once more when it flushes at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise StepscopeError(f"the answer could not be written: {error.strerror}") from None
+
+
+def tell(line: str) -> None:
+    """A line on standard error, where there is one."""
+    if sys.stderr is not None:  # else print would take standard output
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody looks at it; nobody does at a stream that was closed before Python began."""
+    return stream is not None and stream.isatty()

@@ -6,6 +6,8 @@ import sys
 import time
 from types import TracebackType
 
+from stepscope.cli.output import is_terminal
+
 _SILENT_S = 1.0
 _EVERY_S = 0.1
 _WIDTH = 24
@@ -16,7 +18,7 @@ class Progress:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._is_shown = sys.stderr.isatty()
+        self._is_shown = is_terminal(sys.stderr)
         self._start = self._last = time.monotonic()
         self._has_drawn = False
 
@@ -26,6 +28,10 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
     ) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Take the line away, so that another can be printed in its place."""
         if self._has_drawn:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

@@ -1,12 +1,13 @@
 """Query a trace's tables.
 
-PATH is a trace, a folder of ranks or a recording. In a folder with several traces every
-table also has the columns `rank` and `file`. docs/tables.md describes the tables.
+PATH is a trace, a folder of ranks or a recording. Every table also has the columns `rank` and `file`: with several
+traces, join on `file` too. docs/tables.md describes the tables.
 
 examples:
   stepscope sql --tables
   stepscope sql trace.json.gz "select kind, count(*) as num from host group by kind"
   stepscope sql runs/ddp "select rank, sum(duration_ns) / 1e6 as ms from device group by rank"
+  stepscope sql runs/ddp --rank 3 "select name, bytes from device where kind = 'memcpy'"
   stepscope sql trace.json.gz "select * from device where name like '%gemm%'" --csv > gemms.csv
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import re
 import shutil
 import sys
@@ -23,7 +23,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
+from stepscope.cli.numbers import positive
+from stepscope.cli.output import is_terminal, tell, write
+from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.report.text import plural, safe, significant
 
 if TYPE_CHECKING:
@@ -53,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="all rows as a JSON list of objects")
     form.add_argument("--csv", action="store_true", help="all rows as CSV")
     parser.add_argument("--tables", action=_ListTables, help="list the tables and their columns, and nothing else")
+    parser.add_argument("--rank", type=int, metavar="R", help="read this rank alone")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help=f"at most N rows (default: {ROWS_SHOWN} as a table, else all)"
+        "--limit", type=positive, metavar="N", help=f"at most N rows (default: {ROWS_SHOWN} as a table, else all)"
     )
     parser.add_argument("--no-cache", action="store_true", help="read the trace itself, and keep nothing of it")
 
@@ -67,20 +70,22 @@ class _ListTables(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         _need_libraries()
-        parser.exit(_write(_list_of_tables()))
+        write(_list_of_tables())
+        parser.exit()
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.limit is not None and arguments.limit < 1:
-        raise UsageError(f"--limit is {arguments.limit}: it must be positive")
     _need_libraries()
     refuse_what_is_no_query(arguments.query)
-    answer = run_query(tables_at(arguments.path, not arguments.no_cache), arguments.query)
+    tables = tables_at(arguments.path, not arguments.no_cache, arguments.rank)
+    answer = run_query(tables, arguments.query)
     limit = arguments.limit or (answer.height if arguments.json or arguments.csv else ROWS_SHOWN)
     shown = answer.head(limit)
     if arguments.json:
-        return _write(_as_json(shown))
-    return _write(_as_csv(shown) if arguments.csv else _as_table(shown, answer.height))
+        write(_as_json(shown))
+    else:
+        write(_as_csv(shown) if arguments.csv else _as_table(shown, answer.height))
+    return 0
 
 
 def _need_libraries() -> None:
@@ -99,36 +104,29 @@ def refuse_what_is_no_query(query: str) -> None:
         raise UsageError(f"{safe(function[1])}() is refused: a query sees the trace's tables and no other file")
 
 
-def tables_at(path: Path, use_cache: bool) -> dict[str, pl.LazyFrame]:
-    """The tables of the trace, or of all traces, at `path`; names and kinds as plain text, which SQL expects."""
+def tables_at(path: Path, use_cache: bool, rank: int | None = None) -> dict[str, pl.LazyFrame]:
+    """The tables of all traces at `path`, or of one rank's; names and kinds as plain text, which SQL expects."""
     import polars as pl
     import polars.selectors as cs
 
     from stepscope.cli.progress import Progress
-    from stepscope.trace.cache import open_trace
     from stepscope.trace.find import find_traces
     from stepscope.trace.schema import TABLES
+    from stepscope.trace.several import open_ranks
 
-    files = find_traces([path])
-    traces: list[Trace] = []
     with Progress("reading") as progress:
-        for file in files:
-            traces.append(
-                open_trace(
-                    file.path,
-                    use_cache=use_cache,
-                    progress=lambda share: progress((len(traces) + share) / len(files)),
-                )
-            )
+        traces = list(open_ranks(find_traces([path]), rank, use_cache, progress))
     parts: dict[str, list[pl.LazyFrame]] = {table.name: [] for table in TABLES}
-    for file, trace in zip(files, traces):
-        _warn(trace)
-        rank = file.rank if trace.facts.rank is None else trace.facts.rank
-        named = [pl.lit(rank, pl.Int64).alias("rank"), pl.lit(str(file.path)).alias("file")]
+    for opened in traces:
+        _warn(opened.trace)
+        whose = [
+            pl.lit(opened.rank if opened.is_known else None, pl.Int64).alias("rank"),
+            pl.lit(str(opened.path)).alias("file"),
+        ]
         for table in TABLES:
             # Lazily: a column that the query does not name costs nothing.
-            part = getattr(trace, table.name).lazy().with_columns((cs.categorical() | cs.enum()).cast(pl.String))
-            parts[table.name].append(part.select(*named, pl.all()) if len(files) > 1 else part)
+            part = getattr(opened.trace, table.name).lazy()
+            parts[table.name].append(part.with_columns((cs.categorical() | cs.enum()).cast(pl.String), *whose))
     return {name: pl.concat(frames) for name, frames in parts.items()}
 
 
@@ -160,7 +158,7 @@ def _warn(trace: Trace) -> None:
         first = trace.problems[0]
         warnings.append(f"{plural(trace.num_problems, 'problem')}, the first at byte {first.offset:,}: {first.what}")
     for warning in warnings:
-        print(f"stepscope sql: {safe(trace.path.name)}: {safe(warning, _LONGEST_ERROR)}", file=sys.stderr)
+        tell(f"stepscope sql: {safe(trace.path.name)}: {safe(warning, _LONGEST_ERROR)}")
 
 
 def _list_of_tables() -> Iterator[str]:
@@ -172,7 +170,7 @@ def _list_of_tables() -> Iterator[str]:
         for column in table.columns:
             yield f"  {column.name:<{width}}  {type_in_words(column.dtype):<7}  {column.doc}\n"
         yield "\n"
-    yield "With several traces every table also has `rank` and `file`.\n"
+    yield "Every table also has `rank` and `file`: with several traces, join on `file` too.\n"
 
 
 def _as_json(frame: pl.DataFrame) -> Iterator[str]:
@@ -188,7 +186,7 @@ def _as_json(frame: pl.DataFrame) -> Iterator[str]:
 def _as_csv(frame: pl.DataFrame) -> Iterator[str]:
     import polars as pl
 
-    is_for_eyes = sys.stdout.isatty()
+    is_for_eyes = is_terminal(sys.stdout)
     try:
         yield from (
             _clean(text) if is_for_eyes else text
@@ -210,7 +208,7 @@ def _as_table(frame: pl.DataFrame, num_rows: int) -> Iterator[str]:
     is_number = [dtype.is_numeric() for dtype in frame.dtypes]
     rows = [[_cell(value) for value in row] for row in [frame.columns, *frame.iter_rows()]]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    if sys.stdout.isatty():
+    if is_terminal(sys.stdout):
         widths = fit(widths, is_number, shutil.get_terminal_size((100, 24)).columns)
     for row in rows:
         cells = (
@@ -242,18 +240,3 @@ def fit(widths: Sequence[int], is_number: Sequence[bool], width: int) -> list[in
     while longest > _LEAST_TEXT and sum(min(w, longest) for w in texts) > room:
         longest -= 1
     return [w if number else min(w, longest) for w, number in zip(widths, is_number)]
-
-
-def _write(parts: Iterator[str]) -> int:
-    """Write to standard output; the exit code."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        for part in parts:
-            sys.stdout.write(part.encode(encoding, errors="replace").decode(encoding))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has seen enough. Python would complain once more when it flushes at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        raise StepscopeError(f"the answer could not be written: {error.strerror}") from None
-    return 0

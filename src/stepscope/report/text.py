@@ -18,7 +18,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def milliseconds(ns: float, noise_ns: float = 0.0) -> str:
-    """Milliseconds with no more digits than the noise allows.
+    """Milliseconds, whatever their number, with no more digits than the noise allows: for figures to be compared.
 
     >>> milliseconds(57_631_400, noise_ns=900_000), milliseconds(57_631_400)
     ('57.6 ms', '57.63 ms')
@@ -29,13 +29,20 @@ def milliseconds(ns: float, noise_ns: float = 0.0) -> str:
     return f"{significant(ns / 1e6, digits)} ms"
 
 
-def microseconds(ns: float) -> str:
-    """Microseconds, or milliseconds from ten of them on.
+def duration(ns: float, digits: int = 4) -> str:
+    """A time in the unit in which it is a number of one to three places before the point.
 
-    >>> microseconds(7_340), microseconds(18_760_880)
-    ('7.34 µs', '18.76 ms')
+    >>> duration(760), duration(52_910), duration(18_760_880), duration(13_340_000_000)
+    ('760 ns', '52.91 µs', '18.76 ms', '13.34 s')
     """
-    return f"{significant(ns / 1e3)} µs" if ns < 1e7 else milliseconds(ns)
+    ns = float(f"{round(ns):.{digits}g}")  # what rounds up to a thousand of a unit is one of the next
+    if abs(ns) < 1000:
+        return f"{ns:.0f} ns" if ns else "0 ms"
+    for nanoseconds, unit in ((1e3, "µs"), (1e6, "ms")):
+        text = significant(ns / nanoseconds, digits)
+        if "," not in text:
+            return f"{text} {unit}"
+    return f"{significant(ns / 1e9, digits)} s"
 
 
 def percent(share: float) -> str:
@@ -70,6 +77,16 @@ def count(value: float) -> str:
         if abs(value) >= limit:
             return f"{significant(value / (1e3 if unit == 'k' else limit))} {unit}"
     return f"{value:,.0f}"
+
+
+def average(value: float) -> str:
+    """A mean of counts: whole where it is, else with one decimal.
+
+    >>> average(7.0), average(25.2), average(1053.04)
+    ('7', '25.2', '1,053')
+    """
+    text = f"{value:,.1f}"
+    return text.removesuffix(".0")
 
 
 def plural(number: int, noun: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import polars as pl
 
 from stepscope.analysis.rank import RankAccount
-from stepscope.analysis.traces import Analysis
-from stepscope.report.text import microseconds, milliseconds, percent, plural, safe, significant, size
+from stepscope.analysis.traces import AcrossRanks, Analysis
+from stepscope.report.text import average, duration, percent, plural, safe, size
 
 _COLUMN = 13
 
@@ -30,24 +30,33 @@ def fact_lines(analysis: Analysis) -> list[str]:
 
 
 def _waits(analysis: Analysis) -> Iterator[tuple[str, str]]:
-    if analysis.across is None or analysis.across.stragglers.ranks.is_empty():
+    if analysis.across is None:
         return
     ranks, calls = analysis.across.stragglers.ranks, analysis.across.stragglers.calls
-    waiting, moving = int(ranks["wait_ns"].sum()), int(ranks["transfer_ns"].sum())
-    worst = ranks.sort("caused_wait_ns", "rank", descending=[True, False]).row(0, named=True)
-    share = percent(waiting / max(1, waiting + moving))
-    yield (
-        "waiting",
-        (
-            f"{share} of collective time is waiting for the last rank; rank {worst['rank']} is last in "
-            f"{worst['num_last']} of {calls.height}"
-        ),
-    )
-    widest = max((ns for ns in analysis.across.clocks.offsets["uncertainty_ns"] if ns is not None), default=0)
-    yield "clocks", f"aligned on collectives to ±{microseconds(widest)}"
+    if calls.height:
+        waiting, moving = int(ranks["wait_ns"].sum()), int(ranks["transfer_ns"].sum())
+        worst = ranks.sort("caused_wait_ns", "rank", descending=[True, False]).row(0, named=True)
+        share = percent(waiting / max(1, waiting + moving))
+        yield (
+            "waiting",
+            f"{share} of the time in matched collectives is waiting for the last rank; rank {worst['rank']} is last "
+            f"in {worst['num_last']} of {calls.height}",
+        )
+    yield "clocks", _clocks(analysis.across)
     lost = analysis.across.matched.unlinked
     if lost.num:
         yield "not matched", f"{percent(lost.share)} of collectives across ranks"
+
+
+def _clocks(across: AcrossRanks) -> str:
+    offsets = across.clocks.offsets
+    tied = offsets.filter(pl.col("rank") != pl.col("reference"))
+    if tied.is_empty():
+        return "not aligned: no collective is in the traces of two ranks"
+    widest = duration(int(tied["uncertainty_ns"].max()), 3)  # type: ignore[arg-type]
+    others = offsets.filter(pl.col("reference") != offsets["reference"].min())["rank"].to_list()
+    apart = f"; not with these: rank {', '.join(map(str, others))}" if others else ""
+    return f"aligned on collectives to ±{widest}{apart}"
 
 
 def _launches(account: RankAccount) -> Iterator[tuple[str, str]]:
@@ -55,23 +64,30 @@ def _launches(account: RankAccount) -> Iterator[tuple[str, str]]:
     if not found["num_kernels"]:
         return
     per_step = found["num_kernel_launches_per_step"]
-    text = f"{found['num_kernels']:,} kernels" if per_step is None else f"{significant(per_step, 4)} kernels a step"
+    if per_step is None:
+        text = plural(int(found["num_kernels"]), "kernel")
+    else:
+        text = f"{average(per_step)} kernel{'' if per_step == 1 else 's'} a step"
+    if found["num_unlaunched_kernels"]:
+        more = "of them" if per_step is None else "more"
+        text += f", {found['num_unlaunched_kernels']:,} {more} without a launch in the trace"
     if found["num_graph_kernels"]:
         replays = plural(int(found["num_graph_launches"] or 0), "graph replay")
         text += f", {found['num_graph_kernels']:,} of all by {replays}"
     if found["latency_p50_ns"] is not None:
-        median, slow = microseconds(found["latency_p50_ns"]), microseconds(found["latency_p99_ns"] or 0)
+        median, slow = duration(found["latency_p50_ns"], 3), duration(found["latency_p99_ns"] or 0, 3)
         text += f"; launch to start {median} (p99 {slow})"
         text += f"; queue empty at {percent(found['starved_share'] or 0.0)} of launches"
     yield "launches", text
 
 
 def _copies(account: RankAccount) -> Iterator[tuple[str, str]]:
-    busy = account.gpu_time.busy_ns
+    # As in the table of kernels: of the sum of all durations.
+    work = int(account.kernel_classes["total_ns"].sum())
     copies = account.copies.group_by("what").agg(pl.col("total_ns").sum()).sort("total_ns", descending=True)
-    if copies.height and busy:
-        shares = [f"{str(what).replace('_', ' ')} {percent(ns / busy)}" for what, ns in copies.head(4).iter_rows()]
-        yield "copies", f"{percent(int(copies['total_ns'].sum()) / busy)} of GPU work: {', '.join(shares)}"
+    if copies.height and work:
+        shares = [f"{str(what).replace('_', ' ')} {percent(ns / work)}" for what, ns in copies.head(4).iter_rows()]
+        yield "copies", f"{percent(int(copies['total_ns'].sum()) / work)} of GPU work: {', '.join(shares)}"
 
 
 def _limits(account: RankAccount) -> Iterator[tuple[str, str]]:
@@ -81,15 +97,27 @@ def _limits(account: RankAccount) -> Iterator[tuple[str, str]]:
     parts = {"compute": found.compute_ns, "memory": found.memory_ns, "neither": found.neither_ns}
     shares = [f"{name} {percent(ns / max(1, found.total_ns))}" for name, ns in parts.items()]
     unknown = percent(found.unknown_ns / max(1, found.total_ns))
-    yield "limited by", f"{', '.join(shares)}, not known {unknown}; at {percent(found.limit_share)} of the limit"
+    yield (
+        "limited by",
+        f"{', '.join(shares)}, not known {unknown}, of {duration(found.total_ns)}: GPU work without communication "
+        f"and copies to and from the host; what is known runs at {percent(found.limit_share)} of its limit",
+    )
 
 
 def _syncs(account: RankAccount) -> Iterator[tuple[str, str]]:
-    for row in account.syncs.head(1).iter_rows(named=True):
-        where = f" in {row['op']}" if row["op"] else ""
-        num = plural(int(account.syncs["num_calls"].sum()), "wait")
-        cost = milliseconds(int(account.syncs["idle_after_ns"].sum()))
-        yield "syncs", f"{num} for the GPU, {cost} of it idle after them; most after {row['call']}{where}"
+    waits = account.syncs.filter(pl.col("kind") == "host_wait")
+    if waits.is_empty():
+        return
+    most = waits.row(0, named=True)
+    idle = int(waits["idle_after_ns"].sum())
+    text = f"{plural(int(waits['num_calls'].sum()), 'wait')} of the host for the GPU"
+    if idle:
+        where = f" in {most['op']}" if most["op"] else ""
+        text += (
+            f"; with nothing queued after them the GPU then stood idle for {duration(idle)}, whatever the host did "
+            f"by then; longest after {most['call']}{where}"
+        )
+    yield "syncs", text
 
 
 def _memory(account: RankAccount) -> Iterator[tuple[str, str]]:
@@ -109,6 +137,5 @@ def _unlinked(account: RankAccount) -> Iterator[tuple[str, str]]:
 
 
 def _warnings(analysis: Analysis) -> Iterator[tuple[str, str]]:
-    for rank in analysis.ranks:
-        for text in rank.warnings:
-            yield "warning", (f"rank {rank.rank}: " if len(analysis.ranks) > 1 else "") + text
+    for text in analysis.warnings:
+        yield "warning", text

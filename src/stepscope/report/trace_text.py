@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stepscope.analysis.ops import module_groups
+from stepscope.analysis.phases import UNATTRIBUTED
 from stepscope.analysis.rank import RankAccount
 from stepscope.analysis.traces import Analysis
 from stepscope.report.kernel_names import short_name
-from stepscope.report.text import microseconds, milliseconds, percent, plural, safe, significant
+from stepscope.report.text import average, duration, percent, plural, safe
 from stepscope.report.trace_facts import fact_lines
+from stepscope.report.trace_tables import Column, kernel_titles, shortened, table_lines
 from stepscope.report.trace_verdict import trace_verdict
 
 BAR_WIDTH = 20
@@ -26,6 +29,12 @@ _STEP_SOURCES = {
     "optimizer": "each ends with an optimizer step",
     "backward": "each ends with a backward",
 }
+_PHASE_SOURCES = {
+    "labels": "phases as Stepscope labelled them",
+    "annotations": "phases from the labels in the trace, the rest found from autograd",
+    "autograd": "phases found from autograd's ops",
+}
+_GLUE = "\N{NO-BREAK SPACE}"
 _MODULE_SOURCES = {"ranges": "from Stepscope's labels", "stacks": "from the Python stacks in the trace"}
 
 
@@ -34,165 +43,199 @@ def analysis_text(analysis: Analysis, most: int, width: int = 100) -> str:
     first = analysis.ranks[0]
     lines = [*_head(analysis), "", *_wrapped(trace_verdict(first), width), ""]
     if first.gpu_time.window_ns:
-        lines += [*_gpu(first), "", *_idle(first), *_gaps(first, width)]
-    lines += [*_phases(first), ""]
+        lines += [*_gpu(first, width), "", *_idle(first, width), *_gaps(first, width)]
+    lines += [*_phases(first, width), ""]
     if first.gpu_time.window_ns:
         lines += [*_kernels(first, most, width), "", *_classes(first, width), ""]
-    lines += [*_modules(first, most, width), *_ranks(analysis)]
-    lines += [*fact_lines(analysis)]
-    return "\n".join(line for long in lines for line in _fitted(long.rstrip(), width))
+    modules = _ops if first.module_source == "none" else _modules
+    lines += [*modules(first, most, width), "", *_ranks(analysis, width), *fact_lines(analysis)]
+    return "\n".join(line for long in lines for line in _fitted(long.rstrip(), width)).rstrip("\n")
 
 
 def _head(analysis: Analysis) -> Iterator[str]:
     first = analysis.ranks[0]
     names = Path(first.path).name if len(analysis.ranks) == 1 else f"{len(analysis.ranks)} ranks"
-    events = sum(rank.num_events for rank in analysis.ranks)
-    yield f"{safe(names)}   {safe(first.device_name or 'no GPU')}   {events:,} events"
-    if first.steps.height:
-        total = int(first.steps["duration_ns"].sum())
-        yield (
-            f"{plural(first.steps.height, 'step')} of {milliseconds(total / first.steps.height)} on average, "
-            f"{_STEP_SOURCES[first.step_source]}; traced steps are slower than clean ones"
-        )
+    events = plural(sum(rank.num_events for rank in analysis.ranks), "event")
+    no_name = "GPU not named" if first.gpu_time.window_ns else "no GPU"
+    yield f"{safe(names)}   {safe(first.device_name or no_name)}   {events}"
+    whose = f"rank {first.rank}: " if len(analysis.ranks) > 1 else ""
+    if num := first.steps.height:
+        mean = duration(int(first.steps["duration_ns"].sum()) / num)
+        how = _STEP_SOURCES[first.step_source]
+        many = f" on average, {how}" if num > 1 else f", {how.replace('each', 'it')}"
+        yield f"{whose}{plural(num, 'step')} of {mean}{many}; traced steps are slower than clean ones"
     else:
-        yield "no steps found: nothing in the trace says where one ends"
-    if len(analysis.ranks) > 1:
+        yield f"{whose}no steps found: nothing in the trace says where one ends"
+    if whose:
         yield f"below: rank {first.rank}; --rank chooses another"
 
 
-def _gpu(account: RankAccount) -> Iterator[str]:
+def _gpu(account: RankAccount, width: int) -> Iterator[str]:
     time = account.gpu_time
-    yield f"where the GPU's time goes ({milliseconds(time.window_ns)} from its first event to its last)"
+    yield f"where the GPU's time goes (of {duration(time.window_ns)}, from its first event to its last)"
     for title, name in _SPLIT:
         ns = getattr(time, name)
         if ns or title in ("compute", "idle"):
-            yield _bar_line(title, ns, ns / time.window_ns)
+            yield _bar_line(title, ns, ns / time.window_ns, width)
     if time.communication_ns:
         hidden = time.overlapped_communication_ns / time.communication_ns
-        whole = milliseconds(time.communication_ns)
+        whole = duration(time.communication_ns)
         yield f"  {'':<16}{percent(hidden)} of {whole} communication hides behind compute"
     for index, other in account.gpu_time_by_device.items():
         busy = other.busy_ns / max(1, other.window_ns)
-        yield f"  {f'device {index}':<16}{milliseconds(other.window_ns):>11}   busy {percent(busy)}"
+        yield f"  {f'device {index}':<16}{duration(other.window_ns):>11}   busy {percent(busy)}"
 
 
-def _idle(account: RankAccount) -> Iterator[str]:
+def _idle(account: RankAccount, width: int) -> Iterator[str]:
     if not account.gpu_time.idle_ns:
         return
-    yield f"why it was idle ({milliseconds(account.gpu_time.idle_ns)})"
+    yield f"why it was idle (of {duration(account.gpu_time.idle_ns)})"
     table = account.idle_causes.filter(account.idle_causes["total_ns"] > 0).sort("total_ns", descending=True)
     for row in table.iter_rows(named=True):
-        yield f"{_bar_line(row['cause'], row['total_ns'], row['share'])}{'':<2}{plural(row['num_gaps'], 'gap')}"
+        yield f"{_bar_line(row['cause'], row['total_ns'], row['share'], width)}  {plural(row['num_gaps'], 'gap')}"
 
 
 def _gaps(account: RankAccount, width: int) -> Iterator[str]:
     for row in account.longest_gaps.head(1).iter_rows(named=True):
-        inside = f" in {safe(row['host'])}" if row["host"] else ""
-        text = (
-            f"longest {milliseconds(row['duration_ns'])}{inside}, before {short_name(safe(row['next_kernel']), 40)}"
-        )
-        yield f"  {'':<16}{_cut(text, width - 18)}"
+        before = f", before {shortened(short_name(safe(row['next_kernel'] or '?', 1000), 1000), 24)}"
+        text = f"longest {duration(row['duration_ns'])}"
+        room = max(8, width - 22 - len(text) - len(before))
+        inside = f" in {shortened(safe(row['host'], 1000), room, 0.25)}" if row["host"] else ""
+        yield f"  {'':<16}{shortened(text + inside + before, width - 18, 1.0)}"
         yield ""
 
 
-def _phases(account: RankAccount) -> Iterator[str]:
-    steps = max(1, account.steps.height)
-    per = "a step" if account.steps.height else "in all"
-    title = f"where {'a step' if account.steps.height else 'the time'} goes"
-    yield f"{title:<18}{'host':>15}{'':>9}   {'GPU work':>18}   kernels {per}"
-    for row in account.phases.iter_rows(named=True):
-        host, gpu = milliseconds(row["host_ns"] / steps), milliseconds(row["device_ns"] / steps)
-        yield (
-            f"  {row['phase']:<16}{host:>15}{percent(row['host_share']):>9}   {gpu:>18}   "
-            f"{significant(row['num_kernels'] / steps, 4):>7}"
-        )
-    how = {
-        "labels": "phases as Stepscope labelled them",
-        "annotations": "phases from the labels in the trace, the rest found from autograd",
-        "autograd": "phases found from autograd's ops",
-    }
-    yield f"  {how[account.phase_source]}; GPU work belongs to the phase that launched it"
+def _phases(account: RankAccount, width: int) -> Iterator[str]:
+    num_steps = account.steps.height
+    steps, has_gpu = max(1, num_steps), bool(account.gpu_time.window_ns)
+    rows = [row for row in account.phases.iter_rows(named=True) if row["phase"] != UNATTRIBUTED]
+    columns = [
+        Column("host", [duration(row["host_ns"] / steps) for row in rows]),
+        Column("of step" if num_steps else "of host", [percent(row["host_share"]) for row in rows], rank=1),
+    ]
+    if has_gpu:
+        columns += [
+            Column("GPU work", [duration(row["device_ns"] / steps) for row in rows]),
+            Column("kernels", [average(row["num_kernels"] / steps) for row in rows]),
+        ]
+    title = "where a step goes" if num_steps else "where the time goes"
+    yield from table_lines(title, [row["phase"] for row in rows], columns, width)
+    whose = "; GPU work belongs to the phase that launched it" if has_gpu else ""
+    yield f"  {_PHASE_SOURCES[account.phase_source]}{whose}"
+    yield from _unattributed(account)
 
 
-def _kernels(account: RankAccount, most: int, width: int) -> Iterator[str]:
-    room = max(12, width - 54)
-    yield f"{'kernels':<{room + 2}} {'calls':>8} {'mean':>10} {'p99':>10} {'total':>11} {'share':>7}"
-    for row in account.top_kernels.head(most).iter_rows(named=True):
-        name = short_name(safe(row["name"], 1000), room)
-        mean, slow = microseconds(row["mean_ns"]), microseconds(row["p99_ns"])
-        total, share = milliseconds(row["total_ns"]), percent(row["share"])
-        yield f"  {name:<{room}} {row['num_calls']:>8,} {mean:>10} {slow:>10} {total:>11} {share:>7}"
+def _unattributed(account: RankAccount) -> Iterator[str]:
+    """GPU work of no phase, which is not in the figures of a step."""
+    row = account.phases.filter(account.phases["phase"] == UNATTRIBUTED).row(0, named=True)
+    if not row["device_ns"] and not row["num_kernels"]:
+        return
+    num_unlaunched = min(row["num_kernels"], int(account.launches["num_unlaunched_kernels"] or 0))
+    reasons = []
+    if num_unlaunched:
+        reasons.append(f"{num_unlaunched:,} without a launch in the trace")
+    if row["num_kernels"] > num_unlaunched:
+        reasons.append(f"{row['num_kernels'] - num_unlaunched:,} launched outside the steps")
+    why = f": {', '.join(reasons)}" if reasons else ""
+    kernels = plural(row["num_kernels"], "kernel")
+    yield f"  in none of these: {kernels}{why}; {duration(row['device_ns'])} of GPU work in all"
+
+
+def _kernels(account: RankAccount, most: int, width: int) -> list[str]:
+    rows = account.top_kernels.head(most).to_dicts()
+    columns = [
+        Column("calls", [f"{row['num_calls']:,}" for row in rows], rank=1),
+        Column("mean", [duration(row["mean_ns"], 3) for row in rows], rank=2),
+        Column("p99", [duration(row["p99_ns"], 3) for row in rows], rank=3),
+        Column("total", [duration(row["total_ns"]) for row in rows]),
+        Column("of GPU work", [percent(row["share"]) for row in rows]),
+    ]
+    return table_lines("kernels", kernel_titles([row["name"] or "" for row in rows]), columns, width, head=1.0)
 
 
 def _classes(account: RankAccount, width: int) -> Iterator[str]:
-    shown = [
-        f"{row['class']} {percent(row['share'])}"
-        for row in account.kernel_classes.iter_rows(named=True)
-        if row["share"] >= 0.001
-    ]
-    unknown = next((r["share"] for r in account.kernel_classes.iter_rows(named=True) if r["class"] == "other"), 0.0)
-    yield "kernel time by class"
-    yield from ("  " + line for line in _wrapped("   ".join(shown), width - 2, "   "))
-    yield f"  unclassified {percent(unknown)}"
+    shares = {row["class"]: row["share"] for row in account.kernel_classes.iter_rows(named=True)}
+    unknown = shares.pop("other", 0.0)
+    shown = [f"{name} {percent(share)}" for name, share in shares.items() if share >= 0.001]
+    yield f"GPU work by class (of {duration(_work_ns(account))}, the sum of all durations)"
+    text = "   ".join([*shown, f"unclassified {percent(unknown)}"])
+    yield from ("  " + line for line in _wrapped(text, width - 2, "   "))
+
+
+def _work_ns(account: RankAccount) -> int:
+    return int(account.kernel_classes["total_ns"].sum())
 
 
 def _modules(account: RankAccount, most: int, width: int) -> Iterator[str]:
-    if account.module_source == "none":
-        yield from _ops(account, most, width)
-        return
-    room = max(12, width - 54)
-    title = f"modules, {_MODULE_SOURCES[account.module_source]}"
-    yield f"{title:<{room + 2}} {'forward':>13} {'backward':>13} {'total':>13} {'share':>7}"
-    whole = max(1, int(account.modules["device_self_ns"].sum()))
-    for row in module_groups(account.modules).head(most).iter_rows(named=True):
-        times = f"{plural(row['num_modules'], 'module')} " if row["num_modules"] > 1 else ""
-        name = _cut(safe(row["module"] or "outside every module"), room - len(times) - 1)
-        forward, backward = milliseconds(row["device_forward_ns"]), milliseconds(row["device_backward_ns"])
-        total, share = milliseconds(row["device_total_ns"]), percent(row["device_total_ns"] / whole)
-        yield f"  {name:<{room - len(times)}}{times} {forward:>13} {backward:>13} {total:>13} {share:>7}"
-    yield "  GPU work with all modules inside; * stands for every number"
-    yield ""
+    groups = module_groups(account.modules)
+    has_gpu = bool(account.gpu_time.window_ns)
+    if not has_gpu:
+        groups = groups.filter(groups["module"].is_not_null())
+    rows = groups.head(most).to_dicts()
+    device, host = "device_total_ns", "host_total_ns"
+    whole = max(1, int(account.modules["device_self_ns" if has_gpu else "host_self_ns"].sum()))
+    modules = Column("modules", [f"{row['num_modules']:,}" for row in rows], rank=3)
+    if has_gpu:
+        columns = [
+            modules,
+            Column("forward", [duration(row["device_forward_ns"]) for row in rows], rank=1),
+            Column("backward", [duration(row["device_backward_ns"]) for row in rows], rank=2),
+            Column("total", [duration(row[device]) for row in rows]),
+            Column("of GPU work", [percent(row[device] / whole) for row in rows]),
+        ]
+    else:
+        columns = [
+            modules,
+            Column("host, own", [duration(row["host_self_ns"]) for row in rows], rank=1),
+            Column("host, total", [duration(row[host]) for row in rows]),
+            Column("of modules' time", [percent(row[host] / whole) for row in rows]),
+        ]
+    names = [safe(row["module"] or "outside every module", 1000) for row in rows]
+    yield from table_lines(f"modules, {_MODULE_SOURCES[account.module_source]}", names, columns, width)
+    what = "GPU work" if has_gpu else "totals"
+    yield f"  {what} with all modules inside; * stands for every number"
 
 
-def _ops(account: RankAccount, most: int, width: int) -> Iterator[str]:
+def _ops(account: RankAccount, most: int, width: int) -> list[str]:
     """What stands for modules in a trace that does not name them."""
-    room = max(12, width - 54)
-    title = "ops (the trace names no modules)"
-    yield f"{title:<{room + 2}} {'calls':>8} {'host, own':>13} {'GPU, own':>13} {'share':>7}"
-    named = account.ops.filter(account.ops["op"].is_not_null())
-    column = "device_self_ns" if account.gpu_time.window_ns else "host_self_ns"
+    rows = account.ops.filter(account.ops["op"].is_not_null()).head(most).to_dicts()
+    has_gpu = bool(account.gpu_time.window_ns)
+    column, of = ("device_self_ns", "GPU work") if has_gpu else ("host_self_ns", "ops' time")
     whole = max(1, int(account.ops[column].sum()))
-    for row in named.head(most).iter_rows(named=True):
-        host, gpu = milliseconds(row["host_self_ns"]), milliseconds(row["device_self_ns"])
-        share = percent(row[column] / whole)
-        yield f"  {_cut(safe(row['op']), room):<{room}} {row['num_calls']:>8,} {host:>13} {gpu:>13} {share:>7}"
-    yield ""
+    columns = [
+        Column("calls", [f"{row['num_calls']:,}" for row in rows], rank=2),
+        Column("host, own", [duration(row["host_self_ns"]) for row in rows], rank=1 if has_gpu else 0),
+    ]
+    if has_gpu:
+        columns.append(Column("GPU, own", [duration(row["device_self_ns"]) for row in rows]))
+    columns.append(Column(f"of {of}", [percent(row[column] / whole) for row in rows]))
+    return table_lines("ops (the trace names no modules)", [safe(row["op"], 1000) for row in rows], columns, width)
 
 
-def _ranks(analysis: Analysis) -> Iterator[str]:
+def _ranks(analysis: Analysis, width: int) -> list[str]:
     if len(analysis.ranks) < 2:
-        return
-    titles = f"{'busy':>8} {'compute':>9} {'exposed comm.':>14} {'hidden comm.':>13} {'idle':>8}"
-    yield f"{'ranks':<8}{'window':>12} {titles}"
-    for rank in analysis.ranks:
-        time = rank.gpu_time
-        window = max(1, time.window_ns)
-        hidden = percent(time.overlapped_communication_ns / time.communication_ns) if time.communication_ns else "–"
-        yield (
-            f"  {rank.rank:<6}{milliseconds(time.window_ns):>12} {percent(time.busy_ns / window):>8} "
-            f"{percent(time.compute_ns / window):>9} {percent(time.exposed_communication_ns / window):>14} "
-            f"{hidden:>13} {percent(time.idle_ns / window):>8}"
-        )
-    yield ""
+        return []
+    times = [rank.gpu_time for rank in analysis.ranks]
+
+    def shares(name: str, of: str = "window_ns") -> list[str]:
+        return [percent(getattr(time, name) / getattr(time, of)) if getattr(time, of) else "–" for time in times]
+
+    columns = [
+        Column("window", [duration(time.window_ns) for time in times]),
+        Column("busy", shares("busy_ns"), rank=2),
+        Column("compute", shares("compute_ns"), rank=1),
+        Column("exposed comm.", shares("exposed_communication_ns")),
+        Column("hidden comm.", shares("overlapped_communication_ns", "communication_ns"), rank=3),
+        Column("idle", shares("idle_ns")),
+    ]
+    names = [str(rank.rank) for rank in analysis.ranks]
+    notes = ["  of the window; hidden comm. is of communication"] if any(c.communication_ns for c in times) else []
+    return [*table_lines("ranks", names, columns, width), *notes, ""]
 
 
-def _bar_line(title: str, ns: int, share: float) -> str:
-    bar = "█" * round(BAR_WIDTH * share)
-    return f"  {title:<16}{milliseconds(ns):>11} {percent(share):>8}  {bar:<{BAR_WIDTH}}"
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _bar_line(title: str, ns: int, share: float, width: int) -> str:
+    most = max(0, min(BAR_WIDTH, width - 54))
+    return f"  {title:<16}{duration(ns):>11} {percent(share):>8}  {'█' * round(most * share):<{most}}"
 
 
 def _fitted(line: str, width: int) -> list[str]:
@@ -200,14 +243,20 @@ def _fitted(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     column = 13 if line[:13].strip() and line[12:13] == " " and not line.startswith(" ") else 2
-    return textwrap.wrap(line, width, subsequent_indent=" " * column, break_on_hyphens=False)
+    lines = textwrap.wrap(_glued(line), width, subsequent_indent=" " * column, break_on_hyphens=False)
+    return [part.replace(_GLUE, " ") for part in lines]
 
 
 def _wrapped(text: str, width: int, separator: str = " ") -> Iterable[str]:
     line: list[str] = []
-    for word in text.split(separator):
+    for word in _glued(text).split(separator):
         if line and len(separator.join([*line, word])) > width:
-            yield separator.join(line)
+            yield separator.join(line).replace(_GLUE, " ")
             line = []
         line.append(word)
-    yield separator.join(line)
+    yield separator.join(line).replace(_GLUE, " ")
+
+
+def _glued(text: str) -> str:
+    """A text in which no line ends between a number and its unit."""
+    return re.sub(r"(?<=\d) (?=%|(?:ns|µs|ms|s|[KMG]iB)\b)", _GLUE, text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from stepscope.analysis.rank import RankAccount
-from stepscope.report.text import milliseconds, percent
+from stepscope.report.text import duration, percent
 
 WORTH_SAYING = 0.10
+MUCH_SHORTER = 0.9
+"""Of the steps' time, a GPU window of less leaves out idle time before its first event or after its last."""
 _MEANS = {
     "launch": "the host was inside ops and launches, and could not feed the GPU: launch-bound",
     "synchronisation": "the host was waiting for the GPU instead of launching ahead",
@@ -33,28 +35,42 @@ def trace_verdict(account: RankAccount) -> str:
     if not time.window_ns:
         return _without_gpu(account)
     idle = time.idle_ns / time.window_ns
-    said = []
+    said = [_how_busy(account)]
     if idle >= WORTH_SAYING:
         causes = account.idle_causes.sort("total_ns", descending=True).row(0, named=True)
-        said.append(
-            f"The GPU was idle {percent(idle)} of {milliseconds(time.window_ns)}; in {percent(causes['share'])} of "
-            f"that {_MEANS[causes['cause']]}"
-        )
-    else:
-        said.append(f"The GPU was busy {percent(1 - idle)} of {milliseconds(time.window_ns)}")
+        said.append(f"in {percent(causes['share'])} of that {_MEANS[causes['cause']]}")
     exposed = time.exposed_communication_ns / time.window_ns
     if exposed >= WORTH_SAYING:
         said.append(f"{percent(exposed)} went to communication that no computing hid")
     largest = account.kernel_classes.row(0, named=True)
-    said.append(f"most of its work is {_CLASSES[largest['class']]} ({percent(largest['share'])})")
+    part = "most of its work" if largest["share"] > 0.5 else "the largest part of its work"
+    said.append(f"{part} is {_CLASSES[largest['class']]} ({percent(largest['share'])})")
     return "; ".join(said) + "."
 
 
+def _how_busy(account: RankAccount) -> str:
+    """How much the GPU did; of the steps as well, where its own window leaves out much of them."""
+    time = account.gpu_time
+    idle, word = time.idle_ns / time.window_ns, "idle"
+    steps_ns = int(account.steps["duration_ns"].sum())
+    in_steps = 1 - int(account.steps["gpu_busy_ns"].sum()) / max(1, steps_ns)
+    if idle < WORTH_SAYING:
+        idle, in_steps, word = 1 - idle, 1 - in_steps, "busy"
+    if time.window_ns >= MUCH_SHORTER * steps_ns:
+        return f"The GPU was {word} {percent(idle)} of {duration(time.window_ns)}"
+    return (
+        f"The GPU was {word} {percent(in_steps)} of the steps' {duration(steps_ns)}. Of the "
+        f"{duration(time.window_ns)} from its first event to its last it was {word} {percent(idle)}"
+    )
+
+
 def _without_gpu(account: RankAccount) -> str:
+    no_work = "The trace has no GPU work"
+    if account.is_cut_off:
+        no_work = "The file is cut off before any GPU event, which come last, so that GPU work may be missing"
     phases = account.phases.sort("host_ns", descending=True).row(0, named=True)
     if not phases["host_ns"]:
-        return "The trace has no GPU work and no ops to account for."
-    return (
-        "The trace has no GPU work: the host alone is accounted for. "
-        f"Most of its time is {phases['phase']} ({percent(phases['host_share'])})."
-    )
+        return f"{no_work}; there are no ops to account for."
+    most = "Most" if phases["host_share"] > 0.5 else "The largest part"
+    share = f"{phases['phase']} ({percent(phases['host_share'])})"
+    return f"{no_work}: the host alone is accounted for. {most} of its time is {share}."

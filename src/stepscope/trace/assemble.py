@@ -23,6 +23,10 @@ class Assembler:
 
     def __init__(self) -> None:
         self.num_events = 0
+        self.num_sound = 0
+        """Events that a table can take, or that are counted only."""
+        self.num_passed_over = 0
+        """Bytes in which no event was found."""
         self.problems = Problems()
         self._frames: dict[str, list[pl.DataFrame]] = {}
         self._counts: Counts = {}
@@ -47,6 +51,8 @@ class Assembler:
                 self._labels[what, pid] = text  # once for a process, on whatever thread the profiler chose
         self.problems.take(decoded.problems.values())
         self.num_events += columns.num_events
+        self.num_sound += columns.num_events - decoded.num_unsound
+        self.num_passed_over += decoded.num_passed_over
 
     def finish(self, path: Path, fields: dict[str, Any], warnings: Iterable[str]) -> Trace:
         """The whole trace."""

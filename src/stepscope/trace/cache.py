@@ -7,6 +7,7 @@ may not cost an answer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -44,6 +45,8 @@ _ROWS_A_GROUP = 1 << 17
 _END = 1 << 16
 _LEFT_BEHIND_S = 24 * 3600
 """A temporary folder older than this has nobody who still writes it."""
+_UNUSED_S = 90 * 24 * 3600
+"""Columns in the user's cache that nobody has used for so long are removed: their trace may long be gone."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None 
     for folder in _places(path):
         kept = _load(folder, path, key)
         if kept is not None:
+            _mark_as_used(folder)
             return kept
     trace = read_trace(path, progress)
     # A trace that changed while it was read belongs to no key.
@@ -101,13 +105,21 @@ def read_trace(path: Path, progress: Progress | None) -> Trace:
 def _places(path: Path) -> Iterator[Path]:
     """Folders for a trace's columns, best first: beside it, else (a folder one may not write) the user's cache."""
     yield path.with_name(path.name + SUFFIX)
+    shared = _user_cache()
+    try:
+        name = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()
+    except (OSError, RuntimeError):  # a path that leads in a circle
+        return
+    if shared is not None:
+        yield shared / name
+
+
+def _user_cache() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        user_cache = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-        name = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()
-    except (OSError, RuntimeError):  # no home, or a path that leads in a circle
-        return
-    yield user_cache / "stepscope" / "traces" / name
+        return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "stepscope" / "traces"
+    except (OSError, RuntimeError):  # no home
+        return None
 
 
 def _key_of(path: Path) -> _Key | None:
@@ -193,6 +205,8 @@ def _store(folder: Path, trace: Trace, key: _Key) -> bool:
         kept = _Kept(key, trace.facts, trace.problems, trace.warnings, trace.num_events, hashes)
         (temporary / FACTS_FILE).write_bytes(msgspec.json.encode(kept))
         _put(temporary, folder)
+        if folder.parent == _user_cache():
+            _prune(folder.parent)
         return True
     except (Exception, pl.exceptions.PanicException):  # a full disk, a folder that is not ours to write
         return False
@@ -226,6 +240,22 @@ def _is_ours(folder: Path) -> bool:
             entry.is_file(follow_symlinks=False) and (entry.name == FACTS_FILE or entry.name.endswith(".parquet"))
             for entry in entries
         )
+
+
+def _mark_as_used(folder: Path) -> None:
+    """Let what is in the user's cache live on."""
+    if folder.parent == _user_cache():
+        with contextlib.suppress(OSError):
+            os.utime(folder)
+
+
+def _prune(user_cache: Path) -> None:
+    """Remove what nobody has used for long."""
+    with os.scandir(user_cache) as entries:
+        unused = [Path(e) for e in entries if time.time() - e.stat(follow_symlinks=False).st_mtime > _UNUSED_S]
+    for folder in unused:
+        if _is_ours(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:

@@ -108,6 +108,7 @@ class Builder:
         self._counts: Counts = {}
         self._threads = _Threads()
         self._labels: list[Label] = []
+        self._without_phase: list[int] = []
 
     def add(self, events: list[Event]) -> None:
         """Take a slice of events, in file order."""
@@ -146,6 +147,8 @@ class Builder:
             labels = list(_labels(events))
             num_kept = len(labels)
             self._labels += labels
+        elif not letter:
+            self._without_phase += positions
         self._count((letter, category, kept), num_kept)
         self._count((letter, category, None), len(events) - num_kept)
 
@@ -169,7 +172,7 @@ class Builder:
 
     def finish(self) -> Columns:
         """Everything collected, as columns."""
-        bad: dict[str, list[int]] = {}
+        bad = {"no phase": self._without_phase} if self._without_phase else {}
         frames: dict[str, list[pl.DataFrame]] = {}
         for (table, _), piece in self._pieces.items():
             frames.setdefault(table, []).append(piece.frame(bad))

@@ -30,6 +30,10 @@ class Decoded:
     """Whether the list of events ended at `end`."""
     is_lost: bool
     """Whether what is at `end` is the inside of something broken."""
+    num_unsound: int = 0
+    """Events that no table can take: without a phase, with times that are none."""
+    num_passed_over: int = 0
+    """Bytes in which no event was found."""
 
 
 def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = False) -> Decoded:
@@ -41,6 +45,7 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
     problems = Problems()
     pieces: list[_Piece] = []
     is_closed = False
+    num_passed_over = 0
     position, length = 0, _length(data)
     while position < length:
         # A piece ends where an event seems to; the decoder finds out if it does not.
@@ -58,6 +63,7 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
         scanned = scan_events(data, base, position, stop, is_last, is_lost)
         builder.add(scanned.events)
         problems.take(scanned.problems.values())
+        num_passed_over += scanned.num_passed_over
         position, is_closed, is_lost = scanned.end, scanned.is_closed, scanned.is_lost
         if is_closed or is_lost or position < stop:
             break
@@ -66,7 +72,8 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
     columns = builder.finish()
     for what, events in columns.bad.items():
         problems.add(f"with {what}", _offset(data, base, pieces, min(events)), len(events))
-    return Decoded(columns, problems, base + position, is_closed, is_lost)
+    num_unsound = sum(map(len, columns.bad.values()))
+    return Decoded(columns, problems, base + position, is_closed, is_lost, num_unsound, num_passed_over)
 
 
 @dataclass

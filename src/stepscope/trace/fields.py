@@ -12,6 +12,20 @@ from stepscope.trace.scan import is_incomplete, may_go_on, skip_blank, sound_tex
 LARGEST_HEADER = 1 << 23
 """Bytes before the first event, and after the last, that are looked at."""
 _BYTE_ORDER_MARK = "\xef\xbb\xbf"
+_OTHER_FORMATS = {
+    "\xff\xfe": "is UTF-16: a trace is UTF-8",
+    "\xfe\xff": "is UTF-16: a trace is UTF-8",
+    "{\0": "is UTF-16: a trace is UTF-8",
+    "[\0": "is UTF-16: a trace is UTF-8",
+    "PK\x03\x04": "is a zip archive, as torch.save writes them too: unpack it first if a trace is in it",
+    "BZh": "is compressed with bzip2: bunzip2 makes a trace of it",
+    "\xfd7zXZ\0": "is compressed with xz: unxz makes a trace of it",
+    "(\xb5/\xfd": "is compressed with Zstandard: unzstd makes a trace of it",
+    "\x1f\x8b": "is compressed twice with gzip: gunzip makes a trace of it",
+    "SQLite format 3": "is an SQLite database, as Nsight Systems writes them: only PyTorch's JSON traces are read",
+}
+"""What people take for a trace, by how it begins."""
+_LONGEST_BEGINNING = max(map(len, _OTHER_FORMATS))
 
 
 class Fields:
@@ -35,8 +49,11 @@ class Fields:
 
     def open(self) -> bool:
         """Go into the outermost value; True for an object, False for a list."""
-        while len(self._text) < len(_BYTE_ORDER_MARK) and self._read_on():
+        while len(self._text) < _LONGEST_BEGINNING and self._read_on():
             pass
+        for beginning, what in _OTHER_FORMATS.items():
+            if self._text.startswith(beginning):
+                raise self.error(what)
         if self._text.startswith(_BYTE_ORDER_MARK):
             self._position = len(_BYTE_ORDER_MARK)
         first = self.peek()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import zlib
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from stepscope.errors import TraceError, UsageError
 from stepscope.trace.cache import SUFFIX
 from stepscope.trace.recording import COMPILE_FILE, RECORDING_FILE
 from stepscope.trace.source import Document, Source
+from stepscope.trace.tables import facts_of
 
 TRACE_FOLDER = "trace"
 MEMORY_FILE = "memory.json.gz"
@@ -29,11 +31,13 @@ _BEGINNING = 1 << 16
 
 @dataclass(frozen=True)
 class TraceFile:
-    """One trace file, and the rank that its name says."""
+    """One trace file, and its rank as far as that is known before the file is read."""
 
     path: Path
     rank: int | None
-    """None where names do not say it. A trace may say it itself, and is to be believed rather."""
+    """As the trace says it before its events, else as all names do; None where neither does."""
+    is_said_by_trace: bool = False
+    """Else a trace that says its rank after its events is to be believed rather than `rank`."""
 
 
 def find_traces(paths: Sequence[Path]) -> list[TraceFile]:
@@ -46,8 +50,10 @@ def find_traces(paths: Sequence[Path]) -> list[TraceFile]:
         except OSError as error:
             raise TraceError(f"{error.filename or path}: {error.strerror or error}") from None
     found = list(files.values())
-    ranks = ranks_of([file.name for file in found])
-    traces = [TraceFile(file, rank) for file, rank in zip(found, ranks)]
+    traces = []
+    for file, in_name in zip(found, ranks_of([file.name for file in found])):
+        said = _rank_in_header(file)
+        traces.append(TraceFile(file, in_name if said is None else said, said is not None))
     return sorted(traces, key=lambda trace: (trace.rank or 0, _natural(str(trace.path))))
 
 
@@ -60,23 +66,42 @@ def ranks_of(names: Sequence[str]) -> list[int | None]:
     ([None, None], [None])
     """
     for pattern in RANK_PATTERNS:
-        found = [pattern.findall(name) for name in names]
-        ranks = [int(numbers[0]) for numbers in found if len(numbers) == 1]
-        if len(ranks) == len(set(ranks)) == len(names):
-            return list(ranks)
+        ranks = [_only_number(pattern, name) for name in names]
+        if None not in ranks and len(set(ranks)) == len(names):
+            return ranks
     return [None] * len(names)
 
 
+def rank_in_name(name: str) -> int | None:
+    """The rank that a file's name says, whatever other names say.
+
+    >>> rank_in_name("rank0_step5.json"), rank_in_name("trace_0.json")
+    (0, None)
+    """
+    found = (_only_number(pattern, name) for pattern in RANK_PATTERNS)
+    return next((rank for rank in found if rank is not None), None)
+
+
+def _only_number(pattern: re.Pattern[str], name: str) -> int | None:
+    numbers = pattern.findall(name)
+    return int(numbers[0]) if len(numbers) == 1 else None
+
+
 def _traces_of(path: Path) -> list[Path]:
+    _follow(path)
     if not path.exists():
         raise UsageError(f"there is no {path}")
     if not path.is_dir():
         return [path]
     if path.name.endswith(SUFFIX):
         raise UsageError(f"{path} only keeps what was read of a trace: name {path.with_suffix('')}")
-    if (path / RECORDING_FILE).is_file():
+    try:
+        entries = list(path.iterdir())
+        is_recording = (path / RECORDING_FILE).is_file()
+    except PermissionError:
+        raise TraceError(f"{path}: this folder may not be read") from None
+    if is_recording:
         return _traces_of_recording(path)
-    entries = list(path.iterdir())
     if not entries:
         raise UsageError(f"{path} is empty")
     traces = [entry for entry in entries if _is_named_like_a_trace(entry) and _may_be_a_trace(entry)]
@@ -100,15 +125,38 @@ def _traces_of_recording(folder: Path) -> list[Path]:
     return traces
 
 
+def _follow(path: Path) -> None:
+    """UsageError for a link that leads to no file."""
+    if not path.is_symlink():
+        return
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise UsageError(f"{path} is a link to {path.readlink()}, which is not there") from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(f"{path} is a link that leads in a circle") from None
+
+
 def _is_named_like_a_trace(path: Path) -> bool:
     name = path.name
-    return name.endswith(ENDINGS) and not name.startswith(".") and name not in NOT_TRACES and path.is_file()
+    if not name.endswith(ENDINGS) or name.startswith(".") or name in NOT_TRACES:
+        return False
+    try:
+        _follow(path)
+    except UsageError as error:  # a rank must not be missing in silence
+        raise UsageError(f"{error}: remove the link, or name the other files") from None
+    return path.is_file()
 
 
 def _may_be_a_trace(path: Path) -> bool:
     """False only for JSON that surely is something else: settings and results lie beside traces."""
-    with path.open("rb") as stream:
-        text = stream.read(_BEGINNING)
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(_BEGINNING)
+    except OSError:
+        return True  # and the reader says why not
     if text.startswith(b"\x1f\x8b"):
         try:
             text = zlib.decompressobj(wbits=31).decompress(text, _BEGINNING)
@@ -118,6 +166,22 @@ def _may_be_a_trace(path: Path) -> bool:
     if text.startswith(b"["):
         return b'"ph"' in text  # every event has its phase
     return b'"traceEvents"' in text or not text.startswith(b"{") or _has_events(path)
+
+
+def _rank_in_header(path: Path) -> int | None:
+    """The rank that a trace says before its events; None where it says none there, or cannot be read."""
+    try:
+        source = Source(path)
+    except TraceError:
+        return None
+    try:
+        document = Document(source)
+        document.read_header(_BEGINNING)
+        return facts_of(document.fields).rank
+    except TraceError:
+        return None
+    finally:
+        source.close()
 
 
 def _has_events(path: Path) -> bool:

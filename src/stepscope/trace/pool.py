@@ -59,7 +59,7 @@ class Pool:
                 )
                 self._processes.append(process)
                 self._free.put(process)
-        except OSError:
+        except BaseException:  # the system has none to spare, or the user has had enough
             self._end_processes()
             raise
         self._threads = ThreadPoolExecutor(size)

@@ -11,7 +11,7 @@ from stepscope.trace.assemble import Assembler
 from stepscope.trace.decode import Decoded, decode_slice
 from stepscope.trace.fields import LARGEST_HEADER
 from stepscope.trace.pool import Pool, Result, num_workers
-from stepscope.trace.scan import LARGEST_EVENT
+from stepscope.trace.scan import LARGEST_EVENT, USUAL_EVENT
 from stepscope.trace.source import SLICE, Document, Slice, Source
 from stepscope.trace.tables import Trace
 
@@ -71,9 +71,15 @@ class _Reading:
             self._take_all(self._decode_here())
         self._end()
         path = self.source.path
-        if not self.assembler.num_events:
+        if not self.assembler.num_sound:
             problems = [f"{p.what} (byte {p.offset:,})" for p in self.assembler.problems.values()]
             raise TraceError("; ".join([f"{path} has no events that can be read", *problems, *self.warnings]))
+        num_passed_over = self.assembler.num_passed_over
+        if num_passed_over > USUAL_EVENT:
+            self.warnings.append(
+                f"{num_passed_over:,} of {self.source.num_read:,} bytes of JSON were passed over as broken, with all "
+                "events in them"
+            )
         return self.assembler.finish(path, self.document.fields, [*self.source.warnings, *self.warnings])
 
     def _decode_here(self) -> Iterator[tuple[Slice, Result]]:

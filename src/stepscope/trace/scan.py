@@ -20,6 +20,8 @@ from stepscope.trace.events import Args, Event, decode_event
 
 LARGEST_EVENT = 1 << 22
 """Bytes. An event larger than this (4 MiB) is passed over: memory stays bounded whatever a file holds."""
+USUAL_EVENT = 1 << 13
+"""Bytes that nearly every event stays below."""
 LOOK_AHEAD = 1 << 16
 """Bytes of an event that are looked at to see whether it is one."""
 _BLANK = re.compile(r"[ \t\n\r]*")
@@ -31,8 +33,6 @@ _MOST_REREADING = 8
 """Times its own length that a text may be read again in search of sound events, so that a hostile one ends too."""
 _MOST_OTHERS = 10_000
 """Values that are no events in a stretch, until the next event is searched instead of read up to."""
-_SHORT = 1 << 13
-"""Characters of nearly every event."""
 _LONG = 1 << 18
 """Characters in which the brackets of a broken event must match."""
 _LEAST_COST = 512
@@ -99,6 +99,8 @@ class Scanned:
     """Whether the list was closed at `end`."""
     is_lost: bool = False
     """Whether what is at `end` is the inside of something broken."""
+    num_passed_over: int = 0
+    """Bytes of broken stretches, up to the next event that could be read."""
 
 
 def value_at(text: str, position: int) -> tuple[Any, int]:
@@ -108,7 +110,7 @@ def value_at(text: str, position: int) -> tuple[Any, int]:
     ({'a': '1.50'}, 11)
     """
     # Python's decoder counts the lines before an error, all of them: what is short is read from a short text.
-    part = text[position : position + _SHORT]
+    part = text[position : position + USUAL_EVENT]
     is_all = position + len(part) == len(text)
     try:
         try:
@@ -177,6 +179,7 @@ def scan_events(
     search = _Search(text)
     broken = start
     position = search.next_event(start) if is_lost else start
+    found.num_passed_over = (position or start) - start
     while position is not None:
         position = _BLANK_OR_COMMA.match(text, position).end()  # type: ignore[union-attr]
         if position >= stop:
@@ -193,14 +196,17 @@ def scan_events(
             found.problems.add("cut off" if is_cut else _reason(error), base + position)
             broken = position
             position = search.after_broken(position, _cost(error, text, position))
+            found.num_passed_over += (position or broken) - broken
             continue
         if not isinstance(value, dict):
             found.problems.add("not an event", base + position)
             if found.problems["not an event"].num > _MOST_OTHERS:
                 broken, position = position, search.next_event(end)
+                found.num_passed_over += (position or broken) - broken
                 continue
         elif end - position > LARGEST_EVENT:
             found.problems.add(f"larger than {LARGEST_EVENT >> 20} MiB", base + position)
+            found.num_passed_over += end - position
         else:
             try:
                 event, fault = _event(data[position:end])
@@ -215,6 +221,7 @@ def scan_events(
         found.is_lost = not is_last
         # An event may have begun at the very end and be seen as one only with more of the file.
         position = len(text) if is_last else max(broken + 1, len(text) - LOOK_AHEAD)
+        found.num_passed_over += position - broken
     found.end = position
     return found
 

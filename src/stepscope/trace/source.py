@@ -122,26 +122,31 @@ class Source:
         try:
             part = self._inflate.decompress(data, wanted)
         except zlib.error:
-            self._stop("the compressed data is damaged")
-            return _inflate_until_damage(before, data, wanted)
+            part, num_sound = _inflate_until_damage(before, data, wanted)
+            self._stop("the compressed data is damaged", len(data) - num_sound)
+            return part
         self._compressed = self._inflate.unused_data
         if not data and not part:
             self._stop("the compressed file ends early")
         return part
 
-    def _stop(self, why: str) -> None:
-        self.warnings.append(f"{why}: reading stopped at byte {self._file.tell():,} of the file")
+    def _stop(self, why: str, num_left: int = 0) -> None:
+        """Read no further: what was read of the file is good but for its last `num_left` bytes."""
+        end = self._file.tell() - num_left
+        rest = f", {self.num_bytes - end:,} before its end" if end < self.num_bytes else ""
+        self.warnings.append(f"{why}: reading stopped at byte {end:,} of the file{rest}")
         self._is_stopped = True
 
 
-def _inflate_until_damage(inflate: Any, data: bytes, wanted: int) -> bytes:
+def _inflate_until_damage(inflate: Any, data: bytes, wanted: int) -> tuple[bytes, int]:
+    """What can be had of `data`, and how many of its bytes that took."""
     parts: list[bytes] = []
     try:
         for byte in data:
             parts.append(inflate.decompress(bytes((byte,))))
     except zlib.error:
         pass
-    return b"".join(parts)[:wanted]
+    return b"".join(parts)[:wanted], len(parts)
 
 
 class Document:
@@ -156,9 +161,9 @@ class Document:
         """Offset in the file of the buffer's first byte."""
         self._is_object = False
 
-    def read_header(self) -> None:
-        """Read up to the first event."""
-        header = Fields(self.source.path, lambda: self.source.read(SLICE))
+    def read_header(self, chunk: int | None = None) -> None:
+        """Read up to the first event, so many bytes at a time (a slice)."""
+        header = Fields(self.source.path, lambda: self.source.read(chunk or SLICE))
         self._is_object = header.open()
         if self._is_object and not header.read(self.fields):
             raise header.error('is JSON but no trace: it has no list "traceEvents"')

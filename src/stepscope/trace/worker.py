@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import sys
 from typing import IO
 
@@ -39,6 +40,8 @@ class Answer(msgspec.Struct):
     end: int
     is_closed: bool
     is_lost: bool
+    num_unsound: int
+    num_passed_over: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,6 +91,8 @@ def send_answer(stream: IO[bytes], decoded: Decoded) -> None:
         end=decoded.end,
         is_closed=decoded.is_closed,
         is_lost=decoded.is_lost,
+        num_unsound=decoded.num_unsound,
+        num_passed_over=decoded.num_passed_over,
     )
     _send(stream, _encode(answer))
     for body in bodies.values():
@@ -104,11 +109,20 @@ def receive_answer(stream: IO[bytes]) -> Decoded:
     problems = Problems()
     for what, offset, num in answer.problems:
         problems.add(what, offset, num)
-    return Decoded(columns, problems, answer.end, answer.is_closed, answer.is_lost)
+    return Decoded(
+        columns,
+        problems,
+        answer.end,
+        answer.is_closed,
+        answer.is_lost,
+        answer.num_unsound,
+        answer.num_passed_over,
+    )
 
 
 def main(path: str, file_id: tuple[int, int]) -> None:
     """Answer tasks until there are no more. `file_id` is the device and inode the trace must still have."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that started this one, and ends it
     gc.disable()  # nothing here makes cycles, and a collection walks every event
     tasks = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")

@@ -110,13 +110,38 @@ def random_table(pattern: SparsePattern, seed: int = 0) -> Tensor:
 
 def fixed_rule(pattern: SparsePattern, table: Tensor) -> Rule:
     """The fixed pattern as a function of positions, pointwise, so that FlexAttention can compile it."""
-    reach, global_tokens, scattered = pattern.reach, pattern.global_tokens, pattern.random == "scattered"
+    reach, global_tokens = pattern.reach, pattern.global_tokens
+    drawn = _drawn_keys(table) if pattern.random == "scattered" else _drawn_blocks(table)
 
     def rule(query: Tensor, key: Tensor) -> Tensor:
-        drawn = table[query, key] if scattered else table[query // QUERY_BLOCK, key // RANDOM_BLOCK]
-        return (key <= query) & ((query - key <= reach) | (key < global_tokens) | drawn)
+        return (key <= query) & ((query - key <= reach) | (key < global_tokens) | drawn(query, key))
 
     return rule
+
+
+def _drawn_keys(table: Tensor) -> Rule:
+    return lambda query, key: table[query, key]
+
+
+def _drawn_blocks(table: Tensor) -> Rule:
+    """Whether a query's block drew the key's: compared with the few numbers that the block drew.
+
+    A kernel then looks up a number a query, where the table would cost it one for every pair.
+    """
+    counts = table.sum(1)
+    most = int(counts.max())
+    ranks = table.cumsum(1) * table
+    # The m-th block that each block of queries drew; −1, which is no block, where it drew fewer.
+    numbers = [torch.where(counts >= m, (ranks == m).int().argmax(1), -1) for m in range(1, most + 1)]
+
+    def drawn(query: Tensor, key: Tensor) -> Tensor:
+        block = key // RANDOM_BLOCK
+        found = torch.zeros_like(query, dtype=torch.bool) & (block < 0)
+        for number in numbers:
+            found = found | (number[query // QUERY_BLOCK] == block)
+        return found
+
+    return drawn
 
 
 def dense_mask(rule: Rule, seq_len: int, device: torch.device) -> Tensor:

@@ -25,10 +25,34 @@ class RMSNorm(nn.Module):
 
 def rope_tables(length: int, head_width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [length, head_width ÷ 2] of rotary embedding, float32 (float64 for float64 inputs)."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    half = torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width
-    angles = torch.arange(length, device=like.device, dtype=dtype)[:, None] * base**-half
+    cos, sin = _rope_tables(length, head_width, base, torch.promote_types(like.dtype, torch.float32), like.device)
+    return cos, sin
+
+
+def _make_tables(
+    length: int, head_width: int, base: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    half = torch.arange(0, head_width, 2, device=device, dtype=dtype) / head_width
+    angles = torch.arange(length, device=device, dtype=dtype)[:, None] * base**-half
     return angles.cos(), angles.sin()
+
+
+def _fake_tables(
+    length: int, head_width: int, base: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    cos = torch.empty(length, head_width // 2, dtype=dtype, device=device)
+    return cos, torch.empty_like(cos)
+
+
+# One op to the compiler. Seen as arithmetic it is fused into every use, and a power, a cosine and a sine for each
+# element of queries and keys took 17 % of a compiled step of tsmoe.
+_rope_tables = torch.library.custom_op(
+    "stepscope::rope_tables",
+    _make_tables,
+    mutates_args=(),
+    schema="(int length, int head_width, float base, ScalarType dtype, Device device) -> (Tensor, Tensor)",
+)
+_rope_tables.register_fake(_fake_tables)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

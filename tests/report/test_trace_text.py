@@ -1,0 +1,291 @@
+"""The screen of `stepscope analyze`: what it says of small traces, and that it says it in line at any width."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepscope.analysis.rank import account
+from stepscope.analysis.traces import Analysis
+from stepscope.report.trace_text import analysis_text
+from stepscope.report.trace_verdict import trace_verdict
+from stepscope.trace.reader import read_trace
+from trace_builder import TRACES, TraceBuilder, needs_traces
+
+WIDTHS = (60, 80, 100, 120)
+
+
+def screen(trace: TraceBuilder | Analysis, width: int = 100, most: int = 8) -> str:
+    analysis = trace if isinstance(trace, Analysis) else Analysis.of([trace.account()])
+    return analysis_text(analysis, most, width)
+
+
+def as_one(text: str) -> str:
+    """A text without its line breaks."""
+    return " ".join(text.split())
+
+
+def line_of(text: str, title: str) -> str:
+    """A fact with what is wrapped below it."""
+    lines = text.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith(f"{title} "))
+    end = next((i for i in range(start + 1, len(lines)) if not lines[i].startswith("             ")), len(lines))
+    return as_one(" ".join(lines[start:end]))
+
+
+def real(name: str) -> Analysis:
+    return Analysis.of([account(read_trace(TRACES / f"{name}.json.gz"), 0)])
+
+
+# -- the head and the verdict -----------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_the_trace_does_not_name_is_a_gpu():
+    assert "GPU not named" in screen(TraceBuilder().launch("a", 0, (10, 5)))
+    assert "no GPU" in screen(TraceBuilder().op("aten::mm", 0, 5))
+
+
+def test_one_event_is_one_event():
+    assert "1 event\n" in screen(TraceBuilder().kernel("a", 0, 5))
+
+
+def test_one_step_is_no_average():
+    assert "1 step of 100.0 µs, as" in screen(TraceBuilder().step(1, 0, 100).op("aten::mm", 1, 2))
+    found = TraceBuilder().op("aten::mm", 0, 5).annotation("Optimizer.step#SGD.step", 5, 5)
+    assert "1 step of 10.00 µs, it ends with an optimizer step" in screen(found)
+
+
+def test_steps_of_several_ranks_are_said_to_be_the_first_ones():
+    ranks = [account(TraceBuilder().step(1, 0, 100).kernel("a", 5, 5).read(), rank) for rank in (3, 4)]
+
+    assert "\nrank 3: 1 step of 100.0 µs" in screen(Analysis.of(ranks))
+
+
+@pytest.mark.parametrize(
+    ("softmax_us", "words"),
+    [
+        (60, "most of its work is softmax (60.0 %)"),
+        (50, "the largest part of its work is matrix products (50.0 %)"),
+    ],
+)
+def test_most_is_more_than_half(softmax_us, words):
+    trace = TraceBuilder().kernel("gemm", 0, 100 - softmax_us).kernel("softmax", 100, softmax_us)
+
+    assert words in as_one(trace_verdict(trace.account()))
+
+
+def test_a_stall_before_the_first_kernel_is_idle_time_of_the_steps():
+    # GIVEN a step of 100 µs in which the GPU works from 80 to 90
+    trace = TraceBuilder().step(1, 0, 100).launch("gemm", 75, (80, 10))
+    verdict = trace_verdict(trace.account())
+
+    assert "busy 10.0 % of the steps' 100.0 µs" in verdict
+    assert "Of the 10.00 µs from its first event to its last it was busy 100.0 %" in verdict
+
+
+def test_a_window_as_long_as_the_steps_is_said_alone():
+    trace = TraceBuilder().step(1, 0, 100).launch("gemm", 1, (2, 10)).launch("gemm", 80, (90, 10))
+
+    assert "steps" not in trace_verdict(trace.account())
+
+
+@needs_traces
+def test_the_planted_stall_is_in_the_verdict():
+    assert "idle 56.0 % of the steps' 242.1 ms" in trace_verdict(real("h200/data_stall").ranks[0])
+
+
+def test_a_file_that_is_cut_off_may_have_lost_its_gpu_work(tmp_path):
+    # GIVEN a trace whose GPU events come last, and a file that ends before them
+    trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 5).op("aten::mm", 20, 5).launch("gemm", 30, (40, 5))
+    path = trace.write(tmp_path / "trace.json")
+    text = path.read_bytes()
+    path.write_bytes(text[: text.index(b'"cat": "kernel"') - 30])
+    cut = account(read_trace(path), 0)
+
+    assert cut.is_cut_off and "GPU work may be missing" in trace_verdict(cut)
+    assert not trace.account().is_cut_off
+    whole = TraceBuilder().op("aten::mm", 10, 5).account()
+    assert "The trace has no GPU work" in trace_verdict(whole)
+
+
+# -- facts ------------------------------------------------------------------------------------------------------
+
+
+def test_waits_for_the_gpu_are_those_of_the_host():
+    # GIVEN a wait of the host, a wait of a stream, and a copy that waits for nobody
+    trace = TraceBuilder().step(1, 0, 100).launch("a", 1, (5, 10)).call("cudaDeviceSynchronize", 10, 8)
+    trace.call("cudaStreamWaitEvent", 20, 1).call("cudaStreamWaitEvent", 22, 1).launch("b", 60, (70, 5))
+    line = line_of(screen(trace), "syncs")
+
+    assert "1 wait of the host for the GPU" in line
+    assert "the GPU then stood idle for 55.00 µs" in line and "longest after cudaDeviceSynchronize" in line
+
+
+def test_kernels_without_a_launch_are_said_apart():
+    trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 5, 50).launch("a", 10, (20, 5)).kernel("early", 12, 5)
+    text = screen(trace.launch("after", 200, (210, 5)))
+
+    assert "1 kernel a step" in line_of(text, "launches")
+    assert "1 more without a launch in the trace" in line_of(text, "launches")
+    assert "in none of these: 2 kernels: 1 without a launch in the trace, 1 launched outside the steps" in text
+
+
+def test_traces_with_nothing_in_common_are_not_aligned_and_wait_for_nobody():
+    ranks = [account(TraceBuilder().launch("gemm", 0, (10 + rank, 5)).read(), rank) for rank in (0, 1)]
+    text = screen(Analysis.of(ranks))
+
+    assert "clocks       not aligned" in text
+    assert "waiting" not in text and "±" not in text and "last in" not in text
+
+
+def test_ranks_that_share_a_collective_are_aligned():
+    def rank(number: int) -> TraceBuilder:
+        trace = TraceBuilder().step(1, 0, 300)
+        for call in range(5):
+            at = 10 + 40 * call
+            trace.launch("ncclDevKernel_AllReduce_Sum_f32_RING_LL", at, (at + 5 + number, 20 - number))
+        return trace
+
+    together = [account(rank(number).read(), number) for number in (0, 1)]
+    alone = account(TraceBuilder().launch("gemm", 0, (10, 5)).read(), 2)
+
+    assert "aligned on collectives to ±" in screen(Analysis.of(together))
+    assert "is waiting for the last rank; rank 1 is last" in as_one(screen(Analysis.of(together)))
+    assert "not with these: rank 2" in line_of(screen(Analysis.of([*together, alone])), "clocks")
+
+
+def test_what_is_limited_says_of_what():
+    trace = TraceBuilder(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
+    trace.op("aten::mm", 0, 9, id=1, **{"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]})
+    trace.launch("gemm", 1, (20, 30), id=1).kernel("ncclDevKernel_AllReduce", 60, 40).memcpy(110, 5)
+
+    assert "of 30.00 µs: GPU work without communication and copies" in line_of(screen(trace), "limited by")
+
+
+def test_a_copy_has_one_share_on_the_whole_screen():
+    # GIVEN a copy beside a kernel, so that the sum of durations is twice the busy time
+    trace = TraceBuilder().kernel("gemm", 0, 100).memcpy(0, 100, stream=8)
+    text = screen(trace)
+
+    assert "50.0 % of GPU work: host to device 50.0 %" in text
+    assert next(line for line in text.splitlines() if "Memcpy HtoD" in line).endswith("50.0 %")
+
+
+def test_warnings_say_their_rank_where_there_are_several(tmp_path):
+    trace = TraceBuilder().step(10, 0, 100).kernel("a", 0, 5).kernel("negative", 50, -5).kernel("negative", 60, -5)
+    one, both = (Analysis.of([account(trace.read(), rank) for rank in ranks]) for ranks in ((0,), (0, 1)))
+
+    assert one.to_json()["trace"]["warnings"][0].startswith("2 events with a negative duration (the first at byte ")
+    assert [text[:8] for text in both.to_json()["trace"]["warnings"]] == ["rank 0: ", "rank 1: "]
+    assert "warning      2 events" in screen(one) and "warning      rank 1: 2 events" in screen(both)
+
+
+def test_entries_that_are_no_events_are_called_that(tmp_path):
+    path = TraceBuilder().kernel("a", 0, 5).write(tmp_path / "trace.json")
+    text = path.read_text()
+    path.write_text(text.replace('"traceEvents": [', '"traceEvents": [1, 2, '))
+
+    assert account(read_trace(path), 0).warnings[0].startswith("2 entries that are no events (the first at byte")
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+
+
+def host_only() -> TraceBuilder:
+    trace = TraceBuilder().step(1, 0, 100).python("nn.Module: Net_0", 5, 60).python("nn.Module: Linear_0", 10, 40)
+    return trace.op("aten::mm", 15, 30)
+
+
+def test_without_a_gpu_modules_have_host_times_and_there_are_no_columns_of_nothing():
+    text = screen(host_only())
+
+    assert text.count("GPU") == 2 and "kernels" not in text  # "no GPU", "has no GPU work"
+    net = next(line for line in text.splitlines() if line.startswith("  Net_* "))
+    assert net.split()[-2:] == ["100.0", "%"] and "60.00 µs" in net
+    inner = next(line for line in text.splitlines() if line.startswith("  Net_*.Linear_* "))
+    assert "40.00 µs" in inner and "66.7 %" in inner
+
+
+def test_shares_say_of_what():
+    trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 5, id=1).launch("gemm", 11, (20, 30), id=1)
+    text = screen(trace)
+
+    headers = [line for line in text.splitlines() if line.startswith(("kernels ", "ops ", "where a step"))]
+    assert [header.split("  ")[-1].strip() for header in headers] == ["kernels", "of GPU work", "of GPU work"]
+    assert "of step" in headers[0] and "share" not in text
+
+
+def test_nothing_is_said_to_be_unclassified_twice():
+    text = screen(TraceBuilder().kernel("what is this", 0, 5))
+
+    assert text.count("100.0 %") == text.replace("other", "").count("100.0 %")
+    assert "other 100.0 %" not in text and "unclassified 100.0 %" in text
+
+
+def many_names() -> TraceBuilder:
+    trace = TraceBuilder().step(1, 0, 5000)
+    for number, tile in enumerate(("128x128_tn", "256x128_nn", "128x256_nt")):
+        name = f"void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_{tile}_align1>(Params)"
+        trace.op(f"a_rather_long_namespace::with_a_long_operator_{number}_backward", 1000 * number, 9, id=number + 1)
+        trace.launch(name, 1000 * number + 1, (1000 * number + 50, 100.5), id=number + 1)
+        trace.launch(f"void f<MulFunctor<float>, {number}>(int)", 1000 * number + 200, (1000 * number + 300, 7))
+    return trace
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_can_be_told_apart_and_stay_in_line(width):
+    text = screen(many_names(), width, most=20)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+
+    for title in ("kernels", "ops"):
+        start = next(place for place, line in enumerate(lines) if line.startswith(f"{title} "))
+        end = lines.index("", start)
+        header = start if "of GPU work" in lines[start] else start + 1
+        rows = lines[header + 1 : end]
+        # THEN no row is wrapped, all end where the header does, and no two have one name
+        assert len(rows) == {"kernels": 6, "ops": 3}[title]
+        assert {len(row) for row in rows} == {len(lines[header])}
+        assert len({row[2:].split("  ")[0] for row in rows}) == len(rows)
+
+
+@needs_traces
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["public/qwen0.5b_mi300_stacks", "public/cpu_only_gloo", "h200/data_stall"])
+def test_real_screens_fit(name, width):
+    lines = screen(real(name), width).splitlines()
+
+    assert max(map(len, lines)) <= width
+    kernels = [line for line in lines if line.startswith("  Kernel2[")]
+    assert len({line.split("  ")[1] for line in kernels}) == len(kernels)
+
+
+def test_times_are_in_units_that_suit_them():
+    # GIVEN a copy of 760 ns beside a kernel of 13.34 s
+    trace = TraceBuilder().kernel("gemm", 0, 13_340_000).memcpy(13_340_000, 0.76)
+    text = screen(trace)
+
+    assert "760 ns" in text and "13.34 s" in text
+    assert "0.0007600" not in text and "13,340 ms" not in text
+
+
+def test_counts_a_step_are_whole_or_have_one_decimal():
+    trace = TraceBuilder().step(1, 0, 100).step(2, 100, 100).step(3, 200, 100).launch("a", 1, (5, 1))
+    assert "0.3 kernels a step" in screen(trace)
+    assert "1 kernel a step" in screen(trace.launch("a", 101, (105, 1)).launch("a", 201, (205, 1)))
+
+
+def test_the_lists_of_python_are_as_long_as_those_of_the_verb():
+    from argparse import ArgumentParser
+
+    from stepscope.cli.analyze import add_arguments
+
+    parser = ArgumentParser()
+    add_arguments(parser)
+    trace = TraceBuilder()
+    for number in range(12):
+        trace.kernel(f"kernel_{number}", 10 * number, 5)
+
+    found = Analysis.of([trace.account()]).to_json()["ranks"][0]
+    assert len(found["top_kernels"]) == len(found["longest_gaps"]) == parser.parse_args([str(Path())]).top
