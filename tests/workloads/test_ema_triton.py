@@ -107,7 +107,7 @@ for kernel in (
 ):
     constants = {"HAS_STATE": True, "BLOCK_N": 16, "BLOCK_D": 8, "width": 1024, "num_states": 16}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    integers = {"length"}
+    integers = {"length", "zero"}
     types = {name: "i32" if name in integers else "*fp32" for name in kernel.arg_names}
     types.update(dict.fromkeys(constants, "constexpr"))
     source = ASTSource(kernel, signature=types, constexprs=constants)

@@ -71,25 +71,31 @@ def _store_rows(pointers, stride: tl.constexpr, inside, y0, y1, y2, y3, y4, y5, 
 
 
 @triton.jit
-def _place(width, num_states, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """This program's channels, its states' offsets in [D, N, 2] and in [B, D, N, 2], and what of both exists."""
-    channel = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+def _place(width, num_states, zero, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """This program's channels, its states' offsets in [2, N, D] and in [B, 2, N, D], and what of both exists.
+
+    A lane must have one channel, and states of it. Triton lays data out by how it is loaded, and some versions give a
+    lane four channels that lie side by side, or one state of several: then every step pays for sums over all lanes.
+    So channels are the last axis in memory too, and a zero that the compiler does not know hides that they begin at
+    a multiple of four.
+    """
+    channel = tl.program_id(0) * BLOCK_D + zero + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     inside = channel < width
-    cell = (channel[None, :] * num_states + n[:, None]) * 2
+    cell = n[:, None] * width + channel[None, :]
     own = tl.program_id(1).to(tl.int64) * width * num_states * 2 + cell
     return channel, cell, own, inside, inside[None, :] & (n[:, None] < num_states)
 
 
 @triton.jit
-def _pair(pointer, cell, exists):
-    return tl.load(pointer + cell, mask=exists, other=0.0), tl.load(pointer + cell + 1, mask=exists, other=0.0)
+def _pair(pointer, cell, plane: tl.constexpr, exists):
+    return tl.load(pointer + cell, mask=exists, other=0.0), tl.load(pointer + cell + plane, mask=exists, other=0.0)
 
 
 @triton.jit
-def _store_pair(pointer, cell, exists, re, im):
+def _store_pair(pointer, cell, plane: tl.constexpr, exists, re, im):
     tl.store(pointer + cell, re, mask=exists)
-    tl.store(pointer + cell + 1, im, mask=exists)
+    tl.store(pointer + cell + plane, im, mask=exists)
 
 
 @triton.jit
@@ -117,19 +123,19 @@ def _eight_steps(
     return re, im
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def stepscope_ema_forward(
-    x, q, w, skip, state, y, last, length, width: tl.constexpr, num_states: tl.constexpr,
+    x, q, w, skip, state, y, last, length, zero, width: tl.constexpr, num_states: tl.constexpr,
     HAS_STATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Outputs and last state, from the first token to the last."""
-    channel, cell, own, inside, exists = _place(width, num_states, BLOCK_N, BLOCK_D)
-    q_re, q_im = _pair(q, cell, exists)
-    w_re, w_im = _pair(w, cell, exists)
+    channel, cell, own, inside, exists = _place(width, num_states, zero, BLOCK_N, BLOCK_D)
+    q_re, q_im = _pair(q, cell, width * num_states, exists)
+    w_re, w_im = _pair(w, cell, width * num_states, exists)
     omega = tl.load(skip + channel, mask=inside, other=0.0)
     re, im = tl.zeros_like(q_re), tl.zeros_like(q_re)
     if HAS_STATE:
-        re, im = _pair(state, own, exists)
+        re, im = _pair(state, own, width * num_states, exists)
     first = tl.program_id(1).to(tl.int64) * length * width + channel
     source, to = x + first, y + first
     rows = tl.where(inside, length, 0)
@@ -159,7 +165,7 @@ def stepscope_ema_forward(
         tl.store(to, out.to(y.dtype.element_ty), mask=inside)
         source += width
         to += width
-    _store_pair(last, own, exists, re, im)
+    _store_pair(last, own, width * num_states, exists, re, im)
 
 
 @triton.jit
@@ -187,17 +193,17 @@ def _eight_steps_back(
     return re, im
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def stepscope_ema_backward_input(
-    grad_y, q, w, skip, grad_last, grad_x, grad_state, length, width: tl.constexpr, num_states: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    grad_y, q, w, skip, grad_last, grad_x, grad_state, length, zero,
+    width: tl.constexpr, num_states: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and of the incoming state, from the last token to the first."""
-    channel, cell, own, inside, exists = _place(width, num_states, BLOCK_N, BLOCK_D)
-    q_re, q_im = _pair(q, cell, exists)
-    w_re, w_im = _pair(w, cell, exists)
+    channel, cell, own, inside, exists = _place(width, num_states, zero, BLOCK_N, BLOCK_D)
+    q_re, q_im = _pair(q, cell, width * num_states, exists)
+    w_re, w_im = _pair(w, cell, width * num_states, exists)
     omega = tl.load(skip + channel, mask=inside, other=0.0)
-    re, im = _pair(grad_last, own, exists)
+    re, im = _pair(grad_last, own, width * num_states, exists)
     first = (tl.program_id(1).to(tl.int64) * length + length - 1) * width + channel
     source, to = grad_y + first, grad_x + first
     rows = tl.where(inside, length, 0)
@@ -225,7 +231,7 @@ def stepscope_ema_backward_input(
         tl.store(to, out.to(grad_x.dtype.element_ty), mask=inside)
         source -= width
         to -= width
-    _store_pair(grad_state, own, exists, re, im)
+    _store_pair(grad_state, own, width * num_states, exists, re, im)
 
 
 @triton.jit
@@ -260,20 +266,20 @@ def _eight_sums(
     return ur, ui, sr, si, wr, wi, pr, pi, sx
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def stepscope_ema_backward_weights(
-    x, grad_y, q, w, state, grad_last, grad_q, grad_w, grad_skip, length,
+    x, grad_y, q, w, state, grad_last, grad_q, grad_w, grad_skip, length, zero,
     width: tl.constexpr, num_states: tl.constexpr,
     HAS_STATE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of q, w and skip for each batch entry, from the first token to the last."""
-    channel, cell, own, inside, exists = _place(width, num_states, BLOCK_N, BLOCK_D)
-    q_re, q_im = _pair(q, cell, exists)
-    zero = tl.zeros_like(q_re)
-    ur, ui = zero, zero
+    channel, cell, own, inside, exists = _place(width, num_states, zero, BLOCK_N, BLOCK_D)
+    q_re, q_im = _pair(q, cell, width * num_states, exists)
+    none = tl.zeros_like(q_re)
+    ur, ui = none, none
     if HAS_STATE:
-        ur, ui = _pair(state, own, exists)
-    sr, si, wr, wi, pr, pi = zero, zero, zero, zero, zero, zero
+        ur, ui = _pair(state, own, width * num_states, exists)
+    sr, si, wr, wi, pr, pi = none, none, none, none, none, none
     sx = tl.zeros((BLOCK_D,), q_re.dtype)
     first = tl.program_id(1).to(tl.int64) * length * width + channel
     values, grads = x + first, grad_y + first
@@ -309,17 +315,17 @@ def stepscope_ema_backward_weights(
         ur, ui, sr, si, wr, wi, pr, pi, sx = _step_sums(ur, ui, sr, si, wr, wi, pr, pi, sx, row, grad, q_re, q_im)
         values += width
         grads += width
-    w_re, w_im = _pair(w, cell, exists)
-    f_re, f_im = _pair(grad_last, own, exists)
+    w_re, w_im = _pair(w, cell, width * num_states, exists)
+    f_re, f_im = _pair(grad_last, own, width * num_states, exists)
     q_grad_re = w_re * pr - w_im * pi + f_re * sr + f_im * si
     q_grad_im = f_im * sr - f_re * si - w_re * pi - w_im * pr
-    _store_pair(grad_q, own, exists, q_grad_re, q_grad_im)
-    _store_pair(grad_w, own, exists, wr, -wi)
+    _store_pair(grad_q, own, width * num_states, exists, q_grad_re, q_grad_im)
+    _store_pair(grad_w, own, width * num_states, exists, wr, -wi)
     tl.store(grad_skip + tl.program_id(1) * width + channel, sx, mask=inside)
 
 
-def _sizes(x: Tensor, q: Tensor, launch: Launch) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
-    """Grid, the kernels' three sizes and their constants."""
+def _sizes(x: Tensor, q: Tensor, launch: Launch) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+    """Grid, the kernels' numbers and their constants."""
     batch, length, width = x.shape
     num_states = q.shape[1]
     constants = {
@@ -328,20 +334,25 @@ def _sizes(x: Tensor, q: Tensor, launch: Launch) -> tuple[tuple[int, int], tuple
         "num_warps": launch.num_warps,
         "enable_fp_fusion": True,
     }
-    return (triton.cdiv(width, launch.block_width), batch), (length, width, num_states), constants
+    return (triton.cdiv(width, launch.block_width), batch), (length, 0, width, num_states), constants
+
+
+def _planes(pairs: Tensor) -> Tensor:
+    """Real pairs [..., D, N, 2] as the kernels have them: [..., 2, N, D]."""
+    return pairs.transpose(-1, -3).contiguous()
 
 
 def forward(
     x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None, launch: Launch = FORWARD
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, L, D] in x's dtype and last state [B, D, N, 2] in q's, for q and w [D, N, 2] and skip [D]."""
-    x, q, w, skip = (tensor.contiguous() for tensor in (x, q, w, skip))
+    x, skip, q, w = x.contiguous(), skip.contiguous(), _planes(q), _planes(w)
     y, last = torch.empty_like(x), q.new_empty(x.shape[0], *q.shape)
     grid, sizes, constants = _sizes(x, q, launch)
-    first = q if state is None else state.contiguous()
+    first = q if state is None else _planes(state)
     with torch.cuda.device_of(x):
         stepscope_ema_forward[grid](x, q, w, skip, first, y, last, *sizes, HAS_STATE=state is not None, **constants)
-    return y, last
+    return y, _planes(last)
 
 
 def backward(
@@ -356,12 +367,12 @@ def backward_input(
     grad_y: Tensor, grad_last: Tensor, q: Tensor, w: Tensor, skip: Tensor, launch: Launch = BACKWARD_INPUT
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the incoming state."""
-    grad_y, grad_last, q, w, skip = (tensor.contiguous() for tensor in (grad_y, grad_last, q, w, skip))
+    grad_y, skip, grad_last, q, w = grad_y.contiguous(), skip.contiguous(), *map(_planes, (grad_last, q, w))
     grad_x, grad_state = torch.empty_like(grad_y), torch.empty_like(grad_last)
     grid, sizes, constants = _sizes(grad_y, q, launch)
     with torch.cuda.device_of(grad_y):
         stepscope_ema_backward_input[grid](grad_y, q, w, skip, grad_last, grad_x, grad_state, *sizes, **constants)
-    return grad_x, grad_state
+    return grad_x, _planes(grad_state)
 
 
 def backward_weights(
@@ -374,14 +385,14 @@ def backward_weights(
     launch: Launch = BACKWARD_WEIGHTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, w and skip."""
-    grad_y, grad_last, x, q, w = (tensor.contiguous() for tensor in (grad_y, grad_last, x, q, w))
+    grad_y, x, grad_last, q, w = grad_y.contiguous(), x.contiguous(), *map(_planes, (grad_last, q, w))
     grad_q, grad_w = torch.empty_like(grad_last), torch.empty_like(grad_last)
     grad_skip = q.new_empty(x.shape[0], x.shape[2])
     grid, sizes, constants = _sizes(x, q, launch)
-    first = q if state is None else state.contiguous()
+    first = q if state is None else _planes(state)
     with torch.cuda.device_of(x):
         stepscope_ema_backward_weights[grid](
             x, grad_y, q, w, first, grad_last, grad_q, grad_w, grad_skip, *sizes,
             HAS_STATE=state is not None, **constants,
         )  # fmt: skip
-    return grad_q.sum(0), grad_w.sum(0), grad_skip.sum(0)
+    return _planes(grad_q.sum(0)), _planes(grad_w.sum(0)), grad_skip.sum(0)
