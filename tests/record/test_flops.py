@@ -198,3 +198,16 @@ def test_an_op_without_a_formula_is_none_and_its_name_has_no_overload():
     assert count_flops(ATEN.relu.default, (zeros(2),), {}, zeros(2)) is None
     assert count_flops.name(ATEN.add.Tensor) == "aten.add"
     assert count_flops.has_no_formula(ATEN.add.Tensor) and not count_flops.has_no_formula(ATEN.mm.default)
+
+
+def test_an_op_may_say_in_what_it_multiplies():
+    from stepscope.workloads.losses import next_token_loss
+
+    def loss():
+        hidden, weight = zeros(8, 4).requires_grad_(), zeros(16, 4).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            next_token_loss(hidden, weight, torch.zeros(8, dtype=torch.long), "fused", chunk_rows=4)
+
+    facts = counted(loss)
+
+    assert facts["model_flops_by_dtype"] == {"bf16": 3 * 2 * 8 * 4 * 16}

@@ -73,7 +73,7 @@ class FlopCount:
                 model_flops = _without_scores_again(flops, args)
             if _is_causal(func, args, kwargs):
                 flops, model_flops = flops // 2, model_flops // 2
-        return OpFlops(flops, model_flops, _dtype(args, kwargs))
+        return OpFlops(flops, model_flops, _dtype(func, args, kwargs))
 
     def has_no_formula(self, func: Any) -> bool:
         """Whether an op should be looked into, in case it is made of ops that have formulas."""
@@ -97,22 +97,25 @@ def _without_scores_again(flops: int, args: Any) -> int:
 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(_argument(func, args, kwargs, ("is_causal", "custom_mask_type")))
+
+
+def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) -> Any:
+    """What an op was given for the first of its arguments that has one of the names; None where it has none."""
     schema = getattr(func, "_schema", None)
-    if schema is None:
-        return False
-    for position, argument in enumerate(schema.arguments):
-        if argument.name in ("is_causal", "custom_mask_type"):
-            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return bool(value)
-    return False
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in names:
+            return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+    return None
 
 
-def _dtype(args: Any, kwargs: Any) -> str:
+def _dtype(func: Any, args: Any, kwargs: Any) -> str:
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    # The operands decide, not a bias or an output that may be wider.
+    # The operands decide, not a bias or an output that may be wider; or the op says in what it multiplies.
     operand = next((t for t in tensors if t.dim() >= 2), tensors[0])
-    if operand.dtype == torch.float32:
+    dtype = _argument(func, args, kwargs, ("product_dtype",)) or operand.dtype
+    if dtype == torch.float32:
         return float32_matmul(operand.device.index or 0) if operand.is_cuda else "fp32"
-    if "float8" in str(operand.dtype):
+    if "float8" in str(dtype):
         return "fp8"
-    return _DTYPES.get(operand.dtype, str(operand.dtype).removeprefix("torch."))
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
