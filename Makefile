@@ -12,7 +12,7 @@ demo: $(VENV)/demo.installed
 	$(BIN)/stepscope run examples/train_gpt.py
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/test.installed $(HTA)/installed
 	$(BIN)/ruff check .

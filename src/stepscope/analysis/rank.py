@@ -125,7 +125,7 @@ def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
         device_name=name,
         base_time_ns=trace.facts.base_time_ns,
         num_events=trace.num_events,
-        is_cut_off=_is_cut_off(trace),
+        is_cut_off=trace.facts.is_cut_off,
         step_source=linked.steps.source,
         phase_source=linked.steps.phase_source,
         module_source=linked.modules.source,
@@ -154,11 +154,6 @@ def _problem(problem: Problem) -> str:
     else:
         what = f"{'1 event' if problem.num == 1 else f'{problem.num:,} events'} {problem.what}"
     return f"{what} ({'at' if problem.num == 1 else 'the first at'} byte {problem.offset:,})"
-
-
-def _is_cut_off(trace: Trace) -> bool:
-    """Whether reading ended before the list of events did; the reader says so in a warning."""
-    return any("inside its list of events" in text or "reading stopped" in text for text in trace.warnings)
 
 
 def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:

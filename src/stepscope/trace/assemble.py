@@ -15,7 +15,7 @@ from stepscope.trace.decode import Decoded
 from stepscope.trace.nesting import nest
 from stepscope.trace.scan import Problem, Problems
 from stepscope.trace.schema import COUNTS, HOST, TABLES, THREADS, Table
-from stepscope.trace.tables import Trace, facts_of
+from stepscope.trace.tables import Trace, TraceFacts
 
 
 class Assembler:
@@ -54,7 +54,7 @@ class Assembler:
         self.num_sound += columns.num_events - decoded.num_unsound
         self.num_passed_over += decoded.num_passed_over
 
-    def finish(self, path: Path, fields: dict[str, Any], warnings: Iterable[str]) -> Trace:
+    def finish(self, path: Path, facts: TraceFacts, warnings: Iterable[str]) -> Trace:
         """The whole trace."""
         warnings = list(warnings)
         begins, ends = (self._frames.pop(table.name, []) for table in (BEGINS, ENDS))
@@ -72,7 +72,7 @@ class Assembler:
                 tables[table.name] = nest(whole) if table is HOST else whole
         return Trace(
             path=path,
-            facts=facts_of(fields),
+            facts=facts,
             problems=tuple(sorted(self.problems.values(), key=_problem_order)),
             warnings=tuple(warnings),
             num_events=self.num_events,

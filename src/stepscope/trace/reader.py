@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from stepscope.trace.fields import LARGEST_HEADER
 from stepscope.trace.pool import Pool, Result, num_workers
 from stepscope.trace.scan import LARGEST_EVENT, USUAL_EVENT
 from stepscope.trace.source import SLICE, Document, Slice, Source
-from stepscope.trace.tables import Trace
+from stepscope.trace.tables import Trace, facts_of
 
 Progress = Callable[[float], None]
 """Told the share of the file that has been read."""
@@ -80,7 +81,8 @@ class _Reading:
                 f"{num_passed_over:,} of {self.source.num_read:,} bytes of JSON were passed over as broken, with all "
                 "events in them"
             )
-        return self.assembler.finish(path, self.document.fields, [*self.source.warnings, *self.warnings])
+        facts = replace(facts_of(self.document.fields), is_cut_off=self.trailer is None)
+        return self.assembler.finish(path, facts, [*self.source.warnings, *self.warnings])
 
     def _decode_here(self) -> Iterator[tuple[Slice, Result]]:
         for part in self.document.slices():

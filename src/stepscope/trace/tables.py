@@ -26,6 +26,8 @@ class TraceFacts:
     has_memory: bool | None = None
     versions: dict[str, str] = field(default_factory=dict)
     """Of driver, runtime and tracer, as recorded."""
+    is_cut_off: bool = False
+    """Whether the file ended, or could not be read on, before its list of events was closed."""
 
 
 @dataclass(frozen=True)
