@@ -28,6 +28,7 @@ def row(number, ns, variant="plain", seq_len=64, status="ok", **more):
         "samples_device_ns": [ns, ns, ns] if isinstance(ns, int) else ns,
         "samples_host_ns": [ns] if isinstance(ns, int) else ns,
         "num_tokens": 1000,
+        "num_parameters": 10,
         "environment_hash": "e",
         **more,
     }
@@ -85,10 +86,91 @@ def test_the_plainest_need_be_plain_only_in_what_varies():
 
 def test_what_cannot_be_told_from_the_best_is_tied():
     best, tied, apart = summary(
-        row(1, [100, 101, 102]), row(2, [102, 103, 104], "near"), row(3, [200, 201, 202], "far")
+        row(1, [100, 101, 102] * 2), row(2, [102, 103, 104] * 2, "near"), row(3, [200, 201, 202] * 2, "far")
     ).points
 
     assert best.is_best and tied.is_tied and not apart.is_tied
+
+
+def test_of_few_samples_no_tie_is_said():
+    best, near = summary(row(1, [100, 101, 102]), row(2, [102, 103, 104], "near")).points
+    assert best.is_best and not near.is_tied
+
+
+def test_ties_of_searches_for_the_largest_batch_are_by_the_token():
+    small, large = summary(
+        row(1, [100] * 6, config={"batch": 1}, max_batch=1, num_tokens=10),
+        row(2, [390] * 6, "fast", config={"batch": 4}, max_batch=4, num_tokens=20),
+    ).points
+    assert small.is_best and not large.is_tied
+
+
+def test_rows_that_drop_work_do_not_compete_with_rows_that_drop_none():
+    formula = {"flops_formula": 1000}
+    plain, fast, dropping, dropping_too = summary(
+        row(1, 400, **formula),
+        row(2, 300, "fast", **formula),
+        row(3, 100, "capacity", facts={"dropped_share": 0.25, "dropped_flops": 100.0}, **formula),
+        row(4, 200, "capacity", run={"compile": "default"}, facts={"dropped_share": 0.25}),
+    ).points
+
+    assert [p.is_best for p in (plain, fast, dropping, dropping_too)] == [False, True, True, False]
+    assert dropping.speedup == 4.0 and dropping.differs == "some dropped against none dropped"
+    assert fast.differs is None
+    assert dropping.flops_per_s == pytest.approx((1000 - 3 * 100) / 100e-9)
+
+
+def test_sgd_does_not_compete_with_adamw():
+    adamw, fused, sgd = summary(
+        row(1, 300), row(2, 200, run={"optimizer": "fused"}), row(3, 100, run={"optimizer": "sgd"})
+    ).points
+
+    assert (adamw.is_best, fused.is_best, sgd.is_best) == (False, True, False)
+    assert fused.differs is None and "optimizer=sgd" in sgd.differs and sgd.speedup == pytest.approx(3.0)
+    forwards = [row(n, 100, run={"mode": "forward", "optimizer": name}) for n, name in enumerate(("adamw", "sgd"))]
+    assert all(point.differs is None for point in summary(*forwards).points)
+
+
+@pytest.mark.parametrize("knob", ["seed", "warmup", "steps"])
+def test_repetitions_do_not_compete_with_each_other(knob):
+    points = summary(row(1, 400, run={knob: 7}), row(2, 300, run={knob: 8})).points
+    assert [(p.is_best, p.is_tied, p.speedup) for p in points] == [(False, False, None)] * 2
+
+    points = summary(row(1, 400, run={knob: 7}), row(2, 300, run={knob: 8}), row(3, 200, "x", run={knob: 8})).points
+    assert [(p.is_best, p.speedup) for p in points] == [(False, None), (False, 1.0), (True, pytest.approx(1.5))]
+
+
+def test_alternatives_are_compared_by_name_and_only_equals_compete():
+    more = {"alternatives": {"attention": [["dense"], ["mask", "flex"]]}}
+    dense, mask, flex = summary(
+        row(1, 400, config={"attention": "dense"}, **more),
+        row(2, 800, config={"attention": "mask"}, **more),
+        row(3, 100, config={"attention": "flex"}, **more),
+    ).points
+
+    assert (dense.is_best, mask.is_best, flex.is_best) == (False, False, True)
+    assert (dense.speedup, mask.speedup, flex.speedup) == (1.0, 0.5, 4.0)
+    assert dense.differs is None and flex.differs == "attention=mask or flex against attention=dense"
+
+
+def test_knobs_that_do_not_apply_to_a_whole_step_are_no_axes():
+    whole = [
+        row(1, 400, run={"optimizer": "adamw"}),
+        row(2, 300, run={"optimizer": "sgd"}),
+        row(3, None, status="oom"),
+    ]
+    for one in whole[:2]:
+        del one["num_parameters"]
+    del whole[2]["num_parameters"], whole[2]["num_tokens"]  # it never came so far
+    sweep = summary(*whole)
+
+    names = {*sweep.varying, *sweep.constants}
+    assert not names & {"mode", "dtype", "compile", "sdpa", "optimizer"} and "device" in names
+    assert not any(point.is_best for point in sweep.points)
+
+
+def test_notes_come_along():
+    assert summary(row(1, 5, notes=["the loss is nan"])).points[0].notes == ("the loss is nan",)
 
 
 def test_noise_is_marked():

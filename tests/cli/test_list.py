@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -98,6 +99,14 @@ def test_mistakes_are_one_line(words, message):
 
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_who_has_seen_enough_is_no_error_and_a_closed_stream_is_one():
+    command = f"{shlex.quote(sys.executable)} -m stepscope list workloads norm"
+    done = subprocess.run(f"{command} | true; {command} >&-; echo $?", shell=True, capture_output=True, text=True)
+
+    assert done.stdout == "2\n"
+    assert done.stderr == "stepscope list: the answer could not be written: standard output is closed\n"
 
 
 def test_help_costs_no_torch():

@@ -171,4 +171,4 @@ def test_cuda_graphs_replay_and_the_counts_can_be_read():
         built.module.zero_grad()
 
     assert int(built.module.moe.slots_per_expert.sum()) == 4000
-    assert built.facts()["dropped_tokens"] == 0
+    assert built.facts()["dropped_slots"] == 0

@@ -9,7 +9,16 @@ import json
 import pytest
 
 from stepscope.errors import RecordingError
-from stepscope.report.sweeps import points_text, read_sweep, row_line, sweep_csv, sweep_markdown, sweep_of, sweep_text
+from stepscope.report.sweeps import (
+    points_text,
+    read_sweep,
+    row_line,
+    sweep_csv,
+    sweep_markdown,
+    sweep_of,
+    sweep_text,
+    to_json,
+)
 
 RUN = {
     "mode": "step", "dtype": "bf16", "bf16_reduction": "auto", "compile": "off", "sdpa": "free",
@@ -86,6 +95,48 @@ def test_one_row_and_no_axis_is_a_table_too():
     text = sweep_text(sweep_of(ROWS[:1], {}), 80)
     assert "57.6" in text and "1 row: 1 ok" in text
     assert "oom: asked" in sweep_text(sweep_of(ROWS[2:], {}), 80)
+
+
+def test_a_loss_that_is_no_number_is_marked_and_every_note_is_said():
+    rows = [
+        {**row(1, [57_000_000] * 6, "naive"), "loss": None, "notes": ["the loss is nan"]},
+        {**row(2, [20_000_000] * 6, "sdpa"), "notes": ["the final loss is inf", "FLOPs were not counted: why"]},
+    ]
+    sweep = sweep_of(rows, {})
+
+    text = sweep_text(sweep, 160)
+    assert "nan!" in text and "9.2103!" in text and "! a loss that is no number" in text
+    for said in (text, sweep_markdown(sweep)):
+        assert "row 1: the loss is nan" in said and "row 2: FLOPs were not counted: why" in said
+    assert [record["notes"] for record in csv.DictReader(io.StringIO(sweep_csv(sweep)))] == [
+        "the loss is nan",
+        "the final loss is inf; FLOPs were not counted: why",
+    ]
+    assert to_json(sweep)["points"][0]["notes"] == "the loss is nan"
+    assert "!" not in sweep_text(SWEEP, 160)
+
+
+def test_what_is_dropped_and_what_differs_is_said():
+    dropping = {**row(2, [20_000_000] * 6, "sdpa"), "facts": {"dropped_share": 0.125, "dropped_flops": 9.0}}
+    text = sweep_text(sweep_of([row(1, [57_000_000] * 6, "naive"), dropping], {}), 160)
+
+    assert "12.5 %" in text and "2.85≠" in text and "dropped_flops" not in text and "20.000*" not in text
+    assert "≠ does not compute the same as the plainest: some dropped against none dropped" in text
+
+
+def test_the_median_lies_within_the_printed_spread():
+    samples = [21_150_000, 21_190_000, 21_240_000, 24_000_000, 25_600_000, 21_210_000, 25_400_000]
+    line = sweep_text(sweep_of([row(1, samples, "naive")], {}), 160).splitlines()[1]
+    median, spread = line.split()[0], next(word for word in line.split() if "–" in word)
+
+    low, high = map(float, spread.split("–"))
+    assert low <= float(median.rstrip("~")) <= high
+
+
+def test_few_samples_are_said_to_be_too_few_for_ties():
+    assert "fewer than 6 samples: too few for an interval, ties are not marked" in sweep_text(SWEEP, 160)
+    many = sweep_of([row(1, [57_000_000] * 6, "naive"), row(2, [20_000_000] * 6, "sdpa")], {})
+    assert "fewer than" not in sweep_text(many, 160)
 
 
 def test_a_finished_row_in_one_line():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from stepscope.errors import UsageError
 from stepscope.workloads.workload import Built, Workload, knob, ran
 
 Kind = Literal["ok", "segfault", "exit", "sys_exit", "hang", "huge", "python_huge", "raise", "threads", "killed"]
+Trouble = Literal["none", "garbage", "daemon", "impossible"]
 
 
 def build(kind: Kind = "ok", width: int = 8, batch: int = 2, pid_file: str = ""):
@@ -49,6 +53,22 @@ def build(kind: Kind = "ok", width: int = 8, batch: int = 2, pid_file: str = "")
     return module, lambda: torch.randn(batch, width), batch
 
 
+def troublesome(trouble: Trouble = "none", pid_file: str = ""):
+    """Reaches beyond its own process."""
+    if trouble == "garbage":  # into every pipe that was left open
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"\xff\xfe garbage\n")
+    elif trouble == "daemon":
+        code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1000)"
+        subprocess.Popen([sys.executable, "-S", "-c", code, pid_file], start_new_session=True)
+        while not (Path(pid_file).exists() and Path(pid_file).read_text()):
+            time.sleep(0.01)
+    elif trouble == "impossible":
+        raise UsageError("width=8: must be a multiple of 3")
+    return build()
+
+
 def whole(width: int = 4):
     """One step of a loop of one's own."""
     module = nn.Linear(width, width)
@@ -75,8 +95,26 @@ class Hungry(nn.Module):
         return (x.expand(-1, 2 << 20) * self.weight).square().mean()
 
 
-def hungry(batch: int = 1):
-    return Hungry(), lambda: torch.ones(batch, 1), batch
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HungryConfig:
+    batch: int = knob(1, "items")
+
+
+class HungryWhenTraced(Hungry):
+    """Takes a gigabyte more under a profiler, as a profiler itself may."""
+
+    def forward(self, x):
+        if torch.autograd._profiler_enabled():
+            torch.empty(1 << 30, dtype=torch.uint8)
+        return super().forward(x)
+
+
+def build_hungry(config):
+    proofs = (ran("eager", "aten::pow"),)
+    return Built(module=HungryWhenTraced(), batch=lambda: {"x": torch.ones(config.batch, 1)}, proofs=proofs)
+
+
+HUNGRY = Workload(name="hungry", about="8 MiB an item", config=HungryConfig, presets={"one": {}}, build=build_hungry)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from stepscope.sweep.point_process import Request
 from stepscope.sweep.runner import Options
+from stepscope.sweep.server import Server
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="limits and signals of Linux")
 
@@ -44,6 +48,42 @@ def test_every_kind_of_end_is_a_row_and_the_rest_of_the_grid_completes(rows_of):
     assert 0 < huge["oom"]["free_bytes"] < huge["oom"]["total_bytes"] < 1 << 40
     assert huge["reason"].startswith("asked for 1,024.00 GiB where ")
     assert 0 < by_kind["python_huge"]["oom"]["free_bytes"] < 1 << 40
+
+
+@linux_only
+def test_a_point_can_neither_answer_for_the_server_nor_leave_anything_behind(rows_of, server, tmp_path):
+    rows = rows_of("troublesome", "trouble=garbage,daemon,impossible", f"pid_file={tmp_path / 'pid'}")
+
+    assert [row["status"] for row in rows] == ["ok", "ok", "skipped"]
+    assert rows[2]["reason"] == "width=8: must be a multiple of 3"
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+    assert Path(f"/proc/{server._process.pid}").exists()
+
+
+class Stub(Server):
+    """A server that is a line of Python; a grandchild keeps its pipe open for a while."""
+
+    code = ""
+
+    def _begin(self):
+        code = f"import os, subprocess; subprocess.Popen(['sleep', '6']); input(); {self.code}"
+        return subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [(r"os.write(1, b'\xff\xfe\n'); input()", -9), (r"os.write(1, b'{}\n'); input()", -9), ("os._exit(3)", 3)],
+)
+def test_an_answer_that_cannot_be_read_is_a_crash_and_so_is_a_server_that_is_gone(code, exit_code):
+    began = time.monotonic()
+    request = Request(workload="", preset=None, config={}, run={}, result_path="", log_path="")
+
+    with Stub("fork") as server:
+        server.code = code
+        ending = server.run(request)
+
+    assert ending.exit_code == exit_code and time.monotonic() - began < 5
 
 
 @linux_only

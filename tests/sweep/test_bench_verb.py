@@ -6,8 +6,10 @@ import csv
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -58,7 +60,12 @@ def test_dry_run_prints_the_points_and_runs_nothing(capsys, tmp_path, monkeypatc
         ((f"{ODD}:GATED", "--set", "widht=3"), "did you mean width"),
         ((f"{ODD}:GATED", "--dtype", "bf61"), "did you mean bf16"),
         ((f"{ODD}:GATED", "--memory-limit", "lots"), "no amount of memory"),
+        ((f"{ODD}:GATED", "--dtype", "fp16"), "did you mean autocast_fp16"),
+        ((f"{ODD}:GATED", "--memory-limit", "0"), "no amount of memory"),
         ((f"{ODD}:GATED", "--timeout", "0"), "must be more than 0"),
+        ((f"{ODD}:GATED", "--timeout", "inf"), "must be more than 0"),
+        ((f"{ODD}:GATED", "--timeout", "nan"), "must be more than 0"),
+        ((f"{ODD}:GATED", "--max-batch", "1GiB", "--memory-limit", "2GiB"), "leave --memory-limit out"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, words, message):
@@ -67,6 +74,84 @@ def test_a_mistake_is_one_line(capsys, words, message):
     assert main(["bench", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch\n\ndef build(:\n    pass\n", "mine.py, line 3: SyntaxError: "),
+        ("import nobody_has_this\n", "mine.py, line 1: ModuleNotFoundError: No module named 'nobody_has_this'"),
+        ("import json\njson.loads('{')\n", "mine.py, line 2: JSONDecodeError: "),
+        ("print('hello')\nimport sys\nsys.exit()\n", "mine.py, line 3: SystemExit"),
+        ("class Odd(Exception):\n  pass\nraise Odd('two\\nlines')\n", "mine.py, line 3: Odd: two lines"),
+    ],
+)
+def test_a_file_that_fails_is_one_line(capsys, tmp_path, monkeypatch, text, message):
+    from stepscope.cli.main import main
+
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    grid = ("--grid", f"{tmp_path / 'mine.py'}:points")
+
+    for words in (["bench", f"{tmp_path / 'mine.py'}:build"], ["bench", f"{ODD}:GATED", "--device", "cpu", *grid]):
+        assert main(words) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and message in error and len(error.replace("hello\n", "").splitlines()) == 1
+
+
+def test_a_grid_function_that_fails_is_one_line_and_the_whole_of_it_when_asked_for(capsys, tmp_path, monkeypatch):
+    from stepscope.cli.main import main
+
+    (tmp_path / "mine.py").write_text("def points():\n  yield {'width': 1}\n  yield {'width': 1 // 0}\n")
+    words = ["bench", f"{ODD}:GATED", "--device", "cpu", "--grid", f"{tmp_path / 'mine.py'}:points"]
+
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "mine.py, line 3: ZeroDivisionError: " in error and error.count("\n") == 1
+    monkeypatch.setenv("STEPSCOPE_DEBUG", "1")
+    assert main(words) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of a shell")
+def test_nobody_need_listen_and_closed_streams_are_left_alone(tmp_path):
+    words = shlex.join(bench_words(f"{ODD}:build", *QUICK, "--set", "width=2,3,4", "--json"))
+    # Nobody reads standard error; then there is none.
+    script = f"{{ {words} -o gone 2>&3 >gone.json; }} 3>&1 | true; {words} -o closed 2>&- >closed.json"
+    done = subprocess.run(script, shell=True, cwd=tmp_path, env=quiet_environment(), timeout=200)
+
+    assert done.returncode == 0
+    for name in ("gone", "closed"):
+        assert [row["status"] for row in rows_in(tmp_path / name)] == ["ok"] * 3
+        assert len(json.loads((tmp_path / f"{name}.json").read_text())["points"]) == 3
+        assert (tmp_path / name / ".lock").read_bytes() == b""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_the_server_dies_with_its_parent_while_it_imports_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+    code = (
+        "from stepscope.sweep.point_process import Request\nfrom stepscope.sweep.server import Server\n"
+        "request = Request(workload='', preset=None, config={}, run={}, result_path='', log_path='')\n"
+        "Server('fork').run(request)"
+    )
+    environment = {
+        **quiet_environment(),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), process)
+    pid = int((tmp_path / "pid").read_text())
+    assert is_running(pid)
+
+    process.kill()
+    process.wait()  # not for the end of its streams: the server has them too
+    process.stderr.close()
+
+    end = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < end, "the server outlived its sweep"
+        time.sleep(0.02)
 
 
 def start(tmp_path, *words):

@@ -10,6 +10,7 @@ from sweep_runs import gated
 
 from stepscope.errors import UsageError
 from stepscope.sweep.grid import Grid, changed, read_grids, renamed
+from stepscope.workloads.registry import find
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
 
@@ -75,6 +76,29 @@ def test_zip_pairs_and_single_values_go_with_each(grid):
 def test_a_mistake_is_refused_with_the_nearest_right_word(grid, words, message):
     with pytest.raises(UsageError, match=message):
         grid.points([grid.words(words)])
+
+
+@pytest.mark.parametrize(
+    ("workload", "word", "smallest"),
+    [
+        ("cs336", "layers=0", 1),
+        ("cs336", "heads=-1", 1),
+        ("cs336", "d_model=0", 1),
+        ("cs336", "checkpoint=-1", 0),
+        ("nano", "random_keys=-1", 0),
+        ("norm", "width=0", 1),
+    ],
+)
+def test_what_counts_things_counts_at_least_one_unless_none_is_the_default(workload, word, smallest):
+    grid = Grid(find(workload), {"device": "cpu"})
+
+    with pytest.raises(UsageError, match=f"{word}: must be {smallest} or more"):
+        grid.points([grid.words([word])])
+    assert grid.points([grid.words([f"{word.partition('=')[0]}={smallest}"])])
+
+
+def test_a_number_of_a_users_own_may_be_anything(grid):
+    assert told(grid.points([grid.words(["width=-3"])]), "width") == [(-3,)]
 
 
 def test_lists_of_different_lengths_cannot_be_paired(grid):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from stepscope.errors import UsageError
+from stepscope.errors import RecordingError, UsageError
 from stepscope.sweep.results import Results, heal
 
-ROW = {"hash": "a", "status": "ok", "environment": {"torch": "2"}}
+
+def row_of(name, **more):
+    return {"hash": name, "status": "ok", "config": {}, "run": {}, **more}
+
+
+ROW = row_of("a", environment={"torch": "2"})
 
 
 def opened(folder, resume=False):
@@ -31,21 +38,24 @@ def test_rows_are_there_when_append_returns(tmp_path):
 @pytest.mark.parametrize("length", range(1, 60, 7))
 def test_a_half_written_last_line_is_cut_off(tmp_path, length):
     with opened(tmp_path) as results:
-        results.append({"hash": "a"})
-        results.append({"hash": "b", "samples": list(range(20))})
+        results.append(row_of("a"))
+        results.append(row_of("b", samples=list(range(20))))
     path = tmp_path / "results.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[:-length])
 
     with opened(tmp_path, resume=True) as results:
         assert results.hashes == {"a"}
-        results.append({"hash": "c"})
+        results.append(row_of("c"))
 
     assert [row["hash"] for row in heal(path)] == ["a", "c"]
 
 
-def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"hash": "a"}\n{"ha\n{"hash": "b"}\n')
+@pytest.mark.parametrize("damaged", ['{"ha', "[]", '{"hash": "b"}', '{"hash": 1, "status": "ok"}'])
+def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path, damaged):
+    with opened(tmp_path):
+        pass
+    (tmp_path / "results.jsonl").write_text(f"{json.dumps(ROW)}\n{damaged}\n{json.dumps(ROW)}\n")
     with pytest.raises(UsageError, match="line 2"):
         opened(tmp_path, resume=True)
 
@@ -53,7 +63,7 @@ def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path):
 def test_a_folder_with_rows_is_refused_with_the_command_to_type(tmp_path):
     with opened(tmp_path) as results:
         results.append(dict(ROW))
-    with pytest.raises(UsageError, match="holds 1 rows: go on with  stepscope bench x --resume"):
+    with pytest.raises(UsageError, match="holds 1 row: go on with  stepscope bench x --resume"):
         opened(tmp_path)
     with opened(tmp_path, resume=True) as results:  # the refused one has left no lock
         assert results.hashes == {"a"}
@@ -69,3 +79,74 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
         opened(tmp_path / "file" / "below")
+
+
+FOREIGN = {
+    "results.jsonl": '{"a": 1}\n{"unfinished',
+    "results.csv": "mine",
+    "results.md": "mine",
+    "notes.txt": "mine",
+}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_of_somebody_else_is_refused_and_left_as_it_was(tmp_path, name, resume):
+    (tmp_path / name).write_text(FOREIGN[name])
+
+    with pytest.raises(UsageError, match="is not empty and holds no sweep"):
+        opened(tmp_path, resume)
+
+    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {name: FOREIGN[name]}
+
+
+@pytest.mark.parametrize("text", ['{"sweep": "of mine"}', "[]", "no JSON"])
+def test_a_sweep_json_of_somebody_else_is_refused_and_left_as_it_was(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+
+    with pytest.raises(UsageError, match=r"sweep\.json"):
+        opened(tmp_path, resume=True)
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["sweep.json"]
+    assert (tmp_path / "sweep.json").read_text() == text
+
+
+def test_a_half_written_first_row_is_cut_off_by_resume_alone(tmp_path):
+    with opened(tmp_path):
+        (tmp_path / "results.jsonl").write_text('{"hash": "a"')
+
+    with pytest.raises(UsageError, match="holds 1 row: go on with"):
+        opened(tmp_path)
+    assert (tmp_path / "results.jsonl").read_text() == '{"hash": "a"'
+    with opened(tmp_path, resume=True) as results:
+        assert results.rows == []
+
+
+def test_a_sweep_killed_in_its_first_moment_has_left_nothing_to_refuse(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / ".lock").touch()
+
+    with opened(tmp_path) as results:
+        assert results.rows == []
+
+
+def test_a_row_is_written_to_its_last_byte(tmp_path, monkeypatch):
+    write = os.write
+    with opened(tmp_path) as results:
+        monkeypatch.setattr(os, "write", lambda descriptor, text: write(descriptor, text[:7]))
+        results.append(dict(ROW))
+
+    assert [row["hash"] for row in heal(tmp_path / "results.jsonl")] == ["a"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full")
+def test_a_full_disk_is_one_line_with_the_command_that_goes_on(tmp_path):
+    with opened(tmp_path) as results:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, results._descriptor)
+        os.close(full)
+        with pytest.raises(RecordingError) as caught:
+            results.append(row_of("a"))
+
+    text = str(caught.value)
+    assert str(tmp_path) in text and "No space left" in text and text.endswith("stepscope bench x --resume")

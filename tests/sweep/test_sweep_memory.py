@@ -18,7 +18,7 @@ def test_amounts(text, num_bytes):
     assert memory.parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "4 parsecs", "-1GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "4 parsecs", "-1GiB", "0", "0GiB", "0.1", "1.2.3GiB", "9" * 400])
 def test_what_is_no_amount(text):
     with pytest.raises(ValueError, match="no amount of memory"):
         memory.parse_bytes(text)

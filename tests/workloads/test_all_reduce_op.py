@@ -62,6 +62,8 @@ def test_two_ranks_are_summed_forward_and_backward_and_proven(build):
         "bus_bytes": 4096.0,
     }.items()
     assert evidence.facts["largest_error"] < 1e-6
+    seconds = evidence.facts["collective_seconds"]
+    assert evidence.facts["bus_bytes_per_s"] == pytest.approx(4096 / seconds) and 1e-6 < seconds < 10
 
     with pytest.raises(UsageError, match="one a run"):
         built.module(x.double())
@@ -77,7 +79,7 @@ def test_one_rank_alone(build):
 
     assert torch.equal(built.module(**batch), batch["x"])
     assert built.proofs[0].shows(evidence_of(built))
-    assert built.facts()["bus_bytes"] == 0
+    assert built.facts()["bus_bytes"] == built.facts()["bus_bytes_per_s"] == 0
 
 
 def test_no_proof_of_another_world():

@@ -117,8 +117,11 @@ def test_what_is_over_the_capacity_is_dropped_and_counted():
 
     assert_same(found, results(layer, x, lambda x: dense(layer, x, kept)), 1e-12)
     facts = experts.facts([layer])
-    assert facts["dropped_tokens"] == dropped and facts["dropped_share"] == dropped / 400
-    assert facts["padded_share"] == pytest.approx(4 * capacity / 400 - 1)
+    assert facts["dropped_slots"] == dropped and facts["dropped_share"] == dropped / 400
+    assert facts["dropped_flops"] == dropped * 4 * layer.w1[0].numel()
+    assert (
+        facts["padded_share"] == pytest.approx((4 * capacity - (400 - dropped)) / 400) and facts["padded_share"] > 0
+    )
 
 
 def test_capacity_is_by_eights_and_never_more_than_the_slots():

@@ -81,3 +81,19 @@ def test_the_products_flops():
         built.module(**built.batch())
 
     assert built.forward_flops == counter.get_total_flops()
+
+
+def test_the_audit_counts_what_answered_in_which_dtype():
+    built = WORKLOAD.build(WORKLOAD.configure("bf16", experiment="audit", rows=8))
+    evidence = evidence_of(built)
+
+    assert built.facts()["linear_bf16"] == 2 and built.facts()["residual_fp32"] == 2
+    assert sum(built.facts().values()) == 8 and built.facts()["loss_fp32"] == 1
+    assert built.proofs[0].shows(evidence) == "linear_bf16 ×2"
+
+    plain = WORKLOAD.build(WORKLOAD.configure("fp32", experiment="audit", rows=8))
+    plain.module(**plain.batch())
+    assert plain.facts() == {"norm_fp32": 2, "linear_fp32": 2, "residual_fp32": 2, "softmax_fp32": 1, "loss_fp32": 1}
+    with torch.autocast("cpu", dtype=torch.float16):
+        plain.module(**plain.batch())
+    assert plain.facts()["linear_fp16"] == 2

@@ -64,7 +64,7 @@ def test_every_dispatch_is_the_loop_where_none_is_dropped(dispatch, routing):
 
     wanted, found = results(plain, batch), results(other, batch)
 
-    assert other.facts()["dropped_tokens"] == 0
+    assert other.facts()["dropped_slots"] == 0
     for name, right in wanted.items():
         torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-12, msg=name)
 
@@ -199,7 +199,7 @@ def test_facts_and_proof_of_the_loop():
 
     (proof,) = built.proofs
     assert proof.claim == "dispatch=loop" and "aten::mm" in proof.shows(evidence)
-    assert set(evidence.facts) >= {"dropped_tokens", "load_max_over_mean", "dropped_share", "padded_share"}
+    assert set(evidence.facts) >= {"dropped_slots", "load_max_over_mean", "dropped_share", "padded_share"}
     assert built_of(dispatch="capacity").proofs[0].shows(evidence) is None
 
 

@@ -20,8 +20,12 @@ NOISY_SHARE = 0.10
 IMPLEMENTATION_KNOBS = ("bf16_reduction", "compile", "sdpa", "optimizer", "checkpoint")
 # The plainest value of each.
 PLAINEST = {"bf16_reduction": "auto", "compile": "off", "sdpa": "free", "optimizer": "adamw", "checkpoint": 0}
-# What a row's speed does not depend on by intent.
-NOT_COMPARED = ("warmup", "steps", "seed")
+# One update rule, three implementations.
+ADAMW = ("adamw", "fused", "handwritten")
+# What does not apply to a workload that is a whole step of the user's own loop.
+NOT_OF_A_WHOLE_STEP = ("mode", "dtype", "compile", "sdpa", "optimizer")
+# With fewer samples a median has no 95 % interval: all of n samples lie on one side of it with chance 2 ÷ 2ⁿ.
+MIN_INTERVAL_SAMPLES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,7 @@ class PointSummary:
     status: str
     reason: str | None
     axes: Mapping[str, Any]
-    """workload, preset and every knob → value."""
+    """workload, preset and every knob that applies → value."""
     device_name: str | None
     time: Distribution | None
     """Nanoseconds a step: on the device between CUDA events, on a CPU the host's."""
@@ -49,7 +53,7 @@ class PointSummary:
     flops_coverage: float | None
     """Counted ÷ formula. Below 1: kernels that hide their products. Above: work that the formula calls useless."""
     flops_per_s: float | None
-    """Model FLOPs, by formula where there is one, ÷ median time."""
+    """Model FLOPs, by formula where there is one, less those of what was dropped, ÷ median time."""
     mfu: Utilisation | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -65,12 +69,17 @@ class PointSummary:
     num_kernel_launches: int | None
     max_batch: int | None
     facts: Mapping[str, float]
+    notes: tuple[str, ...]
+    """What else is to be known of the row: a loss that is no number, an instrument that failed."""
     is_noisy: bool
     speedup: float | None = None
-    """Median time a token (or a step) of the plainest variant of the rows it competes with ÷ this one's."""
+    """Median time a token (or a step) of the plainest variant of the rows it is compared with ÷ this one's."""
+    differs: str | None = None
+    """In what it computes something else than the plainest variant; None: it computes the same."""
     is_best: bool = False
+    """The fastest of the rows that compute the same thing."""
     is_tied: bool = False
-    """Not the best, but its interval meets the best one's."""
+    """Not the best, but its 95 % interval meets the best one's; never said of fewer than 6 samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,27 +99,34 @@ def summarise(
 ) -> SweepSummary:
     """The figures of a sweep's rows; `environments` by their hash, as sweep.json has them."""
     rows = list(rows)
-    points = [_point(row, environments.get(row.get("environment_hash", ""), {}), limits) for row in rows]
+    # Only of a whole step of the user's own nothing is known inside.
+    whole = {row["workload"] for row in rows if "num_tokens" in row and "num_parameters" not in row}
+    points = [_point(row, row["workload"] in whole, environments, limits) for row in rows]
     varying, constants = varying_axes([point.axes for point in points])
     if any(point.max_batch is not None for point in points):
         varying = tuple(name for name in varying if name != "batch")
     keys = [_group(row, point.axes) for row, point in zip(rows, points)]
     for key in dict.fromkeys(keys):
         members = [index for index, other in enumerate(keys) if other == key]
-        reference = {**PLAINEST, **(rows[members[0]].get("reference") or {})}
-        for index, ranked in zip(members, _ranked([points[index] for index in members], reference)):
-            points[index] = ranked
+        row = rows[members[0]]
+        compared = _compared([points[index] for index in members], row.get("reference") or {}, _alternatives(row))
+        for index, point in zip(members, compared):
+            points[index] = point
     counts: dict[str, int] = {}
     for point in points:
         counts[point.status] = counts.get(point.status, 0) + 1
     return SweepSummary(points=tuple(points), varying=varying, constants=constants, num_by_status=counts)
 
 
-def _point(row: Mapping[str, Any], environment: Mapping[str, Any], limits: Limits) -> PointSummary:
+def _point(
+    row: Mapping[str, Any], whole: bool, environments: Mapping[str, Mapping[str, Any]], limits: Limits
+) -> PointSummary:
     time = _described(row.get("samples_device_ns"))
-    flops = row.get("flops_formula") or row.get("flops_counted")
+    facts = row.get("facts") or {}
+    flops = _model_flops(row, facts)
     tokens = row.get("num_tokens") or None
-    name = environment.get("device_name")
+    name = environments.get(row.get("environment_hash", ""), {}).get("device_name")
+    run = {knob: value for knob, value in row["run"].items() if not (whole and knob in NOT_OF_A_WHOLE_STEP)}
     mfu = None
     if time is not None and flops and name is not None:
         device, ceilings = limits(name)
@@ -120,7 +136,7 @@ def _point(row: Mapping[str, Any], environment: Mapping[str, Any], limits: Limit
         hash=row["hash"],
         status=row["status"],
         reason=row.get("reason"),
-        axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **row["run"]},
+        axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},
         device_name=name,
         time=time,
         host=_described(row.get("samples_host_ns")),
@@ -144,9 +160,19 @@ def _point(row: Mapping[str, Any], environment: Mapping[str, Any], limits: Limit
         num_kernels=row.get("num_kernels"),
         num_kernel_launches=row.get("num_kernel_launches"),
         max_batch=row.get("max_batch"),
-        facts=row.get("facts") or {},
+        facts=facts,
+        notes=tuple(row.get("notes") or ()),
         is_noisy=time is not None and time.p90 - time.p10 > NOISY_SHARE * time.median,
     )
+
+
+def _model_flops(row: Mapping[str, Any], facts: Mapping[str, float]) -> int | None:
+    """Model FLOPs of a step: by formula, less what was dropped and not computed; else as counted."""
+    formula: int | None = row.get("flops_formula")
+    if not formula:
+        return row.get("flops_counted")
+    passes = 3 if row["run"]["mode"] in ("forward+backward", "step") else 1
+    return formula - passes * round(facts.get("dropped_flops", 0))
 
 
 def _described(samples: Sequence[float] | None) -> Distribution | None:
@@ -178,35 +204,76 @@ def _follows(values: Sequence[Any], presets: Sequence[Any]) -> bool:
     return len(set(zip(values, presets))) == len(set(presets))
 
 
+def _alternatives(row: Mapping[str, Any]) -> Mapping[str, Sequence[Sequence[Any]]]:
+    """Knob → its values, those that compute the same thing together, the plainest first."""
+    return {"optimizer": (ADAMW,), **(row.get("alternatives") or {})}
+
+
 def _group(row: Mapping[str, Any], axes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Rows with the same group differ only in how they compute it: they compete."""
-    left_out = {*IMPLEMENTATION_KNOBS, *NOT_COMPARED, *(row.get("reference") or {})}
+    """Rows with the same group are compared: they differ only in how they compute it, or in declared alternatives.
+
+    Rows that differ in seed, warm-up or number of samples are repetitions of one another, and not compared.
+    """
+    left_out = {*IMPLEMENTATION_KNOBS, *(row.get("reference") or {}), *_alternatives(row)}
     if row.get("max_batch") is not None:
         left_out.add("batch")
     return tuple(sorted((name, str(value)) for name, value in axes.items() if name not in left_out))
 
 
-def _ranked(group: Sequence[PointSummary], reference: Mapping[str, Any]) -> list[PointSummary]:
-    """The group with its best, those that cannot be told from it, and speed-ups; only `ok` rows are ranked."""
+def _compared(
+    group: Sequence[PointSummary],
+    reference: Mapping[str, Any],
+    alternatives: Mapping[str, Sequence[Sequence[Any]]],
+) -> list[PointSummary]:
+    """The group with speed-ups and what differs in them, the best of each thing computed, and what ties with it.
+
+    Only `ok` rows are compared.
+    """
     times = {index: point.time for index, point in enumerate(group) if point.status == OK and point.time is not None}
+    compared = list(group)
+    plain = {**PLAINEST, **{name: values[0][0] for name, values in alternatives.items()}, **reference}
     # Only in what the group varies must the plainest be plain: the rest is the same for all.
-    varied = {name: value for name, value in reference.items() if len({point.axes.get(name) for point in group}) > 1}
+    varied = {name: value for name, value in plain.items() if len({point.axes.get(name) for point in group}) > 1}
     plainest = next((i for i in times if all(group[i].axes.get(n) == value for n, value in varied.items())), None)
-    ranked = list(group)
-    if not times:
-        return ranked
+    computed = [_computed(point, alternatives) for point in group]
 
     def cost(index: int) -> float:
         # A token, where there are tokens: rows of a search for the largest batch have batches of their own.
         tokens = group[index].num_tokens
         return times[index].median / tokens if tokens else times[index].median
 
-    best = min(times, key=cost)
-    for index, time in times.items():
-        ranked[index] = replace(
+    def meets(index: int, best: int) -> bool:
+        time, other = times[index], times[best]
+        if min(time.num_samples, other.num_samples) < MIN_INTERVAL_SAMPLES:
+            return False
+        return cost(index) * time.ci_low / time.median <= cost(best) * other.ci_high / other.median
+
+    for index in times:
+        rivals = [other for other in times if computed[other] == computed[index]]
+        best = min(rivals, key=cost)
+        ways = {tuple(group[other].axes.get(name) for name in plain) for other in rivals}
+        compared[index] = replace(
             group[index],
             speedup=cost(plainest) / cost(index) if plainest is not None and varied else None,
-            is_best=index == best and len(times) > 1,
-            is_tied=index != best and time.ci_low <= times[best].ci_high,
+            differs=_difference(computed[index], computed[plainest]) if plainest is not None else None,
+            is_best=index == best and len(ways) > 1,
+            is_tied=index != best and len(ways) > 1 and meets(index, best),
         )
-    return ranked
+    return compared
+
+
+def _computed(point: PointSummary, alternatives: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, str]:
+    """What the row computes, in words, as far as rows of one group can differ in it."""
+    found = {}
+    for name, sets in alternatives.items():
+        value = point.axes.get(name)
+        if name == "optimizer" and point.axes.get("mode") != "step":
+            continue
+        found[name] = f"{name}={' or '.join(map(str, next((same for same in sets if value in same), (value,))))}"
+    dropped = point.facts.get("dropped_share", 0) > 0
+    return {**found, "dropped": "some dropped" if dropped else "none dropped"}
+
+
+def _difference(this: Mapping[str, str], plainest: Mapping[str, str]) -> str | None:
+    parts = [f"{this[name]} against {plainest[name]}" for name in this if this[name] != plainest.get(name)]
+    return "; ".join(parts) or None

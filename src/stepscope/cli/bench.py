@@ -19,12 +19,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
+import os
 import shlex
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.cli.output import print_result, tell
+from stepscope.cli.users_code import users_code
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.version import __version__
 
@@ -79,9 +83,13 @@ def main(arguments: argparse.Namespace) -> int:
     from stepscope.sweep.run_knobs import RUN_KNOB_NAMES
     from stepscope.workloads.registry import find
 
-    workload = find(arguments.workload)
-    if arguments.timeout <= 0:
-        raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0")
+    _fill_closed_streams()
+    with users_code():
+        workload = find(arguments.workload)
+    if not 0 < arguments.timeout < math.inf:
+        raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0, and an end")
+    if arguments.max_batch and arguments.memory_limit:
+        raise UsageError("--max-batch MEMORY is the memory limit of its points: leave --memory-limit out")
     try:
         limit = arguments.max_batch or arguments.memory_limit
         limit_bytes = parse_bytes(limit) if limit else None
@@ -110,7 +118,8 @@ def _points(workload: Workload[Any], arguments: argparse.Namespace, said: dict[s
     axes = grid.words(words)
     if arguments.grid is None:
         return grid.points([axes], arguments.zip)
-    grids, paired = read_grids(arguments.grid)
+    with users_code():
+        grids, paired = read_grids(arguments.grid)
     return grid.points([{**axes, **listed} for listed in grids], paired or arguments.zip)
 
 
@@ -121,9 +130,9 @@ def _default_device() -> str:
 
 
 def _run(workload: Workload[Any], points: list[Point], limit: int | None, arguments: argparse.Namespace) -> int:
-    from stepscope.cli.output import print_result
     from stepscope.cli.progress import Progress
     from stepscope.report.sweeps import sweep_of, sweep_text, to_json, write_tables
+    from stepscope.report.text import plural
     from stepscope.sweep.max_batch import MaxBatch
     from stepscope.sweep.results import Results
     from stepscope.sweep.runner import Options, Runner, run_points
@@ -132,32 +141,43 @@ def _run(workload: Workload[Any], points: list[Point], limit: int | None, argume
     folder = arguments.output or _default_folder(arguments.workload)
     command = shlex.join(["stepscope", *sys.argv[1:]])
     options = Options(timeout_s=arguments.timeout, trace=arguments.trace, memory_limit_bytes=limit)
-    tell = _Teller(points, arguments.quiet)
+    teller = _Teller(points, arguments.quiet)
     facts = {"command": command, "working_folder": str(Path.cwd()), "stepscope": __version__}
     with Results(folder, facts, arguments.resume, _resume_command(folder)) as results:
         interrupted = False
-        with Server(arguments.start or default_start()) as server, Progress(f"{len(points)} points") as progress:
+        asked = {point.hash for point in points}
+        begun = len(results.hashes & asked) / len(points)
+        with (
+            Server(arguments.start or default_start()) as server,
+            Progress(plural(len(points), "point"), begun, silent_s=0.0) as progress,
+        ):
+            progress(begun)
             runner = Runner(workload, server, results, options)
-            run = runner.run if arguments.max_batch is None else MaxBatch(workload, runner, tell.tried).run
+
+            def on_try(batch: int, status: str) -> None:
+                progress.clear()
+                teller.tried(batch, status)
+                progress(len(results.hashes & asked) / len(points))
 
             def on_row(row: dict[str, Any], num_done: int) -> None:
                 progress.clear()
-                tell.finished(row, num_done)
+                teller.finished(row, num_done)
                 progress(num_done / len(points))
 
+            run = runner.run if arguments.max_batch is None else MaxBatch(workload, runner, on_try).run
             try:
                 run_points(points, results, run, on_row)
             except KeyboardInterrupt:
                 interrupted = True
-        asked = {point.hash for point in points}
         rows = results.rows
         sweep = sweep_of(rows, results.facts["environments"])
-        write_tables(folder, sweep, command)
+        with results.writing():
+            write_tables(folder, sweep, command)
     if rows:
         print_result(lambda: to_json(sweep), lambda _colour, width: sweep_text(sweep, width), arguments.json)
-    print(f"stepscope: {len(rows)} rows in {folder}/results.jsonl, .csv, .md", file=sys.stderr)
+    tell(f"stepscope: {plural(len(rows), 'row')} in {folder}/results.jsonl, .csv, .md")
     if interrupted:
-        print(f"stepscope: interrupted; go on with  {_resume_command(folder)}", file=sys.stderr)
+        tell(f"stepscope: interrupted; go on with  {_resume_command(folder)}")
         return EXIT_INTERRUPTED
     return 0 if all(row["status"] == "ok" for row in rows if row["hash"] in asked) else EXIT_NOT_ALL_OK
 
@@ -176,15 +196,14 @@ class _Teller:
         from stepscope.report.sweeps import row_line
 
         if not self._quiet:
-            print(f"{num_done}/{self._num_points}  {row_line(row, self._varying)}", file=sys.stderr, flush=True)
+            tell(f"{num_done}/{self._num_points}  {row_line(row, self._varying)}")
 
     def tried(self, batch: int, status: str) -> None:
         if not self._quiet:
-            print(f"  batch {batch}: {'fits' if status == 'ok' else status}", file=sys.stderr, flush=True)
+            tell(f"  batch {batch}: {'fits' if status == 'ok' else status}")
 
 
 def _dry_run(points: list[Point], as_json: bool) -> int:
-    from stepscope.cli.output import print_result
     from stepscope.report.sweeps import points_text
 
     listed = [
@@ -193,6 +212,15 @@ def _dry_run(points: list[Point], as_json: bool) -> int:
     ]
     print_result(lambda: {"points": listed}, lambda _colour, width: points_text(listed, width), as_json)
     return 0
+
+
+def _fill_closed_streams() -> None:
+    """Open nothing in place of a closed standard stream: the next file opened would get what libraries print."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
 
 
 def _default_folder(workload: str) -> Path:

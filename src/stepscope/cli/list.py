@@ -15,6 +15,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stepscope.cli.output import write
+from stepscope.cli.users_code import users_code
 from stepscope.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -39,11 +41,14 @@ def main(arguments: argparse.Namespace) -> int:
     entries = []
     for name in arguments.names or (*MODELS, *OPS):
         kind = "model" if name in MODELS else "op" if name in OPS else "yours"
-        entries.append({"kind": kind, **facts_of(find(name), has_parameters=kind == "model")})
+        with users_code():
+            workload = find(name)
+        entries.append({"kind": kind, **facts_of(workload, has_parameters=kind == "model")})
     if arguments.json:
-        print(json.dumps({"workloads": entries}, indent=2))
+        text = json.dumps({"workloads": entries}, indent=2)
     else:
-        print("\n".join(line for entry in entries for line in lines_of(entry)).rstrip())
+        text = "\n".join(line for entry in entries for line in lines_of(entry)).rstrip()
+    write([text, "\n"])
     return 0
 
 

@@ -56,11 +56,11 @@ def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
             raise StepscopeError(f"the answer could not be written: {error.strerror}") from None
 
 
-def tell(line: str) -> None:
+def tell(line: str, end: str = "\n") -> None:
     """A line on standard error, where there is one."""
     if sys.stderr is not None:  # else print would take standard output
         with contextlib.suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
+            print(line, end=end, file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -6,20 +6,26 @@ import sys
 import time
 from types import TracebackType
 
-from stepscope.cli.output import is_terminal
+from stepscope.cli.output import is_terminal, tell
 
 _SILENT_S = 1.0
 _EVERY_S = 0.1
 _WIDTH = 24
+# A smaller share of the work says nothing yet about the rest of it.
+_TELLING_SHARE = 0.02
 
 
 class Progress:
     """A line on standard error that is told the share done, and is gone when the work is."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, begun: float = 0.0, silent_s: float = _SILENT_S) -> None:
+        """`begun` is the share that was done before: nobody knows how long it took."""
         self._what = what
+        self._begun = begun
+        self._silent_s = silent_s
         self._is_shown = is_terminal(sys.stderr)
-        self._start = self._last = time.monotonic()
+        self._start = time.monotonic()
+        self._last = -_EVERY_S
         self._has_drawn = False
 
     def __enter__(self) -> Progress:
@@ -33,13 +39,17 @@ class Progress:
     def clear(self) -> None:
         """Take the line away, so that another can be printed in its place."""
         if self._has_drawn:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            tell("\r\x1b[K", end="")
+            self._has_drawn, self._last = False, -_EVERY_S
 
     def __call__(self, share: float) -> None:
         now = time.monotonic()
-        if not self._is_shown or now - self._start < _SILENT_S or now - self._last < _EVERY_S:
+        if not self._is_shown or now - self._start < self._silent_s or now - self._last < _EVERY_S:
             return
         self._last, self._has_drawn = now, True
-        left = f"{(now - self._start) * (1 - share) / share:.0f} s left" if share > 0.02 else ""
         bar = "█" * round(_WIDTH * share)
-        print(f"\r{self._what} {bar:<{_WIDTH}} {share:4.0%}  {left}\x1b[K", end="", file=sys.stderr, flush=True)
+        tell(f"\r{self._what} {bar:<{_WIDTH}} {share:4.0%}  {self._left(share, now)}\x1b[K", end="")
+
+    def _left(self, share: float, now: float) -> str:
+        done = share - self._begun
+        return f"{(now - self._start) * (1 - share) / done:.0f} s left" if done > _TELLING_SHARE else ""

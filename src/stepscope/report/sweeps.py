@@ -12,14 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary, summarise, varying_axes
+from stepscope.analysis.statistics import Distribution
+from stepscope.analysis.sweeps import (
+    MIN_INTERVAL_SAMPLES,
+    NOISY_SHARE,
+    OK,
+    PointSummary,
+    SweepSummary,
+    summarise,
+    varying_axes,
+)
 from stepscope.devices import Ceilings, Device, find_device, load_ceilings
 from stepscope.errors import RecordingError
 from stepscope.report.text import count, milliseconds, percent, plural, safe, significant, size
 
 CSV_FILE = "results.csv"
 MARKDOWN_FILE = "results.md"
-BEST, TIED, NOISY = "*", "≈", "~"
+BEST, TIED, NOISY, DIFFERENT, NOT_A_NUMBER = "*", "≈", "~", "≠", "!"
+# Facts that have a column of their own, or that are in another figure.
+NO_FACT_COLUMN = ("dropped_share", "dropped_flops")
 
 
 @dataclass(frozen=True)
@@ -33,11 +44,14 @@ class Column:
 def _time(point: PointSummary) -> str | None:
     if point.time is None:
         return None
-    # Digits follow the noise: one beyond where the interval of the median begins.
-    noise = (point.time.ci_high - point.time.ci_low) / 2 or point.time.median / 1e4
-    digits = max(2, min(5, 2 + _decades(point.time.median / noise)))
     mark = BEST if point.is_best else TIED if point.is_tied else ""
-    return f"{significant(point.time.median / 1e6, digits)}{NOISY if point.is_noisy else ''}{mark}"
+    return f"{significant(point.time.median / 1e6, _digits(point.time))}{NOISY if point.is_noisy else ''}{mark}"
+
+
+def _digits(time: Distribution) -> int:
+    """They follow the noise: one beyond where the interval of the median begins."""
+    noise = (time.ci_high - time.ci_low) / 2 or time.median / 1e4
+    return max(2, min(5, 2 + _decades(time.median / noise)))
 
 
 def _decades(ratio: float) -> int:
@@ -47,7 +61,26 @@ def _decades(ratio: float) -> int:
 def _spread(point: PointSummary) -> str | None:
     if point.time is None:
         return None
-    return f"{significant(point.time.p10 / 1e6)}–{significant(point.time.p90 / 1e6)}"
+    digits = _digits(point.time)  # the median's: rounded otherwise, it could lie outside
+    return f"{significant(point.time.p10 / 1e6, digits)}–{significant(point.time.p90 / 1e6, digits)}"
+
+
+def _speedup(point: PointSummary) -> str | None:
+    if point.speedup is None:
+        return None
+    return f"{point.speedup:.2f}{DIFFERENT if point.differs else ''}"
+
+
+def _dropped(point: PointSummary) -> str | None:
+    share = point.facts.get("dropped_share", 0)
+    return percent(share) if share else None
+
+
+def _loss(point: PointSummary) -> str | None:
+    odd = [note for note in point.notes if "loss is" in note]
+    if point.loss is None and not odd:
+        return None
+    return f"{odd[0].split()[-1] if point.loss is None else f'{point.loss:.5g}'}{NOT_A_NUMBER if odd else ''}"
 
 
 def _of(name: str, text: Callable[[Any], str]) -> Callable[[PointSummary], str | None]:
@@ -72,11 +105,12 @@ COLUMNS = (
     Column("time ms", _time),
     Column("max batch", _of("max_batch", lambda value: f"{value:,}")),
     Column("tokens/s", _of("tokens_per_s", significant)),
-    Column("× plainest", _of("speedup", lambda value: f"{value:.2f}")),
+    Column("× plainest", _speedup),
+    Column("dropped", _dropped),
     Column("peak", _of("peak_allocated_bytes", size)),
     Column("MFU", _of("mfu", lambda value: percent(value.share) + (" m" if value.is_measured else ""))),
     Column("p10–p90 ms", _spread),
-    Column("loss", _of("loss", lambda value: f"{value:.5g}")),
+    Column("loss", _loss),
     Column("before backward", _of("before_backward_bytes", size)),
     Column("TFLOP/s", _of("flops_per_s", lambda value: significant(value / 1e12))),
     Column("launches", _of("num_kernel_launches", lambda value: f"{value:,}")),
@@ -158,9 +192,10 @@ def record_of(point: PointSummary) -> dict[str, Any]:
         "first_call_ns", "compile_ns", "tokens_per_s", "flops_counted", "flops_formula", "flops_coverage",
         "flops_per_s", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
         "before_backward_bytes", "loss", "final_loss", "num_parameters", "num_active_parameters", "num_tokens",
-        "num_kernels", "num_kernel_launches", "max_batch", "speedup", "is_best", "is_tied", "is_noisy",
+        "num_kernels", "num_kernel_launches", "max_batch", "speedup", "differs", "is_best", "is_tied", "is_noisy",
     ):  # fmt: skip
         record[name] = getattr(point, name)
+    record["notes"] = "; ".join(point.notes) or None
     record["mfu_share"] = None if point.mfu is None else point.mfu.share
     record["mfu_limit"] = None if point.mfu is None else point.mfu.limit
     record["device_name"] = point.device_name
@@ -206,7 +241,7 @@ def points_text(points: Sequence[Mapping[str, Any]], width: int) -> str:
 
 def _shown(sweep: SweepSummary) -> list[Column]:
     """The columns that say something: some row has a value, and it is not one number for all."""
-    facts = dict.fromkeys(name for point in sweep.points for name in point.facts)
+    facts = dict.fromkeys(name for point in sweep.points for name in point.facts if name not in NO_FACT_COLUMN)
     shown = []
     for column in (*COLUMNS, *map(_fact, facts)):
         texts = [column.text(point) for point in sweep.points if point.time is not None]
@@ -264,8 +299,20 @@ def _notes(sweep: SweepSummary, left_out: list[str]) -> list[str]:
         marks.append(f"{TIED} cannot be told from it: the 95 % intervals of the medians meet")
     if any(point.is_noisy for point in points):
         marks.append(f"{NOISY} noisy: p90 − p10 is over {NOISY_SHARE:.0%} of the median")
+    if any(NOT_A_NUMBER in (_loss(point) or "") for point in points):
+        marks.append(f"{NOT_A_NUMBER} a loss that is no number")
     if marks:
         notes.append("; ".join(marks))
+    if any(p.is_best for p in points) and any(p.time and p.time.num_samples < MIN_INTERVAL_SAMPLES for p in points):
+        notes.append(f"fewer than {MIN_INTERVAL_SAMPLES} samples: too few for an interval, ties are not marked")
+    different = dict.fromkeys(p.differs for p in points if p.differs and p.speedup is not None)
+    if different:
+        notes.append(f"{DIFFERENT} does not compute the same as the plainest: {'; '.join(different)}")
+    if any(_dropped(point) for point in points):
+        notes.append("dropped: share of the routed work that was left out; TFLOP/s and MFU do not count it")
+    for text in dict.fromkeys(text for point in points for text in point.notes):
+        rows = [str(number) for number, point in enumerate(points, 1) if text in point.notes]
+        notes.append(f"row {', '.join(rows)}: {text}")
     limits = dict.fromkeys(p.mfu.limit for p in points if p.mfu is not None)
     if limits:
         measured = any(p.mfu.is_measured for p in points if p.mfu is not None)

@@ -9,11 +9,15 @@ import logging
 import re
 from collections import Counter
 
+from stepscope.workloads.workload import CAPTURED, LOWERED
+
 # As captured from Python, and as handed to the compiler's back end with autograd and decompositions done.
-CAPTURED = "dynamo_output_graph"
-LOWERED = ("aot_forward_graph", "aot_backward_graph", "aot_inference_graph")
+CAPTURED_GRAPH = "dynamo_output_graph"
+LOWERED_GRAPHS = ("aot_forward_graph", "aot_backward_graph", "aot_inference_graph")
 _LOWERED_OP = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
 _CAPTURED_CALL = re.compile(r"[\w\])]\.(\w+)\(")
+_COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)  # the line of Python that a call comes from, calls and all
+_WITH_MASK = re.compile(r"\.scaled_dot_product_attention\([^;\n]*attn_mask = (?!None)")
 
 
 class CompiledGraphs(logging.Handler):
@@ -33,25 +37,28 @@ class CompiledGraphs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         metadata, payload = getattr(record, "metadata", None), getattr(record, "payload", None)
         if isinstance(metadata, dict) and isinstance(payload, str):
-            if CAPTURED in metadata:
+            if CAPTURED_GRAPH in metadata:
                 self.ops.update(captured_ops(payload))
-            elif any(kind in metadata for kind in LOWERED):
+            elif any(kind in metadata for kind in LOWERED_GRAPHS):
                 self.ops.update(lowered_ops(payload))
 
 
 def captured_ops(graph: str) -> Counter[str]:
-    """Calls in a captured graph, as ops.
+    """Calls in a captured graph, as ops; attention with a mask under a name of its own besides.
 
-    >>> dict(captured_ops("y = torch.softmax(x, dim = -1);  z = y.sum()"))
-    {'aten::softmax': 1, 'aten::sum': 1}
+    >>> dict(captured_ops("# code: y = x.softmax(-1).sum()\\ny = torch.softmax(x, dim = -1);  z = y.sum()"))
+    {'captured aten::softmax': 1, 'captured aten::sum': 1}
     """
-    return Counter(f"aten::{name}" for name in _CAPTURED_CALL.findall(graph))
+    graph = _COMMENT.sub("", graph)
+    found = Counter(f"{CAPTURED}aten::{name}" for name in _CAPTURED_CALL.findall(graph))
+    found.update(f"{CAPTURED}attn_mask" for _ in _WITH_MASK.findall(graph))
+    return found
 
 
 def lowered_ops(graph: str) -> Counter[str]:
     """Ops in a graph of ops.
 
     >>> dict(lowered_ops("mm: f32[4, 4] = torch.ops.aten.mm.default(a, b)"))
-    {'aten::mm': 1}
+    {'lowered aten::mm': 1}
     """
-    return Counter(f"{namespace}::{name}" for namespace, name in _LOWERED_OP.findall(graph))
+    return Counter(f"{LOWERED}{namespace}::{name}" for namespace, name in _LOWERED_OP.findall(graph))

@@ -7,6 +7,9 @@ A deviation is ‖variant − truth‖ ÷ ‖truth‖ of one tensor (Frobenius n
 hundredth of an average gradient's norm, so that one that is zero in truth may be a little noise). It may be as large
 as TOLERANCE says for the dtype or, where the arithmetic itself is rougher than that at these sizes (a router that
 rounds the other way), SLACK times what the reference reaches in the same dtype on the same device.
+
+An implementation of AdamW that is not torch's default is held against that in float64 too: two steps with the truth's
+gradients (after one, neither beta has left a trace), and what they moved each parameter by.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 
 from stepscope.sweep.prepare import (
+    CannotRun,
     Contexts,
     build,
     cast,
@@ -29,6 +33,7 @@ from stepscope.sweep.prepare import (
     tensors_of,
     weights_dtype,
 )
+from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, Workload
 
 # dtype → (outputs and loss, gradients). Unit roundoffs: fp32 6e-8, tf32 5e-4, fp16 5e-4, bf16 4e-3; a gradient is a
@@ -41,6 +46,7 @@ TOLERANCE = {
     "bf16": (4e-2, 1e-1),
 }
 SLACK = 3.0
+CHECKED_OPTIMIZERS = ("fused", "handwritten")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,7 @@ class Gate:
 
     passed: bool
     deviations: dict[str, float | None]
-    """outputs, loss, gradients → the worst deviation of one tensor; None: not a number."""
+    """outputs, loss, gradients, the optimizer's updates → the worst deviation of one tensor; None: not a number."""
     worst: str
     """The tensor furthest beyond its tolerance, or nearest to it, in words."""
     tolerances: dict[str, float]
@@ -70,28 +76,42 @@ def check(
     reference.module.double()
     plain = {**run, "dtype": "fp32", "compile": "off", "sdpa": "free", "device": "cpu"}
     truth = _results(reference, cast(batch, torch.float64), plain, with_gradients)
+    has_optimizer = run["mode"] == "step" and run["optimizer"] in CHECKED_OPTIMIZERS
+    moved = _movable(reference, truth, weights_dtype(run)) if has_optimizer else {}
+    if moved:
+        truth["updates"] = _updates("adamw", moved, torch.float64, "cpu")
 
     def deviations(config: Any, run: Mapping[str, Value]) -> dict[str, dict[str, float]]:
         built = build(workload, config, seed, device)
         built.module.load_state_dict(weights)
         built.module.to(weights_dtype(run))
         found = _results(built, cast(batch, weights_dtype(run), device), run, with_gradients)
+        if moved:
+            found["updates"] = _updates(str(run["optimizer"]), moved, weights_dtype(run), device)
         return _deviations(found, truth)
 
     found = deviations(workload.config(**sized), run)
     loose, looser = TOLERANCE[str(run["dtype"])]
     tolerances = {kind: looser if kind == "gradients" else loose for kind in found}
+    if moved:
+        tolerances["updates"] = TOLERANCE["bf16" if weights_dtype(run) is torch.bfloat16 else "fp32"][0]
+    overflowed = []
     if _over(found, tolerances):
-        rough = deviations(reference_config, {**run, "compile": "off", "sdpa": "free"})
+        rough = deviations(reference_config, {**run, "compile": "off", "sdpa": "free", "optimizer": "adamw"})
         for kind in tolerances:
-            tolerances[kind] = max(tolerances[kind], SLACK * max(rough.get(kind, {}).values(), default=0.0))
+            reached = SLACK * _worst(rough.get(kind, {}))
+            if math.isfinite(reached):
+                tolerances[kind] = max(tolerances[kind], reached)
+            else:
+                overflowed.append(kind)
     over = _over(found, tolerances)
     named = [(value / tolerances[kind], kind, name, value) for kind in found for name, value in found[kind].items()]
     _, kind, name, value = max(named, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
     return Gate(
         passed=not over,
         deviations={kind: _finite(_worst(found[kind])) for kind in found},
-        worst=f"{name}: {value:.2g} of its norm, allowed is {tolerances[kind]:.2g}",
+        worst=f"{name}: {value:.2g} of its norm, allowed is {tolerances[kind]:.2g}"
+        + (f"; the reference's {kind} are no numbers in {run['dtype']} either" if kind in overflowed else ""),
         tolerances=tolerances,
         sizes=dict(workload.gate),
     )
@@ -130,6 +150,34 @@ def _results(
     return results
 
 
+def _movable(
+    reference: Built, truth: Mapping[str, Mapping[str, torch.Tensor]], dtype: torch.dtype
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Name → a parameter and its gradient, rounded to the dtype they will have: every optimizer's same start."""
+    gradients = truth.get("gradients", {})
+    return {
+        name: (parameter.detach().to(dtype), gradients[f"gradient of {name}"].to(dtype))
+        for name, parameter in reference.module.named_parameters()
+        if f"gradient of {name}" in gradients
+    }
+
+
+def _updates(
+    optimizer: str, moved: Mapping[str, tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, device: str
+) -> dict[str, torch.Tensor]:
+    """By how much two steps of the optimizer move each parameter, in float64 on the CPU."""
+    parameters = {name: torch.nn.Parameter(start.to(device, dtype, copy=True)) for name, (start, _) in moved.items()}
+    try:
+        stepper = make_optimizer(optimizer, parameters.values())
+    except RuntimeError as error:
+        raise CannotRun(f"optimizer={optimizer}: {str(error).splitlines()[0]}") from None
+    for scale in (1.0, -0.5):
+        for name, parameter in parameters.items():
+            parameter.grad = scale * moved[name][1].to(device, dtype)
+        stepper.step()
+    return {f"update of {name}": _truthful(parameters[name]) - _truthful(start) for name, (start, _) in moved.items()}
+
+
 def _truthful(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.detach().to("cpu", wide)
@@ -144,7 +192,7 @@ def _deviations(found: Any, truth: Any) -> dict[str, dict[str, float]]:
             continue
         norms = {name: float(tensor.norm()) for name, tensor in tensors.items()}
         average = math.sqrt(sum(norm * norm for norm in norms.values()) / max(1, len(norms)))
-        floor = average / 100 if kind == "gradients" else 0.0
+        floor = average / 100 if kind in ("gradients", "updates") else 0.0
         deviations[kind] = {
             name: _deviation(found[kind][name], tensor, max(norms[name], floor)) for name, tensor in tensors.items()
         }

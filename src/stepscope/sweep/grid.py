@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 from stepscope.errors import MissingDependencyError, UsageError
-from stepscope.sweep.run_knobs import LEAST, RUN_KNOB_NAMES, RUN_KNOBS
+from stepscope.sweep.run_knobs import RUN_KNOB_NAMES, RUN_KNOBS, least
 from stepscope.workloads.knobs import check_key, nearest, parse_value
+from stepscope.workloads.registry import is_ours
 from stepscope.workloads.workload import Knob, Value, Workload
 
 PRESET = "preset"
@@ -115,9 +116,9 @@ class Grid:
             return said
         knob = check_key((*self._knobs, _PRESET_KNOB), key)
         value = parse_value(knob, _as_text(said))
-        least = LEAST.get(key)
-        if least is not None and not isinstance(value, str) and value < least:
-            raise UsageError(f"{key}={value}: must be {least} or more")
+        smallest = least(knob, is_ours=is_ours(self._workload.name))
+        if smallest is not None and knob.values is None and not isinstance(value, str) and value < smallest:
+            raise UsageError(f"{key}={value}: must be {smallest} or more")
         return value
 
 

@@ -16,6 +16,9 @@ LARGEST = 1 << 24
 # Two passes after the first: the optimizer's state is made at the end of the first.
 SHORT = {"warmup": 1, "steps": 2}
 
+# What fits a short run and not a whole one does so by less than one part in so many.
+NEAR_THING = 50
+
 
 def max_batch_point(point: Point, budget_bytes: int | None) -> Point:
     """The point whose row will say the largest batch, under a hash of its own."""
@@ -33,7 +36,10 @@ class MaxBatch:
         self._on_try = on_try
 
     def run(self, point: Point) -> dict[str, Any]:
-        """Search upwards from the point's batch; what fits is then measured in full."""
+        """Search upwards from the point's batch; what fits is then measured in full.
+
+        Only `ok` fits and only `oom` does not: any other end of a try says nothing about memory, and is the row.
+        """
         tries: list[dict[str, Any]] = []
         fits, too_large = 0, None
         batch = int(point.config["batch"])
@@ -41,9 +47,10 @@ class MaxBatch:
             row = self._try(changed(self._workload, point, batch=batch, **SHORT), tries)
             if row["status"] == OK:
                 fits = batch
-            elif row["status"] == OOM or fits:  # sizes that no kernel can index crash: that is too large as well
+            elif row["status"] == OOM:
                 too_large = batch
             else:
+                row["reason"] = f"batch {batch}: {row.get('reason')}"
                 return self._told(point, row, tries, None)
             if fits >= LARGEST:
                 break
@@ -53,7 +60,7 @@ class MaxBatch:
             if row["status"] != OOM:
                 return self._told(point, row, tries, fits)
             tries.append(_summary(row))  # more steps, more fragments: it was a near thing
-            fits -= 1
+            fits -= max(1, fits // NEAR_THING)
         return self._told(point, row, tries, None)
 
     def _try(self, point: Point, tries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -35,10 +35,11 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1.5GiB")
     1610612736
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    if not match or match.group(2).upper() not in UNITS:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
+    num_bytes = float(match.group(1)) * UNITS.get(match.group(2).upper(), 0) if match else 0
+    if not 1 <= num_bytes < _NO_LIMIT:
         raise ValueError(f"{text!r} is no amount of memory: 40GiB, 512MiB or a number of bytes")
-    return int(float(match.group(1)) * UNITS[match.group(2).upper()])
+    return int(num_bytes)
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
@@ -68,6 +69,16 @@ def limit_process(num_bytes: int) -> int:
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     return limit
+
+
+def limit_to_machine() -> None:
+    """Let this process have what the machine and its control groups still have, whatever its limit was before."""
+    available = available_bytes()
+    if available is not None:
+        limit_process(int(available * (1 - SPARE_SHARE)))
+        return
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def data_bytes(proc: Path = PROC) -> int:

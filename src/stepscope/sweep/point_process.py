@@ -83,12 +83,10 @@ def _run(request: Request, report: Report) -> None:
     run, fields = request.run, report.fields
     device = str(run["device"])
     if device == "cpu":
-        available = memory.available_bytes()
-        limit = request.memory_limit_bytes
-        if limit is None and available is not None:
-            limit = int(available * (1 - memory.SPARE_SHARE))
-        if limit is not None:
-            memory.limit_process(limit)
+        if request.memory_limit_bytes is None:
+            memory.limit_to_machine()
+        else:
+            memory.limit_process(request.memory_limit_bytes)
     prepare.check_machine(run)
     if device == "cuda" and request.memory_limit_bytes is not None:
         _limit_cuda(request.memory_limit_bytes)
@@ -96,6 +94,7 @@ def _run(request: Request, report: Report) -> None:
     fields["environment"] = Environment().facts(0 if device == "cuda" else None)
     workload = find(request.workload)
     fields["reference"] = dict(workload.reference)
+    fields["alternatives"] = dict(workload.alternatives)
     with_gradients = run["mode"] in ("forward+backward", "step")
 
     if workload.gate and not request.probe:
@@ -174,9 +173,18 @@ def _measure(
     if request.probe:
         return
 
+    # The limit was for the step: a profiler's own memory is not a part of it.
+    if device == "cpu":
+        memory.limit_to_machine()
+    elif request.memory_limit_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     if device == "cuda" and not whole:
         report.stage("memory")
-        fields["before_backward_bytes"] = measure.cuda_before_backward_bytes(run_once)
+        _guarded(
+            fields,
+            "memory before the backward was not read",
+            lambda: fields.update(before_backward_bytes=measure.cuda_before_backward_bytes(run_once)),
+        )
     _trace(request, report, built, run_once, whole, compiler, graph_ops)
     if not whole:
         report.stage("FLOPs")
@@ -252,13 +260,14 @@ def _guarded(fields: dict[str, Any], what: str, act: Any) -> None:
 
 
 def _classify(error: BaseException, report: Report, request: Request) -> None:
+    from stepscope.errors import StepscopeError
     from stepscope.sweep import memory
     from stepscope.sweep.prepare import CannotRun
 
     fields = report.fields
     traceback.print_exception(error)  # to the point's log
     shortage = memory.read_error(error)
-    if isinstance(error, CannotRun):
+    if isinstance(error, CannotRun | StepscopeError):
         fields.update(status=SKIPPED, reason=str(error))
     elif shortage is not None:
         fields.update(status=OOM, oom=dataclasses.asdict(shortage), reason=_first_line(error))

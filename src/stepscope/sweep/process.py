@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +14,14 @@ from typing import Any
 
 from stepscope.sweep.point_process import Request, run_point
 
+# Of prctl(2).
+PARENT_DEATH_SIGNAL = 1
+CHILD_SUBREAPER = 36
 
-def begin(request: Request) -> None:
-    """Make this process the point's, and run it. Never returns."""
-    _die_with_parent()
+
+def begin(request: Request, parent_id: int) -> None:
+    """Make this process, a child of `parent_id`, the point's, and run it. Never returns."""
+    die_with_parent(parent_id)
     descriptor = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -23,6 +29,7 @@ def begin(request: Request) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+    _close_inherited()
     # Python's own streams may have been closed or replaced in the process we come from.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
@@ -38,19 +45,36 @@ def begin(request: Request) -> None:
     os._exit(0)  # no teardown: a library's exit handlers must not turn a finished point into a crash
 
 
-def _die_with_parent() -> None:
-    """On Linux, be killed when the process that watches over us is."""
+def die_with_parent(parent_id: int) -> None:
+    """On Linux, be killed when our parent ends."""
+    set_process(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent_id:
+        os._exit(1)  # it was already gone
+
+
+def set_process(option: int, value: int) -> None:
+    """Set one of the kernel's options of this process; nothing where there are none."""
     if sys.platform != "linux":
         return
-    import ctypes
-    import signal
-
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
     except (OSError, AttributeError):
         pass
-    if os.getppid() == 1:
-        os._exit(1)  # it was already gone
+
+
+def _close_inherited() -> None:
+    """Leave a point nothing but its three streams: what it writes elsewhere must not reach the server's pipes."""
+    listed = Path("/proc/self/fd")
+    if not listed.is_dir():
+        os.closerange(3, 1024)
+        return
+    for entry in list(listed.iterdir()):
+        try:
+            # A driver's library that was asked for the number of GPUs keeps its device open, and will use it again.
+            if int(entry.name) > 2 and not str(entry.readlink()).startswith("/dev/"):
+                os.close(int(entry.name))
+        except OSError:
+            pass  # it was the listing's own
 
 
 def _be_the_first_to_go() -> None:
@@ -67,4 +91,4 @@ def request_of(values: Mapping[str, Any]) -> Request:
 
 
 if __name__ == "__main__":
-    begin(request_of(json.loads(sys.argv[1])))
+    begin(request_of(json.loads(sys.argv[1])), int(sys.argv[2]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stepscope.workloads.ops.attention import math_attention_ran
 from stepscope.workloads.workload import Evidence, Proof, Value, ran
 
-FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
 ATTENTION_OPS = {
     # torch runs the flash algorithm on a CPU under a name of its own.
     "flash": ("_scaled_dot_product_flash_attention",),
@@ -22,7 +22,7 @@ def run_proofs(run: Mapping[str, Value]) -> list[Proof]:
     if run["compile"] != "off":
         proofs.append(Proof(claim=f"compile={run['compile']}", shows=_compiled(run)))
     if run["sdpa"] == "math":
-        proofs.append(Proof(claim="sdpa=math", shows=_math_attention(run["compile"] != "off")))
+        proofs.append(Proof(claim="sdpa=math", shows=math_attention_ran))
     elif run["sdpa"] != "free":
         proofs.append(ran(f"sdpa={run['sdpa']}", *ATTENTION_OPS[str(run["sdpa"])]))
     if run["optimizer"] == "fused" and run["mode"] == "step":
@@ -62,16 +62,5 @@ def _compiled(run: Mapping[str, Value]) -> Any:
                 return None
             text += f", {launches} CUDA graph launches"
         return text
-
-    return shows
-
-
-def _math_attention(is_compiled: bool) -> Any:
-    def shows(evidence: Evidence) -> str | None:
-        plain = evidence.calls("_scaled_dot_product_attention_math")
-        if plain:
-            return f"_scaled_dot_product_attention_math ×{plain}"
-        # Compiled, the math path is taken apart into products and a softmax of its own.
-        return "no fused attention ran" if is_compiled and not evidence.calls(*FUSED_ATTENTION) else None
 
     return shows

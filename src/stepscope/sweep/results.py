@@ -14,10 +14,12 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stepscope.errors import UsageError
+from stepscope.errors import RecordingError, UsageError
 from stepscope.record.files import write_json
 
 SCHEMA_VERSION = 1
@@ -28,13 +30,18 @@ LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 TRACE_FOLDER = "traces"
 
+# All that a sweep killed in its first moment leaves: not yet anything to go on with, nor anybody else's.
+_BEGUN = {LOCK_FILE, LOG_FOLDER, f".{SWEEP_FILE}.tmp"}
+
 
 class Results:
     """An open sweep folder: rows that are there, and a place for more. Locked until it is closed."""
 
     def __init__(self, folder: Path, facts: dict[str, Any], resume: bool, resume_command: str) -> None:
         self.folder = folder
+        self._resume_command = resume_command
         try:
+            _check_ours(folder)
             (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -45,13 +52,16 @@ class Results:
             os.close(self._lock)
             raise UsageError(f"another sweep is writing to {folder}: name another folder with -o") from None
         try:
-            self.rows = heal(folder / RESULTS_FILE)
-            if self.rows and not resume:
-                raise UsageError(f"{folder} holds {len(self.rows)} rows: go on with  {resume_command}")
-            self.facts = self._facts(facts)
-            self._descriptor = os.open(
-                folder / RESULTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-            )
+            num_lines = _num_lines(folder / RESULTS_FILE)
+            if num_lines and not resume:
+                rows = f"{num_lines} row{'' if num_lines == 1 else 's'}"
+                raise UsageError(f"{folder} holds {rows}: go on with  {resume_command}")
+            with self.writing():
+                self.rows = heal(folder / RESULTS_FILE)
+                self.facts = self._facts(facts)
+                self._descriptor = os.open(
+                    folder / RESULTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                )
         except BaseException:
             os.close(self._lock)
             raise
@@ -71,6 +81,17 @@ class Results:
         write_json(path, merged)
         return merged
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around whatever writes to the folder: a full disk is one line, with the command that goes on."""
+        try:
+            yield
+        except OSError as error:
+            raise RecordingError(
+                f"{self.folder} cannot be written: {error.strerror or error}; mend that and go on with  "
+                f"{self._resume_command}"
+            ) from None
+
     @property
     def hashes(self) -> set[str]:
         """The points that are done."""
@@ -84,10 +105,12 @@ class Results:
             row["environment_hash"] = key
             if key not in self.facts["environments"]:
                 self.facts["environments"][key] = environment
-                write_json(self.folder / SWEEP_FILE, self.facts)
+                with self.writing():
+                    write_json(self.folder / SWEEP_FILE, self.facts)
         line = json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
-        os.write(self._descriptor, line.encode())
-        os.fsync(self._descriptor)
+        with self.writing():
+            _write_all(self._descriptor, line.encode())
+            os.fsync(self._descriptor)
         self.rows.append(row)
 
     def close(self) -> None:
@@ -99,6 +122,31 @@ class Results:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+def _check_ours(folder: Path) -> None:
+    """UsageError where somebody keeps something else in the folder: nothing in it was touched."""
+    if not folder.is_dir():
+        return  # it will be made, or cannot be
+    names = {entry.name for entry in folder.iterdir()}
+    if names <= _BEGUN:
+        return
+    if SWEEP_FILE not in names:
+        raise UsageError(f"{folder} is not empty and holds no sweep: name another folder with -o")
+    facts = read_facts(folder)
+    if "schema_version" not in facts or not isinstance(facts.get("environments"), dict):
+        raise UsageError(f"{folder / SWEEP_FILE} is of no sweep: name another folder with -o")
+
+
+def _num_lines(path: Path) -> int:
+    """Rows in a results file, one half written among them."""
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def _write_all(descriptor: int, text: bytes) -> None:
+    """Write it to the last byte: a disk that is nearly full takes a part, and says nothing."""
+    while text:
+        text = text[os.write(descriptor, text) :]
 
 
 def heal(path: Path) -> list[dict[str, Any]]:
@@ -114,12 +162,15 @@ def heal(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+_OF_A_ROW = {"hash": str, "status": str, "config": dict, "run": dict}
+
+
 def _row(line: bytes, number: int, path: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        if not isinstance(row, dict) or "hash" not in row:
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _OF_A_ROW.items()):
             raise ValueError
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"{path}, line {number} is no row of a sweep: it was changed by hand or damaged") from None
     return row
 

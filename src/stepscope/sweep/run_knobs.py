@@ -54,5 +54,15 @@ RUN_KNOBS = (
 )
 RUN_KNOB_NAMES = tuple(knob.name for knob in RUN_KNOBS)
 
-LEAST = {"warmup": 1, "steps": 1, "seed": 0, "batch": 1, "seq_len": 1}
-"""The smallest value of a knob that counts something."""
+LEAST = {"warmup": 1, "steps": 1, "seed": 0, "batch": 1, "seq_len": 1, "global_tokens": 0, "random_keys": 0}
+"""The smallest value of a knob that counts something; of others see `least`."""
+
+
+def least(knob: Knob, is_ours: bool) -> int | None:
+    """The smallest value a knob can have; None where any will do.
+
+    Whole numbers of Stepscope's own workloads count things: 1, or 0 where that is the default and means none.
+    """
+    if knob.kind is not int:
+        return None
+    return LEAST.get(knob.name, min(1, int(knob.default)) if is_ours else None)

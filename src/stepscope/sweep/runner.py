@@ -67,6 +67,8 @@ class Runner:
         """The same for points that differ in nothing the gate sees: it runs at sizes of its own."""
         config = {name: value for name, value in point.config.items() if name not in self._gate_sizes}
         run = {name: value for name, value in point.run.items() if name not in NOT_OF_THE_GATE}
+        if point.run["mode"] == "step" and point.run["optimizer"] in ("fused", "handwritten"):
+            run["optimizer"] = point.run["optimizer"]  # the gate holds these against AdamW
         run["mode"] = run["mode"] in ("forward+backward", "step")
         return hashlib.sha256(json.dumps([config, run], sort_keys=True).encode()).hexdigest()
 

@@ -9,6 +9,7 @@ line and answers with one `Ending` a line; when its input ends, it kills the poi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib
@@ -24,11 +25,22 @@ from typing import Any
 
 from stepscope.sweep import memory
 from stepscope.sweep.point_process import Request
-from stepscope.sweep.process import begin, request_of
+from stepscope.sweep.process import (
+    CHILD_SUBREAPER,
+    PARENT_DEATH_SIGNAL,
+    begin,
+    die_with_parent,
+    request_of,
+    set_process,
+)
 
 FORK, SPAWN = "fork", "spawn"
 # How long a point may run on unseen; each look costs some microseconds.
 LOOK_EVERY_S = 0.02
+# How long the server's own end may stay unseen by who waits for an answer.
+LOOK_FOR_SERVER_S = 1.0
+# How long what a point left behind may take to die: only the kernel can hold it up.
+REAP_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +65,7 @@ class Server:
 
     def __init__(self, start: str) -> None:
         self._start = start
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, request: Request) -> Ending:
         """Run one point to its end."""
@@ -63,24 +75,23 @@ class Server:
         assert process.stdin is not None and process.stdout is not None
         began = time.monotonic()
         try:
-            process.stdin.write(json.dumps(dataclasses.asdict(request)) + "\n")
+            process.stdin.write(json.dumps(dataclasses.asdict(request)).encode() + b"\n")
             process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if line:
-            return Ending(**json.loads(line))
-        # Killed from outside; its point died with it.
+            return Ending(**json.loads(_answer(process)))
+        except (BrokenPipeError, ValueError, TypeError):
+            pass
+        # It was killed from outside, or somebody wrote into its answers. Its point dies with it.
+        process.kill()
         code = process.wait()
+        self._let_go()
         return Ending(exit_code=code, timed_out=False, memory_kill=False, seconds=time.monotonic() - began)
 
-    def _begin(self) -> subprocess.Popen[str]:
+    def _begin(self) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C is for the process that talks with the user.
         return subprocess.Popen(
-            [sys.executable, "-m", "stepscope.sweep.server", self._start],
+            [sys.executable, "-m", "stepscope.sweep.server", self._start, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             start_new_session=True,
         )
 
@@ -96,7 +107,13 @@ class Server:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            self._process.stdout.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
             self._process = None
 
     def __enter__(self) -> Server:
@@ -106,16 +123,30 @@ class Server:
         self.close()
 
 
-def serve(start: str) -> None:
-    """Answer requests on standard input until it ends."""
+def _answer(process: subprocess.Popen[bytes]) -> bytes:
+    """The next line of the server; empty when it has ended, whoever else may hold its pipe open."""
+    assert process.stdout is not None
+    while not select.select([process.stdout], [], [], LOOK_FOR_SERVER_S)[0]:
+        if process.poll() is not None:
+            return b""
+    return process.stdout.readline()
+
+
+def serve(start: str, parent_id: int) -> None:
+    """Answer requests on standard input, of the process `parent_id`, until it ends."""
+    die_with_parent(parent_id)
+    set_process(CHILD_SUBREAPER, 1)  # what a point leaves behind becomes our child
     # Answers go to a descriptor of our own: whatever a library prints must not be taken for one.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if start == FORK:
         _import_torch()
         if _has_touched_cuda():
-            print("stepscope: importing torch touched CUDA here: points are spawned", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print("stepscope: importing torch touched CUDA here: points are spawned", file=sys.stderr)
             start = SPAWN
+    # From now on the end of our input says that the parent is gone: time to kill a point with all it has started.
+    set_process(PARENT_DEATH_SIGNAL, 0)
     for line in _lines():
         request = request_of(json.loads(line))
         ending = watch(start_point(request, start), request.timeout_s)
@@ -125,15 +156,17 @@ def serve(start: str) -> None:
 def start_point(request: Request, start: str) -> int:
     """Start a point in a process and a session of its own; returns its process id."""
     if start == SPAWN:
-        words = [sys.executable, "-m", "stepscope.sweep.process", json.dumps(dataclasses.asdict(request))]
+        text = json.dumps(dataclasses.asdict(request))
+        words = [sys.executable, "-m", "stepscope.sweep.process", text, str(os.getpid())]
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
         process.returncode = 0  # it is waited for below, by its id
         return process.pid
+    server_id = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            begin(request)
+            begin(request, server_id)
         finally:
             os._exit(1)
     return pid
@@ -150,11 +183,13 @@ def watch(pid: int, timeout_s: float) -> Ending:
         if _is_abandoned():
             _kill_group(pid)
             os.waitpid(pid, 0)
+            kill_descendants()
             os._exit(1)
         if not timed_out and time.monotonic() - began > timeout_s:
             timed_out = True
             _kill_group(pid)
     _kill_group(pid)  # what it started and left behind
+    kill_descendants()
     return Ending(
         exit_code=os.waitstatus_to_exitcode(status),
         timed_out=timed_out,
@@ -188,6 +223,35 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
+
+
+def kill_descendants() -> None:
+    """Kill all our children and, as each becomes ours when its parent dies, all of theirs: also in other sessions."""
+    end = time.monotonic() + REAP_S
+    while time.monotonic() < end:
+        try:
+            reaped, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not reaped:
+            for pid in _children():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass
+            time.sleep(0.001)
+
+
+def _children() -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = place.read_text(errors="replace").rpartition(")")[2].split()[1]
+        except OSError:
+            continue  # it has ended
+        if int(parent) == os.getpid():
+            found.append(int(place.parent.name))
+    return found
 
 
 def _import_torch() -> None:
@@ -225,5 +289,5 @@ def _is_cuda_memory(descriptor: Path) -> bool:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))
     os._exit(0)  # nothing is left to be done, and torch takes its time to go

@@ -319,15 +319,15 @@ def proofs(knob: str, path: Path, seq_len: int, num_layers: int = 1) -> tuple[Pr
         return (ran(f"{knob}=fft", "aten::_fft_r2c", at_least=2 * num_layers),)
 
     def sequential(evidence: Evidence) -> str | None:
-        calls = evidence.ops.get("aten::addcmul", 0)
-        return f"aten::addcmul ×{calls}" if calls >= seq_len * num_layers else None
+        calls = evidence.written("addcmul")
+        return f"aten::addcmul ×{calls}" if calls >= max(1, seq_len * num_layers) else None
 
     def scan(evidence: Evidence) -> str | None:
         if evidence.device == "cuda" and HAS_TRITON:
             launches = sum(n for name, n in evidence.kernels.items() if "stepscope_ema_forward" in name)
-            return f"stepscope_ema_forward ×{launches}" if launches >= num_layers else None
-        products = evidence.ops.get("aten::baddbmm", 0)
+            return f"stepscope_ema_forward ×{launches}" if launches >= max(1, num_layers) else None
+        products = evidence.written("baddbmm")
         other = evidence.calls("_fft_") or sequential(evidence)
-        return None if other or products < num_layers else f"aten::baddbmm ×{products}, no FFT"
+        return None if other or products < max(1, num_layers) else f"aten::baddbmm ×{products}, no FFT"
 
     return (Proof(claim=f"{knob}={path}", shows=sequential if path == "sequential" else scan),)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.workload import Evidence, Proof, ran
+from stepscope.workloads.workload import Evidence, Proof
 
 Dispatch = Literal["loop", "capacity", "one_hot", "tile", "grouped"]
 Routing = Literal["learned", "balanced"]
@@ -261,12 +261,15 @@ def _only(rows: Tensor, wanted: Tensor | None) -> Tensor:
 
 
 def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
-    """What the last pass of the layers did: dropped slots, the busiest expert's load over the mean, rows added."""
+    """What the last pass of the layers did: dropped slots, the busiest expert's load over the mean, rows added.
+
+    `dropped_flops` are of a forward pass: two products a slot.
+    """
     counts = torch.stack([layer.slots_per_expert for layer in layers]).cpu()
     ends = torch.stack([layer.last_rows for layer in layers]).cpu()
     layer, num_slots = layers[0], int(counts[0].sum())
     found = {"load_max_over_mean": float((counts.max(1).values / counts.double().mean(1)).max())}
-    dropped, num_rows = 0, num_slots
+    dropped, num_rows, every = 0, num_slots, max(1, num_slots * len(layers))
     if layer.dispatch == "capacity":
         capacity = rows_per_expert(num_slots, counts.shape[1], layer.capacity_factor)
         dropped, num_rows = int((counts - capacity).clamp(min=0).sum()), counts.shape[1] * capacity
@@ -275,36 +278,45 @@ def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
     if layer.dispatch in ("tile", "grouped", "one_hot"):
         found["unaligned_experts"] = float((ends % TILE_ROWS != 0).sum())
     return found | {
-        "dropped_tokens": float(dropped),
-        "dropped_share": dropped / max(1, num_slots * len(layers)),
-        "padded_share": num_rows / max(1, num_slots) - 1,
+        "dropped_slots": float(dropped),
+        "dropped_share": dropped / every,
+        "dropped_flops": float(dropped * 4 * layer.w1.shape[1] * layer.w1.shape[2]),
+        "padded_share": ((num_rows - num_slots) * len(layers) + dropped) / every,
     }
 
 
 def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
     """How a traced pass shows that the tokens went to their experts in this way."""
     claim = f"dispatch={dispatch}"
-    if dispatch == "capacity":
-        return ran(claim, "bmm", at_least=2 * num_layers)
+    num_layers = max(1, num_layers)
+
+    def capacity(evidence: Evidence) -> str | None:
+        # Attention's math back end multiplies in batches too: what only this and `tile` call must be there besides.
+        products, searches = evidence.calls("aten::bmm"), evidence.written("searchsorted")
+        grouped_instead = evidence.calls("grouped_mm") or evidence.written("tensor_split", "bincount")
+        enough = products >= 2 * num_layers and searches >= num_layers
+        return f"aten::bmm ×{products}, searchsorted ×{searches}" if enough and not grouped_instead else None
 
     def loop(evidence: Evidence) -> str | None:
-        products, waits = evidence.ops.get("aten::mm", 0), evidence.ops.get("aten::bincount", 0)
+        products, waits = evidence.calls("aten::mm"), evidence.written("bincount")
         enough = products >= 2 * num_experts * num_layers and waits >= num_layers
         return f"aten::mm ×{products}, aten::bincount ×{waits}" if enough else None
 
     def one_hot(evidence: Evidence) -> str | None:
         # Compiled in bfloat16, index_add is an index_put that accumulates.
-        added, num_sorted = evidence.calls("index_add", "index_put"), evidence.ops.get("aten::sort", 0)
+        added, num_sorted = evidence.calls("index_add", "index_put"), evidence.calls("aten::sort", "argsort")
         return f"index_add or index_put ×{added}, no aten::sort" if added >= num_layers and not num_sorted else None
 
     def grouped(evidence: Evidence) -> str | None:
         # On a GPU the op falls back to one product a group where it has no kernel, so that the kernel must be seen.
-        names = evidence.kernels if evidence.device == "cuda" else evidence.ops
-        parts = ("grouped", "GroupProblemShape") if evidence.device == "cuda" else ("aten::_grouped_mm",)
-        calls = sum(count for name, count in names.items() if any(part in name for part in parts))
+        on_cuda = evidence.device == "cuda"
+        parts = ("grouped", "GroupProblemShape") if on_cuda else ("aten::_grouped_mm",)
+        launches = sum(count for name, count in evidence.kernels.items() if any(part in name for part in parts))
+        calls = launches if on_cuda else evidence.calls(*parts)
         unaligned = int(evidence.facts.get("unaligned_experts", 1))
         if calls < num_layers or (dispatch == "tile" and unaligned):
             return None
         return f"{' or '.join(parts)} ×{calls}" + (f", all rows by {TILE_ROWS}" if dispatch == "tile" else "")
 
-    return Proof(claim=claim, shows={"loop": loop, "one_hot": one_hot}.get(dispatch, grouped))
+    shows = {"loop": loop, "one_hot": one_hot, "capacity": capacity}.get(dispatch, grouped)
+    return Proof(claim=claim, shows=shows)

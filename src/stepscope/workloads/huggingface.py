@@ -88,7 +88,7 @@ def _proof(attn: str) -> Proof:
         return ran("attn=sdpa", "scaled_dot_product")
 
     def eager(evidence: Evidence) -> str | None:
-        calls = evidence.calls("softmax")
+        calls = evidence.written("softmax")
         return f"softmax ×{calls}, no fused attention" if calls and not evidence.calls("scaled_dot_product") else None
 
     return Proof(claim="attn=eager", shows=eager)

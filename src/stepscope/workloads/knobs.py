@@ -20,6 +20,9 @@ def nearest(word: str, right: Iterable[str]) -> str:
     ('did you mean seq_len?', 'one of: batch, seq_len')
     """
     words = list(dict.fromkeys(right))
+    whole = next((known for known in words if word.lower() in known.lower().split("_")), None)
+    if whole is not None:  # fp16 is more like autocast_fp16 than like bf16
+        return f"did you mean {whole}?"
     lowered = {known.lower(): known for known in reversed(words)}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     if close:

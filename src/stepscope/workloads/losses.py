@@ -60,8 +60,9 @@ def loss_proof(claim: str, loss: str) -> Proof:
         return ran(claim, FUSED_OP)
 
     def shows(evidence: Evidence) -> str | None:
-        calls = evidence.calls("log_softmax")
-        return f"log_softmax ×{calls}" if calls and not evidence.calls(CHUNKED_OP, FUSED_OP) else None
+        # Captured, it has the name it was called by; it is compiled to something without one.
+        calls = evidence.written("cross_entropy_loss", "cross_entropy", "log_softmax")
+        return f"cross_entropy ×{calls}" if calls and not evidence.calls(CHUNKED_OP, FUSED_OP) else None
 
     return Proof(claim=claim, shows=shows)
 

@@ -31,6 +31,11 @@ def names() -> tuple[str, ...]:
     return (*MODELS, *OPS)
 
 
+def is_ours(name: str) -> bool:
+    """Whether the knobs of that workload are Stepscope's, not a user's own."""
+    return name in names() or name.startswith(HUGGING_FACE)
+
+
 def find(name: str) -> Workload[Any]:
     """The workload of that name; UsageError with the nearest right one when there is none."""
     if name in names():

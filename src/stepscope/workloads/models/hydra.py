@@ -330,6 +330,7 @@ WORKLOAD = Workload(
     about="recursive blocks with compressed attention; static or dynamic depth, top-k capacity, three losses",
     config=HydraConfig,
     presets={
+        # The default first, the others by size.
         "100m": {"dim": 768, "blocks": 8, "recursions": 4, "heads": 12, "kv_heads": 3},
         "tiny": TINY,
         "debug": {"dim": 512, "blocks": 2, "recursions": 2, "heads": 8, "kv_heads": 2},
@@ -341,5 +342,6 @@ WORKLOAD = Workload(
     },
     build=build,
     reference={"dispatch": "mask", "loss": "full", "gqa": "repeated", "checkpoint": 0},
+    alternatives={"routing": (("static",), ("dynamic",)), "capacity": ((1.0,),)},
     gate={**TINY, "seq_len": 32, "chunk_rows": 24},
 )

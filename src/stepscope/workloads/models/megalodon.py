@@ -290,12 +290,12 @@ def forward_flops(config: MegalodonConfig) -> int:
 
 
 def _attention_proof(config: MegalodonConfig) -> Proof:
-    own = "scaled_dot_product_attention" if config.attention == "sdpa" else "aten::_softmax"
+    own = "scaled_dot_product_attention" if config.attention == "sdpa" else "softmax"
 
     def shows(evidence: Evidence) -> str | None:
-        calls = evidence.calls(own)
+        calls = evidence.written(own)
         fused_instead = config.attention == "builtin" and evidence.calls("scaled_dot_product")
-        return f"{own} ×{calls}" if calls >= config.layers and not fused_instead else None
+        return f"{own} ×{calls}" if calls >= max(1, config.layers) and not fused_instead else None
 
     return Proof(claim=f"attention={config.attention}", shows=shows)
 

@@ -14,7 +14,7 @@ from stepscope.errors import UsageError
 from stepscope.workloads import sparse_patterns as patterns
 from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
 from stepscope.workloads.ops.attention import causal_mask, naive_attention
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Value, Workload, knob
+from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Value, Workload, knob
 
 ROPE_BASE = 10_000.0
 
@@ -275,11 +275,16 @@ def forward_flops(config: NanoConfig) -> int:
 
 def _proof(config: NanoConfig) -> Proof:
     def shows(evidence: Evidence) -> str | None:
-        fused, masks = evidence.calls("scaled_dot_product_attention"), evidence.calls("aten::where", "masked_fill")
-        if config.attention == "dense":
-            return f"scaled_dot_product_attention ×{fused}, no mask" if fused and not masks else None
-        if config.attention == "sparse_mask":
-            return f"scaled_dot_product_attention ×{fused}, masks made ×{masks}" if fused and masks else None
+        fused = evidence.written("scaled_dot_product_attention")
+        # Called, attention makes numbers of a mask; captured, it is handed one. (A compiled loss has a `where` too.)
+        made = (evidence.ops.get(name, 0) for name in ("aten::where", "aten::masked_fill", "aten::masked_fill_"))
+        masks = sum(made) + evidence.ops.get(f"{CAPTURED}attn_mask", 0)
+        if config.attention != "sparse_flex":
+            if fused < (1 if config.part == "attention" else max(1, config.layers)):
+                return None
+            if config.attention == "dense":
+                return None if masks else f"scaled_dot_product_attention ×{fused}, no mask"
+            return f"scaled_dot_product_attention ×{fused}, with masks ×{masks}" if masks else None
         # Only a kernel skips blocks; on a CPU there is none, and the claim stays unproven.
         launches = sum(count for name, count in evidence.kernels.items() if "flex_attention" in name)
         return f"flex_attention kernels ×{launches}" if launches else None
@@ -355,6 +360,7 @@ WORKLOAD = Workload(
     },
     build=build,
     reference={"written_out": True},
+    alternatives={"attention": (("dense",), ("sparse_mask", "sparse_flex"))},
     # Heads are left as they are, so that grouped-query attention is held against the reference in its own grouping.
     gate={
         "layers": 2,

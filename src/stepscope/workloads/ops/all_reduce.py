@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 # A peer waits in its next all-reduce for as long as rank 0 does other things, compiling for instance.
 PEER_TIMEOUT_S = 24 * 3600.0
+NUM_TIMED_CALLS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,7 @@ class Group:
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.world_size = world_size
         self._message: str | None = None
+        self._times: deque[tuple[Any, Any]] = deque(maxlen=NUM_TIMED_CALLS)
         backend = "nccl" if device.type == "cuda" else "gloo"
         _check(world_size, backend)
         timeout = timedelta(seconds=TIMEOUT_S)
@@ -70,12 +74,20 @@ class Group:
         """The sum of the tensor over all ranks, as a new tensor."""
         self._announce(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}")
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        begin = _mark(total)
         try:
             dist.all_reduce(total)
         except RuntimeError as error:
             self._raise_if_dead(error)
             raise
+        self._times.append((begin, _mark(total)))
         return total
+
+    def seconds(self) -> float | None:
+        """Median of the last calls, the collective alone: without the copy that it works in. None before any call."""
+        if not self._times:
+            return None
+        return median(_seconds_between(begin, end) for begin, end in self._times)
 
     def _announce(self, message: str) -> None:
         if self._message == message:
@@ -111,6 +123,22 @@ class Group:
             time.sleep(0.02)
         for rank, code in sorted(ended.items(), key=lambda entry: entry[1] == 0):
             raise RuntimeError(f"all_reduce: rank {rank} ended with exit code {code}") from cause
+
+
+def _mark(tensor: Tensor) -> Any:
+    """This moment: on the host, or in the GPU's current stream, where the collective is waited for."""
+    if tensor.device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end) / 1e3)
 
 
 class AllReduce(nn.Module):
@@ -223,11 +251,14 @@ def build(config: AllReduceConfig) -> Built:
             return {"world_size": float(config.world_size)}
         x, total = module.last
         num_bytes = x.numel() * x.element_size()
+        # What each link carries in a ring: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        bus_bytes = 2 * (config.world_size - 1) / config.world_size * num_bytes
+        seconds = group.seconds()
         return {
             "world_size": float(dist.get_world_size()),
             "message_bytes": float(num_bytes),
-            # What each link carries in a ring: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-            "bus_bytes": 2 * (config.world_size - 1) / config.world_size * num_bytes,
+            "bus_bytes": bus_bytes,
+            **({} if seconds is None else {"collective_seconds": seconds, "bus_bytes_per_s": bus_bytes / seconds}),
             "largest_error": float((total.double() - x.double() - (config.world_size - 1)).abs().max()),
         }
 

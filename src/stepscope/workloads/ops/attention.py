@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.workloads.ops.softmax import handwritten_softmax
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, ran
+from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Workload, knob, ran
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -19,6 +19,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,13 +90,24 @@ class Attention(nn.Module):
 
 
 def _naive_ran(evidence: Evidence) -> str | None:
-    calls = evidence.calls("amax")
+    calls = evidence.written("amax")
     return f"amax ×{calls}, no SDPA" if calls and not evidence.calls("scaled_dot_product") else None
 
 
 def _builtin_ran(evidence: Evidence) -> str | None:
-    calls = evidence.calls("aten::_softmax", "fused__softmax")
-    return f"_softmax ×{calls}, no SDPA" if calls and not evidence.calls("scaled_dot_product") else None
+    calls = evidence.written("softmax")
+    return f"softmax ×{calls}, no SDPA" if calls and not evidence.calls("scaled_dot_product") else None
+
+
+def math_attention_ran(evidence: Evidence) -> str | None:
+    """What shows that SDPA took its math back end; compiled, that is taken apart into products and a softmax."""
+    called = evidence.calls("_scaled_dot_product_attention_math")
+    if called:
+        return f"_scaled_dot_product_attention_math ×{called}"
+    captured = evidence.ops.get(f"{CAPTURED}aten::scaled_dot_product_attention", 0)
+    if not captured or evidence.calls(*FUSED_ATTENTION):
+        return None
+    return f"scaled_dot_product_attention ×{captured} compiled, no fused attention ran"
 
 
 PROOFS = {
@@ -104,7 +116,7 @@ PROOFS = {
     "compiled": ran("implementation=compiled", "Torch-Compiled Region"),
     "flash": ran("implementation=flash", "scaled_dot_product_flash_attention"),
     "efficient": ran("implementation=efficient", "scaled_dot_product_efficient_attention"),
-    "math": ran("implementation=math", "scaled_dot_product_attention_math"),
+    "math": Proof(claim="implementation=math", shows=math_attention_ran),
     "cudnn": ran("implementation=cudnn", "scaled_dot_product_cudnn_attention"),
 }
 

@@ -71,8 +71,8 @@ class Norm(nn.Module):
 
 
 def _handwritten_ran(evidence: Evidence) -> str | None:
-    calls = evidence.calls("rsqrt")
-    return f"rsqrt ×{calls}, no norm op" if calls and not evidence.calls("rms_norm", "layer_norm") else None
+    calls = evidence.written("rsqrt")
+    return f"rsqrt ×{calls}, no norm op" if calls and not evidence.written("rms_norm", "layer_norm") else None
 
 
 PROOFS = {

@@ -1,21 +1,25 @@
 """What a narrow dtype costs in exactness: the same sum, product or norm with its running sum kept in one dtype.
 
 Each experiment leaves its result and its error against float64 as facts. There is no reference to be held against:
-being wrong, and by how much, is the measurement.
+being wrong, and by how much, is the measurement. The audit says in which dtype each kind of op of a small model
+answers under autocast.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ADDEND = 0.01
 SLICE = 64
 """Columns of the product that are multiplied at once, between two additions."""
@@ -25,11 +29,14 @@ SLICE = 64
 class PrecisionConfig:
     """The knobs of precision."""
 
-    experiment: Literal["accumulate", "matmul", "norm", "reduction"] = knob(
+    experiment: Literal["accumulate", "matmul", "norm", "reduction", "audit"] = knob(
         "accumulate",
-        "accumulate: 0.01 added one by one; matmul: products of slices added up; norm: x ÷ √mean x²; reduction: sum",
+        "accumulate: 0.01 added one by one; matmul: products of slices added up; norm: x ÷ √mean x²; reduction: sum; "
+        "audit: dtypes of a two-layer model under autocast",
     )
-    value_dtype: Literal["fp16", "bf16", "fp32", "fp64"] = knob("fp32", "dtype of what is added up")
+    value_dtype: Literal["fp16", "bf16", "fp32", "fp64"] = knob(
+        "fp32", "dtype of what is added up; the audit's autocast, unless there is one: fp16, bf16, or none"
+    )
     accumulate_dtype: Literal["fp16", "bf16", "fp32", "fp64"] = knob("fp32", "dtype of the running sum")
     terms: int = knob(1000, "numbers in a sum; columns of the product; width of the norm")
     rows: int = knob(128, "rows of the product and of the norm")
@@ -84,8 +91,60 @@ class Experiment(nn.Module):
         return x.to(value).sum(-1, dtype=running)
 
 
+class Audit(nn.Module):
+    """x → the mean loss of a two-layer classifier; `dtypes` has what each kind of op answered in."""
+
+    def __init__(self, width: int, autocast: torch.dtype) -> None:
+        super().__init__()
+        self.autocast = autocast if autocast in (torch.float16, torch.bfloat16) else None
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.dtypes: Counter[str] = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if self.autocast is None or torch.is_autocast_enabled(device):
+            return self._classify(x)
+        with torch.autocast(device, dtype=self.autocast):
+            return self._classify(x)
+
+    def _classify(self, x: Tensor) -> Tensor:
+        found: list[tuple[str, Tensor]] = []
+        for norm, linear in zip(self.norms, self.linears):
+            normed = norm(x)
+            multiplied = linear(normed)
+            x = x + functional.gelu(multiplied)
+            found += [("norm", normed), ("linear", multiplied), ("residual", x)]
+        weights = multiplied.softmax(-1)
+        loss = functional.cross_entropy(multiplied, torch.zeros(len(x), dtype=torch.long, device=x.device))
+        found += [("softmax", weights), ("loss", loss)]
+        self.dtypes = Counter(f"{kind}_{NAMES[tensor.dtype]}" for kind, tensor in found)
+        return loss
+
+
+def build_audit(config: PrecisionConfig) -> Built:
+    """The small model, and how many of its linear maps, norms and so on answered in which dtype."""
+    module = Audit(config.rows, DTYPES[config.value_dtype])
+
+    def shows(evidence: Evidence) -> str | None:
+        seen = {name: count for name, count in module.dtypes.items() if name.startswith("linear_")}
+        if evidence.written("linear") < len(module.linears) or not seen:
+            return None
+        return ", ".join(f"{name} ×{count}" for name, count in seen.items())
+
+    return Built(
+        module=module,
+        batch=lambda: {"x": torch.randn(config.rows, config.rows) * config.scale},
+        num_tokens=config.rows,
+        proofs=(Proof(claim="experiment=audit", shows=shows),),
+        facts=lambda: {name: float(count) for name, count in module.dtypes.items()},
+    )
+
+
 def build(config: PrecisionConfig) -> Built:
     """The experiment and its numbers."""
+    if config.experiment == "audit":
+        return build_audit(config)
     module = Experiment(config)
 
     def batch() -> Mapping[str, Tensor]:

@@ -1,0 +1,85 @@
+"""The gate's verdict: optimizers held against AdamW, and a tolerance that stays a number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stepscope.sweep import gate  # noqa: E402
+from stepscope.workloads import optimizers  # noqa: E402
+from stepscope.workloads.workload import Built, Workload, knob  # noqa: E402
+
+RUN = {
+    "mode": "step", "dtype": "fp32", "bf16_reduction": "auto", "compile": "off", "sdpa": "free",
+    "optimizer": "adamw", "warmup": 1, "steps": 1, "seed": 0, "device": "cpu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    variant: Literal["plain", "other"] = knob("plain", "which")
+    scale: float = knob(1.0, "of the product")
+    batch: int = knob(4, "rows")
+
+
+class Model(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x, targets=None):
+        y = self.linear(x) * self.config.scale
+        return y if targets is None else (y - targets).square().mean()
+
+
+def build(config):
+    return Built(module=Model(config), batch=lambda: {"x": torch.randn(4, 8), "targets": torch.randn(4, 8)})
+
+
+WORKLOAD = Workload(
+    name="w",
+    about="",
+    config=Config,
+    presets={"default": {}},
+    build=build,
+    reference={"variant": "plain"},
+    gate={"batch": 4},
+)
+
+
+def check(scale=1.0, **run):
+    values = {"variant": "other", "scale": scale, "batch": 4}
+    return gate.check(WORKLOAD, values, {**RUN, **run}, with_gradients=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast_bf16"])
+@pytest.mark.parametrize("optimizer", ["fused", "handwritten"])
+def test_optimizers_move_parameters_as_adamw_does(optimizer, dtype):
+    verdict = check(optimizer=optimizer, dtype=dtype)
+
+    assert verdict.passed and set(verdict.deviations) == {"outputs", "loss", "gradients", "updates"}
+    if dtype != "bf16":  # whose weights round most of an update away, whoever makes it
+        assert verdict.deviations["updates"] < 1e-4
+
+
+@pytest.mark.parametrize("wrong", [{"betas": (0.9, 0.99)}, {"weight_decay": 0.0, "lr": 1.1e-3}, {"eps": 1e-2}])
+def test_a_wrong_optimizer_is_wrong(monkeypatch, wrong):
+    handwritten = optimizers.HandwrittenAdamW
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "handwritten", lambda parameters: handwritten(parameters, **wrong))
+
+    verdict = check(optimizer="handwritten")
+
+    assert not verdict.passed and "update of linear." in verdict.worst
+    assert check(optimizer="handwritten", mode="forward+backward").passed
+
+
+def test_a_reference_that_overflows_excuses_nothing():
+    verdict = check(scale=1e30, dtype="autocast_fp16", mode="forward+backward")
+
+    assert not verdict.passed and "no numbers in autocast_fp16 either" in verdict.worst
+    assert max(verdict.tolerances.values()) < 1
