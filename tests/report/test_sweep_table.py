@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 
 import pytest
 
-from stepscope.errors import RecordingError
 from stepscope.report.sweeps import (
     points_text,
-    read_sweep,
     row_line,
     sweep_csv,
     sweep_markdown,
@@ -147,13 +144,3 @@ def test_a_finished_row_in_one_line():
 def test_points_of_a_grid():
     points = [{"workload": "w", "preset": "p", "config": {"a": a}, "run": {"mode": "step"}} for a in (1, 2)]
     assert points_text(points, 80).split("\n") == ["a", "1", "2", "", "2 points", "all: w, preset=p, mode=step"]
-
-
-def test_a_sweep_is_read_back_while_it_is_being_written(tmp_path):
-    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-    (tmp_path / "results.jsonl").write_text(lines + '{"hash": "ha')
-    (tmp_path / "sweep.json").write_text(json.dumps({"environments": {"e": {"device_name": "NVIDIA H200"}}}))
-
-    assert read_sweep(tmp_path) == SWEEP
-    with pytest.raises(RecordingError, match="holds no sweep"):
-        read_sweep(tmp_path / "nothing")

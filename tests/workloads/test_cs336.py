@@ -6,7 +6,7 @@ import pytest
 import torch
 from evidence import evidence_of
 from torch.utils.flop_counter import FlopCounterMode
-from variants import assert_same, built_of, results_of
+from variants import assert_same, built_of, losses_of, results_of
 
 from stepscope.errors import UsageError
 from stepscope.workloads.models.cs336 import WORKLOAD, forward_flops, num_parameters
@@ -142,14 +142,7 @@ def test_proofs_hold_for_what_ran_and_for_nothing_else(attention):
 @pytest.mark.parametrize("optimizer", ["adamw", "handwritten"])
 def test_tiny_learns_a_batch_by_heart(optimizer):
     built = built_of(WORKLOAD, attention="sdpa", linear="linear", **SIZES)
-    batch, steps = built.batch(), make_optimizer(optimizer, built.module.parameters())
-    losses = []
-    for _ in range(12):
-        loss = built.module(**batch)
-        steps.zero_grad()
-        loss.backward()
-        steps.step()
-        losses.append(loss.item())
+    losses = losses_of(built, make_optimizer(optimizer, built.module.parameters()), 12)
 
     assert losses[-1] < 0.7 * losses[0]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from evidence import evidence_of
 from torch.utils.flop_counter import FlopCounterMode
-from variants import assert_same, built_of, results_of
+from variants import assert_same, built_of, losses_of, results_of
 
 from stepscope.errors import UsageError
 from stepscope.workloads.models.megalodon import WORKLOAD, TimestepNorm, forward_flops, num_parameters
@@ -188,14 +188,7 @@ def test_proofs_hold_for_what_ran_and_for_nothing_else(ema, attention):
 @pytest.mark.parametrize("ema", ["fft", "scan"])
 def test_tiny_learns_a_batch_by_heart(ema):
     built = built_of(WORKLOAD, ema=ema)
-    batch, optimizer = built.batch(), torch.optim.AdamW(built.module.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(12):
-        loss = built.module(**batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(built, torch.optim.AdamW(built.module.parameters(), lr=3e-3), 12)
 
     assert losses[-1] < 0.7 * losses[0]
 

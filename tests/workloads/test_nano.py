@@ -6,7 +6,7 @@ import pytest
 import torch
 from evidence import evidence_of
 from torch.utils.flop_counter import FlopCounterMode
-from variants import assert_same, built_of, results_of
+from variants import assert_same, built_of, losses_of, results_of
 
 from stepscope.errors import UsageError
 from stepscope.workloads.models.nano import WORKLOAD
@@ -250,14 +250,7 @@ def test_tiny_learns_a_batch_by_heart():
     built = built_of(
         WORKLOAD, attention="sparse_flex", pattern="dynamic", **{**SMALL, "head_width": 16, "vocab": 256}
     )
-    batch, optimizer = built.batch(), torch.optim.AdamW(built.module.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(10):
-        loss = built.module(**batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_of(built, torch.optim.AdamW(built.module.parameters(), lr=3e-3), 10)
 
     assert losses[-1] < 0.9 * losses[0]
 

@@ -39,6 +39,18 @@ def results_of(built: Built, state: Any, batch: Any, dtype: torch.dtype = torch.
     return {**results, **gradients}
 
 
+def losses_of(built: Built, optimizer: Any, num_steps: int) -> list[float]:
+    """The loss before each of some steps on one batch."""
+    batch, losses = built.batch(), []
+    for _ in range(num_steps):
+        loss = built.module(**batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
     """Every result within `tolerance` of the wanted one's largest number."""
     assert found.keys() == wanted.keys()

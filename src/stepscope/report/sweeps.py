@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from stepscope.analysis.sweeps import (
     varying_axes,
 )
 from stepscope.devices import Ceilings, Device, find_device, load_ceilings
-from stepscope.errors import RecordingError
 from stepscope.report.text import count, milliseconds, percent, plural, safe, significant, size
 
 CSV_FILE = "results.csv"
@@ -128,17 +126,6 @@ def sweep_of(rows: list[dict[str, Any]], environments: Mapping[str, Any]) -> Swe
 
 def _limits(name: str) -> tuple[Device | None, Ceilings | None]:
     return find_device(name), load_ceilings(name)
-
-
-def read_sweep(folder: Path) -> SweepSummary:
-    """The summary of a sweep's folder, finished or not."""
-    try:
-        lines = (folder / "results.jsonl").read_text(encoding="utf-8").split("\n")
-        facts = json.loads((folder / "sweep.json").read_bytes())
-        rows = [json.loads(line) for line in lines[:-1] if line.strip()]  # the last is empty, or half written
-    except (OSError, ValueError) as error:
-        raise RecordingError(f"{folder} holds no sweep that can be read: {error}") from None
-    return sweep_of(rows, facts.get("environments", {}))
 
 
 def sweep_text(sweep: SweepSummary, width: int = 100) -> str:
