@@ -131,7 +131,7 @@ def launches(arguments: argparse.Namespace, length: int) -> None:
     constants = module.coefficients()
     x, grad = torch.randn(batch, length, width), torch.randn(batch, length, width)
     grad_last = torch.randn(batch, width, num_states, 2)
-    q = torch.polar(constants.log_decay.exp(), constants.angle).to(torch.complex64)
+    q = torch.polar(constants.decay, constants.angle).to(torch.complex64)
     with torch.no_grad():
         q, w, skip = torch.view_as_real(q).contiguous(), constants.weight.float(), constants.skip.float()
     runs = {

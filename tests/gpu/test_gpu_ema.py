@@ -5,16 +5,20 @@ Run with `python -m pytest tests/gpu -m gpu`.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "workloads"))
+
+from evidence import evidence_of  # noqa: E402
 
 from stepscope.workloads.ema import CEMA  # noqa: E402
 from stepscope.workloads.models.megalodon import WORKLOAD as MEGALODON  # noqa: E402
 from stepscope.workloads.ops.ema import WORKLOAD as EMA  # noqa: E402
-from stepscope.workloads.workload import Evidence  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,21 +81,6 @@ def test_the_second_gpu_kernel_reads_what_is_not_contiguous():
     wanted, wanted_last = module(x.contiguous())
 
     assert torch.equal(y, wanted) and torch.equal(last, wanted_last)
-
-
-def evidence_of(built):
-    batch = built.batch()
-    built.module(**batch)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
-        outputs = built.module(**batch)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-        torch.cuda.synchronize()
-    ops, kernels = {}, {}
-    for event in traced.events():
-        names = ops if event.device_type == torch.autograd.DeviceType.CPU else kernels
-        names[event.name] = names.get(event.name, 0) + 1
-    return Evidence(device="cuda", ops=ops, kernels=kernels, facts={})
 
 
 @pytest.mark.parametrize("path", ["fft", "sequential", "scan"])

@@ -9,6 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from stepscope.sweep.compiled_graphs import CompiledGraphs
 from stepscope.workloads.workload import Built, Evidence
 
 
@@ -16,13 +17,16 @@ def evidence_of(built: Built, *, backward: bool = True) -> Evidence:
     """The ops, kernels and facts of one traced pass, after one that was not traced (it may have compiled)."""
     batch = built.batch()
     device = next((tensor.device.type for tensor in batch.values()), "cpu")
+    graphs = CompiledGraphs()
+    graphs.start()
     run_once(built, batch, backward)
+    graphs.stop()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities, acc_events=True) as traced:
         run_once(built, batch, backward)
         if device == "cuda":
             torch.cuda.synchronize()
-    ops: Counter[str] = Counter()
+    ops = graphs.ops.copy()
     kernels: Counter[str] = Counter()
     for event in traced.events():
         (ops if event.device_type == DeviceType.CPU else kernels)[event.name] += 1

@@ -50,7 +50,7 @@ for *sizes, block_width, dtype in json.loads(sys.argv[1]):
         launch = ema_triton.Launch(block_width=block_width)
         setattr(ema_triton, name, partial(getattr(ema_triton, name), launch=launch))
     dtype = getattr(torch, dtype)
-    ema._PATHS["scan"] = lambda x, constants, state, _: ema._scan_kernel(x, constants, state)
+    ema._is_fused = lambda x: True
     wanted = results("sequential", *sizes, dtype)
     found = results("scan", *sizes, dtype)
     assert found.keys() == wanted.keys() and found["outputs"].dtype == dtype

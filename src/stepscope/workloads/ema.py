@@ -33,10 +33,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Coefficients(NamedTuple):
-    """The recurrence's constants in float64: they are few, and powers up to q^L keep their phase."""
+    """The recurrence's constants."""
 
-    log_decay: Tensor
-    """log |q|, [D, N]."""
+    decay: Tensor
+    """|q|, [D, N]."""
     angle: Tensor
     """arg q, [D, N]."""
     drive: Tensor
@@ -61,18 +61,22 @@ class CEMA(nn.Module):
         self.gamma = nn.Parameter(torch.randn(width, num_states, 2))
         self.omega = nn.Parameter(torch.randn(width) * 0.25)
 
-    def coefficients(self) -> Coefficients:
-        """The recurrence's constants from the parameters."""
-        alpha, delta, theta = self.alpha.double(), self.delta.double(), self.theta.double()
-        gamma, num_states = self.gamma.double(), self.alpha.shape[1]
+    def coefficients(self, dtype: torch.dtype = torch.float64) -> Coefficients:
+        """The recurrence's constants from the parameters.
+
+        In float64 powers up to q^L keep their phase. Few operations: on a GPU the host's time for them, and for their
+        backward, is more than the fused kernels'.
+        """
+        alpha, delta, theta = self.alpha.to(dtype), self.delta.to(dtype), self.theta.to(dtype)
+        gamma, num_states = self.gamma.to(dtype), self.alpha.shape[1]
         drive = torch.sigmoid(alpha)
-        wave = torch.arange(1, num_states + 1, device=theta.device, dtype=theta.dtype) * (2 * math.pi / num_states)
+        wave = torch.arange(1, num_states + 1, device=theta.device, dtype=dtype)
         return Coefficients(
-            log_decay=torch.log1p(-drive * torch.sigmoid(delta)),
-            angle=torch.sigmoid(theta)[:, None] * wave,
+            decay=1 - drive * torch.sigmoid(delta),
+            angle=(torch.sigmoid(theta) * (2 * math.pi / num_states))[:, None] * wave,
             drive=drive,
-            weight=gamma * (drive / math.sqrt(num_states))[..., None],
-            skip=self.omega.double(),
+            weight=gamma * (drive * num_states**-0.5)[..., None],
+            skip=self.omega.to(dtype),
         )
 
     def forward(
@@ -81,7 +85,8 @@ class CEMA(nn.Module):
         """Outputs [B, L, D] in x's dtype and the last state [B, D, N, 2], None where it is not asked for."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(device_type=x.device.type, enabled=False):
-            constants = self.coefficients()
+            fused = self.path == "scan" and _is_fused(x)
+            constants = self.coefficients(dtype if fused else torch.float64)
             drive = constants.drive.to(dtype)[..., None]
             carried = None if state is None else state.to(dtype) / drive
             y, last = _PATHS[self.path](x, constants, carried, last_state)
@@ -104,7 +109,7 @@ def _fft(x: Tensor, c: Coefficients, state: Tensor | None, last_state: bool) -> 
 def _sequential(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tuple[Tensor, Tensor | None]:
     """By definition: one token after the other."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
-    q = torch.complex(*_powers(c, 1)).squeeze(-1).to(torch.promote_types(values.dtype, torch.complex64))
+    q = torch.polar(c.decay, c.angle).to(torch.promote_types(values.dtype, torch.complex64))
     weight = torch.stack((c.weight[..., 0], -c.weight[..., 1]), dim=-1).to(values.dtype)
     u = q.new_zeros(x.shape[0], *q.shape) if state is None else torch.view_as_complex(state.contiguous())
     outputs = []
@@ -116,13 +121,15 @@ def _sequential(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tu
 
 def _scan(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tuple[Tensor, Tensor | None]:
     """In parallel: one Triton kernel on a GPU, matrix products over chunks of tokens elsewhere."""
-    return _scan_kernel(x, c, state) if x.is_cuda and HAS_TRITON else _scan_products(x, c, state)
+    return _scan_kernel(x, c, state) if _is_fused(x) else _scan_products(x, c, state)
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and HAS_TRITON
 
 
 def _scan_kernel(x: Tensor, c: Coefficients, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    q = torch.cat(_powers(c, 1), dim=-1).to(dtype)
-    y, last = ema_scan(x, q, c.weight.to(dtype), c.skip.to(dtype), state)
+    y, last = ema_scan(x, torch.view_as_real(torch.polar(c.decay, c.angle)), c.weight, c.skip, state)
     return y, last
 
 
@@ -165,7 +172,7 @@ def _scan_chunks(x: Tensor, c: Coefficients, state: Tensor | None, chunk: int) -
 
 def _powers(c: Coefficients, exponents: int | Tensor) -> Pair:
     """q^j for the exponents, [D, N, number of exponents], float64."""
-    size, turn = torch.exp(c.log_decay[..., None] * exponents), c.angle[..., None] * exponents
+    size, turn = torch.exp(c.decay.log()[..., None] * exponents), c.angle[..., None] * exponents
     return size * turn.cos(), size * turn.sin()
 
 

@@ -3,7 +3,8 @@
 A token is routed to `top_k` experts: it fills that many *slots*. The experts read *rows*. What sets the ways apart is
 the order of the rows, the matrix product over them, and how the rows' outputs find the way back:
 
-    loop      rows sorted by expert, one product an expert (the host waits for the counts), index_add
+    loop      rows sorted by expert, one product an expert (the host waits for the counts), index_add; as it is
+              first written: each expert's output is assigned to its slice
     one_hot   rows in order by running counts of a one-hot mask, no sort; grouped product, index_add
     capacity  the same number of rows for every expert, what is over is dropped; batched product
     tile      rows sorted, every expert's count rounded up to 128; grouped product
@@ -129,8 +130,14 @@ class MixtureOfExperts(nn.Module):
         order = experts.argsort(stable=True)
         token = order // self.top_k
         counts = torch.bincount(experts, minlength=self.w1.shape[0]).tolist()
-        outputs = [functional.gelu(rows @ w1) @ w2 for rows, w1, w2 in zip(x[token].split(counts), self.w1, self.w2)]
-        y = torch.cat(outputs)
+        rows = x[token]
+        y = torch.empty_like(rows)
+        begin = 0
+        for count, w1, w2 in zip(counts, self.w1, self.w2):
+            end = begin + count
+            if count:
+                y[begin:end] = functional.gelu(rows[begin:end] @ w1) @ w2
+            begin = end
         y = y * weights.reshape(-1)[order][:, None].to(y.dtype)
         return y.new_zeros(x.shape).index_add(0, token, y)
 
