@@ -31,6 +31,19 @@ TABLES = [
     ("docs/card.md", "analysis/counters.py", "CounterSummary"),
     ("docs/card.md", "analysis/counters.py", "Gauge"),
     ("docs/bench.md", "analysis/sweeps.py", "PointSummary"),
+    ("docs/memory.md", "analysis/memory_account.py", "Account"),
+    ("docs/memory.md", "analysis/memory_account.py", "LiveAtPeak"),
+    ("docs/memory.md", "analysis/memory_account.py", "Part"),
+    ("docs/memory.md", "analysis/memory_account.py", "Stage"),
+    ("docs/memory.md", "analysis/memory_tree.py", "ModuleBytes"),
+    ("docs/memory.md", "analysis/memory_account.py", "Large"),
+    ("docs/memory.md", "analysis/memory_timeline.py", "Point"),
+    ("docs/memory.md", "analysis/memory_account.py", "LeftAlive"),
+    ("docs/memory.md", "analysis/snapshot_memory.py", "SnapshotEnd"),
+    ("docs/memory.md", "analysis/snapshot_memory.py", "OutOfMemory"),
+    ("docs/memory.md", "analysis/memory_growth.py", "Growth"),
+    ("docs/memory.md", "analysis/memory_growth.py", "AtPeak"),
+    ("docs/memory.md", "analysis/memory_growth.py", "Grown"),
 ]
 TRACE_TABLES_PAGE = "docs/tables.md"
 

@@ -15,7 +15,7 @@ ROOT = Path(stepscope.__file__).parent
 
 # What each part may import of Stepscope besides itself. A part that is not here is not in the design.
 READ_SIDE = {"findings", "analysis", "trace", "devices", "errors", "version"}
-RUN_SIDE = {"sweep", "record", "workloads"}
+RUN_SIDE = {"plan", "sweep", "record", "workloads"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {"trace", "devices", "errors"},
     "findings": {"analysis", "trace", "devices", "errors"},
     "report": READ_SIDE,
+    "plan": {"sweep", "record", "workloads", "devices", "errors"},
     "studies": {"report"} | READ_SIDE | RUN_SIDE,
     "api": {"record", "report", "analysis", "trace", "errors"},
     "cli": {"api", "studies", "report"} | READ_SIDE | RUN_SIDE,

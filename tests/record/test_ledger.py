@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepscope.record import ledger as ledger_module
+from stepscope.record import storages
 from stepscope.record.ledger import Ledger
 
 FLOAT = 4
@@ -204,7 +204,8 @@ def test_a_storage_may_die_while_the_ledger_looks_through_the_living():
     kept = [torch.ones(2) * 2 for _ in range(5)]
     cycle: list[object] = [torch.ones(3) * 2]
     cycle.append(cycle)
-    loop.ledger._allocations[:] = [CollectsGarbage(entry) for entry in loop.ledger._allocations]
+    allocations = loop.ledger.memory()["allocations"]
+    allocations[:] = [CollectsGarbage(entry) for entry in allocations]
     gc.disable()
     try:
         del cycle
@@ -219,7 +220,7 @@ def test_a_storage_may_die_while_the_ledger_looks_through_the_living():
 
 
 def test_past_the_limit_allocations_are_counted_and_not_kept(monkeypatch):
-    monkeypatch.setattr(ledger_module, "MAX_ALLOCATIONS", 5)
+    monkeypatch.setattr(storages, "MAX_ALLOCATIONS", 5)
     loop = Loop(mlp())
     loop.ledger.start()
     kept = [torch.ones(1) for _ in range(9)]

@@ -114,6 +114,14 @@ def at_peak_by(summary: MemorySummary, column: str) -> pl.DataFrame:
     )
 
 
+def memory_lives(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
+    """Every event of one device in order: `order`, `time_ns`, `bytes`, `reserved_bytes`, `op` (its name), `module`,
+    `phase`, `address`, `next_order` (of the next event at its address) and `is_seen` (of a release: whether the trace
+    has its allocation)."""
+    lives = _lifetimes(_events(linked, device_type, device))
+    return lives.with_columns(_op_names(linked, lives["op"]).alias("op"))
+
+
 def _sound(memory: pl.DataFrame) -> pl.DataFrame:
     """Events with a size; a trace may leave out the index where there is one device."""
     return memory.filter(pl.col("bytes") != 0, pl.col("device_type").is_not_null()).with_columns(

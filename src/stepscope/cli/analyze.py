@@ -1,14 +1,18 @@
-"""Where the time in a trace goes, whoever recorded it.
+"""Where the time in a trace goes, whoever recorded it; with --memory, what filled the memory.
 
 Reads Chrome traces of PyTorch's profiler (.json, .json.gz), a folder with one a rank, or a recording of
 stepscope run. Needs neither torch nor a GPU. What was read is kept beside the trace (<trace>.stepscope) and
-used again while the trace has not changed.
+used again while the trace has not changed. --memory also reads CUDA memory snapshots (.pickle), of which nothing
+is executed, and two recordings of two lengths or batches, to tell how memory grows.
 
 examples:
   stepscope analyze trace.json.gz
   stepscope analyze traces/ --rank 3
   stepscope analyze runs/train-20260101-120000 --step 12 --top 30
   stepscope analyze trace.json.gz --json | jq .ranks[0].gpu_time
+  stepscope analyze --memory runs/train-20260101-120000 -o memory.svg
+  stepscope analyze --memory snapshot.pickle
+  stepscope analyze --memory runs/length-512 runs/length-1024
 """
 
 from __future__ import annotations
@@ -19,12 +23,17 @@ import os
 from pathlib import Path
 
 from stepscope.cli.numbers import positive
+from stepscope.errors import StepscopeError, UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a trace, a folder of ranks, a recording")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text (docs/analyze.md)")
+    parser.add_argument(
+        "--memory", action="store_true", help="what filled the memory, instead of where the time goes"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object (docs/analyze.md, docs/memory.md)")
+    parser.add_argument("-o", "--output", type=Path, metavar="SVG", help="with --memory: the timeline as a picture")
     parser.add_argument("--step", type=int, metavar="N", help="this step alone")
     parser.add_argument("--rank", type=int, metavar="R", help="this rank alone")
     parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
@@ -37,6 +46,10 @@ def main(arguments: argparse.Namespace) -> int:
     # this when it is loaded, and this process is our own.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")
     gc.disable()  # nothing here makes cycles to speak of, and a collection walks all that was imported
+    if arguments.memory:
+        return _memory(arguments)
+    if arguments.output:
+        raise UsageError("-o draws memory over time: it goes with --memory")
     from stepscope.api import analyze
     from stepscope.cli.output import print_result
     from stepscope.cli.progress import Progress
@@ -54,6 +67,39 @@ def main(arguments: argparse.Namespace) -> int:
         from stepscope.report.trace_text import analysis_text
 
         return analysis_text(analysis, arguments.top, width)
+
+    print_result(lambda: analysis.to_json(arguments.top), to_text, arguments.json)
+    return 0
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from stepscope.cli.output import print_result
+    from stepscope.cli.progress import Progress
+    from stepscope.report.memory import analyze_memory
+
+    output: Path | None = arguments.output
+    if arguments.step is not None:
+        raise UsageError(
+            "--step does not go with --memory: a recording has one step's, a trace's peak is in one step"
+        )
+    if output is not None and output.suffix != ".svg":
+        raise UsageError(f"{output}: the picture is an SVG; name it {output.with_suffix('.svg')}")
+    if output is not None and output.exists():
+        raise UsageError(f"{output} is there already: name another file, or remove it")
+    with Progress("reading") as progress:
+        analysis = analyze_memory(arguments.paths, arguments.rank, not arguments.no_cache, progress)
+    if output is not None:
+        from stepscope.report.memory_picture import timeline_svg
+
+        try:
+            output.write_text(timeline_svg(analysis.reports[0].account), encoding="utf-8")
+        except OSError as error:
+            raise StepscopeError(f"{output} could not be written: {error.strerror or error}") from None
+
+    def to_text(colour: bool, width: int) -> str:
+        from stepscope.report.memory_text import memory_text
+
+        return memory_text(analysis, arguments.top, width)
 
     print_result(lambda: analysis.to_json(arguments.top), to_text, arguments.json)
     return 0

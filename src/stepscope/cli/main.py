@@ -20,6 +20,7 @@ VERBS = {
     "analyze": "where the time in a trace goes, whoever recorded it",
     "sql": "query a trace's tables",
     "bench": "run a grid of configurations; every point ends as a row",
+    "plan": "memory, verdict and least time of a step, with no GPU",
     "list": "what there is to run, with knobs and parameter counts",
     "doctor": "what this machine has, and what Stepscope can measure on it",
 }

@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps kept apart first (default 5)")
     parser.add_argument("--clean", type=int, default=20, metavar="N", help="steps timed clean (default 20)")
     parser.add_argument("--trace", type=int, default=2, metavar="N", help="steps traced, 0 for none (default 2)")
+    parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="say who allocated what (file and line); on CUDA also keep the allocator's history in snapshot.pickle",
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory and FLOPs window")
     parser.add_argument("--exit-after", action="store_true", help="stop the script after the last window")
     parser.add_argument("--tokens-per-step", type=int, metavar="N", help="instead of inferring it from the input")
@@ -63,6 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
             trace=arguments.trace,
             memory=0 if arguments.no_memory else 1,
         )
+        if arguments.memory and arguments.no_memory:
+            raise ValueError("--memory and --no-memory: take one of them")
         if windows.warmup < 2:
             raise ValueError("--warmup must be at least 2: in the first two steps the model is found")
         if arguments.tokens_per_step is not None and arguments.tokens_per_step <= 0:
@@ -141,6 +148,7 @@ class _Run:
             facts=self._facts,
             tokens_per_step=self._arguments.tokens_per_step,
             exit_after=self._arguments.exit_after,
+            memory_in_full=self._arguments.memory,
             is_script=True,
             tell=self._tell,
         )
@@ -167,7 +175,7 @@ class _Run:
         processes = sys.modules.get("multiprocessing.process")
         facts["num_child_processes"] = next(processes._process_counter) - 1 if processes else 0
         if self._session is not None:
-            self._session.close(status, **facts)
+            self._session.close(status, error=outcome, **facts)
         else:
             self._facts.update(facts)
             self._write(status)

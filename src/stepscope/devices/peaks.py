@@ -26,6 +26,10 @@ class Device:
     memory_bytes: int
     """Nominal; the driver keeps some of it."""
     bandwidth_bytes_per_s: int
+    compute_capability: tuple[int, int] | None
+    """NVIDIA's number of the architecture; None for other makers."""
+    num_processors: int | None
+    """Streaming multiprocessors; None where unknown."""
     source: str
     """The document and the column of it."""
     note: str = ""
@@ -66,6 +70,8 @@ def _devices() -> Mapping[str, Device]:
             peak_flops=MappingProxyType(entry["peak_flops"]),
             memory_bytes=entry["memory_bytes"],
             bandwidth_bytes_per_s=entry["bandwidth_bytes_per_s"],
+            compute_capability=tuple(entry["compute_capability"]) if "compute_capability" in entry else None,
+            num_processors=entry.get("num_processors"),
             source=entry["source"],
             note=entry.get("note", ""),
         )

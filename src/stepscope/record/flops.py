@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from stepscope.record.environment import float32_matmul
+from stepscope.record.storages import tensors_in
 
 _DTYPES = {
     torch.float64: "fp64",
@@ -110,7 +110,7 @@ def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) -> Any:
 
 
 def _dtype(func: Any, args: Any, kwargs: Any) -> str:
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = list(tensors_in((args, kwargs)))
     # The operands decide, not a bias or an output that may be wider; or the op says in what it multiplies.
     operand = next((t for t in tensors if t.dim() >= 2), tensors[0])
     dtype = _argument(func, args, kwargs, ("product_dtype",)) or operand.dtype

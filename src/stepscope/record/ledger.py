@@ -6,50 +6,71 @@ on any device. It runs in a window of its own: the clock's samples never meet it
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from stepscope.record.clock import BACKWARD, FORWARD, OTHER
 from stepscope.record.flops import OpFlops, count_flops
+from stepscope.record.frames import caller
 from stepscope.record.model import CallHooks, visible_modules
+from stepscope.record.nodes import NodeModules, saved_bytes
+from stepscope.record.ops import Op
 from stepscope.record.patches import Handle, remove_all
+from stepscope.record.storages import (
+    BEFORE,
+    BUFFER,
+    GRADIENT,
+    INPUT,
+    OPTIMIZER_STATE,
+    OUTSIDE,
+    PARAMETER,
+    TEMPORARY,
+    WEIGHT_CAST,
+    Storages,
+    storage_key,
+    tensors_in,
+)
 
-MAX_ALLOCATIONS = 200_000
-
-PARAMETER = "parameter"
-BUFFER = "buffer"
-GRADIENT = "gradient"
-OPTIMIZER_STATE = "optimizer_state"
-INPUT = "input"
-WEIGHT_CAST = "autocast_weight_cast"
-ACTIVATION = "activation"
-TEMPORARY = "temporary"
+MEMORY_SCHEMA_VERSION = 2
+LOSS = "loss"  # the end of a forward: from the last root module to the backward
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
-    """Counts FLOPs and follows storages from `start()` to `stop()`."""
+    """Counts FLOPs and follows storages from `start()` to `stop()`.
+
+    With `callers` it says who asked for each storage. `storages` that are given go on when the ledger has stopped.
+    One that `is_told` looks at nothing itself: `saw()` tells it of each op.
+    """
 
     supports_higher_order_operators = True
     # Torch that does not know `ignore_compile_internals` guards compiled code on the modes that are on.
     passes_compiled_code = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
-    def __init__(self, roots: list[nn.Module], optimizers: list[Any], phase: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        roots: list[nn.Module],
+        optimizers: list[Any],
+        phase: Callable[[], str | None],
+        *,
+        callers: bool = False,
+        storages: Storages | None = None,
+        is_told: bool = False,
+    ) -> None:
         super().__init__()
-        self._phase = phase
-        self._optimizers = optimizers
+        self._roots, self._optimizers, self._phase, self._callers = roots, optimizers, phase, callers
         self._modules: list[str] = []
+        self._left_root = False
+        self._last_phase: str | None = None
         self._handles: list[Handle] = []
         self._entered = False
-        self._began_ns = 0
+        self._ops: dict[Any, Op] = {}
 
+        self._known_flops: dict[Any, OpFlops | None] = {}
         self._flops: Counter[tuple[str, str, str, bool]] = Counter()
         self._model_flops: Counter[str] = Counter()
         self._uncounted: dict[str, list[int]] = {}
@@ -59,16 +80,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._looked_up: set[int] = set()
         self._touched: set[int] = set()
         self._backward_makes_graph = False
+        self._hidden: dict[str, None] = {}  # ops that multiply a weight by a formula nobody wrote
 
-        self._allocations: list[dict[str, Any]] = []
-        self._live: dict[int, int] = {}  # storage key -> index into the allocations
-        self._references: dict[int, weakref.ref[Any]] = {}
         self._parameter_of: dict[int, int] = {}  # storage key -> parameter index, casts included
         self._num_elements: list[int] = []
         self._num_dimensions: list[int] = []
-        self._hidden: dict[str, None] = {}  # ops that multiply a weight by a formula nobody wrote
-        self._dropped = 0
-        self._roots = roots
+        self._names: dict[int, str] = {}  # id of a parameter -> its name
+        self._nodes = NodeModules()
+        self._backward_caller: str | None = None
+        self.saved_error: str | None = None
+        self._saved: dict[str | None, tuple[int, int]] = {}  # module -> bytes, tensors; the largest of the backwards
+        self._storages = storages or Storages(self._stage)
+        self._owns_storages = storages is None
+        self._is_told = is_told
 
     # Without this Dynamo marks a frame it meets while we are looking on as never to be compiled.
     @classmethod
@@ -76,117 +100,165 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         return True
 
     def start(self) -> None:
-        self._began_ns = time.perf_counter_ns()
+        storages = self._storages
+        storages.stage = self._stage
+        storages.on_death = lambda key: self._parameter_of.pop(key, None)
         for root in self._roots:
             for name, parameter in root.named_parameters():
-                key = _key(parameter)
+                self._names.setdefault(id(parameter), name)
+                key = storage_key(parameter)
                 if key is not None and key not in self._parameter_of:
                     self._parameter_of[key] = len(self._num_elements)
                     self._num_elements.append(parameter.numel())
                     self._num_dimensions.append(parameter.dim())
-                    self._born(parameter, "before the window", PARAMETER, module=name)
-                if parameter.grad is not None:
-                    self._born(parameter.grad, "before the window", GRADIENT, module=name)
-            for name, buffer in root.named_buffers():
-                self._born(buffer, "before the window", BUFFER, module=name)
+                    storages.own((parameter,), PARAMETER, BEFORE, name)
+            buffers = ((n, b) for n, b in root.named_buffers() if storage_key(b) not in self._parameter_of)
+            for name, buffer in buffers:
+                storages.own((buffer,), BUFFER, BEFORE, name)
             for name, module in visible_modules(root):
                 self._handles.append(CallHooks(module, self._entering(name), self._leaving))
+        self.note_parameter_gradients()
         self._note_optimizer_state()
-        self.__enter__()
-        self._entered = True
+        storages.open()
+        if not self._is_told:
+            self.__enter__()
+            self._entered = True
 
     def stop(self) -> None:
         if self._entered:
             self.__exit__(None, None, None)
             self._entered = False
         self._note_optimizer_state()
+        if self._owns_storages:
+            self._storages.close()
         remove_all(self._handles)
 
     # --- what the session reports --------------------------------------------------------------
 
     def note_inputs(self, args: Any, kwargs: Any) -> None:
         """The tensors the root module is called with are inputs."""
-        self._own((t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), INPUT, "outside an op")
+        self._storages.own(tensors_in((args, kwargs)), INPUT, OUTSIDE)
 
-    def backward_begins(self, create_graph: bool = False) -> None:
-        """What the forward made and is still alive now is kept for backward."""
+    def backward_begins(self, create_graph: bool = False, tensors: Any = ()) -> None:
+        """What the forward made and is still alive now is kept for backward; `tensors` are what it starts from."""
         self._backward_makes_graph = create_graph
-        for index in list(self._live.values()):  # a storage may die meanwhile
-            if self._allocations[index]["owner"] == TEMPORARY and self._allocations[index]["phase"] == FORWARD:
-                self._allocations[index]["owner"] = ACTIVATION
+        self._backward_caller = caller() if self._callers else None
+        self._storages.keep_for_backward(FORWARD)
+        try:
+            self._note_saved([tensor.grad_fn for tensor in tensors_in(tensors)])
+        except Exception as error:  # a graph we did not think of is not the end of a training run either
+            self.saved_error = f"{type(error).__name__}: {error}"
 
     def note_gradients(self, optimizer: Any) -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self._own((p.grad for p in parameters if p.grad is not None), GRADIENT, "outside an op")
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                self._storages.own((parameter.grad,), GRADIENT, OUTSIDE, self._names.get(id(parameter)))
+
+    def note_parameter_gradients(self) -> None:
+        for root in self._roots:
+            for name, parameter in root.named_parameters():
+                if parameter.grad is not None:
+                    self._storages.own((parameter.grad,), GRADIENT, OUTSIDE, name)
 
     def _note_optimizer_state(self) -> None:
         for optimizer in self._optimizers:
-            tensors = (t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, torch.Tensor))
-            self._own(tensors, OPTIMIZER_STATE, "before the window")
+            for parameter, state in optimizer.state.items():
+                self._storages.own(tensors_in(state), OPTIMIZER_STATE, BEFORE, self._names.get(id(parameter)))
+
+    def _note_saved(self, roots: list[Any]) -> None:
+        saved = saved_bytes(roots, self._nodes, lambda key: self._storages.owner_of(key) == PARAMETER)
+        for module, entry in saved.items():
+            self._saved[module] = max(self._saved.get(module, entry), entry)
 
     # --- ops -----------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            self._guarded(func, args, kwargs, None)
+        op = self._op(func)
+        if op.is_higher_order:
+            self._guarded(op, func, args, kwargs, None)
             return func(*args, **kwargs)
-        if func.namespace != "prim" and count_flops.has_no_formula(func):
+        if op.decomposes:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         out = func(*args, **kwargs)
-        self._guarded(func, args, kwargs, out)
+        self._guarded(op, func, args, kwargs, out)
         return out
 
-    def _guarded(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An op that was run where this ledger does not look."""
+        self._guarded(self._op(func), func, args, kwargs or {}, out)
+
+    def _op(self, func: Any) -> Op:
+        return self._ops.get(func) or self._ops.setdefault(func, Op(func))
+
+    def _guarded(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         # A shape we did not think of is a gap in the count, said aloud; never the end of a training run.
         try:
-            self._count(func, args, kwargs, out)
+            self._count(op, func, args, kwargs, out)
         except Exception as error:
             self._error = self._error or f"{func}: {type(error).__name__}: {error}"
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        phase, name = self._phase() or OTHER, count_flops.name(func)
-        op = count_flops(func, args, kwargs, out)
-        weights: set[int] = set()
-        if phase == FORWARD:
-            keys = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-            weights = {self._parameter_of[key] for key in keys if key in self._parameter_of}
-        if op is None:
-            if not getattr(func, "is_view", False) and out is not None:
-                num_elements = sum(t.numel() for t in _outputs(out))
-                entry = self._uncounted.setdefault(name, [0, 0])
-                entry[0] += 1
-                entry[1] += num_elements
-                if any(self._num_dimensions[index] > 1 for index in weights) and not _moves_or_maps(func, name):
-                    self._hidden.setdefault(name)
+    def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        phase = self._phase() or OTHER
+        if phase != self._last_phase:  # it may be one that allocates nothing
+            self._last_phase = phase
+            self._storages.note_stage()
+        outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
+        if op.has_formula:
+            flops = self._flops_of(op, func, args, kwargs, out)
+            if flops is not None and flops.flops:
+                self._add(flops, op.name, phase, self._weights(args, kwargs) if phase == FORWARD else set())
+        elif not op.is_view and out is not None:
+            num_elements = sum(tensor.numel() for tensor in outputs)
+            entry = self._uncounted.setdefault(op.name, [0, 0])
+            entry[0] += 1
+            entry[1] += num_elements
+            if phase == FORWARD and (weights := self._weights(args, kwargs)):
+                if op.may_hide_product and any(self._num_dimensions[index] > 1 for index in weights):
+                    self._hidden.setdefault(op.name)
                 if num_elements:  # an expert that got no token is called with an empty tensor
                     self._touched |= weights
-        elif op.flops:
-            self._add(op, func, phase, weights)
-        if out is None:
-            return
-        if name == "aten.embedding":
-            key = _key(args[0])
-            if key in self._parameter_of:
-                self._looked_up.add(self._parameter_of[key])
-        for tensor in _outputs(out):
-            key = _key(tensor)
-            if key is None or key in self._live:
-                continue
-            owner = TEMPORARY
-            if name == "aten._to_copy" and phase == FORWARD and (source := _key(args[0])) in self._parameter_of:
-                owner = WEIGHT_CAST
-                self._parameter_of[key] = self._parameter_of[source]
-            self._born(tensor, name, owner, phase, self._modules[-1] if self._modules else None)
+        if op.name == "aten.embedding" and (key := storage_key(args[0])) in self._parameter_of:
+            self._looked_up.add(self._parameter_of[key])
+        for tensor in outputs:
+            key = storage_key(tensor)
+            if key is not None and key not in self._storages.live:
+                self._born(key, tensor, op, args, phase)
 
-    def _add(self, op: OpFlops, func: Any, phase: str, weights: set[int]) -> None:
+    def _born(self, key: int, tensor: torch.Tensor, op: Op, args: Any, phase: str) -> None:
+        owner = TEMPORARY
+        if op.name == "aten._to_copy" and phase == FORWARD and (source := storage_key(args[0])) in self._parameter_of:
+            owner = WEIGHT_CAST
+            self._parameter_of[key] = self._parameter_of[source]
+        if op.is_view:  # of a storage that nobody showed us before
+            self._storages.born(key, tensor, BEFORE, owner, before=True)
+            return
+        who = (caller() or self._backward_caller) if self._callers else None
+        self._storages.born(key, tensor, op.name, owner, phase, self.module(), who)
+
+    def _flops_of(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
+        if kwargs or not op.is_plain_product:
+            return count_flops(func, args, kwargs, out)
+        key = (func, *[(t.shape, t.dtype, t.device) for t in args if isinstance(t, torch.Tensor)])
+        if key not in self._known_flops:
+            self._known_flops[key] = count_flops(func, args, kwargs, out)
+        return self._known_flops[key]
+
+    def _weights(self, args: Any, kwargs: Any) -> set[int]:
+        """The parameters that an op takes."""
+        keys = [storage_key(tensor) for tensor in tensors_in(args)]
+        if kwargs:
+            keys += [storage_key(tensor) for tensor in tensors_in(kwargs)]
+        return {self._parameter_of[key] for key in keys if key in self._parameter_of}
+
+    def _add(self, op: OpFlops, name: str, phase: str, weights: set[int]) -> None:
         # Backward formulas run with gradients off, unless a graph of them is asked for; a checkpointed
         # forward that is run again turns them on.
         recomputed = phase == BACKWARD and torch.is_grad_enabled() and not self._backward_makes_graph
-        self._flops[count_flops.name(func), phase, op.dtype, recomputed] += op.flops
+        self._flops[name, phase, op.dtype, recomputed] += op.flops
         if not recomputed:
             self._model_flops[op.dtype] += op.model_flops
         if phase == FORWARD:
@@ -195,61 +267,35 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             if not weights:
                 self._activation_flops += op.model_flops
 
-    # --- storages ------------------------------------------------------------------------------
-
-    def _born(
-        self, tensor: torch.Tensor, op: str, owner: str, phase: str | None = None, module: str | None = None
-    ) -> None:
-        key = _key(tensor)
-        if key is None or key in self._live:
-            return
-        if len(self._allocations) >= MAX_ALLOCATIONS:
-            self._dropped += 1
-            return
-        storage = tensor.untyped_storage()
-        self._live[key] = len(self._allocations)
-        self._allocations.append(
-            {
-                "bytes": storage.nbytes(),
-                "device": str(tensor.device),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "owner": owner,
-                "op": op,
-                "phase": phase,
-                "module": module,
-                "born_ns": time.perf_counter_ns() - self._began_ns if self._entered else None,
-                "died_ns": None,
-            }
-        )
-        self._references[key] = weakref.ref(storage, lambda _reference: self._died(key))
-
-    def _died(self, key: int) -> None:
-        index = self._live.pop(key, None)
-        self._references.pop(key, None)
-        self._parameter_of.pop(key, None)
-        if index is not None:
-            self._allocations[index]["died_ns"] = time.perf_counter_ns() - self._began_ns
-
-    def _own(self, tensors: Iterable[torch.Tensor], owner: str, op: str) -> None:
-        for tensor in tensors:
-            key = _key(tensor)
-            if key is None:
-                continue
-            if key in self._live:
-                self._allocations[self._live[key]]["owner"] = owner
-            else:
-                self._born(tensor, op, owner)
+    # --- modules -------------------------------------------------------------------------------
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
             self._modules.append(name)
+            self._nodes.open(name)
 
         return enter
 
     def _leaving(self, _module: nn.Module) -> None:
         if self._modules:
             self._modules.pop()
+        self._nodes.open(self.module())
+        self._left_root = not self._modules
+
+    def module(self) -> str | None:
+        """The innermost module that is open now; in a backward, the one that made the node."""
+        if self._modules:
+            return self._modules[-1]
+        node, name = self._nodes.running()
+        if name is None and (parameter := getattr(node, "variable", None)) is not None:
+            name = self._names.get(id(parameter))  # a gradient is added up
+            name = None if name is None else name.rpartition(".")[0]
+        return name
+
+    def _stage(self) -> str:
+        phase = self._phase() or OTHER
+        self._left_root &= phase == FORWARD
+        return LOSS if self._left_root and not self._modules else phase
 
     # --- results -------------------------------------------------------------------------------
 
@@ -282,26 +328,31 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         }
 
     def memory(self) -> dict[str, Any]:
-        """Every storage seen in the window with its owner and lifetime; null `born_ns`: it was there before."""
-        return {"num_dropped": self._dropped, "allocations": self._allocations}
+        """The tables of `memory.json.gz` (docs/recording.md); what only a running process can tell is empty here."""
+        storages = self._storages
+        parameters = [p for root in self._roots for p in root.parameters()]
+        parameters += [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        return {
+            "schema_version": MEMORY_SCHEMA_VERSION,
+            "device": str(parameters[0].device) if parameters else "cpu",
+            "num_dropped": storages.num_dropped,
+            "allocations": storages.allocations,
+            "stages": _without_pauses(storages.stages),
+            "saved": [
+                {"module": module, "bytes": num_bytes, "num_tensors": num}
+                for module, (num_bytes, num) in sorted(self._saved.items(), key=lambda item: -item[1][0])
+            ],
+            "left_alive": [],
+            "allocator": None,
+        }
 
 
-def _moves_or_maps(func: Any, name: str) -> bool:
-    """Whether an op without a formula is a copy, a lookup or elementwise: no product is missing then."""
-    moves = ("aten._to_copy", "aten.clone", "aten.copy_", "aten.embedding", "aten.detach", "aten.cat", "aten.stack")
-    return name in moves or torch.Tag.pointwise in getattr(func, "tags", ())
-
-
-def _outputs(out: Any) -> list[torch.Tensor]:
-    if isinstance(out, torch.Tensor):
-        return [out]
-    return [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-
-
-def _key(tensor: Any) -> int | None:
-    """What identifies a tensor's storage while it lives; None for tensors that have none of their own."""
-    try:
-        storage = tensor.untyped_storage()
-        return int(storage._cdata) if storage.nbytes() else None
-    except (NotImplementedError, RuntimeError, AttributeError):
-        return None
+def _without_pauses(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stages; between two root modules of one forward it is not the loss yet."""
+    kept: list[dict[str, Any]] = []
+    for stage in stages:
+        if stage["name"] == FORWARD and [entry["name"] for entry in kept[-2:]] == [FORWARD, LOSS]:
+            kept.pop()
+        else:
+            kept.append(stage)
+    return kept

@@ -26,7 +26,7 @@ class TensorObserver(Protocol):
     """What wants to know whose tensors are whose while a step runs."""
 
     def note_inputs(self, args: Any, kwargs: Any) -> None: ...
-    def backward_begins(self, create_graph: bool) -> None: ...
+    def backward_begins(self, create_graph: bool, tensors: Any) -> None: ...
     def note_gradients(self, optimizer: Any) -> None: ...
 
 
@@ -187,7 +187,7 @@ class Loop:
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
             self.facts.loss = tensors.detach()
         if self.observer is not None:
-            self.observer.backward_begins(create_graph)
+            self.observer.backward_begins(create_graph, tensors)
 
     def backward_ended(self) -> None:
         self._backward_depth -= 1

@@ -15,6 +15,7 @@ from stepscope.record.compiler import CompilerProbe
 from stepscope.record.counters import CounterSampler
 from stepscope.record.environment import Environment, gpu_uuid
 from stepscope.record.ledger import Ledger
+from stepscope.record.memory import MemoryProbe
 from stepscope.record.model import is_compiled, parameter_facts
 from stepscope.record.nvml import NvmlUnavailable
 from stepscope.record.trace import TraceProbe
@@ -23,7 +24,7 @@ from stepscope.record.trace import TraceProbe
 class Probes:
     """Starts and stops each probe; keeps the facts; turns a fault of ours into a note."""
 
-    def __init__(self, folder: Path, clock: Clock, facts: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, clock: Clock, facts: dict[str, Any], memory_in_full: bool = False) -> None:
         self._folder = folder
         self._clock = clock
         self.facts = facts
@@ -31,7 +32,7 @@ class Probes:
         self.environment = Environment()
         self.compiler = CompilerProbe()
         self.trace: TraceProbe | None = None
-        self.ledger: Ledger | None = None
+        self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
         self._counters: CounterSampler | None = None
         self._profiler_is_on = False
 
@@ -102,8 +103,8 @@ class Probes:
             self._clock.on_range = None
             self.guard("giving way to the script's profiler", trace.abandon)
             self.note("trace", "the script started a profiler of its own: the trace window gave way to it")
-        if self.ledger is not None:
-            self._drop_ledger()
+        if self.memory.ledger is not None:
+            self.memory.drop()
             self.note("memory", "the script started a profiler of its own: the memory window gave way to it")
         self._profiler_is_on = True
 
@@ -111,12 +112,7 @@ class Probes:
         if self.trace is None or not self.trace.is_ours:
             self._profiler_is_on = False
 
-    def _drop_ledger(self) -> None:
-        ledger, self.ledger = self.ledger, None
-        if ledger is not None:
-            ledger.stop()
-
-    def start_ledger(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
+    def start_memory(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
         if self._profiler_is_on or torch.autograd._profiler_enabled():
             # It would see every op twice.
             self.note("memory", "the script's own profiler was on: no memory and FLOPs window")
@@ -126,15 +122,12 @@ class Probes:
             text = f"torch {torch.__version__} compiles anew under a probe that sees every op"
             self.note("memory", f"{text}: no memory and FLOPs window in a run that uses torch.compile")
             return
-        self.ledger = Ledger(roots, list(optimizers), lambda: self._clock.label)
-        self.ledger.start()
+        self.memory.start(roots, list(optimizers), self.device, lambda: self._clock.label)
 
-    def stop_ledger(self) -> None:
-        ledger, self.ledger = self.ledger, None
+    def stop_memory(self) -> None:
+        ledger = self.memory.stop()
         if ledger is not None:
-            ledger.stop()
             self.facts["flops"] = ledger.flops(self.compiler.used)
-            files.write_json_gz(self._folder / files.MEMORY_FILE, ledger.memory())
 
     def forget_windows(self) -> None:
         """What the windows found belongs to steps that are void."""
@@ -146,7 +139,7 @@ class Probes:
         self._clock.on_range = None
         if self.trace is not None:
             self.stop_trace(step_finished=False)
-        self._drop_ledger()  # a part of a step has no FLOPs worth telling
+        self.memory.drop()  # a part of a step has no FLOPs worth telling
 
     def stop_all(self) -> None:
         """Stop the probes that last the whole run and write what they have."""

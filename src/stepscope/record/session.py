@@ -54,6 +54,7 @@ class Session:
         optimizer: Any = None,
         tokens_per_step: int | None = None,
         exit_after: bool = False,
+        memory_in_full: bool = False,
         is_script: bool = False,
         tell: Callable[[str], None] | None = None,
     ) -> None:
@@ -72,7 +73,7 @@ class Session:
         self._phase_handles: list[Handle] = []
         self._trace_handles: list[Handle] = []
         self._clock = Clock()
-        self._probes = Probes(folder, self._clock, facts)
+        self._probes = Probes(folder, self._clock, facts, memory_in_full)
         self._loop = Loop(self._clock, self._step_ended, self._probes)
         self._roots = self._loop.roots
         self._samples = files.LineFile(folder / files.SAMPLES_FILE)
@@ -92,6 +93,7 @@ class Session:
     def start(self) -> None:
         """Hook into PyTorch and write the first, still empty, recording."""
         self._probes.compiler.start()
+        self._probes.guard("keeping the allocator's history", self._probes.memory.await_cuda)
         self.resume()
         if self._model is not None:
             self._roots.add(self._model)
@@ -129,11 +131,12 @@ class Session:
         remove_all(self._phase_handles)
         remove_all(self._handles)
 
-    def close(self, status: str, **facts: Any) -> None:
-        """Take every hook off and write what there is."""
+    def close(self, status: str, error: BaseException | None = None, **facts: Any) -> None:
+        """Take every hook off and write what there is; `error` is what ended the script."""
         if os.getpid() != self._pid:
             return
         probes = self._probes
+        probes.guard("writing what filled the memory", lambda: probes.memory.script_failed(error))
         probes.guard("ending the window", probes.stop_windows)
         self.suspend()
         probes.guard("ending the probes", probes.stop_all)
@@ -173,6 +176,7 @@ class Session:
         finished = self._window
         self._write_step(step)
         self._last = (step, self._loop.facts)
+        self._probes.memory.step_ended()
         self._step += 1
         self._window = self._windows.at(self._step)
         if self._window != finished or self._step <= 2:
@@ -284,7 +288,12 @@ class Session:
             probes.use_gpu(roots.modules)
         if self._window == finished:
             return
-        if finished != windows.WARMUP:
+        if finished == windows.MEMORY:  # before any op of our own
+            loop.observer = None
+            probes.stop_memory()
+        if finished == windows.WARMUP:
+            probes.memory.warmup_ended()
+        else:
             self._read_pending()
             self._read_facts()
         if windows.CLEAN in (finished, self._window):
@@ -292,17 +301,14 @@ class Session:
         if finished == windows.TRACE:
             self._stop_surrounding()
             probes.stop_trace(step_finished=True)
-        elif finished == windows.MEMORY:
-            loop.observer = None
-            probes.stop_ledger()
         if self._window == windows.TRACE_WARMUP:
             probes.prepare_trace(roots.modules)
         elif self._window == windows.TRACE and probes.trace is not None:
             self._trace_handles = hooks.surround_optimizers(loop, loop.optimizers.values())
             probes.trace.start(self._clock)
         elif self._window == windows.MEMORY:
-            probes.start_ledger(roots.modules, loop.optimizers.values())
-            loop.observer = probes.ledger
+            probes.start_memory(roots.modules, loop.optimizers.values())
+            loop.observer = probes.memory.ledger
         elif self._window == windows.FREE:
             self._let_go()
         self._write_recording(files.STATUS_INTERRUPTED)

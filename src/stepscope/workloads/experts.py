@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.workload import Evidence, Proof
+from stepscope.workloads.workload import Evidence, Proof, numbers
 
 Dispatch = Literal["loop", "capacity", "one_hot", "tile", "grouped"]
 Routing = Literal["learned", "balanced"]
@@ -129,7 +129,7 @@ class MixtureOfExperts(nn.Module):
     def _loop(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         order = experts.argsort(stable=True)
         token = order // self.top_k
-        counts = torch.bincount(experts, minlength=self.w1.shape[0]).tolist()
+        counts = self._counts(torch.bincount(experts, minlength=self.w1.shape[0]), experts.numel())
         rows = x[token]
         y = torch.empty_like(rows)
         begin = 0
@@ -140,6 +140,11 @@ class MixtureOfExperts(nn.Module):
             begin = end
         y = y * weights.reshape(-1)[order][:, None].to(y.dtype)
         return y.new_zeros(x.shape).index_add(0, token, y)
+
+    def _counts(self, counts: Tensor, num_slots: int) -> list[int]:
+        even, rest = divmod(num_slots, counts.shape[0])
+        balanced = [even + (expert < rest) for expert in range(counts.shape[0])]
+        return numbers(counts, balanced, "experts are filled evenly")
 
     def _one_hot(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0)
@@ -182,7 +187,8 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
             return functional.grouped_mm(rows, weights, offs=ends)
         if hasattr(torch, "_grouped_mm") and device == "cuda":
             return torch._grouped_mm(rows, weights, offs=ends)
-    parts = rows.tensor_split(ends[:-1].tolist())
+    even = [rows.shape[0] * (expert + 1) // ends.shape[0] for expert in range(ends.shape[0] - 1)]
+    parts = rows.tensor_split(numbers(ends[:-1], even, "experts are filled evenly"))
     return torch.cat([part @ weight for part, weight in zip(parts, weights)])
 
 

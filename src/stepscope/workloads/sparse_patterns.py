@@ -111,7 +111,8 @@ def random_table(pattern: SparsePattern, seed: int = 0) -> Tensor:
 def fixed_rule(pattern: SparsePattern, table: Tensor) -> Rule:
     """The fixed pattern as a function of positions, pointwise, so that FlexAttention can compile it."""
     reach, global_tokens = pattern.reach, pattern.global_tokens
-    drawn = _drawn_keys(table) if pattern.random == "scattered" else _drawn_blocks(table)
+    most = max(pattern.num_random_blocks(block) for block in range(-(-pattern.seq_len // QUERY_BLOCK)))
+    drawn = _drawn_keys(table) if pattern.random == "scattered" else _drawn_blocks(table, most)
 
     def rule(query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & ((query - key <= reach) | (key < global_tokens) | drawn(query, key))
@@ -123,13 +124,12 @@ def _drawn_keys(table: Tensor) -> Rule:
     return lambda query, key: table[query, key]
 
 
-def _drawn_blocks(table: Tensor) -> Rule:
-    """Whether a query's block drew the key's: compared with the few numbers that the block drew.
+def _drawn_blocks(table: Tensor, most: int) -> Rule:
+    """Whether a query's block drew the key's: compared with the few numbers, at most `most`, that the block drew.
 
     A kernel then looks up a number a query, where the table would cost it one for every pair.
     """
     counts = table.sum(1)
-    most = int(counts.max())
     ranks = table.cumsum(1) * table
     # The m-th block that each block of queries drew; −1, which is no block, where it drew fewer.
     numbers = [torch.where(counts >= m, (ranks == m).int().argmax(1), -1) for m in range(1, most + 1)]

@@ -167,3 +167,9 @@ def _knob(declared: dataclasses.Field[Any], hint: Any) -> Knob:
         values=None if values is None else tuple(values),
         about=declared.metadata["about"],
     )
+
+
+def numbers(tensor: Any, assumed: list[int], why: str) -> list[int]:
+    """A tensor's values as Python numbers; `assumed` where a plan runs the program without data, and says `why`."""
+    assume = getattr(tensor, "assume", None)
+    return list(assume(assumed, why) if assume is not None else tensor.tolist())

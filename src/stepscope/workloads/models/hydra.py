@@ -35,7 +35,7 @@ from stepscope.errors import UsageError
 from stepscope.workloads.losses import CHUNK_ROWS, loss_proof, next_token_loss
 from stepscope.workloads.models.ccgqa import CCGQA, CausalConvs
 from stepscope.workloads.models.layers import RMSNorm, rope_tables, run_blocks
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, ran
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, numbers, ran
 
 ROPE_BASE = 10000.0
 
@@ -187,7 +187,10 @@ def _router(dim: int, bias: bool) -> nn.Linear:
 def _count_rows(block: Block, num_runs: Tensor) -> list[int]:
     """How many tokens run recursion 0, 1, …: the one wait for the device, kept from the compiler."""
     recursions = torch.arange(block.recursions, device=num_runs.device)
-    counts: list[int] = (num_runs[:, None] > recursions).sum(dim=0).tolist()
+    depth = block.recursions
+    even = [num_runs.shape[0] * (depth - recursion) // depth for recursion in range(depth)]
+    going = (num_runs[:, None] > recursions).sum(dim=0)
+    counts = numbers(going, even, "tokens stop evenly over the recursions")
     block.executed_rows = sum(counts)
     return counts
 

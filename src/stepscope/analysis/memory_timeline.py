@@ -1,0 +1,101 @@
+"""How much is allocated after each birth and each death, in the order they happened."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+BEFORE = -1
+"""The event before the first: what was there already."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was allocated after one birth or death."""
+
+    event: int
+    """Its place in the order of births and deaths; -1: before the first."""
+    time_ns: int | None
+    """From the window's start; None where nobody looked at a clock."""
+    allocated_bytes: int
+    reserved_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The level after every event, the one before the first at its head."""
+
+    events: Sequence[int]
+    times_ns: Sequence[int | None]
+    bytes: Sequence[int]
+    peak_index: int
+
+    @classmethod
+    def of(cls, allocations: Iterable[tuple[Mapping[str, Any], int]]) -> Levels:
+        """From allocations with their sizes."""
+        level, changes = 0, []
+        for each, size in allocations:
+            born, died = each.get("born"), each.get("died")
+            if born is None:
+                level += size
+            else:
+                changes.append((born, 1, size, each.get("born_ns")))
+            if died is not None:
+                changes.append((died, 0, -size, each.get("died_ns")))
+        changes.sort(key=itemgetter(0, 1))  # a death before a birth at the same place
+        events, times, levels = [BEFORE], [None], [level]
+        for event, _, change, time_ns in changes:
+            level += change
+            events.append(event)
+            times.append(time_ns)
+            levels.append(level)
+        return cls(events, times, levels, max(range(len(levels)), key=levels.__getitem__))
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.bytes[self.peak_index]
+
+    @property
+    def peak_event(self) -> int:
+        return self.events[self.peak_index]
+
+    def is_alive_at_peak(self, allocation: Mapping[str, Any]) -> bool:
+        """Whether it was born by then and had not died."""
+        born, died = allocation.get("born"), allocation.get("died")
+        return (born is None or born <= self.peak_event) and (died is None or died > self.peak_event)
+
+    def between(self, first: int, end: int | None) -> tuple[int, int]:
+        """Bytes when events `first` up to `end` are over, and the most since the one before them."""
+        before = max(0, bisect_left(self.events, first) - 1)
+        after = len(self.events) if end is None else max(before + 1, bisect_left(self.events, end))
+        return self.bytes[after - 1], max(self.bytes[before:after])
+
+    def points(self, reserved: Sequence[tuple[int, int]]) -> list[Point]:
+        """One a level, with the last of `reserved` (event and bytes) by then."""
+        points, place, held = [], 0, None
+        for event, time_ns, level in zip(self.events, self.times_ns, self.bytes):
+            while place < len(reserved) and reserved[place][0] <= event:
+                held = reserved[place][1]
+                place += 1
+            points.append(Point(event, time_ns, level, held))
+        return points
+
+
+def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+    """At most so many points: the lowest and the highest of each stretch, and both ends; every one is a real one.
+
+    >>> levels = [0, 1, 9, 2, 1, 0, 3, 0]
+    >>> [p.allocated_bytes for p in thinned([Point(i, None, level, None) for i, level in enumerate(levels)], 4)]
+    [0, 9, 0]
+    """
+    if len(points) <= most:
+        return tuple(points)
+    num_stretches = max(1, (most - 2) // 2)
+    kept = {0, len(points) - 1}
+    for stretch in range(num_stretches):
+        indices = range(stretch * len(points) // num_stretches, (stretch + 1) * len(points) // num_stretches)
+        kept |= {pick(indices, key=lambda i: points[i].allocated_bytes) for pick in (min, max)}
+    return tuple(points[i] for i in sorted(kept))

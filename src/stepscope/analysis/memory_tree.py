@@ -1,0 +1,130 @@
+"""Bytes by module, rolled up the tree of modules' names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any
+
+_NUMBER = re.compile(r"(^|[._])\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """What one module holds."""
+
+    module: str | None
+    """Fully qualified; empty is the model itself, None is outside every module."""
+    bytes: int
+    """Its own."""
+    total_bytes: int
+    """With all modules inside it."""
+    num_tensors: int
+    """Its own."""
+
+
+@lru_cache(1 << 16)
+def starred(name: str | None) -> str | None:
+    """A module's name with `*` for every number.
+
+    >>> starred("blocks.11.mlp.0"), starred("Net_0.Linear_12"), starred("conv2d")
+    ('blocks.*.mlp.*', 'Net_*.Linear_*', 'conv2d')
+    """
+    return None if name is None else _NUMBER.sub(r"\1*", name)
+
+
+@lru_cache(1 << 16)
+def ancestors(name: str | None) -> tuple[str | None, ...]:
+    """A module and all around it, the innermost first.
+
+    >>> ancestors("blocks.0.mlp"), ancestors(None)
+    (('blocks.0.mlp', 'blocks.0', 'blocks', ''), (None,))
+    """
+    if not name:
+        return (name,)
+    words = name.split(".")
+    return (*(".".join(words[:end]) for end in range(len(words), 0, -1)), "")
+
+
+def rolled_up(rows: Iterable[tuple[str | None, int, int]]) -> tuple[ModuleBytes, ...]:
+    """By module, from names, bytes and numbers of tensors: the largest totals first."""
+    own: Counter[str | None] = Counter()
+    total: Counter[str | None] = Counter()
+    counts: Counter[str | None] = Counter()
+    for module, num_bytes, num_tensors in rows:
+        own[module] += num_bytes
+        counts[module] += num_tensors
+        for name in ancestors(module):
+            total[name] += num_bytes
+    return tuple(ModuleBytes(name, own[name], whole, counts[name]) for name, whole in total.most_common())
+
+
+def most_alive(allocations: Iterable[tuple[Mapping[str, Any], int]], owner: str) -> tuple[ModuleBytes, ...]:
+    """What an owner's allocations held by module, each at the time when it was most: micro-batches are not added."""
+    changes = []
+    for each, size in allocations:
+        if each.get("owner") == owner:
+            born, died = each.get("born"), each.get("died")
+            changes.append((-1 if born is None else born, 1, size, each.get("module")))
+            if died is not None:
+                changes.append((died, -1, size, each.get("module")))
+    now: dict[bool, Counter[str | None]] = {True: Counter(), False: Counter()}
+    most: dict[bool, Counter[str | None]] = {True: Counter(), False: Counter()}
+    alive: Counter[str | None] = Counter()
+    counts: Counter[str | None] = Counter()
+    for _, sign, size, module in sorted(changes, key=itemgetter(0, 1)):
+        alive[module] += sign
+        counts[module] = max(counts[module], alive[module])
+        for is_own, names in ((True, (module,)), (False, ancestors(module))):
+            for name in names:
+                now[is_own][name] += sign * size
+                most[is_own][name] = max(most[is_own][name], now[is_own][name])
+    return tuple(
+        ModuleBytes(name, most[True][name], whole, counts[name]) for name, whole in most[False].most_common()
+    )
+
+
+def frontier(sizes: Mapping[str | None, int], most: int) -> list[tuple[str | None, int]]:
+    """Modules that together hold all the bytes, in about so many rows: the largest is opened until there are enough.
+
+    Names that differ in a number alone are one; what a module holds beside those inside it keeps its name.
+
+    >>> frontier({"blocks.0.mlp": 4, "blocks.1.mlp": 4, "blocks.0.attn": 3, "head": 2, None: 1}, 4)
+    [('blocks.*.mlp', 8), ('blocks.*.attn', 3), ('head', 2), (None, 1)]
+    """
+    own: Counter[str | None] = Counter()
+    total: Counter[str | None] = Counter()
+    inside: dict[str | None, dict[str | None, None]] = {}
+    for name, num_bytes in sizes.items():
+        own[starred(name)] += num_bytes
+        names = ancestors(starred(name))
+        for inner, outer in zip([None, *names], names):
+            total[outer] += num_bytes
+            if inner is not None:
+                inside.setdefault(outer, {})[inner] = None
+    rows: dict[str | None, int] = {name: total[name] for name in ("", None) if name in total}
+    closed: set[str | None] = set()
+    while True:
+        # A parameter alone inside a module says no more than the module.
+        open_names = [
+            name
+            for name in rows
+            if name not in closed and len(inside.get(name, ())) + sum(i in inside for i in inside.get(name, ())) > 1
+        ]
+        if not open_names:
+            break
+        name = max(open_names, key=rows.__getitem__)
+        num_more = len(inside[name]) - (0 if own[name] else 1)
+        if name and len(rows) + num_more > most:
+            closed.add(name)
+            continue
+        del rows[name]
+        rows |= {inner: total[inner] for inner in inside[name]}
+        if own[name]:
+            rows[name] = own[name]
+            closed.add(name)
+    return sorted(rows.items(), key=lambda row: -row[1])

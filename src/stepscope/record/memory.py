@@ -1,0 +1,110 @@
+"""The memory window of a session: the ledger, what earlier steps left alive, and CUDA's own account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.record import files
+from stepscope.record.cuda_memory import AllocatorCounters, AllocatorHistory, is_out_of_memory, write_snapshot
+from stepscope.record.leaks import TIME_LIMIT_S, find_left_alive
+from stepscope.record.ledger import Ledger
+from stepscope.record.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
+
+
+class MemoryProbe:
+    """`start()`, a step, `stop()`: writes `memory.json.gz`, and in full also callers and CUDA's snapshot."""
+
+    def __init__(
+        self,
+        folder: Path,
+        in_full: bool,
+        note: Callable[[str, str], None],
+        guard: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self._folder = folder
+        self._in_full = in_full
+        self._note = note
+        self._guard = guard
+        self.ledger: Ledger | None = None
+        self._history = AllocatorHistory()
+        self._counters: AllocatorCounters | None = None
+        self._left_alive: list[dict[str, Any]] = []
+        self._step_began = self._next_began = next_sequence_number()
+
+    def await_cuda(self) -> None:
+        """In full: the allocator's history from CUDA's first moment to the end of the warm-up."""
+        if self._in_full:
+            self._history.start_with_cuda()
+
+    def warmup_ended(self) -> None:
+        """What is timed is timed without history."""
+        self._history.stop()
+
+    def step_ended(self) -> None:
+        """Remember which nodes belong to the step that has just ended."""
+        self._step_began, self._next_began = self._next_began, next_sequence_number()
+
+    def start(
+        self, roots: list[nn.Module], optimizers: list[Any], device: int | None, phase: Callable[[], str | None]
+    ) -> None:
+        self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(roots))
+        if not SHOWS_SAVED_TENSORS:
+            text = f"torch {torch.__version__} does not show what a graph has saved"
+            self._note("memory", f"{text}: nothing is said about what is saved for backward")
+        if device is not None:
+            self._guard("reading the allocator's counters", lambda: self._start_cuda(device))
+        self.ledger = Ledger(roots, optimizers, phase, callers=self._in_full)
+        self.ledger.start()
+
+    def _find_left_alive(self, roots: list[nn.Module]) -> None:
+        keep = [tensor for root in roots for tensors in (root.parameters(), root.buffers()) for tensor in tensors]
+        self._left_alive, is_complete = find_left_alive(self._step_began, keep)
+        if not is_complete:
+            text = f"graphs of earlier steps were looked for no longer than {TIME_LIMIT_S:.0f} s"
+            self._note("memory", f"{text}: there may be more than were found")
+
+    def _start_cuda(self, device: int) -> None:
+        self._counters = AllocatorCounters(device)
+        if self._in_full and not self._history.start():
+            self._note("memory", "the script keeps the allocator's history itself: the snapshot has what it keeps")
+
+    def stop(self) -> Ledger | None:
+        """The ledger of the window that ends here, written down; None when there was none."""
+        ledger = self.ledger
+        if ledger is not None:
+            ledger.stop()
+            memory = {**ledger.memory(), "left_alive": self._left_alive}
+            self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
+            files.write_json_gz(self._folder / files.MEMORY_FILE, memory)
+            if ledger.saved_error:
+                self._note("memory", f"what is saved for backward could not be read: {ledger.saved_error}")
+        self.drop()
+        return ledger
+
+    def _read_cuda(self, memory: dict[str, Any]) -> None:
+        if self._counters is None:
+            return
+        memory["allocator"] = self._counters.read()
+        if self._counters.lowered:
+            self._note("memory", self._counters.lowered)
+        if self._in_full:
+            write_snapshot(self._folder / files.SNAPSHOT_FILE)
+
+    def drop(self) -> None:
+        """End the window and forget what it saw."""
+        ledger, self.ledger, self._counters = self.ledger, None, None
+        if ledger is not None:
+            ledger.stop()
+        self._history.stop()
+
+    def script_failed(self, error: BaseException | None) -> None:
+        """When the script has run out of CUDA's memory: a snapshot of what filled it."""
+        if is_out_of_memory(error) and torch.cuda.is_initialized():
+            write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
+            text = f"what filled the memory is in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens it"
+            self._note("memory", f"CUDA ran out of memory: {text}")

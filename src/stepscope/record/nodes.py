@@ -1,0 +1,128 @@
+"""The autograd graph as the ledger reads it: which module's forward made a node, and what a graph has saved."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from stepscope.record.storages import storage_key, storage_of
+
+# Both are private to torch; where a release has them no more, what the backward allocates has no module.
+_current_node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
+_next_sequence_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+
+SHOWS_SAVED_TENSORS = hasattr(torch._C._autograd.SavedTensor, "data")
+"""Whether torch shows what a node has saved without running the hooks that would bring it back."""
+
+
+def next_sequence_number() -> int:
+    """The number that the next node made on this thread will have."""
+    return int(_next_sequence_number())
+
+
+class NodeModules:
+    """The module that was open when a node was made: a thread numbers its nodes in the order it makes them."""
+
+    def __init__(self) -> None:
+        self._home = threading.get_ident()
+        self._marks: dict[int, tuple[list[int], list[str | None]]] = {}
+
+    def open(self, name: str | None) -> None:
+        """From here on nodes made on this thread belong to `name`."""
+        numbers, names = self._marks.setdefault(threading.get_ident(), ([], []))
+        numbers.append(next_sequence_number())
+        names.append(name)
+
+    def running(self) -> tuple[Any, str | None]:
+        """The node whose backward runs now on this thread, and its module; (None, None) outside a backward."""
+        node = _current_node()
+        return (None, None) if node is None else (node, self.of(node))
+
+    def of(self, node: Any) -> str | None:
+        """The innermost module whose forward made a node; None when that cannot be told."""
+        if not hasattr(node, "_sequence_nr"):
+            return None
+        number, thread = int(node._sequence_nr()), threading.get_ident()
+        made_here = None
+        if thread != self._home and number < next_sequence_number():
+            made_here = self._at(thread, number)  # by a checkpointed forward that ran again on a thread of autograd's
+        made_home = self._at(self._home, number)
+        if made_here is None or made_home is None:
+            return (made_here or made_home or (None,))[0]
+        return made_here[0] if made_here == made_home else None
+
+    def _at(self, thread: int, number: int) -> tuple[str | None] | None:
+        numbers, names = self._marks.get(thread, ([], []))
+        position = bisect_right(numbers, number) - 1
+        return (names[position],) if position >= 0 else None
+
+
+def saved_tensors(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """(node, tensor) of everything that the graphs below `roots` keep for their backward.
+
+    `seen` maps the id of each node that was visited to the node: it is not visited again.
+    """
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        waiting.extend(following for following, _ in node.next_functions)
+        for name in _saved_names(type(node)):
+            try:
+                saved = getattr(node, name)
+            except RuntimeError:
+                continue  # its backward has been run: nothing is kept any more
+            for entry in saved if isinstance(saved, (tuple, list)) else (saved,):
+                for tensor in _kept(entry, waiting):
+                    yield node, tensor
+
+
+def saved_bytes(
+    roots: Iterable[Any], modules: NodeModules, is_parameter: Callable[[int], bool]
+) -> dict[str | None, tuple[int, int]]:
+    """Bytes and number of storages saved below `roots` by module; parameters left out, each storage once."""
+    counted: set[int] = set()
+    saved: dict[str | None, tuple[int, int]] = {}
+    for node, tensor in saved_tensors(roots, seen={}):
+        key = storage_key(tensor)
+        if key is None or key in counted or is_parameter(key):
+            continue
+        counted.add(key)
+        module = modules.of(node)
+        num_bytes, num = saved.get(module, (0, 0))
+        saved[module] = (num_bytes + storage_of(tensor).nbytes(), num + 1)
+    return saved
+
+
+_names_by_type: dict[type, list[str]] = {}
+
+
+def _saved_names(kind: type) -> list[str]:
+    if not SHOWS_SAVED_TENSORS:
+        return []
+    if kind not in _names_by_type:
+        _names_by_type[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    return _names_by_type[kind]
+
+
+def _kept(saved: Any, waiting: list[Any]) -> Iterator[torch.Tensor]:
+    """The tensor behind one saved value; behind a checkpoint's, the inputs that it will start again from."""
+    data = getattr(saved, "data", None)
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif data is not None:
+        for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
+            try:
+                frame = cell.cell_contents
+            except ValueError:
+                continue  # nothing is in it yet
+            waiting.append(getattr(getattr(frame, "input_saver", None), "grad_fn", None))
+            for argument in getattr(frame, "saved_args", ()):
+                if isinstance(argument, torch._C._autograd.SavedTensor) and isinstance(argument.data, torch.Tensor):
+                    yield argument.data

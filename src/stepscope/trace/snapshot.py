@@ -1,0 +1,259 @@
+"""A CUDA memory snapshot (`torch.cuda.memory._dump_snapshot`), read without executing anything in it.
+
+A pickle is a program. Before this one is run its opcodes are looked through: only those pass that make dicts, lists,
+texts, numbers and pairs of numbers, and only as many as the file's size explains. The unpickler that then runs them
+finds no class and no function, whatever it is asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from stepscope.errors import TraceError
+
+MAX_BYTES = 2 << 30
+MAX_TEXT_BYTES = 1 << 20
+MAX_ENTRIES = 20_000_000
+"""Segments, blocks and trace entries in all: one list can be in a pickle once and be meant a million times."""
+MAX_FRAMES = 200
+"""Frames of a stack that are looked at."""
+_MOST_TEXT = 200
+_NUMBER_END = 2**64
+# Opcodes of texts and bytes, and how many bytes say how long they are.
+_TEXTS = {ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("C"): 1, ord("B"): 4}
+# What makes the frames of PyTorch, of packages and of the standard library: nobody looks for a cause there.
+_NOT_THE_USERS = re.compile(
+    r"(?:site|dist)-packages/|/lib/python3|torchinductor_|^<frozen|^<eval_with_key>"
+    r"|(?:^|/)torch/(?:_|nn/|optim/|utils/|autograd/|cuda/|amp/|distributed/|fx/|jit/|functional\.py|overrides\.py)"
+)
+
+
+class Block(NamedTuple):
+    """A piece of a segment."""
+
+    address: int
+    bytes: int
+    requested_bytes: int
+    state: str
+    """`active_allocated`, `active_awaiting_free` or `inactive`."""
+    caller: str | None
+    """Where the user's code asked for it: `train.py:42 forward`."""
+
+
+class Segment(NamedTuple):
+    """Memory that the allocator has from CUDA."""
+
+    device: int
+    bytes: int
+    blocks: list[Block]
+
+
+class Entry(NamedTuple):
+    """Something the allocator did, in order."""
+
+    action: str
+    address: int
+    bytes: int
+    caller: str | None
+    time_us: int | None
+    free_bytes: int | None
+    """Of `oom` alone: what CUDA said was free."""
+
+
+class Snapshot(NamedTuple):
+    """What a snapshot holds."""
+
+    segments: list[Segment]
+    entries: list[list[Entry]]
+    """By device."""
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """The snapshot in a file; TraceError in one line where it is none, or asks for anything but plain values."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise TraceError(f"{path} is not a file")
+        if status.st_size > MAX_BYTES:
+            raise TraceError(
+                f"{path} has {status.st_size >> 20:,} MiB, more than {MAX_BYTES >> 20:,}: record fewer entries "
+                "(torch.cuda.memory._record_memory_history(max_entries=100000))"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from None
+    try:
+        return _Reading().snapshot(plain_values(data))
+    except ValueError as error:
+        raise TraceError(f"{path} is not a memory snapshot: {error}") from None
+
+
+def plain_values(data: bytes) -> Any:
+    """What a pickle of plain values holds; ValueError where it wants more than that."""
+    _look_through(data)
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except ValueError:
+        raise
+    except (pickle.UnpicklingError, EOFError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise ValueError(f"its pickle is damaged ({error})") from None
+    except MemoryError:
+        raise ValueError("it wants more memory than there is") from None
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Finds nothing: what is not a plain value cannot come out."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ValueError(f"it asks for {module}.{name}, and a snapshot needs no code")
+
+    def persistent_load(self, _id: Any) -> NoReturn:
+        raise ValueError("it refers to something outside itself")
+
+
+def _look_through(data: bytes) -> None:
+    """ValueError that says where the first opcode is that no snapshot has."""
+    if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        raise ValueError("it does not begin as a pickle of protocol 2 to 5 does")
+    plain, place, num_containers = _plain_opcodes(len(data)), 2, 0
+    while place < len(data):
+        run = plain.match(data, place)
+        if run:
+            num_containers += data.count(b"]", place, run.end()) + data.count(b"}", place, run.end())
+            place = run.end()
+        elif data[place] in _TEXTS:
+            place = _after_text(data, place)
+        elif data[place] == ord("."):
+            break
+        else:
+            names = {opcode.code: f"the opcode {opcode.name}" for opcode in pickletools.opcodes}
+            what = names.get(chr(data[place]), f"0x{data[place]:02x}")
+            raise ValueError(f"{what} at byte {place:,} is none that plain values need; nothing of it was run")
+    else:
+        raise ValueError(f"it ends at byte {len(data):,} before its pickle does")
+    # An entry of a real one takes 30 bytes at least, and is two of these; one takes 72 bytes of memory.
+    if num_containers > 1000 + len(data) // 4:
+        raise ValueError("it is made of more lists and dicts than a snapshot of its size has")
+
+
+def _plain_opcodes(num_bytes: int) -> re.Pattern[bytes]:
+    """Opcodes in a row that make plain values, for a pickle of so many bytes.
+
+    A tuple is a pair of numbers, as ids of pools are: hashing tuples in tuples in tuples overflows the C stack. A
+    place in the memo is no larger than the file, as the unpickler makes room for all places before it.
+    """
+    third, last = (num_bytes >> 16, 0) if num_bytes < 1 << 24 else (0xFF, num_bytes >> 24)
+    upper = b"[\\x00-\\x%02x][\\x00-\\x%02x]" % (third, last)
+    long = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(10))
+    number = rb"(?:K.|M..|J....|\x8a(?:" + long + rb"))"
+    frame = rb"\x95.{8}"
+    pair = number + b"(?:" + frame + b")?" + number + b"(?:" + frame + rb")?\x86"
+    opcodes = (pair, number, rb"[Naesu(\]})\x88\x89\x94]", rb"G.{8}")
+    memo = (rb"[hq].", rb"j....", rb"r.." + upper, frame)
+    return re.compile(b"(?:" + b"|".join(opcodes + memo) + b"){1,4096}", re.DOTALL)
+
+
+def _after_text(data: bytes, place: int) -> int:
+    start = place + 1 + _TEXTS[data[place]]
+    length = int.from_bytes(data[place + 1 : start], "little")
+    if length > MAX_TEXT_BYTES or start + length > len(data):
+        raise ValueError(f"a text at byte {place:,} says it has {length:,} bytes")
+    return start + length
+
+
+class _Reading:
+    """One pass over what came out of a pickle, which may be anything plain."""
+
+    def __init__(self) -> None:
+        self._num_entries = 0
+        self._texts: dict[int, str] = {}
+        """By the identity of a frame: many entries share one."""
+
+    def snapshot(self, root: Any) -> Snapshot:
+        if isinstance(root, list):  # torch.cuda.memory_snapshot() is the segments alone
+            root = {"segments": root}
+        if not isinstance(root, dict) or "segments" not in root:
+            raise ValueError("it has no segments")
+        segments = [self._segment(each) for each in self._each(root["segments"], "segments")]
+        traces = self._each(root.get("device_traces", []), "device_traces", list)
+        return Snapshot(segments, [[self._entry(each) for each in self._each(t, "device_traces")] for t in traces])
+
+    def _segment(self, segment: dict[str, Any]) -> Segment:
+        blocks, address = [], _number(segment, "address", 0)
+        for each in self._each(segment.get("blocks"), "blocks"):
+            old = each.get("history")  # of PyTorch before 2.1
+            known = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else each
+            size = _number(each, "size")
+            requested = _number(known, "real_size" if known is not each else "requested_size", size)
+            blocks.append(
+                Block(_number(each, "address", address), size, requested, _word(each, "state"), self._caller(known))
+            )
+            address += size
+        return Segment(_number(segment, "device", 0), _number(segment, "total_size"), blocks)
+
+    def _entry(self, entry: dict[str, Any]) -> Entry:
+        action = _word(entry, "action")
+        return Entry(
+            action,
+            _number(entry, "addr", 0),
+            _number(entry, "size", 0),
+            self._caller(entry),
+            _number(entry, "time_us") if "time_us" in entry else None,
+            _number(entry, "device_free") if action == "oom" and "device_free" in entry else None,
+        )
+
+    def _each(self, values: Any, what: str, kind: type = dict) -> Iterator[Any]:
+        """What a list holds, all of one kind."""
+        if not isinstance(values, list):
+            raise ValueError(f"{what} is not a list")
+        for value in values:
+            self._num_entries += 1
+            if self._num_entries > MAX_ENTRIES:
+                raise ValueError(f"it has more than {MAX_ENTRIES:,} entries")
+            if not isinstance(value, kind):
+                raise ValueError(f"{what} holds something that is no {kind.__name__}")
+            yield value
+
+    def _caller(self, holder: dict[str, Any]) -> str | None:
+        """The innermost frame of the user's own code; else the innermost of Python; None where there is none."""
+        frames = holder.get("frames")
+        innermost = None
+        for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
+            if not isinstance(frame, dict):
+                continue
+            name = frame.get("filename")
+            if not isinstance(name, str) or not (name.endswith(".py") or name.startswith("<")):
+                continue  # of C++
+            if not _NOT_THE_USERS.search(name.replace("\\", "/")):
+                return self._text(frame, name)
+            innermost = innermost or self._text(frame, name)
+        return innermost
+
+    def _text(self, frame: dict[str, Any], name: str) -> str:
+        if id(frame) not in self._texts:
+            file = re.split(r"[\\/]", name)[-1]
+            line, function = frame.get("line"), frame.get("name")
+            text = f"{file}:{line if isinstance(line, int) else '?'} {function if isinstance(function, str) else '?'}"
+            self._texts[id(frame)] = text[:_MOST_TEXT]
+        return self._texts[id(frame)]
+
+
+def _word(holder: dict[str, Any], name: str) -> str:
+    value = holder.get(name)
+    if not isinstance(value, str):  # making a text of a list could take for ever
+        raise ValueError(f"{name} is not a text, or not there")
+    return value
+
+
+def _number(holder: Any, name: str, default: int | None = None) -> int:
+    value = holder.get(name, default) if isinstance(holder, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _NUMBER_END:
+        raise ValueError(f"{name} is not a number of bytes, or not there")
+    return value

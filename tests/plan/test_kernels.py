@@ -1,0 +1,123 @@
+"""What CUDA's kernels take inside an op, against the allocations of real traces of an NVIDIA H200."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stepscope.devices.peaks import find_device, known_devices  # noqa: E402
+from stepscope.plan.allocator import rounded  # noqa: E402
+from stepscope.plan.attention import choose  # noqa: E402
+from stepscope.plan.hardware import Hardware, hardware_of, usable_bytes  # noqa: E402
+from stepscope.plan.temporaries import temporary_bytes  # noqa: E402
+
+H200 = Hardware((9, 0), 132)
+aten = torch.ops.aten
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def taken(func, *args, **kwargs):
+    return [rounded(size) for size in temporary_bytes(func, args, kwargs, H200)]
+
+
+# Shape → semaphores and buffer, as the allocator recorded them: gpt2_eager, fp32_no_tf32, loop_optimizer.
+SUMS = {
+    (8192, 2304): [512, 139_198_464],
+    (8192, 3072): [512, 138_412_032],
+    (8192, 768): [512, 50_331_648],
+    (2048, 2048): [512, 33_554_432],
+    (2048, 1536): [512, 25_165_824],
+    (2048, 512): [512, 8_388_608],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SUMS)
+def test_the_gradient_of_a_bias_takes_a_buffer(shape, dtype):
+    assert taken(aten.sum.dim_IntList, meta(*shape, dtype=dtype), [0], True) == SUMS[shape]
+
+
+@pytest.mark.parametrize("shape", [(8, 4096, 1024), (16, 2048, 2048)])
+def test_a_mean_over_everything_takes_a_little(shape):
+    assert taken(aten.mean.default, meta(*shape, dtype=torch.float32)) == [512, 2560]
+
+
+def test_a_sum_that_every_block_can_finish_takes_nothing():
+    assert taken(aten.sum.dim_IntList, meta(4096, 64, dtype=torch.float32), [1]) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured"),
+    [((8, 12, 1024, 64), 25_559_552), ((8, 16, 4096, 64), 136_315_392), ((2, 8, 1024, 64), 4_260_352)],
+)
+def test_the_backward_of_cudnn_attention(shape, measured):
+    tensor = meta(*shape)
+
+    assert taken(aten._scaled_dot_product_cudnn_attention_backward.default, tensor, tensor, tensor) == [measured]
+
+
+def test_the_backward_of_memory_efficient_attention():
+    tensor = meta(8, 12, 1024, 64, dtype=torch.float32)
+    found = taken(aten._scaled_dot_product_efficient_attention_backward.default, tensor, tensor, tensor)
+
+    assert found == [393_216, 25_165_824, 393_216, 25_190_400]
+
+
+def test_the_backward_of_an_embedding():
+    gradient, indices = meta(8, 1024, 768, dtype=torch.float32), meta(8, 1024, dtype=torch.int64)
+    found = taken(aten.embedding_dense_backward.default, gradient, indices, 50257, -1, False)
+
+    assert 27_681_792 in found and 72_192 in found  # partial sums, and where they begin
+    measured = 150_016 + 9 * 65_536 + 2 * 1536 + 27_681_792 + 72_192 + 2 * 512
+    assert sum(found) == pytest.approx(measured, rel=0.02)
+    assert taken(aten.embedding_dense_backward.default, gradient[:2], indices[:2], 50257, -1, False) == []
+
+
+def test_a_running_sum_of_booleans_is_converted_first():
+    assert taken(aten.cumsum.default, meta(8, 1024, dtype=torch.bool), -1) == [65_536]
+
+
+def test_a_matrix_that_the_library_cannot_read_is_copied():
+    plain, odd = meta(64, 32), meta(32, 64, 2)[..., 0]
+
+    assert taken(aten.mm.default, plain, plain.t()) == []
+    assert taken(aten.mm.default, plain, odd) == [32 * 64 * 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "mask", "wanted"),
+    [
+        (torch.bfloat16, (9, 0), False, "cudnn"),
+        (torch.bfloat16, (9, 0), True, "cudnn"),
+        (torch.bfloat16, (8, 0), False, "flash"),
+        (torch.bfloat16, (8, 0), True, "efficient"),
+        (torch.float32, (9, 0), False, "efficient"),
+        (torch.float64, (9, 0), False, "math"),
+        (torch.bfloat16, (7, 5), False, "efficient"),
+    ],
+)
+def test_the_back_end_of_attention(dtype, capability, mask, wanted):
+    tensor = meta(2, 4, 128, 64, dtype=dtype)
+    given = meta(128, 128, dtype=dtype) if mask else None
+
+    assert choose(tensor, tensor, tensor, given, False, False, capability) == wanted
+
+
+def test_a_forced_back_end_is_obeyed_and_grouped_heads_are_not_for_all():
+    tensor, few = meta(2, 4, 128, 64, dtype=torch.float32), meta(2, 2, 128, 64, dtype=torch.float32)
+    assert choose(tensor, few, few, None, False, True, (9, 0)) == "math"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert choose(tensor, tensor, tensor, None, False, False, (9, 0)) == "math"
+
+
+def test_devices_have_what_a_plan_needs():
+    for device in known_devices():
+        assert (hardware_of(device) is None) == device.name.startswith("AMD"), device.name
+        assert 0.9 * device.memory_bytes < usable_bytes(device) < device.memory_bytes
+    assert hardware_of(find_device("NVIDIA H200")) == H200
+    assert H200.workspace_bytes == 32 << 20
+    assert Hardware((8, 0), 108).workspace_bytes == 8_519_680

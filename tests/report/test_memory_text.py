@@ -1,0 +1,183 @@
+"""An account of memory as text and as a picture: what it says, in any width, whatever the names are."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from memories import S, a_step, snapshot, tensor, transformer, write_memory
+from stepscope.analysis.memory_account import REMAINDER, account
+from stepscope.report.memory import analyze_memory
+from stepscope.report.memory_picture import timeline_svg
+from stepscope.report.memory_text import memory_text
+
+EVIL = "evil\x1b[31m\x1b]0;title\x07\x9b2J‮</text><script>alert('&')</script>\r\n"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def of(path: Path, *others: Path, width: int = 100) -> str:
+    return memory_text(analyze_memory([path, *others]), 8, width)
+
+
+@pytest.fixture
+def recording(tmp_path) -> Path:
+    return write_memory(tmp_path / "run" / "memory.json.gz", a_step())
+
+
+def line_of(text: str, *words: str) -> str:
+    (line,) = (line for line in text.splitlines() if all(word in line for word in words))
+    return line
+
+
+def test_the_screen_says_what_the_peak_is_made_of(recording):
+    text = of(recording)
+
+    assert "4.00 KiB are allocated at the peak, in forward: activation 29.3 %, parameter 24.4 %" in text
+    assert "1.17 KiB" in line_of(text, "activation", "█", "2 tensors")
+    assert REMAINDER in text and "19.5 %" in text
+    assert line_of(text, "← the peak").split()[0] == "forward"
+    assert "3.22 KiB" in line_of(text, "← the peak")
+    assert line_of(text, "blocks.*.mlp", "600 B", "train.py:7 forward")
+    assert line_of(text, "allocator", "5.86 KiB reserved", "1.86 KiB of it not allocated", "1 retry")
+    assert line_of(text, "still alive", "77 B in 3 tensors", "MulBackward0", "train.py:9 losses")
+    assert line_of(text, "elsewhere", "48.8 KiB", "cpu")
+
+
+def test_kept_for_backward_is_told_by_module(recording):
+    text = of(recording)
+
+    header = line_of(text, "kept for backward")
+    assert "activations" in header and "saved for backward" in header
+    row = text.splitlines()[text.splitlines().index(header) + 1]
+    assert row.split() == ["blocks.*", "1.17", "KiB", "1.07", "KiB"]
+
+
+def test_modules_that_have_no_row_are_one(tmp_path):
+    memory = a_step()
+    memory["allocations"].append(tensor(64, "activation", 8, module="head"))
+    memory["saved"].append({"module": None, "bytes": 32, "num_tensors": 1})
+    path = write_memory(tmp_path / "memory.json.gz", memory)
+
+    text = memory_text(analyze_memory([path]), 1, 100)
+
+    assert line_of(text, "blocks", "1.17 KiB", "1.07 KiB")
+    assert line_of(text, "other modules", "64 B", "32 B")
+
+
+def test_formulas_and_their_letters_are_shown(tmp_path):
+    text = of(write_memory(tmp_path / "memory.json.gz", transformer(S)))
+
+    assert line_of(text, "aten._softmax in blocks.*.attn", "2×4×6×6", "B·H·S²·4")
+    assert "S = 6 (length)" in text and line_of(text, "aten.odd", "13×13", "none")
+
+
+def test_letters_that_are_the_same_number_are_said_to_be(tmp_path):
+    text = of(write_memory(tmp_path / "memory.json.gz", transformer(8)))
+
+    assert "S, d are the same number here" in text
+
+
+def test_two_recordings_show_how_memory_grows(tmp_path):
+    one = write_memory(tmp_path / "short" / "memory.json.gz", transformer(S))
+    other = write_memory(tmp_path / "long" / "memory.json.gz", transformer(2 * S))
+
+    text = of(one, other)
+
+    assert "how memory grows with length: S = 6" in text
+    assert line_of(text, "aten._softmax in blocks.*.attn", "quadratic", "B·H·S²·4")
+    assert line_of(text, "aten.gelu in blocks.*.mlp", "linear")
+    assert "^0." in line_of(text, "aten.odd", "^")
+
+
+def test_a_snapshot_shows_places_in_python_and_its_end(tmp_path):
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot()))
+
+    text = of(path)
+
+    assert "16.0 MiB are allocated at the peak: train.py:10 step 50.0 %" in text
+    assert line_of(text, "model.py:31 forward", "4.00 MiB", "25.0 %")
+    assert "no Python frame known" in text
+    oom = text[text.index("out of memory") :].replace("\n", " ")
+    assert "asked for 64.0 MiB at model.py:31 forward; CUDA had 32.0 MiB free" in oom
+    assert "22.0 MiB reserved in 2 segments" in text and "neither owners nor modules" in text
+
+
+def test_a_snapshot_without_a_history_says_so(tmp_path):
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot() | {"device_traces": []}))
+
+    text = of(path)
+
+    assert "history was not recorded" in text and "all of it there from the start" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width, tmp_path, recording):
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot()))
+    one = write_memory(tmp_path / "short" / "memory.json.gz", transformer(S))
+    other = write_memory(tmp_path / "long" / "memory.json.gz", transformer(2 * S))
+    for text in (of(path, width=width), of(recording, width=width), of(one, other, width=width)):
+        assert max(map(len, text.splitlines())) <= width
+
+
+def evil_step() -> dict:
+    names = dict.fromkeys(("op", "module", "phase", "caller", "dtype", "owner", "device"), EVIL)
+    memory = a_step(allocations=[tensor(64, born=i) | names for i in range(3)], device=EVIL)
+    memory["stages"] = [{"name": EVIL, "event": 0}]
+    memory["saved"] = [{"module": EVIL, "bytes": 5, "num_tensors": 1}]
+    memory["left_alive"] = [{"bytes": 5, "num_tensors": 1, "op": EVIL, "module": EVIL, "frame": EVIL}]
+    return memory
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path):
+    text = of(write_memory(tmp_path / "memory.json.gz", evil_step()))
+
+    assert "evil" in text
+    assert all(character.isprintable() or character == "\n" for character in text)
+
+
+# -- the picture --------------------------------------------------------------------------------------------------
+
+
+def texts(svg: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_the_picture_has_the_peak_the_stages_and_the_lines():
+    svg = timeline_svg(account(a_step()))
+
+    shown = texts(svg)
+    assert "peak 3.22 KiB in tensors" in shown and {"data", "forward", "backward"} <= set(shown)
+    assert "most reserved, 5.86 KiB" in shown and "the allocator's own peak, 4.00 KiB" in shown
+    root = ElementTree.fromstring(svg)
+    (peak,) = root.iter(f"{SVG}circle")
+    paths = [element.get("d") or "" for element in root.iter(f"{SVG}path")]
+    assert any(f"H{peak.get('cx')}V{peak.get('cy')}" in path for path in paths)
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "") and "<script" not in svg
+
+
+def test_the_picture_of_a_snapshot_has_both_lines(tmp_path):
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot()))
+    svg = timeline_svg(analyze_memory([path]).reports[0].account)
+
+    assert {"allocated", "reserved", "peak 16.0 MiB"} <= set(texts(svg))
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [evil_step(), a_step(allocations=[]), a_step(allocations=[tensor(2**62, born=0)], allocator=None)],
+    ids=["evil", "empty", "huge"],
+)
+def test_the_picture_is_sound_whatever_it_shows(memory):
+    svg = timeline_svg(account(memory))
+
+    assert "<script" not in svg and "nan" not in svg and "\x1b" not in svg
+    for element in ElementTree.fromstring(svg).iter():
+        for name in ("x", "y", "cx", "cy", "x1", "x2", "y1", "y2", "width", "height"):
+            assert 0 <= float(element.get(name, 0)) <= 1000
