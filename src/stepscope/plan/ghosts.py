@@ -3,6 +3,9 @@
 PyTorch takes a ghost for a tensor on the CPU, so that any build has dispatch keys for it; Python code that asks sees
 the device that is planned for. A ghost carries a meta tensor, and `Ghosts`, the mode, unwraps, runs and wraps. What
 stays real: tensors made from Python numbers (`torch.tensor`), which live on the host in a training script too.
+
+Whole numbers that follow from sizes alone (positions, masks of positions) keep their values beside them, so that a
+program may look at them.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
+MOST_VALUES = 1 << 20
 CPU, META = torch.device("cpu"), torch.device("meta")
 VALUES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default)
 """Ops that give a Python number."""
@@ -49,6 +53,7 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
 
     _stepscope_inner: torch.Tensor
     _stepscope_device: torch.device
+    _stepscope_value: torch.Tensor | None = None
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> Ghost:
@@ -74,11 +79,23 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
         return self._stepscope_device
 
     @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, other)
+        self._stepscope_inner = getattr(other, "_stepscope_inner", other)
+
+    @property
     def is_cuda(self) -> bool:
         return bool(self._stepscope_device.type == "cuda")
 
     def tolist(self) -> Any:
-        raise DataNeeded("a tensor's values (.tolist())")
+        known = _values((self,))
+        if known is None:
+            raise DataNeeded("a tensor's values (.tolist())")
+        return known[0].tolist()
 
     def assume(self, values: Any, why: str) -> Any:
         """The values that a program proposes where it knows that there may be no data."""
@@ -134,7 +151,11 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]
         elif func is aten._to_copy.default and _only_moves(args[0], kwargs):
             return Ghost(inner_args[0].view_as(inner_args[0]), self._device)
         elif func in VALUES:
-            raise DataNeeded("a value of a tensor (.item(), if, print, int(), float())")
+            known = _values((*args, *kwargs.values()))
+            if known is None:
+                raise DataNeeded("a value of a tensor (.item(), if, print, int(), float())")
+            with _disable_current_modes():
+                return func(*known)
         elif "device" in kwargs:
             inner_kwargs = {**inner_kwargs, "device": META}
         if kind.is_sum and _is_engine_sum(args):
@@ -145,7 +166,10 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]
             inner_kwargs = {**inner_kwargs, "pin_memory": False}
         out = _run(func, kind, inner_args, inner_kwargs)
         self._after_op(func, inner_args, inner_kwargs, out)
-        return self._wrapped(out, (*args, *kwargs.values()), (*inner_args, *inner_kwargs.values()))
+        wrapped = self._wrapped(out, (*args, *kwargs.values()), (*inner_args, *inner_kwargs.values()))
+        if type(wrapped) is Ghost:
+            _keep_value(wrapped, func, kind, args, kwargs)
+        return wrapped
 
     def _run_body(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -171,11 +195,17 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]
 class _Kind:
     """What of an op does not depend on its inputs."""
 
-    __slots__ = ("body", "is_composite", "is_lift", "is_pointwise", "is_sum", "takes_device")
+    __slots__ = (
+        "body", "is_composite", "is_lift", "is_pointwise", "is_random", "is_sum", "keeps_values",
+        "takes_device", "writes",
+    )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         self.is_lift = func is aten.lift_fresh.default
         self.is_sum = func is aten.add.Tensor
+        self.writes = func._schema.is_mutable
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.keeps_values = func.namespace == "aten" and "empty" not in func._schema.name
         self.is_pointwise = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
         self.takes_device = any(argument.name == "device" for argument in func._schema.arguments)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -228,6 +258,46 @@ def _kind(func: Any) -> _Kind:
     found = _KINDS.get(func)
     if found is None:
         found = _KINDS[func] = _Kind(func)
+    return found
+
+
+def _keep_value(out: Ghost, func: Any, kind: _Kind, args: Any, kwargs: Any) -> None:
+    """Give whole numbers that follow from values that are known their values; forget those written over."""
+    is_small = not out.dtype.is_floating_point and not out.dtype.is_complex and out.numel() <= MOST_VALUES
+    known = _values(args) if is_small and not kind.is_random and kind.keeps_values else None
+    storage = out._stepscope_inner.untyped_storage()._cdata
+    if known is None or any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+        if kind.writes:
+            _OVERWRITTEN.add(storage)  # other views of it have values, too
+        return
+    if not kind.writes and not any(type(value) is Ghost for value in args):
+        _OVERWRITTEN.discard(storage)  # a new one in an old one's place
+    options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+    with _disable_current_modes():
+        out._stepscope_value = func(*known, **options, **({"device": CPU} if kind.takes_device else {}))
+
+
+_OVERWRITTEN: set[int] = set()
+"""Storages that something unknown was written to."""
+
+
+def _values(args: Any) -> list[Any] | None:
+    """The arguments with the values of the ghosts among them; None where one has none."""
+    found: list[Any] = []
+    for value in args:
+        if type(value) is Ghost:
+            is_lost = value._stepscope_inner.untyped_storage()._cdata in _OVERWRITTEN
+            value = None if is_lost else value._stepscope_value
+            if value is None:
+                return None
+        elif isinstance(value, list | tuple):
+            inside = _values(value)
+            if inside is None:
+                return None
+            value = type(value)(inside)
+        elif isinstance(value, torch.device):
+            value = CPU
+        found.append(value)
     return found
 
 

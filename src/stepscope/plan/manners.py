@@ -17,10 +17,13 @@ from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from stepscope.plan import attention
+from stepscope.plan.ghosts import Ghost
 
 aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
 _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -29,7 +32,7 @@ class Manners:
     """Where a plan's tensors are, and while the context lasts, how composite ops behave there."""
 
     def __init__(self, device: str, compute_capability: tuple[int, int] = (9, 0)) -> None:
-        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self.device = CUDA if device == "cuda" else torch.device("cpu")
         self.kernels: dict[Any, Callable[..., Any]] = {}
         if device == "cuda":
             self.kernels = {
@@ -57,11 +60,45 @@ class Manners:
                 stack.callback(register_optimizer_step_pre_hook(_prefer_foreach).remove)
                 for patch in _patches():
                     stack.enter_context(patch)
+                stack.enter_context(_Moves())
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+class _Moves(TorchFunctionMode):  # type: ignore[misc]
+    """What Python sends to a CUDA device, where PyTorch would look for one before any op runs.
+
+    Numbers become a host's tensor and are copied, which makes the ghost; a ghost is there already.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and _is_cuda(kwargs.get("device")):
+            needs_gradient = kwargs.pop("requires_grad", False)
+            host = func(*args, **{**kwargs, "device": "cpu"})
+            return aten._to_copy(host, device=kwargs["device"]).requires_grad_(needs_gradient)
+        if func is torch.Tensor.cuda:
+            return self._moved(args[0], None, None, False)
+        if func is torch.Tensor.to and not (len(args) > 1 and isinstance(args[1], torch.Tensor)):
+            is_copy = kwargs.pop("copy", False)
+            device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if _is_cuda(device):
+                return self._moved(args[0], dtype, memory_format, is_copy)
+            kwargs["copy"] = is_copy
+        return func(*args, **kwargs)
+
+    def _moved(self, tensor: Any, dtype: Any, memory_format: Any, is_copy: bool) -> torch.Tensor:
+        if not isinstance(tensor, Ghost):
+            return aten._to_copy(tensor, device=CUDA, dtype=dtype, memory_format=memory_format)
+        options = {} if memory_format is None else {"memory_format": memory_format}
+        return torch.Tensor.to(tensor, dtype=dtype or tensor.dtype, copy=is_copy, **options)
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
 
 
 def _patches() -> Iterator[Any]:
@@ -70,6 +107,8 @@ def _patches() -> Iterator[Any]:
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         yield mock.patch.object(torch, name, _of_cpu(getattr(torch, name)))
     yield mock.patch.object(torch.cuda, "_lazy_init", lambda: None)
+    for name in ("synchronize", "empty_cache"):
+        yield mock.patch.object(torch.cuda, name, lambda *args: None)
 
 
 def _never(*args: Any) -> Any:

@@ -37,13 +37,20 @@ def _attention_backward(_grad_out: Any, query: Any, key: Any, value: Any, *_args
     return int(2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3]))
 
 
-# Our own formulas where torch's count nothing (attention on a CPU) or, in older releases, refuse
+def _grouped_product(rows: Any, weights: Any, *_args: Any, **_kwargs: Any) -> int:
+    """One product a group: every row meets one group's matrix, or groups are stretches of the inner dimension."""
+    if rows.dim() == 3 and weights.dim() == 3:
+        return int(2 * rows.shape[0] * rows.shape[1] * rows.shape[2] * weights.shape[2])
+    return int(2 * rows.shape[-2] * rows.shape[-1] * weights.shape[-1])
+
+
+# Our own formulas where torch's count nothing (attention on a CPU, grouped products) or, in older releases, refuse
 # keys with fewer heads than queries.
-_ATTENTION: dict[str, Callable[..., int]] = {
+_FORMULAS: dict[str, Callable[..., int]] = {
     f"aten._scaled_dot_product_{kind}": formula
     for backend in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     for kind, formula in ((backend, _attention), (f"{backend}_backward", _attention_backward))
-}
+} | {"aten._grouped_mm": _grouped_product}
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,8 @@ class FlopCount:
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
         name = self.name(func)
         packet = getattr(func, "_overloadpacket", func)
-        if name in _ATTENTION:
-            flops = _ATTENTION[name](*args, **kwargs)
+        if name in _FORMULAS:
+            flops = _FORMULAS[name](*args, **kwargs)
         elif packet in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         else:
@@ -77,7 +84,7 @@ class FlopCount:
 
     def has_no_formula(self, func: Any) -> bool:
         """Whether an op should be looked into, in case it is made of ops that have formulas."""
-        return getattr(func, "_overloadpacket", func) not in flop_registry and self.name(func) not in _ATTENTION
+        return getattr(func, "_overloadpacket", func) not in flop_registry and self.name(func) not in _FORMULAS
 
     @staticmethod
     def name(func: Any) -> str:

@@ -32,7 +32,9 @@ class Op:
         self.has_formula = not count_flops.has_no_formula(func)
         self.is_plain_product = self.name in _PRODUCTS
         self.is_view = getattr(func, "is_view", False)
-        self.may_hide_product = self.name not in _MOVES and torch.Tag.pointwise not in getattr(func, "tags", ())
+        is_elementwise = torch.Tag.pointwise in getattr(func, "tags", ())
+        is_factory = self.name.startswith("aten.new_") or self.name.endswith("_like")
+        self.may_hide_product = self.name not in _MOVES and not is_elementwise and not is_factory
         self.is_higher_order = isinstance(func, torch._ops.HigherOrderOperator)
         # It may be made of ops that have formulas.
         self.decomposes = not self.has_formula and not self.is_higher_order and _has_decomposition(func)
