@@ -26,13 +26,13 @@ class Device:
     memory_bytes: int
     """Nominal; the driver keeps some of it."""
     bandwidth_bytes_per_s: int
-    compute_capability: tuple[int, int] | None
-    """NVIDIA's number of the architecture; None for other makers."""
-    num_processors: int | None
-    """Streaming multiprocessors; None where unknown."""
     source: str
     """The document and the column of it."""
     note: str = ""
+    compute_capability: tuple[int, int] | None = None
+    """NVIDIA's number of the architecture; None for other makers."""
+    num_processors: int | None = None
+    """Streaming multiprocessors; None where unknown."""
 
 
 def find_device(name: str) -> Device | None:
