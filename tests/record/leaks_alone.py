@@ -21,7 +21,7 @@ if not SHOWS_SAVED_TENSORS:
 
 ROWS = 4 * 8 * 4  # bytes of a batch of 4 rows of 8 floats
 NUM_STEPS = 4
-HERE = "test_leaks.py"
+HERE = "leaks_alone.py"
 log: list[torch.Tensor] = []
 
 
