@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from stepscope.record.compiler import CompilerProbe  # noqa: E402
 from stepscope.sweep.compiled_graphs import CompiledGraphs, captured_ops  # noqa: E402
+from stepscope.sweep.proofs import compiler_notes  # noqa: E402
 from stepscope.workloads import experts  # noqa: E402
 from stepscope.workloads.losses import loss_proof, next_token_loss  # noqa: E402
 from stepscope.workloads.models import cs336, megalodon, nano  # noqa: E402
@@ -105,3 +109,33 @@ def test_compiled_math_attention_is_shown_by_the_captured_call_alone():
 def test_the_code_in_a_comment_is_no_call():
     graph = ' # File: model.py:3 in forward, code: y = x.softmax(-1)\n y: "f32[2]" = x.softmax(-1);  x = None\n'
     assert captured_ops(graph) == {f"{CAPTURED}aten::softmax": 1}
+
+
+def test_what_ran_uncompiled_is_a_note_of_the_row() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    def refuses(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("this back end compiles nothing")
+
+    run = {"compile": "default", "device": "cpu"}
+    torch._dynamo.reset()
+    probe = CompilerProbe()
+    probe.start()
+    try:
+        torch.compile(halves, backend="eager")(torch.ones(2))
+        clean = compiler_notes(probe, run)
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+            torch.compile(lambda x: x * 3, backend=refuses)(torch.ones(2))
+        failed = compiler_notes(probe, run)
+    finally:
+        probe.stop()
+        torch._dynamo.reset()
+    assert clean == []
+    assert len(failed) == 1 and failed[0].startswith("torch could not compile a part") and "nothing" in failed[0]
+
+
+@pytest.mark.parametrize(("mode", "device", "has"), [("reduce-overhead", "cuda", 1), ("default", "cuda", 0)])
+def test_the_pools_of_cuda_graphs_are_a_note_of_the_row(mode: str, device: str, has: bool) -> None:
+    notes = compiler_notes(CompilerProbe(), {"compile": mode, "device": device})
+    assert [note for note in notes if "see reserved" in note] == notes and len(notes) == has

@@ -141,7 +141,9 @@ def _reasons(payload: Any) -> list[str]:
 
 
 def _first_line(text: Any) -> str:
-    return str(text).strip().split("\n", 1)[0]
+    """The first line, and the next where the first only announces it ("backend='inductor' raised:")."""
+    lines = [line.strip() for line in str(text).strip().splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
 
 
 def _num_cuda_graph_skips() -> int:

@@ -238,6 +238,7 @@ def _trace(
     counters = measure.dynamo_counters()
     if run["compile"] != "off":
         fields["compiler"] = proofs.compiler_facts(compiler, counters)
+        fields["notes"] += proofs.compiler_notes(compiler, run)
     evidence = Evidence(
         device=device,
         ops=Counter(traced.ops) + Counter(graph_ops),

@@ -45,8 +45,21 @@ def compiler_facts(probe: Any, counters: Mapping[str, float]) -> dict[str, float
     }
 
 
+def compiler_notes(probe: Any, run: Mapping[str, Value]) -> list[str]:
+    """What to know of a compiled row: what ran uncompiled and why, and where the memory of CUDA graphs is."""
+    report = probe.report()
+    notes = [f"torch could not compile a part, which ran as it is: {entry['reason']}" for entry in report["failures"]]
+    notes += [f"recompile limit: {entry['frame']} ran as it is" for entry in report["recompile_limit_hits"]]
+    if _has_cuda_graphs(run):
+        notes.append("CUDA graphs keep tensors in pools that allocated bytes leave out: see reserved")
+    return notes
+
+
+def _has_cuda_graphs(run: Mapping[str, Value]) -> bool:
+    return run["compile"] in ("reduce-overhead", "max-autotune") and run["device"] == "cuda"
+
+
 def _compiled(run: Mapping[str, Value]) -> Any:
-    wants_cuda_graphs = run["compile"] in ("reduce-overhead", "max-autotune")
 
     def shows(evidence: Evidence) -> str | None:
         facts = evidence.facts
@@ -55,7 +68,7 @@ def _compiled(run: Mapping[str, Value]) -> Any:
         if not graphs or fell_back:
             return None
         text = f"{graphs:.0f} graph{'s' if graphs > 1 else ''}"
-        if wants_cuda_graphs and evidence.device == "cuda":
+        if _has_cuda_graphs(run):
             # A replayed graph shows as a launch of its own; torch's counter differs between versions.
             launches = sum(count for name, count in evidence.ops.items() if "GraphLaunch" in name)
             if not launches:
