@@ -2,6 +2,7 @@
 
     python benchmarks/plan_accuracy.py                          # on a GPU: over 40 points, tables on standard output
     python benchmarks/plan_accuracy.py --markdown plan.md       # and as Markdown
+    python benchmarks/plan_accuracy.py --group compile          # torch.compile instead
     python benchmarks/plan_accuracy.py --device cpu --tiny      # the same machinery without a GPU
 
 Measured are `torch.cuda.max_memory_allocated` after the second step and `max_memory_reserved`; a point that runs out
@@ -84,12 +85,23 @@ POINTS = [
     ("hf:gpt2", None, "seq_len=1024", "batch=4", AUTOCAST, STEP),
     ("hf:gpt2", None, "seq_len=1024", "batch=8", "dtype=bf16", "optimizer=sgd", STEP),
 ]
+COMPILED = [
+    ("cs336", "small", "seq_len=512", "attention=sdpa", AUTOCAST, STEP),
+    ("cs336", "small", "seq_len=512", "attention=naive", FORWARD),
+    ("cs336", "small", "seq_len=512", "attention=sdpa", "checkpoint=1", AUTOCAST, STEP),
+    ("nano", "decoder_small", "seq_len=2048", STEP),
+    ("hydra", "100m", AUTOCAST, STEP),
+    ("tsmoe", "23m", "batch=16", "routing=balanced", "dispatch=capacity", AUTOCAST, STEP),
+    ("hf:short_llama", None, "seq_len=1024", "batch=4", AUTOCAST, STEP),
+    ("hf:short_llama", None, "seq_len=1024", "batch=4", "dtype=bf16", FORWARD),
+]
+GROUPS = {"eager": POINTS, "compile": [(*entry, "compile=default") for entry in COMPILED]}
 TINY = [(name, "tiny", STEP) for name in ("cs336", "megalodon", "hydra", "nano", "tsmoe")]
 
 
 def points_of(entries: list[tuple[Any, ...]], folder: Path) -> list[Point]:
     """The points, with Hugging Face configurations written to a folder."""
-    for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
+    for name, config in (("llama", LLAMA), ("short_llama", LLAMA | {"num_hidden_layers": 4}), ("gpt2", GPT2)):
         (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
     points = []
     for name, preset, *words in entries:
@@ -133,6 +145,8 @@ def measured(point: Point, device: str) -> dict[str, Any]:
             one_pass.drop_gradients()
             return {"peak_allocated_bytes": measure.traced(one_pass, "cpu", one_pass.tensors(), None).peak_bytes}
         torch.cuda.synchronize()
+        if run["compile"] != "off":
+            torch.cuda.empty_cache()  # what compiling took
         torch.cuda.reset_peak_memory_stats()
         one_pass()
         one_pass()
@@ -187,6 +201,7 @@ def _name(point: Point) -> str:
     shown = ("seq_len", "batch", "attention", "ema", "loss", "dispatch", "checkpoint")
     config = [f"{name}={point.config[name]}" for name in shown if point.config.get(name)]
     run = [str(point.run[name]) for name in ("dtype", "mode")]
+    run += [] if point.run["compile"] == "off" else ["compiled"]
     run += [] if point.run["optimizer"] == "adamw" else [f"optimizer={point.run['optimizer']}"]
     return " ".join((source, *config, *run))
 
@@ -225,6 +240,7 @@ def _share(error: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="NVIDIA H200", help="a name of the table of devices, or cpu")
+    parser.add_argument("--group", choices=GROUPS, default="eager")
     parser.add_argument("--tiny", action="store_true", help="the families' tiny presets only")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that predict")
     parser.add_argument("--seconds", type=float, default=540, help="stop measuring after so long")
@@ -233,7 +249,7 @@ def main() -> None:
     arguments = parser.parse_args()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        points = points_of(TINY if arguments.tiny else POINTS, Path(folder))
+        points = points_of(TINY if arguments.tiny else GROUPS[arguments.group], Path(folder))
         plans = predicted_all(points, arguments.device, arguments.processes)
         print(f"{len(points)} points predicted in {time.monotonic() - begin:.0f} s", flush=True)
         rows = []

@@ -43,12 +43,12 @@ def a_step(**fields: Any) -> dict[str, Any]:
         "device": "cuda:0",
         "num_dropped": 0,
         "allocations": [
-            tensor(1000, "parameter", module="blocks.0.mlp.weight"),
+            tensor(1000, "parameter", module="blocks.0.mlp"),
             tensor(100, "input", 0, phase="data", op="aten._to_copy", dtype="int64", shape=[2, 6]),
             tensor(600, "activation", 1, 7, module="blocks.0.mlp", caller="train.py:7 forward"),
             tensor(600, "activation", 2, 6, module="blocks.1.mlp", caller="train.py:7 forward"),
             tensor(1000, "temporary", 3, 4, op="aten.add", module="blocks.1", dtype="bfloat16", shape=[500]),
-            tensor(400, "gradient", 5, module="blocks.0.mlp.weight", phase="backward"),
+            tensor(400, "gradient", 5, module="blocks.0.mlp", phase="backward"),
             tensor(50_000, "input", 0, device="cpu", phase="data"),
         ],
         "stages": [
@@ -87,13 +87,13 @@ def transformer(length: int, batch: int = B) -> dict[str, Any]:
         born = None if owner == "parameter" else len(allocations)
         allocations.append(tensor(num_bytes, owner, born, module=module, op=op, shape=shape, device="cpu") | fields)
 
-    add([V, D], "parameter", "embedding.weight")
+    add([V, D], "parameter", "embedding")
     for block in ("blocks.0", "blocks.1"):
-        add([3 * D, D], "parameter", f"{block}.attn.qkv.weight")
-        add([D, D], "parameter", f"{block}.attn.out.weight")
-        add([FF, D], "parameter", f"{block}.mlp.up.weight")
-        add([D, FF], "parameter", f"{block}.mlp.down.weight")
-        add([D], "parameter", f"{block}.norm.weight")
+        add([3 * D, D], "parameter", f"{block}.attn.qkv")
+        add([D, D], "parameter", f"{block}.attn.out")
+        add([FF, D], "parameter", f"{block}.mlp.up")
+        add([D, FF], "parameter", f"{block}.mlp.down")
+        add([D], "parameter", f"{block}.norm")
     add([batch, length], "input", "", "aten.randint", 8, dtype="int64")
     add([batch, length, D], "activation", "embedding", "aten.embedding")
     for block in ("blocks.0", "blocks.1"):

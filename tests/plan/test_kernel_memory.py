@@ -10,7 +10,7 @@ from stepscope.devices.peaks import find_device, known_devices  # noqa: E402
 from stepscope.plan.allocator import rounded  # noqa: E402
 from stepscope.plan.attention import choose  # noqa: E402
 from stepscope.plan.hardware import Hardware, hardware_of, usable_bytes  # noqa: E402
-from stepscope.plan.temporaries import temporary_bytes  # noqa: E402
+from stepscope.plan.temporaries import kept_workspaces, temporary_bytes  # noqa: E402
 
 H200 = Hardware((9, 0), 132)
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 def taken(func, *args, **kwargs):
-    return [rounded(size) for size in temporary_bytes(func, args, kwargs, H200)]
+    return [rounded(size) for sizes in temporary_bytes(func, args, kwargs, H200) for size in sizes]
 
 
 # Shape → semaphores and buffer, as the allocator recorded them: gpt2_eager, fp32_no_tf32, loop_optimizer.
@@ -64,7 +64,8 @@ def test_the_backward_of_memory_efficient_attention():
     tensor = meta(8, 12, 1024, 64, dtype=torch.float32)
     found = taken(aten._scaled_dot_product_efficient_attention_backward.default, tensor, tensor, tensor)
 
-    assert found == [393_216, 25_165_824, 393_216, 25_190_400]
+    # The product is given back before the workspace is asked for.
+    assert found == [393_216, 25_165_824, 393_216, 393_216, 25_190_400]
 
 
 def test_the_backward_of_an_embedding():
@@ -97,7 +98,7 @@ def test_a_matrix_that_the_library_cannot_read_is_copied():
         (torch.bfloat16, (8, 0), True, "efficient"),
         (torch.float32, (9, 0), False, "efficient"),
         (torch.float64, (9, 0), False, "math"),
-        (torch.bfloat16, (7, 5), False, "efficient"),
+        (torch.bfloat16, (7, 5), False, "math"),
     ],
 )
 def test_the_back_end_of_attention(dtype, capability, mask, wanted):
@@ -117,7 +118,38 @@ def test_a_forced_back_end_is_obeyed_and_grouped_heads_are_not_for_all():
 def test_devices_have_what_a_plan_needs():
     for device in known_devices():
         assert (hardware_of(device) is None) == device.name.startswith("AMD"), device.name
-        assert 0.9 * device.memory_bytes < usable_bytes(device) < device.memory_bytes
+        assert 0.85 * device.memory_bytes < min(usable_bytes(device)) <= max(usable_bytes(device))
     assert hardware_of(find_device("NVIDIA H200")) == H200
     assert H200.workspace_bytes == 32 << 20
     assert Hardware((8, 0), 108).workspace_bytes == 8_519_680
+
+
+def test_the_backward_of_a_softmax_weighs_the_gradient_first():
+    gradient, output = meta(4, 16, 64, 64, dtype=torch.float32), meta(4, 16, 64, 64, dtype=torch.bfloat16)
+
+    assert taken(aten._softmax_backward_data.default, gradient, output, -1, torch.float32) == [1 << 20]
+
+
+def test_long_transforms_have_a_workspace_and_a_real_result_a_copy_of_the_spectrum():
+    assert taken(aten._fft_r2c.default, meta(64, 32768, dtype=torch.float32), [1], 0, True) == []
+    assert taken(aten._fft_r2c.default, meta(64, 65536, dtype=torch.float32), [1], 0, True) == [64 * 32769 * 8]
+    assert taken(aten._fft_c2c.default, meta(64, 65536, dtype=torch.complex64), [1], 0, True) == [64 * 65536 * 8]
+    assert taken(aten._fft_c2r.default, meta(64, 1025, dtype=torch.complex64), [1], 2, 2048) == [64 * 1025 * 8]
+
+
+def test_values_are_added_up_in_the_order_of_their_places():
+    into, places, values = meta(32, 8), meta(1 << 20, dtype=torch.int64), meta(1 << 20, 8)
+
+    assert taken(aten.index_put_.default, into, [places], values, True) == [8 << 20] * 6
+    assert taken(aten.index_put_.default, into, [places], values, False) == []
+
+
+def test_a_bias_has_a_workspace_of_its_own():
+    bias, matrix = meta(64), meta(64, 64)
+
+    assert kept_workspaces(aten.addmm.default, (bias, matrix, matrix), H200) == {
+        "cuBLAS": 32 << 20,
+        "cuBLASLt": 1 << 20,
+    }
+    assert kept_workspaces(aten.addmm.default, (matrix, matrix, matrix), H200) == {"cuBLAS": 32 << 20}
+    assert kept_workspaces(aten.add.Tensor, (matrix, matrix), H200) == {}

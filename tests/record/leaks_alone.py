@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import linecache
 import sys
 import weakref
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepscope.record import leaks
 from stepscope.record.leaks import find_left_alive
+from stepscope.record.model import CallHooks
 from stepscope.record.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
 
 if not SHOWS_SAVED_TENSORS:
@@ -44,8 +47,12 @@ class Loop:
         return torch.ones(4, 8)
 
     def look(self) -> list[dict]:
-        entries, is_complete = find_left_alive(self.began, list(self.model.parameters()))
+        entries, held, is_complete = find_left_alive(self.began, list(self.model.parameters()))
         assert is_complete
+        assert len({tensor.untyped_storage().data_ptr() for tensor, _ in held}) == len(held)
+        for entry in entries:
+            mine = [tensor.untyped_storage().nbytes() for tensor, place in held if place == entry["frame"]]
+            assert sum(mine) == entry["bytes"]
         return entries
 
 
@@ -76,7 +83,10 @@ def test_losses_in_a_list_are_named_with_the_lists_variable():
     entry = one(loop.look())
 
     # Backward has freed the graphs: the earlier losses themselves are left, and the nodes.
-    assert entry["frame"].startswith(f"{HERE}:") and entry["frame"].endswith(" losses")
+    # By the line that fills it, whichever runs now.
+    line = inspect.currentframe().f_code.co_firstlineno + 6
+    assert linecache.getline(__file__, line).strip() == "losses.append(loss)"
+    assert entry["frame"] == f"{HERE}:{line} losses"
     assert (entry["bytes"], entry["num_tensors"], entry["op"]) == (4 * (NUM_STEPS - 1), NUM_STEPS - 1, "SumBackward0")
 
 
@@ -91,6 +101,17 @@ def test_graphs_that_no_backward_freed_count_what_they_have_saved():
     # Each keeps the layer's input and the power's, the last step's too; the scalars of earlier steps come on top.
     assert entry["bytes"] == NUM_STEPS * 2 * ROWS + (NUM_STEPS - 1) * 4
     assert entry["num_tensors"] == NUM_STEPS and entry["frame"].endswith(" history.log")
+
+
+def test_what_is_on_its_way_to_the_caller_is_no_leak():
+    loop = Loop()
+    found: list[list[dict]] = []
+    handle = CallHooks(loop.model, lambda *_: None, lambda _model: found.append(loop.look()))
+    for _ in range(NUM_STEPS):
+        loop.model(loop.begin()).argmax(-1)
+    handle.remove()
+
+    assert found == [[]] * NUM_STEPS
 
 
 def test_a_sum_that_grows_hangs_on_to_every_step_before():
@@ -114,9 +135,10 @@ def test_globals_modules_and_unfound_holders():
     loop.begin()
 
     found = {entry["frame"]: entry["bytes"] for entry in loop.look()}
-    # By the innermost of the variables that lead there: `self` of the method that looks.
+    # By the innermost of the variables that lead there: `self` of the method that looks, which does not fill it.
     place = next(frame for frame in found if frame and "model" in frame).split()[0]
-    assert found == {f"{place} self.model.child.state": 3 * ROWS, f"{HERE} log": 2 * ROWS, None: ROWS + 4}
+    line = inspect.currentframe().f_code.co_firstlineno + 4
+    assert found == {f"{place} self.model.child.state": 3 * ROWS, f"{HERE}:{line} log": 2 * ROWS, None: ROWS + 4}
     assert next(hidden).grad_fn is not None
 
 

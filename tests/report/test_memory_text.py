@@ -52,7 +52,7 @@ def test_kept_for_backward_is_told_by_module(recording):
     header = line_of(text, "kept for backward")
     assert "activations" in header and "saved for backward" in header
     row = text.splitlines()[text.splitlines().index(header) + 1]
-    assert row.split() == ["blocks.*", "1.17", "KiB", "1.07", "KiB"]
+    assert row.split() == ["blocks.*.mlp", "1.17", "KiB", "1.07", "KiB"]
 
 
 def test_modules_that_have_no_row_are_one(tmp_path):

@@ -91,7 +91,7 @@ class LeftAlive:
     op: str | None
     module: str | None
     frame: str | None
-    """Where the variable is that holds it."""
+    """The variable that holds it, after the lines that fill it: `train.py:9 losses`."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
         for pair in zip(allocations, places[1].get(place, ())):
             num_matched += 1
             kind = _kind(pair[0]["bytes"], pair[1]["bytes"], values)
-            op, module, phase, _ = place
+            op, module, phase, *_ = place
             groups[kind, op, starred(module), phase, pair[0].get("owner")].append(pair)
             if levels[0].is_alive_at_peak(pair[0]):
                 at_peak[kind].update({0: pair[0]["bytes"], 1: pair[1]["bytes"]})
@@ -115,10 +115,12 @@ def _mine(memory: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _places(memory: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """Allocations by op, module, phase and dtype, in order of birth."""
+    """Allocations by op, module, phase and dtype, in order of birth; what was there before also by owner."""
     places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for each in sorted(_mine(memory), key=lambda each: -1 if each.get("born") is None else each["born"]):
-        places[tuple(each.get(name) for name in ("op", "module", "phase", "dtype"))].append(each)
+        owner = each.get("owner") if each.get("born") is None else None
+        place = (*(each.get(name) for name in ("op", "module", "phase", "dtype")), owner)
+        places[place].append(each)
     return places
 
 

@@ -37,7 +37,7 @@ ITEM_BYTES = {
 WEIGHTS = ("parameter", "buffer", "gradient", "optimizer_state", "autocast_weight_cast")
 """Owners whose sizes batch and length have no part in."""
 MOST_FACTOR = 8
-"""A dimension that no symbol gives is a factor up to this; a larger one is no explanation."""
+"""What no symbol gives is a factor up to this, all such dimensions together; a larger one is no explanation."""
 
 _INTEGERS = ("int64", "int32", "uint8")
 _VOCABULARY = re.compile(r"emb|wte|tok|vocab|head|lm_", re.IGNORECASE)
@@ -56,8 +56,11 @@ def find_symbols(memory: Mapping[str, Any]) -> dict[str, int]:
     return found | _heads(made, found)
 
 
-def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Iterable[tuple[int, ...]]) -> dict[str, int]:
-    """The batch is an input's first dimension; the length its second, of token numbers or of vectors."""
+def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Sequence[tuple[int, ...]]) -> dict[str, int]:
+    """The batch is an input's first dimension; the length its second, of token numbers or of vectors.
+
+    The other way round where scores (…, first, first) are made and none (…, second, second).
+    """
 
     def rank(each: Mapping[str, Any]) -> tuple[bool, int, int]:
         return (each.get("dtype") in _INTEGERS and len(each["shape"]) == 2, len(each["shape"]), each["bytes"])
@@ -69,6 +72,8 @@ def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Iterable[tuple[
     has_length = len(shape) == 3 or (len(shape) == 2 and best.get("dtype") in _INTEGERS)
     if not has_length:
         return {"B": shape[0]}
+    if _has_scores(made, shape[0], shape[1]) and not _has_scores(made, shape[1], shape[0]):
+        return {"B": shape[1], "S": shape[0]}
     # Loops that shift targets by one keep a token more than the model sees.
     seen = Counter(size for dimensions in made for size in set(dimensions))
     at_once = Counter(size for dimensions in made for size in set(dimensions) if len(dimensions) == 2)
@@ -76,32 +81,52 @@ def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Iterable[tuple[
     return {"B": shape[0], "S": max(lengths, key=lambda s: (seen[s] + at_once[shape[0] * s], s))}
 
 
+def _has_scores(made: Iterable[tuple[int, ...]], length: int, batch: int) -> bool:
+    return any(
+        len(shape) > 2 and shape[-1] == shape[-2] == length > 1 and not math.prod(shape[:-2]) % batch
+        for shape in made
+    )
+
+
 def _widths(weights: Sequence[tuple[tuple[int, ...], str]]) -> dict[str, int]:
-    matrices = [(shape[-2:], name) for shape, name in weights if len(shape) >= 2]
-    sizes = Counter(size for shape, _ in weights for size in shape[-2:])
-    if not matrices:
+    # Convolutions have kernels in the last dimensions.
+    matrices = [
+        (shape[-2:], name)
+        for shape, name in weights
+        if len(shape) == 2 or (len(shape) == 3 and shape[-1] >= MOST_FACTOR)
+    ]
+    sizes = Counter(size for shape, _ in matrices for size in shape)
+    width = max(sizes, key=lambda size: (sizes[size], -size), default=0)
+    if sizes[width] < 2:  # a model that is no wider in one place than in another
         return {}
-    width = max(sizes, key=lambda size: (sizes[size], -size))
     found = {"d": width}
-    # The matrix that leads back from the feed-forward has its width last; a projection from the embedding has not.
-    inner = Counter(last for (first, last), _ in matrices if first == width and last != width)
+    # The matrix that leads back from the feed-forward has its width last, and one leads there: two at once if gated.
+    led_to = {first for (first, last), _ in matrices if last == width}
+    inner = Counter(last for (first, last), _ in matrices if first == width != last and {last, 2 * last} & led_to)
     if inner:
         found["ff"] = max(inner, key=lambda size: (inner[size], size))
-    rows = [(bool(_VOCABULARY.search(name)), first) for (first, last), name in matrices if last == width != first]
+    known = {width, found.get("ff", width), 2 * found.get("ff", width)}
+    rows = [(bool(_VOCABULARY.search(name)), n) for (n, last), name in matrices if last == width and n not in known]
     named = [size for is_named, size in rows if is_named] or [size for _, size in rows if size > 4 * width]
-    if named and max(named) != found.get("ff"):
+    if named:
         found["V"] = max(named)
-    experts = Counter(shape[0] for shape, _ in weights if len(shape) == 3)
+    experts = Counter(shape[0] for shape, _ in weights if len(shape) == 3 and shape[-1] >= MOST_FACTOR)
     if experts:
         found["E"] = experts.most_common(1)[0][0]
     return found
 
 
 def _heads(made: Iterable[tuple[int, ...]], found: Mapping[str, int]) -> dict[str, int]:
-    """From scores (batch, heads, length, length), or where a width was split in two."""
+    """From scores (batch, heads, length, length) or (batch · heads, length, length), or where a width was split."""
     batch, length, width = (found.get(name) for name in ("B", "S", "d"))
     votes: Counter[int] = Counter()
     for shape in made:
+        if batch and width and len(shape) == 3 and shape[0] > batch and shape[0] % batch == 0:
+            heads = shape[0] // batch
+            if width % heads == 0 and shape[1] == shape[2] == length:
+                votes[heads] += 2
+            elif width % heads == 0 and sorted(shape[1:]) == sorted((length or 0, width // heads)):
+                votes[heads] += 1
         if len(shape) != 4 or shape[0] != batch or shape[1] == 1:
             continue
         if shape[2] == shape[3] == length:
@@ -132,7 +157,7 @@ def common_formula(allocations: Sequence[tuple[Mapping[str, Any], Mapping[str, i
         return None
     is_weight = first.get("owner") in WEIGHTS
     factors: Counter[str] = Counter()
-    number = 1
+    number = unnamed = 1
     for place, sizes in enumerate(zip(*(shape or () for shape in shapes))):
         position = "first" if place == 0 else "last" if place == len(shapes[0] or ()) - 1 else "middle"
         named = _explained(sizes, [symbols for _, symbols in allocations], position, is_weight)
@@ -140,13 +165,26 @@ def common_formula(allocations: Sequence[tuple[Mapping[str, Any], Mapping[str, i
             return None
         factor, names = named
         number *= factor
+        unnamed *= 1 if names else factor
         factors.update(names)
+    # Heads are where the width is split, or in scores: one beside the whole width is a batch of the same number.
+    if (
+        factors["H"]
+        and not factors["B"] + factors["d/H"]
+        and factors["S"] < 2
+        and all(_is_alike(s) for _, s in allocations)
+    ):
+        factors["B"], factors["H"] = factors["H"], 0
     # A storage can be larger than the tensor that was first seen in it: one of three chunks.
     wholes = {divmod(each["bytes"], item_bytes * max(1, math.prod(each["shape"]))) for each, _ in allocations}
     (whole, rest), *others = wholes
-    if others or rest or not 1 <= whole <= MOST_FACTOR or not factors:
+    if others or rest or not 1 <= whole <= MOST_FACTOR or unnamed > MOST_FACTOR or not factors:
         return None
     return _written(number * whole, factors, item_bytes)
+
+
+def _is_alike(symbols: Mapping[str, int]) -> bool:
+    return symbols.get("B") == symbols.get("H")
 
 
 def _explained(

@@ -37,6 +37,25 @@ def starred(name: str | None) -> str | None:
     return None if name is None else _NUMBER.sub(r"\1*", name)
 
 
+def alike(names: Iterable[str | None]) -> dict[str | None, str | None]:
+    """Each name with `*` for every number, but those of a list's last elements: layers in a row are not alike.
+
+    >>> list(alike(["blocks.0.mlp.2", "blocks.0", "blocks.11.mlp.2", "blocks.11", "0"]).values())
+    ['blocks.*.mlp.2', 'blocks.*', 'blocks.*.mlp.2', 'blocks.*', '0']
+    """
+    known = list(names)
+    outer = {name for each in known for name in ancestors(each)[1:]}
+    return {
+        name: starred(name) if name in outer or not (name or "").rpartition(".")[2].isdigit() else _starred_list(name)
+        for name in known
+    }
+
+
+def _starred_list(name: str | None) -> str | None:
+    around, dot, number = (name or "").rpartition(".")
+    return f"{starred(around)}{dot}{number}"
+
+
 @lru_cache(1 << 16)
 def ancestors(name: str | None) -> tuple[str | None, ...]:
     """A module and all around it, the innermost first.
@@ -91,7 +110,7 @@ def most_alive(allocations: Iterable[tuple[Mapping[str, Any], int]], owner: str)
 def frontier(sizes: Mapping[str | None, int], most: int) -> list[tuple[str | None, int]]:
     """Modules that together hold all the bytes, in about so many rows: the largest is opened until there are enough.
 
-    Names that differ in a number alone are one; what a module holds beside those inside it keeps its name.
+    Names that are `alike` are one; what a module holds beside those inside it keeps its name.
 
     >>> frontier({"blocks.0.mlp": 4, "blocks.1.mlp": 4, "blocks.0.attn": 3, "head": 2, None: 1}, 4)
     [('blocks.*.mlp', 8), ('blocks.*.attn', 3), ('head', 2), (None, 1)]
@@ -99,9 +118,10 @@ def frontier(sizes: Mapping[str | None, int], most: int) -> list[tuple[str | Non
     own: Counter[str | None] = Counter()
     total: Counter[str | None] = Counter()
     inside: dict[str | None, dict[str | None, None]] = {}
+    together = alike(sizes)
     for name, num_bytes in sizes.items():
-        own[starred(name)] += num_bytes
-        names = ancestors(starred(name))
+        own[together[name]] += num_bytes
+        names = ancestors(together[name])
         for inner, outer in zip([None, *names], names):
             total[outer] += num_bytes
             if inner is not None:
@@ -109,12 +129,7 @@ def frontier(sizes: Mapping[str | None, int], most: int) -> list[tuple[str | Non
     rows: dict[str | None, int] = {name: total[name] for name in ("", None) if name in total}
     closed: set[str | None] = set()
     while True:
-        # A parameter alone inside a module says no more than the module.
-        open_names = [
-            name
-            for name in rows
-            if name not in closed and len(inside.get(name, ())) + sum(i in inside for i in inside.get(name, ())) > 1
-        ]
+        open_names = [name for name in rows if name not in closed and name in inside]
         if not open_names:
             break
         name = max(open_names, key=rows.__getitem__)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.output import print_result, tell
+from stepscope.cli.points import RUN_FLAGS, add_point_arguments, find_workload, typed_axes
 from stepscope.cli.users_code import users_code
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.version import __version__
@@ -39,28 +40,10 @@ if TYPE_CHECKING:
 EXIT_NOT_ALL_OK = 1
 EXIT_INTERRUPTED = 130
 
-# Flags for what is set most; each is also a key of --set.
-_RUN_FLAGS = {
-    "mode": "inference, forward, forward+backward, step",
-    "dtype": "fp32, tf32, bf16, autocast_bf16, autocast_fp16",
-    "compile": "off, default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
-    "sdpa": "attention back end: free, flash, efficient, math, cudnn",
-    "optimizer": "adamw, fused, handwritten, sgd",
-    "bf16-reduction": "auto, on, off",
-    "warmup": "passes before the first sample (default 3)",
-    "steps": "samples (default 10)",
-    "seed": "of weights and data (default 0)",
-    "device": "cpu, cuda (default: cuda where there is one)",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("workload", metavar="WORKLOAD", help="what to run")
-    parser.add_argument("--preset", metavar="A,B", help="presets of the workload")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=V1,V2", help="values of a knob")
-    for name, text in _RUN_FLAGS.items():
-        parser.add_argument(f"--{name}", metavar="V1,V2", help=text)
+    add_point_arguments(parser, "what to run", RUN_FLAGS)
     parser.add_argument("--zip", action="store_true", help="pair the lists instead of multiplying them")
     parser.add_argument("--grid", metavar="FILE", help="points from file.toml or file.py:function")
     parser.add_argument("--max-batch", nargs="?", const="", metavar="MEMORY", help="find the largest batch that fits")
@@ -80,12 +63,9 @@ def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch")
     from stepscope.sweep.memory import parse_bytes
-    from stepscope.sweep.run_knobs import RUN_KNOB_NAMES
-    from stepscope.workloads.registry import find
 
     _fill_closed_streams()
-    with users_code():
-        workload = find(arguments.workload)
+    workload = find_workload(arguments)
     if not 0 < arguments.timeout < math.inf:
         raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0, and an end")
     if arguments.max_batch and arguments.memory_limit:
@@ -95,8 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
         limit_bytes = parse_bytes(limit) if limit else None
     except ValueError as error:
         raise UsageError(str(error)) from None
-    said = {name: getattr(arguments, name) for name in RUN_KNOB_NAMES if getattr(arguments, name) is not None}
-    points = _points(workload, arguments, said)
+    points = _points(workload, arguments)
     if arguments.max_batch is not None:
         from stepscope.sweep.max_batch import max_batch_point
 
@@ -108,14 +87,11 @@ def main(arguments: argparse.Namespace) -> int:
     return _run(workload, points, limit_bytes, arguments)
 
 
-def _points(workload: Workload[Any], arguments: argparse.Namespace, said: dict[str, str]) -> list[Point]:
+def _points(workload: Workload[Any], arguments: argparse.Namespace) -> list[Point]:
     from stepscope.sweep.grid import Grid, read_grids
 
-    grid = Grid(workload, {"device": _default_device()} if "device" not in said else {})
-    words = [*arguments.set, *(f"{name}={values}" for name, values in said.items())]
-    if arguments.preset is not None:
-        words.insert(0, f"preset={arguments.preset}")
-    axes = grid.words(words)
+    grid = Grid(workload, {"device": _default_device()} if arguments.device is None else {})
+    axes = typed_axes(grid, arguments, RUN_FLAGS)
     if arguments.grid is None:
         return grid.points([axes], arguments.zip)
     with users_code():

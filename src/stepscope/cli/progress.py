@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from types import TracebackType
@@ -53,3 +54,24 @@ class Progress:
     def _left(self, share: float, now: float) -> str:
         done = share - self._begun
         return f"{(now - self._start) * (1 - share) / done:.0f} s left" if done > _TELLING_SHARE else ""
+
+
+class Doing:
+    """A line on standard error that says what is being done, on a terminal; it is gone when the work is."""
+
+    def __init__(self) -> None:
+        self._is_shown = is_terminal(sys.stderr)
+
+    def __enter__(self) -> Doing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._is_shown:
+            tell("\r\x1b[K", end="")
+
+    def __call__(self, what: str) -> None:
+        if self._is_shown:
+            width = shutil.get_terminal_size().columns
+            tell(f"\r{what[: width - 3]} …\x1b[K", end="")

@@ -33,6 +33,8 @@ class Device:
     """NVIDIA's number of the architecture; None for other makers."""
     num_processors: int | None = None
     """Streaming multiprocessors; None where unknown."""
+    visible_bytes: int | None = None
+    """What a process can see of the memory; None where unknown."""
 
 
 def find_device(name: str) -> Device | None:
@@ -46,15 +48,21 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def nearest_names(name: str, count: int = 3) -> list[str]:
-    """At most `count` known names that look like `name`, nearest first; for messages only."""
+    """At most `count` known names that look like `name`, nearest first; for messages only.
+
+    >>> nearest_names("l40")
+    ['NVIDIA L40', 'NVIDIA L40S']
+    """
     words = _words(name)
     ranked = []
     for known in _devices():
         likeness = difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
-        if likeness >= 0.5:
+        has_it = bool(words) and name.lower() in known.lower()
+        if has_it or likeness >= 0.5:
             # Whole words first: letter by letter, "NVIDIA H100 80GB" is nearest to a GH200 480GB.
-            ranked.append((len(words & _words(known)), likeness, known))
-    return [known for _, _, known in sorted(ranked, reverse=True)[:count]]
+            ranked.append((has_it, len(words & _words(known)), likeness, known))
+    is_part = any(has_it for has_it, *_ in ranked)
+    return [known for has_it, _, _, known in sorted(ranked, reverse=True) if has_it or not is_part][:count]
 
 
 def _words(name: str) -> set[str]:
@@ -72,6 +80,7 @@ def _devices() -> Mapping[str, Device]:
             bandwidth_bytes_per_s=entry["bandwidth_bytes_per_s"],
             compute_capability=tuple(entry["compute_capability"]) if "compute_capability" in entry else None,
             num_processors=entry.get("num_processors"),
+            visible_bytes=entry.get("visible_bytes"),
             source=entry["source"],
             note=entry.get("note", ""),
         )

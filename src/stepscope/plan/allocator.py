@@ -1,12 +1,13 @@
 """CUDA's caching allocator in PyTorch, as arithmetic: which block serves a request, what is split, merged and kept.
 
-One stream, the default settings (no expandable segments, no rounding to powers of two, no garbage collection).
+The default settings (no expandable segments, no rounding to powers of two, no garbage collection).
 `allocated` is what `torch.cuda.memory_allocated` says: the size of the blocks handed out, not of the requests.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 
 MIB = 1 << 20
@@ -60,6 +61,7 @@ class Block:
     previous: Block | None = None
     next: Block | None = None
     is_free: bool = False
+    stream: int = 0
 
 
 class Allocator:
@@ -71,19 +73,19 @@ class Allocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
         # (size, address, block) in order: the best fit is the first that is large enough.
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._free: dict[tuple[bool, int], list[tuple[int, int, Block]]] = defaultdict(list)
         self._next_address = 0
 
-    def allocate(self, num_bytes: int) -> Block:
-        """The block that serves a request; raises OutOfMemory."""
+    def allocate(self, num_bytes: int, stream: int = 0) -> Block:
+        """The block that serves a request, of memory that the same stream has had; raises OutOfMemory."""
         size = rounded(num_bytes)
         is_small = size <= SMALL_SIZE
-        free = self._free[is_small]
+        free = self._free[is_small, stream]
         place = bisect_left(free, (size, -1))
-        block = free.pop(place)[2] if place < len(free) else self._new_segment(size, is_small)
+        block = free.pop(place)[2] if place < len(free) else self._new_segment(size, is_small, stream)
         left = block.size - size
         if left >= MIN_BLOCK if is_small else left > SMALL_SIZE:
-            rest = Block(block.address + size, left, is_small, block, block.next)
+            rest = Block(block.address + size, left, is_small, block, block.next, stream=stream)
             if rest.next is not None:
                 rest.next.previous = rest
             block.next, block.size = rest, size
@@ -112,11 +114,7 @@ class Allocator:
                 block.next.previous = block
         self._release(block)
 
-    def reset_peaks(self) -> None:
-        """Count the peaks from now on."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
-
-    def _new_segment(self, size: int, is_small: bool) -> Block:
+    def _new_segment(self, size: int, is_small: bool, stream: int) -> Block:
         wanted = segment_size(size)
         if self.capacity_bytes is not None and self.reserved_bytes + wanted > self.capacity_bytes:
             self.num_retries += 1
@@ -126,20 +124,20 @@ class Allocator:
         self.reserved_bytes += wanted
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         self._next_address += wanted
-        return Block(self._next_address - wanted, wanted, is_small)
+        return Block(self._next_address - wanted, wanted, is_small, stream=stream)
 
     def _give_back(self) -> None:
         """Segments of which nothing is in use go back to the driver."""
-        for is_small, free in self._free.items():
+        for pool, free in self._free.items():
             whole = [entry for entry in free if entry[2].previous is None and entry[2].next is None]
             self.reserved_bytes -= sum(size for size, _, _ in whole)
             gone = {address for _, address, _ in whole}
-            self._free[is_small] = [entry for entry in free if entry[1] not in gone]
+            self._free[pool] = [entry for entry in free if entry[1] not in gone]
 
     def _release(self, block: Block) -> None:
         block.is_free = True
-        insort(self._free[block.is_small], (block.size, block.address, block))
+        insort(self._free[block.is_small, block.stream], (block.size, block.address, block))
 
     def _take(self, block: Block) -> None:
-        free = self._free[block.is_small]
+        free = self._free[block.is_small, block.stream]
         free.pop(bisect_left(free, (block.size, block.address)))

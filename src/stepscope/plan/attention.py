@@ -1,7 +1,7 @@
-"""Which back end `scaled_dot_product_attention` takes on a CUDA device, and the op that then runs.
+"""Which back end `scaled_dot_product_attention` takes on a device, and the op that then runs.
 
-The rules are those of PyTorch: what each back end can do, in the order in which they are asked. Forced or forbidden
-back ends (`sdpa_kernel`, `torch.backends.cuda.enable_…_sdp`) are obeyed.
+The rules are those of PyTorch: what each back end can do, in the order in which they are asked. Forced, forbidden and
+ordered back ends (`sdpa_kernel`, `torch.backends.cuda.enable_…_sdp`) are obeyed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from torch.nn import functional
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
+BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+ORDER = ("flash", "efficient", "math", "cudnn")
+"""In which PyTorch asks, where nobody changed it."""
+LARGEST_CAPABILITY = (12, 1)
+MOST_CUDNN_ROWS = 65535
 
 
-def on_cuda(compute_capability: tuple[int, int]) -> Callable[..., Tensor]:
-    """A kernel for `aten::scaled_dot_product_attention` as a device of this compute capability would run it."""
+def kernel(compute_capability: tuple[int, int] | None) -> Callable[..., Tensor]:
+    """A kernel for `aten::scaled_dot_product_attention` as such a CUDA device would run it; without one, a CPU."""
 
-    def kernel(
+    def attend(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -32,13 +37,20 @@ def on_cuda(compute_capability: tuple[int, int]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        name = choose(query, key, value, attn_mask, is_causal, enable_gqa, compute_capability)
+        tensors = (query, key, value)
+        if compute_capability is None or query.device.type == "cpu":
+            name = "cpu" if _can_use_cpu(*tensors, attn_mask, dropout_p, enable_gqa) else "math"
+        else:
+            name = choose(*tensors, attn_mask, is_causal, enable_gqa, compute_capability, dropout_p)
         if attn_mask is not None and attn_mask.dtype is torch.bool and name != "math":
             attn_mask = _additive(attn_mask, query.dtype)
-        needs_graph = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if name == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
         if name == "flash":
             width = query.shape[-1]
-            query, key, value = (_padded(tensor, 8) for tensor in (query, key, value))
+            query, key, value = (_padded(tensor, 8) for tensor in tensors)
             scale = width**-0.5 if scale is None else scale
             out = aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
@@ -46,43 +58,18 @@ def on_cuda(compute_capability: tuple[int, int]) -> Callable[..., Tensor]:
             return out[0] if out[0].shape[-1] == width else out[0][..., :width]
         if name == "efficient":
             mask = None if attn_mask is None else _aligned(attn_mask, query, key)
-            found = aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, needs_graph, dropout_p, is_causal, scale=scale
-            )
-            return found[0]
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, _needs_gradient(*tensors), dropout_p, is_causal, scale=scale
+            )[0]
         if name == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, attn_mask, needs_graph, dropout_p, is_causal, False, scale=scale
+                query, key, value, attn_mask, _needs_gradient(*tensors), dropout_p, is_causal, False, scale=scale
             )[0]
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
 
-    return kernel
-
-
-def on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """A kernel for `aten::scaled_dot_product_attention` as a CPU would run it."""
-    is_plain = query.dim() == 4 and query.shape[-1] == value.shape[-1] and dropout_p == 0
-    if is_plain and (attn_mask is None or not attn_mask.requires_grad):
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = _additive(attn_mask, query.dtype)
-        return aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-    return aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    return attend
 
 
 def choose(
@@ -93,40 +80,134 @@ def choose(
     is_causal: bool,
     enable_gqa: bool,
     compute_capability: tuple[int, int],
+    dropout_p: float = 0.0,
 ) -> str:
     """`cudnn`, `flash`, `efficient` or `math`."""
     backends: Any = torch.backends.cuda
-    width, is_grouped = query.shape[-1], enable_gqa and query.shape[-3] != key.shape[-3]
-    is_plain = query.dim() == 4 and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    same_width = width == value.shape[-1] == key.shape[-1]
-    possible: dict[str, bool] = {
-        "cudnn": query.dtype in HALF
-        and compute_capability >= (8, 0)
-        and width % 8 == 0
-        and width <= 128
-        and value.shape[-1] % 8 == 0
-        and not (mask is not None and is_causal),
-        "flash": query.dtype in HALF
-        and compute_capability >= (8, 0)
-        and mask is None
-        and width <= 256
-        and same_width,
-        "efficient": not is_grouped
-        and (query.dtype in HALF or query.dtype is torch.float32)
-        and width % (8 if query.dtype in HALF else 4) == 0
-        and not (mask is not None and mask.requires_grad),
+    tensors = (query, key, value)
+    needs_gradient = _needs_gradient(*tensors)
+    is_fusible = _is_fusible(*tensors, enable_gqa) and compute_capability <= LARGEST_CAPABILITY
+    is_dense = all(tensor.stride(-1) == 1 for tensor in tensors)
+    is_mask_dense = mask is None or mask.stride(-1) == 1
+    is_low = query.dtype in HALF and compute_capability >= (8, 0)
+    possible: dict[str, Callable[[], bool]] = {
+        "cudnn": lambda: (
+            is_low
+            and (is_dense or query.shape[-1] == 1)
+            and is_mask_dense
+            and _can_use_cudnn(*tensors, mask, dropout_p, compute_capability)
+        ),
+        "flash": lambda: (
+            is_low
+            and (is_dense or query.shape[-1] == 1)
+            and mask is None
+            and _can_use_flash(*tensors, is_causal, dropout_p if needs_gradient else None, compute_capability)
+        ),
+        "efficient": lambda: (
+            is_dense
+            and is_mask_dense
+            and query.shape[1] == key.shape[1]
+            and _can_use_efficient(*tensors, compute_capability)
+        ),
+        "math": lambda: True,
     }
     allowed = {
         "cudnn": backends.cudnn_sdp_enabled(),
         "flash": backends.flash_sdp_enabled(),
         "efficient": backends.mem_efficient_sdp_enabled(),
+        "math": backends.math_sdp_enabled(),
     }
-    # cuDNN is asked first where it is the fastest: compute capability 9.0 and 10.0.
-    first: tuple[str, ...] = ("cudnn",) if compute_capability in ((9, 0), (10, 0)) else ()
-    for name in (*first, "flash", "efficient", "cudnn"):
-        if is_plain and allowed[name] and possible[name]:
+    for name in _order(compute_capability):
+        if allowed[name] and (name == "math" or is_fusible) and possible[name]():
             return name
-    return "math"
+    raise RuntimeError("No available kernel. Aborting execution.")  # as PyTorch says it
+
+
+def _order(compute_capability: tuple[int, int]) -> tuple[str, ...]:
+    """The back ends in the order in which they are asked."""
+    asked: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
+    order = tuple(BACKENDS[number] for number in asked if number in BACKENDS) or ORDER
+    # Where cuDNN is the fastest, PyTorch asks it first, unless the program said otherwise.
+    if order == ORDER and compute_capability[0] in (9, 10) and compute_capability[1] in (0, 3):
+        return ("cudnn", "flash", "efficient", "math")
+    return order
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _is_fusible(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """What every fused kernel asks of shapes and dtypes."""
+    tensors = (query, key, value)
+    if any(tensor.dim() != 4 or tensor.dtype is not query.dtype or not tensor.shape[2] for tensor in tensors):
+        return False
+    if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
+        return False
+    return query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % key.shape[1] == 0)
+
+
+def _can_use_flash(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_p: float | None, capability: tuple[int, int]
+) -> bool:
+    """`dropout_p` is None where no gradient is wanted."""
+    width = query.shape[-1]
+    if width > 256 or not width == key.shape[-1] == value.shape[-1]:
+        return False
+    if is_causal and query.shape[2] != key.shape[2]:
+        return False
+    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # little shared memory for the backward
+    return dropout_p is None or not is_small or width <= 192 or (width > 224 and dropout_p == 0)
+
+
+def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, capability: tuple[int, int]) -> bool:
+    is_half = query.dtype in HALF
+    if not (is_half or query.dtype is torch.float32) or (query.dtype is torch.bfloat16 and capability < (8, 0)):
+        return False
+    multiple = (8 if is_half else 4) if capability >= (8, 0) else 8 if is_half and capability >= (7, 0) else 1
+    width = query.shape[-1]
+    return bool(width == key.shape[-1] and width % multiple == 0 and value.shape[-1] % multiple == 0)
+
+
+def _can_use_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, capability: tuple[int, int]
+) -> bool:
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    if mask is not None and not _is_plain_mask(mask, query, key):
+        return False
+    if max(query.shape[:2]) > MOST_CUDNN_ROWS or key.shape[2] == 1:
+        return False
+    if dropout_p and (query.shape[2] == 1 or dropout_p * 16 != math.floor(dropout_p * 16)):
+        return False
+    width, value_width = query.shape[-1], value.shape[-1]
+    most = 256 if capability == (9, 0) else 128
+    is_latent = (width, value_width) == (192, 128) and capability[0] in (9, 10)
+    return width % 8 == 0 and value_width % 8 == 0 and (max(width, value_width) <= most or is_latent)
+
+
+def _can_use_cpu(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> bool:
+    """Whether a CPU has a fused kernel for it."""
+    tensors = (query, key, value)
+    return bool(
+        torch.backends.cuda.flash_sdp_enabled()
+        and _is_fusible(*tensors, enable_gqa)
+        and query.is_floating_point()
+        and dropout_p == 0
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and all(tensor.stride(-1) == 1 for tensor in tensors)
+        and (mask is None or _is_plain_mask(mask, query, key))
+    )
+
+
+def _is_plain_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask needs no gradient and has a shape that cuDNN and CPUs know."""
+    if mask.requires_grad or mask.dim() not in (2, 4):
+        return False
+    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])[-mask.dim() :]
+    return all(size in (1, wanted) for size, wanted in zip(mask.shape, full))
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,19 +228,23 @@ def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def workspace_bytes(func: Any, query: Tensor, key: Tensor) -> list[int]:
-    """What an attention op of a CUDA device takes and gives back inside its kernel calls."""
+def workspace_bytes(func: Any, query: Tensor, key: Tensor, num_processors: int) -> list[list[int]]:
+    """What the backward of an attention op takes inside, those sizes together that are there together."""
     batch, heads, length, width = query.shape
     rows = batch * heads * length
+    # Gradients of keys and values that several heads share are made for each head, then added up.
+    shared = [] if key.shape[1] == heads else [query.element_size() * batch * heads * key.shape[2] * width] * 2
     if func is aten._scaled_dot_product_cudnn_attention_backward.default:
         # Gradients of queries are summed in float32, besides a row sum each.
-        return [4 * rows * width + 4 * rows + 16]
+        return [[4 * rows * width + 4 * rows + 16, *shared]]
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         padded = -(-length // 128) * 128
         wide = width if width <= 32 else -(-width // 32) * 32
-        expanded = [] if key.shape[1] == heads else [2 * batch * heads * key.shape[2] * width] * 2
-        return [4 * batch * heads * padded, 4 * batch * padded * heads * wide, *expanded]
+        # Deterministic, gradients of queries are summed by groups of processors of their own.
+        parts = -(-num_processors // (batch * heads)) if torch.are_deterministic_algorithms_enabled() else 1
+        return [[4 * batch * heads * padded, 4 * batch * padded * heads * wide * parts, *shared]]
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
-        product = query.element_size() * rows * width
-        return [4 * rows, product, 4 * rows, 4 * rows * width + 256 * batch * heads]
+        product = query.element_size() * rows * width  # of the output and its gradient: what their rows sum to
+        wide = -(-width // 64) * 64 if width <= 64 or width > 128 else 128
+        return [[4 * rows, product, 4 * rows], [4 * rows, 4 * rows * wide + 256 * batch * heads]]
     return []

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepscope.devices.peaks import Device
 from stepscope.errors import UsageError
+from stepscope.plan.allocator import rounded
 from stepscope.plan.ghosts import DataNeeded
 from stepscope.plan.hardware import Hardware, hardware_of, usable_bytes
-from stepscope.plan.replay import Events, Replay, replay
+from stepscope.plan.least_time import LowerBound, lower_bound
+from stepscope.plan.replay import Events, Replay, live_at_peak, replay
 from stepscope.plan.tracing import Traced, trace
 from stepscope.sweep.grid import Point
+from stepscope.sweep.prepare import CannotRun
 from stepscope.workloads.workload import Workload
 
-FITS, TOO_LARGE, TOO_CLOSE = "fits", "does not fit", "too close to call"
+FITS, TOO_LARGE, TOO_CLOSE, GROWS = "fits", "does not fit", "too close to call", "grows"
 MARGIN = 0.02
 """A verdict must hold with this share of the memory less, and more."""
+LONG_RUN_STEPS = 100_000
+"""What grows by less than the margin in so many steps, such as a list of losses, is no matter for a verdict."""
+MOST_TRACES = 32
+"""That a planner keeps."""
 ROUNDING = "allocator_rounding"
-
-
-@dataclass(frozen=True)
-class LowerBound:
-    """The least time that a step can take on a device, whatever the program does."""
-
-    ms: float
-    compute_ms: float
-    """All counted FLOPs at the dense peak of their dtype."""
-    bandwidth_ms: float
-    """What must move: each weight read forward and backward, gradients written and read, the optimizer's state read
-    and written, activations kept for backward written and read."""
-    binds: str
-    """`compute` or `bandwidth`."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +45,16 @@ class Prediction:
     """Bytes by owner, and what the allocator adds by rounding; they add up to `peak_allocated_bytes`."""
     live_at_peak_by_module: Mapping[str, int]
     """The same bytes by module; what belongs to none under an empty name."""
-    settles_at_step: int
-    """From this step on, no step reserves more than the one before."""
+    peak_step: int
+    """The step that the peaks are of: where nothing grows, one like all that follow."""
+    growth_bytes_per_step: int
+    """What every step leaves behind; 0 where memory settles."""
+    settles_at_step: int | None
+    """From this step on, no step reserves more than the one before; None where memory grows."""
     usable_bytes: int | None
-    """What tensors can have on the device; None on a CPU."""
+    """What tensors can have on the device at the least; None on a CPU."""
     fits: str | None
-    """`fits`, `does not fit` or `too close to call`; None on a CPU."""
+    """`fits`, `does not fit`, `too close to call`, or `grows`: no step is the last that fits; None on a CPU."""
     num_retries: int
     """How often the allocator has to give unused memory back for it to fit."""
     lower_bound: LowerBound | None
@@ -65,16 +62,26 @@ class Prediction:
     """The most that the lower bound allows."""
     unmodelled: tuple[str, ...]
     """Ops and effects that are not accounted for."""
+    is_whole_step: bool = False
+    """A step of the user's own loop: how it runs is its own affair, and no knob of the point."""
+    fsdp: int | None = None
+    """All of this is one rank's of so many; None without FSDP2."""
+    error_bar: float | None = None
+    """Share of the peak, either way, where the plan is an approximation by design."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Planner:
-    """Predicts points of one workload; what two predictions have in common is done once."""
+    """Predicts points of one workload; what two predictions have in common is done once.
 
-    def __init__(self, workload: Workload[Any]) -> None:
+    With `fsdp`, each prediction is of one rank of so many.
+    """
+
+    def __init__(self, workload: Workload[Any], fsdp: int | None = None) -> None:
         self._workload = workload
+        self._fsdp = fsdp
         self._traced: dict[tuple[Any, ...], Traced] = {}
 
     def predict(self, point: Point, device: Device | None) -> Prediction:
@@ -82,13 +89,15 @@ class Planner:
         hardware = None if device is None else hardware_of(device)
         if device is not None and hardware is None:
             raise UsageError(f"{device.name}: plans know NVIDIA's devices only")
-        traced = self._trace(point, hardware)
+        traced = self._trace(point, hardware, device)
         events = Events(traced.memory["allocations"], traced.step_begins)
-        found = replay(events, rounds=hardware is not None)
+        rounds = hardware is not None
+        found = replay(events, rounds=rounds)
         usable = None if device is None else usable_bytes(device)
-        verdict, retries = (None, 0) if usable is None else _verdict(events, found, usable)
-        owners, modules = _live(traced.memory["allocations"], found)
-        bound = None if device is None else lower_bound(traced, device, str(point.run["dtype"]))
+        margin = max(MARGIN, traced.error_bar or 0.0)
+        verdict, retries = (None, 0) if usable is None else _verdict(events, found, usable, margin)
+        owners, modules = _live(traced.memory["allocations"], live_at_peak(events, found, rounds))
+        bound, notes = (None, []) if device is None else lower_bound(traced, device, point.run)
         return Prediction(
             device="cpu" if device is None else device.name,
             parameters=traced.num_parameters,
@@ -97,87 +106,65 @@ class Planner:
             peak_reserved_bytes=None if device is None else found.peak_reserved_bytes,
             live_at_peak=owners,
             live_at_peak_by_module=modules,
+            peak_step=found.peak_at[0],
+            growth_bytes_per_step=events.growth_bytes(rounded if rounds else int),
             settles_at_step=found.settles_at_step,
-            usable_bytes=usable,
+            usable_bytes=None if usable is None else usable[0],
             fits=verdict,
             num_retries=retries,
             lower_bound=bound,
             tokens_per_s=traced.num_tokens / bound.ms * 1e3 if bound and bound.ms and traced.num_tokens else None,
-            unmodelled=_unmodelled(traced, point),
+            unmodelled=(*_unmodelled(traced, events, point), *notes),
+            is_whole_step=traced.is_whole_step,
+            fsdp=traced.fsdp,
+            error_bar=traced.error_bar,
         )
 
-    def _trace(self, point: Point, hardware: Hardware | None) -> Traced:
+    def _trace(self, point: Point, hardware: Hardware | None, device: Device | None) -> Traced:
         key = (tuple(sorted(point.config.items())), tuple(sorted(point.run.items())), hardware)
         if key not in self._traced:
-            if point.run["compile"] != "off":
-                raise UsageError("compile: a plan is of the eager program; leave --compile out")
             try:
                 config = self._workload.config(**point.config)
-                self._traced[key] = trace(self._workload, config, point.run, hardware)
+                self._traced[key] = trace(
+                    self._workload, config, point.run, hardware, fsdp=self._fsdp, planned=device
+                )
+            except CannotRun as error:
+                raise UsageError(f"{point.workload}: {error}") from None
             except DataNeeded as error:
                 raise UsageError(
                     f"{point.workload}: the program asks for {error}, and a plan has no data: build it so that "
                     "sizes do not depend on values, or measure it with stepscope bench"
                 ) from None
-        return self._traced[key]
+            while len(self._traced) > MOST_TRACES:
+                self._traced.pop(next(iter(self._traced)))
+        traced = self._traced[key]
+        if traced.is_whole_step and (point.run["mode"], point.run["dtype"]) != ("step", "fp32"):
+            raise UsageError(f"{point.workload} is a whole step of your own: leave --mode and --dtype out")
+        return traced
 
 
-def largest(fits: Callable[[int], bool], start: int, highest: int = 1 << 24) -> int:
-    """The largest number that fits, 0 where not even 1 does: doubled until one does not, then bisected.
-
-    >>> largest(lambda batch: batch <= 37, start=4)
-    37
-    """
-    low, high = 0, None
-    number = max(1, start)
-    while high is None or high - low > 1:
-        if fits(number):
-            low = number
-        else:
-            high = number
-        if low >= highest:
-            break
-        number = 2 * low if high is None else (low + high) // 2
-    return low
-
-
-def lower_bound(traced: Traced, device: Device, dtype: str) -> LowerBound | None:
-    """From the FLOPs and from what must move; None where the device has no peak for a dtype that is multiplied in."""
-    seconds = 0.0
-    for entry in traced.flops["by_op"]:
-        rate = device.peak_flops.get("tf32" if entry["dtype"] == "fp32" and dtype == "tf32" else entry["dtype"])
-        if rate is None:
-            return None
-        seconds += entry["flops"] / rate
-    moved = sum(
-        entry["bytes"] * _TIMES.get(entry["owner"], 0)
-        for entry in traced.memory["allocations"]
-        if entry["died"] is None or entry["died"] >= traced.step_begins[-2]
-    )
-    compute_ms, bandwidth_ms = seconds * 1e3, moved / device.bandwidth_bytes_per_s * 1e3
-    binds = "compute" if compute_ms >= bandwidth_ms else "bandwidth"
-    return LowerBound(max(compute_ms, bandwidth_ms), compute_ms, bandwidth_ms, binds)
-
-
-_TIMES = {"parameter": 2, "gradient": 2, "optimizer_state": 2, "activation": 2}
-"""How often a byte of each owner must move in a step, at the least."""
-
-
-def _verdict(events: Events, free: Replay, usable: int) -> tuple[str, int]:
+def _verdict(events: Events, free: Replay, usable: tuple[int, int], margin: float) -> tuple[str, int]:
     """Whether it fits with a margin both ways, and how often memory must be given back for it."""
-    if free.peak_reserved_bytes <= usable * (1 - MARGIN):
-        return FITS, 0
-    tight = replay(events, int(usable * (1 - MARGIN)))
-    if tight.out_of_memory is None:
-        return FITS, tight.num_retries
-    loose = replay(events, int(usable * (1 + MARGIN)))
-    return (TOO_LARGE, 0) if loose.out_of_memory is not None else (TOO_CLOSE, loose.num_retries)
+    least, most = int(usable[0] * (1 - margin)), int(usable[1] * (1 + margin))
+    if free.peak_reserved_bytes <= least:
+        verdict, retries = FITS, 0
+    elif (tight := replay(events, least)).out_of_memory is None:
+        verdict, retries = FITS, tight.num_retries
+    elif (loose := replay(events, most)).out_of_memory is None:
+        verdict, retries = TOO_CLOSE, loose.num_retries
+    else:
+        return TOO_LARGE, 0
+    is_growing = events.growth_bytes(rounded) * LONG_RUN_STEPS > margin * usable[0]
+    return (GROWS, 0) if is_growing else (verdict, retries)
 
 
-def _live(allocations: Sequence[Mapping[str, Any]], found: Replay) -> tuple[dict[str, int], dict[str, int]]:
+def _live(
+    allocations: Sequence[Mapping[str, Any]], live: Sequence[tuple[int, int]]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the live blocks by owner and by module."""
     owners: Counter[str] = Counter()
     modules: Counter[str] = Counter()
-    for index, block_bytes in found.at_peak.items():
+    for index, block_bytes in live:
         entry = allocations[index]
         owners[entry["owner"]] += entry["bytes"]
         owners[ROUNDING] += block_bytes - entry["bytes"]
@@ -185,11 +172,22 @@ def _live(allocations: Sequence[Mapping[str, Any]], found: Replay) -> tuple[dict
     return {name: size for name, size in owners.most_common() if size}, dict(modules.most_common())
 
 
-def _unmodelled(traced: Traced, point: Point) -> tuple[str, ...]:
+def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:
     found = [f"assumed: {text}" for text in traced.assumed]
     found += [f"{op}: {why}" for op, why in traced.unseen.items()]
     hidden = traced.flops["hidden_products"]
     found += [f"{op}: its FLOPs have no formula" for op in hidden]
     if point.run["dtype"] == "autocast_fp16":
         found.append("the gradient scaler's checks for infinities")
-    return tuple(found)
+    num_steps = len(events.steps)
+    if traced.num_idle_optimizers:
+        found.append(
+            f"{traced.num_idle_optimizers} of the program's optimizers never stepped in the {num_steps} steps that "
+            "ran: the state it makes is not counted; let the function be a step that ends with the optimizer's"
+        )
+    if not events.is_repetitive():
+        found.append(
+            f"steps {num_steps - 1} and {num_steps} do not allocate the same: the last is taken for all that follow, "
+            "and the peak is that of any"
+        )
+    return found

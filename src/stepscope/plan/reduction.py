@@ -19,7 +19,6 @@ def buffer_bytes(
     is_inner: bool,
     is_dense: bool,
     num_dimensions: int,
-    element_bytes: int,
     accumulator_bytes: int,
     num_processors: int,
     threads_per_processor: int = 2048,
@@ -30,7 +29,7 @@ def buffer_bytes(
     `is_dense`: the fastest dimension has stride 1.
 
     >>> buffer_bytes(num_outputs=2304, num_inputs=8192, is_inner=False, is_dense=True, num_dimensions=2,
-    ...              element_bytes=2, accumulator_bytes=4, num_processors=132)
+    ...              accumulator_bytes=4, num_processors=132)
     (72, 139198464)
     """
     if num_inputs <= 1 or num_outputs == 0:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from stepscope.plan.allocator import Allocator, Block, OutOfMemory
 
 MAX_STEPS = 12
-"""Steps after which a heap that still grows is taken as it is."""
+"""Steps after which a heap that still changes is taken as it is."""
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,26 @@ class Replay:
     peak_allocated_bytes: int
     """The most in a step of the steady state."""
     peak_reserved_bytes: int
-    settles_at_step: int
-    """The first step, from 1, after which no step reserves more; 0 where memory ran out."""
+    peak_at: tuple[int, int]
+    """Where the peak is: the step, from 1, and how many of its events it takes."""
+    settles_at_step: int | None
+    """The first step, from 1, after which no step reserves more; None where memory grows, or ran out."""
     out_of_memory: OutOfMemory | None
     num_retries: int
     """How often the allocator had to give unused segments back."""
-    at_peak: Mapping[int, int]
-    """What is live at the peak: index of the allocation → bytes of its block."""
 
 
 class Events:
     """Allocations as the events of each step.
 
-    `allocations`: dictionaries with `bytes`, `born`, `died`; `step_begins`: the position of the first event of each
-    step, the build before them, and of the first after the last step, which is the one that is repeated.
+    `allocations`: dictionaries with `bytes`, `born`, `died`, and `stream` where it is not the default one;
+    `step_begins`: the position of the first event of each step, the build before them, and of the first after the
+    last step, which is the one that is repeated.
     """
 
     def __init__(self, allocations: Sequence[Mapping[str, Any]], step_begins: Sequence[int]) -> None:
         self.sizes = [entry["bytes"] for entry in allocations]
+        self.streams = [entry.get("stream", 0) for entry in allocations]
         order: list[tuple[int, int, bool]] = []
         for index, entry in enumerate(allocations):
             order.append((-1 if entry["born"] is None else entry["born"], index, True))
@@ -50,19 +52,39 @@ class Events:
             [(index, is_birth) for at, index, is_birth in order if begin <= at < end]
             for begin, end in pairwise(step_begins)
         ]
+        born = {index for index, is_birth in self.steps[-1] if is_birth}
+        gone = {index for index, is_birth in self.steps[-1] if not is_birth}
+        self._left, self._let_go = sorted(born - gone), sorted(gone - born)
         self.inherited = self._inherited()
+        self.without_heir = [index for index in self._left if index not in set(self.inherited.values())]
+
+    def growth_bytes(self, size_of: Callable[[int], int] = int) -> int:
+        """What the last step leaves more than it lets go, in blocks of `size_of` each; 0 where it does not grow."""
+        asked, taken = (
+            sum(count(self.sizes[i]) for i in self._left) - sum(count(self.sizes[i]) for i in self._let_go)
+            for count in (int, size_of)
+        )
+        return max(asked, taken) if asked > 0 else 0
+
+    def is_repetitive(self) -> bool:
+        """Whether the last step allocates the same sizes as the one before; of two steps, nobody knows."""
+        if len(self.steps) < 3:
+            return True
+        before, last = (Counter(self.sizes[i] for i, is_birth in step if is_birth) for step in self.steps[-2:])
+        return before == last
 
     def _inherited(self) -> dict[int, int]:
         """What the last step is left with and lets go → what it leaves in its place, when it is repeated.
 
-        Paired by size, in order of birth: the gradients of one step are those of the next.
+        Paired by size, in order of birth: the gradients of one step are those of the next. What then is over, in
+        order of birth alone.
         """
-        born = {index for index, is_birth in self.steps[-1] if is_birth}
-        gone = {index for index, is_birth in self.steps[-1] if not is_birth}
         left: dict[int, deque[int]] = defaultdict(deque)
-        for index in sorted(born - gone):
+        for index in self._left:
             left[self.sizes[index]].append(index)
-        return {index: left[self.sizes[index]].popleft() for index in sorted(gone - born) if left[self.sizes[index]]}
+        heirs = {i: left[self.sizes[i]].popleft() for i in self._let_go if left[self.sizes[i]]}
+        rest = sorted(index for alike in left.values() for index in alike)
+        return heirs | dict(zip((index for index in self._let_go if index not in heirs), rest))
 
 
 def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = True) -> Replay:
@@ -71,56 +93,73 @@ def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = Tru
     Without `rounds`, as on a CPU: each request is its own size, and nothing is kept.
     """
     heap: Any = Allocator(capacity_bytes) if rounds else _Plain()
-    blocks: dict[int, Block] = {}
+    player = _Player(events, heap)
+    num_traced = len(events.steps)
     settles_at, reserved = 1, 0
+    peaks: list[tuple[int, int, int]] = []
     try:
-        _play(events, events.build, heap, blocks)
+        player.play(0)
         for number in range(1, MAX_STEPS + 1):
-            if number <= len(events.steps):
-                _play(events, events.steps[number - 1], heap, blocks)
-            else:
-                _repeat(events, heap, blocks)
+            peaks.append((*player.play(number), number))
             if heap.reserved_bytes > reserved:
                 settles_at, reserved = number, heap.reserved_bytes
-            elif number > len(events.steps):
+            elif number > num_traced:
                 break
-        heap.reset_peaks()
-        place = _repeat(events, heap, blocks)
-        peak = heap.peak_allocated_bytes
-        at_peak = _live_at(events, place, heap, blocks)
+        peaks.append((*player.play(number + 1), number + 1))
     except OutOfMemory as error:
-        return Replay(heap.peak_allocated_bytes, heap.reserved_bytes, 0, error, heap.num_retries, {})
-    return Replay(peak, heap.peak_reserved_bytes, settles_at, None, heap.num_retries, at_peak)
+        return Replay(heap.peak_allocated_bytes, heap.peak_reserved_bytes, (0, 0), None, error, heap.num_retries)
+    # A step that is not like the one before it may have its peak where another has not.
+    steady = peaks[-1:] if events.is_repetitive() else [*peaks[1:num_traced], peaks[-1]]
+    peak, place, number = max(steady, key=lambda found: found[0])
+    settled = None if events.growth_bytes() else settles_at
+    return Replay(peak, heap.peak_reserved_bytes, (number, place), settled, None, heap.num_retries)
 
 
-def _play(events: Events, step: Sequence[tuple[int, bool]], heap: Any, blocks: dict[int, Block]) -> int:
-    """How many of the events it takes to the most allocated."""
-    peak, place = heap.allocated_bytes, 0
-    for position, (index, is_birth) in enumerate(step, start=1):
-        if is_birth:
-            blocks[index] = heap.allocate(events.sizes[index])
-            if heap.allocated_bytes > peak:
-                peak, place = heap.allocated_bytes, position
-        elif (block := blocks.pop(index, None)) is not None:
-            heap.free(block)
-    return place
+def live_at_peak(events: Events, found: Replay, rounds: bool = True) -> list[tuple[int, int]]:
+    """What is live at the peak of a replay that nothing limited: index of each allocation, bytes of its block."""
+    player = _Player(events, Allocator() if rounds else _Plain())
+    last, place = found.peak_at
+    for number in range(last):
+        player.play(number)
+    player.play(last, place)
+    return [(index, block.size) for index, block in (*player.blocks.items(), *player.leaked)]
 
 
-def _repeat(events: Events, heap: Any, blocks: dict[int, Block]) -> int:
-    _hand_over(events, blocks)
-    return _play(events, events.steps[-1], heap, blocks)
+class _Player:
+    """Plays steps to a heap, and knows which allocation has which block."""
 
+    def __init__(self, events: Events, heap: Any) -> None:
+        self._events, self._heap = events, heap
+        self.blocks: dict[int, Block] = {}
+        self.leaked: list[tuple[int, Block]] = []
+        """Of earlier steps, for ever."""
 
-def _live_at(events: Events, place: int, heap: Any, blocks: dict[int, Block]) -> dict[int, int]:
-    """The blocks handed out after `place` events of one more step."""
-    _hand_over(events, blocks)
-    _play(events, events.steps[-1][:place], heap, blocks)
-    return {index: block.size for index, block in blocks.items()}
+    def play(self, number: int, num_events: int | None = None) -> tuple[int, int]:
+        """The most allocated in a step, and how many of its events it takes; 0 is the build."""
+        events, heap, blocks = self._events, self._heap, self.blocks
+        if number > len(events.steps):
+            self._hand_over()
+        step = events.steps[min(number, len(events.steps)) - 1] if number else events.build
+        peak, place = heap.allocated_bytes, 0
+        for position, (index, is_birth) in enumerate(step[:num_events], start=1):
+            if is_birth:
+                blocks[index] = heap.allocate(events.sizes[index], events.streams[index])
+                if heap.allocated_bytes > peak:
+                    peak, place = heap.allocated_bytes, position
+            elif (block := blocks.pop(index, None)) is not None:
+                heap.free(block)
+        return peak, place
 
-
-def _hand_over(events: Events, blocks: dict[int, Block]) -> None:
-    moved = {old: blocks.pop(new) for old, new in events.inherited.items() if new in blocks}
-    blocks.update(moved)
+    def _hand_over(self) -> None:
+        """Before the last step is repeated: what it left is what it will find."""
+        blocks, events = self.blocks, self._events
+        blocks |= {old: blocks.pop(new) for old, new in events.inherited.items() if new in blocks}
+        over = [(index, blocks.pop(index)) for index in events.without_heir if index in blocks]
+        if events.growth_bytes():
+            self.leaked += over
+            return
+        for _, block in over:  # in place of something larger that is gone
+            self._heap.free(block)
 
 
 class _Plain:
@@ -130,13 +169,10 @@ class _Plain:
         self.allocated_bytes = self.peak_allocated_bytes = self.num_retries = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
 
-    def allocate(self, num_bytes: int) -> Block:
+    def allocate(self, num_bytes: int, stream: int = 0) -> Block:
         self.allocated_bytes += num_bytes
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return Block(0, num_bytes, False)
 
     def free(self, block: Block) -> None:
         self.allocated_bytes -= block.size
-
-    def reset_peaks(self) -> None:
-        self.peak_allocated_bytes = self.allocated_bytes

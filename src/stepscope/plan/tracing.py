@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from stepscope.plan import ghosts
+from stepscope.devices.peaks import Device, known_devices
+from stepscope.errors import UsageError
+from stepscope.plan.compiled import Compiler
 from stepscope.plan.ghosts import Ghost, Ghosts
-from stepscope.plan.hardware import Hardware
+from stepscope.plan.hardware import Hardware, hardware_of
 from stepscope.plan.manners import Manners
-from stepscope.plan.temporaries import GEMMS, temporary_bytes
+from stepscope.plan.temporaries import TRANSFORMS, hidden, kept_workspaces, temporary_bytes
 from stepscope.record.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.record.ledger import Ledger
 from stepscope.record.storages import TEMPORARY, WORKSPACE, Storages, storage_key
 from stepscope.sweep import prepare
 from stepscope.workloads.workload import Built, Value, Workload
 
+if TYPE_CHECKING:
+    from stepscope.plan.sharded import Sharding
+
 NUM_STEPS = 2
 """The first makes the optimizer's state; the second is like all that follow."""
+NUM_STEPS_OF_A_LOOP = 3
+"""Of a whole step that a user wrote: whether the third is like the second."""
 BUILD = "build"
 
 
@@ -44,6 +51,14 @@ class Traced:
     """What was taken for granted where only data would tell."""
     unseen: Mapping[str, str]
     """Ops whose inner memory could not be told, and why."""
+    is_whole_step: bool = False
+    """A step of the user's own loop, of which nothing inside is known."""
+    error_bar: float | None = None
+    """Share of the peak, either way, where something is an approximation by design."""
+    num_idle_optimizers: int = 0
+    """Optimizers that are there and never stepped."""
+    fsdp: int | None = None
+    """One rank of so many, with FSDP2."""
 
 
 def trace(
@@ -51,25 +66,38 @@ def trace(
     config: Any,
     run: Mapping[str, Value],
     hardware: Hardware | None,
-    num_steps: int = NUM_STEPS,
+    num_steps: int | None = None,
+    fsdp: int | None = None,
+    planned: Device | None = None,
 ) -> Traced:
-    """The build and the first steps of a workload; without hardware, on a CPU."""
+    """The build and the first steps of a workload; without hardware, on a CPU; with `fsdp`, one rank of so many.
+
+    `planned` is what a program hears that asks for the device's name; without it, a device with this hardware.
+    """
     device = "cpu" if hardware is None else "cuda"
     run = {**run, "device": device}
     recorder = _Recorder(hardware)
-    manners = Manners(device, (9, 0) if hardware is None else hardware.compute_capability)
-    mode = Ghosts(manners.device, manners.kernels, recorder.after_op)
-    ghosts.ASSUMPTIONS.clear()
-    with manners, ExitStack() as hooks:
+    manners = Manners(
+        device, (9, 0) if hardware is None else hardware.compute_capability, planned or _device_with(hardware)
+    )
+    sharding = None if fsdp is None else _sharding(fsdp, run, manners.device, recorder)
+    mode = (
+        Ghosts(manners.device, manners.kernels, recorder.after_op)
+        if sharding is None
+        else sharding.ghosts(manners.kernels)
+    )
+    compiler = Compiler(hardware, mode, recorder.after_op)
+    with manners, compiler, sharding or nullcontext(), ExitStack() as hooks:
+        hooks.callback(recorder.close)
         recorder.begin([], [])
         with mode:
             built = prepare.build(workload, config, int(run["seed"]), device)
-            step, known = _step_of(built, run, device)
+            step, known = _step_of(built, run, device, sharding)
         recorder.end()
         for hook in recorder.optimizer_hooks():
             hooks.callback(hook.remove)
         begins = []
-        for _ in range(num_steps):
+        for _ in range(num_steps or (NUM_STEPS if isinstance(built, Built) else NUM_STEPS_OF_A_LOOP)):
             begins.append(recorder.storages.num_events)
             roots, optimizers = known or _found(recorder.storages.live)
             recorder.begin(roots, optimizers)
@@ -77,16 +105,31 @@ def trace(
                 step()
             ledger = recorder.end()
         begins.append(recorder.storages.num_events)
-        recorder.storages.close()
     parameters = {id(parameter): parameter.numel() for root in roots for parameter in root.parameters()}
+    memory = ledger.memory()
+    memory["allocations"] = _on(manners.device, memory["allocations"])
+    if sharding is not None:  # what was made to be sharded was never on the device
+        memory["allocations"] = [
+            entry for entry in memory["allocations"] if entry["died"] is None or entry["died"] >= begins[0]
+        ]
     return Traced(
-        memory=ledger.memory(),
+        memory=memory,
         step_begins=begins,
         flops=ledger.flops(compiled=False),
         num_parameters=sum(parameters.values()),
         num_tokens=built.num_tokens,
-        assumed=sorted(ghosts.ASSUMPTIONS),
-        unseen=dict(mode.unseen),
+        assumed=sorted(mode.assumptions),
+        unseen={
+            **recorder.unseen,
+            **manners.unseen,
+            **mode.unseen,
+            **compiler.notes,
+            **({} if sharding is None else sharding.notes),
+        },
+        error_bar=compiler.error_bar if sharding is None else sharding.error_bar,
+        fsdp=fsdp,
+        is_whole_step=not isinstance(built, Built),
+        num_idle_optimizers=sum(id(optimizer) not in recorder.stepped for optimizer in optimizers),
     )
 
 
@@ -97,10 +140,13 @@ class _Recorder:
         self._hardware = hardware
         self._phase = BUILD
         self._in_backward = False
-        self._workspaces: set[bool] = set()
+        self._workspaces: set[tuple[str, bool]] = set()
         self._ledger: Ledger | None = None
         self._hooks: list[Any] = []
-        self.storages = Storages(self._told)
+        self.stepped: set[int] = set()
+        self.unseen: dict[str, str] = {}
+        self._met: set[Any] = set()
+        self.storages = Storages(self._told, is_capped=False)
         self.storages.open()
 
     def begin(self, roots: list[Any], optimizers: list[Any]) -> None:
@@ -118,18 +164,30 @@ class _Recorder:
 
     def end(self) -> Ledger:
         """The ledger of the step that is over."""
-        assert self._ledger is not None
-        for hook in self._hooks:
-            hook.remove()
-        self._ledger.note_parameter_gradients()
-        self._ledger.stop()
-        return self._ledger
+        ledger = self._ledger
+        assert ledger is not None
+        ledger.note_parameter_gradients()
+        self._leave()
+        return ledger
+
+    def close(self) -> None:
+        """Nothing is followed any more, whatever happened."""
+        self.storages.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._ledger is not None:
+            self._ledger.stop()
+            self._ledger = None
 
     def optimizer_hooks(self) -> list[Any]:
         """Told when an optimizer steps, whichever it is."""
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._phase = OPTIMIZER
+            self.stepped.add(id(optimizer))
             if self._ledger is not None:
                 self._ledger.note_gradients(optimizer)
 
@@ -149,31 +207,64 @@ class _Recorder:
         if self._hardware is None:
             return
         name = func.name().replace("::", ".").partition(".")[2]
+        if func not in self._met or func in TRANSFORMS:
+            self._met.add(func)
+            if (why := hidden(func, args)) is not None:
+                self.unseen[name] = why
         # One workspace for each handle, and each thread has a handle: autograd's backward runs in another.
-        if func in GEMMS and in_backward not in self._workspaces:
-            self._workspaces.add(in_backward)
-            self.storages.took(self._hardware.workspace_bytes, name, WORKSPACE, self._told(), "cuda:0")
-        sizes = temporary_bytes(func, args, kwargs, self._hardware)
-        taken = [self.storages.took(size, name, TEMPORARY, self._told(), "cuda:0") for size in sizes]
-        for index in taken:
-            self.storages.gave_back(index)
+        for library, size in kept_workspaces(func, args, self._hardware).items():
+            if (library, in_backward) not in self._workspaces:
+                self._workspaces.add((library, in_backward))
+                self.storages.took(size, name, WORKSPACE, self._told(), "cuda:0")
+        for sizes in temporary_bytes(func, args, kwargs, self._hardware):
+            taken = [self.storages.took(size, name, TEMPORARY, self._told(), "cuda:0") for size in sizes]
+            for index in taken:
+                self.storages.gave_back(index)
 
     def _told(self) -> str:
         return BACKWARD if _is_in_backward() else self._phase
+
+
+def _on(device: torch.device, allocations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is on the planned device; ops are seen with meta tensors, and only those that ran there."""
+    found = [entry for entry in allocations if entry["device"] in ("meta", str(device))]
+    for entry in found:
+        entry["device"] = str(device)
+    return found
+
+
+def _device_with(hardware: Hardware | None) -> Device | None:
+    return next((device for device in known_devices() if hardware_of(device) == hardware), None)
 
 
 def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
+def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, recorder: _Recorder) -> Sharding:
+    if run["compile"] != "off":
+        raise UsageError("--fsdp and --compile together are not planned: leave one out")
+    if run["mode"] == "inference":
+        raise UsageError("--fsdp is planned for training: take --mode forward in place of inference")
+    if not torch.distributed.is_available():
+        raise UsageError("--fsdp: this build of PyTorch has no torch.distributed; take one that has")
+    from stepscope.plan.sharded import Sharding  # FSDP2 takes a second to import
+
+    return Sharding(num_ranks, device, recorder.storages, recorder.after_op)
+
+
 def _step_of(
-    built: Any, run: Mapping[str, Value], device: str
+    built: Any, run: Mapping[str, Value], device: str, sharding: Sharding | None
 ) -> tuple[Callable[[], Any], tuple[list[nn.Module], list[Any]] | None]:
     """One step of what was built, as a call; its modules and optimizers where they are known."""
     if not isinstance(built, Built):
+        if sharding is not None:
+            raise UsageError("--fsdp: a whole step has its model inside; let the function return the model instead")
         return built.step, None
     dtype = prepare.weights_dtype(run)
     built.module.to(dtype)
+    if sharding is not None:
+        sharding.shard(built.module)
     batch = prepare.cast(prepare.make_batch(built, int(run["seed"]), device), dtype)
     one_pass = prepare.Pass(built.module, batch, run)
     return one_pass, ([built.module], [] if one_pass.optimizer is None else [one_pass.optimizer])
@@ -188,13 +279,15 @@ def _found(live: Mapping[int, int]) -> tuple[list[nn.Module], list[Any]]:
     def is_ours(parameters: Any) -> bool:
         return any(type(parameter) is Ghost and storage_key(parameter) in live for parameter in parameters)
 
-    # By type: asking an object for its class runs code of some that are there.
-    objects = [(type(thing), thing) for thing in gc.get_objects()]
-    modules = [thing for kind, thing in objects if issubclass(kind, nn.Module) and is_ours(thing.parameters())]
+    # By type: asking an object for its class runs code of some that are there. Nothing is made on the way: half a
+    # million of anything sets the garbage collector to work.
+    kinds = (nn.Module, torch.optim.Optimizer)
+    things = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+    modules = [thing for thing in things if issubclass(type(thing), nn.Module) and is_ours(thing.parameters())]
     inside = {id(child) for module in modules for child in module.children()}
     optimizers = [
         thing
-        for kind, thing in objects
-        if issubclass(kind, torch.optim.Optimizer) and is_ours(p for g in thing.param_groups for p in g["params"])
+        for thing in things
+        if not issubclass(type(thing), nn.Module) and is_ours(p for g in thing.param_groups for p in g["params"])
     ]
     return [module for module in modules if id(module) not in inside], optimizers

@@ -32,6 +32,11 @@ def script_frames() -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
+def is_library(file: str) -> bool:
+    """Whether a file was installed, and is not what the user works on."""
+    return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
+
+
 def place(frame: types.FrameType) -> str:
     """`train.py:42`."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

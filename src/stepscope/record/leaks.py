@@ -7,16 +7,18 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import CO_OPTIMIZED
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from stepscope.record.frames import place, script_frames
+from stepscope.record.filled import lines_that_fill
+from stepscope.record.frames import is_library, script_frames
 from stepscope.record.nodes import saved_tensors
 from stepscope.record.storages import storage_key, storage_of
 
@@ -28,15 +30,56 @@ MAX_DEPTH = 4
 MAX_ELEMENTS = 100_000
 """Of one container: a data set held in a list is not walked through."""
 
+MAX_LINES = 3
+"""Of those that fill a variable."""
+
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 
 
+class Variable(NamedTuple):
+    """A variable of a frame, or what is reached from one by attributes: `trainer.log`."""
+
+    name: str
+    file: str
+    code: types.CodeType | None
+    """Of the function whose local it is; None of a global."""
+    line: int | None
+    """Where the frame is that it was found in."""
+    class_file: str | None = None
+    """Of an attribute: where the class is written that has it."""
+
+    def place(self) -> str:
+        """`train.py:31 losses`: the lines that fill it where they can be told, else the one where its frame is."""
+        file, lines = self.file, lines_that_fill(self.name, self.file, self.code)
+        words = self.name.split(".")
+        if not lines and self.class_file and not is_library(self.class_file):
+            lines = lines_that_fill(f"*.{words[-1]}", self.class_file)
+            file = self.class_file if lines else file
+        lines = lines or lines_that_fill(words[0], file, self.code)
+        lines = lines[:MAX_LINES] or ([self.line] if self.line else [])
+        return f"{Path(file).name}{':' if lines else ''}{','.join(map(str, lines))} {self.name}"
+
+
+Held = tuple[torch.Tensor, "str | None"]
+"""A tensor and the place of a variable that leads to it."""
+
+
 class LeftAlive(NamedTuple):
-    """One entry for each variable that holds graphs, and whether the search ended before it was through."""
+    """What graphs of earlier steps hold on to."""
 
     entries: list[dict[str, Any]]
+    """One for each variable that holds graphs."""
+    held: list[Held]
+    """A tensor of each storage that is counted in them, and who holds it."""
     is_complete: bool
+    """Whether the search came to its end in time."""
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor of this process that Python can see."""
+    # `type(o)` and not isinstance: proxies answer isinstance by running their own code. Fake tensors have no memory.
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o).__name__ != "FakeTensor"]
 
 
 def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
@@ -44,12 +87,15 @@ def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
 
     `step_began` is the sequence number with which the step that has just ended began. What an earlier step left
     behind counts, and what hangs on to it. Of the last step's own tensors only those count that keep more than
-    themselves: `loss` in its variable is no leak once its backward has been run.
+    themselves and are in a variable: `loss` is no leak once its backward has been run, nor is a result that is on its
+    way to the caller of the model.
     """
     deadline = time.perf_counter() + TIME_LIMIT_S
     counted = {storage_key(tensor) for tensor in keep} | {None}
     found: dict[int, tuple[torch.Tensor, int]] = {}
+    held: list[tuple[torch.Tensor, int]] = []
     seen: dict[int, Any] = {}
+    old: set[int] = set()
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in _tensors_with_graph():
             num_seen, num_bytes = len(seen), 0
@@ -59,101 +105,120 @@ def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
                 key = storage_key(saved)
                 if key not in counted:
                     counted.add(key)
+                    held.append((saved, id(tensor)))
                     num_bytes += storage_of(saved).nbytes()
                 if time.perf_counter() > deadline:
                     break
             made = [tensor.grad_fn, *islice(seen.values(), num_seen, None)]
-            if not is_own_counted and any(node._sequence_nr() < step_began for node in made):
+            is_old = any(node._sequence_nr() < step_began for node in made)
+            if is_old:
+                old.add(id(tensor))
+            if is_old and not is_own_counted:
+                held.append((tensor, id(tensor)))
                 num_bytes += storage_of(tensor).nbytes()
             if num_bytes:
                 found[id(tensor)] = (tensor, num_bytes)
             if time.perf_counter() > deadline:
                 break
     is_complete = time.perf_counter() < deadline
-    entries = _by_holder(found, time.perf_counter() + TIME_LIMIT_S) if found else []
-    return LeftAlive(entries, is_complete)
+    places = _places({id(tensor): tensor for tensor, _ in found.values()}, id)
+    found = {key: entry for key, entry in found.items() if key in old or key in places}
+    held_now = [(tensor, places.get(by)) for tensor, by in held if by in found]
+    return LeftAlive(_by_place(found, places), held_now, is_complete)
+
+
+def find_holders(tensors: list[torch.Tensor]) -> list[Held]:
+    """The tensors, each with a variable that leads to its memory."""
+    places = _places({storage_key(tensor): tensor for tensor in tensors}, storage_key)
+    return [(tensor, places.get(storage_key(tensor))) for tensor in tensors]
 
 
 def _tensors_with_graph() -> list[torch.Tensor]:
-    # `type(o)` and not isinstance: proxies answer isinstance by running their own code. Fake tensors have no memory.
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o).__name__ != "FakeTensor"]
-    with_graph = [tensor for tensor in tensors if tensor.grad_fn is not None]
+    with_graph = [tensor for tensor in live_tensors() if tensor.grad_fn is not None]
     return sorted(with_graph, key=lambda tensor: -tensor.grad_fn._sequence_nr())
 
 
-def _by_holder(found: dict[int, tuple[torch.Tensor, int]], deadline: float) -> list[dict[str, Any]]:
-    holders: dict[str | None, list[int]] = {}
-    missing = set(found)
-    for variable, value in _reachable(deadline):
-        if id(value) in missing:
-            missing.remove(id(value))
-            holders.setdefault(variable, []).append(id(value))
-            if not missing:
+def _places(wanted: dict[Any, torch.Tensor], key_of: Callable[[torch.Tensor], Any]) -> dict[Any, str]:
+    """Where the variables are that lead to tensors of these keys, as far as there is time to look."""
+    deadline, variables = time.perf_counter() + TIME_LIMIT_S, {}
+    for variable, tensor in _reachable(deadline) if wanted else ():
+        key = key_of(tensor)
+        if key in wanted and key not in variables:
+            variables[key] = variable
+            if len(variables) == len(wanted):
                 break
-    if missing:
-        holders[None] = list(missing)
+    places = {variable: variable.place() for variable in set(variables.values())}
+    return {key: places[variable] for key, variable in variables.items()}
+
+
+def _by_place(found: dict[int, tuple[torch.Tensor, int]], places: dict[int, str]) -> list[dict[str, Any]]:
+    groups: dict[str | None, list[tuple[torch.Tensor, int]]] = {}
+    for key, entry in found.items():
+        groups.setdefault(places.get(key), []).append(entry)
     entries = []
-    for frame, ids in holders.items():
-        tensor, _ = max((found[key] for key in ids), key=lambda entry: entry[1])
+    for place, group in groups.items():
+        tensor, _ = max(group, key=itemgetter(1))
         entries.append(
             {
-                "bytes": sum(found[key][1] for key in ids),
-                "num_tensors": len(ids),
+                "bytes": sum(num_bytes for _, num_bytes in group),
+                "num_tensors": len(group),
                 "op": tensor.grad_fn.name() if tensor.grad_fn is not None else None,
                 "module": None,  # made before anybody looked
-                "frame": frame,
+                "frame": place,
             }
         )
     return sorted(entries, key=lambda entry: -entry["bytes"])
 
 
-def _reachable(deadline: float) -> Iterator[tuple[str, Any]]:
-    """("train.py:31 losses", tensor) of the tensors that the script's variables reach, the nearest first."""
+def _reachable(deadline: float) -> Iterator[tuple[Variable, Any]]:
+    """The tensors that the script's variables reach, with the variable, the nearest first."""
     level = list(_variables())
     seen: set[int] = set()
     for _ in range(MAX_DEPTH + 1):
-        below: list[tuple[str, Any]] = []
-        for name, value in level:
+        below: list[tuple[Variable, Any]] = []
+        for variable, value in level:
             if issubclass(type(value), torch.Tensor):
-                yield name, value
+                yield variable, value
             elif id(value) not in seen and not issubclass(type(value), _PLAIN):
                 seen.add(id(value))
-                below.extend(_parts(name, value))
+                below.extend(_parts(variable, value))
             if time.perf_counter() > deadline:
                 return
         level = below
 
 
-def _variables() -> Iterator[tuple[str, Any]]:
-    """("train.py:31 losses", value) of the locals and globals of every frame of the script."""
+def _variables() -> Iterator[tuple[Variable, Any]]:
+    """The locals and globals of every frame of the script, those of installed packages last."""
     globals_seen: set[int] = set()
-    for frame in script_frames():
-        if frame.f_code.co_flags & CO_OPTIMIZED:
+    frames = sorted(script_frames(), key=lambda frame: is_library(frame.f_code.co_filename))
+    for frame in frames:
+        code, file, line = frame.f_code, frame.f_code.co_filename, frame.f_lineno
+        if code.co_flags & CO_OPTIMIZED:
             values = frame.f_locals
-            yield from [(f"{place(frame)} {name}", value) for name, value in values.items()]
+            yield from [(Variable(name, file, code, line), value) for name, value in values.items()]
             # Before Python 3.13 this is a copy that stays with the frame and would keep what it names alive.
             if sys.version_info < (3, 13) and sys.getrefcount(values) <= 3:  # not a dict that locals() gave away
                 values.clear()
             del values
         elif id(frame.f_globals) not in globals_seen:
             globals_seen.add(id(frame.f_globals))
-            yield from [(f"{place(frame)} {name}", value) for name, value in frame.f_globals.items()]
-    for frame in script_frames():
+            yield from [(Variable(name, file, None, line), value) for name, value in list(frame.f_globals.items())]
+    for frame in frames:
         if id(frame.f_globals) not in globals_seen:
             globals_seen.add(id(frame.f_globals))
-            file = Path(frame.f_code.co_filename).name
-            yield from [(f"{file} {name}", value) for name, value in list(frame.f_globals.items())]
+            file, found = frame.f_code.co_filename, list(frame.f_globals.items())
+            yield from [(Variable(name, file, None, None), value) for name, value in found]
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(variable: Variable, value: Any) -> Iterator[tuple[Variable, Any]]:
     """What a value is made of: elements have their container's name, attributes add their own."""
     # By the built-in type's own methods: a subclass may answer with code of its own.
     if issubclass(type(value), dict):
-        yield from [(name, item) for item in islice(dict.values(value), MAX_ELEMENTS)]
+        yield from [(variable, item) for item in islice(dict.values(value), MAX_ELEMENTS)]
         return
     for container in _CONTAINERS:
         if issubclass(type(value), container):
-            yield from [(name, item) for item in islice(container.__iter__(value), MAX_ELEMENTS)]
+            yield from [(variable, item) for item in islice(container.__iter__(value), MAX_ELEMENTS)]
             return
     try:
         attributes = dict(object.__getattribute__(value, "__dict__"))
@@ -161,4 +226,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     if issubclass(type(value), nn.Module):
         attributes |= attributes.get("_modules") or {}
-    yield from [(f"{name}.{attribute}", item) for attribute, item in attributes.items()]
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None)
+    for attribute, item in attributes.items():
+        yield variable._replace(name=f"{variable.name}.{attribute}", class_file=file), item

@@ -7,7 +7,7 @@ on any device. It runs in a window of its own: the clock's samples never meet it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.record.clock import BACKWARD, FORWARD, OTHER
 from stepscope.record.flops import OpFlops, count_flops
 from stepscope.record.frames import caller
-from stepscope.record.model import CallHooks, visible_modules
+from stepscope.record.model import CallHooks, named_modules, plain_name
 from stepscope.record.nodes import NodeModules, saved_bytes
 from stepscope.record.ops import Op
 from stepscope.record.patches import Handle, remove_all
@@ -26,7 +26,9 @@ from stepscope.record.storages import (
     BUFFER,
     GRADIENT,
     INPUT,
+    LEFT_ALIVE,
     OPTIMIZER_STATE,
+    OTHERS,
     OUTSIDE,
     PARAMETER,
     TEMPORARY,
@@ -85,7 +87,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._parameter_of: dict[int, int] = {}  # storage key -> parameter index, casts included
         self._num_elements: list[int] = []
         self._num_dimensions: list[int] = []
-        self._names: dict[int, str] = {}  # id of a parameter -> its name
+        self._holders: dict[int, str] = {}  # id of a parameter -> the module that has it
         self._nodes = NodeModules()
         self._backward_caller: str | None = None
         self.saved_error: str | None = None
@@ -103,20 +105,23 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         storages = self._storages
         storages.stage = self._stage
         storages.on_death = lambda key: self._parameter_of.pop(key, None)
-        for root in self._roots:
-            for name, parameter in root.named_parameters():
-                self._names.setdefault(id(parameter), name)
+        for root, prefix, modules in named_modules(self._roots):
+            for name, parameter in root.named_parameters(prefix):
+                holder = self._holders.setdefault(id(parameter), _holder(name))
                 key = storage_key(parameter)
                 if key is not None and key not in self._parameter_of:
                     self._parameter_of[key] = len(self._num_elements)
                     self._num_elements.append(parameter.numel())
                     self._num_dimensions.append(parameter.dim())
-                    storages.own((parameter,), PARAMETER, BEFORE, name)
-            buffers = ((n, b) for n, b in root.named_buffers() if storage_key(b) not in self._parameter_of)
-            for name, buffer in buffers:
-                storages.own((buffer,), BUFFER, BEFORE, name)
-            for name, module in visible_modules(root):
-                self._handles.append(CallHooks(module, self._entering(name), self._leaving))
+                    storages.own((parameter,), PARAMETER, BEFORE, holder)
+            for name, buffer in root.named_buffers(prefix):
+                if storage_key(buffer) not in self._parameter_of:
+                    storages.own((buffer,), BUFFER, BEFORE, _holder(name))
+            for name, module in modules:
+                self._handles.append(CallHooks(module, self._entering(plain_name(name)), self._leaving))
+        # Some have no module, or one that nobody calls.
+        loose = [p for p in self._optimized() if id(p) not in self._holders]
+        storages.own(loose, PARAMETER, BEFORE)
         self.note_parameter_gradients()
         self._note_optimizer_state()
         storages.open()
@@ -128,6 +133,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         if self._entered:
             self.__exit__(None, None, None)
             self._entered = False
+        self.note_parameter_gradients()
         self._note_optimizer_state()
         if self._owns_storages:
             self._storages.close()
@@ -138,6 +144,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def note_inputs(self, args: Any, kwargs: Any) -> None:
         """The tensors the root module is called with are inputs."""
         self._storages.own(tensors_in((args, kwargs)), INPUT, OUTSIDE)
+
+    def note_before(self, held: Iterable[tuple[torch.Tensor, str | None]], left_alive: bool = False) -> None:
+        """What is there before `start()`, and who holds it; first what graphs of earlier steps have `left_alive`."""
+        owner = LEFT_ALIVE if left_alive else OTHERS
+        for tensor, holder in held:
+            key = storage_key(tensor)
+            if key is not None and key not in self._storages.live:
+                self._storages.born(key, tensor, BEFORE, owner, caller=holder, before=True)
 
     def backward_begins(self, create_graph: bool = False, tensors: Any = ()) -> None:
         """What the forward made and is still alive now is kept for backward; `tensors` are what it starts from."""
@@ -150,20 +164,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self.saved_error = f"{type(error).__name__}: {error}"
 
     def note_gradients(self, optimizer: Any) -> None:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is not None:
-                self._storages.own((parameter.grad,), GRADIENT, OUTSIDE, self._names.get(id(parameter)))
+        self._note_gradients(p for group in optimizer.param_groups for p in group["params"])
 
     def note_parameter_gradients(self) -> None:
-        for root in self._roots:
-            for name, parameter in root.named_parameters():
-                if parameter.grad is not None:
-                    self._storages.own((parameter.grad,), GRADIENT, OUTSIDE, name)
+        self._note_gradients(parameter for root in self._roots for parameter in root.parameters())
+        self._note_gradients(self._optimized())
+
+    def _note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._storages.own((parameter.grad,), GRADIENT, OUTSIDE, self._holders.get(id(parameter)))
 
     def _note_optimizer_state(self) -> None:
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                self._storages.own(tensors_in(state), OPTIMIZER_STATE, BEFORE, self._names.get(id(parameter)))
+                self._storages.own(tensors_in(state), OPTIMIZER_STATE, BEFORE, self._holders.get(id(parameter)))
+
+    def _optimized(self) -> Iterator[torch.Tensor]:
+        return (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
 
     def _note_saved(self, roots: list[Any]) -> None:
         saved = saved_bytes(roots, self._nodes, lambda key: self._storages.owner_of(key) == PARAMETER)
@@ -204,6 +222,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self._phase() or OTHER
         if phase != self._last_phase:  # it may be one that allocates nothing
+            if self._last_phase == BACKWARD:  # which may have been run by the optimizer that uses them
+                self.note_parameter_gradients()
             self._last_phase = phase
             self._storages.note_stage()
         outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
@@ -223,9 +243,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                     self._touched |= weights
         if op.name == "aten.embedding" and (key := storage_key(args[0])) in self._parameter_of:
             self._looked_up.add(self._parameter_of[key])
+        born: dict[int, torch.Tensor] = {}
         for tensor in outputs:
             key = storage_key(tensor)
             if key is not None and key not in self._storages.live:
+                born.setdefault(key, tensor)
+        taken = {storage_key(tensor) for tensor in tensors_in((args, kwargs))} if born else set()
+        for key, tensor in born.items():
+            if op.is_view or key in taken:  # nobody showed it to us before
+                self._storages.born(key, tensor, BEFORE, OTHERS, before=True)
+            else:
                 self._born(key, tensor, op, args, phase)
 
     def _born(self, key: int, tensor: torch.Tensor, op: Op, args: Any, phase: str) -> None:
@@ -233,9 +260,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         if op.name == "aten._to_copy" and phase == FORWARD and (source := storage_key(args[0])) in self._parameter_of:
             owner = WEIGHT_CAST
             self._parameter_of[key] = self._parameter_of[source]
-        if op.is_view:  # of a storage that nobody showed us before
-            self._storages.born(key, tensor, BEFORE, owner, before=True)
-            return
         who = (caller() or self._backward_caller) if self._callers else None
         self._storages.born(key, tensor, op.name, owner, phase, self.module(), who)
 
@@ -288,8 +312,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             return self._modules[-1]
         node, name = self._nodes.running()
         if name is None and (parameter := getattr(node, "variable", None)) is not None:
-            name = self._names.get(id(parameter))  # a gradient is added up
-            name = None if name is None else name.rpartition(".")[0]
+            return self._holders.get(id(parameter))  # a gradient is added up
         return name
 
     def _stage(self) -> str:
@@ -331,7 +354,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         """The tables of `memory.json.gz` (docs/recording.md); what only a running process can tell is empty here."""
         storages = self._storages
         parameters = [p for root in self._roots for p in root.parameters()]
-        parameters += [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        parameters += self._optimized()
         return {
             "schema_version": MEMORY_SCHEMA_VERSION,
             "device": str(parameters[0].device) if parameters else "cpu",
@@ -345,6 +368,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             "left_alive": [],
             "allocator": None,
         }
+
+
+def _holder(name: str) -> str:
+    """The module that has a parameter or a buffer of this name.
+
+    >>> _holder("blocks.0.up.weight"), _holder("scale")
+    ('blocks.0.up', '')
+    """
+    return plain_name(name.rpartition(".")[0])
 
 
 def _without_pauses(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,15 @@ from torch import nn
 
 from stepscope.record import files
 from stepscope.record.cuda_memory import AllocatorCounters, AllocatorHistory, is_out_of_memory, write_snapshot
-from stepscope.record.leaks import TIME_LIMIT_S, find_left_alive
+from stepscope.record.leaks import TIME_LIMIT_S, find_holders, find_left_alive, live_tensors
 from stepscope.record.ledger import Ledger
 from stepscope.record.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
+from stepscope.record.storages import MAX_ALLOCATIONS, storage_key, storage_of, tensors_in
+
+MAX_BEFORE = MAX_ALLOCATIONS // 4
+"""Tensors that are there when the window begins: a data set can be a million."""
+MAX_NAMED = 50
+"""Of them, the largest, whose variables are looked for."""
 
 
 class MemoryProbe:
@@ -52,18 +58,37 @@ class MemoryProbe:
     def start(
         self, roots: list[nn.Module], optimizers: list[Any], device: int | None, phase: Callable[[], str | None]
     ) -> None:
-        self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(roots))
         if not SHOWS_SAVED_TENSORS:
             text = f"torch {torch.__version__} does not show what a graph has saved"
             self._note("memory", f"{text}: nothing is said about what is saved for backward")
         if device is not None:
             self._guard("reading the allocator's counters", lambda: self._start_cuda(device))
-        self.ledger = Ledger(roots, optimizers, phase, callers=self._in_full)
-        self.ledger.start()
+        ledger = Ledger(roots, optimizers, phase, callers=self._in_full)
+        known = list(_belonging(roots, optimizers))
+        self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(known, ledger))
+        self._guard("looking for tensors that are there already", lambda: self._find_others(known, ledger))
+        self.ledger = ledger
+        ledger.start()
 
-    def _find_left_alive(self, roots: list[nn.Module]) -> None:
-        keep = [tensor for root in roots for tensors in (root.parameters(), root.buffers()) for tensor in tensors]
-        self._left_alive, is_complete = find_left_alive(self._step_began, keep)
+    def _find_others(self, known: list[torch.Tensor], ledger: Ledger) -> None:
+        keys = {storage_key(tensor) for tensor in known} | {None}
+        there = {storage_key(tensor): tensor for tensor in live_tensors() if tensor.device.type != "meta"}
+        others = [tensor for key, tensor in there.items() if key not in keys]
+        largest = sorted(others, key=lambda tensor: -storage_of(tensor).nbytes())
+        if self._in_full:
+            ledger.note_before(find_holders(largest[:MAX_NAMED]))
+        ledger.note_before([(tensor, None) for tensor in largest[:MAX_BEFORE]])
+        if len(others) > MAX_BEFORE:
+            text = f"the {len(others) - MAX_BEFORE:,} smallest tensors that were there before the step"
+            self._note("memory", f"{text} are in none of the figures")
+
+    def _find_left_alive(self, known: list[torch.Tensor], ledger: Ledger) -> None:
+        self._left_alive, held, is_complete = find_left_alive(self._step_began, known)
+        ledger.note_before([(tensor, place if self._in_full else None) for tensor, place in held], left_alive=True)
+        if self._left_alive:
+            num_bytes, holder = sum(each["bytes"] for each in self._left_alive), self._left_alive[0]["frame"]
+            text = f"a leak: {num_bytes:,} bytes of earlier steps' graphs are still alive"
+            self._note("memory", f"{text}, most of them held at {holder}" if holder else text)
         if not is_complete:
             text = f"graphs of earlier steps were looked for no longer than {TIME_LIMIT_S:.0f} s"
             self._note("memory", f"{text}: there may be more than were found")
@@ -108,3 +133,13 @@ class MemoryProbe:
             write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
             text = f"what filled the memory is in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens it"
             self._note("memory", f"CUDA ran out of memory: {text}")
+
+
+def _belonging(roots: list[nn.Module], optimizers: list[Any]) -> Iterator[torch.Tensor]:
+    """What the ledger will know by itself: parameters and buffers, gradients, the optimizers' state."""
+    parameters = [p for root in roots for p in root.parameters()]
+    parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    yield from parameters
+    yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+    yield from (buffer for root in roots for buffer in root.buffers())
+    yield from tensors_in([optimizer.state for optimizer in optimizers])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from stepscope.record.nodes import backward_runs
 from stepscope.record.patches import Handle, remove_all
 
 
@@ -34,6 +35,34 @@ def visible_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
     if not is_opaque(module):
         for child_name, child in module.named_children():
             yield from visible_modules(child, f"{name}.{child_name}" if name else child_name)
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """A module's name as it would be without what torch wraps around modules.
+
+    >>> plain_name("blocks.0._checkpoint_wrapped_module.up")
+    'blocks.0.up'
+    """
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
+def named_modules(roots: list[nn.Module]) -> list[tuple[nn.Module, str, list[tuple[str, nn.Module]]]]:
+    """(root, its name, its visible modules with theirs): a root that is alone has no name.
+
+    Of several each has its class for a name, with a number where two are of one class. A root that is a part of
+    another one has its place there.
+    """
+    parts = {id(inner) for root in roots for inner in root.modules() if inner is not root}
+    outer = [root for root in roots if id(root) not in parts]
+    kinds = [type(getattr(root, "_orig_mod", root)).__name__ for root in outer]
+    named = []
+    for place, (root, kind) in enumerate(zip(outer, kinds)):
+        name = f"{kind}_{kinds[:place].count(kind)}" if kinds.count(kind) > 1 else kind if len(outer) > 1 else ""
+        named.append((root, name, list(visible_modules(root, name))))
+    return named
 
 
 def live_modules() -> list[nn.Module]:
@@ -118,7 +147,8 @@ class CalledRoots:
         self._handles: list[Handle] = [CallHooks(module, self._enter, self._leave) for module in modules]
 
     def _enter(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        if self._depth == 0 and any(True for _ in module.parameters()):
+        # What a checkpoint calls again from inside the backward was called by its model before.
+        if self._depth == 0 and not backward_runs() and any(True for _ in module.parameters()):
             self.found[id(module)] = module
         self._depth += 1
 

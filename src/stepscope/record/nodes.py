@@ -19,6 +19,11 @@ SHOWS_SAVED_TENSORS = hasattr(torch._C._autograd.SavedTensor, "data")
 """Whether torch shows what a node has saved without running the hooks that would bring it back."""
 
 
+def backward_runs() -> bool:
+    """Whether autograd's engine runs on this thread: what is called now, a backward calls."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
 def next_sequence_number() -> int:
     """The number that the next node made on this thread will have."""
     return int(_next_sequence_number())

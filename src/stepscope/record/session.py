@@ -175,7 +175,7 @@ class Session:
             step = self._restart(step)
         finished = self._window
         self._write_step(step)
-        self._last = (step, self._loop.facts)
+        self._last = (step, self._loop.facts) if self._step == 0 else None  # it would keep the loss
         self._probes.memory.step_ended()
         self._step += 1
         self._window = self._windows.at(self._step)

@@ -22,20 +22,26 @@ WEIGHT_CAST = "autocast_weight_cast"
 ACTIVATION = "activation"
 TEMPORARY = "temporary"
 WORKSPACE = "workspace"  # a library's, kept between calls; only a plan knows of it
+LEFT_ALIVE = "left_alive"  # by a graph of an earlier step
+OTHERS = "other"  # there before the window, and none of these
 
 BEFORE = "before the window"
 OUTSIDE = "outside an op"
 
 
 def storage_of(tensor: Any) -> Any:
-    """A tensor's storage; of a tensor that stands for another one, its `_stepscope_inner`, that one's."""
-    return getattr(tensor, "_stepscope_inner", tensor).untyped_storage()
+    """A tensor's storage; of one that stands for another (`_stepscope_inner`, a DTensor's local one), that one's."""
+    inner = getattr(tensor, "_stepscope_inner", None)
+    if inner is None:
+        local = getattr(tensor, "_local_tensor", tensor)
+        inner = getattr(local, "_stepscope_inner", local)
+    return inner.untyped_storage()
 
 
 def storage_key(tensor: Any) -> int | None:
     """What identifies a tensor's storage while it lives; None for tensors that have none of their own."""
     try:
-        storage = getattr(tensor, "_stepscope_inner", tensor).untyped_storage()
+        storage = storage_of(tensor)
         return storage._cdata if storage.nbytes() else None
     except (NotImplementedError, RuntimeError, AttributeError):
         return None
@@ -57,10 +63,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Storages:
-    """The storages that are alive from `open()` to `close()`; `stage()` says in what part of the step we are."""
+    """The storages that are alive from `open()` to `close()`; `stage()` says in what part of the step we are.
 
-    def __init__(self, stage: Callable[[], str]) -> None:
+    One that `is_capped` drops, and counts, what comes after MAX_ALLOCATIONS.
+    """
+
+    def __init__(self, stage: Callable[[], str], is_capped: bool = True) -> None:
         self.stage = stage
+        self._is_capped = is_capped
         self.allocations: list[dict[str, Any]] = []
         self.live: dict[int, int] = {}  # storage key -> index into the allocations
         self.stages: list[dict[str, Any]] = []
@@ -94,7 +104,7 @@ class Storages:
         before: bool = False,
     ) -> None:
         """Enter a storage that is not known yet; `before`: it was there when the window opened."""
-        if len(self.allocations) >= MAX_ALLOCATIONS:
+        if self._is_capped and len(self.allocations) >= MAX_ALLOCATIONS:
             self.num_dropped += 1
             return
         storage = storage_of(tensor)
@@ -125,6 +135,12 @@ class Storages:
         self.on_death(key)
         if index is not None and self._is_open:
             self.gave_back(index)
+
+    def emptied(self, tensor: torch.Tensor) -> None:
+        """A storage is about to be resized to nothing: dead, though it may be filled and born again."""
+        key = storage_key(tensor)
+        if key is not None:
+            self._died(key)
 
     def took(
         self, num_bytes: int, op: str, owner: str, phase: str | None, device: str, module: str | None = None
@@ -160,6 +176,8 @@ class Storages:
             else:
                 entry = self.allocations[index]
                 entry["owner"] = owner
+                if owner == INPUT:  # a batch may be a part of a data set
+                    entry["shape"] = list(tensor.shape)
                 entry["module"] = entry["module"] or module
 
     def keep_for_backward(self, phase: str) -> None:

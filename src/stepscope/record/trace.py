@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stepscope.record.clock import Clock, name_between
-from stepscope.record.model import CallHooks, visible_modules
+from stepscope.record.model import CallHooks, named_modules
 from stepscope.record.patches import Handle, remove_all
 
 PHASE_PREFIX = "stepscope.phase/"
@@ -47,9 +47,8 @@ class TraceProbe:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device is not None:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(
-            activities=activities, record_shapes=True, with_stack=False, acc_events=True
-        )
+        # Not acc_events: with it torch parses every event in Python when the trace stops, minutes for long ones.
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, with_stack=False)
 
     def prepare(self) -> None:
         """Warm the profiler up."""
@@ -158,13 +157,12 @@ def _enter(name: str) -> Any:
 
 
 def _named(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Modules under their fully qualified names; with several roots each name begins with its root's class."""
-    named = []
-    for root in roots:
-        kind = type(getattr(root, "_orig_mod", root)).__name__
-        prefix = f"{kind}." if len(roots) > 1 else ""
-        named += [(prefix + name if name else kind, module) for name, module in visible_modules(root)]
-    return named
+    """Modules under their fully qualified names; a model that is alone goes by its class."""
+    return [
+        (name or type(getattr(root, "_orig_mod", root)).__name__, module)
+        for root, _, modules in named_modules(roots)
+        for name, module in modules
+    ]
 
 
 def summarise(events: list[Any], num_steps: int) -> dict[str, Any]:

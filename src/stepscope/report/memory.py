@@ -115,8 +115,8 @@ def _memory_file(path: Path, rank: int | None) -> Path:
     folder = path / f"rank{rank}" if rank else path
     if not (folder / MEMORY_FILE).is_file():
         raise RecordingError(
-            f"{folder} has no {MEMORY_FILE}, as a run with --no-memory, or one that ended before its memory window, "
-            "leaves it: stepscope run SCRIPT records one"
+            f"{folder} has no {MEMORY_FILE}, as a run with --no-memory, or one that ended before its memory window "
+            "was over, leaves it: stepscope run SCRIPT records one"
         )
     return folder / MEMORY_FILE
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stepscope.analysis.memory_account import BEFORE_THE_WINDOW, REMAINDER, Account, Large, Part
-from stepscope.analysis.memory_growth import Growth
+from stepscope.analysis.memory_growth import Grown, Growth
 from stepscope.analysis.memory_sizes import SYMBOLS
-from stepscope.analysis.memory_tree import ancestors, frontier, starred
+from stepscope.analysis.memory_tree import alike, ancestors, frontier
 from stepscope.analysis.snapshot_memory import SnapshotEnd
 from stepscope.report.memory import SNAPSHOT, TRACE, MemoryAnalysis, MemoryReport
 from stepscope.report.text import percent, plural, safe, size
@@ -39,6 +39,9 @@ def _report(report: MemoryReport, most: int, width: int) -> Iterator[str]:
     head = f"{name}   {safe(found.device, 20)}   {plural(found.num_allocations, 'allocation')}"
     yield shortened(head, width)
     yield ""
+    if found.left_alive:
+        yield from _wrapped(_leak(found), width)
+        yield ""
     yield from _wrapped(_verdict(report), width)
     sections = [
         _callers(found, most, width) if report.source == SNAPSHOT else _owners(found, width),
@@ -70,6 +73,20 @@ def _verdict(report: MemoryReport) -> str:
         groups = found.live_at_peak.by_caller
     largest = [f"{_title(part.name)} {percent(part.share)}" for part in groups[:3] if part.bytes > 0]
     return f"{text}: {', '.join(largest)}." if largest else f"{text}."
+
+
+def _leak(found: Account) -> str:
+    """How much earlier steps left alive, who holds most of it, and what to do about it."""
+    first = found.left_alive[0]
+    num_bytes = sum(left.bytes for left in found.left_alive)
+    share = sum(part.share for part in found.live_at_peak.by_owner if part.name == "left_alive")
+    text = f"Leak: {size(num_bytes)} of earlier steps' graphs are still alive when this step starts"
+    text += f", {percent(share)} of the peak." if share else "."
+    what = f"{size(first.bytes)}: {plural(first.num_tensors, 'tensor')} with all that their graphs keep"
+    if first.frame is None:
+        return f"{text} No variable of the script was found to hold the largest, {what}."
+    where, _, name = safe(first.frame).partition(" ")
+    return f"{text} {name} ({where}) holds {what}. Keep .item() or .detach() of them there instead."
 
 
 def _owners(found: Account, width: int) -> Iterator[str]:
@@ -157,11 +174,13 @@ def _kept(found: Account, most: int, width: int) -> Iterator[str]:
     for _, rows in tables:
         for row in rows:
             most_of[row.module] = max(most_of.get(row.module, 0), row.bytes)
-    names = [name for name, _ in frontier({name: held for name, held in most_of.items() if held}, most)][:most]
+    held = {name: num_bytes for name, num_bytes in most_of.items() if num_bytes}
+    names, together = [name for name, _ in frontier(held, most)][:most], alike(held)
     sums: list[Counter[str | None]] = [Counter() for _ in tables]
     for table, (_, rows) in zip(sums, tables):
         for row in rows:
-            table[next((name for name in ancestors(starred(row.module)) if name in names), OTHERS)] += row.bytes
+            around = ancestors(together.get(row.module, row.module))
+            table[next((name for name in around if name in names), OTHERS)] += row.bytes
     if any(table[OTHERS] for table in sums):
         names.append(OTHERS)
     columns = [Column(title, [size(table[name]) for name in names]) for table, (title, _) in zip(sums, tables)]
@@ -196,7 +215,12 @@ def _place(large: Large) -> str:
     if large.op is None:
         return safe(large.caller or large.phase or "not known", 1000)
     module = f" in {large.module}" if large.module else ""
-    return safe(f"{large.op}{module}", 1000)
+    return safe(f"{_op(large)}{module}", 1000)
+
+
+def _op(made: Large | Grown) -> str:
+    """The op that made it; of what was there before, whose it is."""
+    return _title(made.owner) if made.op == BEFORE_THE_WINDOW and made.owner else made.op or "?"
 
 
 def _at_end(end: SnapshotEnd, most: int, width: int) -> Iterator[str]:
@@ -240,7 +264,9 @@ def _symbols(found: Account) -> str:
 def _categories(found: Account) -> Iterator[tuple[str, str]]:
     known = [large for large in found.largest_by_owner if large.owner is not None]
     if known:
-        yield "largest of", ", ".join(f"{_title(large.owner)} {size(large.bytes)}" for large in known)
+        holders = [f" ({large.caller})" if large.caller and large.op == BEFORE_THE_WINDOW else "" for large in known]
+        texts = [f"{_title(large.owner)} {size(large.bytes)}{where}" for large, where in zip(known, holders)]
+        yield "largest of", ", ".join(texts)
 
 
 def _allocator(found: Account) -> Iterator[tuple[str, str]]:
@@ -305,7 +331,7 @@ def _growth(analysis: MemoryAnalysis, found: Growth, most: int, width: int) -> I
             Column("grows", [row.growth if row.growth != "other" else f"^{row.exponent:.2f}" for row in grown]),
             Column("formula", [row.formula or "none" for row in grown], rank=2),
         ]
-        names = [safe(f"{row.op or '?'}{f' in {row.module}' if row.module else ''}", 1000) for row in grown]
+        names = [safe(f"{_op(row)}{f' in {row.module}' if row.module else ''}", 1000) for row in grown]
         yield from table_lines("what grows", names, columns, width)
     if any(found.num_unmatched):
         counts = " and ".join(f"{number:,}" for number in found.num_unmatched)

@@ -9,9 +9,8 @@ from stepscope.errors import UsageError
 from stepscope.sweep.grid import Point, changed, renamed
 from stepscope.sweep.point_process import OK, OOM
 from stepscope.sweep.runner import Runner
+from stepscope.sweep.search import largest
 from stepscope.workloads.workload import Workload
-
-LARGEST = 1 << 24
 
 # Two passes after the first: the optimizer's state is made at the end of the first.
 SHORT = {"warmup": 1, "steps": 2}
@@ -25,6 +24,10 @@ def max_batch_point(point: Point, budget_bytes: int | None) -> Point:
     if "batch" not in point.config:
         raise UsageError(f"{point.workload} has no knob 'batch': --max-batch has nothing to search")
     return renamed(point, {"max_batch_budget_bytes": budget_bytes})
+
+
+class _OtherEnd(Exception):
+    """A try that says nothing about memory."""
 
 
 class MaxBatch:
@@ -41,26 +44,26 @@ class MaxBatch:
         Only `ok` fits and only `oom` does not: any other end of a try says nothing about memory, and is the row.
         """
         tries: list[dict[str, Any]] = []
-        fits, too_large = 0, None
-        batch = int(point.config["batch"])
-        while too_large is None or too_large - fits > 1:
+        row: dict[str, Any] = {}
+
+        def fits(batch: int) -> bool:
+            nonlocal row
             row = self._try(changed(self._workload, point, batch=batch, **SHORT), tries)
-            if row["status"] == OK:
-                fits = batch
-            elif row["status"] == OOM:
-                too_large = batch
-            else:
-                row["reason"] = f"batch {batch}: {row.get('reason')}"
-                return self._told(point, row, tries, None)
-            if fits >= LARGEST:
-                break
-            batch = 2 * fits if too_large is None else (fits + too_large) // 2
-        while fits:
-            row = self._runner.run(changed(self._workload, point, batch=fits))
+            if row["status"] not in (OK, OOM):
+                raise _OtherEnd(batch)
+            return bool(row["status"] == OK)
+
+        try:
+            batch = largest(fits, int(point.config["batch"]))
+        except _OtherEnd as end:
+            row["reason"] = f"batch {end}: {row.get('reason')}"
+            return self._told(point, row, tries, None)
+        while batch:
+            row = self._runner.run(changed(self._workload, point, batch=batch))
             if row["status"] != OOM:
-                return self._told(point, row, tries, fits)
+                return self._told(point, row, tries, batch)
             tries.append(_summary(row))  # more steps, more fragments: it was a near thing
-            fits -= max(1, fits // NEAR_THING)
+            batch -= max(1, batch // NEAR_THING)
         return self._told(point, row, tries, None)
 
     def _try(self, point: Point, tries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -70,10 +73,10 @@ class MaxBatch:
         return row
 
     def _told(
-        self, point: Point, row: dict[str, Any], tries: list[dict[str, Any]], largest: int | None
+        self, point: Point, row: dict[str, Any], tries: list[dict[str, Any]], batch: int | None
     ) -> dict[str, Any]:
         budget = self._runner.options.memory_limit_bytes
-        return {**row, "hash": point.hash, "max_batch": largest, "max_batch_budget_bytes": budget, "tries": tries}
+        return {**row, "hash": point.hash, "max_batch": batch, "max_batch_budget_bytes": budget, "tries": tries}
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
 
     on_cpu = device != "cuda"
     wants_phases = isinstance(run_once, Pass)
-    profiler = profile(activities=activities, profile_memory=on_cpu, acc_events=True, record_shapes=keep is not None)
+    profiler = profile(activities=activities, profile_memory=on_cpu, record_shapes=keep is not None)
     base_bytes = _storage_bytes(before)
     synchronize(device)
     with profiler:

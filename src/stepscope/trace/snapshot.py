@@ -164,7 +164,7 @@ def _after_text(data: bytes, place: int) -> int:
     start = place + 1 + _TEXTS[data[place]]
     length = int.from_bytes(data[place + 1 : start], "little")
     if length > MAX_TEXT_BYTES or start + length > len(data):
-        raise ValueError(f"a text at byte {place:,} says it has {length:,} bytes")
+        raise ValueError(f"a text at byte {place:,} says it has {length:,} bytes: it is cut off, or damaged")
     return start + length
 
 

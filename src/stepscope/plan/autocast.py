@@ -1,0 +1,122 @@
+"""CUDA's autocast on a build of PyTorch that has none: its lists, and kernels for them under the CPU's key.
+
+The CPU's lists differ from CUDA's in what is computed in float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+_HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+LISTS = ("AT_FORALL_LOWER_PRECISION_FP", "AT_FORALL_FP32", "AT_FORALL_FP32_SET_OPT_DTYPE", "AT_FORALL_PROMOTE")
+
+
+def autocast_list(macro: str) -> list[str]:
+    """The ops of one of CUDA's autocast lists, from the header of the PyTorch that is installed, as `name.overload`.
+
+    >>> "softmax.int" in autocast_list("AT_FORALL_FP32_SET_OPT_DTYPE")
+    True
+    """
+    text = _HEADER.read_text(encoding="utf-8")
+    body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)+.*)", text)
+    pairs = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", body.group(1)) if body else []
+    return [f"{name}.{overload}" if overload else name for name, overload in pairs]
+
+
+def patches() -> Iterator[Any]:
+    """What in torch knows of a CUDA device's autocast, answered by the CPU's."""
+    yield mock.patch.object(torch.autocast, "__init__", _anywhere(torch.autocast.__init__))
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        yield mock.patch.object(torch, name, _of_cpu(getattr(torch, name)))
+
+
+def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and not args and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float16  # CUDA's own default
+        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return __init__
+
+
+def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        plain = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
+        return function(*("cpu" if value == "cuda" else value for value in args), **plain)
+
+    return asked
+
+
+def kernels() -> Iterator[tuple[str, Any]]:
+    """Name and kernel of every op that CUDA's autocast treats in its own way."""
+    of_cuda = {name for macro in LISTS for name in autocast_list(macro)}
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
+        if name.startswith("aten::") and name.removeprefix("aten::") not in of_cuda:
+            yield name.removeprefix("aten::"), torch.library.fallthrough_kernel
+    for name in autocast_list("AT_FORALL_FP32"):
+        if (op := _op(name)) is not None:
+            yield name, _in_float32(op)
+    for name in autocast_list("AT_FORALL_FP32_SET_OPT_DTYPE"):
+        if (op := _op(name)) is not None:
+            yield name, _with_float32(op)
+    for name in autocast_list("AT_FORALL_PROMOTE"):
+        if (op := _op(name)) is not None:
+            yield name, _in_widest(op)
+
+
+def _op(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet, None), overload or "default", None)
+
+
+def is_low(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in HALF
+
+
+def _mapped(value: Any, dtype: torch.dtype) -> Any:
+    if is_low(value):
+        return value.to(dtype)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(part, dtype) for part in value)
+    return value
+
+
+def _in_float32(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            return op(*_mapped(args, torch.float32), **{k: _mapped(v, torch.float32) for k, v in kwargs.items()})
+
+    return kernel
+
+
+def _with_float32(op: Any) -> Callable[..., Any]:
+    places = [argument.name for argument in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            named = {**dict(zip(places, args)), **kwargs}
+            if is_low(args[0]) and named.get("dtype") is None:
+                named["dtype"] = torch.float32
+            given = [named.pop(place) for place in places[: len(args)]]
+            return op(*given, **named)
+
+    return kernel
+
+
+def _in_widest(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            is_wide = any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args)
+            return op(*_mapped(args, torch.float32) if is_wide else args, **kwargs)
+
+    return kernel

@@ -1,0 +1,87 @@
+"""Letters and formulas where models are not written as transformers usually are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from memories import tensor
+from stepscope.analysis.memory_growth import growth
+from stepscope.analysis.memory_sizes import find_symbols, formula
+
+
+def made(shape: list[int], owner: str = "activation", **fields: Any) -> dict[str, Any]:
+    born = None if owner == "parameter" else 0
+    return tensor(4 * math.prod(shape), owner, born, shape=shape, device="cpu") | fields
+
+
+def of(*allocations: dict[str, Any]) -> dict[str, Any]:
+    return {"device": "cpu", "allocations": list(allocations)}
+
+
+def attention(batch: int, length: int, width: int, heads: int, *, length_first: bool = False) -> dict[str, Any]:
+    """`nn.MultiheadAttention`: batch and heads are one dimension of the scores."""
+    batch_and_length = [length, batch] if length_first else [batch, length]
+    return of(
+        made([3 * width, width], "parameter"),
+        made([width, width], "parameter"),
+        made([width, 17], "parameter"),
+        made([*batch_and_length, 17], "input"),
+        made([batch * length, 3 * width]),
+        made([3, length, batch, width]),
+        made([batch * heads, length, length]),
+        made([batch * heads, length, width // heads]),
+    )
+
+
+@pytest.mark.parametrize("length_first", [False, True])
+def test_heads_are_told_from_scores_in_which_they_are_one_with_the_batch(length_first):
+    memory = attention(6, 24, 40, 5, length_first=length_first)
+    symbols = find_symbols(memory)
+
+    assert symbols == {"B": 6, "S": 24, "d": 40, "H": 5}  # 17 leads nowhere back: no feed-forward
+    *_, mixed, scores, values = memory["allocations"]
+    assert formula(scores, symbols) == "B·H·S²·4"
+    assert formula(values, symbols) == "B·S·d·4"
+    assert formula(mixed, symbols) == "3·B·S·d·4"
+
+
+def test_heads_that_are_as_many_as_the_batch_are_not_beside_the_whole_width():
+    memory = attention(4, 24, 40, 4)
+    symbols = find_symbols(memory)
+
+    *_, mixed, scores, _ = memory["allocations"]
+    assert symbols["B"] == symbols["H"] == 4
+    assert (formula(mixed, symbols), formula(scores, symbols)) == ("3·B·S·d·4", "B·H·S²·4")
+
+
+def test_a_recurrent_model_is_as_wide_as_its_state_and_not_as_its_gates():
+    width = 24
+    gates = [made([4 * width, width], "parameter") for _ in range(4)] + [made([4 * width], "parameter")] * 4
+    symbols = find_symbols(of(*gates, made([50, width], "parameter", module="embedding"), made([4, 20], "input")))
+
+    assert (symbols["d"], symbols["V"]) == (width, 50)
+
+
+def test_a_gated_feed_forward_has_two_ways_in():
+    symbols = find_symbols(of(made([2 * 28, 8], "parameter"), made([8, 28], "parameter"), made([8, 8], "parameter")))
+
+    assert symbols == {"d": 8, "ff": 28}
+
+
+def test_what_was_there_before_is_matched_by_owner():
+    def step(length: int) -> dict[str, Any]:
+        before = {"born": None, "op": "before the window", "phase": None}
+        first = made([2, length, length], "left_alive", **before)
+        others = [made([2, 1000], "other", **before), made([2, length, 8], "left_alive", **before)]
+        # The order in which strangers are found is any.
+        found = [first, *others] if length == 6 else [others[0], first, others[1]]
+        return of(*found, made([2, length], "input", dtype="int64"), made([8, 8], "parameter"))
+
+    grown = growth(step(6), step(12))
+    kinds = {(row.owner, row.growth) for row in grown.rows}
+
+    assert kinds >= {("left_alive", "quadratic"), ("left_alive", "linear"), ("other", "constant")}
+    assert grown.num_unmatched == (0, 0)

@@ -1,0 +1,24 @@
+"""Triton kernels in a plan launch nothing, and what their callers allocate is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from stepscope.plan.launches import launching_nothing  # noqa: E402  torch may be missing
+
+
+def test_a_launch_does_nothing():
+    ran = []
+
+    @triton.jit
+    def kernel(x):
+        pass
+
+    with launching_nothing(may_import=False):
+        ran.append(kernel[(1,)]("no tensor at all"))
+    assert ran == [None]
+    with pytest.raises(Exception, match=r".+"):  # without a device, or with a string for a pointer
+        kernel[(1,)]("no tensor at all")

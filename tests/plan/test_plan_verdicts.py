@@ -1,0 +1,223 @@
+"""Verdicts: what a device really has, programs that grow, optimizers that never step, and what is traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from stepscope.devices.peaks import find_device, known_devices  # noqa: E402
+from stepscope.errors import UsageError  # noqa: E402
+from stepscope.plan import prediction  # noqa: E402
+from stepscope.plan.hardware import CONTEXT_BYTES, usable_bytes  # noqa: E402
+from stepscope.plan.prediction import Planner  # noqa: E402
+from stepscope.sweep.grid import Grid  # noqa: E402
+from stepscope.workloads.registry import find  # noqa: E402
+
+GIB = 1 << 30
+PROGRAM = """
+import torch
+from torch import nn
+
+def model_and_optimizer():
+    model = nn.Linear(64, 64, bias=False)
+    return model, torch.optim.AdamW(model.parameters())
+
+def plain(batch: int = 8):
+    model, optimizer = model_and_optimizer()
+
+    def step():
+        model(torch.randn(batch, 64, device=model.weight.device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+def keeps(num_bytes: int = 1 << 22, every: int = 1):
+    model, optimizer = model_and_optimizer()
+    kept, calls = [], []
+
+    def step():
+        calls.append(None)
+        model(torch.randn(8, 64, device=model.weight.device)).sum().backward()
+        if len(calls) % every == 0:
+            kept.append(torch.empty(num_bytes, dtype=torch.uint8, device=model.weight.device))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+def rarely(every: int = 4):
+    model, optimizer = model_and_optimizer()
+    other, second = model_and_optimizer()
+    calls = []
+
+    def step():
+        calls.append(None)
+        x = torch.randn(8, 64, device=model.weight.device)
+        (model(x).sum() + other(x).sum()).backward()
+        optimizer.step()
+        if len(calls) % every == 0:
+            second.step()
+
+    return step
+
+def weightless():
+    return nn.ReLU(), lambda: torch.randn(8, 64)
+"""
+# What PyTorch says of them, by people who have them, in GiB; nvidia-smi says up to 0.6 more.
+VISIBLE = {
+    "NVIDIA L4": 22.05,
+    "NVIDIA L40S": 44.4,
+    "Tesla T4": 14.6,
+    "NVIDIA A10G": 22.06,
+    "NVIDIA A100-SXM4-40GB": 39.4,
+    "NVIDIA A100-SXM4-80GB": 79.15,
+    "NVIDIA H100 80GB HBM3": 79.1,
+    "NVIDIA H200": 139.8,
+    "NVIDIA B200": 178.35,
+    "NVIDIA GeForce RTX 4090": 23.55,
+    "Tesla V100-SXM2-16GB": 15.77,
+}
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "programs.py").write_text(PROGRAM)
+
+    def planner_and_point(function, **values):
+        workload = find(f"{tmp_path}/programs.py:{function}")
+        grid = Grid(workload, {"device": "cpu"})
+        (point,) = grid.points([grid.words(f"{name}={value}" for name, value in values.items())])
+        return Planner(workload), point
+
+    return planner_and_point
+
+
+@pytest.fixture
+def plan(program):
+    def predict(function, device="NVIDIA H100 80GB HBM3", **values):
+        planner, point = program(function, **values)
+        return planner.predict(point, find_device(device) if isinstance(device, str) else device)
+
+    return predict
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_a_process_cannot_see_all_of_a_device(name):
+    device = find_device(name)
+
+    assert device.visible_bytes == pytest.approx(VISIBLE[name] * GIB, rel=0.003)
+    assert usable_bytes(device) == (device.visible_bytes - CONTEXT_BYTES,) * 2
+
+
+def test_what_is_not_known_is_a_range_that_holds_every_device_that_is():
+    shares = []
+    for device in known_devices():
+        if device.visible_bytes is None:
+            least, most = usable_bytes(device)
+            assert 0.85 * device.memory_bytes < least < most < device.memory_bytes
+        else:
+            shares.append(device.visible_bytes / device.memory_bytes)
+    assert 0.90 < min(shares) < max(shares) < 0.992
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"),
+    [(None, "too close to call"), (0.9, "does not fit"), (1.1, "fits"), (1.01, "too close to call")],
+)
+def test_a_verdict_holds_for_all_that_the_device_may_have(plan, share, verdict):
+    """A device that has so much of what the program needs; or nobody knows whether it has."""
+    device = find_device("NVIDIA H200")
+    needed = plan("plain").peak_reserved_bytes
+    visible = None if share is None else int(share * needed) + CONTEXT_BYTES
+    nominal = int((needed + CONTEXT_BYTES) / 0.95)
+    found = plan("plain", device=dataclasses.replace(device, memory_bytes=nominal, visible_bytes=visible))
+
+    assert (found.fits, found.peak_reserved_bytes) == (verdict, needed)
+    assert found.usable_bytes == (visible or int(0.9 * nominal)) - CONTEXT_BYTES
+
+
+def test_a_program_that_settles(plan):
+    found = plan("plain")
+
+    assert (found.fits, found.growth_bytes_per_step) == ("fits", 0)
+    assert found.settles_at_step is not None and found.unmodelled == ()
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", None])
+def test_a_program_that_grows_never_fits(plan, device):
+    found = plan("keeps", device=device)
+
+    assert found.fits == (None if device is None else "grows")
+    assert (found.settles_at_step, found.growth_bytes_per_step) == (None, 1 << 22)
+    assert found.peak_step > 2
+    assert sum(found.live_at_peak.values()) == found.peak_allocated_bytes
+    kept = found.live_at_peak["temporary"] + found.live_at_peak["activation"]
+    assert kept >= (found.peak_step - 1) << 22
+
+
+def test_a_program_that_grows_out_of_the_device_at_once_does_not_fit(plan):
+    found = plan("keeps", num_bytes=50 * GIB)
+
+    assert (found.fits, found.growth_bytes_per_step) == ("does not fit", 50 * GIB)
+
+
+def test_a_list_of_losses_is_no_matter_for_a_verdict_and_is_told(plan):
+    found = plan("keeps", num_bytes=4)
+
+    assert (found.fits, found.growth_bytes_per_step, found.settles_at_step) == ("fits", 512, None)
+
+
+def test_a_step_that_is_not_like_the_one_before_is_told(plan):
+    found = plan("keeps", every=2, num_bytes=1 << 20)
+
+    assert any("steps 2 and 3 do not allocate the same" in note for note in found.unmodelled)
+
+
+def test_an_optimizer_that_never_steps_is_told(plan):
+    found = plan("rarely")
+
+    (note,) = [note for note in found.unmodelled if "optimizer" in note]
+    assert note.startswith("1 of the program's optimizers never stepped in the 3 steps that ran")
+    assert not [note for note in plan("rarely", every=3).unmodelled if "never stepped" in note]
+
+
+@pytest.mark.parametrize("words", [{"dtype": "bf16"}, {"mode": "forward"}])
+def test_a_whole_step_runs_as_it_is(plan, words):
+    with pytest.raises(UsageError, match="whole step of your own: leave --mode and --dtype out"):
+        plan("plain", **words)
+
+
+def test_what_cannot_run_is_a_mistake_in_one_line(plan):
+    with pytest.raises(UsageError, match="it has no parameters: mode=step means nothing"):
+        plan("weightless")
+
+
+def test_devices_of_one_kind_share_a_trace(program, monkeypatch):
+    traced = []
+    trace = prediction.trace
+
+    def counted(workload, config, *rest, **options):
+        traced.append(config.batch)
+        return trace(workload, config, *rest, **options)
+
+    monkeypatch.setattr(prediction, "trace", counted)
+    planner, point = program("plain")
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB")
+    found = [planner.predict(point, find_device(name)) for name in (*names, "NVIDIA A100 80GB PCIe")]
+
+    assert traced == [8, 8]
+    assert found[0].peak_allocated_bytes == found[1].peak_allocated_bytes
+    assert found[0].lower_bound != found[1].lower_bound
+
+
+def test_a_planner_does_not_keep_every_trace(program, monkeypatch):
+    monkeypatch.setattr(prediction, "MOST_TRACES", 2)
+    planner, point = program("plain")
+    for batch in (1, 2, 3):
+        planner.predict(dataclasses.replace(point, config={"batch": batch}), None)
+
+    assert len(planner._traced) == 2

@@ -1,0 +1,70 @@
+"""Where a script puts something into a variable: read from its source, whatever line is running."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepscope.record.filled import lines_that_fill
+
+SOURCE = """\
+log = []
+def train(self):
+    losses = []
+    total = 0
+    first, second = f(), g()
+    for step in range(3):
+        loss = f(losses)
+        losses.append(loss)
+        self.history["loss"][step] = loss
+        total += loss
+        losses.extend(
+            [loss])
+        log.append(loss)
+    self.history.setdefault("last", []).append(loss)
+    mean = sum(losses) / total
+    mean = mean.item()
+    return losses
+def other():
+    losses = f()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("losses", [8, 11]),  # not where it is read, nor where it was empty
+        ("loss", [7]),
+        ("total", [10]),
+        ("mean", [16]),
+        ("second", [5]),
+        ("self.history", [9, 14]),
+        ("*.history", [9, 14]),
+        ("step", []),
+        ("nobody", []),
+    ],
+)
+def test_the_lines_that_add_to_a_variable_else_the_last_that_gives_it_a_value(tmp_path, name, lines):
+    path = tmp_path / "train.py"
+    path.write_text(SOURCE)
+    scope: dict = {}
+    exec(compile(SOURCE, str(path), "exec"), scope)
+
+    assert lines_that_fill(name, str(path), scope["train"].__code__) == lines
+
+
+def test_a_global_is_filled_wherever_it_is_and_a_local_in_its_function_alone(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SOURCE)
+    scope: dict = {}
+    exec(compile(SOURCE, str(path), "exec"), scope)
+
+    assert lines_that_fill("log", str(path)) == [13]
+    assert lines_that_fill("losses", str(path), scope["other"].__code__) == [19]
+
+
+def test_without_a_source_nothing_is_said(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("losses = (")
+
+    assert lines_that_fill("losses", str(broken)) == []
+    assert lines_that_fill("losses", "<stdin>") == []

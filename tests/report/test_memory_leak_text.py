@@ -1,0 +1,70 @@
+"""A leak is the first thing that is said: how much, who holds it, what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from memories import a_step, tensor, write_memory
+from stepscope.analysis.memory_account import account
+from stepscope.report.memory import analyze_memory
+from stepscope.report.memory_text import memory_text
+
+
+def left(num_bytes: int, frame: str | None = "train.py:9 losses") -> dict:
+    return {"bytes": num_bytes, "num_tensors": 3, "op": "MulBackward0", "module": None, "frame": frame}
+
+
+def leaking(*entries: dict) -> dict:
+    memory = a_step(left_alive=list(entries), allocator=None)
+    memory["allocations"].append(tensor(sum(entry["bytes"] for entry in entries), "left_alive"))
+    return memory
+
+
+def said(tmp_path, memory: dict, width: int = 100) -> list[str]:
+    path = write_memory(tmp_path / "memory.json.gz", memory)
+    return memory_text(analyze_memory([path]), 8, width).splitlines()
+
+
+def test_a_leak_is_a_part_of_the_peak():
+    found, without = account(leaking(left(3300))), account(a_step(left_alive=[], allocator=None))
+
+    assert found.peak_bytes == without.peak_bytes + 3300 == 6600
+    first = found.live_at_peak.by_owner[0]
+    assert (first.name, first.bytes, first.share) == ("left_alive", 3300, 0.5)
+    for parts in vars(found.live_at_peak).values():
+        assert sum(part.bytes for part in parts) == found.peak_bytes
+
+
+def test_it_is_said_first_with_its_bytes_its_variable_and_what_to_do(tmp_path):
+    lines = said(tmp_path, leaking(left(3000), left(300, "train.py:11 log")))
+    begin = next(number for number, line in enumerate(lines) if line.startswith("Leak: "))
+    text = " ".join(lines[begin : begin + 3])
+
+    assert begin == 2 and "allocated at the peak" in lines[begin + 4]
+    assert text.startswith("Leak: 3.22 KiB of earlier steps' graphs are still alive when this step starts, 50.0 %")
+    assert "losses (train.py:9) holds 2.93 KiB: 3 tensors" in text
+    assert ".item()" in text and ".detach()" in text
+    assert sum("still alive " in line and "train.py" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_it_fits_whatever_it_is_called(tmp_path, width):
+    for frame in ("x" * 300 + ".py:9 " + "y" * 300, "\x1b[31m\n", None):
+        lines = said(tmp_path, leaking(left(3000, frame)), width)
+        text = " ".join(lines[2:12])
+
+        assert all(len(line) <= width for line in lines[:6])
+        assert "\x1b" not in text
+        assert ("No variable" in text) == (frame is None)
+
+
+def test_without_a_leak_nothing_is_said(tmp_path):
+    assert not [line for line in said(tmp_path, a_step(left_alive=[])) if "eak:" in line or "still alive" in line]
+
+
+def test_of_what_was_there_before_the_owner_is_named_and_not_the_op(tmp_path):
+    lines = said(tmp_path, leaking(left(3000)))
+    begin = next(number for number, line in enumerate(lines) if line.startswith("largest allocations"))
+
+    assert lines[begin + 1].split()[:3] == ["left", "alive", "before"]
+    assert lines[begin + 2].startswith("  parameter in")
