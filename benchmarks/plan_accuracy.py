@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,15 @@ LLAMA = {
     "vocab_size": 32000, "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+
+QWEN2 = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 8, "vocab_size": 50000,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+OPT = {
+    "model_type": "opt", "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "vocab_size": 50272, "word_embed_proj_dim": 1024, "max_position_embeddings": 2048,
+}  # fmt: skip
 
 STEP, FORWARD, BOTH = "mode=step", "mode=forward", "mode=forward+backward"
 AUTOCAST = "dtype=autocast_bf16"
@@ -84,6 +94,10 @@ POINTS = [
     ("hf:gpt2", None, "seq_len=512", "batch=8", STEP),
     ("hf:gpt2", None, "seq_len=1024", "batch=4", AUTOCAST, STEP),
     ("hf:gpt2", None, "seq_len=1024", "batch=8", "dtype=bf16", "optimizer=sgd", STEP),
+    ("hf:qwen2", None, "seq_len=1024", "batch=4", STEP),
+    ("hf:qwen2", None, "seq_len=2048", "batch=2", AUTOCAST, "attn=eager", STEP),
+    ("hf:opt", None, "seq_len=1024", "batch=4", AUTOCAST, STEP),
+    ("hf:opt", None, "seq_len=512", "batch=4", "checkpoint=1", STEP),
 ]
 COMPILED = [
     ("cs336", "small", "seq_len=512", "attention=sdpa", AUTOCAST, STEP),
@@ -96,12 +110,16 @@ COMPILED = [
     ("hf:short_llama", None, "seq_len=1024", "batch=4", "dtype=bf16", FORWARD),
 ]
 GROUPS = {"eager": POINTS, "compile": [(*entry, "compile=default") for entry in COMPILED]}
+FORKING = threading.Lock()
+CONFIGS = {
+    "llama": LLAMA, "short_llama": LLAMA | {"num_hidden_layers": 4}, "gpt2": GPT2, "qwen2": QWEN2, "opt": OPT,
+}  # fmt: skip
 TINY = [(name, "tiny", STEP) for name in ("cs336", "megalodon", "hydra", "nano", "tsmoe")]
 
 
 def points_of(entries: list[tuple[Any, ...]], folder: Path) -> list[Point]:
     """The points, with Hugging Face configurations written to a folder."""
-    for name, config in (("llama", LLAMA), ("short_llama", LLAMA | {"num_hidden_layers": 4}), ("gpt2", GPT2)):
+    for name, config in CONFIGS.items():
         (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
     points = []
     for name, preset, *words in entries:
@@ -170,7 +188,8 @@ def in_child(function: Any, *arguments: Any) -> Any:
             writer.send({"error": f"{type(error).__name__}: {error}"[:200]})
 
     child = multiprocessing.get_context("fork").Process(target=run)
-    child.start()
+    with FORKING:  # two threads that fork at once disturb each other
+        child.start()
     writer.close()
     try:
         found = reader.recv()

@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -320,6 +321,7 @@ def _clip(foreach: bool | None) -> Callable[[], None]:
 
 
 DEVICE = "cuda"
+FORKING = threading.Lock()
 
 
 def build(name: str = "linear fp32") -> Callable[[], Any]:
@@ -364,7 +366,8 @@ def in_child(function: Callable[[str], dict[str, Any]], name: str) -> dict[str, 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=lambda: theirs.send(function(name)))
-    child.start()
+    with FORKING:  # two threads that fork at once disturb each other
+        child.start()
     theirs.close()
     try:
         return ours.recv()  # type: ignore[no-any-return]

@@ -181,3 +181,10 @@ def test_without_transformers_the_command_is_said(monkeypatch, workload_of):
 
     with pytest.raises(MissingDependencyError, match="pip install transformers"):
         workload_of(GPT2)
+
+
+def test_attention_that_transformers_does_not_have_is_refused_with_what_to_take(workload_of):
+    gptj = {"model_type": "gptj", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "rotary_dim": 4}
+    with pytest.raises(UsageError, match="attn=eager"):
+        built_of(workload_of(gptj), attn="sdpa")
+    assert built_of(workload_of(gptj), attn="eager").num_tokens == 16

@@ -41,7 +41,14 @@ def _unscaled(*args: Any) -> None:
     """Gradients are divided, and found to be finite or not, in place."""
 
 
-SHAPES = {
+def _grouped(a: torch.Tensor, b: torch.Tensor, ends: Any = None, bias: Any = None, dtype: Any = None) -> torch.Tensor:
+    if a.dtype is torch.bfloat16:
+        return aten._grouped_mm.default(a, b, ends, bias, dtype)
+    groups = () if a.dim() != b.dim() else (len(a) if ends is None else len(ends),)
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=dtype)
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
     # Their own meta kernels refuse what a GPU does: bfloat16 read, float32 written.
     aten._softmax.default: _widened,
     aten._log_softmax.default: _widened,
@@ -51,6 +58,8 @@ SHAPES = {
     aten._amp_update_scale_.default: lambda scale, *args: scale,
 }
 """Outputs of ops that have no meta kernel, or not the right one."""
+if hasattr(aten, "_grouped_mm"):  # torch 2.8 and later; its meta kernel knows bfloat16 alone, a loop runs the others
+    SHAPES[aten._grouped_mm.default] = _grouped
 IN_PLACE = {
     aten.scatter.src: aten.scatter_.src,
     aten.scatter.value: aten.scatter_.value,

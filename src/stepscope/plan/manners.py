@@ -73,7 +73,9 @@ class Manners:
                 stack.callback(register_optimizer_step_pre_hook(_prefer_foreach).remove)
                 stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
                 torch._C._set_mkldnn_enabled(False)  # it has recurrences of its own
-                stack.enter_context(Moves())
+                moves = Moves()
+                stack.enter_context(moves.in_backwards())
+                stack.enter_context(moves)
             self._stack = stack.pop_all()
         return self
 

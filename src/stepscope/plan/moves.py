@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -15,8 +17,7 @@ from stepscope.plan.tensors import CPU, CUDA, HOST, Ghost, parse_to
 aten = torch.ops.aten
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _METHODS = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory)
-_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-_WATCHED = frozenset((*_device_constructors(), *_METHODS, *_BACKWARDS))
+_WATCHED = frozenset((*_device_constructors(), *_METHODS))
 
 
 class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
@@ -26,13 +27,20 @@ class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type check
     since C++ gives the plain one to whatever it makes for a tensor of the GPU.
     """
 
+    def in_backwards(self) -> Any:
+        """A patch: the mode is on in autograd's engine too, where a checkpoint's forward runs again."""
+        original = torch.autograd._engine_run_backward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self in _get_current_function_mode_stack() else self:
+                return original(*args, **kwargs)
+
+        return mock.patch.object(torch.autograd, "_engine_run_backward", run)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _WATCHED and kwargs.get("device") is None:
             return func(*args, **kwargs)
-        if func in _BACKWARDS:
-            with self:  # a checkpoint's forward runs again inside
-                return _past_modes(func, types, args, kwargs)
         if not any(isinstance(mode, Ghosts) for mode in _get_current_dispatch_mode_stack()):
             return func(*args, **kwargs)
         if func in _METHODS:
@@ -75,9 +83,3 @@ def _moved(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if device is None or device.type != "cuda":
         return func(*args, **kwargs)
     return aten._to_copy(tensor, device=device, dtype=dtype, memory_format=memory_format)
-
-
-def _past_modes(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The function itself, with the modes on in what it calls; torch that does not know how turns them off."""
-    call = getattr(torch._C, "_skip_one_hop_torch_function", None)
-    return func(*args, **kwargs) if call is None else call(func, types, args, kwargs)

@@ -16,6 +16,7 @@ import torch
 
 from stepscope.record.clock import BACKWARD
 from stepscope.record.ledger import Ledger
+from stepscope.record.trace import parse_nothing
 from stepscope.sweep.prepare import Pass
 
 BACKWARD_BEGINS = "stepscope.backward begins"
@@ -132,10 +133,11 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
 
     on_cpu = device != "cuda"
     wants_phases = isinstance(run_once, Pass)
-    profiler = profile(activities=activities, profile_memory=on_cpu, record_shapes=keep is not None)
+    profiler = profile(activities=activities, profile_memory=on_cpu, acc_events=True, record_shapes=keep is not None)
     base_bytes = _storage_bytes(before)
     synchronize(device)
     with profiler:
+        parse_nothing(profiler)
         start_ns = time.perf_counter_ns()
         with torch.profiler.record_function("ProfilerStep#0"):
             run_once(on_phase) if wants_phases else run_once()

@@ -61,7 +61,10 @@ def build(given: Mapping[str, Any], config: HuggingFaceConfig) -> Built:
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and config.seq_len > longest:
         raise UsageError(f"seq_len={config.seq_len}: the configuration's max_position_embeddings is {longest}")
-    model = _class_of(given, settings)._from_config(settings, attn_implementation=config.attn)
+    kind = _class_of(given, settings)
+    if config.attn == "sdpa" and not getattr(kind, "_supports_sdpa", True):
+        raise UsageError(f"attn=sdpa: {kind.__name__} has no such attention in transformers; take --set attn=eager")
+    model = kind._from_config(settings, attn_implementation=config.attn)
     if model.main_input_name != "input_ids":
         raise UsageError(
             f"{type(model).__name__} reads {model.main_input_name}: only models that read tokens run here"
