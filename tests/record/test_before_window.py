@@ -112,8 +112,9 @@ def test_of_too_many_tensors_the_largest_are_there_and_it_is_said(tmp_path, monk
     found = window.stop().memory()["allocations"]
 
     line = inspect.currentframe().f_code.co_firstlineno + 3
-    assert [(each["bytes"], each["caller"]) for each in found] == [
+    # Graphs that other tests left alive in this process have an owner of their own.
+    assert [(each["bytes"], each["caller"]) for each in found if each["owner"] == "other"] == [
         (4 * 30_000_001, f"test_before_window.py:{line} tensors"),
         (4 * 30_000_000, None),
     ]
-    assert len(tensors) == 5 and "smallest tensors" in notes[0]
+    assert len(tensors) == 5 and any("smallest tensors" in note for note in notes)
