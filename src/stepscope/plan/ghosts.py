@@ -7,8 +7,8 @@ Python numbers (`torch.tensor`), which live on the host in a training script too
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -89,7 +89,7 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._device = device
         self._kernels = kernels
         self._after_op = after_op
-        self._shapes: dict[Any, tuple[Any, Any, torch.dtype]] = {}
+        self._shapes: dict[Any, Any] = {}
         self._zeros: weakref.ref[Ghost] | None = None  # what the last op gave, if those are zeros
         self.unseen: dict[str, str] = {}
         """Ops that hide what they allocate, and why."""
@@ -99,6 +99,10 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a plan, and the wrapper would cost time at every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # in a backward the program's modes are on, for what it runs again
@@ -196,22 +200,24 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         )
 
     def _run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
-        """The op on meta tensors; an elementwise one, slow to ask in Python, is asked once for one kind of inputs."""
+        """The op on meta tensors; one that makes new ones, slow to ask in Python, is asked once for such inputs."""
+        if kind.only_writes:
+            return args[0] if func._schema.returns else None
         try:
-            if not kind.is_pointwise or kwargs:
+            if not kind.is_new or kwargs:
                 return SHAPES.get(func, func)(*args, **kwargs)
-            key = (func, *[_look(value) for value in args])
+            key = (func, *map(_look, args))
             seen = self._shapes.get(key)
             if seen is not None:
-                return torch.empty_strided(seen[0], seen[1], dtype=seen[2], device=META)
-            out = func(*args)
+                return _made(seen)
+            out = SHAPES.get(func, func)(*args)
         except NotImplementedError as error:
             raise DataNeeded(
                 f"the op {func}, whose output's shape is not known without running it",
                 "torch.library.register_fake gives it one",
             ) from error
-        if isinstance(out, torch.Tensor):
-            self._shapes[key] = (tuple(out.shape), out.stride(), out.dtype)
+        if not _is_part(out, args):
+            self._shapes[key] = _made_like(out)
         return out
 
     def _sized(self, func: Any, kind: Kind, known: list[Any], kwargs: Any, device: torch.device) -> Any:
@@ -278,9 +284,45 @@ def _meta(value: Any) -> Any:
 
 
 def _look(value: Any) -> Any:
+    """What of an argument decides over the shapes of new tensors."""
     if isinstance(value, torch.Tensor):
         return (*value.shape, *value.stride(), value.dtype, value.is_meta)
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_look, value))
     return (type(value), str(value))
+
+
+class _Shape(NamedTuple):
+    size: Any
+    stride: Any
+    dtype: torch.dtype
+
+
+def _made_like(out: Any) -> Any:
+    """All that is needed to make such tensors again."""
+    if isinstance(out, torch.Tensor):
+        return _Shape(out.shape, out.stride(), out.dtype)
+    return type(out)([_made_like(part) for part in out]) if isinstance(out, list | tuple) else out
+
+
+def _made(like: Any) -> Any:
+    if isinstance(like, _Shape):
+        return torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=META)
+    return type(like)([_made(part) for part in like]) if isinstance(like, list | tuple) else like
+
+
+def _is_part(out: Any, args: Any) -> bool:
+    """Whether an output lies in an input's memory: no schema says so of `_unsafe_view`."""
+    outputs, inputs = ({t.untyped_storage()._cdata for t in _tensors(values)} for values in (out, args))
+    return bool(outputs & inputs)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _is_sized_by_values(func: Any, args: Any, kwargs: Any) -> bool:

@@ -20,7 +20,7 @@ class Kind:
 
     __slots__ = (
         "body", "changes_shape", "device_at", "gives_number", "has_dynamic_shape", "is_composite", "is_lift",
-        "is_pointwise", "is_random", "is_sum", "keeps_values", "needs_one_device", "overwrites", "written",
+        "is_new", "is_random", "is_sum", "keeps_values", "needs_one_device", "only_writes", "overwrites", "written",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -42,7 +42,8 @@ class Kind:
         self.is_random = torch.Tag.nondeterministic_seeded in tags
         self.keeps_values = is_aten and "empty" not in plain
         is_new = not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
-        self.is_pointwise = torch.Tag.pointwise in tags and is_new and not self.gives_number
+        self.is_new = is_aten and is_new and not self.gives_number and not self.has_dynamic_shape
+        self.only_writes = bool(self.written) and (self.is_random or (plain.startswith("_foreach") and is_aten))
         self.needs_one_device = plain in _ON_ONE_DEVICE or (torch.Tag.pointwise in tags and "copy" not in plain)
         names = [argument.name for argument in schema.arguments]
         self.device_at = names.index("device") if "device" in names else None
