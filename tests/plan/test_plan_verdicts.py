@@ -196,20 +196,25 @@ def test_what_cannot_run_is_a_mistake_in_one_line(plan):
         plan("weightless")
 
 
-def test_devices_of_one_kind_share_a_trace(program, monkeypatch):
+def test_devices_of_one_kind_share_a_trace_unless_the_program_may_ask_for_the_device(program, monkeypatch):
     traced = []
     trace = prediction.trace
 
     def counted(workload, config, *rest, **options):
-        traced.append(config.batch)
+        traced.append(workload.name)
         return trace(workload, config, *rest, **options)
 
     monkeypatch.setattr(prediction, "trace", counted)
-    planner, point = program("plain")
+    workload = find("cs336")
+    grid = Grid(workload, {"device": "cpu"})
+    ours = Planner(workload), grid.points([grid.words(["preset=tiny"])], False)[0]
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB")
-    found = [planner.predict(point, find_device(name)) for name in (*names, "NVIDIA A100 80GB PCIe")]
+    found, _ = (
+        [planner.predict(point, find_device(name)) for name in (*names, "NVIDIA A100 80GB PCIe")]
+        for planner, point in (ours, program("plain"))
+    )
 
-    assert traced == [8, 8]
+    assert traced[:2] == ["cs336"] * 2 and len(traced) == 2 + 4
     assert found[0].peak_allocated_bytes == found[1].peak_allocated_bytes
     assert found[0].lower_bound != found[1].lower_bound
 

@@ -118,3 +118,20 @@ def test_of_too_many_tensors_the_largest_are_there_and_it_is_said(tmp_path, monk
         (4 * 30_000_000, None),
     ]
     assert len(tensors) == 5 and any("smallest tensors" in note for note in notes)
+
+
+def test_a_formula_that_fails_costs_no_bytes(monkeypatch):
+    from stepscope.record import ledger as ledger_module
+
+    def fails(*_):
+        raise TypeError("another signature")
+
+    monkeypatch.setattr(ledger_module, "count_flops", fails)
+    model = nn.Linear(3, 5)
+    ledger = Ledger([model], [], lambda: "forward")
+    ledger.start()
+    out = model(torch.ones(2, 3))
+    ledger.stop()
+
+    assert out.shape in [torch.Size(e["shape"]) for e in ledger.memory()["allocations"]]
+    assert "another signature" in ledger.flops(compiled=False)["error"]

@@ -121,7 +121,9 @@ class Planner:
         )
 
     def _trace(self, point: Point, hardware: Hardware | None, device: Device | None) -> Traced:
-        key = (tuple(sorted(point.config.items())), tuple(sorted(point.run.items())), hardware)
+        # A program of the user's own may ask for the device's name or memory.
+        asked = device.name if device is not None and ".py:" in point.workload else None
+        key = (tuple(sorted(point.config.items())), tuple(sorted(point.run.items())), hardware, asked)
         if key not in self._traced:
             try:
                 config = self._workload.config(**point.config)
@@ -175,6 +177,8 @@ def _live(
 def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:
     found = [f"assumed: {text}" for text in traced.assumed]
     found += [f"{op}: {why}" for op, why in traced.unseen.items()]
+    if traced.flops["error"]:
+        found.append(f"FLOPs are those until this happened, and the least time follows them: {traced.flops['error']}")
     hidden = traced.flops["hidden_products"]
     found += [f"{op}: its FLOPs have no formula" for op in hidden]
     if point.run["dtype"] == "autocast_fp16":

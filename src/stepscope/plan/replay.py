@@ -95,7 +95,8 @@ def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = Tru
     heap: Any = Allocator(capacity_bytes) if rounds else _Plain()
     player = _Player(events, heap)
     num_traced = len(events.steps)
-    settles_at, reserved = 1, 0
+    settles_at: int | None = 1
+    reserved = 0
     peaks: list[tuple[int, int, int]] = []
     try:
         player.play(0)
@@ -105,6 +106,8 @@ def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = Tru
                 settles_at, reserved = number, heap.reserved_bytes
             elif number > num_traced:
                 break
+        else:
+            settles_at = None  # it still reserves more
         peaks.append((*player.play(number + 1), number + 1))
     except OutOfMemory as error:
         return Replay(heap.peak_allocated_bytes, heap.peak_reserved_bytes, (0, 0), None, error, heap.num_retries)

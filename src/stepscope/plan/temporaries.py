@@ -32,7 +32,7 @@ FEW_INDICES = 3072
 def temporary_bytes(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[list[int]]:
     """The sizes in the order they are asked for, those together that are there together; given back before the next.
 
-    None for an op that is not known to take any.
+    An op that is not known to take any has no sizes.
     """
     out = kwargs.get("out")
     if isinstance(out, Tensor) and torch.Tag.pointwise in func.tags and out.dtype is not args[0].dtype:

@@ -227,6 +227,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._last_phase = phase
             self._storages.note_stage()
         outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
+        self._follow(outputs, op, args, kwargs, phase)  # first: whatever goes wrong with a formula, bytes are bytes
         if op.has_formula:
             flops = self._flops_of(op, func, args, kwargs, out)
             if flops is not None and flops.flops:
@@ -243,6 +244,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                     self._touched |= weights
         if op.name == "aten.embedding" and (key := storage_key(args[0])) in self._parameter_of:
             self._looked_up.add(self._parameter_of[key])
+
+    def _follow(self, outputs: tuple[torch.Tensor, ...], op: Op, args: Any, kwargs: Any, phase: str) -> None:
+        """Note the storages that nobody has shown us before."""
         born: dict[int, torch.Tensor] = {}
         for tensor in outputs:
             key = storage_key(tensor)
@@ -250,7 +254,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 born.setdefault(key, tensor)
         taken = {storage_key(tensor) for tensor in tensors_in((args, kwargs))} if born else set()
         for key, tensor in born.items():
-            if op.is_view or key in taken:  # nobody showed it to us before
+            if op.is_view or key in taken:  # it was there before
                 self._storages.born(key, tensor, BEFORE, OTHERS, before=True)
             else:
                 self._born(key, tensor, op, args, phase)
