@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plan_accuracy import in_child
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -321,7 +320,6 @@ def _clip(foreach: bool | None) -> Callable[[], None]:
 
 
 DEVICE = "cuda"
-FORKING = threading.Lock()
 
 
 def build(name: str = "linear fp32") -> Callable[[], Any]:
@@ -359,22 +357,6 @@ def measured(name: str) -> dict[str, Any]:
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:160]}
     return {"bytes": torch.cuda.max_memory_allocated()}
-
-
-def in_child(function: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
-    """What the function returns in a fork."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: theirs.send(function(name)))
-    with FORKING:  # two threads that fork at once disturb each other
-        child.start()
-    theirs.close()
-    try:
-        return ours.recv()  # type: ignore[no-any-return]
-    except EOFError:
-        return {"error": "its process died"}
-    finally:
-        child.join()
 
 
 def main() -> None:
