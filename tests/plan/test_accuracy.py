@@ -9,13 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from step_bytes import measured_bytes  # noqa: E402  torch may be missing
+
 from stepscope.analysis.memory_account import account  # noqa: E402
 from stepscope.devices.peaks import find_device  # noqa: E402
 from stepscope.plan import ghosts  # noqa: E402
 from stepscope.plan.prediction import Planner  # noqa: E402
 from stepscope.record.clock import BACKWARD, OPTIMIZER  # noqa: E402
 from stepscope.record.ledger import Ledger  # noqa: E402
-from stepscope.sweep import measure, prepare  # noqa: E402
+from stepscope.sweep import prepare  # noqa: E402
 from stepscope.sweep.grid import Grid, Point  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 
@@ -41,17 +43,6 @@ def point_of(workload, preset=None, **values):
     grid = Grid(find(workload), {"device": "cpu"})
     words = [f"{name}={value}" for name, value in values.items()]
     return grid.points([grid.words([f"preset={preset}", *words])], False)[0]
-
-
-def measured_bytes(point):
-    """The most bytes of tensors at once in a step that is not the first: every allocation event of the profiler."""
-    workload = find(point.workload)
-    built = prepare.build(workload, workload.config(**point.config), 0, "cpu")
-    one_pass = prepare.Pass(built.module, prepare.make_batch(built, 0, "cpu"), point.run)
-    one_pass()
-    one_pass()
-    one_pass.drop_gradients()
-    return measure.traced(one_pass, "cpu", one_pass.tensors(), None).peak_bytes
 
 
 @pytest.mark.parametrize(

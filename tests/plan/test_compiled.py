@@ -8,11 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from step_bytes import measured_bytes  # noqa: E402  torch may be missing
+
 from stepscope.devices.peaks import find_device  # noqa: E402
 from stepscope.errors import UsageError  # noqa: E402
 from stepscope.plan.compiled import ERROR_BAR  # noqa: E402
 from stepscope.plan.prediction import Planner  # noqa: E402
-from stepscope.sweep import measure, prepare  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 
@@ -50,17 +51,6 @@ def point_of(workload, *words):
 
 def predicted(point, device=None):
     return Planner(find(point.workload)).predict(point, find_device(device) if device else None)
-
-
-def measured_bytes(point):
-    """The most bytes of tensors at once in a step that is not the first: every allocation event of the profiler."""
-    workload = find(point.workload)
-    built = prepare.build(workload, workload.config(**point.config), 0, "cpu")
-    one_pass = prepare.Pass(built.module, prepare.make_batch(built, 0, "cpu"), point.run)
-    one_pass()
-    one_pass()
-    one_pass.drop_gradients()
-    return measure.traced(one_pass, "cpu", one_pass.tensors(), None).peak_bytes
 
 
 @pytest.fixture

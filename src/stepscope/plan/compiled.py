@@ -117,7 +117,7 @@ class Compiler:
         return run
 
 
-class _CompiledModule(nn.Module):  # type: ignore[misc]
+class _CompiledModule(nn.Module):  # type: ignore[misc]  # torch is not type checked here
     """A module whose own hooks are called as ever, and whose forward is a program."""
 
     def __init__(self, module: nn.Module, program: _Program) -> None:
@@ -164,7 +164,7 @@ class _Program:
             return result(compiled(*tensors))
 
 
-class _Function(nn.Module):  # type: ignore[misc]
+class _Function(nn.Module):  # type: ignore[misc]  # torch is not type checked here
     """A function of tensors alone: a module's parameters and buffers first, then the tensors among its arguments."""
 
     def __init__(
@@ -236,7 +236,7 @@ def _look(leaf: Any) -> Any:
     return (type(leaf), repr(leaf))
 
 
-class _HostOnly(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+class _HostOnly(torch.overrides.TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
     """While a program is traced its tensors are the host's: what it sends to a CUDA device stays there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,6 +19,7 @@ from stepscope.plan.kinds import Kind, kind_of
 from stepscope.plan.launches import launching_nothing
 from stepscope.plan.tensors import HOST, META, Ghost
 from stepscope.plan.values import DataNeeded, known_values, users_place
+from stepscope.record.nodes import backward_runs
 
 __all__ = ["DataNeeded", "Ghost", "Ghosts"]
 
@@ -334,7 +335,7 @@ def _is_sized_by_values(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _is_formula() -> bool:
     """Whether autograd computes gradients; where it recomputes a checkpoint, gradients are enabled."""
-    return not torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+    return not torch.is_grad_enabled() and backward_runs()
 
 
 def _is_engine_sum(args: Any) -> bool:

@@ -157,7 +157,7 @@ def _kernel(*args: Any, **kwargs: Any) -> None:
     """A kernel, or a check of its inputs."""
 
 
-_kernel.run = _kernel  # type: ignore[attr-defined]
+_kernel.run = _kernel  # type: ignore[attr-defined]  # as Triton's kernels are called
 
 
 def _empty_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

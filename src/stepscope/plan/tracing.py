@@ -21,6 +21,7 @@ from stepscope.plan.manners import Manners
 from stepscope.plan.temporaries import TRANSFORMS, hidden, kept_workspaces, temporary_bytes
 from stepscope.record.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.record.ledger import Ledger
+from stepscope.record.nodes import backward_runs
 from stepscope.record.storages import TEMPORARY, WORKSPACE, Storages, storage_key
 from stepscope.sweep import prepare
 from stepscope.workloads.workload import Built, Value, Workload
@@ -199,7 +200,7 @@ class _Recorder:
     def after_op(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An op has run: its outputs, and what a CUDA device takes for it besides."""
         assert self._ledger is not None
-        in_backward = _is_in_backward()
+        in_backward = backward_runs()
         if in_backward and not self._in_backward:
             self._ledger.backward_begins()
         self._in_backward = in_backward
@@ -222,7 +223,7 @@ class _Recorder:
                 self.storages.gave_back(index)
 
     def _told(self) -> str:
-        return BACKWARD if _is_in_backward() else self._phase
+        return BACKWARD if backward_runs() else self._phase
 
 
 def _on(device: torch.device, allocations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,10 +236,6 @@ def _on(device: torch.device, allocations: Iterable[dict[str, Any]]) -> list[dic
 
 def _device_with(hardware: Hardware | None) -> Device | None:
     return next((device for device in known_devices() if hardware_of(device) == hardware), None)
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, recorder: _Recorder) -> Sharding:
