@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -134,6 +135,7 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
     on_cpu = device != "cuda"
     wants_phases = isinstance(run_once, Pass)
     profiler = profile(activities=activities, profile_memory=on_cpu, acc_events=True, record_shapes=keep is not None)
+    gc.collect()  # garbage from before, freed within, would be bytes this pass gave back
     base_bytes = _storage_bytes(before)
     synchronize(device)
     with profiler:
