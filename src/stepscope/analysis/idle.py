@@ -35,7 +35,7 @@ _NAMES = {
 _WORK = ["op", "runtime", "driver"]
 _CAUSE: pl.DataType = pl.Enum(list(CAUSES))
 _GAPS = pl.Schema([("gap", pl.UInt32()), ("start_ns", pl.Int64()), ("end_ns", pl.Int64()), ("cause", _CAUSE)])
-_PLANNING_NS = 1_000_000
+PLANNING_NS = 1_000_000
 """An op's own host time is microseconds, and a launch's; from a millisecond on it is doing something else."""
 
 
@@ -66,7 +66,7 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     )
     # A launch after the start of what it launched is a matter of two clocks: all of the gap is the launch's. A launch
     # that takes long does more than launch: the thread is looked at until it returns.
-    is_long = pl.col("launch_end_ns") - pl.col("launch_start_ns") >= _PLANNING_NS
+    is_long = pl.col("launch_end_ns") - pl.col("launch_start_ns") >= PLANNING_NS
     launch = (
         pl.when(pl.col("launch_start_ns") > pl.col("end_ns"))
         .then("start_ns")
@@ -84,12 +84,13 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     ]
     late = gaps.filter(known).select("gap", "start_ns", launch.alias("end_ns"), "thread")
     late = late.filter(pl.col("end_ns") > pl.col("start_ns"))
-    parts += [_by_host(linked, part) for part in late.partition_by("thread")] if not late.is_empty() else []
+    parts += [by_host(linked, part) for part in late.partition_by("thread")] if not late.is_empty() else []
     return pl.concat(parts).filter(pl.col("end_ns") > pl.col("start_ns")).cast({"cause": _CAUSE}).sort("start_ns")
 
 
-def _by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
-    """Stretches before a launch has returned, cut by what the launching thread did in them."""
+def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
+    """Stretches of one thread (`gap`, `start_ns`, `end_ns`, `thread`), cut by what it did in them: the same with
+    `cause`, one of `CAUSES`."""
     start, end = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
     columns = ("row", "kind", "name", "start_ns", "duration_ns", "end_ns", "self_ns", "parent")
     thread = linked.host.select(columns).filter(linked.host["thread"] == late["thread"][0])
@@ -140,7 +141,7 @@ def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
 
     A copy is as long as it is large, and a graph's launch as its kernels are many: those are not planned.
     """
-    long = host.filter(pl.col("self_ns") >= _PLANNING_NS)
+    long = host.filter(pl.col("self_ns") >= PLANNING_NS)
     if long.is_empty():
         return spans(long)
     kernels = linked.device.filter(pl.col("kind") == "kernel")["launch"]

@@ -178,6 +178,20 @@ def _values(text: str | None) -> tuple[str, ...] | None:
     return None if parsed is None else tuple(value if isinstance(value, str) else "" for value in parsed)
 
 
+def operands(shapes: str | None, dtypes: str | None, strides: str | None = None) -> tuple[Operand, ...]:
+    """The tensors of a call by position, None for what is none; empty where the trace does not say.
+
+    >>> operands("[[8, 16], []]", '["float", "Scalar"]')
+    (Tensor(shape=(8, 16), dtype='float32', strides=None), None)
+    """
+    if _is_too_long("", shapes, dtypes, strides, None):
+        return ()
+    try:
+        return _operands(shapes, dtypes, strides, None)
+    except NotKnown:
+        return ()
+
+
 def _operands(
     shapes: str | None, dtypes: str | None, strides: str | None, list_dtype: str | None
 ) -> tuple[Operand, ...]:

@@ -83,15 +83,16 @@ def roofline(linked: Linked, device_name: str | None) -> pl.DataFrame:
     Shares can pass 1: what is still in the cache need not be read, a tensor given twice counts twice, and a
     convolution by Winograd does fewer FLOPs than its formula.
     """
-    # Calls alike in all texts cost alike.
     alike = (
-        _calls(linked)
-        .group_by(*COLUMNS, "kernel")
-        .agg(pl.col("op").count().cast(pl.Int64).alias("num_calls"), pl.col("num_kernels", "total_ns").sum())
+        costed_calls(linked)
+        .group_by(*COLUMNS, "kernel", "dtype", "peak_dtype")
+        .agg(
+            pl.col("op").count().cast(pl.Int64).alias("num_calls"),
+            pl.col("num_kernels", "total_ns").sum(),
+            *(pl.col(name).first() * pl.col("op").count() for name in ("flops", "bytes")),
+        )
     )
-    costs = _costs(alike.select(*COLUMNS, "kernel"))
-    totals = {name: costs[name] * alike["num_calls"] for name in ("flops", "bytes")}
-    alike = alike.with_columns(costs["dtype"], costs["peak_dtype"], **totals)
+    totals = ("flops", "bytes")
     sums = (pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name) for name in totals)
     rows = alike.group_by(pl.col("name").alias("op"), "shapes", "dtype", "kernel", "peak_dtype").agg(
         pl.col("num_calls", "num_kernels", "total_ns").sum(), *sums
@@ -121,8 +122,9 @@ def roofline_summary(rows: pl.DataFrame) -> RooflineSummary:
     )
 
 
-def _calls(linked: Linked) -> pl.DataFrame:
-    """Each op that launched something, with its texts, its time on the device, and its longest `kernel`."""
+def costed_calls(linked: Linked) -> pl.DataFrame:
+    """Each op that launched something: `op`, its row in the host table, its texts, `num_kernels`, `total_ns` on the
+    device, its longest `kernel`, and what it costs: `flops`, `bytes`, `dtype`, `peak_dtype`."""
     device = linked.device.select("op", "kind", "name", "activity", "duration_ns")
     is_kernel = pl.col("kind") == "kernel"
     is_inside = (pl.col("kind") != "memcpy") | matches(device["name"], "(?i)memcpy DtoD")
@@ -136,7 +138,10 @@ def _calls(linked: Linked) -> pl.DataFrame:
     # What no op launched stands for itself.
     alone = work.filter(pl.col("op").is_null()).group_by("op", "name").agg(aggregates).drop("name")
     calls = pl.concat([calls, alone])
-    return calls.with_columns(linked.host[text].gather(calls["op"]).alias(text) for text in COLUMNS)
+    calls = calls.with_columns(linked.host[text].gather(calls["op"]).alias(text) for text in COLUMNS)
+    # Calls alike in all texts cost alike.
+    costs = _costs(calls.select(*COLUMNS, "kernel").unique())
+    return calls.join(costs, on=[*COLUMNS, "kernel"], how="left", nulls_equal=True)
 
 
 def _costs(cases: pl.DataFrame) -> pl.DataFrame:

@@ -1,0 +1,58 @@
+"""Changes to a trace, made from what somebody says: these kernels faster, those launches gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import polars as pl
+
+from stepscope.analysis.intervals import union
+from stepscope.analysis.links import Linked
+from stepscope.analysis.replay import Change
+
+_HIGHEST = 64
+
+
+def without(linked: Linked, events: Iterable[int]) -> Change:
+    """GPU work gone, and with it the host's time in the ops that did nothing else."""
+    gone = frozenset(events)
+    return Change(gone=gone, host=stretches(_spent_on(linked, gone)))
+
+
+def stretches(spans: pl.DataFrame, factor: float = 0.0) -> pl.DataFrame:
+    """Spans of the host's time, made disjoint, of which a `factor` is left."""
+    return union(spans.select("start_ns", "end_ns")).with_columns(pl.lit(factor, pl.Float64).alias("factor"))
+
+
+def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
+    """The spans of the highest ops and calls all of whose GPU work is gone."""
+    host, device = linked.host, linked.device
+    parents = host["parent"].to_list()
+    is_op = (host["kind"] == "op").to_list()
+    launches = device.select("event", pl.coalesce("launch", "op").alias("row")).drop_nulls("row")
+    num_all: Counter[int] = Counter()
+    num_gone: Counter[int] = Counter()
+    starts: set[int] = set()
+    for event, row in launches.iter_rows():
+        is_gone = event in gone
+        at: int | None = row
+        if is_gone:
+            starts.add(row)
+        for _ in range(_HIGHEST):
+            if at is None:
+                break
+            num_all[at] += 1
+            num_gone[at] += is_gone
+            at = parents[at]
+    rows = set()
+    for row in starts:
+        top = None
+        at = row
+        for _ in range(_HIGHEST):
+            if at is None or num_all[at] != num_gone[at] or not (is_op[at] or at == row):
+                break
+            top, at = at, parents[at]
+        if top is not None:
+            rows.add(top)
+    return host.select("start_ns", "end_ns").gather(sorted(rows))

@@ -1,0 +1,75 @@
+"""Matrix products of the typical steps, with what decides how fast they can be: shared by the rules about them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.op_calls import ITEM_BYTES, Tensor
+from stepscope.analysis.op_costs import operands
+from stepscope.findings.case import Case
+from stepscope.findings.finding import CannotCheck
+
+_SCHEMA = pl.Schema(
+    {
+        "op": pl.String(), "shapes": pl.String(), "module": pl.String(), "phase": pl.String(), "dtype": pl.String(),
+        "peak_dtype": pl.String(), "flops": pl.Int64(), "bytes": pl.Int64(), "duration_ns": pl.Int64(),
+        "kernel": pl.String(), "alignment_bytes": pl.Int64(), "events": pl.List(pl.Int64()),
+        "durations": pl.List(pl.Int64()),
+    }
+)  # fmt: skip
+
+
+def gemm_calls(case: Case) -> pl.DataFrame:
+    """Ops that multiply matrices, outside attention, whose FLOPs the trace tells.
+
+    `op`, `shapes`, `module`, `phase`, `dtype`, `peak_dtype`, `flops`, `bytes`, `duration_ns`, `kernel` (the longest),
+    `alignment_bytes` of its last dimensions: the largest power of two, up to 128, that divides them all; `events` and
+    their `durations`. CannotCheck where the trace has no shapes.
+    """
+    case.with_shapes()
+    gemms = case.work.filter(pl.col("class").is_in(["gemm", "convolution"]), pl.col("call").is_not_null())
+    if gemms.is_empty():
+        return pl.DataFrame(schema=_SCHEMA)
+    calls = gemms.group_by("call", maintain_order=True).agg(
+        pl.col("op", "shapes", "module", "phase").first().cast(pl.String),
+        pl.col("dtype", "peak_dtype", "flops", "bytes").drop_nulls().first(),
+        pl.col("duration_ns").sum(),
+        pl.col("name").sort_by("duration_ns").last().cast(pl.String).alias("kernel"),
+        pl.col("dtypes").first(),
+        pl.col("event").alias("events"),
+        pl.col("duration_ns").alias("durations"),
+    )
+    calls = calls.filter(pl.col("flops") > 0)
+    if calls.is_empty() and gemms.height:
+        raise CannotCheck("the trace does not say the shapes of its matrix products")
+    alignment = [_alignment(shapes, dtypes) for shapes, dtypes in calls.select("shapes", "dtypes").iter_rows()]
+    return calls.with_columns(pl.Series("alignment_bytes", alignment, pl.Int64)).select(_SCHEMA.names())
+
+
+def by_shape(calls: pl.DataFrame, num_steps: int, most: int = 8) -> list[dict[str, Any]]:
+    """Calls by op and shapes, those with most time first, a step's worth: rows of evidence."""
+    return (
+        calls.group_by("op", "shapes", "dtype", "kernel")
+        .agg(
+            (pl.len() / num_steps).alias("num_calls"),
+            (pl.col("duration_ns").sum() / num_steps).alias("duration_ns"),
+            (pl.col("flops").sum() * 1e9 / pl.col("duration_ns").sum()).alias("flops_per_s"),
+        )
+        .sort("duration_ns", descending=True)
+        .head(most)
+        .to_dicts()
+    )
+
+
+def _alignment(shapes: str | None, dtypes: str | None) -> int:
+    """The largest power of two in bytes, up to 128, that divides every dimension of the matrices."""
+    matrices = [one for one in operands(shapes, dtypes) if isinstance(one, Tensor) and len(one.shape) >= 2]
+    best = 128
+    for matrix in matrices[:2]:
+        item = ITEM_BYTES.get(matrix.dtype or "", 4)
+        for size in matrix.shape[-2:]:
+            while best > 1 and (size * item) % best:
+                best //= 2
+    return best

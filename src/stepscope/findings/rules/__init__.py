@@ -1,0 +1,1 @@
+"""One rule a file: `check(case)` gives findings, none, or raises CannotCheck. The file's name is the finding's id."""

@@ -1,0 +1,62 @@
+"""Does the GPU wait for the host to launch its kernels?
+
+The step is replayed with the host's time between launches gone, as a CUDA graph or a fuller queue would have it.
+What keeps the host for a millisecond and more in one piece is no launching: other rules look at that.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.replay import Change
+from stepscope.analysis.stalls import STALL_NS
+from stepscope.analysis.whatif import stretches
+from stepscope.findings.case import Case
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.wording import milliseconds, several
+
+_GRAPH_LAUNCH = 0.02
+"""Of the host's time, what a step of graph launches is left with."""
+
+
+def check(case: Case) -> list[Finding]:
+    kernels = case.work.filter(pl.col("kind") == "kernel")
+    length = pl.col("end_ns") - pl.col("start_ns")
+    between = case.replay.host_stretches().filter(length < STALL_NS)
+    saving_ns = case.saving_ns(Change(host=stretches(between, _GRAPH_LAUNCH)))
+    if not case.is_worth(saving_ns):
+        return []
+    step = case.step
+    num_kernels = kernels.height / case.num_steps
+    median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
+    launches = case.account.launches
+    return [
+        Finding(
+            sentence=f"The GPU waits for the host: {several(num_kernels, 'kernel')} a step, half of them shorter "
+            f"than {milliseconds(median_ns)}, keep the GPU busy for {milliseconds(step.device_ns)} of "
+            f"{milliseconds(step.done_ns)}, and the host needs {milliseconds(step.host_ns)} to launch them.",
+            fix='model = torch.compile(model, mode="reduce-overhead")  # or a larger batch: the host\'s time stays',
+            saving_ns=saving_ns,
+            upper_bound=True,
+            derived="the step replayed with 2 % of the host's time between launches left, as CUDA graphs would leave "
+            "it; compiling also fuses kernels, which is not counted",
+            confidence="high" if saving_ns > 0.15 * step.done_ns else "medium",
+            falsified_by='a step as long with mode="reduce-overhead", or twice as long with twice the batch',
+            evidence=(
+                Evidence(
+                    "step",
+                    [
+                        {
+                            "num_kernels": num_kernels,
+                            "median_kernel_ns": median_ns,
+                            "device_ns": step.device_ns,
+                            "host_ns": step.host_ns,
+                            "step_ns": step.done_ns,
+                            "starved_share": launches.get("starved_share"),
+                        }
+                    ],
+                ),
+                Evidence("kernels by size", case.account.kernel_sizes.to_dicts()),
+            ),
+        )
+    ]
