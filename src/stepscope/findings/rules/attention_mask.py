@@ -47,8 +47,8 @@ def check(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"A mask of shape {one['mask']} is given to {several(forward.height / case.num_steps, 'call')} "
-            f"of scaled_dot_product_attention a step, so that flash attention cannot be used: the {one['backend']} back "
-            f"end takes {milliseconds(total_ns)} of {milliseconds(case.step_ns)} for all "
+            f"of scaled_dot_product_attention a step, so that flash attention cannot be used: the {one['backend']} "
+            f"back end takes {milliseconds(total_ns)} of {milliseconds(case.step_ns)} for all "
             f"{one['num_queries']:,} × {one['num_keys']:,} scores.",
             fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)  # where the mask is causal; other "
             "patterns: torch.nn.attention.flex_attention with a block mask",

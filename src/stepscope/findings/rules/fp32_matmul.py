@@ -33,8 +33,8 @@ def check(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"{several(slow.height / case.num_steps, 'matrix product')} a step run in float32 without "
-            f"tensor cores: {milliseconds(total_ns)} of {milliseconds(case.step_ns)} at {tflops:.0f} TFLOP/s, where the "
-            f"device has {peak['fp32'] / 1e12:.0f} in float32 and {peak['tf32'] / 1e12:.0f} in TF32.",
+            f"tensor cores: {milliseconds(total_ns)} of {milliseconds(case.step_ns)} at {tflops:.0f} TFLOP/s, where "
+            f"the device has {peak['fp32'] / 1e12:.0f} in float32 and {peak['tf32'] / 1e12:.0f} in TF32.",
             fix='torch.set_float32_matmul_precision("high")  # further: torch.autocast("cuda", torch.bfloat16)',
             saving_ns=saving_ns,
             derived="the step replayed with each product at 60 % of the TF32 peak, 15 % where a dimension is no "

@@ -37,7 +37,7 @@ def check(case: Case) -> list[Finding]:
             f"{' in ' + ' and '.join(ops) if ops else ''}: {why}.".replace("stretchs", "stretches"),
             fix=fix,
             saving_ns=saving_ns,
-            derived="the step replayed with these stretches gone; an eager fallback's cost beside them is not counted",
+            derived="the step replayed with these stretches gone; an eager fallback's cost is not counted",
             confidence="high" if changing else "medium" if num_steps > 1 else "low",
             falsified_by="stretches as long in a run whose inputs all have one shape",
             evidence=(
