@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from stepscope.cli.sql import type_in_words
+from stepscope.findings.diagnose import all_rules
 from stepscope.trace import schema
 
 ROOT = Path(__file__).parents[1]
@@ -44,8 +45,24 @@ TABLES = [
     ("docs/memory.md", "analysis/memory_growth.py", "Growth"),
     ("docs/memory.md", "analysis/memory_growth.py", "AtPeak"),
     ("docs/memory.md", "analysis/memory_growth.py", "Grown"),
+    ("docs/diagnose.md", "findings/diagnose.py", "Diagnosis"),
+    ("docs/diagnose.md", "findings/finding.py", "Finding"),
+    ("docs/whatif.md", "analysis/replay.py", "Replayed"),
+    ("docs/verify.md", "analysis/verification.py", "Verification"),
+    ("docs/verify.md", "analysis/verification.py", "Verified"),
+    ("docs/verify.md", "analysis/losses.py", "LossCheck"),
+    ("docs/verify.md", "analysis/verification.py", "Expected"),
+    ("docs/compare.md", "analysis/gates.py", "Comparison"),
+    ("docs/compare.md", "analysis/comparison.py", "Pair"),
+    ("docs/compare.md", "analysis/metrics.py", "Change"),
+    ("docs/compare.md", "analysis/comparison.py", "Table"),
+    ("docs/compare.md", "analysis/comparison.py", "TableRow"),
+    ("docs/compare.md", "analysis/comparison.py", "Differs"),
+    ("docs/compare.md", "analysis/comparison.py", "Missing"),
+    ("docs/compare.md", "analysis/gates.py", "GateResult"),
 ]
 TRACE_TABLES_PAGE = "docs/tables.md"
+RULES_PAGE = "docs/findings/README.md"
 
 
 def table(source: Path, class_name: str) -> str:
@@ -73,9 +90,17 @@ def trace_table(described: schema.Table) -> str:
     return "\n".join(rows)
 
 
+def rules_table() -> str:
+    """A Markdown table of the rules of `stepscope diagnose`."""
+    rows = ["| finding | asks |", "|---|---|"]
+    rows += [f"| [`{rule.id}`]({rule.id}.md) | {rule.question} |" for rule in all_rules()]
+    return "\n".join(rows)
+
+
 def main() -> int:
     sections = [(page, name, table(SOURCE / source, name)) for page, source, name in TABLES]
     sections += [(TRACE_TABLES_PAGE, described.name, trace_table(described)) for described in schema.TABLES]
+    sections.append((RULES_PAGE, "rules", rules_table()))
     pages = {page: (ROOT / page).read_text() for page, _, _ in sections}
     for page, name, text in sections:
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"

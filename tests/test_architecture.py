@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": READ_SIDE,
     "plan": {"sweep", "record", "workloads", "devices", "errors"},
     "studies": {"report"} | READ_SIDE | RUN_SIDE,
-    "api": {"record", "report", "analysis", "trace", "errors"},
+    "api": {"record", "report", "findings", "analysis", "trace", "errors"},
     "cli": {"api", "studies", "report"} | READ_SIDE | RUN_SIDE,
     "__main__": {"cli"},
     "__init__": {"api", "record", "version"},

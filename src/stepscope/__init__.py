@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
-    from stepscope.api import analyze, phase, read, record, step
+    from stepscope.api import analyze, compare, diagnose, phase, read, record, step, what_if
 
-__all__ = ["__version__", "analyze", "phase", "read", "record", "step"]
+__all__ = ["__version__", "analyze", "compare", "diagnose", "phase", "read", "record", "step", "what_if"]
 
 
 def __getattr__(name: str) -> Any:

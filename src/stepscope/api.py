@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
@@ -13,9 +14,12 @@ from stepscope.errors import MissingDependencyError, RecordingError, UsageError
 from stepscope.record import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
+    from stepscope.analysis.gates import Comparison
     from stepscope.analysis.traces import Analysis
+    from stepscope.findings.diagnose import Diagnosis
+    from stepscope.findings.what_if import WhatIf
     from stepscope.record.session import Session
     from stepscope.record.windows import Windows
     from stepscope.report.card import Card
@@ -62,13 +66,73 @@ def analyze(
 
     `progress` is told the share of the work that is done.
     """
-    try:
-        from stepscope.report.traces import analyze_paths
-    except ModuleNotFoundError as error:
-        if error.name not in ("polars", "msgspec"):
-            raise
-        raise MissingDependencyError(f"{error.name} is missing: pip install polars msgspec") from None
+    _need_read_side()
+    from stepscope.report.traces import analyze_paths
+
     return analyze_paths([Path(path) for path in paths], step, rank, use_cache, progress)
+
+
+def compare(
+    base: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    threshold: float = 0.02,
+    allow: Collection[str] = (),
+    fail_on: Collection[str] = (),
+    use_cache: bool = True,
+) -> Comparison:
+    """Whether two recordings, bench results or traces differ; `.pairs[0].change("step_time").verdict` says it.
+
+    `threshold` is the share below which a change is none. `allow` names what the comparison is about (`device`,
+    `dtype` …), `fail_on` gates as on the command line (`step_time:3%`): see `.gates` and `.exit_code`.
+    """
+    from stepscope.analysis.gates import parse_gate
+    from stepscope.report.compare import compare_paths
+
+    gates = [parse_gate(text) for text in fail_on]
+    return compare_paths(Path(base), Path(new), threshold, allow, gates, use_cache)
+
+
+def diagnose(
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    ignore: Collection[str] = (),
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Diagnosis:
+    """What is wrong with a step of a recording or a trace: `.findings`, those that save most first."""
+    _need_read_side()
+    from stepscope.findings.case import open_case
+    from stepscope.findings.diagnose import diagnose as ask
+
+    return ask(open_case(Path(path), rank, use_cache, progress), ignore)
+
+
+def what_if(
+    path: str | os.PathLike[str],
+    *,
+    scale: Sequence[tuple[str, float]] = (),
+    drop_launches: Sequence[str] = (),
+    host: float | None = None,
+    waits: bool = True,
+    clean: bool = False,
+    rank: int | None = None,
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> WhatIf:
+    """What a step would take with a change, as `stepscope whatif`: `scale` is pairs of work and factor."""
+    _need_read_side()
+    from stepscope.findings.case import open_case
+    from stepscope.findings.what_if import what_if as replay
+
+    return replay(open_case(Path(path), rank, use_cache, progress), scale, drop_launches, host, waits, clean)
+
+
+def _need_read_side() -> None:
+    for name in ("polars", "msgspec"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(f"{name} is missing: pip install polars msgspec")
 
 
 class Recorder(ContextDecorator):

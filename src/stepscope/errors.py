@@ -4,6 +4,7 @@
     ├── UsageError              the command line or an argument is wrong
     ├── RecordingError          a recording cannot be read or written
     ├── TraceError              a trace cannot be read
+    ├── NotComparableError      two things that cannot be compared; `stepscope compare` exits with 4
     └── MissingDependencyError  something must be installed first
 
 A user's own exceptions pass through Stepscope untouched.
@@ -26,6 +27,10 @@ class RecordingError(StepscopeError):
 
 class TraceError(StepscopeError):
     """A trace cannot be read; the message has the byte where it went wrong."""
+
+
+class NotComparableError(StepscopeError):
+    """Two runs, sweeps or traces that cannot be compared; the message says why."""
 
 
 class MissingDependencyError(StepscopeError):

@@ -8,16 +8,18 @@ import polars as pl
 
 from stepscope.analysis.links import Linked
 from stepscope.analysis.op_calls import Tensor
-from stepscope.analysis.op_costs import operands
+from stepscope.analysis.op_costs import COLUMNS, argument_values, operands
 
 BACK_ENDS = ("flash", "cudnn", "efficient", "math")
-_DISPATCHER = "aten::scaled_dot_product_attention"
+DISPATCHER = "aten::scaled_dot_product_attention"
+"""What a program calls."""
 _SCHEMA = pl.Schema(
     {
         "call": pl.UInt32(), "phase": pl.String(), "module": pl.String(), "direction": pl.String(),
         "backend": pl.String(), "dtype": pl.String(), "batch": pl.Int64(), "num_heads": pl.Int64(),
         "num_queries": pl.Int64(), "num_keys": pl.Int64(), "head_size": pl.Int64(), "mask": pl.String(),
-        "full_flops": pl.Int64(), "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()),
+        "full_flops": pl.Int64(), "is_causal": pl.Boolean(), "is_dense": pl.Boolean(), "duration_ns": pl.Int64(),
+        "events": pl.List(pl.Int64()),
     }
 )  # fmt: skip
 
@@ -46,7 +48,7 @@ _OPS = {
     "aten::_cudnn_attention_backward": _Op("cudnn", "backward", 1, 8, 2),
     "aten::_scaled_dot_product_cudnn_attention": _Op("cudnn", "forward", 0, 3, 2),
     "aten::_scaled_dot_product_cudnn_attention_backward": _Op("cudnn", "backward", 1, 8, 2),
-    _DISPATCHER: _Op("math", "both", 0, 3, 2),
+    DISPATCHER: _Op("math", "both", 0, 3, 2),
 }
 
 
@@ -55,26 +57,30 @@ def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
 
     `call` (the op's row), `phase`, `module`, `direction`, `backend` (one of `BACK_ENDS`), `dtype`; `batch`,
     `num_heads`, `num_queries`, `num_keys`, `head_size`; `mask`, the shape of the mask that was given or null;
-    `full_flops` without a causal mask's saving; `duration_ns` on the device and `events`, the GPU work. A call whose
-    shapes the trace does not say has nulls. The math back end is many kernels: its `call` is the dispatching op, and
-    its backward stands with it in one row.
+    `full_flops` without a causal mask's saving; `is_causal` and `is_dense`, whether query, key and value have their
+    last dimension in one piece, as the program called it: null where the trace does not say; `duration_ns` on the
+    device and `events`, the GPU work. A call whose shapes the trace does not say has nulls. The math back end is many
+    kernels: its `call` is the dispatching op, and its backward stands with it in one row.
     """
     names = work["op"].cast(pl.String)
-    fused = work.filter(names.is_in([name for name in _OPS if name != _DISPATCHER]))
-    is_math = (pl.col("root_op").cast(pl.String) == _DISPATCHER) & ~pl.col("root").is_in(fused["root"].implode())
+    fused = work.filter(names.is_in([name for name in _OPS if name != DISPATCHER]))
+    is_math = (pl.col("root_op").cast(pl.String) == DISPATCHER) & ~pl.col("root").is_in(fused["root"].implode())
     rows = []
     for key, part in (("call", fused), ("root", work.filter(is_math))):
         calls = part.group_by(key, maintain_order=True).agg(
-            pl.col("event"), pl.col("duration_ns").sum(), pl.col("phase", "module").cast(pl.String).first()
+            pl.col("event"),
+            pl.col("duration_ns").sum(),
+            pl.col("phase", "module").cast(pl.String).first(),
+            pl.col("root").alias("dispatcher").first(),
         )
-        for call, events, duration_ns, phase, module in calls.iter_rows():
+        for call, events, duration_ns, phase, module, dispatcher in calls.iter_rows():
             texts = linked.host[call].select("name", "shapes", "dtypes").row(0)
-            rows.append((call, phase, module, *_facts(*texts), duration_ns, events))
+            rows.append((call, phase, module, *_facts(*texts), *_asked(linked, dispatcher), duration_ns, events))
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row").sort("call")
 
 
 def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, ...]:
-    op = _OPS.get(name, _OPS[_DISPATCHER])
+    op = _OPS.get(name, _OPS[DISPATCHER])
     tensors = operands(shapes, dtypes)
     query, key = (tensors[i] if i < len(tensors) else None for i in (op.query, op.query + 1))
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and len(query.shape) == len(key.shape) == 4):
@@ -87,3 +93,16 @@ def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, .
         op.direction, op.backend, query.dtype, batch, num_heads, num_queries, num_keys, head_size,
         str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None, flops,
     )  # fmt: skip
+
+
+def _asked(linked: Linked, dispatcher: int | None) -> tuple[bool | None, bool | None]:
+    """Whether the program asked for a causal mask, and gave tensors whose last dimension is in one piece."""
+    if dispatcher is None:
+        return None, None
+    name, shapes, dtypes, strides, inputs = linked.host[dispatcher].select(COLUMNS).row(0)
+    if name != DISPATCHER:
+        return None, None
+    values = argument_values(inputs)
+    is_causal = None if values is None or len(values) < 6 else values[5] == "True"
+    given = [one for one in operands(shapes, dtypes, strides)[:3] if isinstance(one, Tensor) and one.strides]
+    return is_causal, all(one.strides and one.strides[-1] == 1 for one in given) if given else None

@@ -17,6 +17,7 @@ from stepscope.analysis.memory_tree import ModuleBytes, most_alive, rolled_up, s
 
 REMAINDER = "allocator rounding, workspaces and in-kernel temporaries"
 BEFORE_THE_WINDOW = "before the window"
+OTHER = "other"
 MAX_POINTS = 2000
 MAX_LARGEST = 200
 PARTS = ("owner", "module", "phase", "dtype", "op", "caller")
@@ -135,6 +136,8 @@ class Account:
     """What was allocated after each birth and death."""
     left_alive: tuple[LeftAlive, ...]
     """Leaks: graphs of earlier steps, the largest first."""
+    held: tuple[Part, ...]
+    """What else was there before the step, by the variable that holds it, where that is known; the most first."""
     num_allocations: int
     """On this device."""
     num_dropped: int
@@ -145,7 +148,7 @@ class Account:
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Every field; lists of names in so many rows."""
         plain = asdict(self)
-        for name in ("activations", "saved", "largest", "left_alive"):
+        for name in ("activations", "saved", "largest", "left_alive", "held"):
             plain[name] = plain[name][:most]
         for name in ("by_module", "by_op", "by_caller"):
             plain["live_at_peak"][name] = plain["live_at_peak"][name][:most]
@@ -197,6 +200,7 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
             LeftAlive(*(each.get(name) for name in LeftAlive.__dataclass_fields__))
             for each in sorted(memory.get("left_alive") or [], key=lambda each: -each["bytes"])
         ),
+        held=_held([each for each, _ in mine], peak),
         num_allocations=len(mine),
         num_dropped=memory.get("num_dropped") or 0,
         other_devices={
@@ -238,6 +242,23 @@ def _stages(levels: Levels, named: Sequence[Mapping[str, Any]]) -> tuple[Stage, 
     return tuple(Stage(name, first, *levels.between(first, end)) for (name, first), end in zip(firsts, ends))
 
 
+def _is_held(each: Mapping[str, Any]) -> bool:
+    """Whether it was there before the step, for none of the step's own ends, and a variable leads to it."""
+    return each["born"] is None and each.get("owner") == OTHER and each.get("caller") is not None
+
+
+def _held(allocations: Sequence[Mapping[str, Any]], peak: int) -> tuple[Part, ...]:
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for each in filter(_is_held, allocations):
+        sums[each["caller"]] += each["bytes"]
+        counts[each["caller"]] += 1
+    return tuple(
+        Part(place, num_bytes, num_bytes / peak if peak else 0.0, counts[place])
+        for place, num_bytes in sums.most_common()
+    )
+
+
 def _largest(
     allocations: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[str, int]
 ) -> tuple[tuple[Large, ...], tuple[Large, ...]]:
@@ -252,7 +273,9 @@ def _largest(
         smallest = each["bytes"]
         shape = None if each.get("shape") is None else tuple(each["shape"])
         names = tuple(each.get(name) for name in ("op", "phase", "owner", "dtype", "caller"))
-        places[smallest, starred(each.get("module")), shape, names].append(each)
+        # What a variable holds is one thing, whatever the sizes of its parts: see `held`.
+        key = (names,) if _is_held(each) else (smallest, starred(each.get("module")), shape, names)
+        places[key].append(each)
     ordered = sorted(places.values(), key=lambda alike: (-alike[0]["bytes"], -len(alike)))
     return (
         tuple(_large(alike, levels, symbols) for alike in ordered[:MAX_LARGEST]),

@@ -96,7 +96,7 @@ def _op_cost(
     try:
         list_dtype = parameter_dtype if base.startswith(_ON_PARAMETERS) else None
         operands = _operands(shapes, dtypes, strides, list_dtype)
-        work = function(Call(base, operands, _values(inputs), arguments))
+        work = function(Call(base, operands, argument_values(inputs), arguments))
     except NotKnown:
         # Of any shape, only the ops of `op_formulas` multiply matrices.
         return UNKNOWN if function.__module__ == op_formulas.__name__ else OpCost(0, None, None, None)
@@ -173,8 +173,13 @@ def _parsed(text: str | None) -> list[Any] | None:
     return parsed if isinstance(parsed, list) and len(parsed) <= _MAX_OPERANDS else None
 
 
-def _values(text: str | None) -> tuple[str, ...] | None:
-    parsed = _parsed(text)
+def argument_values(text: str | None) -> tuple[str, ...] | None:
+    """A call's arguments as text, from a trace's "Concrete Inputs"; None where the trace does not say.
+
+    >>> argument_values('["", "2", "[0, 1]"]')
+    ('', '2', '[0, 1]')
+    """
+    parsed = None if _is_too_long(text) else _parsed(text)
     return None if parsed is None else tuple(value if isinstance(value, str) else "" for value in parsed)
 
 

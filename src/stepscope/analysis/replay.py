@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 
 import polars as pl
@@ -29,6 +30,8 @@ _HELD_NS = 10_000
 """A stream that could go on and does not for longer than this is held by something."""
 _LEAST_SHARE = 0.2
 """Of the host's own time between two ticks, what the profiler's part never takes away."""
+_MOST_STEPS = 8
+"""Of a long trace: more of the same steps tell little more, and cost a replay each time."""
 _LIKE = 1.25
 """Steps within this of the fastest one are alike."""
 _LATENCY_NS, _PAUSE_NS, _NUM_TYPICAL = 5_000, 1_500, 8
@@ -92,24 +95,40 @@ class Replay:
         self._read_device(linked)
         self._read_calls(linked)
         self._settle_starts()
-        self.traced = self.play(Change())
 
     def _read_device(self, linked: Linked) -> None:
-        """GPU work in order of its launch, then of its start; what was given before the window is history."""
-        issued = pl.col("issued_ns")
-        work = linked.device.with_columns(pl.struct("device", "stream").rank("dense").alias("lane"))
-        self._busy_before = _least(work.filter(issued < self.start_ns)["end_ns"].max(), self.start_ns)
-        inside = work.filter(issued >= self.start_ns, issued < self.end_ns).sort("issued_ns", "start_ns", "event")
-        self.events: list[int] = inside["event"].to_list()
+        """GPU work in order of its launch, then of its start.
+
+        What was given before the window and is not done when it begins is given at its beginning, and what has no
+        launch in the trace with what ran before it.
+        """
+        issued = pl.when(pl.col("launch").is_not_null()).then("issued_ns")
+        work = (
+            linked.device.with_columns(
+                pl.struct("device", "stream").rank("dense").alias("lane"), issued.alias("given")
+            )
+            .sort("start_ns", "event")
+            .with_columns(pl.coalesce(pl.col("given").forward_fill().over("lane"), "start_ns").alias("given"))
+        )
+        is_before = pl.col("given") < self.start_ns
+        work = work.filter(pl.col("given") < self.end_ns, ~is_before | (pl.col("end_ns") > self.start_ns))
+        work = work.sort(~is_before, "given", "start_ns", "event")
+        self._num_before = work.filter(is_before).height
+        self._busy_before = _least(work.filter(is_before)["end_ns"].max(), self.start_ns)
+        inside = work.with_columns(pl.col("given").clip(self.start_ns))
+        self._events: list[int] = inside["event"].to_list()
         self._lane: list[int] = inside["lane"].to_list()
         self._stream: list[int] = inside["stream"].to_list()
         self._starts: list[int] = inside["start_ns"].to_list()
         self._ends: list[int] = inside["end_ns"].to_list()
-        self._issued: list[int] = inside["issued_ns"].to_list()
+        self._issued: list[int] = inside["given"].to_list()
         calls = linked.host["event"].gather(inside["launch"]).to_list()
+        returned = linked.host["end_ns"].gather(inside["launch"]).fill_null(inside["given"])
+        self._returned: list[int] = returned.clip(self.start_ns).to_list()
         self._work: dict[int, list[int]] = {}
         for index, call in enumerate(calls):
-            self._work.setdefault(-self.events[index] if call is None else call, []).append(index)
+            is_alone = call is None or index < self._num_before
+            self._work.setdefault(-self._events[index] if is_alone else call, []).append(index)
 
     def _read_calls(self, linked: Linked) -> None:
         """The ticks of the host, and until when each call that waits stood."""
@@ -139,12 +158,12 @@ class Replay:
 
     def _settle_starts(self) -> None:
         """What decided when each piece of GPU work started, and what it took beyond that."""
-        count = len(self.events)
-        free = [self._busy_before] * count
+        count = len(self._events)
+        free = [self.start_ns] * count
         end_of: dict[int, int] = {}
-        for i in sorted(range(count), key=lambda i: (self._starts[i], self._ends[i])):
-            free[i] = end_of.get(self._lane[i], self._busy_before)
-            end_of[self._lane[i]] = max(self._ends[i], free[i])
+        for i in range(count):  # as they were given: so they are played
+            free[i] = end_of.get(self._lane[i], self.start_ns)
+            end_of[self._lane[i]] = self._ends[i]
         latencies = [start - issued for start, issued in zip(self._starts, self._issued)]
         pauses = [start - end for start, end in zip(self._starts, free)]
         idle = [latencies[i] for i in range(count) if self._issued[i] > free[i]]
@@ -167,9 +186,30 @@ class Replay:
                 self._pause[i] = pauses[i]
             else:
                 self._latency[i] = latencies[i]
-        started = sorted(self._starts)
-        waiting = (i - bisect_right(started, issued) for i, issued in enumerate(self._issued))
+        # When a launch returned, all but so many of the pieces given before it had started.
+        started = list(accumulate(self._starts, max))
+        waiting = (i + 1 - bisect_right(started, returned) for i, returned in enumerate(self._returned))
         self._queue_length = max([_QUEUE_LENGTH, *waiting])
+
+    @property
+    def events(self) -> list[int]:
+        """The GPU work that was given within the window, by `event`."""
+        return self._events[self._num_before :]
+
+    @property
+    def waits(self) -> list[int]:
+        """The calls that wait for the GPU, by `event`."""
+        return [tick.call for tick in self._ticks if tick.kind == _RETURN and tick.call in self._waits]
+
+    @property
+    def recorded(self) -> Replayed:
+        """The window as the trace has it: no replay, but its own times."""
+        done_ns = max([self.end_ns, *self._ends]) - self._busy_before
+        device_ns = sum(self._ends[self._num_before :]) - sum(self._starts[self._num_before :])
+        host = self.host_stretches()
+        host_ns = int((host["end_ns"] - host["start_ns"]).sum())
+        totals = (self.end_ns - self.start_ns, done_ns, device_ns, host_ns)
+        return Replayed(*(ns / self.num_steps for ns in totals))
 
     def host_stretches(self) -> pl.DataFrame:
         """The host's own time, tick by tick: `start_ns`, `end_ns`, and the `call` whose start or return ends it, null
@@ -177,35 +217,45 @@ class Replay:
         rows: list[tuple[int, int, int | None]] = []
         last_ns = self.start_ns
         for tick in self._ticks:
-            until = self._waits[tick.call][0] if tick.kind == _RETURN and tick.call in self._waits else last_ns
-            since = min(max(last_ns, until), tick.time_ns)
+            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
             rows.append((since, tick.time_ns, None if tick.kind == _BORDER or tick.call < 0 else tick.call))
             last_ns = tick.time_ns
         schema = {"start_ns": pl.Int64, "end_ns": pl.Int64, "call": pl.Int64}
         return pl.DataFrame(rows, schema=schema, orient="row").filter(pl.col("end_ns") > pl.col("start_ns"))
 
+    def _room(self, call: int) -> int | None:
+        """The piece of work that must start before a launch into the queue returns; None where there is room."""
+        work = self._work.get(call)
+        return work[-1] - self._queue_length if work and work[-1] >= self._queue_length else None
+
+    def _stood_until(self, tick: _Tick) -> int:
+        """When the GPU let go of a call that waited for it, in the trace."""
+        if tick.kind != _RETURN:
+            return 0
+        if tick.call in self._waits:
+            return self._waits[tick.call][0]
+        room = self._room(tick.call)
+        return 0 if room is None else self._starts[room]
+
     def play(self, change: Change) -> Replayed:
         """The window as the change makes it."""
         durations = [
             0.0 if event in change.gone else float(change.duration_ns.get(event, end - start))
-            for event, start, end in zip(self.events, self._starts, self._ends)
+            for event, start, end in zip(self._events, self._starts, self._ends)
         ]
         starts, ends = [0.0] * len(durations), [0.0] * len(durations)
         lane_end: dict[int, float] = {}
-        stream_end: dict[int | None, float] = {None: float(self._busy_before)}
+        stream_end: dict[int | None, float] = {None: float(self.start_ns)}
         now = host_ns = float(self.start_ns)
         shrunk = _Shrunk(change.host)
-        last_ns, given = self.start_ns, 0
+        last_ns = self.start_ns
         for tick in self._ticks:
-            done, until = 0.0, last_ns
-            if tick.kind == _RETURN:
-                if tick.call in self._waits:
-                    until, stream = self._waits[tick.call]
-                    done = 0.0 if tick.call in change.unwaited else stream_end.get(stream, 0.0)
-                elif given > self._queue_length:
-                    room = given - self._queue_length - 1
-                    done, until = starts[room], self._starts[room]
-            since = min(max(last_ns, until), tick.time_ns)
+            done = 0.0
+            if tick.kind == _RETURN and tick.call in self._waits:
+                done = 0.0 if tick.call in change.unwaited else stream_end.get(self._waits[tick.call][1], 0.0)
+            elif tick.kind == _RETURN and (room := self._room(tick.call)) is not None:
+                done = starts[room]
+            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
             own = tick.time_ns - since - shrunk.between(since, tick.time_ns)
             if own and change.profiler_ns_per_event:
                 whole = tick.time_ns - last_ns
@@ -217,10 +267,9 @@ class Replay:
             if tick.kind != _START:
                 continue
             for i in self._work.get(tick.call, ()):
-                given = i + 1
                 lane = self._lane[i]
-                free = lane_end.get(lane, float(self._busy_before))
-                if self.events[i] in change.gone:
+                free = lane_end.get(lane, float(self.start_ns))
+                if self._events[i] in change.gone:
                     starts[i] = ends[i] = free
                     continue
                 holder = self._holder[i]
@@ -230,12 +279,13 @@ class Replay:
                 for stream in (self._stream[i], None):
                     stream_end[stream] = max(stream_end.get(stream, 0.0), ends[i])
         done_ns = max(now, stream_end[None]) - self._busy_before
-        totals = (now - self.start_ns, done_ns, sum(durations), host_ns - self.start_ns)
+        device_ns = sum(durations[self._num_before :])
+        totals = (now - self.start_ns, done_ns, device_ns, host_ns - self.start_ns)
         return Replayed(*(ns / self.num_steps for ns in totals))
 
 
 def typical_steps(linked: Linked) -> pl.DataFrame:
-    """The steps of a trace that follow one another and took like time: the last of its longest such runs.
+    """The steps of a trace that follow one another and took like time: the last eight of the longest such run.
 
     A step may be slowed by the profiler that has just begun, or by something that comes once.
     """
@@ -247,7 +297,7 @@ def typical_steps(linked: Linked) -> pl.DataFrame:
             first = i + 1
         elif i + 1 - first >= best[1] - best[0]:
             best = (first, i + 1)
-    return steps.slice(best[0], best[1] - best[0])
+    return steps.slice(best[0], best[1] - best[0]).tail(_MOST_STEPS)
 
 
 def _least(value: object, least: int = 0) -> int:

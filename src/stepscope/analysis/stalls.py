@@ -63,7 +63,7 @@ def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
 def _is_before_forward(linked: Linked, stall: dict[str, int | str | None]) -> bool:
     """Whether no pass of the stall's step has begun, and its forward comes next."""
     phases, middle, step = linked.steps.phases, stall["middle"], stall["step"]
-    borders = linked.steps.table.filter(pl.col("step") == step)
+    borders = linked.steps.table.filter(pl.col("step").eq_missing(pl.lit(step)))
     if borders.is_empty():
         return False
     begin, end = borders.select("start_ns", "end_ns").row(0)

@@ -90,11 +90,10 @@ class Summary:
 def summarise(recording: Recording, device: Device | None, ceilings: Ceilings | None) -> Summary:
     """The summary of a recording; `device` and `ceilings` are the limits known for its device, if any."""
     timed = recording.window("clean")
-    # A step that compiled is first-call cost, not the step's; unless every step compiles.
-    clean = tuple(sample for sample in timed if not sample.num_compiles) or timed
+    clean = _clean(recording)
     trace: Mapping[str, Any] | None = recording.facts.get("trace")
-    on_device = bool(clean) and all(sample.device_ns is not None for sample in clean)
-    wall = [_step_ns(sample, on_device) for sample in clean]
+    on_device = _is_on_device(clean)
+    wall = clean_step_ns(recording)
     step_ns = describe(wall) if wall else None
     counters = None
     if clean:
@@ -138,6 +137,23 @@ def summarise(recording: Recording, device: Device | None, ceilings: Ceilings | 
         if trace and trace.get("num_kernels")
         else None,
     )
+
+
+def clean_step_ns(recording: Recording) -> tuple[int, ...]:
+    """The samples behind `Summary.step_ns`, in order: nanoseconds, on the clock that it names."""
+    clean = _clean(recording)
+    on_device = _is_on_device(clean)
+    return tuple(_step_ns(sample, on_device) for sample in clean)
+
+
+def _clean(recording: Recording) -> tuple[StepSample, ...]:
+    timed = recording.window("clean")
+    # A step that compiled is first-call cost, not the step's; unless every step compiles.
+    return tuple(sample for sample in timed if not sample.num_compiles) or timed
+
+
+def _is_on_device(clean: Sequence[StepSample]) -> bool:
+    return bool(clean) and all(sample.device_ns is not None for sample in clean)
 
 
 def _step_ns(sample: StepSample, on_device: bool) -> int:

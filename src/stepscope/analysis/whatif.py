@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -10,8 +11,11 @@ import polars as pl
 from stepscope.analysis.intervals import union
 from stepscope.analysis.links import Linked
 from stepscope.analysis.replay import Change
+from stepscope.errors import UsageError
 
 _HIGHEST = 64
+FIELDS = {"class": "class", "kernel": "name", "op": "op", "called": "root_op", "module": "module", "phase": "phase"}
+"""What work can be chosen by, and the column of `work` that says it."""
 
 
 def without(linked: Linked, events: Iterable[int]) -> Change:
@@ -56,3 +60,27 @@ def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
         if top is not None:
             rows.add(top)
     return host.select("start_ns", "end_ns").gather(sorted(rows))
+
+
+def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:
+    """The work that fits every one of `field=pattern`, separated by commas; `*` stands for anything.
+
+    A class's family is meant by its beginning (`attention` for its forward and its backward), a module by its name
+    for all inside it. UsageError where a field is none of `FIELDS`, or where nothing fits.
+    """
+    chosen = work
+    for word in words.split(","):
+        field, is_there, pattern = word.strip().partition("=")
+        if field not in FIELDS or not is_there or not pattern:
+            raise UsageError(f"{word!r}: write FIELD=PATTERN, with one of {', '.join(FIELDS)}")
+        expression = ".*".join(re.escape(part) for part in pattern.strip().split("*"))
+        inside = {"class": r"(_.*)?", "module": r"(\..*)?"}.get(field, "")
+        names = chosen[FIELDS[field]].cast(pl.String)
+        fitting = chosen.filter(names.str.contains(f"^{expression}{inside}$").fill_null(False))
+        if fitting.is_empty():
+            there = ", ".join(
+                str(name)[:60] for name in names.drop_nulls().value_counts(sort=True)[names.name].head(6)
+            )
+            raise UsageError(f"{word!r} fits no GPU work; there is {there or 'nothing with such a name'}")
+        chosen = fitting
+    return chosen

@@ -8,6 +8,7 @@ from stepscope.analysis.links import Linked
 from stepscope.analysis.names import matches
 from stepscope.analysis.nesting import climb
 from stepscope.analysis.op_costs import COLUMNS
+from stepscope.analysis.recomputed import is_run_again
 from stepscope.analysis.roofline import costed_calls
 
 # What autograd puts around the ops of a backward: not what somebody called.
@@ -27,7 +28,9 @@ def work(linked: Linked) -> pl.DataFrame:
     calls = costed_calls(linked).filter(pl.col("op").is_not_null())
     costs = calls.select(pl.col("op").alias("call"), "flops", "bytes", "dtype", "peak_dtype")
     called = host["forward"].gather(device["op"])
-    called = called.zip_with(called.is_not_null(), device["op"])
+    # What a checkpoint runs again is a forward, though a backward is around it.
+    is_backward = called.is_not_null() & ~is_run_again(host).gather(device["op"])
+    called = called.zip_with(is_backward.fill_null(False), device["op"])
     roots = outermost_op(host, called)
     table = device.select(
         "event", "kind", "name", "class", "activity", "start_ns", "duration_ns", "device", "stream", "step", "phase",

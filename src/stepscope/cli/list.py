@@ -1,6 +1,8 @@
-"""What there is to run: workloads with their presets, knobs and parameter counts.
+"""What there is: workloads with their presets, knobs and parameter counts; rules of diagnose; fixes of verify.
 
 examples:
+  stepscope list rules
+  stepscope list fixes
   stepscope list workloads
   stepscope list workloads tsmoe moe
   stepscope list workloads --json
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.output import write
 from stepscope.cli.users_code import users_code
-from stepscope.errors import MissingDependencyError
+from stepscope.errors import MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
     from stepscope.workloads.workload import Knob, Workload
@@ -26,7 +28,9 @@ WIDTH = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["workloads"], metavar="WHAT", help="workloads")
+    parser.add_argument(
+        "what", choices=["workloads", "rules", "fixes"], metavar="WHAT", help="workloads, rules or fixes"
+    )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only these, your own and hf: ones too (default: all)"
     )
@@ -34,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    if arguments.what == "rules":
+        return _rules(arguments)
+    if arguments.what == "fixes":
+        write([fixes_text(arguments.names, arguments.json), "\n"])
+        return 0
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("workloads need torch: pip install torch")
     from stepscope.workloads.registry import MODELS, OPS, find
@@ -50,6 +59,48 @@ def main(arguments: argparse.Namespace) -> int:
         text = "\n".join(line for entry in entries for line in lines_of(entry)).rstrip()
     write([text, "\n"])
     return 0
+
+
+def _rules(arguments: argparse.Namespace) -> int:
+    for name in ("polars", "msgspec"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(f"rules need {name}: pip install polars msgspec")
+    from stepscope.findings.diagnose import all_rules
+
+    rules = {rule.id: rule.question for rule in all_rules()}
+    unknown = [name for name in arguments.names if name not in rules]
+    if unknown:
+        raise UsageError(f"no rule is called {unknown[0]!r}; there are {', '.join(rules)}")
+    wanted = {name: rules[name] for name in arguments.names or rules}
+    if arguments.json:
+        text = json.dumps({"rules": [{"id": name, "question": about} for name, about in wanted.items()]}, indent=2)
+    else:
+        width = max(map(len, wanted))
+        text = "\n".join(f"{name:<{width}}  {about}" for name, about in wanted.items())
+    write([text, "\n"])
+    return 0
+
+
+def fixes_text(names: Sequence[str] = (), as_json: bool = False) -> str:
+    """The fixes of `stepscope verify`, for the terminal or as JSON."""
+    from stepscope.findings.fixes import FIXES
+
+    unknown = [name for name in names if name not in FIXES]
+    if unknown:
+        raise UsageError(f"no fix is called {unknown[0]!r}; there are {', '.join(FIXES)}")
+    wanted = [FIXES[name] for name in names or FIXES]
+    if as_json:
+        entries = [
+            {"id": fix.id, "about": fix.about, "values": list(filter(None, fix.values)), "losses": fix.arithmetic}
+            for fix in wanted
+        ]
+        return json.dumps({"fixes": entries}, indent=2)
+    width = max(len(fix.id) for fix in wanted)
+    lines: list[str] = []
+    for fix in wanted:
+        values = f"; {fix.id}={'|'.join(filter(None, fix.values))}" if fix.values else ""
+        lines += _wrap(fix.about + values, f"{fix.id:<{width}}  ", " " * (width + 2))
+    return "\n".join(lines)
 
 
 def facts_of(workload: Workload[Any], *, has_parameters: bool) -> dict[str, Any]:

@@ -9,22 +9,20 @@ from pathlib import Path
 
 import polars as pl
 
-from stepscope.analysis.attention import attention_calls
-from stepscope.analysis.links import Linked, link
+from stepscope.analysis.intervals import length_ns, spans, union
 from stepscope.analysis.memory_account import Account
 from stepscope.analysis.memory_account import account as account_for_memory
-from stepscope.analysis.rank import RankAccount, account, device_name
-from stepscope.analysis.replay import PROFILER_NS_PER_EVENT, Change, Replay, Replayed, typical_steps
-from stepscope.analysis.stalls import stalls
+from stepscope.analysis.memory_left import MemoryGrowth, growth_between_steps, growth_in_window
+from stepscope.analysis.rank import account
+from stepscope.analysis.replay import PROFILER_NS_PER_EVENT, Change, Replayed
 from stepscope.analysis.summary import Summary, summarise
-from stepscope.analysis.syncs import syncs
 from stepscope.analysis.trace_memory import trace_memory
 from stepscope.analysis.traces import AcrossRanks, Analysis
 from stepscope.analysis.whatif import without
-from stepscope.analysis.work import work
-from stepscope.devices import Device, find_device, load_ceilings
-from stepscope.errors import UsageError
+from stepscope.devices import find_device, load_ceilings
+from stepscope.errors import TraceError, UsageError
 from stepscope.findings.finding import CannotCheck
+from stepscope.findings.tables import TraceTables
 from stepscope.trace.find import find_traces
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
@@ -36,8 +34,8 @@ WORTH_SHARE = 0.03
 _MOST_PROFILER_NS = 20_000.0
 
 
-class Case:
-    """The tables that rules look at, each worked out when one asks. Rules never see the events themselves.
+class Case(TraceTables):
+    """What rules look at: tables, and what a change to the step would bring. They never see the events themselves.
 
     What is not there raises CannotCheck, which says what to run to get it.
     """
@@ -50,13 +48,10 @@ class Case:
         recording: Recording | None = None,
         across: AcrossRanks | None = None,
     ) -> None:
+        super().__init__(trace, rank)
         self.path = path
-        self.rank = rank
-        self._trace = trace
         self._recording = recording
         self._across = across
-
-    # What a recording knows
 
     @property
     def recording(self) -> Recording:
@@ -88,7 +83,22 @@ class Case:
             raise CannotCheck(
                 "nothing says what was in memory: it takes profile_memory=True, or `stepscope run train.py`"
             )
-        return account_for_memory(trace_memory(self._linked))
+        try:
+            return account_for_memory(trace_memory(self._linked))
+        except TraceError as error:
+            raise CannotCheck(str(error)) from None
+
+    @cached_property
+    def memory_growth(self) -> MemoryGrowth | None:
+        """What every step leaves behind (`analysis/memory_left.py`)."""
+        path = self.path / MEMORY_FILE
+        if self._recording is not None and path.is_file():
+            return growth_in_window(read_memory(path))
+        if self._linked.memory.is_empty():
+            raise CannotCheck("nothing says what stays in memory: it takes profile_memory=True, or `stepscope run`")
+        if self._linked.steps.num < 2:
+            raise CannotCheck("the trace has no two steps to compare: schedule(wait=1, warmup=1, active=3)")
+        return growth_between_steps(self._linked)
 
     @property
     def across(self) -> AcrossRanks:
@@ -96,25 +106,6 @@ class Case:
         if self._across is None:
             raise CannotCheck("there is one rank: it takes a folder with a trace of each")
         return self._across
-
-    # What the trace says
-
-    @cached_property
-    def _linked(self) -> Linked:
-        if self._trace is None:
-            raise CannotCheck("the recording has no trace: it was made with --trace 0, or ended before its window")
-        return link(self._trace)
-
-    @cached_property
-    def account(self) -> RankAccount:
-        """What `stepscope analyze` shows of the rank."""
-        assert self._linked and self._trace is not None
-        return account(self._trace, self.rank)
-
-    @cached_property
-    def replay(self) -> Replay:
-        """The typical steps of the trace, to be played again."""
-        return Replay(self._linked, typical_steps(self._linked))
 
     @cached_property
     def profiler_ns_per_event(self) -> float:
@@ -138,55 +129,14 @@ class Case:
         """A clean step: as measured, else as replayed."""
         return self.step.done_ns if self.clean_ns is None else self.clean_ns
 
-    @property
-    def num_steps(self) -> int:
-        """How many the typical steps are: what is summed over a table is divided by it."""
-        return self.replay.num_steps
-
     @cached_property
-    def work(self) -> pl.DataFrame:
-        """The GPU work of the typical steps (`analysis/work.py`)."""
-        if not self.replay.events:
-            raise CannotCheck("the trace has no GPU work: record on a GPU, with ProfilerActivity.CUDA")
-        return work(self._linked).filter(pl.col("event").is_in(self.replay.events))
-
-    @cached_property
-    def attention(self) -> pl.DataFrame:
-        """Calls of scaled dot-product attention in the typical steps (`analysis/attention.py`)."""
-        return attention_calls(self._linked, self.work)
-
-    @cached_property
-    def stalls(self) -> pl.DataFrame:
-        """Where the host did nothing for the GPU for long, in the typical steps (`analysis/stalls.py`)."""
-        return stalls(self._linked, self.replay)
-
-    @cached_property
-    def syncs(self) -> pl.DataFrame:
-        """Synchronisations of the typical steps, one row each (`analysis/syncs.py`)."""
-        start = pl.col("start_ns")
-        return syncs(self._linked).filter(start >= self.replay.start_ns, start < self.replay.end_ns)
-
-    def phase_stretches(self, phase: str) -> pl.DataFrame:
-        """When the host was in a phase, in the typical steps: `start_ns`, `end_ns`."""
-        phases = self._linked.steps.phases
-        inside = (pl.col("end_ns") > self.replay.start_ns) & (pl.col("start_ns") < self.replay.end_ns)
-        return phases.filter(pl.col("phase") == phase, inside).select("start_ns", "end_ns")
-
-    @cached_property
-    def device(self) -> Device:
-        """The device and its peaks."""
-        name = device_name(self._linked)
-        found = find_device(name) if name else None
-        if found is None:
-            raise CannotCheck(f"the peaks of {name or 'the device'} are not known: docs/measurement.md lists devices")
-        return found
-
-    def with_shapes(self) -> None:
-        """CannotCheck where the trace has no shapes."""
-        if self.work["shapes"].null_count() == self.work.height:
-            raise CannotCheck("the trace has no shapes: record with record_shapes=True")
-
-    # What a change would bring
+    def starved_ns(self) -> float:
+        """How long a traced step's GPU had nothing to do that had been launched: more than that no host can save."""
+        idle = self.account.idle_causes
+        held = idle.filter(pl.col("cause").cast(pl.String).is_in(["queued", "unknown"]))
+        busy_ns = length_ns(union(spans(self.work)))
+        unused_ns = self.replay.recorded.done_ns - busy_ns / self.num_steps
+        return max(0.0, unused_ns - int(held["total_ns"].sum()) / max(1, self.account.steps.height))
 
     def saving_ns(self, change: Change) -> float:
         """What a step saves with a change."""
@@ -210,9 +160,12 @@ def open_case(
 ) -> Case:
     """The case of a trace, a folder of ranks (the first, unless one is named) or a recording."""
     recording = read_recording(path) if (path / RECORDING_FILE).is_file() else None
-    if recording is not None and not recording.facts.get("trace"):
+    try:
+        files = find_traces([path])
+    except TraceError:
+        if recording is None:
+            raise
         return Case(path, None, 0, recording)
-    files = find_traces([path])
     refuse_two_of_one_rank(files, rank)
     traces: dict[int, Trace] = {}
     accounts = []

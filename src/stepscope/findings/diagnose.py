@@ -43,8 +43,8 @@ class Unchecked:
 class Diagnosis:
     """What is wrong with a step."""
 
-    step_ns: float
-    """A typical step without the profiler, as replayed or as measured."""
+    step_ns: float | None
+    """A typical step without the profiler, as measured or as replayed; None where nothing tells."""
     is_measured: bool
     """Whether the step was measured clean, or is the trace's without what the profiler adds."""
     findings: tuple[Finding, ...]
@@ -59,7 +59,7 @@ class Diagnosis:
         """One object of plain values (docs/diagnose.md)."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "step_ms": self.step_ns / 1e6,
+            "step_ms": None if self.step_ns is None else self.step_ns / 1e6,
             "step_is_measured": self.is_measured,
             "binds": self.binds,
             "findings": [finding.to_json() for finding in self.findings],
@@ -97,7 +97,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             clean.append(rule.id)
     findings.sort(key=lambda finding: (-(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id))
     return Diagnosis(
-        step_ns=case.step_ns,
+        step_ns=_step_ns(case),
         is_measured=case.clean_ns is not None,
         findings=tuple(findings),
         clean=tuple(clean),
@@ -107,9 +107,19 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     )
 
 
+def _step_ns(case: Case) -> float | None:
+    try:
+        return case.step_ns
+    except CannotCheck:
+        return None
+
+
 def _binds(case: Case) -> str:
     """What a step is bound by, from its busy time and its roofline."""
-    step = case.step
+    try:
+        step = case.step
+    except CannotCheck as reason:
+        return f"what, is not known: {reason}"
     if not case.replay.events:
         return "the host: there is no GPU work in the trace"
     share = min(1.0, step.device_ns / step.done_ns) if step.done_ns else 0.0

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from stepscope.errors import StepscopeError
+
 Confidence = Literal["high", "medium", "low"]
 
 
@@ -51,5 +53,5 @@ class Finding:
         return {name: fields[name] for name in order}
 
 
-class CannotCheck(Exception):
+class CannotCheck(StepscopeError):
     """Raised by a rule: what it would have to see is not there. The text says what, and what to run to get it."""

@@ -20,10 +20,14 @@ def milliseconds(ns: float) -> str:
 def gibibytes(num_bytes: float) -> str:
     """An amount of memory as people read it.
 
-    >>> gibibytes(3 * 2**30), gibibytes(5_000_000)
-    ('3.00 GiB', '4.8 MiB')
+    >>> gibibytes(3 * 2**30), gibibytes(5_000_000), gibibytes(4)
+    ('3.00 GiB', '4.8 MiB', '4 bytes')
     """
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    if num_bytes >= 2**20 / 10:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**10:.1f} KiB" if num_bytes >= 2**10 else f"{num_bytes:.0f} bytes"
 
 
 def several(count: float, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -113,6 +114,10 @@ def _memory_file(path: Path, rank: int | None) -> Path:
     if path.is_file():
         return path
     folder = path / f"rank{rank}" if rank else path
+    if not folder.is_dir():
+        named = (re.fullmatch(r"rank(\d+)", entry.name) for entry in path.iterdir())
+        ranks = sorted({0, *(int(found.group(1)) for found in named if found)})
+        raise UsageError(f"no rank {rank}: there are {', '.join(map(str, ranks))}")
     if not (folder / MEMORY_FILE).is_file():
         raise RecordingError(
             f"{folder} has no {MEMORY_FILE}, as a run with --no-memory, or one that ended before its memory window "

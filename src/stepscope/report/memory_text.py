@@ -14,6 +14,7 @@ from stepscope.analysis.memory_sizes import SYMBOLS
 from stepscope.analysis.memory_tree import alike, ancestors, frontier
 from stepscope.analysis.snapshot_memory import SnapshotEnd
 from stepscope.report.memory import SNAPSHOT, TRACE, MemoryAnalysis, MemoryReport
+from stepscope.report.memory_facts import facts, in_words
 from stepscope.report.text import percent, plural, safe, size
 from stepscope.report.trace_tables import Column, shortened, table_lines
 
@@ -51,7 +52,7 @@ def _report(report: MemoryReport, most: int, width: int) -> Iterator[str]:
         _kept(found, most, width),
         _largest(report, most, width),
         _at_end(report.snapshot_end, most, width) if report.snapshot_end else iter(()),
-        (line for title, text in _facts(report) for line in _fact(title, text, width)),
+        (line for title, text in facts(report) for line in _fact(title, text, width)),
     ]
     for section in sections:
         lines = list(section)
@@ -71,7 +72,7 @@ def _verdict(report: MemoryReport) -> str:
         groups = found.live_at_peak.by_phase
     elif report.source == SNAPSHOT:
         groups = found.live_at_peak.by_caller
-    largest = [f"{_title(part.name)} {percent(part.share)}" for part in groups[:3] if part.bytes > 0]
+    largest = [f"{in_words(part.name)} {percent(part.share)}" for part in groups[:3] if part.bytes > 0]
     return f"{text}: {', '.join(largest)}." if largest else f"{text}."
 
 
@@ -95,7 +96,7 @@ def _owners(found: Account, width: int) -> Iterator[str]:
         return
     yield f"live at the peak (of {size(found.peak_bytes)})"
     for part in parts:
-        yield _bar_line(_title(part.name), part, width)
+        yield _bar_line(in_words(part.name), part, width)
 
 
 def _bar_line(title: str, part: Part, width: int) -> str:
@@ -122,7 +123,7 @@ def _stages(found: Account, width: int) -> Iterator[str]:
         Column("when it ended", [size(stage.after_bytes) for stage in shown]),
         Column("at most", [size(stage.peak_bytes) for stage in shown]),
     ]
-    lines = table_lines("memory by stage", [_title(stage.name) for stage in shown], columns, width - 12)
+    lines = table_lines("memory by stage", [in_words(stage.name) for stage in shown], columns, width - 12)
     yield lines[0]
     yield from (f"{line}  {mark}" for line, mark in zip(lines[1:], marks))
     if len(shown) < len(stages):
@@ -220,90 +221,13 @@ def _place(large: Large) -> str:
 
 def _op(made: Large | Grown) -> str:
     """The op that made it; of what was there before, whose it is."""
-    return _title(made.owner) if made.op == BEFORE_THE_WINDOW and made.owner else made.op or "?"
+    return in_words(made.owner) if made.op == BEFORE_THE_WINDOW and made.owner else made.op or "?"
 
 
 def _at_end(end: SnapshotEnd, most: int, width: int) -> Iterator[str]:
     parts = [Part(p.name or "no Python frame known", p.bytes, p.share, p.num_allocations) for p in end.live_by_caller]
     lines = list(_parts("live at the end, by the place in Python", parts, most, width))
     yield from (line.replace("of the peak", " of the end", 1) for line in lines)
-
-
-def _facts(report: MemoryReport) -> Iterator[tuple[str, str]]:
-    found, live = report.account, report.account.live_at_peak
-    for title, parts in (("by phase", live.by_phase), ("by dtype", live.by_dtype)):
-        known = [part for part in parts if part.name != REMAINDER]
-        if [part for part in known if part.name is not None] and report.source != SNAPSHOT:
-            yield title, ", ".join(f"{_title(part.name)} {percent(part.share)}" for part in known)
-    if found.symbols:
-        yield "formulas", _symbols(found)
-    yield from _categories(found)
-    yield from _allocator(found)
-    if report.snapshot_end:
-        yield from _end_facts(report.snapshot_end)
-    for left in found.left_alive:
-        where = f" at {left.frame}" if left.frame else ""
-        what = left.op or "a graph"
-        yield (
-            "still alive",
-            f"{size(left.bytes)} in {plural(left.num_tensors, 'tensor')} of an earlier step: {what} held{where}",
-        )
-    for device, num_bytes in found.other_devices.items():
-        yield "elsewhere", f"{size(num_bytes)} at most on {device}"
-    for note in report.notes:
-        yield "note", note
-
-
-def _symbols(found: Account) -> str:
-    text = ", ".join(f"{name} = {value:,} ({SYMBOLS[name]})" for name, value in found.symbols.items())
-    values = list(found.symbols.values())
-    same = [name for name, value in found.symbols.items() if values.count(value) > 1]
-    return f"{text}; {', '.join(same)} are the same number here and cannot be told apart" if same else text
-
-
-def _categories(found: Account) -> Iterator[tuple[str, str]]:
-    known = [large for large in found.largest_by_owner if large.owner is not None]
-    if known:
-        holders = [f" ({large.caller})" if large.caller and large.op == BEFORE_THE_WINDOW else "" for large in known]
-        texts = [f"{_title(large.owner)} {size(large.bytes)}{where}" for large, where in zip(known, holders)]
-        yield "largest of", ", ".join(texts)
-
-
-def _allocator(found: Account) -> Iterator[tuple[str, str]]:
-    if found.peak_reserved_bytes is not None:
-        text = f"{size(found.peak_reserved_bytes)} reserved at most"
-        if found.fragmentation_bytes is not None:
-            text += f", {size(found.fragmentation_bytes)} of it not allocated"
-        if found.num_retries is not None:
-            text += f"; {plural(found.num_retries, 'retry').replace('retrys', 'retries')} after giving the cache back"
-        yield "allocator", text
-    if found.remainder_bytes and found.remainder_at_start_bytes:
-        yield (
-            "",
-            f"of the {size(found.remainder_bytes)} in no tensor, {size(found.remainder_at_start_bytes)} were "
-            "there before the step",
-        )
-
-
-def _end_facts(end: SnapshotEnd) -> Iterator[tuple[str, str]]:
-    yield (
-        "at the end",
-        f"{size(end.reserved_bytes)} reserved in {plural(end.num_segments, 'segment')}, {size(end.allocated_bytes)} "
-        f"allocated ({size(end.requested_bytes)} asked for), {size(end.inactive_bytes)} inactive in "
-        f"{plural(end.num_inactive_blocks, 'block')}, the largest {size(end.largest_inactive_bytes)}; "
-        f"{size(end.releasable_bytes)} in segments that nothing uses",
-    )
-    if end.awaiting_free_bytes:
-        yield "", f"{size(end.awaiting_free_bytes)} released and waiting for another stream"
-    for oom in end.ooms:
-        where = f" at {oom.caller}" if oom.caller else ""
-        free = f"; CUDA had {size(oom.free_bytes)} free" if oom.free_bytes is not None else ""
-        unused = max(0, oom.reserved_bytes - oom.allocated_bytes)
-        yield (
-            "out of memory",
-            f"asked for {size(oom.asked_bytes)}{where}{free}, tensors had {size(oom.allocated_bytes)}, and "
-            f"{size(unused)} more were reserved in pieces too small",
-        )
 
 
 def _growth(analysis: MemoryAnalysis, found: Growth, most: int, width: int) -> Iterator[str]:
@@ -336,12 +260,6 @@ def _growth(analysis: MemoryAnalysis, found: Growth, most: int, width: int) -> I
     if any(found.num_unmatched):
         counts = " and ".join(f"{number:,}" for number in found.num_unmatched)
         yield f"  {counts} allocations have no counterpart in the other recording"
-
-
-def _title(name: str | None) -> str:
-    if name is None:
-        return "not known"
-    return safe(name if name in (REMAINDER, BEFORE_THE_WINDOW) else name.replace("_", " "))
 
 
 def _module_title(name: str | None, title: str) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stepscope.errors import MissingDependencyError, UsageError
+from stepscope.errors import UsageError
 from stepscope.sweep.run_knobs import RUN_KNOB_NAMES, RUN_KNOBS, least
+from stepscope.sweep.toml_file import read_toml
 from stepscope.workloads.knobs import check_key, nearest, parse_value
 from stepscope.workloads.registry import is_ours
 from stepscope.workloads.workload import Knob, Value, Workload
@@ -156,19 +157,7 @@ def read_grids(source: str) -> tuple[list[Axes], bool]:
 
 def _from_toml(path: Path) -> tuple[list[Axes], bool]:
     """The file's own keys are axes; each `[[grid]]` is a grid of its own on top of them; `zip = true` pairs."""
-    try:
-        import tomllib  # type: ignore[import-not-found, unused-ignore]
-    except ModuleNotFoundError:  # Python 3.10
-        try:
-            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
-        except ModuleNotFoundError:
-            raise MissingDependencyError("TOML needs Python 3.11, or: pip install tomli") from None
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}") from None
+    table = read_toml(path)
     grids, paired = table.pop("grid", [{}]), table.pop("zip", False)
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
         raise UsageError(f"{path}: write [[grid]], with two brackets, once for each grid")

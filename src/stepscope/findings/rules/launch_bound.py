@@ -23,18 +23,21 @@ def check(case: Case) -> list[Finding]:
     kernels = case.work.filter(pl.col("kind") == "kernel")
     length = pl.col("end_ns") - pl.col("start_ns")
     between = case.replay.host_stretches().filter(length < STALL_NS)
-    saving_ns = case.saving_ns(Change(host=stretches(between, _GRAPH_LAUNCH)))
+    saving_ns = min(case.saving_ns(Change(host=stretches(between, _GRAPH_LAUNCH))), case.starved_ns)
     if not case.is_worth(saving_ns):
         return []
     step = case.step
     num_kernels = kernels.height / case.num_steps
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
     launches = case.account.launches
+    # What other rules tell of is no launching.
+    launching = Change(host=stretches(case.stalls), profiler_ns_per_event=case.profiler_ns_per_event)
+    host_ns = case.replay.play(launching).host_ns
     return [
         Finding(
             sentence=f"The GPU waits for the host: {several(num_kernels, 'kernel')} a step, half of them shorter "
             f"than {milliseconds(median_ns)}, keep the GPU busy for {milliseconds(step.device_ns)} of "
-            f"{milliseconds(step.done_ns)}, and the host needs {milliseconds(step.host_ns)} to launch them.",
+            f"{milliseconds(step.done_ns)}, and the host needs {milliseconds(host_ns)} to launch them.",
             fix='model = torch.compile(model, mode="reduce-overhead")  # or a larger batch: the host\'s time stays',
             saving_ns=saving_ns,
             upper_bound=True,
@@ -50,7 +53,7 @@ def check(case: Case) -> list[Finding]:
                             "num_kernels": num_kernels,
                             "median_kernel_ns": median_ns,
                             "device_ns": step.device_ns,
-                            "host_ns": step.host_ns,
+                            "host_ns": host_ns,
                             "step_ns": step.done_ns,
                             "starved_share": launches.get("starved_share"),
                         }

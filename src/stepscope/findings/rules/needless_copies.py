@@ -19,7 +19,10 @@ def check(case: Case) -> list[Finding]:
     is_inside = (pl.col("kind") == "kernel") | pl.col("name").cast(pl.String).str.contains("(?i)DtoD")
     moved = moved.filter(is_inside)
     copied = moved.filter(root.is_in(_COPYING))
-    needless = pl.concat([copied, _round_trips(moved.filter(root.is_in(_CASTING)))])
+    # A cast inside a chain of elementwise ops goes when the chain is fused: `unfused_elementwise` tells of it.
+    in_chains = case.chains["events"].explode()
+    casts = moved.filter(root.is_in(_CASTING), ~pl.col("event").is_in(in_chains.implode()))
+    needless = pl.concat([copied, _round_trips(casts)])
     saving_ns = case.saving_ns(case.without(needless["event"])) if needless.height else 0.0
     if not case.is_worth(saving_ns):
         return []

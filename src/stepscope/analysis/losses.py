@@ -1,0 +1,110 @@
+"""Whether a change leaves the losses what they were: run against run, step by step.
+
+The standard library alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+SAME, REORDERED, REDUCED, NOT_COMPARABLE = "same", "reordered", "reduced", "not comparable"
+TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2}
+"""How far a loss may be from what it was, by what a change does to the arithmetic: nothing; the same sums in another
+order; products in fewer digits. Of bfloat16's 8 bits a rounding is up to 0.4 %, and a step has many."""
+AGREE, DIFFER, NOT_COMPARED = "agree", "differ", "not compared"
+NOISE_FACTOR = 2.0
+"""Beyond the tolerance, so many times as far apart as two runs without the change."""
+_LEAST_SCALE = 0.1
+"""Of the largest loss: a loss that has fallen below is held to this, as nearly nothing is far from nothing."""
+_NO_LOSS = "the loop shows no loss: backward() of one number, or stepscope.step(loss=…)"
+LOW_DTYPES = ("tf32", "bf16", "fp16", "fp8")
+
+Losses = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """The losses with a change against those without."""
+
+    verdict: str
+    """`agree`, `differ` or `not compared`."""
+    reason: str | None
+    """Why they were not compared."""
+    arithmetic: str
+    """What the change does to the arithmetic: `same`, `reordered`, `reduced`, `not comparable`."""
+    tolerance_share: float | None = None
+    """What that allows at each step."""
+    noise_share: float | None = None
+    """How far two runs without the change are apart where they are farthest: 0 of a script that seeds itself and does
+    the same each time."""
+    limit_share: float | None = None
+    """What the losses were held to: the tolerance and twice the noise."""
+    difference_share: float | None = None
+    """How far runs with and without are apart where they are farthest, the median of all pairs; null: not finite."""
+    step: int | None = None
+    """Where that is, in the pair of the median."""
+    before: float | None = None
+    """The loss there without the change; null: not finite."""
+    after: float | None = None
+    num_steps: int = 0
+    """Compared in each pair, at least."""
+
+
+def check_losses(
+    before: Sequence[Losses], after: Sequence[Losses], arithmetic: str, tolerance_share: float | None = None
+) -> LossCheck:
+    """Hold the losses of runs with a change (step → loss) to those of runs without.
+
+    >>> check_losses([{0: 2.0}, {0: 2.0}], [{0: 2.1}], "reordered").verdict
+    'differ'
+    """
+    if arithmetic == NOT_COMPARABLE:
+        return LossCheck(NOT_COMPARED, "the change is one of what is learned from", arithmetic)
+    if not all(before) or not all(after) or not before or not after:
+        return LossCheck(NOT_COMPARED, _NO_LOSS, arithmetic)
+    tolerance = TOLERANCE[arithmetic] if tolerance_share is None else tolerance_share
+    pairs = [_distance(first, second) for first, second in product(before, after)]
+    num_steps = min(len(set(first) & set(second)) for first, second in product(before, after))
+    if not num_steps:
+        return LossCheck(NOT_COMPARED, "runs with and without have no step in common", arithmetic, tolerance)
+    noise = max((_distance(first, second)[0] for first, second in combinations(before, 2)), default=0.0)
+    if not math.isfinite(noise) or not any(map(math.isfinite, before[0].values())):
+        return LossCheck(NOT_COMPARED, "the loss is not finite without the change either", arithmetic, tolerance)
+    limit = tolerance + NOISE_FACTOR * noise
+    share, step, first, second = sorted(pairs, key=lambda pair: pair[0])[(len(pairs) - 1) // 2]
+    return LossCheck(
+        verdict=AGREE if share <= limit else DIFFER,
+        reason=None,
+        arithmetic=arithmetic,
+        tolerance_share=tolerance,
+        noise_share=noise,
+        limit_share=limit,
+        difference_share=_finite(share),
+        step=step,
+        before=_finite(first),
+        after=_finite(second),
+        num_steps=num_steps,
+    )
+
+
+def _distance(first: Losses, second: Losses) -> tuple[float, int, float, float]:
+    """The largest difference at a step both have, as a share of the first's loss; that step, and its two losses."""
+    largest = max((abs(loss) for loss in first.values() if math.isfinite(loss)), default=0.0)
+    worst = (-1.0, -1, 0.0, 0.0)
+    for step in sorted(set(first) & set(second)):
+        one, other = first[step], second[step]
+        if math.isfinite(one) and math.isfinite(other):
+            scale = max(abs(one), _LEAST_SCALE * largest)
+            share = abs(other - one) / scale if scale else float(other != one)
+        else:
+            share = 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
+        if share > worst[0]:
+            worst = (share, step, one, other)
+    return worst
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

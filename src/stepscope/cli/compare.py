@@ -1,0 +1,144 @@
+"""Whether two runs really differ, and where the difference comes from.
+
+BASE and NEW are two recordings of stepscope run, two results of stepscope bench (the folder, or its results.jsonl) or
+two traces (a file, or a folder of ranks). A difference is called one when a Mann–Whitney test and the bootstrap
+interval of the median's change both show it and it is larger than --threshold. Runs on another device, in another
+dtype, of other tokens, parameters, ranks or FLOPs are refused, unless --allow says that the comparison is about that.
+
+The exit code is 0 when all is fine, 3 when a gate failed, 4 when the two are not comparable or a gate lacks data or
+samples, 2 for a mistake. A gate never passes on missing data.
+
+examples:
+  stepscope compare runs/main runs/mine
+  stepscope compare runs/main runs/mine --fail-on step_time:3% --fail-on peak_memory:1%
+  stepscope compare runs/h100 runs/h200 --allow device
+  stepscope compare before.json.gz after.json.gz --top 20
+  stepscope compare runs/main runs/mine --fail-on tokens_per_second:3% --github-summary
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.cli.numbers import positive
+from stepscope.errors import NotComparableError, StepscopeError, UsageError
+
+if TYPE_CHECKING:
+    from stepscope.analysis.gates import Comparison
+
+SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    parser.add_argument("base", type=Path, metavar="BASE", help="a recording, a bench result, a trace")
+    parser.add_argument("new", type=Path, metavar="NEW", help="another of the same kind")
+    parser.add_argument(
+        "--fail-on",
+        action="append",
+        default=[],
+        metavar="METRIC:LIMIT%",
+        help="exit with 3 if it got worse by more: step_time:3%%; may be repeated (docs/compare.md lists metrics)",
+    )
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="WHAT", help="the comparison is about that: device,dtype"
+    )
+    parser.add_argument(
+        "--threshold", type=_share, default=0.02, metavar="LIMIT%", help="smaller changes are none (default 2%%)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object (docs/compare.md)")
+    parser.add_argument("--markdown", action="store_true", help="Markdown for a pull request")
+    parser.add_argument(
+        "--github-summary", action="store_true", help=f"also append the Markdown to the file of ${SUMMARY_VARIABLE}"
+    )
+    parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
+    parser.add_argument("--no-cache", action="store_true", help="read traces themselves and keep nothing")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Compare, print, and return the exit code that a job can go by."""
+    from stepscope.analysis.gates import EXIT_NOT_COMPARABLE, parse_gate
+    from stepscope.cli.output import tell
+    from stepscope.cli.progress import Progress
+    from stepscope.report.compare import compare_paths
+    from stepscope.report.text import safe
+
+    if arguments.json and arguments.markdown:
+        raise UsageError("--json and --markdown are two ways to print one answer: name one")
+    gates = [parse_gate(text) for text in _words(arguments.fail_on)]
+    summary = _summary_file() if arguments.github_summary else None
+    try:
+        with Progress("reading") as progress:
+            comparison = compare_paths(
+                arguments.base,
+                arguments.new,
+                arguments.threshold,
+                _words(arguments.allow),
+                gates,
+                not arguments.no_cache,
+                progress,
+            )
+    except NotComparableError as error:
+        tell(f"stepscope compare: {safe(error, 1000)}")
+        return EXIT_NOT_COMPARABLE
+    if summary is not None:
+        _append(summary, comparison, arguments.top)
+    _print(comparison, arguments)
+    return comparison.exit_code
+
+
+def _print(comparison: Comparison, arguments: argparse.Namespace) -> None:
+    from stepscope.cli.output import print_result, write
+
+    if arguments.markdown:
+        from stepscope.report.compare_markdown import compare_markdown
+
+        write([compare_markdown(comparison, arguments.top)])
+        return
+
+    def to_text(colour: bool, width: int) -> str:
+        from stepscope.report.compare_text import compare_text
+
+        return compare_text(comparison, arguments.top, colour, width)
+
+    print_result(comparison.to_json, to_text, arguments.json)
+
+
+def _summary_file() -> Path:
+    name = os.environ.get(SUMMARY_VARIABLE)
+    if not name:
+        raise UsageError(
+            f"--github-summary: {SUMMARY_VARIABLE} is not set, as it is in GitHub Actions; --markdown prints the same"
+        )
+    return Path(name)
+
+
+def _append(file: Path, comparison: Comparison, most: int) -> None:
+    from stepscope.report.compare_markdown import compare_markdown
+
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(compare_markdown(comparison, most) + "\n")
+    except OSError as error:
+        raise StepscopeError(f"{file} ({SUMMARY_VARIABLE}) cannot be written: {error.strerror or error}") from None
+
+
+def _words(texts: list[str]) -> list[str]:
+    """Options that may be repeated or separated by commas."""
+    return [word.strip() for text in texts for word in text.split(",") if word.strip()]
+
+
+def _share(text: str) -> float:
+    """`2%` as a share; what argparse shows when it is none.
+
+    >>> _share("2%")
+    0.02
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write it as 2%")
+    return float(found.group(1)) / 100

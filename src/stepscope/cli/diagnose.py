@@ -1,0 +1,60 @@
+"""What is wrong with a step: causes with evidence, what each costs, and what to change.
+
+Reads a recording of stepscope run, a trace of PyTorch's profiler (.json, .json.gz) or a folder with one a rank. Needs
+neither torch nor a GPU. Savings are found by playing the step again without the cause (stepscope whatif does the same
+by hand). What was checked and clean is said, and what could not be checked, with what to run to check it.
+
+Rules are suppressed in pyproject.toml:
+  [tool.stepscope.diagnose]
+  ignore = ["launch_bound"]
+
+examples:
+  stepscope diagnose runs/train-20260101-120000
+  stepscope diagnose trace.json.gz
+  stepscope diagnose trace.json.gz --json | jq '.findings[0]'
+  stepscope list rules
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    parser.add_argument("path", type=Path, metavar="PATH", help="a recording, a trace, a folder of ranks")
+    parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="ID", help="a rule not to ask; may be given often"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object (docs/diagnose.md)")
+    parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Diagnose and print."""
+    from stepscope.api import diagnose
+    from stepscope.cli.output import print_result
+    from stepscope.cli.progress import Progress
+    from stepscope.cli.settings import ignored_rules
+
+    ignored = {*ignored_rules(Path.cwd()), *arguments.ignore}
+    with Progress("reading") as progress:
+        diagnosis = diagnose(
+            arguments.path,
+            rank=arguments.rank,
+            ignore=ignored,
+            use_cache=not arguments.no_cache,
+            progress=progress,
+        )
+
+    def to_text(colour: bool, width: int) -> str:
+        from stepscope.report.findings_text import diagnosis_text
+        from stepscope.trace.recording import RECORDING_FILE
+
+        is_recording = (arguments.path / RECORDING_FILE).is_file()
+        return diagnosis_text(diagnosis, colour, width, str(arguments.path) if is_recording else None)
+
+    print_result(diagnosis.to_json, to_text, arguments.json)
+    return 0

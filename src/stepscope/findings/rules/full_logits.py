@@ -1,0 +1,90 @@
+"""Are scores for the whole vocabulary held in memory for all tokens at once?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from stepscope.analysis.reach import traffic_ns
+from stepscope.findings.alive import alive_bytes, is_worth_bytes
+from stepscope.findings.case import Case
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.wording import gibibytes, milliseconds, several
+
+_PASSES = 3
+"""A fused loss reads the scores for their maximum and their sum, reads them again, and writes their gradient."""
+_NUM_CHUNKS = 8
+_MAKES = pl.col("is_product") & pl.col("phase").ne_missing("backward")
+"""The product of a forward that makes logits: one for each loss."""
+
+
+def check(case: Case) -> list[Finding]:
+    case.with_shapes()
+    work = case.logits.filter(~_is_in_chunks(case.logits))
+    if not work["is_loss"].any():
+        return []
+    durations: dict[int, float] = {}
+    gone: list[int] = []
+    held: int | None = 0
+    for (num_tokens, vocabulary, item_bytes), part in work.group_by("num_tokens", "vocabulary", "item_bytes"):
+        num_elements = int(num_tokens) * int(vocabulary)
+        passes = part.filter(~pl.col("is_product"))
+        num_losses = max(1, part.filter(_MAKES).height)
+        kept = passes.filter("is_loss").sort("duration_ns", descending=True)["event"].head(num_losses)
+        fused_ns = traffic_ns(case.device, _PASSES * num_elements * int(item_bytes))
+        now_ns = float(passes["duration_ns"].sum()) / num_losses
+        durations |= dict.fromkeys(kept.to_list(), min(fused_ns, now_ns))
+        gone += passes.filter(~pl.col("event").is_in(kept.implode()))["event"].to_list()
+        alive = alive_bytes(case, num_elements)
+        held = None if held is None or alive is None else held + alive
+    change = replace(case.without(pl.Series(gone, dtype=pl.Int64)), duration_ns=durations)
+    saving_ns = case.saving_ns(change)
+    saving_bytes = _less_a_chunk(case, held)
+    if not (case.is_worth(saving_ns) or is_worth_bytes(case, saving_bytes)):
+        return []
+    one = work.sort(pl.col("num_tokens") * pl.col("vocabulary")).row(-1, named=True)
+    passes = work.filter(~pl.col("is_product"))
+    total_ns = float(passes["duration_ns"].sum()) / case.num_steps
+    size = one["num_tokens"] * one["vocabulary"]
+    holding = f", {gibibytes(held)} of the peak of {gibibytes(case.memory.peak_bytes)} in all copies" if held else ""
+    table = (
+        work.group_by("op", "phase", "is_product")
+        .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
+        .sort("duration_ns", descending=True)
+    )
+    return [
+        Finding(
+            sentence=f"Logits are held whole: {one['num_tokens']:,} tokens × {one['vocabulary']:,} words, "
+            f"{gibibytes(size * one['item_bytes'])} as the last layer makes them{holding}; "
+            f"{several(passes.height / case.num_steps, 'kernel')} a step go over them beside the products, "
+            f"{milliseconds(total_ns)} of {milliseconds(case.step_ns)}.",
+            fix="loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)  # or the head and the loss "
+            f"in {_NUM_CHUNKS} chunks of the tokens, each under torch.utils.checkpoint",
+            saving_ns=saving_ns if case.is_worth(saving_ns) else None,
+            saving_bytes=saving_bytes,
+            upper_bound=True,
+            derived="the step replayed with one kernel over the logits in place of the passes; bytes: tensors of "
+            f"that size alive at the peak, less one of {_NUM_CHUNKS} chunks",
+            confidence="medium",
+            falsified_by="a peak that comes elsewhere in the step, or a program that needs all logits",
+            evidence=(Evidence("kernels over the logits", table.head(10).to_dicts()),),
+        )
+    ]
+
+
+def _is_in_chunks(work: pl.DataFrame) -> pl.Series:
+    """Of each row, whether logits of its size are made more than once before a backward: in chunks already."""
+    backwards = (pl.col("phase") == "backward").cum_sum()
+    sizes = ("num_tokens", "vocabulary")
+    made = work.select(*sizes, backwards.over(sizes).alias("backward"), _MAKES.cast(pl.Int64).alias("made"))
+    most = made.group_by(*sizes, "backward").agg(pl.col("made").sum()).group_by(sizes).agg(pl.col("made").max())
+    return work.select(sizes).join(most, on=sizes, how="left", maintain_order="left")["made"] > 1
+
+
+def _less_a_chunk(case: Case, held: int | None) -> int | None:
+    """What chunks save: never more than the peak stands above what is allocated outside forward and backward."""
+    if not held:
+        return None
+    elsewhere = [stage.peak_bytes for stage in case.memory.stages if stage.name not in ("forward", "backward")]
+    return max(0, min(held - held // _NUM_CHUNKS, case.memory.peak_bytes - max(elsewhere, default=0))) or None

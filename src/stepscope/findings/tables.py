@@ -1,0 +1,214 @@
+"""The tables of a trace that rules look at: those of its typical steps, each worked out when one asks."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import polars as pl
+
+from stepscope.analysis.allocator_calls import allocator_calls
+from stepscope.analysis.attention import DISPATCHER, attention_calls
+from stepscope.analysis.casts import casts
+from stepscope.analysis.chains import chains
+from stepscope.analysis.compiled_regions import compiled_regions, entering
+from stepscope.analysis.copies import copies
+from stepscope.analysis.links import Linked, link
+from stepscope.analysis.logits import logits
+from stepscope.analysis.nan_checks import nan_checks, stack_writing_ops
+from stepscope.analysis.quiet import quiet_stretches
+from stepscope.analysis.rank import RankAccount, account, device_name
+from stepscope.analysis.recomputed import recomputed
+from stepscope.analysis.replay import Replay, typical_steps
+from stepscope.analysis.round_trips import round_trips
+from stepscope.analysis.sizes import with_sizes
+from stepscope.analysis.squares import squares
+from stepscope.analysis.stalls import stalls
+from stepscope.analysis.syncs import syncs
+from stepscope.analysis.tiles import tiled_products
+from stepscope.analysis.waits import waits
+from stepscope.analysis.work import work
+from stepscope.devices import Device, find_device
+from stepscope.findings.finding import CannotCheck
+from stepscope.trace.tables import Trace
+
+
+class TraceTables:
+    """One rank's trace. What is not in it raises CannotCheck, which says what to run to get it."""
+
+    def __init__(self, trace: Trace | None, rank: int) -> None:
+        self.rank = rank
+        self._trace = trace
+
+    @cached_property
+    def _linked(self) -> Linked:
+        if self._trace is None:
+            raise CannotCheck("the recording has no trace: it was made with --trace 0, or ended before its window")
+        return link(self._trace)
+
+    @cached_property
+    def account(self) -> RankAccount:
+        """What `stepscope analyze` shows of the rank."""
+        assert self._linked and self._trace is not None
+        return account(self._trace, self.rank)
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The typical steps of the trace, to be played again."""
+        return Replay(self._linked, typical_steps(self._linked))
+
+    @cached_property
+    def whole_replay(self) -> Replay:
+        """All steps of the trace, to be played again."""
+        return Replay(self._linked)
+
+    @property
+    def num_steps(self) -> int:
+        """How many the typical steps are: what is summed over a table is divided by it."""
+        return self.replay.num_steps
+
+    @property
+    def has_gpu_work(self) -> bool:
+        """Whether there is a trace with work on a GPU in its steps."""
+        return self._trace is not None and bool(self.replay.events)
+
+    @cached_property
+    def all_work(self) -> pl.DataFrame:
+        """The GPU work of the whole trace (`analysis/work.py`)."""
+        return work(self._linked)
+
+    @cached_property
+    def work(self) -> pl.DataFrame:
+        """The GPU work of the typical steps (`analysis/work.py`)."""
+        if not self.replay.events:
+            raise CannotCheck("the trace has no GPU work: record on a GPU, with ProfilerActivity.CUDA")
+        return self.all_work.filter(pl.col("event").is_in(self.replay.events))
+
+    @cached_property
+    def sized(self) -> pl.DataFrame:
+        """The same work with the size of its tensors (`analysis/sizes.py`)."""
+        return with_sizes(self.work)
+
+    @cached_property
+    def attention(self) -> pl.DataFrame:
+        """Calls of scaled dot-product attention in the typical steps (`analysis/attention.py`)."""
+        return attention_calls(self._linked, self.work)
+
+    @cached_property
+    def collectives(self) -> pl.DataFrame:
+        """Communication kernels of the typical steps (`analysis/collectives.py`)."""
+        return self.account.collectives.filter(pl.col("event").is_in(self.replay.events))
+
+    @cached_property
+    def products(self) -> pl.DataFrame:
+        """Products of matrices in the typical steps, by what they fill (`analysis/tiles.py`)."""
+        return tiled_products(self.work)
+
+    @cached_property
+    def casts(self) -> pl.DataFrame:
+        """Casts between float32 and a lower precision in the typical steps (`analysis/casts.py`)."""
+        return casts(self._linked, self.work)
+
+    @cached_property
+    def recomputed(self) -> pl.DataFrame:
+        """Forward ops that ran again in the backward, in the typical steps (`analysis/recomputed.py`)."""
+        return recomputed(self._linked, self.work)
+
+    @cached_property
+    def squares(self) -> pl.DataFrame:
+        """Work of hand-written attention in the typical steps (`analysis/squares.py`)."""
+        return squares(self.sized)
+
+    @cached_property
+    def logits(self) -> pl.DataFrame:
+        """Work over tokens × vocabulary in the typical steps (`analysis/logits.py`)."""
+        return logits(self.sized)
+
+    @cached_property
+    def chains(self) -> pl.DataFrame:
+        """Chains of elementwise work that is neither attention's nor the loss's (`analysis/chains.py`)."""
+        others = [table["event"] for table in (self.squares, self.logits)]
+        in_attention = self.work.filter(pl.col("root_op").cast(pl.String) == DISPATCHER)["event"]
+        return chains(self.sized, {event for events in (*others, in_attention) for event in events})
+
+    @cached_property
+    def copies(self) -> pl.DataFrame:
+        """What the GPU copied in the typical steps (`analysis/copies.py`)."""
+        return self._all_copies.filter(pl.col("event").is_in(self.replay.events))
+
+    @cached_property
+    def round_trips(self) -> pl.DataFrame:
+        """Tensors that went to the host and back, in the typical steps (`analysis/round_trips.py`)."""
+        return self._within(round_trips(self._linked, self._all_copies))
+
+    @cached_property
+    def _all_copies(self) -> pl.DataFrame:
+        return copies(self._linked)
+
+    @cached_property
+    def stalls(self) -> pl.DataFrame:
+        """Where the host did nothing for the GPU for long, in the typical steps (`analysis/stalls.py`)."""
+        return stalls(self._linked, self.replay)
+
+    @cached_property
+    def quiet_stretches(self) -> pl.DataFrame:
+        """Stalls in which nothing happened that is seen (`analysis/quiet.py`)."""
+        return quiet_stretches(self._linked, self.stalls.filter(pl.col("kind").is_in(["python", "launch"])))
+
+    @cached_property
+    def syncs(self) -> pl.DataFrame:
+        """Synchronisations of the typical steps, one row each (`analysis/syncs.py`)."""
+        start = pl.col("start_ns")
+        return syncs(self._linked).filter(start >= self.replay.start_ns, start < self.replay.end_ns)
+
+    @cached_property
+    def waits(self) -> pl.DataFrame:
+        """Where the host waited for the GPU, in the typical steps (`analysis/waits.py`)."""
+        return self._within(waits(self._linked, self._all_copies))
+
+    @cached_property
+    def nan_checks(self) -> pl.DataFrame:
+        """Tests for NaN that the program read, in the typical steps (`analysis/nan_checks.py`)."""
+        return self._within(nan_checks(self._linked))
+
+    @cached_property
+    def stack_writing_ops(self) -> pl.DataFrame:
+        """Ops as slow as those that write a stack down, in the typical steps (`analysis/nan_checks.py`)."""
+        return self._within(stack_writing_ops(self._linked))
+
+    @cached_property
+    def allocator_calls(self) -> pl.DataFrame:
+        """Calls of the driver's allocator, in the typical steps (`analysis/allocator_calls.py`)."""
+        return self._within(allocator_calls(self._linked))
+
+    @cached_property
+    def compiled_regions(self) -> pl.DataFrame:
+        """Calls of compiled code, in the typical steps (`analysis/compiled_regions.py`)."""
+        return self._within(compiled_regions(self._linked))
+
+    def region_entries(self, all_but_first: bool) -> pl.DataFrame:
+        """The host's time that graph breaks cost, in the typical steps (`analysis/compiled_regions.py`)."""
+        return self._within(entering(self._linked, self.compiled_regions, all_but_first))
+
+    def phase_stretches(self, phase: str) -> pl.DataFrame:
+        """When the host was in a phase, in the typical steps: `start_ns`, `end_ns`."""
+        phases = self._linked.steps.phases
+        inside = (pl.col("end_ns") > self.replay.start_ns) & (pl.col("start_ns") < self.replay.end_ns)
+        return phases.filter(pl.col("phase") == phase, inside).select("start_ns", "end_ns")
+
+    def _within(self, table: pl.DataFrame) -> pl.DataFrame:
+        """What begins in the typical steps."""
+        return table.filter(pl.col("start_ns") >= self.replay.start_ns, pl.col("start_ns") < self.replay.end_ns)
+
+    @cached_property
+    def device(self) -> Device:
+        """The device and its peaks."""
+        name = device_name(self._linked)
+        found = find_device(name) if name else None
+        if found is None:
+            raise CannotCheck(f"the peaks of {name or 'the device'} are not known: docs/measurement.md lists devices")
+        return found
+
+    def with_shapes(self) -> None:
+        """CannotCheck where the trace has no shapes."""
+        if self.work["shapes"].null_count() == self.work.height:
+            raise CannotCheck("the trace has no shapes: record with record_shapes=True")

@@ -1,0 +1,78 @@
+"""A what-if asked in words: the step before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.replay import Change, Replayed
+from stepscope.analysis.whatif import choose, stretches
+from stepscope.findings.case import Case
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A step as the trace has it, replayed as it is, and changed."""
+
+    num_steps: int
+    num_work: int
+    """Pieces of GPU work in those steps."""
+    traced: Replayed
+    """What the trace says itself."""
+    before: Replayed
+    after: Replayed
+    is_changed: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """One object of plain values (docs/whatif.md)."""
+
+        def milliseconds(replayed: Replayed) -> dict[str, float]:
+            return {name.replace("_ns", "_ms"): ns / 1e6 for name, ns in asdict(replayed).items()}
+
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "num_steps": self.num_steps,
+            "num_work": self.num_work,
+            "traced": milliseconds(self.traced),
+            "before": milliseconds(self.before),
+            "after": milliseconds(self.after),
+            "saving_ms": (self.before.done_ns - self.after.done_ns) / 1e6,
+        }
+
+
+def what_if(
+    case: Case,
+    scale: Sequence[tuple[str, float]] = (),
+    drop_launches: Sequence[str] = (),
+    host: float | None = None,
+    waits: bool = True,
+    clean: bool = False,
+) -> WhatIf:
+    """Play all steps of a trace again with a change (`cli/whatif.py` says what each word means)."""
+    replay = case.whole_replay
+    profiler_ns = case.profiler_ns_per_event if clean else 0.0
+    durations: dict[int, float] = {}
+    for words, factor in scale:
+        for event, ns in choose(case.all_work, words).select("event", "duration_ns").iter_rows():
+            durations[event] = durations.get(event, ns) * factor
+    gone = [choose(case.all_work, words)["event"] for words in drop_launches]
+    change = case.without(pl.concat(gone)) if gone else Change()
+    if host is not None:
+        left = stretches(replay.host_stretches(), host)
+        change = replace(change, host=left)
+    unwaited = frozenset() if waits else frozenset(replay.waits)
+    change = replace(change, duration_ns=durations, unwaited=unwaited, profiler_ns_per_event=profiler_ns)
+    before = replay.play(Change(profiler_ns_per_event=profiler_ns))
+    return WhatIf(
+        num_steps=replay.num_steps,
+        num_work=len(replay.events),
+        traced=replay.recorded,
+        before=before,
+        after=replay.play(change),
+        is_changed=bool(durations or gone or unwaited or host is not None),
+    )

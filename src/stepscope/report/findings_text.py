@@ -1,0 +1,120 @@
+"""A diagnosis for a terminal: the causes first, then what is clean, then what nobody could look at."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stepscope.findings.diagnose import Diagnosis
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.fixes import FIXES
+from stepscope.report.text import average, duration, percent, safe, significant, size
+
+BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_NUM_ROWS = 3
+_LABEL = 10
+
+
+def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: str | None = None) -> str:
+    """The whole answer for a terminal of so many columns; `recording` is the path of what can be run again."""
+    bold, dim, reset = (BOLD, DIM, RESET) if colour else ("", "", "")
+    source = "measured clean" if diagnosis.is_measured else "the trace's, without what the profiler adds"
+    step_ns = diagnosis.step_ns
+    lines = ["How long a step takes is not known."]
+    if step_ns is not None:
+        lines = [f"{bold}A step takes {duration(step_ns, 3)}{reset} ({source})."]
+    lines += _wrapped(f"It is bound by {diagnosis.binds}.", width)
+    if not diagnosis.findings:
+        lines += [
+            "",
+            f"{bold}Nothing worth telling was found: the step is healthy as far as it could be checked.{reset}",
+        ]
+    for number, finding in enumerate(diagnosis.findings, 1):
+        lines += ["", f"{bold}{number}  {finding.id}{reset}   {_saving(finding, step_ns)}"]
+        lines += _wrapped(safe(finding.sentence, 2000), width, "   ")
+        fields = [("fix", finding.fix), ("derived", finding.derived), ("wrong if", finding.falsified_by)]
+        if recording is not None and finding.id in FIXES:
+            fields.insert(1, ("prove it", f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"))
+        for label, text in fields:
+            lines += _wrapped(safe(text, 1000), width, f"   {dim}{label:<{_LABEL}}{reset}", " " * (3 + _LABEL), dim)
+        for evidence in finding.evidence:
+            lines += [f"   {dim}{line}{reset}" for line in _evidence(evidence, width - 3)]
+    if diagnosis.clean:
+        lines += ["", *_wrapped("Checked and clean: " + ", ".join(diagnosis.clean) + ".", width)]
+    if diagnosis.unchecked:
+        lines += ["", "Could not be checked:"]
+        for reason, ids in _by_reason(diagnosis):
+            lines += _wrapped(f"{', '.join(ids)}: {safe(reason, 500)}", width, "  ", "    ")
+    if diagnosis.suppressed:
+        lines += ["", *_wrapped("Not asked for (pyproject.toml): " + ", ".join(diagnosis.suppressed) + ".", width)]
+    return "\n".join(lines)
+
+
+def _saving(finding: Finding, step_ns: float | None) -> str:
+    """What a fix saves, and how sure that is."""
+    parts = []
+    most = "up to " if finding.upper_bound else ""
+    if finding.saving_ns is not None:
+        share = f" ({percent(finding.saving_ns / step_ns)})" if step_ns else ""
+        parts.append(f"saves {most}{duration(finding.saving_ns, 3)} a step{share}")
+    if finding.saving_bytes is not None:
+        parts.append(f"{'' if parts else 'saves '}{most}{size(finding.saving_bytes)} of the peak")
+    return f"{' and '.join(parts) or 'what it costs is not known'}   confidence {finding.confidence}"
+
+
+def _by_reason(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
+    """Reasons with the rules they hold for: many rules lack the same thing."""
+    reasons: dict[str, list[str]] = {}
+    for one in diagnosis.unchecked:
+        reasons.setdefault(one.reason, []).append(one.id)
+    return list(reasons.items())
+
+
+def _evidence(evidence: Evidence, width: int) -> list[str]:
+    rows = [dict(row) for row in evidence.rows[:_NUM_ROWS]]
+    if not rows:
+        return []
+    more = f", {len(evidence.rows) - len(rows)} more in --json" if len(evidence.rows) > len(rows) else ""
+    return [f"evidence  {evidence.table}{more}", *("  " + line for line in _table(rows, width - 2))]
+
+
+def _table(rows: Sequence[Mapping[str, Any]], width: int) -> Iterable[str]:
+    """Rows under the names of their columns, cut to the width."""
+    names = list(rows[0])
+    cells = [[_title(name) for name in names]] + [[_cell(name, row.get(name)) for name in names] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    for line in cells:
+        yield "  ".join(cell.ljust(space) for cell, space in zip(line, widths)).rstrip()[:width]
+
+
+def _title(name: str) -> str:
+    for suffix in ("_ns", "_bytes", "_per_s"):
+        name = name.removesuffix(suffix)
+    return name.removeprefix("num_").replace("_", " ")
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return safe(value, 48)
+    if name.endswith("_ns"):
+        return duration(value, 3)
+    if name.endswith("bytes"):
+        return size(value)
+    if name.endswith("share"):
+        return percent(value)
+    if name.endswith("flops_per_s"):
+        return f"{value / 1e12:.0f} TFLOP/s"
+    if name.startswith("num_"):
+        return average(value)
+    return f"{value:,}" if isinstance(value, int) else significant(value)
+
+
+def _wrapped(text: str, width: int, head: str = "", indent: str | None = None, dim: str = "") -> list[str]:
+    """Lines of a text; escape codes in its head take no room."""
+    indent = head if indent is None else indent
+    rows = textwrap.wrap(text, max(40, width - len(indent)), break_on_hyphens=False) or [""]
+    return [(head if number == 0 else indent) + row for number, row in enumerate(rows)]

@@ -1,0 +1,26 @@
+"""TOML files as tables, on every Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import MissingDependencyError, UsageError
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a file; UsageError where it cannot be read, MissingDependencyError where no reader is there."""
+    try:
+        import tomllib  # type: ignore[import-not-found, unused-ignore]
+    except ModuleNotFoundError:  # Python 3.10
+        try:
+            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
+        except ModuleNotFoundError:
+            raise MissingDependencyError("TOML needs Python 3.11, or: pip install tomli") from None
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no TOML: {error}") from None
+    return table

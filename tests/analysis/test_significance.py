@@ -1,0 +1,164 @@
+"""The rank test against enumeration and known values, the bootstrap against a plain one, and how often both err."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from stepscope.analysis.metrics import METRICS, Measure, change_of
+from stepscope.analysis.significance import MIN_SAMPLES, difference, mann_whitney
+from stepscope.analysis.statistics import quantile
+
+REAL_US = json.loads((Path(__file__).parent / "data" / "step_times.json").read_text())["step_us"]
+NUM_TRIALS = 1000
+values = st.floats(1, 1000, allow_nan=False)
+
+
+def change(base, new):
+    measures = [Measure(quantile(sorted(side), 0.5), tuple(side)) for side in (base, new)]
+    return change_of(METRICS["step_time"], *measures, threshold_share=0.02)
+
+
+def verdict(base, new):
+    return change(base, new).verdict
+
+
+def enumerated(base, new):
+    """The exact two-sided p-value by looking at every way to share the samples out."""
+
+    def above(first, second):
+        return sum(one > other for one in first for other in second)
+
+    both = [*base, *new]
+    middle = len(base) * len(new) / 2
+    seen = abs(above(base, new) - middle)
+    splits = list(combinations(range(len(both)), len(base)))
+    extreme = 0
+    for chosen in splits:
+        first = [both[i] for i in chosen]
+        second = [both[i] for i in range(len(both)) if i not in chosen]
+        extreme += abs(above(first, second) - middle) >= seen
+    return extreme / len(splits)
+
+
+def by_ranks(base, new):
+    """The normal approximation the other way round: from sums of mid-ranks, as textbooks have it."""
+    both = sorted([*base, *new])
+    ranks = {value: both.index(value) + (both.count(value) + 1) / 2 for value in both}
+    n, m = len(base), len(new)
+    u = sum(ranks[value] for value in base) - n * (n + 1) / 2
+    ties = sum(both.count(value) ** 3 - both.count(value) for value in set(both))
+    sigma = math.sqrt(n * m / 12 * (n + m + 1 - ties / ((n + m) * (n + m - 1))))
+    z = max(0.0, abs(u - n * m / 2) - 0.5) / sigma
+    return math.erfc(z / math.sqrt(2))
+
+
+def test_known_p_values():
+    # Hollander and Wolfe's age at diagnosis, as in SciPy's documentation: U = 17, p = 0.1111.
+    assert mann_whitney([19, 22, 16, 29, 24], [20, 11, 17, 12]) == pytest.approx(1 / 9)
+    assert mann_whitney([1, 2, 3], [4, 5, 6]) == pytest.approx(0.1)
+    assert mann_whitney([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
+    assert mann_whitney([5, 5, 5], [5, 5]) == 1.0
+    with pytest.raises(ValueError, match="both sides"):
+        mann_whitney([], [1.0])
+
+
+@given(st.lists(values, min_size=2, max_size=9, unique=True), st.integers(1, 8))
+def test_few_samples_without_ties_are_exact(samples, cut):
+    assume(cut < len(samples))
+    base, new = samples[:cut], samples[cut:]
+
+    assert mann_whitney(base, new) == pytest.approx(enumerated(base, new))
+    assert mann_whitney(base, new) == mann_whitney(new, base)
+
+
+@given(st.lists(st.integers(1, 6), min_size=3, max_size=40), st.lists(st.integers(1, 6), min_size=3, max_size=40))
+def test_ties_and_many_samples_take_the_normal_approximation(base, new):
+    ties = len({*base, *new}) < len(base) + len(new)
+    assume(ties and len({*base, *new}) > 1)
+
+    assert mann_whitney(base, new) == pytest.approx(by_ranks(base, new))
+
+
+def test_exact_and_normal_meet():
+    generator = random.Random(3)
+    base, new = ([generator.gauss(place, 1) for _ in range(20)] for place in (0, 0.7))
+
+    assert mann_whitney(base, new) == pytest.approx(by_ranks(base, new), rel=0.1)
+
+
+def test_three_and_three_are_never_enough():
+    far_apart = ([1.0, 1.1, 1.2], [100.0, 110.0, 120.0])
+
+    assert mann_whitney(*far_apart) >= 0.05
+    assert verdict(*far_apart) == "too few samples"
+    assert verdict([1.0] * (MIN_SAMPLES - 1), [2.0] * 50) == "too few samples"
+    assert verdict([1, 1.01, 1.02, 1.03, 1.04, 1.05], [2, 2.1, 2.2, 2.3, 2.4, 2.5]) == "slower"
+
+
+@pytest.mark.parametrize("num", [6, 7, 20, 31])
+def test_the_interval_is_that_of_a_plain_bootstrap(num):
+    generator = random.Random(num)
+    base, new = ([generator.lognormvariate(place, 0.2) for _ in range(num)] for place in (0, 0.1))
+    ratios = sorted(
+        quantile(sorted(generator.choices(new, k=num)), 0.5) / quantile(sorted(generator.choices(base, k=num)), 0.5)
+        for _ in range(5000)
+    )
+
+    found = difference(base, new)
+
+    assert found.low == pytest.approx(quantile(ratios, 0.025), rel=0.03)
+    assert found.high == pytest.approx(quantile(ratios, 0.975), rel=0.03)
+    assert found.low < found.ratio < found.high
+    assert found == difference(new=list(reversed(new)), base=base), "the order and the time of day do not matter"
+
+
+def test_samples_that_are_all_alike_have_no_interval_to_speak_of():
+    assert difference([7] * 10, [7] * 12) == difference([7.0] * 10, [7.0] * 12)
+    same = difference([7] * 10, [7] * 12)
+    assert (same.ratio, same.low, same.high, same.p_value, same.detectable_share) == (1, 1, 1, 1, 0)
+    assert difference([7] * 10, [8] * 10).is_significant
+
+
+def test_false_alarms_in_real_noise_are_rare():
+    generator = random.Random(1)
+    called = significant = 0
+    for _ in range(NUM_TRIALS):
+        drawn = generator.sample(REAL_US, 60)
+        found = change(drawn[:30], drawn[30:])
+        called += found.verdict != "no difference shown"
+        significant += found.is_significant
+
+    assert called <= significant <= 0.05 * NUM_TRIALS
+    assert significant > 0, "a test that never says anything is no test"
+
+
+def test_a_slowdown_of_five_percent_is_caught():
+    generator = random.Random(2)
+    verdicts = [
+        verdict([generator.gauss(1, 0.03) for _ in range(30)], [1.05 * generator.gauss(1, 0.03) for _ in range(30)])
+        for _ in range(NUM_TRIALS)
+    ]
+
+    assert verdicts.count("slower") >= 0.9 * NUM_TRIALS
+    assert verdicts.count("faster") == 0
+
+
+def test_what_is_said_to_be_shown_four_times_out_of_five_is():
+    generator = random.Random(4)
+
+    def normal(factor=1.0):
+        return [factor * generator.gauss(1, 0.03) for _ in range(20)]
+
+    shares = [difference(normal(), normal()).detectable_share for _ in range(100)]
+    share = sum(shares) / len(shares)
+    shown = sum(difference(normal(), normal(1 + share)).is_significant for _ in range(300)) / 300
+
+    assert 0.7 < shown < 0.92

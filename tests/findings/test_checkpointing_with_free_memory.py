@@ -1,0 +1,64 @@
+"""A forward that runs again in the backward is found where its results fit into memory."""
+
+from __future__ import annotations
+
+import pytest
+from device_cases import BF16, Program, without_shapes
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules import checkpointing_with_free_memory
+
+GIB = 1 << 30
+X, W = [8192, 1024], [1024, 4096]
+
+
+def step(peak: int = GIB, kept: int = GIB, shapes: tuple[list[int], list[int]] = (X, W)) -> Program:
+    """A forward, and a backward that runs a product again and takes memory for it."""
+    program = Program()
+    number = program.op("aten::mm", [X, W], 2000, BF16)
+    if peak:
+        program.memory(peak, 1 << 40, peak)
+    program.op("aten::mm", list(shapes), 2000, BF16, recomputed_in=number)
+    if kept:
+        at = program.at - 3.0
+        args = {"Device Type": 1, "Device Id": 0, "Addr": 2 << 40, "Bytes": kept, "Total Allocated": peak + kept}
+        program.trace.raw(ph="i", cat="cpu_instant_event", name="[memory]", pid=1, tid=2, ts=at, s="t", args=args)
+    program.op("aten::mm", [X, [4096, 1024]], 2000, BF16, backward=number)
+    return program
+
+
+def test_recomputation_with_room_for_it():
+    (finding,) = checkpointing_with_free_memory.check(step().case())
+
+    assert finding.saving_ns == pytest.approx(2_000_000)
+    assert "1 op of the forward run again" in finding.sentence
+    assert "keeping what is computed again takes 1.00 GiB at the most" in finding.sentence
+
+
+def test_room_for_a_part_of_it():
+    usable = int(150108897280 * 0.85)
+
+    (finding,) = checkpointing_with_free_memory.check(step(peak=usable - 2 * GIB, kept=GIB * 3 // 2).case())
+
+    # The peak is 0.5 GiB short of what is usable, and 1.5 GiB would be kept.
+    assert finding.saving_ns == pytest.approx(2_000_000 / 3, rel=1e-6)
+    assert "33% of the layers" in finding.fix
+
+
+def test_full_memory_is_a_good_reason():
+    assert checkpointing_with_free_memory.check(step(peak=130 * GIB).case()) == []
+
+
+def test_a_backward_with_a_graph_of_its_own_is_none():
+    """create_graph=True numbers the backward's ops too: no forward had called them with these shapes."""
+    assert checkpointing_with_free_memory.check(step(shapes=([8192, 4096], [4096, 1024])).case()) == []
+
+
+def test_without_memory_it_cannot_be_checked():
+    with pytest.raises(CannotCheck, match="profile_memory=True"):
+        checkpointing_with_free_memory.check(step(peak=0, kept=0).case())
+
+
+def test_without_shapes_it_cannot_be_checked():
+    with pytest.raises(CannotCheck, match="record_shapes=True"):
+        checkpointing_with_free_memory.check(without_shapes())

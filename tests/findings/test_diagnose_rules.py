@@ -1,0 +1,92 @@
+"""All rules over a case: order, what is clean, what cannot be checked, what is suppressed; any trace at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import stepscope.findings
+from any_trace import any_trace
+from stepscope.errors import UsageError
+from stepscope.findings.case import Case, open_case
+from stepscope.findings.diagnose import all_rules, diagnose
+from stepscope.report.findings_text import diagnosis_text
+from trace_builder import PUBLIC, TraceBuilder, needs_traces
+
+DOCS = Path(__file__).parents[2] / "docs" / "findings"
+RULES = {rule.id: rule for rule in all_rules()}
+
+
+def case_of(builder: TraceBuilder, tmp_path: Path) -> Case:
+    return open_case(builder.write(tmp_path / "trace.json"), use_cache=False)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_a_question_and_a_page(name):
+    assert RULES[name].question.endswith("?")
+    page = DOCS / f"{name}.md"
+    assert page.is_file()
+    assert page.read_text(encoding="utf-8").startswith(f"# `{name}`")
+
+
+def test_there_is_no_page_without_a_rule():
+    assert {page.stem for page in DOCS.glob("*.md")} - {"README"} == set(RULES)
+
+
+def test_rules_read_analyses_and_no_events():
+    """What is in the trace's own tables comes to them through the case alone."""
+    for path in (Path(stepscope.findings.__file__).parent / "rules").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "stepscope.trace" not in text, path
+        assert "_linked" not in text, path
+
+
+def test_every_rule_is_accounted_for_once(tmp_path):
+    trace = TraceBuilder().step(1, 0, 400)
+    trace.op("aten::mm", 0, 20, id=1).launch("gemm", 5, runs=(30, 100), id=1)
+    diagnosis = diagnose(case_of(trace, tmp_path))
+
+    asked = [*(f.id for f in diagnosis.findings), *diagnosis.clean, *(u.id for u in diagnosis.unchecked)]
+    assert sorted(set(asked)) == sorted(RULES)
+    assert not set(diagnosis.clean) & {one.id for one in diagnosis.unchecked}
+    assert all(one.reason for one in diagnosis.unchecked)
+
+
+def test_a_rule_can_be_suppressed(tmp_path):
+    trace = TraceBuilder().step(1, 0, 400).op("aten::mm", 0, 20)
+
+    diagnosis = diagnose(case_of(trace, tmp_path), {"launch_bound"})
+
+    assert diagnosis.suppressed == ("launch_bound",)
+    assert "launch_bound" not in [*diagnosis.clean, *(one.id for one in diagnosis.unchecked)]
+    with pytest.raises(UsageError, match="no rule is called 'lunch_bound'"):
+        diagnose(case_of(trace, tmp_path), {"lunch_bound"})
+
+
+@settings(
+    max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(any_trace())
+def test_no_trace_is_too_odd(tmp_path, builder):
+    diagnosis = diagnose(case_of(builder, tmp_path))
+
+    json.dumps(diagnosis.to_json(), allow_nan=False)
+    diagnosis_text(diagnosis, False, 100)
+    for finding in diagnosis.findings:
+        assert finding.saving_ns is None or finding.saving_ns >= 0
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    "path", sorted(PUBLIC.rglob("*.json.gz")), ids=lambda path: path.name.removesuffix(".json.gz")
+)
+def test_other_peoples_traces(path):
+    diagnosis = diagnose(open_case(path, use_cache=False))
+
+    json.dumps(diagnosis.to_json(), allow_nan=False)
+    for finding in diagnosis.findings:
+        assert finding.sentence and finding.fix and finding.evidence and finding.falsified_by
+        assert finding.saving_ns is None or finding.saving_ns <= (diagnosis.step_ns or 0)

@@ -1,0 +1,85 @@
+"""Figures above what the device can do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from recorded_cases import GPU, recorded
+
+from handmade import flops_facts, op_flops, sample
+from stepscope.findings.case import open_case
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules.impossible_mfu import check
+from trace_builder import TraceBuilder
+
+PEAK = 989_400_000_000_000
+"""Of the H200 in bf16, a second."""
+
+
+def utilised(folder, share, dtype="bf16", peak=PEAK, formula_share=1.0, is_gpu=True, environment=GPU):
+    """Steps of 10 ms with so much of a peak's FLOPs, by an op-by-op count and by the formula."""
+    total = round(share * peak / 100)
+    per_token = 2 * 512
+    weights = [{"num_elements": round(formula_share * total / 3) // per_token, "forward_flops": total // 3,
+                "looked_up": False, "used": True}]  # fmt: skip
+    flops = flops_facts(
+        by_op=[op_flops("forward", total // 3, dtype), op_flops("backward", total - total // 3, dtype)],
+        model_flops_by_dtype={dtype: total}, weights=weights,
+    )  # fmt: skip
+    case = recorded(folder, [10.0] * 8, is_gpu=is_gpu, flops=flops, environment=environment)
+    lines = (folder / "samples.jsonl").read_text()
+    (folder / "samples.jsonl").write_text(lines + json.dumps(sample(8, "memory")) + "\n")
+    return open_case(case.path, use_cache=False)
+
+
+def test_mfu_above_one(tmp_path):
+    (finding,) = check(utilised(tmp_path, 1.5))
+
+    assert finding.sentence.startswith("MFU is 150%, which cannot be: 1.48e+03 TFLOP/s against bf16 989.4 TFLOP/s")
+    assert "The peak or the FLOPs are wrong" in finding.sentence
+    assert finding.saving_ns is None
+
+
+def test_the_clock_of_a_host_that_runs_ahead(tmp_path):
+    case = utilised(tmp_path, 1.5, is_gpu=False)
+
+    assert "The time is wrong: 10 ms is the host's" in check(case)[0].sentence
+
+
+def test_float32_that_must_have_been_tf32(tmp_path):
+    (finding,) = check(utilised(tmp_path, 2.0, dtype="fp32", peak=66_900_000_000_000))
+
+    assert "The dtype is wrong" in finding.sentence
+
+
+def test_flops_that_are_more_than_the_formula_s(tmp_path):
+    (finding,) = check(utilised(tmp_path, 1.5, formula_share=0.5))
+
+    assert "The FLOPs are wrong: 2.0 times what 6·N·tokens gives" in finding.sentence
+
+
+def test_half_of_the_peak(tmp_path):
+    assert check(utilised(tmp_path, 0.5)) == []
+
+
+def traced(duration_us):
+    """One product of 2 · 4096³ FLOPs in bf16: 138.9 µs at the dense peak."""
+    trace = TraceBuilder(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
+    shapes = {"Input Dims": [[4096, 4096], [4096, 4096]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
+    trace.step(1, 0, 1000).op("aten::mm", 10, 20, id=1, **shapes)
+    return trace.launch("nvjet_tst_bf16", 12, runs=(30, duration_us), id=1)
+
+
+@pytest.mark.parametrize(("duration_us", "num"), [(100, 1), (200, 0), (20, 0)])
+def test_a_product_that_is_faster_than_the_device(tmp_path, duration_us, num):
+    found = check(open_case(traced(duration_us).write(tmp_path / "trace.json"), use_cache=False))
+
+    assert len(found) == num
+    if num:
+        assert "aten::mm in bf16 at 139% of its 989 TFLOP/s" in found[0].sentence
+
+
+def test_without_a_peak(tmp_path):
+    with pytest.raises(CannotCheck, match="doctor --measure"):
+        check(recorded(tmp_path, [10.0] * 8))

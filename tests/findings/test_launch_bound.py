@@ -1,0 +1,52 @@
+"""The host's time for launching leaves out what other rules tell of."""
+
+from __future__ import annotations
+
+from host_cases import case_of, kernel, steps
+
+from stepscope.findings.rules import launch_bound
+from trace_builder import TraceBuilder
+
+
+def many_small(trace: TraceBuilder, at: float, stall: float = 0.0) -> float:
+    """20 kernels of 5 µs, each launched after 100 µs of the host; before them, maybe, something else."""
+    for number in range(20):
+        begin = at + stall + 100 * number + 90
+        kernel(trace, begin, runs=begin + 10, took=5)
+    return stall + 2100
+
+
+def test_the_time_of_launching():
+    (finding,) = launch_bound.check(case_of(steps(many_small)))
+
+    assert "20 kernels a step" in finding.sentence and "the host needs 2.1 ms to launch them" in finding.sentence
+    # 2.1 ms, of which 2 % are left, and the GPU's own: 20 kernels with pauses, of which the first 10 µs after launch.
+    assert finding.saving_ns > 1_900_000
+
+
+def test_what_is_no_launching_is_left_out():
+    (finding,) = launch_bound.check(case_of(steps(lambda trace, at: many_small(trace, at, stall=6000))))
+
+    # From the last launch of a step to the first of the next it is 6.2 ms: a stall, told by others.
+    (row,) = finding.evidence[0].rows
+    assert row["host_ns"] < 2_100_000
+    assert "of 8.1 ms" in finding.sentence
+
+
+def test_no_host_saves_more_than_the_gpu_stood_idle():
+    case = case_of(steps(many_small))
+    assert case.starved_ns == 2_100_000 - 20 * 5_000
+
+    case.__dict__["starved_ns"] = 50_000.0
+
+    assert launch_bound.check(case) == []
+
+
+def test_a_gpu_that_has_enough_to_do_is_clean():
+    def large(trace: TraceBuilder, at: float) -> float:
+        for number in range(20):
+            kernel(trace, at + 20 * number, runs=at + 10 + 500 * number, took=500)
+        trace.call("cudaDeviceSynchronize", at + 500, 9520)
+        return 10_030
+
+    assert launch_bound.check(case_of(steps(large))) == []

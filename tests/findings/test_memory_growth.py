@@ -1,0 +1,107 @@
+"""Memory that steps leave behind: written by hand, in a trace, and of a script that keeps its losses."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_cases import TRAINING, recorded, run_script, tensor
+
+from stepscope.findings.case import open_case
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules.memory_growth import check
+from trace_builder import TraceBuilder
+
+MODEL = tensor(8000, owner="parameter")
+
+
+def window(*allocations, left_alive=()):
+    return {"device": "cpu", "allocations": [MODEL, *allocations], "left_alive": list(left_alive)}
+
+
+def test_what_a_step_leaves_and_earlier_ones_have_left(tmp_path):
+    held = [tensor(400, caller="train.py:7 outputs") for _ in range(5)]
+    memory = window(*held, tensor(400, born=0, op="aten.mm"))
+
+    (finding,) = check(recorded(tmp_path, [10.0] * 8, window=memory))
+
+    assert finding.saving_bytes == 5 * 400
+    assert finding.saving_ns is None
+    assert "leaves 400 bytes behind, most of it from aten.mm of shape [100], held by train.py:7 outputs" in (
+        finding.sentence
+    )
+    assert finding.evidence[0].rows[0]["num_held"] == 5
+
+
+@pytest.mark.parametrize(
+    "allocations",
+    [
+        pytest.param([tensor(400, born=0)], id="the last step's own variable"),
+        pytest.param([*[tensor(400)] * 5, tensor(400, died=1), tensor(400, born=0)], id="one goes as one comes"),
+        pytest.param([*[tensor(400)] * 5, tensor(400, born=0, died=1)], id="a temporary like others"),
+        pytest.param([*[tensor(8)] * 5, tensor(8, born=0)], id="numbers, which never fill anything"),
+    ],
+)
+def test_what_a_healthy_step_leaves(tmp_path, allocations):
+    assert check(recorded(tmp_path, [10.0] * 8, window=window(*allocations))) == []
+
+
+def test_a_graph_that_is_kept_but_does_not_grow(tmp_path):
+    graph = {"bytes": 2000, "num_tensors": 1, "op": "MeanBackward0", "module": None, "frame": "train.py:9 out"}
+    memory = window(tensor(2000, owner="left_alive"), left_alive=[graph])
+
+    (finding,) = check(recorded(tmp_path, [10.0] * 8, window=memory))
+
+    assert finding.saving_bytes == 2000
+    assert "held by train.py:9 out" in finding.sentence
+    assert "of the 9.8 KiB at the peak" in finding.sentence
+
+
+def test_without_memory_nothing_is_said(tmp_path):
+    with pytest.raises(CannotCheck):
+        check(recorded(tmp_path, [10.0] * 8))
+
+
+def traced(kept_bytes, freed_bytes=4096):
+    """Three steps; each allocates something that it frees, and something that it keeps."""
+    trace = TraceBuilder()
+    total = 1 << 20
+    for step in range(3):
+        begin = 100 * step
+        trace.step(step, begin, 100).op("aten::mm", begin + 10, 20)
+        for at, num_bytes, address in ((12, freed_bytes, 7), (14, kept_bytes, 100 + step), (30, -freed_bytes, 7)):
+            if num_bytes:
+                total += num_bytes
+                args = {"Device Type": 1, "Device Id": 0, "Addr": address, "Bytes": num_bytes,
+                        "Total Allocated": total, "Total Reserved": 1 << 30}  # fmt: skip
+                trace.raw(
+                    ph="i", cat="cpu_instant_event", name="[memory]", pid=1, tid=1, ts=begin + at, s="t", args=args
+                )
+    return trace
+
+
+def test_a_trace_whose_level_rises_from_step_to_step(tmp_path):
+    (finding,) = check(open_case(traced(1 << 15).write(tmp_path / "trace.json"), use_cache=False))
+
+    assert finding.saving_bytes == 1 << 15
+    assert "leaves 32.0 KiB behind, most of it from aten::mm" in finding.sentence
+    assert "seen in 3 steps in a row" in finding.sentence
+
+
+def test_a_trace_whose_level_stays(tmp_path):
+    assert check(open_case(traced(0).write(tmp_path / "trace.json"), use_cache=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("backward", "also", "is_told"),
+    [("retain_graph=True", "kept.append(loss)", True), ("", "kept.append(loss.item())", False)],
+)
+def test_a_script_that_keeps_its_losses(tmp_path, backward, also, is_told):
+    script = TRAINING.format(num_steps=14, backward=backward, also=also)
+    case = run_script(tmp_path, script, "--warmup", "2", "--clean", "8", "--trace", "0")
+
+    found = check(case)
+
+    assert bool(found) == is_told
+    if is_told:
+        assert "train.py:13 kept" in found[0].sentence
+        # Each graph keeps its input of the second layer, and its input, output and gradient's: 32 × 256 and 32 × 64.
+        assert found[0].saving_bytes > 8 * 32 * 256 * 4

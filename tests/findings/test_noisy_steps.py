@@ -1,0 +1,67 @@
+"""Steps that come back slow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from recorded_cases import TRAINING, recorded, run_script
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules.noisy_steps import check
+
+
+def every(period, num_steps, slow_ms=60.0):
+    return [slow_ms if step % period == 0 else 10.0 for step in range(num_steps)]
+
+
+def test_a_step_that_comes_back_every_five(tmp_path):
+    (finding,) = check(recorded(tmp_path, every(5, 40), where="other"))
+
+    assert finding.saving_ns == 50e6 * 8 / 40
+    assert finding.sentence.startswith("Every 5 steps one takes up to 60 ms where the median is 10 ms")
+    assert "outside forward, backward and optimizer" in finding.sentence
+    assert finding.confidence == "high"
+
+
+def test_on_a_gpu_the_device_clock_counts(tmp_path):
+    (finding,) = check(recorded(tmp_path, every(5, 40), where="data", is_gpu=True))
+
+    assert finding.saving_ns == 10e6
+    assert "waiting for its batch" in finding.sentence
+
+
+def test_an_optimizer_that_steps_every_few_micro_batches_is_the_training_itself(tmp_path):
+    assert check(recorded(tmp_path, every(4, 40), where="optimizer")) == []
+
+
+def test_steps_that_are_alike(tmp_path):
+    assert check(recorded(tmp_path, [10.0] * 40)) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_has_no_period(tmp_path, seed):
+    dice = random.Random(seed)
+    noise = [10.0 if dice.random() < 0.85 else 60.0 for _ in range(40)]
+
+    assert check(recorded(tmp_path, noise, where="other")) == []
+
+
+def test_two_slow_steps_of_twenty_may_be_chance(tmp_path):
+    assert check(recorded(tmp_path, every(10, 20), where="other")) == []
+
+
+def test_without_clean_steps(tmp_path):
+    with pytest.raises(CannotCheck):
+        check(recorded(tmp_path, []))
+
+
+def test_a_script_that_sleeps_every_tenth_step(tmp_path):
+    also = "time.sleep(0.5 if step % 10 == 9 else 0.1)"  # as long as a busy machine seldom makes one step wait
+    script = TRAINING.format(num_steps=70, backward="", also=also)
+
+    (finding,) = check(run_script(tmp_path, script, "--trace", "0"))
+
+    assert finding.sentence.startswith("Every 10 steps one takes")
+    # 400 ms in one of ten steps, whatever else the machine does; six of the 63 steps that are looked at.
+    assert finding.saving_ns > 0.8 * 400e6 / 11

@@ -1,0 +1,49 @@
+"""Waiting for data without a trace of GPU work: the samples' phases."""
+
+from __future__ import annotations
+
+import pytest
+from recorded_cases import GPU, recorded
+
+from handmade import MS, cpu_facts, sample, write_recording
+from stepscope.findings.case import open_case
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules.waiting_for_data import check
+
+
+def phases(folder, data_ms, label="data", device_data_ms=None):
+    """Steps of 10 ms, so many of them for data."""
+    device = {}
+    if device_data_ms is not None:
+        device = {"device_ns": {label: device_data_ms * MS, "forward": (10 - device_data_ms) * MS}}
+    lines = [
+        sample(i, host_ns={label: data_ms * MS, "forward": (10 - data_ms) * MS}, **device) for i in range(8)
+    ]  # fmt: skip
+    facts = {"environment": GPU} if device else {}
+    return open_case(write_recording(folder, cpu_facts(trace=None, **facts), lines), use_cache=False)
+
+
+@pytest.mark.parametrize(("label", "confidence"), [("data", "high"), ("before_forward", "medium")])
+def test_a_processor_that_waits(tmp_path, label, confidence):
+    (finding,) = check(phases(tmp_path, 4, label))
+
+    assert finding.saving_ns == 4e6
+    assert finding.confidence == confidence
+    assert "stands 4 ms of 10 ms" in finding.sentence
+
+
+def test_little_of_a_step_on_a_processor(tmp_path):
+    assert check(phases(tmp_path, 1)) == []
+
+
+def test_data_that_comes_while_the_gpu_still_works(tmp_path):
+    assert check(phases(tmp_path, 5, device_data_ms=0)) == []
+
+
+def test_a_gpu_that_stands(tmp_path):
+    assert check(phases(tmp_path, 5, device_data_ms=5))[0].saving_ns == 5e6
+
+
+def test_without_clean_steps(tmp_path):
+    with pytest.raises(CannotCheck):
+        check(recorded(tmp_path, []))
