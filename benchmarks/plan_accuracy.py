@@ -109,12 +109,13 @@ COMPILED = [
     ("hf:short_llama", None, "seq_len=1024", "batch=4", AUTOCAST, STEP),
     ("hf:short_llama", None, "seq_len=1024", "batch=4", "dtype=bf16", FORWARD),
 ]
-GROUPS = {"eager": POINTS, "compile": [(*entry, "compile=default") for entry in COMPILED]}
 FORKING = threading.Lock()
 CONFIGS = {
     "llama": LLAMA, "short_llama": LLAMA | {"num_hidden_layers": 4}, "gpt2": GPT2, "qwen2": QWEN2, "opt": OPT,
 }  # fmt: skip
 TINY = [(name, "tiny", STEP) for name in ("cs336", "megalodon", "hydra", "nano", "tsmoe")]
+GROUPS = {"eager": (POINTS, TINY, ()), "compile": (COMPILED, TINY, ("compile=default",))}
+"""Points, those of the families' tiny presets, and what is said of each besides."""
 
 
 def points_of(entries: list[tuple[Any, ...]], folder: Path) -> list[Point]:
@@ -268,7 +269,8 @@ def main() -> None:
     arguments = parser.parse_args()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        points = points_of(TINY if arguments.tiny else GROUPS[arguments.group], Path(folder))
+        entries, tiny, words = GROUPS[arguments.group]
+        points = points_of([(*entry, *words) for entry in (tiny if arguments.tiny else entries)], Path(folder))
         plans = predicted_all(points, arguments.device, arguments.processes)
         print(f"{len(points)} points predicted in {time.monotonic() - begin:.0f} s", flush=True)
         rows = []

@@ -5,6 +5,7 @@ python scripts/make_docs.py
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 from pathlib import Path
@@ -32,6 +33,9 @@ TABLES = [
     ("docs/card.md", "analysis/counters.py", "CounterSummary"),
     ("docs/card.md", "analysis/counters.py", "Gauge"),
     ("docs/bench.md", "analysis/sweeps.py", "PointSummary"),
+    ("docs/tune.md", "analysis/tuning.py", "Tuning"),
+    ("docs/tune.md", "analysis/tuning.py", "Tried"),
+    ("docs/tune.md", "analysis/tuning.py", "Gain"),
     ("docs/memory.md", "analysis/memory_account.py", "Account"),
     ("docs/memory.md", "analysis/memory_account.py", "LiveAtPeak"),
     ("docs/memory.md", "analysis/memory_account.py", "Part"),
@@ -48,10 +52,10 @@ TABLES = [
     ("docs/diagnose.md", "findings/diagnose.py", "Diagnosis"),
     ("docs/diagnose.md", "findings/finding.py", "Finding"),
     ("docs/whatif.md", "analysis/replay.py", "Replayed"),
-    ("docs/verify.md", "analysis/verification.py", "Verification"),
-    ("docs/verify.md", "analysis/verification.py", "Verified"),
+    ("docs/verify.md", "analysis/verified.py", "Verification"),
+    ("docs/verify.md", "analysis/verified.py", "Verified"),
     ("docs/verify.md", "analysis/losses.py", "LossCheck"),
-    ("docs/verify.md", "analysis/verification.py", "Expected"),
+    ("docs/verify.md", "analysis/verified.py", "Expected"),
     ("docs/compare.md", "analysis/gates.py", "Comparison"),
     ("docs/compare.md", "analysis/comparison.py", "Pair"),
     ("docs/compare.md", "analysis/metrics.py", "Change"),
@@ -98,6 +102,9 @@ def rules_table() -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    only_check = parser.parse_args().check
     sections = [(page, name, table(SOURCE / source, name)) for page, source, name in TABLES]
     sections += [(TRACE_TABLES_PAGE, described.name, trace_table(described)) for described in schema.TABLES]
     sections.append((RULES_PAGE, "rules", rules_table()))
@@ -107,7 +114,7 @@ def main() -> int:
         before, rest = pages[page].split(begin)
         pages[page] = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
     stale = [page for page, text in pages.items() if (ROOT / page).read_text() != text]
-    if "--check" in sys.argv:
+    if only_check:
         if stale:
             print(f"out of date: {', '.join(stale)}: run python scripts/make_docs.py")
         return int(bool(stale))

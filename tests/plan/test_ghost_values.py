@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -26,7 +27,11 @@ def unknown(*shape, dtype=torch.int64):
 def test_whole_numbers_and_decisions_that_only_data_can_give_are_asked_for_in_vain(mode):
     x = torch.randn(4)
     asks = {
-        "whole number": lambda: unknown(1).item(),
+        "whole number": lambda: int(unknown(1).item()),
+        "count": lambda: range(unknown(1).item()),
+        "index": lambda: [1, 2][unknown(1).item()],
+        "slice": lambda: x[: unknown(1).item()],
+        "a comparison of whole numbers": lambda: unknown(1).item() > 0,
         "if": lambda: bool(x[0] > 0),
         "list": lambda: x.tolist(),
         "array": lambda: x.numpy(),
@@ -56,6 +61,26 @@ def test_a_loss_can_be_logged(mode):
     assert all("test_ghost_values.py" in text and "is 1.0" in text for text in mode.assumptions)
 
 
+def test_a_count_can_be_logged_and_nothing_is_as_long_as_it_says(mode):
+    correct = 0
+    for _ in range(2):
+        correct += (unknown(4) == unknown(4)).sum().item()
+
+    assert f"{correct} {correct:d} {correct:5d} {100 * correct / 8:.1f}%" == "nan nan   nan nan%"
+    assert json.dumps({"correct": correct}) == '{"correct": NaN}'
+    assert (torch.randn(4).sum() / correct).dtype is torch.float32
+    for make in (torch.zeros, torch.arange, torch.randn(4).expand):
+        with pytest.raises((TypeError, RuntimeError)):
+            make(correct)
+
+
+def test_draws_of_an_initialisation_are_within_its_limits(mode):
+    weight = torch.nn.init.trunc_normal_(torch.empty(8, 8), std=0.02)
+    assert weight.is_cuda
+    with pytest.raises(DataNeeded):
+        bool((weight > 0).any())
+
+
 def test_positions_have_values_until_something_unknown_is_written_over_them(mode):
     positions = torch.arange(6).view(2, 3)
 
@@ -64,7 +89,7 @@ def test_positions_have_values_until_something_unknown_is_written_over_them(mode
     assert [row.tolist() for row in positions] == [[0, 1, 2], [3, 4, 5]]
     assert positions[positions > 3].tolist() == [4, 5]
     positions[:, 1:] = unknown(2, 2)
-    for lost in (positions, positions[0, 0], positions.view(6)):
+    for lost in (positions, positions[0], positions.view(6)):
         with pytest.raises(DataNeeded):
             lost.tolist()
 

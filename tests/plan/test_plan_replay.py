@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from stepscope.plan.allocator import MIB, rounded
-from stepscope.plan.replay import MAX_STEPS, Events, live_at_peak, replay
+from stepscope.plan.replay import MAX_REPEATS, Events, live_at_peak, replay
 
 
-def events_of(steps, build=()):
+def events_of(steps, build=(), period=1):
     """Events from words: `+a=3` is born with 3 bytes, `-a` dies; a name is one allocation."""
     allocations, index_of, begins, at = [], {}, [], 0
     for number, words in enumerate((build, *steps)):
@@ -22,7 +22,7 @@ def events_of(steps, build=()):
             else:
                 allocations[index_of[name]]["died"] = at
             at += 1
-    return Events(allocations, [*begins, at])
+    return Events(allocations, [*begins, at], period)
 
 
 def test_gradients_of_a_step_take_the_place_of_the_last_ones():
@@ -52,7 +52,7 @@ def test_what_every_step_leaves_behind_grows_and_never_settles(rounds):
     assert found.settles_at_step is None
     assert events.growth_bytes(rounded if rounds else int) == kept + (512 if rounds else 4)
     number = found.peak_at[0]
-    assert 2 < number <= MAX_STEPS + 1
+    assert 2 < number <= 2 + MAX_REPEATS + 1
     live = live_at_peak(events, found, rounds)
     assert sum(size for _, size in live) == found.peak_allocated_bytes
     assert len(live) == 1 + 2 * number
@@ -86,6 +86,32 @@ def test_a_step_that_is_not_like_the_last_has_its_say_in_the_peak():
     assert (found.peak_allocated_bytes, found.peak_at) == (900, (2, 1))
     assert live_at_peak(events, found, rounds=False) == [(1, 900)]
     assert events_of([steps[0], steps[1], ["+c=900", "-c"]]).is_repetitive()
+
+
+def test_steps_that_repeat_together_are_one_cycle():
+    """A gradient is made in every other step, and dropped in the next, which has the peak."""
+    steps = []
+    for number in range(1, 6):
+        steps += [[f"+gradient{number}=100"], [f"+state{number}=900", f"-state{number}", f"-gradient{number}"]]
+    events = events_of(steps, period=2)
+
+    found = replay(events, rounds=False)
+
+    assert events.is_repetitive() and events.growth_bytes() == 0 and found.settles_at_step is not None
+    assert found.peak_allocated_bytes == 1000
+    assert events.step_at(*found.peak_at) % 2 == 0 and events.step_at(*found.peak_at) > 10
+    assert [size for _, size in live_at_peak(events, found, rounds=False)] == [100, 900]
+    assert not events_of(steps[:9]).is_repetitive() and events_of(steps[:9]).growth_bytes() == 100
+
+
+def test_the_first_cycle_may_be_a_part_of_one_and_growth_is_of_a_step():
+    steps = [["+a=4"], ["+b=7", "-b"], ["+c=10"], ["+d=7", "-d"], ["+e=10"]]
+    events = events_of(steps, period=2)
+
+    assert [events.last_step(cycle) for cycle in (1, 2, 3, 4)] == [1, 3, 5, 7]
+    assert [events.step_at(2, place) for place in range(4)] == [2, 2, 2, 3]
+    assert [events.step_at(4, place) for place in range(4)] == [6, 6, 6, 7]
+    assert events.growth_bytes() == 5 and replay(events, rounds=False).settles_at_step is None
 
 
 def test_a_replay_that_runs_out_says_so():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("torch")
 
+from stepscope.cli.main import main
 from stepscope.errors import UsageError
+from stepscope.plan import tracing
 from stepscope.plan.largest import Search
-from stepscope.plan.prediction import FITS, GROWS, TOO_LARGE
+from stepscope.plan.prediction import FITS, GROWS, NOT_KNOWN, TOO_LARGE
 from stepscope.sweep.search import HIGHEST, largest
 
 ROOM = 10**10
@@ -78,6 +83,66 @@ def test_a_limit_of_the_program_ends_the_search(limit):
     assert Search("seq_len", predict).run(4) == (limit, f"seq_len={limit + 1} cannot be planned: at most {limit}")
 
 
+PROGRAM = """
+import torch
+from torch import nn
+
+def table(batch: int = 8):
+    positions, model = torch.randn(100, 64), nn.Linear(64, 64)
+
+    def step():
+        (model(torch.randn(batch, 64, device="cuda")) + positions[:batch]).sum().backward()
+
+    return step
+
+def looks(batch: int = 8):
+    model = nn.Linear(64, 64)
+
+    def step():
+        rows = torch.arange(batch * 1000, device="cuda")
+        model(torch.randn(batch, 64, device="cuda") + rows[rows > 9].sum()).sum().backward()
+
+    return step
+"""
+
+
+@pytest.fixture
+def search(tmp_path, capsys):
+    """The largest batch of a program, and what bounds it or what went wrong."""
+    (tmp_path / "programs.py").write_text(PROGRAM)
+
+    def run(function):
+        main(["plan", f"{tmp_path}/programs.py:{function}", "--max-batch", "--device", "NVIDIA L4", "--json"])
+        out, error = capsys.readouterr()
+        if not out:
+            return None, error
+        row = json.loads(out)
+        return row["max_batch"], row["bounded_by"]["max_batch"]
+
+    return run
+
+
+def test_an_op_that_refuses_a_size_is_a_limit_of_the_program(search):
+    value, why = search("table")
+
+    assert value == 100 and why.startswith("batch=101 cannot be planned: ")
+    assert "programs.py, line 9: RuntimeError: " in why and "101" in why
+
+
+def test_what_the_plan_cannot_do_is_an_error_and_no_limit(search):
+    value, why = search("looks")
+
+    assert value is None and re.search(r"batch=\d+: .*a size that follows from values", why)
+
+
+def test_a_fault_of_the_plan_is_an_error_and_no_limit(search, monkeypatch):
+    faulty = [mock.DEFAULT, mock.DEFAULT, RuntimeError("a stack is empty")]
+    monkeypatch.setattr(tracing, "_until", mock.Mock(wraps=tracing._until, side_effect=faulty))
+    value, why = search("table")
+
+    assert value is None and re.search(r"batch=32: .*RuntimeError: a stack is empty", why)
+
+
 def test_a_limit_beyond_the_memory_does_not():
     predict, asked = pretended(SHAPES["linear"], limit=9600)
     value, why = Search("seq_len", predict).run(4)
@@ -97,6 +162,14 @@ def test_what_grows_has_no_largest():
     predict, asked = pretended(SHAPES["linear"], fits=GROWS)
 
     assert Search("batch", predict).run(4) == (None, "it grows with every step: nothing fits for long")
+    assert asked == [4]
+
+
+def test_what_is_not_known_has_no_largest():
+    predict, asked = pretended(SHAPES["linear"], fits=NOT_KNOWN)
+    value, why = Search("batch", predict).run(4)
+
+    assert value is None and "an optimizer never stepped" in why
     assert asked == [4]
 
 

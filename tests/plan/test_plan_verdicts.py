@@ -29,6 +29,7 @@ def plain(batch: int = 8):
     model, optimizer = model_and_optimizer()
 
     def step():
+        print("a call")
         model(torch.randn(batch, 64, device=model.weight.device)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -46,6 +47,32 @@ def keeps(num_bytes: int = 1 << 22, every: int = 1):
             kept.append(torch.empty(num_bytes, dtype=torch.uint8, device=model.weight.device))
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+def differs():
+    model, optimizer = model_and_optimizer()
+    calls = []
+
+    def step():
+        calls.append(None)
+        model(torch.randn(8, 64, device=model.weight.device)).sum().backward()
+        torch.empty(len(calls) << 20, dtype=torch.uint8, device=model.weight.device)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+def adds_up(every: int = 1):
+    model, optimizer = model_and_optimizer()
+    calls = []
+
+    def step():
+        calls.append(None)
+        model(torch.randn(8, 64, device=model.weight.device)).sum().backward()
+        if len(calls) % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
 
@@ -172,17 +199,54 @@ def test_a_list_of_losses_is_no_matter_for_a_verdict_and_is_told(plan):
 
 
 def test_a_step_that_is_not_like_the_one_before_is_told(plan):
-    found = plan("keeps", every=2, num_bytes=1 << 20)
+    found = plan("differs")
 
-    assert any("steps 2 and 3 do not allocate the same" in note for note in found.unmodelled)
+    assert any("the 16 steps that ran do not repeat themselves" in note for note in found.unmodelled)
+    assert found.live_at_peak["temporary"] >= 16 << 20
+
+
+def test_what_grows_in_every_second_step_grows_by_half_of_it_in_each(plan):
+    found = plan("keeps", every=2)
+
+    assert (found.fits, found.growth_bytes_per_step) == ("grows", 1 << 21)
+    assert any("every 2 steps" in note for note in found.unmodelled)
 
 
 def test_an_optimizer_that_never_steps_is_told(plan):
-    found = plan("rarely")
+    found = plan("rarely", every=17)
 
     (note,) = [note for note in found.unmodelled if "optimizer" in note]
-    assert note.startswith("1 of the program's optimizers never stepped in the 3 steps that ran")
-    assert not [note for note in plan("rarely", every=3).unmodelled if "never stepped" in note]
+    assert note.startswith("1 of the program's optimizers never stepped in the 16 steps that ran")
+    assert found.fits == "not known"
+    assert plan("rarely", device=None, every=17).fits is None
+
+
+@pytest.mark.parametrize("every", [2, 4, 8, 16])
+def test_an_optimizer_that_steps_now_and_then_is_waited_for(plan, every):
+    often, found = plan("rarely", every=1), plan("rarely", every=every)
+
+    assert found.live_at_peak["optimizer_state"] == often.live_at_peak["optimizer_state"] >= 4 * 64 * 64 * 4
+    assert (found.fits, found.growth_bytes_per_step, found.unmodelled[1:]) == ("fits", 0, ())
+    assert f"every {every} steps" in found.unmodelled[0]
+    assert found.settles_at_step <= 2 * every
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", None])
+@pytest.mark.parametrize("every", [2, 4])
+def test_gradients_that_are_added_up_over_calls_do_not_grow(plan, device, every):
+    once, found = plan("adds_up", device=device, every=1), plan("adds_up", device=device, every=every)
+
+    assert found.growth_bytes_per_step == 0 and found.settles_at_step is not None
+    for owner in ("parameter", "optimizer_state"):
+        assert found.live_at_peak[owner] == once.live_at_peak[owner]
+    assert 0 <= found.peak_allocated_bytes - once.peak_allocated_bytes <= 64 * 64 * 4 + 1024
+    assert found.live_at_peak["gradient"] == 64 * 64 * 4
+
+
+def test_an_ordinary_step_runs_three_times(plan, capsys):
+    plan("plain")
+
+    assert capsys.readouterr().out.count("a call") == 3
 
 
 @pytest.mark.parametrize("words", [{"dtype": "bf16"}, {"mode": "forward"}])

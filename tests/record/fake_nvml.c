@@ -72,6 +72,17 @@ int nvmlDeviceGetClockInfo(void *device, int kind, unsigned int *mhz) {
     *mhz = kind == 1 ? 1980 : kind == 2 ? 3201 : 0;
     return answer(device);
 }
+int nvmlDeviceGetMaxClockInfo(void *device, int kind, unsigned int *mhz) {
+    *mhz = kind == 1 ? 1980 : 0;
+    return answer(device);
+}
+int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *milliwatts) { *milliwatts = 600000; return answer(device); }
+#ifndef OLD_DRIVER
+int nvmlDeviceGetPowerManagementDefaultLimit(void *device, unsigned int *milliwatts) {
+    *milliwatts = 700000;
+    return answer(device);
+}
+#endif
 int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
     memory->total = 150754820096ULL;
     memory->free = 69150441472ULL;

@@ -68,3 +68,34 @@ def test_without_a_source_nothing_is_said(tmp_path):
 
     assert lines_that_fill("losses", str(broken)) == []
     assert lines_that_fill("losses", "<stdin>") == []
+
+
+SHADOWED = """\
+import torch
+kept = torch.ones(3)
+def first(kept):
+    kept.append(1)
+def second():
+    kept = []
+    def inner():
+        kept.append(2)
+    kept += [3]
+def third():
+    global kept
+    kept = torch.ones(4)
+other = [1]
+def fourth():
+    other.append(2)
+    return lambda other: other.append(3)
+late = torch.ones(5)
+def fifth():
+    late = 1
+"""
+
+
+@pytest.mark.parametrize(("name", "lines"), [("kept", [12]), ("other", [15]), ("late", [17])])
+def test_a_variable_of_the_same_name_in_a_function_is_another(tmp_path, name, lines):
+    path = tmp_path / "shadowed.py"
+    path.write_text(SHADOWED)
+
+    assert lines_that_fill(name, str(path)) == lines

@@ -54,6 +54,12 @@ def test_every_reading(gpu, monkeypatch):
     assert gpu.memory_bytes() == (81_604_378_624, 150_754_820_096)
 
 
+def test_the_limits_that_a_driver_tells(gpu, request):
+    default = {"default_power_limit_watts": 700.0} if "new" in request.node.name else {}
+
+    assert gpu.limits() == {"max_sm_clock_mhz": 1980, "power_limit_watts": 600.0, **default}
+
+
 def test_all_processes_are_listed_even_when_they_are_many(gpu):
     processes = gpu.compute_processes()
 

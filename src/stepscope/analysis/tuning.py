@@ -85,9 +85,9 @@ class Tuning:
     """What was asked for; null: what the device has."""
     defaults: Tried | None
     best: Tried | None
-    """The fastest that is right; null where nothing was."""
+    """The fastest that is right: the defaults, unless another is faster for sure; null where nothing was right."""
     gain: Gain | None
-    """The best over the defaults; null where they are the best, or were not right."""
+    """The best over the defaults; null where they are the best, were not right, or samples are too few."""
     runner_up: Tried | None
     lead: Gain | None
     """The best over the runner-up."""
@@ -134,8 +134,11 @@ def tuning_of(
     points = [_marked(point) if point.hash in on_it else point for point in points]
     right = sorted((p for p in points if p.status == OK and p.per_s), key=_by_speed)
     ranked = [point for point in right if point.is_measured_again] or right
-    best = ranked[0] if ranked else None
     defaults = next((point for point in points if point.hash == log["defaults"]), None)
+    best = ranked[0] if ranked else None
+    gain = _gain(best, defaults, samples)
+    if gain is not None and not gain.is_significant:
+        best, gain = defaults, None
     runner_up = next((p for p in ranked if best and p.hash not in (best.hash, log["defaults"])), None)
     counts: dict[str, int] = {}
     for point in points:
@@ -149,7 +152,7 @@ def tuning_of(
         budget_bytes=log["budget_bytes"],
         defaults=defaults,
         best=best,
-        gain=_gain(best, defaults, samples),
+        gain=gain,
         runner_up=runner_up,
         lead=_gain(best, runner_up, samples),
         frontier=tuple(_marked(point) for point in frontier),

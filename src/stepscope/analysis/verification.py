@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -14,124 +13,29 @@ from stepscope.analysis.losses import (
     REDUCED,
     REORDERED,
     TOLERANCE,
-    LossCheck,
     check_losses,
 )
 from stepscope.analysis.metrics import METRICS, NO_DIFFERENCE, TOO_FEW, Change, Measure, change_of
+from stepscope.analysis.significance import SIGNIFICANCE, mann_whitney
 from stepscope.analysis.summary import clean_step_ns
+from stepscope.analysis.verified import (
+    FAILED,
+    FASTER,
+    INCOMPARABLE,
+    MIN_ROUNDS,
+    NOT_APPLIED,
+    SLOWER,
+    WRONG,
+    Attempt,
+    Expected,
+    Plan,
+    Round,
+    Verified,
+)
 from stepscope.trace.recording import Recording
 
-SCHEMA_VERSION = 1
-FASTER, SLOWER = "faster", "slower"
-FAILED, NOT_APPLIED, WRONG, INCOMPARABLE = "failed", "not applied", "wrong", "not comparable"
-EXIT_WRONG, EXIT_UNDECIDED = 3, 4
 _SAME_WORK = 0.01
 """Batches of real text vary: up to this share the units of a step are called equal."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One run of the script."""
-
-    round: int
-    """0 is the rehearsal: it proves that the change takes, and its times count for nothing."""
-    recording: Recording | None
-    failure: str | None = None
-    """What it ended with, in a line."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be verified, and how strictly."""
-
-    fix: str
-    arithmetic: str
-    lowers_to: Sequence[str] = ()
-    tolerance_share: float | None = None
-    threshold_share: float = 0.02
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What `stepscope diagnose` expects of the fix."""
-
-    saving_ns: float | None
-    share: float | None
-    """Of the recording's step."""
-    upper_bound: bool
-    confidence: str | None
-    reason: str | None
-    """Why nothing is expected, or nobody can say."""
-
-
-@dataclass(frozen=True)
-class Round:
-    """Median clean steps of one pair of runs, in nanoseconds."""
-
-    before_ns: float
-    after_ns: float
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What became of one fix."""
-
-    fix: str
-    """As it was typed."""
-    status: str
-    """`faster`, `slower`, `no difference shown`, `too few samples`; `wrong`: the losses differ; `failed`: the script
-    does not run with it; `not applied`: it changed nothing; `not comparable`."""
-    reason: str | None
-    """Why, where the status is not a verdict on times."""
-    change: Change | None = None
-    """Of the step's time, or of tokens (samples) a second where the batch changed: all clean steps of all rounds."""
-    saving_ns: float | None = None
-    """Of a step's median; null where the batch changed."""
-    rounds: tuple[Round, ...] = ()
-    losses: LossCheck | None = None
-    expected: Expected | None = None
-    changed: Mapping[str, int] = field(default_factory=dict)
-    """What the fix changed, and how often, in the rehearsal."""
-    left: Mapping[str, int] = field(default_factory=dict)
-    """What it left as it was, and why."""
-    products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Dtype → its share of the FLOPs of a step, without and with the fix."""
-    warmup_extra_ns: float | None = None
-    """How much longer the warm-up takes: compiling, starting workers."""
-    pays_after_steps: int | None = None
-    """Steps until that is won back; null where the fix saves nothing."""
-    peak_bytes: tuple[int, int] | None = None
-    """Peak allocated without and with it; null without a GPU."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Everything `stepscope verify` found; `to_json()` is what `--json` prints."""
-
-    command: str
-    folder: str
-    """Where the recordings of all runs are."""
-    device_name: str | None
-    torch: str | None
-    num_rounds: int
-    step_ns: float
-    """The median clean step without any fix, over all rounds."""
-    apart_share: float
-    """How far the medians of two runs without any fix are apart, at most."""
-    fixes: tuple[Verified, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0 where every fix was measured and its losses agree, 3 where one failed or is wrong, else 4."""
-        statuses = {each.status for each in self.fixes}
-        if statuses & {FAILED, WRONG}:
-            return EXIT_WRONG
-        return EXIT_UNDECIDED if statuses & {NOT_APPLIED, INCOMPARABLE, TOO_FEW} else 0
-
-    def to_json(self) -> dict[str, Any]:
-        """One object of plain values (docs/verify.md)."""
-        return {"schema_version": SCHEMA_VERSION, "exit_code": self.exit_code, **asdict(self)}
 
 
 def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expected: Expected | None) -> Verified:
@@ -150,7 +54,11 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
     change, rounds = _change(plan, unit, before, after)
     status, reason = change.verdict, None
-    if status in (FASTER, SLOWER) and not _are_apart(rounds, status, unit, before, after):
+    p_value = _runs_p_value(rounds, status, unit, before, after)
+    if status in (FASTER, SLOWER) and len(rounds) < MIN_ROUNDS:
+        reason = f"the steps say {status}, but with fewer than {MIN_ROUNDS} rounds runs cannot be told from chance"
+        status = TOO_FEW
+    elif status in (FASTER, SLOWER) and p_value >= SIGNIFICANCE:
         status, reason = NO_DIFFERENCE, "runs with and without it overlap: what the steps show does not repeat itself"
     if losses.verdict == DIFFER:
         status, reason = WRONG, "the losses are not what they were"
@@ -163,6 +71,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         change=change,
         saving_ns=saving,
         rounds=rounds,
+        runs_p_value=p_value,
         warmup_extra_ns=extra,
         pays_after_steps=round(extra / saving) if status == FASTER and saving and extra > 0 else None,
         peak_bytes=_peaks(before, after),
@@ -287,15 +196,17 @@ def _change(
     return change_of(metric, measures[0], measures[1], plan.threshold_share), rounds
 
 
-def _are_apart(
+def _runs_p_value(
     rounds: Sequence[Round], status: str, unit: str, before: Sequence[Attempt], after: Sequence[Attempt]
-) -> bool:
-    """Whether every run with the fix was faster (slower) than every run without: what is so repeats itself."""
+) -> float:
+    """The rank test of `stepscope compare` on whole runs, by their medians; 1 where these say the opposite."""
     scale = 1.0
     if unit != "step":
         scale = (_per_step(_timed(before), unit) or 1.0) / (_per_step(_timed(after), unit) or 1.0)
     first, second = [each.before_ns for each in rounds], [each.after_ns * scale for each in rounds]
-    return max(second) < min(first) if status == FASTER else min(second) > max(first)
+    if (median(second) < median(first)) != (status == FASTER):
+        return 1.0
+    return mann_whitney(first, second)
 
 
 def _warmup_ns(attempts: Sequence[Attempt]) -> float:

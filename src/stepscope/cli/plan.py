@@ -55,7 +55,10 @@ def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch (a CPU build is enough)")
     from stepscope.cli.progress import Doing
-    from stepscope.plan.prediction import Planner
+    from stepscope.plan.this_torch import this_torch
+
+    with this_torch():
+        from stepscope.plan.prediction import Planner
     from stepscope.report.plans import plans_text
     from stepscope.sweep.grid import Grid
 
@@ -120,12 +123,13 @@ class _Plans:
         return row
 
     def _predict(self, point: Point, device: Device | None, **changes: int) -> Prediction:
+        from stepscope.plan.this_torch import this_torch
         from stepscope.sweep.grid import changed
 
         said = " ".join((point.preset or "", *(f"{name}={value}" for name, value in changes.items())))
         name = CPU if device is None else device.name
         self._doing(safe(f"planning {point.workload} {said} on {name}"))
-        with users_code():
+        with users_code(), this_torch():
             return self._planner.predict(changed(self._workload, point, **changes) if changes else point, device)
 
     def _largest(self, point: Point, device: Device | None, knob: str) -> tuple[int | None, str | None]:

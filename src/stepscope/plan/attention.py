@@ -38,7 +38,9 @@ def kernel(compute_capability: tuple[int, int] | None) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         tensors = (query, key, value)
-        if compute_capability is None or query.device.type == "cpu":
+        # A compiler traces with tensors of the host, whatever it compiles for.
+        is_hosts = query.device.type == "cpu" and not torch.compiler.is_compiling()
+        if compute_capability is None or is_hosts:
             name = "cpu" if _can_use_cpu(*tensors, attn_mask, dropout_p, enable_gqa) else "math"
         else:
             name = choose(*tensors, attn_mask, is_causal, enable_gqa, compute_capability, dropout_p)

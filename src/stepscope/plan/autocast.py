@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+
+from stepscope.errors import UsageError
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -24,10 +27,12 @@ LISTS = ("AT_FORALL_LOWER_PRECISION_FP", "AT_FORALL_FP32", "AT_FORALL_FP32_SET_O
 def autocast_list(macro: str) -> list[str]:
     """The ops of one of CUDA's autocast lists, from the header of the PyTorch that is installed, as `name.overload`.
 
+    None of a list that the header has not.
+
     >>> "softmax.int" in autocast_list("AT_FORALL_FP32_SET_OPT_DTYPE")
     True
     """
-    text = _HEADER.read_text(encoding="utf-8")
+    text = _HEADER.read_text(encoding="utf-8") if _HEADER.is_file() else ""
     body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)+.*)", text)
     pairs = re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", body.group(1)) if body else []
     return [f"{name}.{overload}" if overload else name for name, overload in pairs]
@@ -38,10 +43,19 @@ def patches() -> Iterator[Any]:
     yield mock.patch.object(torch.autocast, "__init__", _anywhere(torch.autocast.__init__))
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         yield mock.patch.object(torch, name, _of_cpu(getattr(torch, name)))
+    yield mock.patch.object(torch, "get_autocast_gpu_dtype", partial(torch.get_autocast_dtype, "cpu"))
+    yield mock.patch.object(torch, "set_autocast_gpu_dtype", partial(torch.set_autocast_dtype, "cpu"))
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
+    lost = [macro for macro in LISTS if not autocast_list(macro)]
+
     def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if lost and device_type == "cuda" and (args[1] if len(args) > 1 else kwargs.get("enabled", True)):
+            raise UsageError(
+                f"autocast: torch {torch.__version__} has not the lists {', '.join(lost)} in {_HEADER.name}, which "
+                "say what autocast does on a GPU: plan without autocast (--dtype fp32 or bf16), or with another torch"
+            )
         if device_type == "cuda" and not args and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float16  # CUDA's own default
         init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -51,6 +65,8 @@ def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
 
 def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     def asked(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, str) for value in (*args, *kwargs.values())):
+            args = ("cuda", *args)  # without a device, the question is about CUDA
         plain = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
         return function(*("cpu" if value == "cuda" else value for value in args), **plain)
 
@@ -116,7 +132,16 @@ def _with_float32(op: Any) -> Callable[..., Any]:
 def _in_widest(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            is_wide = any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args)
+            is_wide = any(tensor.dtype is torch.float32 for tensor in _tensors(args))
             return op(*_mapped(args, torch.float32) if is_wide else args, **kwargs)
 
     return kernel
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors of the arguments, those of lists among them: `cat`, `stack`."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

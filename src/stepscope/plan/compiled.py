@@ -84,7 +84,7 @@ class Compiler:
     def _program(self, owner: nn.Module | None, function: Callable[..., Any]) -> _Program:
         return _Program(owner, function, self._build)
 
-    def _build(self, function: nn.Module, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def _build(self, function: _Function, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """What Inductor gives for a function of tensors."""
         self.notes["compiled"] = NOTE
         fakes = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
@@ -99,6 +99,10 @@ class Compiler:
             with (
                 inductor_config.patch(force_disable_caches=True),
                 _patched(autograd_config, enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+                # Of what is kept for backward Inductor chooses the layout, where it knows that it is not a result.
+                mock.patch.object(
+                    compile_fx, "get_num_model_outputs", lambda _graph: function.num_outputs(), create=True
+                ),
             ):
                 compiled: Callable[..., Any] = compile_fx.compile_fx(function, examples, inner_compile=self._inner)
         return compiled
@@ -186,11 +190,17 @@ class _Function(nn.Module):  # type: ignore[misc]  # torch is not type checked h
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         state = dict(zip(self._names, tensors))
         with_state = stateless._reparametrize_module(owner, state, tie_weights=True) if owner else nullcontext()
-        with with_state, _HostOnly(), _checkpoints():
+        # Programs that ask whether they are being compiled look at no value then; export sets the same flag.
+        is_compiling = mock.patch.object(torch.compiler, "_is_compiling_flag", True, create=True)
+        with with_state, is_compiling, _HostOnly(), _checkpoints():
             found = function(*args, **kwargs)
         results, self._result_spec = pytree.tree_flatten(found)
         self._results = [_TENSOR if isinstance(part, torch.Tensor) else part for part in results]
         return tuple(part for part in results if isinstance(part, torch.Tensor))
+
+    def num_outputs(self) -> int:
+        """How many tensors it returned."""
+        return self._results.count(_TENSOR)
 
     def result(self, tensors: Sequence[Any]) -> Any:
         """What the function would have returned, with these tensors."""

@@ -115,12 +115,12 @@ class Generator(metaclass=_AnyGenerator):
 
 
 class Stream:
-    """A stream of a plan: all work is in one order."""
+    """A stream of a plan: all work is in one order; `number` says whose memory it is where that matters."""
 
     cuda_stream = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, *args: Any, number: int = 0, **kwargs: Any) -> None:
+        self.device, self.number = torch.device("cuda", 0), number
 
     def wait_stream(self, stream: Any) -> None: ...
 

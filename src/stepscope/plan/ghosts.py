@@ -7,60 +7,36 @@ Python numbers (`torch.tensor`), which live on the host in a training script too
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stepscope.errors import UsageError
 from stepscope.plan import values
+from stepscope.plan.arguments import (
+    GHOSTS,
+    HOSTED,
+    PLANNED,
+    REAL,
+    has_weight,
+    meta_like,
+    opened,
+    without_data,
+    wrapped,
+)
 from stepscope.plan.kinds import Kind, kind_of
 from stepscope.plan.launches import launching_nothing
-from stepscope.plan.tensors import HOST, META, Ghost
-from stepscope.plan.values import DataNeeded, known_values, users_place
+from stepscope.plan.shapes import SHAPES, Shapes
+from stepscope.plan.tensors import HOST, META, Ghost, made_before
+from stepscope.plan.unknown import DataNeeded, users_place
+from stepscope.plan.values import known_values
 from stepscope.record.nodes import backward_runs
 
 __all__ = ["DataNeeded", "Ghost", "Ghosts"]
 
 aten = torch.ops.aten
-PLANNED, HOSTED, NUMBER, REAL = 1, 2, 4, 8
-"""What is among the arguments of an op: ghosts of the planned device, of the host, of the host without dimensions;
-tensors with data."""
-GHOSTS = PLANNED | HOSTED | NUMBER
-
-
-def _widened(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    return torch.empty_like(x, dtype=torch.float32 if half_to_float else x.dtype)
-
-
-def _counted(x: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
-    return torch.empty(minlength, dtype=torch.int64, device=META)
-
-
-def _unscaled(*args: Any) -> None:
-    """Gradients are divided, and found to be finite or not, in place."""
-
-
-def _grouped(a: torch.Tensor, b: torch.Tensor, ends: Any = None, bias: Any = None, dtype: Any = None) -> torch.Tensor:
-    if a.dtype is torch.bfloat16:
-        return aten._grouped_mm.default(a, b, ends, bias, dtype)
-    groups = () if a.dim() != b.dim() else (len(a) if ends is None else len(ends),)
-    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=dtype)
-
-
-SHAPES: dict[Any, Callable[..., Any]] = {
-    # Their own meta kernels refuse what a GPU does: bfloat16 read, float32 written.
-    aten._softmax.default: _widened,
-    aten._log_softmax.default: _widened,
-    # As many bins as are asked for: more would be data.
-    aten.bincount.default: _counted,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
-    aten._amp_update_scale_.default: lambda scale, *args: scale,
-}
-"""Outputs of ops that have no meta kernel, or not the right one."""
-if hasattr(aten, "_grouped_mm"):  # torch 2.8 and later; its meta kernel knows bfloat16 alone, a loop runs the others
-    SHAPES[aten._grouped_mm.default] = _grouped
 IN_PLACE = {
     aten.scatter.src: aten.scatter_.src,
     aten.scatter.value: aten.scatter_.value,
@@ -90,7 +66,7 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._device = device
         self._kernels = kernels
         self._after_op = after_op
-        self._shapes: dict[Any, Any] = {}
+        self._shapes = Shapes()
         self._zeros: weakref.ref[Ghost] | None = None  # what the last op gave, if those are zeros
         self.unseen: dict[str, str] = {}
         """Ops that hide what they allocate, and why."""
@@ -111,12 +87,14 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def _dispatched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
-        inner_args, seen = _opened(args, self._device)
+        inner_args, seen = opened(args, self._device)
         inner_kwargs = kwargs
         if kwargs:
-            parts, more = _opened(kwargs.values(), self._device)
+            parts, more = opened(kwargs.values(), self._device)
             inner_kwargs, seen = dict(zip(kwargs, parts)), seen | more
         if not seen & GHOSTS:
+            if kind.is_lift and seen & REAL and self._device.type == "cpu":
+                return self._sized(func, kind, list(args), kwargs, self._device)
             if kind.is_lift or not kind.makes_tensors(args, kwargs):
                 return func(*args, **kwargs)
         elif (kernel := self._kernels.get(func)) is not None:
@@ -132,7 +110,11 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 raise DataNeeded("a value of a tensor (if, while, int(), .item(), torch.equal)")
             with _disable_current_modes():
                 return func(*known)
+        if seen & REAL and seen & GHOSTS and has_weight(inner_args):
+            raise made_before("is used")
         device = self._place(kind, args, kwargs, seen)
+        if seen & REAL and seen & GHOSTS:
+            inner_args, inner_kwargs = without_data(inner_args), without_data(inner_kwargs)
         if kind.device_at is not None:
             inner_args, inner_kwargs = kind.without_device(inner_args, inner_kwargs)
             if device is META:
@@ -152,17 +134,17 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                     f"a size that follows from values ({func.__name__})",
                     "torch.where and masked_fill keep sizes; or give every part a fixed capacity",
                 )
-        out = self._run(func, kind, inner_args, inner_kwargs)
+        out = self._shapes.run(func, kind, inner_args, inner_kwargs)
         if kind.changes_shape:
             with self:
                 torch.Tensor.data.__set__(args[0], Ghost(args[0]._stepscope_inner, device))
         if device is self._device:
             self._after_op(func, inner_args, inner_kwargs, out)
-        wrapped = _wrapped(out, device, (*args, *kwargs.values()), (*inner_args, *inner_kwargs.values()))
-        self._zeros = weakref.ref(wrapped) if func in ZEROS else None
-        if type(wrapped) is Ghost or kind.written or type(wrapped) in (list, tuple):
-            values.keep(wrapped, func, kind, args, kwargs, device.type == "cpu")
-        return wrapped
+        ghosts = wrapped(out, device, (*args, *kwargs.values()), (*inner_args, *inner_kwargs.values()))
+        self._zeros = weakref.ref(ghosts) if func in ZEROS else None
+        if type(ghosts) is Ghost or kind.written or type(ghosts) in (list, tuple):
+            values.keep(ghosts, func, kind, args, kwargs, device.type == "cpu")
+        return ghosts
 
     def _place(self, kind: Kind, args: Any, kwargs: Any, seen: int) -> torch.device:
         """The device of what an op gives."""
@@ -200,36 +182,15 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             f"the program asks for the device {device} at {users_place()}: the plan is for one device, {self._device}"
         )
 
-    def _run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
-        """The op on meta tensors; one that makes new ones, slow to ask in Python, is asked once for such inputs."""
-        if kind.only_writes:
-            return args[0] if func._schema.returns else None
-        try:
-            if not kind.is_new or kwargs:
-                return SHAPES.get(func, func)(*args, **kwargs)
-            key = (func, *map(_look, args))
-            seen = self._shapes.get(key)
-            if seen is not None:
-                return _made(seen)
-            out = SHAPES.get(func, func)(*args)
-        except NotImplementedError as error:
-            raise DataNeeded(
-                f"the op {func}, whose output's shape is not known without running it",
-                "torch.library.register_fake gives it one",
-            ) from error
-        if not _is_part(out, args):
-            self._shapes[key] = _made_like(out)
-        return out
-
     def _sized(self, func: Any, kind: Kind, known: list[Any], kwargs: Any, device: torch.device) -> Any:
         """What an op gives whose outputs are as large as the values of its inputs say."""
         real = values.run(func, kind, known, kwargs)
-        out = _meta(real)
+        out = meta_like(real)
         if device is self._device:
-            self._after_op(func, _meta(known), kwargs, out)
-        wrapped = _wrapped(out, device, (), ())
-        values.give(wrapped, real)
-        return wrapped
+            self._after_op(func, meta_like(known), kwargs, out)
+        ghosts = wrapped(out, device, (), ())
+        values.give(ghosts, real)
+        return ghosts
 
     def _run_body(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -240,90 +201,6 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         except Exception as error:
             self.unseen.setdefault(str(func), f"what it takes inside is not seen ({type(error).__name__}: {error})")
             return NotImplemented
-
-
-def _opened(arguments: Any, planned: torch.device) -> tuple[list[Any], int]:
-    """The arguments with meta tensors for ghosts, and what there is among them."""
-    inner: list[Any] = []
-    seen = 0
-    for value in arguments:
-        kind = type(value)
-        if kind is Ghost:
-            inner.append(value._stepscope_inner)
-            if value._stepscope_device is planned:
-                seen |= PLANNED
-            else:
-                seen |= HOSTED if value.dim() else NUMBER
-        elif kind is list or kind is tuple:
-            parts, more = _opened(value, planned)
-            inner.append(parts if kind is list else tuple(parts))
-            seen |= more
-        else:
-            inner.append(value)
-            if kind is torch.Tensor and value.dim():
-                seen |= REAL
-    return inner, seen
-
-
-def _wrapped(out: Any, device: torch.device, outer: tuple[Any, ...], inner: tuple[Any, ...]) -> Any:
-    if isinstance(out, torch.Tensor):
-        for ghost, tensor in zip(outer, inner):
-            if tensor is out:
-                return ghost
-        return Ghost(out, device) if out.is_meta else out
-    if isinstance(out, tuple | list):
-        return type(out)([_wrapped(part, device, outer, inner) for part in out])
-    return out
-
-
-def _meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-    if isinstance(value, list | tuple):
-        return type(value)([_meta(part) for part in value])
-    return value
-
-
-def _look(value: Any) -> Any:
-    """What of an argument decides over the shapes of new tensors."""
-    if isinstance(value, torch.Tensor):
-        return (*value.shape, *value.stride(), value.dtype, value.is_meta)
-    if isinstance(value, list | tuple):
-        return (type(value), *map(_look, value))
-    return (type(value), str(value))
-
-
-class _Shape(NamedTuple):
-    size: Any
-    stride: Any
-    dtype: torch.dtype
-
-
-def _made_like(out: Any) -> Any:
-    """All that is needed to make such tensors again."""
-    if isinstance(out, torch.Tensor):
-        return _Shape(out.shape, out.stride(), out.dtype)
-    return type(out)([_made_like(part) for part in out]) if isinstance(out, list | tuple) else out
-
-
-def _made(like: Any) -> Any:
-    if isinstance(like, _Shape):
-        return torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=META)
-    return type(like)([_made(part) for part in like]) if isinstance(like, list | tuple) else like
-
-
-def _is_part(out: Any, args: Any) -> bool:
-    """Whether an output lies in an input's memory: no schema says so of `_unsafe_view`."""
-    outputs, inputs = ({t.untyped_storage()._cdata for t in _tensors(values)} for values in (out, args))
-    return bool(outputs & inputs)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _is_sized_by_values(func: Any, args: Any, kwargs: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.plan.hardware import Hardware
+from stepscope.plan.tensors import Ghost
 
 aten = torch.ops.aten
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -44,14 +45,25 @@ def lowered(
     if device is not None:
         with fakes, torch.no_grad():
             inputs = _moved(module, inputs, device)
-    with V.set_fake_mode(fakes), DebugContext():
+    padding = compile_fx.maybe_disable_comprehensive_padding(inputs)
+    with V.set_fake_mode(fakes), DebugContext(), padding:
         compile_fx._recursive_post_grad_passes(module, is_inference=is_inference)
         graph = GraphLowering(module, example_inputs=inputs, is_inference=is_inference, is_backward=is_backward)
         graph.freeze_runtime_asserts()
         with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
             graph.run(*inputs)
             code = graph.codegen()[0]
+        _report_strides(graph.graph_outputs)
     return str(getattr(code, "value", code)), graph.constants
+
+
+def _report_strides(outputs: Sequence[Any]) -> None:
+    """Tell AOTAutograd how a graph's outputs lie in memory: the backward takes what is kept as it is."""
+    reported = getattr(torch._guards.TracingContext.try_get(), "output_strides", None)
+    if reported is not None:
+        has_strides = [getattr(output, "has_tensor_output", bool)() for output in outputs]
+        strides = [tuple(map(int, output.get_stride())) if has else None for output, has in zip(outputs, has_strides)]
+        reported.extend(strides)
 
 
 def _moved(module: Any, inputs: Sequence[Any], device: torch.device) -> list[Any]:
@@ -108,6 +120,9 @@ def cuda_device(hardware: Hardware) -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
             (torch.cuda, "current_device", lambda: 0),
             (fake_tensor, "init_gpu_context", lambda *args: None),
+            # These look for the device itself, and a build without CUDA has none to find.
+            (torch.Tensor, "copy_", lambda tensor, *args, **kwargs: aten.copy_(tensor, *args, **kwargs)),
+            (torch.Tensor, "__invert__", lambda tensor: aten.bitwise_not(tensor)),
         ):
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, value))
@@ -218,7 +233,7 @@ class _Externs:
         def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
             if out is None:
                 return packet(*args, **kwargs)
-            inner = [getattr(value, "_stepscope_inner", value) for value in args]
+            inner = [value._stepscope_inner if type(value) is Ghost else value for value in args]
             self._after_op(packet.default, inner, kwargs, out._stepscope_inner)
             return out
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
+from traceback import walk_tb
+
+import torch
 
 from stepscope.errors import UsageError
-from stepscope.plan.prediction import FITS, GROWS, MARGIN, Prediction
+from stepscope.plan.prediction import FITS, GROWS, MARGIN, NOT_KNOWN, Prediction
 from stepscope.sweep.search import HIGHEST, largest
 
 MANY_VALUES = 5
@@ -14,6 +19,12 @@ MANY_VALUES = 5
 MOST_GUESSES = 8
 FINE = 128
 """A guess is good when the next is no further than one part in so many."""
+
+
+_PLAN = str(Path(__file__).parent)
+_VERBS = str(Path(_PLAN).parent / "cli")
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARY = str(Path(contextlib.__file__).parent)
 
 
 class _ChangesNothing(Exception):
@@ -35,6 +46,8 @@ class Search:
             return None, self._refused.get(start, "a CPU's memory is whatever the machine has")
         if first.fits == GROWS:
             return None, "it grows with every step: nothing fits for long"
+        if first.fits == NOT_KNOWN:
+            return None, "an optimizer never stepped: what its state takes is not known"
         try:
             guess = self._guess(start, int(first.usable_bytes * (1 - MARGIN)))
             value = largest(self._fits, guess or start, guess and max(1, guess // FINE))
@@ -55,7 +68,9 @@ class Search:
         if value not in self._seen:
             try:
                 self._seen[value] = self._predict(value)
-            except UsageError as error:  # the program's own limit, or a size that it cannot have
+            except UsageError as error:
+                if not _is_programs_own(error):
+                    raise UsageError(f"{self._knob}={value}: {error}") from error
                 self._seen[value], self._refused[value] = None, str(error)
             needs = [(found.flops, found.live_at_peak) for found in self._seen.values() if found is not None]
             if len(needs) == MANY_VALUES and all(need == needs[0] for need in needs):
@@ -81,6 +96,21 @@ class Search:
             if abs(value - last) <= last // FINE:
                 return value
         return None
+
+
+def _is_programs_own(error: UsageError) -> bool:
+    """Whether the program, or an op that it called, refuses a size: what the plan cannot do is nobody's limit.
+
+    An exception of the program is said in one line by then, and is the context of this one.
+    """
+    trace = (error.__context__ or error).__traceback__
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(trace)]
+    return not all(map(_is_machinery, files)) and not files[-1].startswith(_PLAN)
+
+
+def _is_machinery(file: str) -> bool:
+    is_library = file.startswith(_LIBRARY) and "site-packages" not in file
+    return is_library or file.startswith((_PLAN, _VERBS, _TORCH))
 
 
 def _crossing(points: list[tuple[int, int]], wanted: int) -> int | None:

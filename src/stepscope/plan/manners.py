@@ -7,19 +7,25 @@ that CUDA gets by default, and what `torch.cuda` answers.
 
 from __future__ import annotations
 
+import textwrap
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from stepscope.devices.peaks import Device
-from stepscope.plan import attention, autocast, cuda_calls, flex
+from stepscope.errors import UsageError
+from stepscope.plan import attention, autocast, cuda_calls, flex, host, refusals
 from stepscope.plan.launches import launching_nothing
 from stepscope.plan.moves import Moves
 from stepscope.plan.tensors import CPU, CUDA, assume
@@ -55,10 +61,12 @@ class Manners:
                 for op in (getattr(aten, name).input, getattr(aten, name).data):
                     self.kernels[op] = self._step_by_step(op)
         self._stack = ExitStack()
+        self._failed_threads: list[str] = []
 
     def __enter__(self) -> Manners:
         library = torch.library.Library("aten", "IMPL")
         with ExitStack() as stack, warnings.catch_warnings():
+            stack.enter_context(_own_defaults())
             stack.callback(library._destroy)
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             for op, kernel in self.kernels.items():
@@ -82,14 +90,36 @@ class Manners:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def check_threads(self) -> None:
+        """Raise where a thread of the program has failed: what it was to do is missing."""
+        if self._failed_threads:
+            raise UsageError(
+                f"a thread of the program failed, {self._failed_threads[0]}; a plan follows the thread that began it "
+                "only: let that one do the work"
+            )
+
+    def _noting_threads(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def failed(facts: Any) -> Any:
+            frames = traceback.extract_tb(facts.exc_traceback)
+            theirs = [frame for frame in frames if frame.filename != threading.__file__]
+            where = f"{Path(theirs[0].filename).name}:{theirs[0].lineno}: " if theirs else ""
+            said = textwrap.shorten(str(facts.exc_value), 150, placeholder=" …")
+            self._failed_threads.append(f"{where}{facts.exc_type.__name__}: {said}")
+            return original(facts)
+
+        return failed
+
     def _patches(self) -> Iterator[Any]:
         from torch._dynamo import eval_frame
 
+        yield from refusals.patches()
         yield from cuda_calls.patches(self._facts if self._is_cuda else None)
         if self._is_cuda:
             yield from autocast.patches()
             yield from flex.patches(lambda why: self.unseen.update(flex_attention=why))
+            yield host.patch(lambda why: self.unseen.update(save_on_cpu=why))
         yield mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_in_any_case)
+        yield mock.patch.object(threading, "excepthook", self._noting_threads(threading.excepthook))
         yield mock.patch.object(DataLoader, "_get_iterator", _in_this_process)
         callback = getattr(eval_frame, "_callback_from_stance", None)
         if callback is not None:
@@ -116,14 +146,41 @@ class Manners:
         return kernel
 
 
+@contextmanager
+def _own_defaults() -> Iterator[None]:
+    """What the program sets or enters and does not leave, above all a default device, ends with the plan."""
+    dtype = torch.get_default_dtype()
+    modes = _get_current_function_mode_stack()
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    device = torch.utils._device.CURRENT_DEVICE
+    try:
+        yield
+    finally:
+        while _get_current_function_mode_stack():
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = context
+        torch.utils._device.CURRENT_DEVICE = device
+        torch.set_default_dtype(dtype)
+
+
 def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a ghost's op never reaches a kernel")
 
 
 def _in_this_process(loader: Any) -> Any:
     """What a DataLoader gives, read where the plan is on."""
-    with mock.patch.multiple(loader, num_workers=0, timeout=0):
-        return _SingleProcessDataLoaderIter(loader)
+    with mock.patch.multiple(loader, num_workers=0, timeout=0), torch.device(CPU):
+        return _Reader(loader)
+
+
+class _Reader(_SingleProcessDataLoaderIter):  # type: ignore[misc]  # torch is not type checked here
+    """Draws on the host, as in a program that has set no default device; while a function builds, it has one."""
+
+    def _next_index(self) -> Any:
+        with torch.device(CPU):
+            return super()._next_index()
 
 
 def _step_in_any_case(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:

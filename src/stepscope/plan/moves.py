@@ -17,7 +17,8 @@ from stepscope.plan.tensors import CPU, CUDA, HOST, Ghost, parse_to
 aten = torch.ops.aten
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 _METHODS = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory)
-_WATCHED = frozenset((*_device_constructors(), *_METHODS))
+_SET_DATA = torch.Tensor.data.__set__
+_WATCHED = frozenset((*_device_constructors(), *_METHODS, _SET_DATA))
 
 
 class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
@@ -26,6 +27,16 @@ class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type check
     Numbers become a host's tensor and are copied, which makes the ghost. A factory is told the host's other name,
     since C++ gives the plain one to whatever it makes for a tensor of the GPU.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._moved: list[Ghost] = []
+        """What had data when it was moved: most likely made before the plan, and there when it is over."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for ghost in self._moved:
+            ghost._stepscope_is_over = True
 
     def in_backwards(self) -> Any:
         """A patch: the mode is on in autograd's engine too, where a checkpoint's forward runs again."""
@@ -45,10 +56,20 @@ class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type check
             return func(*args, **kwargs)
         if func in _METHODS:
             return _moved(func, args, kwargs)
+        if func == _SET_DATA:
+            return self._set_data(*args)
         device = _device(kwargs.get("device"))
         if func in _FROM_NUMBERS:
             return _from_numbers(func, args, kwargs, device)
         return func(*args, **{**kwargs, "device": HOST if device.type == "cpu" else device})
+
+    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """`.data =`, as `Module.to` does; a tensor with data that is given a ghost becomes one, whoever holds it."""
+        if isinstance(data, Ghost) and not isinstance(tensor, Ghost):
+            torch.utils.swap_tensors(tensor, data.detach().requires_grad_(tensor.requires_grad))
+            self._moved.append(tensor)
+        else:
+            _SET_DATA(tensor, data)
 
 
 def _device(device: Any) -> torch.device:

@@ -19,7 +19,7 @@ from stepscope.sweep.grid import Point
 from stepscope.sweep.prepare import CannotRun
 from stepscope.workloads.workload import Workload
 
-FITS, TOO_LARGE, TOO_CLOSE, GROWS = "fits", "does not fit", "too close to call", "grows"
+FITS, TOO_LARGE, TOO_CLOSE, GROWS, NOT_KNOWN = "fits", "does not fit", "too close to call", "grows", "not known"
 MARGIN = 0.02
 """A verdict must hold with this share of the memory less, and more."""
 LONG_RUN_STEPS = 100_000
@@ -54,7 +54,8 @@ class Prediction:
     usable_bytes: int | None
     """What tensors can have on the device at the least; None on a CPU."""
     fits: str | None
-    """`fits`, `does not fit`, `too close to call`, or `grows`: no step is the last that fits; None on a CPU."""
+    """`fits`, `does not fit`, `too close to call`, `grows`: no step is the last that fits, or `not known`: an
+    optimizer never stepped; None on a CPU."""
     num_retries: int
     """How often the allocator has to give unused memory back for it to fit."""
     lower_bound: LowerBound | None
@@ -90,12 +91,16 @@ class Planner:
         if device is not None and hardware is None:
             raise UsageError(f"{device.name}: plans know NVIDIA's devices only")
         traced = self._trace(point, hardware, device)
-        events = Events(traced.memory["allocations"], traced.step_begins)
+        events = Events(traced.memory["allocations"], traced.step_begins, traced.period)
         rounds = hardware is not None
         found = replay(events, rounds=rounds)
         usable = None if device is None else usable_bytes(device)
         margin = max(MARGIN, traced.error_bar or 0.0)
-        verdict, retries = (None, 0) if usable is None else _verdict(events, found, usable, margin)
+        verdict, retries = (None, 0)
+        if usable is not None:
+            verdict, retries = _verdict(events, found, (usable[0] - traced.unknown_bytes, usable[1]), margin)
+        if traced.num_idle_optimizers and verdict in (FITS, TOO_CLOSE):
+            verdict = NOT_KNOWN
         owners, modules = _live(traced.memory["allocations"], live_at_peak(events, found, rounds))
         bound, notes = (None, []) if device is None else lower_bound(traced, device, point.run)
         return Prediction(
@@ -106,7 +111,7 @@ class Planner:
             peak_reserved_bytes=None if device is None else found.peak_reserved_bytes,
             live_at_peak=owners,
             live_at_peak_by_module=modules,
-            peak_step=found.peak_at[0],
+            peak_step=events.step_at(*found.peak_at),
             growth_bytes_per_step=events.growth_bytes(rounded if rounds else int),
             settles_at_step=found.settles_at_step,
             usable_bytes=None if usable is None else usable[0],
@@ -177,21 +182,32 @@ def _live(
 def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:
     found = [f"assumed: {text}" for text in traced.assumed]
     found += [f"{op}: {why}" for op, why in traced.unseen.items()]
+    if traced.unknown_bytes:
+        found.append(
+            f"the verdict allows {traced.unknown_bytes / 2**20:,.1f} MiB for cuDNN's workspace, as much as the "
+            "tensors of the largest convolution"
+        )
     if traced.flops["error"]:
         found.append(f"FLOPs are those until this happened, and the least time follows them: {traced.flops['error']}")
     hidden = traced.flops["hidden_products"]
     found += [f"{op}: its FLOPs have no formula" for op in hidden]
     if point.run["dtype"] == "autocast_fp16":
         found.append("the gradient scaler's checks for infinities")
-    num_steps = len(events.steps)
+    num_steps = events.num_steps
+    if traced.period > 1:
+        found.append(
+            f"the program is taken to repeat itself every {traced.period} steps: memory is that of all of them, time "
+            "and FLOPs are of the last"
+        )
     if traced.num_idle_optimizers:
         found.append(
             f"{traced.num_idle_optimizers} of the program's optimizers never stepped in the {num_steps} steps that "
-            "ran: the state it makes is not counted; let the function be a step that ends with the optimizer's"
+            "ran: what its step and its state take is not counted, and whether it fits is not known; let the "
+            "function be a step that ends with the optimizer's"
         )
     if not events.is_repetitive():
         found.append(
-            f"steps {num_steps - 1} and {num_steps} do not allocate the same: the last is taken for all that follow, "
-            "and the peak is that of any"
+            f"the {num_steps} steps that ran do not repeat themselves: the last is taken for all that follow, and "
+            "the peak is that of any"
         )
     return found

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepscope.errors import UsageError
+from stepscope.plan import cuda_calls
 from stepscope.plan.ghosts import Ghost, Ghosts
 from stepscope.record.storages import OUTSIDE, WEIGHT_CAST, Storages, storage_key, storage_of
 
@@ -203,7 +204,7 @@ def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
         stack.enter_context(mock.patch.object(owner, name, value))
 
 
-# --- streams and events, of which only the names matter: memory is given back to the stream that asked for it ---
+# --- streams, of which only the number matters: memory is given back to the stream that asked for it ---
 
 
 class _Streams:
@@ -214,40 +215,20 @@ class _Streams:
         """The stream that memory is asked for on; 0 is the default one."""
         self._num_streams = 0
 
-    def Stream(self, priority: int = 0) -> _Stream:
+    def Stream(self, priority: int = 0) -> cuda_calls.Stream:
         self._num_streams += 1
-        return _Stream(self._num_streams)
+        return cuda_calls.Stream(number=self._num_streams)
 
-    def Event(self, *_: Any, **__: Any) -> _Event:
-        return _Event()
+    def Event(self, *_: Any, **__: Any) -> cuda_calls.Event:
+        return cuda_calls.Event()
 
-    def current_stream(self, *_: Any) -> _Stream:
-        return _Stream(self.current)
+    def current_stream(self, *_: Any) -> cuda_calls.Stream:
+        return cuda_calls.Stream(number=self.current)
 
     @contextmanager
-    def stream(self, stream: _Stream) -> Iterator[None]:
+    def stream(self, stream: cuda_calls.Stream) -> Iterator[None]:
         before, self.current = self.current, stream.number
         try:
             yield
         finally:
             self.current = before
-
-
-class _Stream:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Event:
-        return _Event()
-
-
-class _Event:
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...

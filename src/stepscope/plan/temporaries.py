@@ -51,17 +51,28 @@ def kept_workspaces(func: Any, args: Any, hardware: Hardware) -> dict[str, int]:
     return {"cuBLAS": hardware.workspace_bytes, **({"cuBLASLt": LIGHT_WORKSPACE_BYTES} if has_bias else {})}
 
 
-def hidden(func: Any, args: Any = ()) -> str | None:
-    """Why a plan does not know all that an op takes on a CUDA device; None where it does.
+def hidden(func: Any, args: Any = (), is_cpu: bool = False) -> str | None:
+    """Why a plan does not know all that an op takes on a CUDA device, or on a CPU; None where it does.
 
     >>> hidden(aten.convolution.default)
     "cuDNN's workspace is not counted"
     """
-    if func in TRANSFORMS:
+    if func in TRANSFORMS and not is_cpu:
         lengths = [args[0].shape[dim] for dim in args[1]]
         return None if all(map(_is_smooth, lengths)) else f"cuFFT's workspace for lengths {lengths} is not counted"
     name = func._schema.name.partition("::")[2]
-    return next((why for part, why in _HIDDEN.items() if part in name), None)
+    return next((why for part, why in (_HIDDEN_ON_CPU if is_cpu else _HIDDEN).items() if part in name), None)
+
+
+def unknown_bytes(func: Any, args: Any, out: Any) -> int:
+    """What a verdict should allow an op whose library works in memory that nobody knows before it runs.
+
+    cuDNN takes what it finds fastest: copies of all tensors in another layout, often, and less where there is less.
+    """
+    if func not in CONVOLUTIONS:
+        return 0
+    tensors = [value for value in (*args, *(out if isinstance(out, tuple) else (out,))) if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _is_smooth(length: int) -> bool:
@@ -80,6 +91,10 @@ _HIDDEN = {
     "ctc_loss": "cuDNN's workspace is not counted",
 }
 """By a part of the op's name."""
+_HIDDEN_ON_CPU = {
+    "convolution": "oneDNN's workspace is not counted",
+    "mkldnn_rnn_layer": "oneDNN's workspace is not counted, some 15 times the output, kept for the backward",
+}
 
 
 def _reduction(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
@@ -192,6 +207,7 @@ _ATTENTION = (
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
 TRANSFORMS = (aten._fft_r2c.default, aten._fft_c2c.default)
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 GEMMS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _RULES: dict[Any, Callable[[Any, Any, Any, Hardware], list[int]]] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _reduction),

@@ -7,6 +7,7 @@ the GPU's on `cpu`: whatever C++ makes after the options of a tensor is then whe
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from stepscope.plan.values import DataNeeded, UnknownNumber, users_place, value_of
+from stepscope.errors import UsageError
+from stepscope.plan.unknown import DataNeeded, UnknownNumber, users_place
 
 aten = torch.ops.aten
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -31,6 +33,7 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
     _stepscope_inner: torch.Tensor
     _stepscope_device: torch.device
     _stepscope_value: torch.Tensor | None = None
+    _stepscope_is_over: bool = False
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> Ghost:
@@ -78,6 +81,8 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and type(args[0]) is torch.dtype and not kwargs:
             return _to(self, args[0])
+        if self._stepscope_is_over:
+            raise made_before("was moved to the device in an earlier plan, and is moved again")
         device, dtype, is_copy, memory_format = parse_to(args, kwargs)
         options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
         if device is None or device.type == self.device.type:
@@ -130,14 +135,17 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
         known = value_of(self)
         if known is not None:
             return known.item()
-        if self.numel() != 1 or not self.is_floating_point():
-            raise DataNeeded(
-                f"a value of a tensor of {str(self.dtype).removeprefix('torch.')} (.item())",
-                "keep such a number in Python, where the program knows it",
-            )
-        assume(f"{users_place()}: the value of .item() or float() is 1.0")
+        if self.numel() != 1:
+            raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+        is_whole = not self.is_floating_point()
+        assume(f"{users_place()}: the value of .item() or float() is {'any whole number' if is_whole else 1.0}")
         # An optimizer that compares a norm with a limit allocates the same either way.
-        return 1.0 if _asks_in("torch.optim") else UnknownNumber()
+        return 1.0 if _asks_in("torch.optim") else UnknownNumber(math.nan if is_whole else 1.0)
+
+    def __bool__(self) -> bool:
+        if value_of(self) is None and _asks_in("torch.nn.init"):
+            return False  # what was drawn lies within the limits: it is not drawn again
+        return bool(torch.Tensor.__bool__(self))
 
     def __float__(self) -> float:
         return float(self.item())
@@ -188,12 +196,28 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
         return f"Ghost(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def value_of(ghost: Ghost) -> torch.Tensor | None:
+    """A ghost's value; None where it has none."""
+    value = ghost._stepscope_value
+    if value is None or getattr(ghost._stepscope_inner.untyped_storage(), "_stepscope_is_unknown", False):
+        return None
+    return value
+
+
 def _asks_in(package: str) -> bool:
     """Whether the innermost caller outside this file is a module of the package."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back  # type: ignore[assignment]  # it has none at the end
     return frame is not None and str(frame.f_globals.get("__name__")).startswith(package)
+
+
+def made_before(what: str) -> UsageError:
+    """What to say of a weight that is not a ghost of this plan."""
+    return UsageError(
+        f"a weight that was made before the plan, most likely when the file was imported, {what} at {users_place()}: "
+        "make the model inside the function"
+    )
 
 
 def assume(why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from stepscope.devices.peaks import Device, known_devices
 from stepscope.errors import UsageError
+from stepscope.plan import periods
 from stepscope.plan.compiled import Compiler
 from stepscope.plan.ghosts import Ghost, Ghosts
 from stepscope.plan.hardware import Hardware, hardware_of
 from stepscope.plan.manners import Manners
-from stepscope.plan.temporaries import TRANSFORMS, hidden, kept_workspaces, temporary_bytes
+from stepscope.plan.temporaries import TRANSFORMS, hidden, kept_workspaces, temporary_bytes, unknown_bytes
 from stepscope.record.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.record.ledger import Ledger
 from stepscope.record.nodes import backward_runs
@@ -30,9 +32,7 @@ if TYPE_CHECKING:
     from stepscope.plan.sharded import Sharding
 
 NUM_STEPS = 2
-"""The first makes the optimizer's state; the second is like all that follow."""
-NUM_STEPS_OF_A_LOOP = 3
-"""Of a whole step that a user wrote: whether the third is like the second."""
+"""The first makes the optimizer's state; the second is like all that follow. Of a user's own loop, see `periods`."""
 BUILD = "build"
 
 
@@ -44,6 +44,8 @@ class Traced:
     """As `memory.json.gz` has it, but from the build on."""
     step_begins: Sequence[int]
     """The position of the first event of each step, and of the first after the last."""
+    period: int
+    """So many steps at the end are repeated from then on."""
     flops: Mapping[str, Any]
     """Of one step, as a recording has them."""
     num_parameters: int
@@ -60,6 +62,8 @@ class Traced:
     """Optimizers that are there and never stepped."""
     fsdp: int | None = None
     """One rank of so many, with FSDP2."""
+    unknown_bytes: int = 0
+    """What a verdict should allow libraries that take what they find fastest."""
 
 
 def trace(
@@ -90,6 +94,7 @@ def trace(
     compiler = Compiler(hardware, mode, recorder.after_op)
     with manners, compiler, sharding or nullcontext(), ExitStack() as hooks:
         hooks.callback(recorder.close)
+        prepare.check_machine(run)
         recorder.begin([], [])
         with mode:
             built = prepare.build(workload, config, int(run["seed"]), device)
@@ -97,18 +102,28 @@ def trace(
         recorder.end()
         for hook in recorder.optimizer_hooks():
             hooks.callback(hook.remove)
-        begins = []
-        for _ in range(num_steps or (NUM_STEPS if isinstance(built, Built) else NUM_STEPS_OF_A_LOOP)):
-            begins.append(recorder.storages.num_events)
-            roots, optimizers = known or _found(recorder.storages.live)
+        num_steps = num_steps or (NUM_STEPS if isinstance(built, Built) else None)
+        begins = [recorder.storages.num_events]
+        calls: list[periods.Call] = []
+        groups: list[list[int]] = []  # of each optimizer
+        while len(calls) < num_steps if num_steps else not periods.are_enough(calls, groups):
+            num_before = len(recorder.storages.allocations)
+            if len(calls) < periods.FEWEST_CALLS:  # nobody makes a model later, and looking for one takes time
+                roots, optimizers = known or _found(recorder.storages.live)
             recorder.begin(roots, optimizers)
             with mode:
                 step()
+            manners.check_threads()
             ledger = recorder.end()
-        begins.append(recorder.storages.num_events)
+            begins.append(recorder.storages.num_events)
+            new = _on(manners.device, recorder.storages.allocations[num_before:])
+            calls.append(periods.Call(Counter(entry["bytes"] for entry in new), frozenset(recorder.stepped)))
+            groups = [[id(group) for group in optimizer.param_groups] for optimizer in optimizers]
     parameters = {id(parameter): parameter.numel() for root in roots for parameter in root.parameters()}
     memory = ledger.memory()
-    memory["allocations"] = _on(manners.device, memory["allocations"])
+    num_calls, period = (num_steps, 1) if num_steps else periods.cycle(calls, groups)
+    begins = begins[: num_calls + 1]
+    memory["allocations"] = _until(begins[-1], _on(manners.device, memory["allocations"]))
     if sharding is not None:  # what was made to be sharded was never on the device
         memory["allocations"] = [
             entry for entry in memory["allocations"] if entry["died"] is None or entry["died"] >= begins[0]
@@ -116,6 +131,7 @@ def trace(
     return Traced(
         memory=memory,
         step_begins=begins,
+        period=period,
         flops=ledger.flops(compiled=False),
         num_parameters=sum(parameters.values()),
         num_tokens=built.num_tokens,
@@ -129,8 +145,9 @@ def trace(
         },
         error_bar=compiler.error_bar if sharding is None else sharding.error_bar,
         fsdp=fsdp,
+        unknown_bytes=recorder.unknown_bytes,
         is_whole_step=not isinstance(built, Built),
-        num_idle_optimizers=sum(id(optimizer) not in recorder.stepped for optimizer in optimizers),
+        num_idle_optimizers=sum(periods.is_idle(ours, calls) for ours in groups),
     )
 
 
@@ -145,7 +162,9 @@ class _Recorder:
         self._ledger: Ledger | None = None
         self._hooks: list[Any] = []
         self.stepped: set[int] = set()
+        """The groups of parameters stepped in this step, by identity: a wrapper has those of what it wraps."""
         self.unseen: dict[str, str] = {}
+        self.unknown_bytes = 0
         self._met: set[Any] = set()
         self.storages = Storages(self._told, is_capped=False)
         self.storages.open()
@@ -154,6 +173,7 @@ class _Recorder:
         """A step begins, of these modules and optimizers; without any, the build."""
         self._phase = FORWARD if roots else BUILD
         self._in_backward = False
+        self.stepped = set()
         ledger = Ledger(roots, optimizers, self._told, storages=self.storages, is_told=True)
 
         def enter(_module: Any, args: Any, kwargs: Any) -> None:
@@ -188,7 +208,7 @@ class _Recorder:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._phase = OPTIMIZER
-            self.stepped.add(id(optimizer))
+            self.stepped.update(map(id, optimizer.param_groups))
             if self._ledger is not None:
                 self._ledger.note_gradients(optimizer)
 
@@ -205,13 +225,14 @@ class _Recorder:
             self._ledger.backward_begins()
         self._in_backward = in_backward
         self._ledger.saw(func, args, kwargs, out)
-        if self._hardware is None:
-            return
         name = func.name().replace("::", ".").partition(".")[2]
         if func not in self._met or func in TRANSFORMS:
             self._met.add(func)
-            if (why := hidden(func, args)) is not None:
+            if (why := hidden(func, args, self._hardware is None)) is not None:
                 self.unseen[name] = why
+        if self._hardware is None:
+            return
+        self.unknown_bytes = max(self.unknown_bytes, unknown_bytes(func, args, out))
         # One workspace for each handle, and each thread has a handle: autograd's backward runs in another.
         for library, size in kept_workspaces(func, args, self._hardware).items():
             if (library, in_backward) not in self._workspaces:
@@ -231,6 +252,15 @@ def _on(device: torch.device, allocations: Iterable[dict[str, Any]]) -> list[dic
     found = [entry for entry in allocations if entry["device"] in ("meta", str(device))]
     for entry in found:
         entry["device"] = str(device)
+    return found
+
+
+def _until(end: int, allocations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was born before an event, as it was then."""
+    found = [entry for entry in allocations if entry["born"] is None or entry["born"] < end]
+    for entry in found:
+        if entry["died"] is not None and entry["died"] >= end:
+            entry["died"] = None
     return found
 
 

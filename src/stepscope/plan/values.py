@@ -14,35 +14,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.plan.kinds import Kind
-from stepscope.record.frames import place, script_frames
+from stepscope.plan.tensors import Ghost, value_of
 
 CPU = torch.device("cpu")
 MOST_WHOLE_NUMBERS = 1 << 20
 MOST_FLOATS = 1 << 12
 """A tensor with more elements keeps no value."""
-
-
-class DataNeeded(Exception):
-    """The program asks for something that only data can give; the message says what, where, and what may help."""
-
-    def __init__(self, what: str, advice: str = "") -> None:
-        where = users_place()
-        super().__init__(f"{what}{f' at {where}' if where else ''}{f' ({advice})' if advice else ''}")
-        self.what, self.where, self.advice = what, where, advice
-
-
-def users_place() -> str | None:
-    """`train.py:42 step`: the innermost frame of the program; with its caller where that frame is a package's."""
-    frames = script_frames()
-    first = next(frames, None)
-    if first is None:
-        return None
-    found = f"{place(first)} {first.f_code.co_name}"
-    if "site-packages" in first.f_code.co_filename:
-        users = next((frame for frame in frames if "site-packages" not in frame.f_code.co_filename), None)
-        if users is not None:
-            found += f", called from {place(users)} {users.f_code.co_name}"
-    return found
 
 
 def keep(out: Any, func: Any, kind: Kind, args: Any, kwargs: Any, is_host: bool) -> None:
@@ -93,7 +70,7 @@ def known_values(args: Any) -> list[Any] | None:
     """The arguments with the values of the ghosts among them; None where one has none."""
     found: list[Any] = []
     for value in args:
-        if hasattr(value, "_stepscope_inner"):
+        if type(value) is Ghost:
             value = value_of(value)
             if value is None:
                 return None
@@ -108,20 +85,12 @@ def known_values(args: Any) -> list[Any] | None:
     return found
 
 
-def value_of(ghost: Any) -> torch.Tensor | None:
-    """A ghost's value; None where it has none."""
-    value: torch.Tensor | None = ghost._stepscope_value
-    if value is None or getattr(ghost._stepscope_inner.untyped_storage(), "_stepscope_is_unknown", False):
-        return None
-    return value
-
-
 def _inputs(out: Any, kind: Kind, args: Any, kwargs: Any, is_host: bool) -> list[Any] | None:
     """What to compute the values of an op's outputs from; None where they have none, or too many."""
     if not kind.keeps_values or (kind.is_random and not is_host):
         return None
     parts = out if isinstance(out, list | tuple) else (out,)
-    if not parts or not all(hasattr(part, "_stepscope_inner") and is_small(part) for part in parts):
+    if not parts or not all(type(part) is Ghost and is_small(part) for part in parts):
         return None
     if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return None
@@ -154,54 +123,8 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def _ghosts(value: Any) -> Iterator[Any]:
-    if hasattr(value, "_stepscope_inner"):
+    if type(value) is Ghost:
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _ghosts(part)
-
-
-class UnknownNumber(float):
-    """What `.item()` gives where there is no data: it can be added up and printed, and nothing can hang on it.
-
-    It counts as 1.0, so that a check for infinities passes, and prints as `nan`.
-    """
-
-    def __new__(cls, value: float = 1.0) -> UnknownNumber:
-        return super().__new__(cls, value)
-
-    def __repr__(self) -> str:
-        return "nan"
-
-    __str__ = __repr__
-    __hash__ = float.__hash__
-
-    def __format__(self, spec: str) -> str:
-        return format(float("nan"), spec)
-
-    def __round__(self, ndigits: Any = None) -> Any:
-        return self if ndigits is not None else self.__int__()
-
-    def __int__(self) -> int:
-        raise DataNeeded("a whole number from a tensor's value (int())")
-
-
-def _computed(name: str) -> Any:
-    method = getattr(float, name)
-
-    def call(self: UnknownNumber, *others: Any) -> Any:
-        found = method(self, *others)
-        return UnknownNumber(found) if isinstance(found, float) else found
-
-    return call
-
-
-def _refused(self: UnknownNumber, *others: Any) -> Any:
-    raise DataNeeded("a decision by a tensor's value (a comparison, if, while, min(), max())")
-
-
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), "neg", "pos", "abs"):
-    setattr(UnknownNumber, f"__{_name}__", _computed(f"__{_name}__"))
-for _name in ("bool", "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(UnknownNumber, f"__{_name}__", _refused)

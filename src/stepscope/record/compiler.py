@@ -44,7 +44,7 @@ class CompilerProbe:
 
     def stop(self) -> None:
         try:
-            self._cuda_graphs = _cuda_graphs()
+            self._cuda_graphs = cuda_graphs()
         except (AttributeError, RuntimeError, KeyError):
             self._cuda_graphs = None  # the manager's inside differs between versions of torch
         untold = _num_cuda_graph_skips() - sum(self._skips.values())
@@ -151,7 +151,7 @@ def _num_cuda_graph_skips() -> int:
     return int(utils.counters["inductor"]["cudagraph_skips"]) if utils is not None else 0
 
 
-def _cuda_graphs() -> dict[str, int] | None:
+def cuda_graphs() -> dict[str, int] | None:
     """How many CUDA graphs Inductor holds and for how many distinct sizes at most; None when it has none."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     torch = sys.modules["torch"]

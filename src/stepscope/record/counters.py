@@ -33,6 +33,7 @@ class CounterSampler:
         self.error: BaseException | None = None
         self._nvml = nvml
         self._gpu = gpu
+        self.limits = gpu.limits()
         self._interval_ns = round(interval_seconds * 1e9)
         self._pid = os.getpid()
         self._stopping = threading.Event()

@@ -6,7 +6,6 @@ on any device. It runs in a window of its own: the clock's samples never meet it
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.record.clock import BACKWARD, FORWARD, OTHER
-from stepscope.record.flops import OpFlops, count_flops
+from stepscope.record.flop_tally import FlopTally
 from stepscope.record.frames import caller
 from stepscope.record.model import CallHooks, named_modules, plain_name
 from stepscope.record.nodes import NodeModules, saved_bytes
@@ -72,21 +71,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._entered = False
         self._ops: dict[Any, Op] = {}
 
-        self._known_flops: dict[Any, OpFlops | None] = {}
-        self._flops: Counter[tuple[str, str, str, bool]] = Counter()
-        self._model_flops: Counter[str] = Counter()
-        self._uncounted: dict[str, list[int]] = {}
         self._error: str | None = None
-        self._weight_flops: Counter[int] = Counter()
-        self._activation_flops = 0  # forward products of two activations: attention
-        self._looked_up: set[int] = set()
-        self._touched: set[int] = set()
-        self._backward_makes_graph = False
-        self._hidden: dict[str, None] = {}  # ops that multiply a weight by a formula nobody wrote
-
+        self._tally = FlopTally(self._weights)
         self._parameter_of: dict[int, int] = {}  # storage key -> parameter index, casts included
-        self._num_elements: list[int] = []
-        self._num_dimensions: list[int] = []
         self._holders: dict[int, str] = {}  # id of a parameter -> the module that has it
         self._nodes = NodeModules()
         self._backward_caller: str | None = None
@@ -110,14 +97,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 holder = self._holders.setdefault(id(parameter), _holder(name))
                 key = storage_key(parameter)
                 if key is not None and key not in self._parameter_of:
-                    self._parameter_of[key] = len(self._num_elements)
-                    self._num_elements.append(parameter.numel())
-                    self._num_dimensions.append(parameter.dim())
+                    self._parameter_of[key] = self._tally.add_weight(parameter)
                     storages.own((parameter,), PARAMETER, BEFORE, holder)
             for name, buffer in root.named_buffers(prefix):
                 if storage_key(buffer) not in self._parameter_of:
                     storages.own((buffer,), BUFFER, BEFORE, _holder(name))
             for name, module in modules:
+                self._nodes.names.setdefault(id(module), plain_name(name))
                 self._handles.append(CallHooks(module, self._entering(plain_name(name)), self._leaving))
         # Some have no module, or one that nobody calls.
         loose = [p for p in self._optimized() if id(p) not in self._holders]
@@ -155,7 +141,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def backward_begins(self, create_graph: bool = False, tensors: Any = ()) -> None:
         """What the forward made and is still alive now is kept for backward; `tensors` are what it starts from."""
-        self._backward_makes_graph = create_graph
+        self._tally.backward_makes_graph = create_graph
         self._backward_caller = caller() if self._callers else None
         self._storages.keep_for_backward(FORWARD)
         try:
@@ -228,22 +214,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._storages.note_stage()
         outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
         self._follow(outputs, op, args, kwargs, phase)  # first: whatever goes wrong with a formula, bytes are bytes
-        if op.has_formula:
-            flops = self._flops_of(op, func, args, kwargs, out)
-            if flops is not None and flops.flops:
-                self._add(flops, op.name, phase, self._weights(args, kwargs) if phase == FORWARD else set())
-        elif not op.is_view and out is not None:
-            num_elements = sum(tensor.numel() for tensor in outputs)
-            entry = self._uncounted.setdefault(op.name, [0, 0])
-            entry[0] += 1
-            entry[1] += num_elements
-            if phase == FORWARD and (weights := self._weights(args, kwargs)):
-                if op.may_hide_product and any(self._num_dimensions[index] > 1 for index in weights):
-                    self._hidden.setdefault(op.name)
-                if num_elements:  # an expert that got no token is called with an empty tensor
-                    self._touched |= weights
-        if op.name == "aten.embedding" and (key := storage_key(args[0])) in self._parameter_of:
-            self._looked_up.add(self._parameter_of[key])
+        self._tally.count(op, func, args, kwargs, out, outputs, phase)
 
     def _follow(self, outputs: tuple[torch.Tensor, ...], op: Op, args: Any, kwargs: Any, phase: str) -> None:
         """Note the storages that nobody has shown us before."""
@@ -267,33 +238,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         who = (caller() or self._backward_caller) if self._callers else None
         self._storages.born(key, tensor, op.name, owner, phase, self.module(), who)
 
-    def _flops_of(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
-        if kwargs or not op.is_plain_product:
-            return count_flops(func, args, kwargs, out)
-        key = (func, *[(t.shape, t.dtype, t.device) for t in args if isinstance(t, torch.Tensor)])
-        if key not in self._known_flops:
-            self._known_flops[key] = count_flops(func, args, kwargs, out)
-        return self._known_flops[key]
-
-    def _weights(self, args: Any, kwargs: Any) -> set[int]:
-        """The parameters that an op takes."""
-        keys = [storage_key(tensor) for tensor in tensors_in(args)]
-        if kwargs:
-            keys += [storage_key(tensor) for tensor in tensors_in(kwargs)]
+    def _weights(self, given: Any) -> set[int]:
+        """The parameters among an op's arguments."""
+        keys = map(storage_key, tensors_in(given))
         return {self._parameter_of[key] for key in keys if key in self._parameter_of}
-
-    def _add(self, op: OpFlops, name: str, phase: str, weights: set[int]) -> None:
-        # Backward formulas run with gradients off, unless a graph of them is asked for; a checkpointed
-        # forward that is run again turns them on.
-        recomputed = phase == BACKWARD and torch.is_grad_enabled() and not self._backward_makes_graph
-        self._flops[name, phase, op.dtype, recomputed] += op.flops
-        if not recomputed:
-            self._model_flops[op.dtype] += op.model_flops
-        if phase == FORWARD:
-            for index in weights:
-                self._weight_flops[index] += op.flops
-            if not weights:
-                self._activation_flops += op.model_flops
 
     # --- modules -------------------------------------------------------------------------------
 
@@ -328,31 +276,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def flops(self, compiled: bool) -> dict[str, Any]:
         """FLOPs of the step by op, phase and dtype, what had no formula, and each weight's share."""
-        return {
-            "by_op": [
-                {"op": op, "phase": phase, "dtype": dtype, "recomputed": recomputed, "flops": flops}
-                for (op, phase, dtype, recomputed), flops in self._flops.most_common()
-            ],
-            "model_flops_by_dtype": dict(self._model_flops),
-            "uncounted": [
-                {"op": op, "num_calls": calls, "num_elements": elements}
-                for op, (calls, elements) in sorted(self._uncounted.items(), key=lambda item: -item[1][1])
-            ],
-            "forward_activation_flops": self._activation_flops,
-            "compiled": compiled,
-            "hidden_products": list(self._hidden),
-            "error": self._error,
-            "weights": [
-                {
-                    "num_elements": num_elements,
-                    "forward_flops": self._weight_flops.get(index, 0),
-                    "looked_up": index in self._looked_up,
-                    # Compiled code reads its parameters unseen.
-                    "used": compiled or index in self._touched or index in self._weight_flops,
-                }
-                for index, num_elements in enumerate(self._num_elements)
-            ],
-        }
+        return self._tally.table(compiled, self._error)
 
     def memory(self) -> dict[str, Any]:
         """The tables of `memory.json.gz` (docs/recording.md); what only a running process can tell is empty here."""

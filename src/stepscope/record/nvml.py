@@ -219,6 +219,20 @@ class NvmlGpu:
             return None
         return [word for bit, word in THROTTLE_REASONS.items() if self._long.value & bit]
 
+    def limits(self) -> dict[str, float]:
+        """What the clocks and the power can go to, those that the GPU tells: `max_sm_clock_mhz`, `power_limit_watts`
+        as it is set, and `default_power_limit_watts`."""
+        number = ctypes.c_uint()
+        limits: dict[str, float] = {}
+        for name, factor, function, arguments in (
+            ("max_sm_clock_mhz", 1, "nvmlDeviceGetMaxClockInfo", (ctypes.c_uint(_CLOCK_SM),)),
+            ("power_limit_watts", 1000, "nvmlDeviceGetEnforcedPowerLimit", ()),
+            ("default_power_limit_watts", 1000, "nvmlDeviceGetPowerManagementDefaultLimit", ()),
+        ):
+            if self._nvml.call(function, self._handle, *arguments, ctypes.byref(number)) == _SUCCESS:
+                limits[name] = number.value / factor
+        return limits
+
     def memory_bytes(self) -> tuple[int, int] | None:
         """Bytes used, by all processes and the driver itself, and bytes in total."""
         return (self._memory.used, self._memory.total) if self._read_memory() else None

@@ -21,9 +21,17 @@ def run_facts(
         "command": {"argv": argv, "folder": str(Path.cwd()), **command},
         "config": config,
         "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
-        "git": _git_revision(script_folder),
+        "git": git_revision(script_folder),
         "started_at": now(),
     }
+
+
+def file_hash(path: Path) -> str | None:
+    """The SHA-256 of a file, in hexadecimal; None where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def now() -> str:
@@ -31,7 +39,7 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def _git_revision(folder: Path) -> dict[str, Any] | None:
+def git_revision(folder: Path) -> dict[str, Any] | None:
     def git(*words: str) -> str | None:
         try:
             done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5)

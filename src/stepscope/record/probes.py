@@ -144,7 +144,10 @@ class Probes:
     def stop_all(self) -> None:
         """Stop the probes that last the whole run and write what they have."""
         if self._counters is not None:
-            self.facts["counters"] = {"other_processes": self._counters.other_processes()}
+            self.facts["counters"] = {
+                "other_processes": self._counters.other_processes(),
+                **self._counters.limits,
+            }
             self._counters.stop()
             if self._counters.error:
                 self.note("counters", f"NVML sampling ended early: {self._counters.error}")

@@ -30,10 +30,9 @@ def turned_text(turned: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={safe(value, 40)}" for name, value in turned.items()) or DEFAULTS
 
 
-def trial_line(row: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """A finished row in one line, for who watches; `base` is the row of the defaults."""
-    start = {**base["config"], **base["run"]}
-    turned = {n: value for n, value in {**row["config"], **row["run"]}.items() if value != start.get(n)}
+def trial_line(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """A finished row in one line, for who watches; `defaults` are the values of all knobs at the beginning."""
+    turned = {n: value for n, value in {**row["config"], **row["run"]}.items() if value != defaults.get(n)}
     told = {AGAIN: f"turn {row['tune']['round']}: ", REFERENCE: "for its loss: ", BESIDE: "beside: "}
     role = told.get(row["tune"]["role"], "")
     figure = safe(row.get("reason") or "", MOST_REASON)
@@ -76,14 +75,11 @@ def _headline(tuning: Tuning) -> str:
         return f"No point of {plural(len(tuning.points), 'point')} was right."
     speed = f"{_rate(best.per_s)} {tuning.unit}/s"
     if tuning.defaults is not None and best.hash == tuning.defaults.hash:
-        return f"Nothing tried is faster than the defaults: {speed}, {_memory(best)}."
+        return f"Nothing that was tried is shown to be faster than the defaults: {speed}, {_memory(best)}."
     text = f"{safe(turned_text(best.turned), 300)}: {speed}"
     if tuning.gain is None:
         return f"{text}, {_memory(best)}; the defaults have no figure to compare it with."
-    gain = tuning.gain
-    if not gain.is_significant:
-        return f"{text}, {_memory(best)}: no difference from the defaults was shown ({_interval(gain)})."
-    return f"{text}, {significant(gain.speedup)} × the defaults, {_memory(best)}."
+    return f"{text}, {significant(tuning.gain.speedup)} × the defaults, {_memory(best)}."
 
 
 def _facts(tuning: Tuning) -> list[tuple[str, str]]:
@@ -94,11 +90,12 @@ def _facts(tuning: Tuning) -> list[tuple[str, str]]:
         figures = f"{_rate(defaults.per_s)} {tuning.unit}/s, {_memory(defaults)}"
         facts.append(("defaults", figures if defaults.status == OK else f"{defaults.status}: {defaults.reason}"))
     if tuning.gain is not None:
-        samples = "samples taken in turns" if tuning.gain.is_measured_again else "the search's own samples"
-        how = "" if tuning.gain.is_measured_again else ": the best of many is picked too high"
-        counts = [point.num_samples for point in (defaults, best) if point]
-        said = f"{_interval(tuning.gain)}, p = {_p(tuning.gain.p_value)}"
-        facts.append(("gain", f"{said}; {' and '.join(map(str, counts))} {samples}{how}"))
+        counts = dict.fromkeys(str(point.num_samples) for point in (defaults, best) if point)
+        how = (
+            "in turns" if tuning.gain.is_measured_again else "by the search: the best of many seems better than it is"
+        )
+        said = f"{_interval(tuning.gain)}, {_p(tuning.gain.p_value)}"
+        facts.append(("gain", f"{said}; {' and '.join(counts)} samples{' each' * (len(counts) == 1)}, {how}"))
     if best is not None:
         budget = "" if tuning.budget_bytes is None else f" of {size(tuning.budget_bytes)}"
         plan = "" if best.predicted_bytes is None else f"; its plan said {size(best.predicted_bytes)}"
@@ -128,8 +125,8 @@ def _facts(tuning: Tuning) -> list[tuple[str, str]]:
 def _runner_up(point: Tried, lead: Gain) -> str:
     said = f"{safe(turned_text(point.turned), 300)}, {_memory(point)}"
     if not lead.is_significant:
-        return f"{said}: the two cannot be told apart ({_interval(lead)})"
-    return f"{said}: the best is {significant(lead.speedup)} × as fast ({_interval(lead)})"
+        return f"{said}: the best cannot be told from it ({_interval(lead)})"
+    return f"{said}: the best is faster, {_interval(lead)}"
 
 
 def _loss(point: Tried) -> str:
@@ -213,7 +210,7 @@ def _interval(gain: Gain) -> str:
 
 
 def _p(value: float) -> str:
-    return "under 0.0001" if value < 1e-4 else f"{value:.2g}"
+    return "p < 0.0001" if value < 1e-4 else f"p = {value:.2g}"
 
 
 def _rate(per_s: float | None) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 
 from stepscope.analysis.losses import AGREE, NOT_COMPARED, LossCheck
 from stepscope.analysis.metrics import NO_DIFFERENCE, TOO_FEW
-from stepscope.analysis.verification import (
+from stepscope.analysis.verified import (
     FAILED,
     FASTER,
     INCOMPARABLE,
+    MIN_ROUNDS,
     NOT_APPLIED,
     SLOWER,
     WRONG,
@@ -34,7 +35,7 @@ def verify_text(found: Verification, colour: bool, width: int) -> str:
     lines = [f"{bold}{row}{reset}" for row in textwrap.wrap(safe(headline(found), 1000), width)]
     apart = f"; their medians are up to {percent(found.apart_share)} apart"
     if found.num_rounds == 1:
-        apart = ": whether it repeats itself is not known (--rounds 3)"
+        apart = f": whether it repeats itself is not known (--rounds {MIN_ROUNDS})"
     about = [
         ("script", found.command),
         ("on", f"{found.device_name or 'an unknown device'}   torch {found.torch or '?'}"),
@@ -95,7 +96,7 @@ def _fields(each: Verified) -> Iterator[tuple[str, str]]:
         counts = " and ".join(map(str, change.num_samples or ()))
         yield "measured", f"{title_of(change.metric)} {after} instead of {before}{tested}; {counts} clean steps"
         pairs = (f"{milliseconds(pair.before_ns)} → {milliseconds(pair.after_ns)}" for pair in each.rounds)
-        yield "runs", "   ".join(pairs)
+        yield "runs", "   ".join(pairs) + _between_runs(each)
     if each.expected is not None:
         yield "expected", _expected(each.expected)
     if each.losses is not None:
@@ -112,6 +113,16 @@ def _fields(each: Verified) -> Iterator[tuple[str, str]]:
         yield "costs", f"the warm-up takes {duration(each.warmup_extra_ns, 3)} longer{back}"
     if each.peak_bytes is not None:
         yield "memory", f"peak allocated {size(each.peak_bytes[0])} → {size(each.peak_bytes[1])}"
+
+
+def _between_runs(each: Verified) -> str:
+    """How far the pairs agree, where there are several and they compare the same work."""
+    if len(each.rounds) < 2 or each.saving_ns is None:
+        return ""
+    shares = sorted(pair.after_ns / pair.before_ns - 1 for pair in each.rounds)
+    low, high = (signed(percent(abs(share)), share) for share in (shares[0], shares[-1]))
+    tested = "" if each.runs_p_value is None else f", {p_text(each.runs_p_value)}"
+    return f"   ({low} to {high}{tested})"
 
 
 def _expected(expected: Expected) -> str:

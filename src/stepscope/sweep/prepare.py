@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from stepscope.errors import UsageError
 from stepscope.record.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.workloads.optimizers import make_optimizer
-from stepscope.workloads.workload import Batch, Built, Value
+from stepscope.workloads.workload import Batch, Built, Value, WholeStep
 
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
 
@@ -22,7 +24,10 @@ class CannotRun(Exception):
 
 
 def check_machine(run: Mapping[str, Value]) -> None:
-    """Raise CannotRun where this machine has not what the run knobs ask for. Touches CUDA if they name it."""
+    """Raise CannotRun where this machine has not what the run knobs ask for. Touches CUDA if they name it.
+
+    In a plan, `torch.cuda` answers for the device that is planned for.
+    """
     on_cuda = run["device"] == "cuda"
     if on_cuda and not torch.cuda.is_available():
         raise CannotRun("there is no CUDA device here")
@@ -55,15 +60,49 @@ def apply_settings(run: Mapping[str, Value]) -> None:
 def build(workload: Any, config: Any, seed: int, device: str) -> Any:
     """What the workload builds for a configuration on a device, from a seed."""
     torch.manual_seed(seed)
-    with torch.device(device):
-        return workload.build(config)
+    with default_device(device):
+        built = workload.build(config)
+    if isinstance(built, WholeStep):
+        _check_arguments(built.step, workload.name)
+    return built
 
 
 def make_batch(built: Built, seed: int, device: str) -> Batch:
     """A batch that does not depend on how many random numbers building took."""
     torch.manual_seed(seed + 1)
-    with torch.device(device):
+    with default_device(device):
         return built.batch()
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    """New tensors are on the device; a default that the program sets itself meanwhile stays when this is over."""
+
+    def current() -> Any:
+        return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+    before = current()
+    torch.set_default_device(device)
+    ours = current()
+    try:
+        yield
+    finally:
+        if current() is ours:
+            torch.set_default_device(None if before is None else before.device)
+
+
+def _check_arguments(step: Callable[..., object], name: str) -> None:
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # not every callable can say
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise UsageError(
+            f"{name} returned a step that cannot be called without arguments ({error}): let it get what it needs, "
+            "such as its batch, itself"
+        ) from None
 
 
 def cast(batch: Batch, dtype: torch.dtype | None = None, device: str | None = None) -> Batch:

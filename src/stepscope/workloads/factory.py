@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from stepscope.errors import UsageError
 from stepscope.workloads.knobs import nearest
@@ -51,17 +51,29 @@ def user_factory(name: str) -> Workload[Any]:
     )
 
 
+def refuse_file(name: str) -> NoReturn:
+    """Say what to write after the name of a file, or that there is no such file."""
+    _check_file(Path(name))
+    raise UsageError(
+        f"{name} is a file: name the function in it that builds what is to run, {name}:build; it returns {SHAPES}"
+    )
+
+
 def vars_of(config: Any) -> dict[str, Value]:
     """The knobs of a configuration with their values."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
-def _from_file(path: Path) -> ModuleType:
+def _check_file(path: Path) -> None:
     if not path.is_file():
         folder = path.parent
         beside = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
-        where = "" if folder.is_dir() else f", nor a folder {folder}"
-        raise UsageError(f"there is no file {path}{where}: {nearest(path.name, beside)}")
+        where = f"{path.name} in {folder.resolve()}" if folder.is_dir() else f"{path}, nor a folder {folder}"
+        raise UsageError(f"there is no file {where}: {nearest(path.name, beside)}")
+
+
+def _from_file(path: Path) -> ModuleType:
+    _check_file(path)
     # The file's neighbours can be imported, as when Python runs it.
     folder_text = str(path.resolve().parent)
     if folder_text not in sys.path:

@@ -50,6 +50,10 @@ def find(name: str) -> Workload[Any]:
         from stepscope.workloads.factory import user_factory
 
         return user_factory(name)
+    if name.endswith(".py"):
+        from stepscope.workloads.factory import refuse_file
+
+        refuse_file(name)
     raise UsageError(
         f"there is no workload {name!r}: {nearest(name, names())} "
         "(also hf:path/to/config.json, my.module:build, path/to/file.py:build)"
