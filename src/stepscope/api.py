@@ -89,7 +89,7 @@ def compare(
     from stepscope.analysis.gates import parse_gate
     from stepscope.report.compare import compare_paths
 
-    gates = [parse_gate(text) for text in fail_on]
+    gates = [parse_gate(text) for text in ([fail_on] if isinstance(fail_on, str) else fail_on)]
     return compare_paths(Path(base), Path(new), threshold, allow, gates, use_cache)
 
 
@@ -106,7 +106,8 @@ def diagnose(
     from stepscope.findings.case import open_case
     from stepscope.findings.diagnose import diagnose as ask
 
-    return ask(open_case(Path(path), rank, use_cache, progress), ignore)
+    ignored = [ignore] if isinstance(ignore, str) else ignore
+    return ask(open_case(Path(path), rank, use_cache, progress), ignored)
 
 
 def what_if(

@@ -77,7 +77,7 @@ def test_rules_are_suppressed_in_pyproject(trace, tmp_path, text, said):
 
     if said is None:
         assert done.returncode == 0
-        assert "Not asked for (pyproject.toml): launch_bound." in done.stdout
+        assert "Not asked for: launch_bound." in done.stdout
         assert "1  launch_bound" not in done.stdout
     else:
         assert done.returncode == 2

@@ -89,6 +89,8 @@ def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, .
     num_queries, num_keys, num_heads = query.shape[op.sequence], key.shape[op.sequence], query.shape[3 - op.sequence]
     mask = tensors[op.mask] if op.mask is not None and op.mask < len(tensors) else None
     flops = 2 * op.num_products * batch * num_heads * num_queries * num_keys * head_size
+    if flops >= 2**63:  # nobody's attention
+        return (op.direction, op.backend, *(None,) * 8)
     return (
         op.direction, op.backend, query.dtype, batch, num_heads, num_queries, num_keys, head_size,
         str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None, flops,

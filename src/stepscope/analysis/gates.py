@@ -35,7 +35,7 @@ class GateResult:
     pair: str | None
     """The point's name; null where there is one pair."""
     status: str
-    """`passed`; `failed`; `undecided`: not comparable, missing, or too few samples."""
+    """`passed`; `failed`; `undecided`: not comparable, missing, too few samples, or too noisy for the limit."""
     share: float | None
     """The metric's change."""
     reason: str
@@ -121,11 +121,14 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
     if change.share is None:
         worse = change.is_worse
         return result(FAILED if worse else PASSED, "it was 0 before" if worse else "no worse")
+    if change.is_significant is False and (change.detectable_share or 0.0) > gate.limit_share:
+        shown = f"{100 * (change.detectable_share or 0):.1f} %"
+        reason = f"such samples show a change from {shown} on, which is more than the limit: record more steps"
+        return result(UNDECIDED, reason, change.share)
     if not change.is_worse:
         return result(PASSED, "no worse", change.share)
     if abs(change.share) <= gate.limit_share + _ROUNDING:
         return result(PASSED, "worse, within the limit", change.share)
     if change.is_significant is False:
-        shown = f"{100 * (change.detectable_share or 0):.1f} %"
-        return result(PASSED, f"within the noise; such samples show changes from {shown} on", change.share)
+        return result(PASSED, "within the noise, which is less than the limit", change.share)
     return result(FAILED, "worse by more than the limit", change.share)

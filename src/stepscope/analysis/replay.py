@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import median
+from statistics import median, median_low
 
 import polars as pl
 
@@ -33,7 +33,7 @@ _LEAST_SHARE = 0.2
 _MOST_STEPS = 8
 """Of a long trace: more of the same steps tell little more, and cost a replay each time."""
 _LIKE = 1.25
-"""Steps within this of the fastest one are alike."""
+"""Steps within this factor of one another are alike."""
 _LATENCY_NS, _PAUSE_NS, _NUM_TYPICAL = 5_000, 1_500, 8
 """From launch to start and from kernel to kernel, where a trace shows too few to tell."""
 
@@ -86,11 +86,7 @@ class Replay:
     def __init__(self, linked: Linked, steps: pl.DataFrame | None = None) -> None:
         steps = linked.steps.table if steps is None else steps
         self.num_steps = max(1, steps.height)
-        bounds = (
-            steps
-            if steps.height
-            else pl.concat([spans(linked.host, linked.host["kind"] != "overhead"), spans(linked.device)])
-        )
+        bounds = steps if steps.height else _without_steps(linked)
         self.start_ns, self.end_ns = _least(bounds["start_ns"].min()), _least(bounds["end_ns"].max())
         self._read_device(linked)
         self._read_calls(linked)
@@ -100,7 +96,7 @@ class Replay:
         """GPU work in order of its launch, then of its start.
 
         What was given before the window and is not done when it begins is given at its beginning, and what has no
-        launch in the trace with what ran before it.
+        launch in the trace with what ran before it on its stream, or when it starts.
         """
         issued = pl.when(pl.col("launch").is_not_null()).then("issued_ns")
         work = (
@@ -287,17 +283,27 @@ class Replay:
 def typical_steps(linked: Linked) -> pl.DataFrame:
     """The steps of a trace that follow one another and took like time: the last eight of the longest such run.
 
-    A step may be slowed by the profiler that has just begun, or by something that comes once.
+    A step may be slowed by the profiler that has just begun, or by something that comes once; one may be empty. Like
+    the median is alike, like the faster one of two.
     """
     steps = linked.steps.table
     lengths = (steps["end_ns"] - steps["start_ns"]).to_list()
+    working = set(linked.device["step"].drop_nulls())
+    is_working = [not working or step in working for step in steps["step"]]
+    typical = median_low([length for length, works in zip(lengths, is_working) if works] or [0])
     best, first = (0, 0), 0
     for i, length in enumerate(lengths):
-        if length > _LIKE * min(lengths):
+        if not is_working[i] or not typical / _LIKE <= length <= typical * _LIKE:
             first = i + 1
         elif i + 1 - first >= best[1] - best[0]:
             best = (first, i + 1)
     return steps.slice(best[0], best[1] - best[0]).tail(_MOST_STEPS)
+
+
+def _without_steps(linked: Linked) -> pl.DataFrame:
+    """The stretch of a trace that nobody divided into steps: from the first launch on, where there is one."""
+    whole = pl.concat([spans(linked.host, linked.host["kind"] != "overhead"), spans(linked.device)])
+    return whole.with_columns(pl.col("start_ns").clip(_least(linked.device["launch_start_ns"].min())))
 
 
 def _least(value: object, least: int = 0) -> int:

@@ -76,7 +76,7 @@ def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:
         expression = ".*".join(re.escape(part) for part in pattern.strip().split("*"))
         inside = {"class": r"(_.*)?", "module": r"(\..*)?"}.get(field, "")
         names = chosen[FIELDS[field]].cast(pl.String)
-        fitting = chosen.filter(names.str.contains(f"^{expression}{inside}$").fill_null(False))
+        fitting = chosen.filter(names.str.contains(f"(?s)^{expression}{inside}$").fill_null(False))
         if fitting.is_empty():
             there = ", ".join(
                 str(name)[:60] for name in names.drop_nulls().value_counts(sort=True)[names.name].head(6)

@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch")
     from stepscope.sweep.memory import parse_bytes
 
-    _fill_closed_streams()
+    fill_closed_streams()
     workload = find_workload(arguments)
     if not 0 < arguments.timeout < math.inf:
         raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0, and an end")
@@ -90,7 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _points(workload: Workload[Any], arguments: argparse.Namespace) -> list[Point]:
     from stepscope.sweep.grid import Grid, read_grids
 
-    grid = Grid(workload, {"device": _default_device()} if arguments.device is None else {})
+    grid = Grid(workload, {"device": default_device()} if arguments.device is None else {})
     axes = typed_axes(grid, arguments, RUN_FLAGS)
     if arguments.grid is None:
         return grid.points([axes], arguments.zip)
@@ -99,7 +99,8 @@ def _points(workload: Workload[Any], arguments: argparse.Namespace) -> list[Poin
     return grid.points([{**axes, **listed} for listed in grids], paired or arguments.zip)
 
 
-def _default_device() -> str:
+def default_device() -> str:
+    """The device of this machine that a sweep runs on."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,12 +115,12 @@ def _run(workload: Workload[Any], points: list[Point], limit: int | None, argume
     from stepscope.sweep.runner import Options, Runner, run_points
     from stepscope.sweep.server import Server, default_start
 
-    folder = arguments.output or _default_folder(arguments.workload)
+    folder = arguments.output or default_folder("bench", arguments.workload)
     command = shlex.join(["stepscope", *sys.argv[1:]])
     options = Options(timeout_s=arguments.timeout, trace=arguments.trace, memory_limit_bytes=limit)
     teller = _Teller(points, arguments.quiet)
     facts = {"command": command, "working_folder": str(Path.cwd()), "stepscope": __version__}
-    with Results(folder, facts, arguments.resume, _resume_command(folder)) as results:
+    with Results(folder, facts, arguments.resume, resume_command(folder)) as results:
         interrupted = False
         asked = {point.hash for point in points}
         begun = len(results.hashes & asked) / len(points)
@@ -153,7 +154,7 @@ def _run(workload: Workload[Any], points: list[Point], limit: int | None, argume
         print_result(lambda: to_json(sweep), lambda _colour, width: sweep_text(sweep, width), arguments.json)
     tell(f"stepscope: {plural(len(rows), 'row')} in {folder}/results.jsonl, .csv, .md")
     if interrupted:
-        tell(f"stepscope: interrupted; go on with  {_resume_command(folder)}")
+        tell(f"stepscope: interrupted; go on with  {resume_command(folder)}")
         return EXIT_INTERRUPTED
     return 0 if all(row["status"] == "ok" for row in rows if row["hash"] in asked) else EXIT_NOT_ALL_OK
 
@@ -190,7 +191,7 @@ def _dry_run(points: list[Point], as_json: bool) -> int:
     return 0
 
 
-def _fill_closed_streams() -> None:
+def fill_closed_streams() -> None:
     """Open nothing in place of a closed standard stream: the next file opened would get what libraries print."""
     for descriptor in (0, 1, 2):
         try:
@@ -199,12 +200,13 @@ def _fill_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
 
 
-def _default_folder(workload: str) -> Path:
+def default_folder(verb: str, workload: str) -> Path:
+    """Where a sweep goes that was given no folder."""
     name = "".join(c if c.isalnum() else "-" for c in Path(workload).name)
-    return Path("runs") / f"bench-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / f"{verb}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _resume_command(folder: Path) -> str:
+def resume_command(folder: Path) -> str:
     """The command that goes on with this sweep: the same words, the folder, --resume."""
     words = [word for word in sys.argv[1:] if word != "--resume"]
     if "-o" not in words and not any(word.startswith(("--output", "-o")) for word in words):

@@ -70,6 +70,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json and arguments.markdown:
         raise UsageError("--json and --markdown are two ways to print one answer: name one")
     gates = [parse_gate(text) for text in _words(arguments.fail_on)]
+    if arguments.fail_on and not gates:
+        raise UsageError("--fail-on names no gate: write METRIC:LIMIT%, as in step_time:3%")
     summary = _summary_file() if arguments.github_summary else None
     try:
         with Progress("reading") as progress:

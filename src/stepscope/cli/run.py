@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
 
 if TYPE_CHECKING:
+    from stepscope.record.fixes.applied import AppliedFixes
     from stepscope.record.launch import Program
     from stepscope.record.session import Session
 
@@ -113,13 +114,16 @@ class _Run:
         self._windows = windows
         self._facts: dict[str, Any] = {}
         self._session: Session | None = None
+        self._fix: str | None = None
+        self._fixes: AppliedFixes | None = None
         self.folder = Path()
 
     def prepare(self, program: Program) -> None:
         """Make the folder and write down what is going to run; ValueError when it cannot be written."""
-        from stepscope.record import files
-        from stepscope.record.origin import run_facts
+        from stepscope.record import files, fixes
+        from stepscope.record.origin import file_hash, run_facts
 
+        self._fix = os.environ.pop(fixes.VARIABLE, None)  # of `stepscope verify`; no concern of the script's
         rank = int(os.environ.get("RANK", "0"))
         # Absolute, for a script that changes its working directory.
         self.folder = (self._arguments.output or _default_folder(program.name)).absolute()
@@ -133,6 +137,8 @@ class _Run:
             Path(program.path_entry),
             module=bool(self._arguments.module),
             exit_after=self._arguments.exit_after,
+            program=(self._arguments.module or self._arguments.script)[0],
+            sha256=file_hash(Path(program.file)),
         )
         self._write(files.STATUS_INTERRUPTED)
 
@@ -142,6 +148,10 @@ class _Run:
             return
         from stepscope.record.session import Session
 
+        if self._fix is not None:
+            from stepscope.record.fixes.applied import AppliedFixes
+
+            self._fixes = AppliedFixes(self._fix)
         self._session = Session(
             self.folder,
             windows=self._windows,
@@ -150,6 +160,7 @@ class _Run:
             exit_after=self._arguments.exit_after,
             memory_in_full=self._arguments.memory,
             is_script=True,
+            on_roots=None if self._fixes is None else self._fixes.use_roots,
             tell=self._tell,
         )
         self._session.start()
@@ -174,6 +185,8 @@ class _Run:
             facts["exception"] = f"{type(outcome).__name__}: {outcome}"[:500]
         processes = sys.modules.get("multiprocessing.process")
         facts["num_child_processes"] = next(processes._process_counter) - 1 if processes else 0
+        if self._fixes is not None:
+            facts["fixes"] = self._fixes.finish()
         if self._session is not None:
             self._session.close(status, error=outcome, **facts)
         else:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import polars as pl
 
-from stepscope.analysis.intervals import length_ns, spans, union
 from stepscope.analysis.memory_account import Account
 from stepscope.analysis.memory_account import account as account_for_memory
 from stepscope.analysis.memory_left import MemoryGrowth, growth_between_steps, growth_in_window
@@ -134,8 +133,7 @@ class Case(TraceTables):
         """How long a traced step's GPU had nothing to do that had been launched: more than that no host can save."""
         idle = self.account.idle_causes
         held = idle.filter(pl.col("cause").cast(pl.String).is_in(["queued", "unknown"]))
-        busy_ns = length_ns(union(spans(self.work)))
-        unused_ns = self.replay.recorded.done_ns - busy_ns / self.num_steps
+        unused_ns = self.replay.recorded.done_ns - self.busy_ns
         return max(0.0, unused_ns - int(held["total_ns"].sum()) / max(1, self.account.steps.height))
 
     def saving_ns(self, change: Change) -> float:
@@ -149,7 +147,7 @@ class Case(TraceTables):
 
     def is_worth(self, saving_ns: float) -> bool:
         """Whether a saving is large enough to be told."""
-        return saving_ns >= WORTH_SHARE * self.step_ns
+        return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns
 
 
 def open_case(

@@ -15,6 +15,7 @@ from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck, Finding
 
 SCHEMA_VERSION = 1
+_BOUND_BY_GPU = 0.9
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,11 @@ class Diagnosis:
     unchecked: tuple[Unchecked, ...]
     suppressed: tuple[str, ...]
     binds: str
-    """What binds the step, in words."""
+    """What binds the step: a sentence."""
+    gpu_busy_share: float | None
+    """Of the step; None where there is no GPU work to look at."""
+    warnings: tuple[str, ...]
+    """What is wrong with the trace."""
 
     def to_json(self) -> dict[str, Any]:
         """One object of plain values (docs/diagnose.md)."""
@@ -62,6 +67,8 @@ class Diagnosis:
             "step_ms": None if self.step_ns is None else self.step_ns / 1e6,
             "step_is_measured": self.is_measured,
             "binds": self.binds,
+            "gpu_busy_share": self.gpu_busy_share,
+            "warnings": list(self.warnings),
             "findings": [finding.to_json() for finding in self.findings],
             "clean": list(self.clean),
             "unchecked": [{"id": one.id, "reason": one.reason} for one in self.unchecked],
@@ -95,15 +102,23 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         findings += found
         if not found:
             clean.append(rule.id)
+    busy_share, step_ns = _busy_share(case), _step_ns(case)
+    if step_ns is not None:  # nothing saves more than there is
+        findings = [
+            replace(finding, saving_ns=min(finding.saving_ns, step_ns)) if finding.saving_ns is not None else finding
+            for finding in findings
+        ]
     findings.sort(key=lambda finding: (-(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id))
     return Diagnosis(
-        step_ns=_step_ns(case),
+        step_ns=step_ns,
         is_measured=case.clean_ns is not None,
         findings=tuple(findings),
         clean=tuple(clean),
         unchecked=tuple(unchecked),
         suppressed=tuple(sorted(suppressed)),
-        binds=_binds(case),
+        binds=_binds(case, busy_share),
+        gpu_busy_share=busy_share,
+        warnings=_warnings(case),
     )
 
 
@@ -114,22 +129,34 @@ def _step_ns(case: Case) -> float | None:
         return None
 
 
-def _binds(case: Case) -> str:
-    """What a step is bound by, from its busy time and its roofline."""
+def _busy_share(case: Case) -> float | None:
+    """Of a clean step, how much the GPU is at work; None without a trace of one."""
     try:
-        step = case.step
-    except CannotCheck as reason:
-        return f"what, is not known: {reason}"
-    if not case.replay.events:
-        return "the host: there is no GPU work in the trace"
-    share = min(1.0, step.device_ns / step.done_ns) if step.done_ns else 0.0
-    if share < 0.9:
-        return f"the host: the GPU has work for {share:.0%} of a step"
+        return min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None
+    except CannotCheck:
+        return None
+
+
+def _binds(case: Case, busy_share: float | None) -> str:
+    """What a step is bound by, from its busy time and its roofline: a sentence."""
+    if busy_share is None:
+        return "What binds it is not known: there is no GPU work to look at."
+    if busy_share < _BOUND_BY_GPU:
+        return f"It is bound by the host: the GPU has work for {busy_share:.0%} of it."
     roofline = case.account.roofline_summary
     parts = {"arithmetic": roofline.compute_ns, "memory traffic": roofline.memory_ns,
-             "neither arithmetic nor memory (kernels far from both limits)": roofline.neither_ns}  # fmt: skip
+             "neither arithmetic nor memory, far from both limits": roofline.neither_ns}  # fmt: skip
     known = sum(parts.values())
     if not known:
-        return f"the GPU, busy {share:.0%} of a step; by what in it, the trace does not say"
+        return f"It is bound by the GPU, busy for {busy_share:.0%} of it; by what, the trace does not say."
     name, most = max(parts.items(), key=lambda part: part[1])
-    return f"the GPU, busy {share:.0%} of a step: {most / known:.0%} of the kernels whose cost is known by {name}"
+    return f"It is bound by the GPU, busy for {busy_share:.0%} of it: {most / known:.0%} of its known work by {name}."
+
+
+def _warnings(case: Case) -> tuple[str, ...]:
+    try:
+        account = case.account
+    except CannotCheck as reason:
+        return (str(reason),)
+    cut = ("the trace is cut off: GPU work is written last, and may be missing",) if account.is_cut_off else ()
+    return (*cut, *account.warnings)

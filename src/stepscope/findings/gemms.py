@@ -11,12 +11,15 @@ from stepscope.analysis.op_costs import operands
 from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck
 
+LOADED_BYTES = 16
+"""What a tensor core's operand is loaded in."""
+_WITH_SUMMAND = ("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::_addmm_activation")
 _SCHEMA = pl.Schema(
     {
         "op": pl.String(), "shapes": pl.String(), "module": pl.String(), "phase": pl.String(), "dtype": pl.String(),
         "peak_dtype": pl.String(), "flops": pl.Int64(), "bytes": pl.Int64(), "duration_ns": pl.Int64(),
-        "kernel": pl.String(), "alignment_bytes": pl.Int64(), "events": pl.List(pl.Int64()),
-        "durations": pl.List(pl.Int64()),
+        "kernel": pl.String(), "alignment_bytes": pl.Int64(), "odd_sizes": pl.List(pl.Int64()),
+        "events": pl.List(pl.Int64()), "durations": pl.List(pl.Int64()),
     }
 )  # fmt: skip
 
@@ -25,8 +28,9 @@ def gemm_calls(case: Case) -> pl.DataFrame:
     """Ops that multiply matrices, outside attention, whose FLOPs the trace tells.
 
     `op`, `shapes`, `module`, `phase`, `dtype`, `peak_dtype`, `flops`, `bytes`, `duration_ns`, `kernel` (the longest),
-    `alignment_bytes` of its last dimensions: the largest power of two, up to 128, that divides them all; `events` and
-    their `durations`. CannotCheck where the trace has no shapes.
+    `alignment_bytes` of its matrices' dimensions: the largest power of two, up to 128, that divides them all, and
+    `odd_sizes`, those that `LOADED_BYTES` do not divide; `events` and their `durations`. CannotCheck where the
+    trace has no shapes.
     """
     case.with_shapes()
     gemms = case.work.filter(pl.col("class").is_in(["gemm", "convolution"]), pl.col("call").is_not_null())
@@ -44,8 +48,11 @@ def gemm_calls(case: Case) -> pl.DataFrame:
     calls = calls.filter(pl.col("flops") > 0)
     if calls.is_empty() and gemms.height:
         raise CannotCheck("the trace does not say the shapes of its matrix products")
-    alignment = [_alignment(shapes, dtypes) for shapes, dtypes in calls.select("shapes", "dtypes").iter_rows()]
-    return calls.with_columns(pl.Series("alignment_bytes", alignment, pl.Int64)).select(_SCHEMA.names())
+    found = [_alignment(*texts) for texts in calls.select("op", "shapes", "dtypes").iter_rows()]
+    return calls.with_columns(
+        pl.Series("alignment_bytes", [alignment for alignment, _ in found], pl.Int64),
+        pl.Series("odd_sizes", [sizes for _, sizes in found], pl.List(pl.Int64)),
+    ).select(_SCHEMA.names())
 
 
 def by_shape(calls: pl.DataFrame, num_steps: int, most: int = 8) -> list[dict[str, Any]]:
@@ -63,13 +70,19 @@ def by_shape(calls: pl.DataFrame, num_steps: int, most: int = 8) -> list[dict[st
     )
 
 
-def _alignment(shapes: str | None, dtypes: str | None) -> int:
-    """The largest power of two in bytes, up to 128, that divides every dimension of the matrices."""
-    matrices = [one for one in operands(shapes, dtypes) if isinstance(one, Tensor) and len(one.shape) >= 2]
-    best = 128
-    for matrix in matrices[:2]:
+def _alignment(op: str, shapes: str | None, dtypes: str | None) -> tuple[int, list[int]]:
+    """The largest power of two in bytes, up to 128, that divides the last two dimensions of both matrices, and those
+    that no load divides. A convolution's tensors are not matrices: it is taken for aligned."""
+    first = 1 if op in _WITH_SUMMAND else 0
+    tensors = operands(shapes, dtypes)[first : first + 2] if "conv" not in op else ()
+    best, odd = 128, set()
+    for matrix in tensors:
+        if not isinstance(matrix, Tensor) or len(matrix.shape) < 2:
+            continue
         item = ITEM_BYTES.get(matrix.dtype or "", 4)
         for size in matrix.shape[-2:]:
             while best > 1 and (size * item) % best:
                 best //= 2
-    return best
+            if (size * item) % LOADED_BYTES:
+                odd.add(size)
+    return best, sorted(odd, reverse=True)

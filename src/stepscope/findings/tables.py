@@ -12,6 +12,7 @@ from stepscope.analysis.casts import casts
 from stepscope.analysis.chains import chains
 from stepscope.analysis.compiled_regions import compiled_regions, entering
 from stepscope.analysis.copies import copies
+from stepscope.analysis.intervals import length_ns, spans, union
 from stepscope.analysis.links import Linked, link
 from stepscope.analysis.logits import logits
 from stepscope.analysis.nan_checks import nan_checks, stack_writing_ops
@@ -80,8 +81,21 @@ class TraceTables:
     def work(self) -> pl.DataFrame:
         """The GPU work of the typical steps (`analysis/work.py`)."""
         if not self.replay.events:
+            if self._linked.trace.facts.is_cut_off:
+                raise CannotCheck("the trace is cut off, and GPU work is written last: record it again")
             raise CannotCheck("the trace has no GPU work: record on a GPU, with ProfilerActivity.CUDA")
         return self.all_work.filter(pl.col("event").is_in(self.replay.events))
+
+    @cached_property
+    def busy_ns(self) -> float:
+        """How long the GPU was at work in a typical step, on any of its streams."""
+        return length_ns(union(spans(self.work))) / self.num_steps
+
+    @cached_property
+    def optimizers(self) -> list[str]:
+        """The classes of the optimizers that stepped, as the profiler names them."""
+        names = self._linked.host["name"].filter(self._linked.host["kind"] == "annotation").unique().cast(pl.String)
+        return sorted(names.str.extract(r"^Optimizer\.step#(\w+)\.step$").drop_nulls().unique())
 
     @cached_property
     def sized(self) -> pl.DataFrame:

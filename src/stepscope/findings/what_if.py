@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import polars as pl
 
 from stepscope.analysis.replay import Change, Replayed
 from stepscope.analysis.whatif import choose, stretches
+from stepscope.errors import UsageError
 from stepscope.findings.case import Case
 
 SCHEMA_VERSION = 1
@@ -54,6 +56,9 @@ def what_if(
     clean: bool = False,
 ) -> WhatIf:
     """Play all steps of a trace again with a change (`cli/whatif.py` says what each word means)."""
+    for words, factor in [*scale, ("host", 1.0 if host is None else host)]:
+        if not 0 <= factor < math.inf:
+            raise UsageError(f"{words}: a factor is a number from 0 on, not {factor}")
     replay = case.whole_replay
     profiler_ns = case.profiler_ns_per_event if clean else 0.0
     durations: dict[int, float] = {}

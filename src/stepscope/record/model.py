@@ -131,6 +131,17 @@ class CallHooks:
                 self.module.__dict__["_compiled_call_impl"] = self._chain.inner
 
 
+def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Any], compiles: bool = False) -> None:
+    """Let every call of a module go through `around(its call)`, inside of all hooks, as long as the process lives.
+
+    `compiles` says that this is torch.compile: what the module is made of is hidden from now on.
+    """
+    chain = CallHooks(module, lambda *_: None, lambda _: None)._chain
+    chain._call = around(chain._call)
+    if compiles:
+        chain.inner = chain._call
+
+
 def drop_hooks(module: nn.Module) -> None:
     """Take off a copied module what hangs on its original."""
     chain = module.__dict__.get("_compiled_call_impl")

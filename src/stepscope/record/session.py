@@ -56,6 +56,7 @@ class Session:
         exit_after: bool = False,
         memory_in_full: bool = False,
         is_script: bool = False,
+        on_roots: Callable[[list[nn.Module]], None] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         if model is None and windows.warmup < 2:
@@ -66,6 +67,7 @@ class Session:
         self._model = model
         self._tokens_per_step = tokens_per_step
         self._exit_after = exit_after
+        self._on_roots = on_roots
         self._tell = tell or (lambda _line: None)
 
         self._pid = os.getpid()
@@ -286,6 +288,8 @@ class Session:
         elif self._step == 2:
             roots.keep_called()
             probes.use_gpu(roots.modules)
+            if self._on_roots is not None:
+                self._on_roots(roots.modules)
         if self._window == finished:
             return
         if finished == windows.MEMORY:  # before any op of our own

@@ -14,6 +14,7 @@ from stepscope.report.text import average, duration, percent, safe, significant,
 
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _NUM_ROWS = 3
+_STANDING = 0.5
 _LABEL = 10
 
 
@@ -25,12 +26,11 @@ def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: st
     lines = ["How long a step takes is not known."]
     if step_ns is not None:
         lines = [f"{bold}A step takes {duration(step_ns, 3)}{reset} ({source})."]
-    lines += _wrapped(f"It is bound by {diagnosis.binds}.", width)
+    lines += _wrapped(diagnosis.binds, width)
+    for warning in diagnosis.warnings:
+        lines += _wrapped(f"Note: {safe(warning, 500)}.", width)
     if not diagnosis.findings:
-        lines += [
-            "",
-            f"{bold}Nothing worth telling was found: the step is healthy as far as it could be checked.{reset}",
-        ]
+        lines += ["", f"{bold}{_nothing_found(diagnosis)}{reset}"]
     for number, finding in enumerate(diagnosis.findings, 1):
         lines += ["", f"{bold}{number}  {finding.id}{reset}   {_saving(finding, step_ns)}"]
         lines += _wrapped(safe(finding.sentence, 2000), width, "   ")
@@ -48,8 +48,15 @@ def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: st
         for reason, ids in _by_reason(diagnosis):
             lines += _wrapped(f"{', '.join(ids)}: {safe(reason, 500)}", width, "  ", "    ")
     if diagnosis.suppressed:
-        lines += ["", *_wrapped("Not asked for (pyproject.toml): " + ", ".join(diagnosis.suppressed) + ".", width)]
+        lines += ["", *_wrapped("Not asked for: " + ", ".join(diagnosis.suppressed) + ".", width)]
     return "\n".join(lines)
+
+
+def _nothing_found(diagnosis: Diagnosis) -> str:
+    share = diagnosis.gpu_busy_share
+    if share is not None and share < _STANDING:
+        return f"The GPU stands for {percent(1 - share)} of the step, and no rule knows why: see stepscope analyze."
+    return "Nothing worth telling was found: the step is healthy as far as it could be checked."
 
 
 def _saving(finding: Finding, step_ns: float | None) -> str:
@@ -86,7 +93,8 @@ def _table(rows: Sequence[Mapping[str, Any]], width: int) -> Iterable[str]:
     cells = [[_title(name) for name in names]] + [[_cell(name, row.get(name)) for name in names] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     for line in cells:
-        yield "  ".join(cell.ljust(space) for cell, space in zip(line, widths)).rstrip()[:width]
+        text = "  ".join(cell.ljust(space) for cell, space in zip(line, widths)).rstrip()
+        yield text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _title(name: str) -> str:

@@ -24,8 +24,8 @@ class RecordingFacts(TypedDict, total=False):
     status: str
     """`finished`, `failed`, or `interrupted`: what a run that was killed, or still runs, says of itself."""
     command: dict[str, Any]
-    """`argv`, whether it was run as a `module`, the working `folder`, whether `--exit-after` was given, the `program` as
-    it was named and the `sha256` of its file."""
+    """`argv`, whether it was run as a `module`, the working `folder`, whether `--exit-after` was given, the `program`
+    as it was named and the `sha256` of its file."""
     config: dict[str, Any]
     """What was resolved: arguments, windows, tokens a step."""
     config_hash: str
@@ -64,8 +64,8 @@ class RecordingFacts(TypedDict, total=False):
     """`other_processes` on the same GPU when the run ended; `max_sm_clock_mhz`, `power_limit_watts`,
     `default_power_limit_watts` where the driver tells them."""
     fixes: list[dict[str, Any]]
-    """Of a run of `stepscope verify` with a fix: its `id` and `value`, what was `changed` and how often, what was `left` as
-    it was and why, and what to say where `nothing_seen` was to be changed."""
+    """Of a run of `stepscope verify` with a fix: its `id` and `value`, what was `changed` and how often, what was
+    `left` as it was and why, and what to say where `nothing_seen` was to be changed."""
     notes: list[dict[str, str]]
     """What the reader should know: `about` and `text`."""
 

@@ -8,17 +8,14 @@ from stepscope.analysis.reach import gemm_ns
 from stepscope.analysis.replay import Change
 from stepscope.findings.case import Case
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.gemms import by_shape, gemm_calls
+from stepscope.findings.gemms import LOADED_BYTES, by_shape, gemm_calls
 from stepscope.findings.wording import milliseconds, several
-
-_LOADED_BYTES = 16
-"""What a tensor core's operand is loaded in."""
 
 
 def check(case: Case) -> list[Finding]:
     peaks = case.device.peak_flops
     calls = gemm_calls(case).filter(
-        pl.col("alignment_bytes") < _LOADED_BYTES, pl.col("peak_dtype").is_in(["bf16", "fp16", "tf32", "fp8"])
+        pl.col("alignment_bytes") < LOADED_BYTES, pl.col("peak_dtype").is_in(["bf16", "fp16", "tf32", "fp8"])
     )
     durations: dict[int, float] = {}
     for row in calls.iter_rows(named=True):
@@ -29,13 +26,13 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(Change(duration_ns=durations)) if durations else 0.0
     if not case.is_worth(saving_ns):
         return []
-    sizes = _odd_sizes(calls)
+    sizes = sorted(set(calls["odd_sizes"].explode().drop_nulls()), reverse=True)[:3]
     total_ns = float(calls["duration_ns"].sum()) / case.num_steps
     share = float(calls["flops"].sum()) / float(calls["duration_ns"].sum()) * 1e9 / peaks[calls["peak_dtype"][0]]
     return [
         Finding(
             sentence=f"{several(calls.height / case.num_steps, 'matrix product')} a step with a dimension that is no "
-            f"multiple of {_LOADED_BYTES} bytes ({', '.join(map(str, sizes))}) take {milliseconds(total_ns)} of "
+            f"multiple of {LOADED_BYTES} bytes ({', '.join(map(str, sizes))}) take {milliseconds(total_ns)} of "
             f"{milliseconds(case.step_ns)} at {share:.0%} of the device's peak.",
             fix=f"pad the dimension to a multiple of 64: {sizes[0]} -> {-(-sizes[0] // 64) * 64}",
             saving_ns=saving_ns,
@@ -45,16 +42,3 @@ def check(case: Case) -> list[Finding]:
             evidence=(Evidence("misaligned matrix products", by_shape(calls, case.num_steps)),),
         )
     ]
-
-
-def _odd_sizes(calls: pl.DataFrame) -> list[int]:
-    """The dimensions that are at fault, largest first."""
-    from stepscope.analysis.op_calls import Tensor
-    from stepscope.analysis.op_costs import operands
-
-    sizes = set()
-    for shapes in calls["shapes"].unique():
-        for tensor in operands(shapes, None):
-            if isinstance(tensor, Tensor) and len(tensor.shape) >= 2:
-                sizes |= {size for size in tensor.shape[-2:] if size % 8}
-    return sorted(sizes, reverse=True)[:3]

@@ -1,0 +1,253 @@
+"""Losses with and without a change, and the verdict on a fix, on made-up recordings: exact, and without a process."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from stepscope.analysis.losses import check_losses
+from stepscope.analysis.verification import verify
+from stepscope.analysis.verified import Attempt, Expected, Plan, Verification
+from stepscope.errors import UsageError
+from stepscope.findings.fixes import parse_fix
+from stepscope.report.verify_text import losses_sentence, verify_text
+from stepscope.trace.recording import Recording, StepSample
+
+FALLING = {step: 4.0 / (step + 1) for step in range(8)}
+
+
+def scaled(factor, losses=FALLING):
+    return {step: loss * factor for step, loss in losses.items()}
+
+
+# --- losses
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "factor", "verdict"),
+    [
+        *(("same", 1.0, "agree"), ("same", 1.00001, "differ")),
+        *(("reordered", 1.0009, "agree"), ("reordered", 1.002, "differ")),
+        *(("reduced", 1.019, "agree"), ("reduced", 1.03, "differ"), ("reduced", 0.97, "differ")),
+    ],
+)
+def test_the_tolerance_is_that_of_the_kind_of_fix(arithmetic, factor, verdict):
+    found = check_losses([FALLING, FALLING], [scaled(factor)], arithmetic)
+
+    assert (found.verdict, found.num_steps, found.noise_share) == (verdict, 8, 0.0)
+    assert found.difference_share == pytest.approx(abs(factor - 1), abs=1e-12)
+
+
+def test_runs_of_a_script_that_does_not_seed_itself_are_held_to_how_far_they_are_apart():
+    others = [FALLING, scaled(1.05)]
+
+    near, far = (check_losses(others, [scaled(factor)], "reordered") for factor in (1.09, 1.3))
+
+    assert near.noise_share == pytest.approx(0.05)
+    assert near.limit_share == pytest.approx(0.101)
+    assert (near.verdict, far.verdict) == ("agree", "differ")
+    assert "two runs without it are apart" in losses_sentence(near) and "seeded" in losses_sentence(near)
+
+
+def test_one_run_that_strays_is_not_enough_and_most_are():
+    before = [FALLING, FALLING]
+
+    assert check_losses(before, [FALLING, FALLING, scaled(2)], "reordered").verdict == "agree"
+    assert check_losses(before, [FALLING, scaled(2), scaled(2)], "reordered").verdict == "differ"
+
+
+def test_a_loss_that_became_no_number_differs_and_says_where():
+    after = {**FALLING, 5: math.nan}
+
+    found = check_losses([FALLING, FALLING], [after], "reduced")
+
+    assert (found.verdict, found.step, found.difference_share, found.after) == ("differ", 5, None, None)
+    assert "step 5: no number instead of 0.666667" in losses_sentence(found)
+
+
+def test_a_loss_that_has_fallen_to_nearly_nothing_is_held_to_a_tenth_of_the_largest():
+    before, after = {0: 1.0, 1: 1e-9}, {0: 1.0, 1: 3e-9}
+
+    assert check_losses([before], [after], "same").verdict == "agree"
+    assert check_losses([before], [{0: 1.0, 1: 0.01}], "reduced").difference_share == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "arithmetic", "why"),
+    [
+        ([FALLING], [FALLING], "not comparable", "what is learned from"),
+        ([{}], [FALLING], "same", "shows no loss"),
+        ([FALLING], [{99: 1.0}], "same", "no step in common"),
+        ([{0: math.nan}], [{0: 1.0}], "same", "not finite without"),
+        ([{0: math.nan, 1: 1.0}, {0: 2.0, 1: 1.0}], [{0: 1.0}], "same", "not finite without"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(before, after, arithmetic, why):
+    found = check_losses(before, after, arithmetic)
+
+    assert found.verdict == "not compared" and why in found.reason
+
+
+# --- the verdict on a fix
+
+
+def run(number, step_ms, loss=1.0, tokens=100, flops=None, fixes=({"id": "x", "changed": {"it": 1}, "left": {}},)):
+    """A recording: 5 warm-up steps of 10 ms, and clean steps with a little noise."""
+    samples = []
+    for step in range(15):
+        window, ms = ("warmup", 10) if step < 5 else ("clean", step_ms + step % 3 / 100)
+        samples.append(StepSample(step, window, 0, int(ms * 1e6), {}, None, tokens, None, 1, 0, 0, loss))
+    facts = {"fixes": list(fixes), "flops": {"model_flops_by_dtype": flops or {}}, "environment": {}}
+    return Attempt(number, Recording(Path("x"), "finished", facts, tuple(samples), (), None, ()))
+
+
+def runs(*steps_ms, **given):
+    """A rehearsal and rounds; of one figure four rounds that differ a little."""
+    rounds = steps_ms if len(steps_ms) > 1 else [steps_ms[0] * (1 + number / 1000) for number in range(4)]
+    return [run(number, ms, **given) for number, ms in enumerate((rounds[0], *rounds))]
+
+
+PLAN = Plan("autocast", "reduced", ["bf16"])
+
+
+def test_a_fix_that_pays_is_faster_with_its_interval_and_what_it_saves():
+    found = verify(PLAN, runs(10, 10.1, 10, 10), runs(7, 7.1, 7, 7), Expected(4e6, 0.4, True, "high", None))
+
+    assert found.status == "faster" and found.reason is None
+    assert found.saving_ns == pytest.approx(3e6, rel=0.01)
+    assert found.change.low < found.change.share < found.change.high < 0
+    assert found.change.num_samples == (40, 40)  # of the rounds; the rehearsal counts for nothing
+    assert [round(pair.before_ns / 1e6) for pair in found.rounds] == [10] * 4
+    assert found.runs_p_value == pytest.approx(2 / 70, rel=0.5)
+
+
+def test_what_steps_show_but_runs_do_not_repeat_is_no_difference():
+    """One run without was as fast as those with: the pooled steps differ, the runs overlap."""
+    found = verify(PLAN, runs(10, 10.1, 10.2, 6.9), runs(7, 7.1, 7.2, 7.3), None)
+
+    assert found.change.verdict == "faster" and found.runs_p_value > 0.05
+    assert found.status == "no difference shown" and "overlap" in found.reason
+
+
+def test_few_rounds_have_no_verdict_whatever_their_steps_show():
+    """Steps of one run are alike: a machine that was busy for one of two runs makes all of them differ."""
+    found = verify(PLAN, runs(10, 10, 10), runs(7, 7, 7), None)
+
+    assert found.change.verdict == "faster" and found.change.p_value < 0.001
+    assert found.status == "too few samples" and "the steps say faster" in found.reason
+
+
+def test_two_sides_that_are_the_same_are_seldom_called_different_on_a_restless_machine():
+    """Runs that differ by 5 %, steps of one run by 0.2 %: by steps alone two trials of five would be different."""
+    generator, shown, by_steps = random.Random(0), 0, 0
+    for _ in range(200):
+        sides = [runs(*(10 * generator.lognormvariate(0, 0.05) for _ in range(4))) for _ in range(2)]
+        found = verify(PLAN, *sides, None)
+        shown += found.status in ("faster", "slower")
+        by_steps += found.change.verdict in ("faster", "slower")
+
+    assert by_steps > 60
+    assert shown <= 10, shown
+
+
+def test_a_fast_fix_whose_loss_is_another_is_wrong():
+    found = verify(PLAN, runs(10), runs(5, loss=1.5), None)
+
+    assert found.status == "wrong" and found.losses.verdict == "differ" and found.change.verdict == "faster"
+
+
+def test_a_fix_that_touched_nothing_is_not_applied_and_never_without_gain():
+    nothing = {"id": "x", "changed": {}, "left": {}, "nothing_seen": "no optimizer was made"}
+    one = {"id": "y", "changed": {"it": 1}, "left": {}, "nothing_seen": ""}
+
+    alone = verify(PLAN, runs(10), runs(10, fixes=[nothing]), None)
+    both = verify(PLAN, runs(10), runs(10, fixes=[one, nothing]), None)
+    untold = verify(PLAN, runs(10), runs(10, fixes=[]), None)
+
+    assert (alone.status, alone.reason) == ("not applied", "no optimizer was made")
+    assert (both.status, both.reason) == ("not applied", "no optimizer was made")
+    assert (untold.status, untold.reason) == ("not applied", "the script never imported torch")
+
+
+def test_products_that_stayed_what_they_were_are_no_proof():
+    same = verify(PLAN, runs(10, flops={"fp32": 9}), runs(9, flops={"fp32": 9}), None)
+    lower = verify(PLAN, runs(10, flops={"fp32": 10}), runs(9, flops={"fp32": 1, "bf16": 9}), None)
+
+    assert same.status == "not applied" and "no more products run in bf16" in same.reason
+    assert lower.status == "faster" and lower.products == {"fp32": (1.0, 0.1), "bf16": (0.0, 0.9)}
+
+
+def test_sums_of_few_digits_in_another_order_may_differ_as_fewer_digits_do():
+    plan = Plan("compile", "reordered")
+    wide, narrow = ({"flops": {dtype: 9}} for dtype in ("fp32", "bf16"))
+
+    assert verify(plan, runs(10, **wide), runs(9, loss=1.01, **wide), None).status == "wrong"
+    assert verify(plan, runs(10, **narrow), runs(9, loss=1.01, **narrow), None).status == "faster"
+    strict = Plan("compile", "reordered", tolerance_share=0.001)
+    assert verify(strict, runs(10, **narrow), runs(9, loss=1.01, **narrow), None).status == "wrong"
+
+
+def test_a_larger_batch_is_compared_by_tokens_a_second_and_others_must_not_change_it():
+    plan = Plan("small_batch", "not comparable")
+    found = verify(plan, runs(10), runs(15, tokens=200), None)
+    other = verify(PLAN, runs(10), runs(9, tokens=120), None)
+
+    assert found.status == "faster" and found.change.metric == "tokens_per_second" and found.saving_ns is None
+    assert found.change.share == pytest.approx(1 / 3, rel=0.02)
+    assert verify(plan, runs(10), runs(25, tokens=200), None).status == "slower"
+    assert other.status == "not comparable" and "120.0 tokens" in other.reason
+
+
+def test_a_failure_is_a_result_and_so_is_a_script_that_ends_early():
+    short = [
+        Attempt(a.round, Recording(Path(), "", a.recording.facts, a.recording.samples[:3], (), None, ()))
+        for a in runs(9)
+    ]
+
+    assert verify(PLAN, runs(10), [Attempt(0, None, "OOM")], None).reason == "OOM"
+    assert "ended after 3 steps" in verify(PLAN, runs(10), short, None).reason
+
+
+def test_the_exit_code_and_the_text_say_the_worst():
+    faster = verify(PLAN, runs(10), runs(7), Expected(4e6, 0.4, True, "high", None))
+    wrong = verify(PLAN, runs(10), runs(7, loss=9.0), None)
+    missing = verify(PLAN, runs(10), runs(10, fixes=[]), None)
+
+    def whole(*fixes):
+        return Verification("train.py", "runs/x", "CPU", "2.9", 2, 10e6, 0.012, fixes, ("the script has changed",))
+
+    assert [whole(*each).exit_code for each in ([faster], [missing, faster], [missing, wrong])] == [0, 4, 3]
+    text = verify_text(whole(missing, wrong, faster), False, 100)
+    assert "3 fixes: 1 faster, 1 wrong, 1 not applied." in text
+    assert "up to 4 ms less a step, −40.0 % (diagnose, confidence high)" in text.replace("4.00", "4")
+    assert "up to 1.2 % apart" in text and "To be known: the script has changed." in text
+    assert text.index("autocast   faster") < text.index("autocast   wrong") < text.index("autocast   not applied")
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+# --- fixes as they are typed
+
+
+def test_fixes_joined_by_a_plus_are_held_to_the_widest_tolerance():
+    assert parse_fix("waiting_for_data=4+unfused_optimizer").arithmetic == "reordered"
+    assert parse_fix("compile=max-autotune+autocast").text == "compile=max-autotune+autocast"
+    assert parse_fix("small_batch=0.5").arithmetic == "not comparable"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("autocst", "no fix is called 'autocst'; there are fp32_matmul"),
+        ("compile=fast", "compile takes default, max-autotune"),
+        ("autocast=fp16", "autocast takes no value"),
+        ("waiting_for_data=1.5", "waiting_for_data takes N"),
+        ("small_batch=-1", "small_batch takes 2, N"),
+        ("attention_backend=", "attention_backend takes flash"),
+    ],
+)
+def test_a_mistake_in_a_fix_is_one_line(text, said):
+    with pytest.raises(UsageError, match=said):
+        parse_fix(text)

@@ -1,0 +1,161 @@
+"""What `stepscope verify` is told and what it refuses: mistakes in one line, recordings that cannot be run again."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+
+import pytest
+
+from stepscope.cli import verify
+from stepscope.cli.main import main
+from stepscope.errors import RecordingError, UsageError
+from stepscope.findings.diagnose import Diagnosis
+from stepscope.findings.finding import Finding
+from stepscope.report.findings_text import diagnosis_text
+from stepscope.sweep.rerun import Command, Options, recorded_command, run_again
+
+
+def parsed(*words):
+    """What verify reads of the command line: the target with its arguments, and the options."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    verify.add_arguments(parser)
+    arguments = parser.parse_args(words)
+    return verify._own_options(arguments), arguments
+
+
+@pytest.mark.parametrize(
+    ("words", "target", "fixes", "rounds", "as_json"),
+    [
+        (["train.py", "--lr", "3", "--fix", "a", "--fix=b"], ["train.py", "--lr", "3"], ["a", "b"], 4, False),
+        (["--fix", "a", "--rounds", "5", "train.py", "--clean", "9"], ["train.py", "--clean", "9"], ["a"], 5, False),
+        (["train.py", "--fix", "a", "--rounds=2", "--json", "x"], ["train.py", "x"], ["a"], 2, True),
+        (["--fix", "a", "x.py", "--", "--fix", "b", "--json"], ["x.py", "--fix", "b", "--json"], ["a"], 4, False),
+        (["--fix", "a", "-m", "pack.train", "--deep", "--fix", "b"], ["pack.train", "--deep"], ["a", "b"], 4, False),
+    ],
+)  # fmt: skip
+def test_options_stand_before_or_behind_the_script(words, target, fixes, rounds, as_json):
+    found, arguments = parsed(*words)
+
+    assert (found, arguments.fix, arguments.rounds, arguments.json) == (target, fixes, rounds, as_json)
+
+
+def test_all_options_may_stand_behind_a_recording(tmp_path):
+    found, arguments = parsed(str(tmp_path), "--fix", "a", "--clean", "9", "-o", "x")
+
+    assert (found, arguments.clean, str(arguments.output)) == ([str(tmp_path)], 9, "x")
+    with pytest.raises(UsageError, match="--lr"):
+        parsed(str(tmp_path), "--lr", "3")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a recording or a script"),
+        (["train.py"], "name a fix: --fix ID"),
+        (["train.py", "--fix", "nosuch"], "no fix is called 'nosuch'"),
+        (["nothing.py", "--fix", "autocast"], "there is no script and no recording nothing.py"),
+        (["--warmup", "3", "train.py", "--fix", "autocast"], "5 are the least"),
+        (["-o", ".", "train.py", "--fix", "autocast"], "is not empty"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+
+    assert main(["verify", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and said in shown.err and len(shown.err.splitlines()) == 1
+
+
+def test_fixes_are_listed_in_both_ways(capsys):
+    assert main(["verify", "--fix", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert main(["list", "fixes"]) == 0
+    assert capsys.readouterr().out == listed
+    assert "unfused_optimizer  torch.optim's optimizers are made with fused=True" in listed
+    assert "attention_backend=flash|efficient|cudnn|math" in " ".join(listed.split())
+    assert main(["list", "fixes", "compile", "--json"]) == 0
+    entry = json.loads(capsys.readouterr().out)["fixes"][0]
+    assert entry["id"] == "compile" and "max-autotune" in entry["values"] and entry["losses"] == "reordered"
+    assert main(["list", "fixes", "compyle"]) == 2
+
+
+# --- recordings
+
+
+def facts(tmp_path, **given):
+    (tmp_path / "train.py").write_text("print(1)\n")
+    digest = hashlib.sha256(b"print(1)\n").hexdigest()
+    command = {"argv": ["train.py", "--lr", "3"], "folder": str(tmp_path), "module": False, "sha256": digest}
+    return {"command": command, "config": {"tokens_per_step": 7}, "git": None, "environment": {}, **given}
+
+
+def test_a_recording_is_run_again_as_it_was(tmp_path):
+    command, warnings = recorded_command(tmp_path, facts(tmp_path))
+
+    assert (command.text, command.folder, command.tokens_per_step) == ("train.py --lr 3", tmp_path, 7)
+    assert warnings == []
+
+
+def test_a_script_that_changed_is_told(tmp_path):
+    recorded = facts(tmp_path, git={"revision": "0123456789abc"})
+    (tmp_path / "train.py").write_text("print(2)\n")
+    _, warnings = recorded_command(tmp_path, recorded)
+
+    assert len(warnings) == 2
+    assert warnings[0].startswith("train.py has changed") and "0123456789, now" in warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"command": {}}, "does not say what was run"),
+        ({"environment": {"world_size": 8}}, "is of 8 ranks"),
+        ({"command": {"argv": ["gone.py"], "folder": "."}}, "gone.py, which .* is of, is not there any more"),
+        ({"command": {"argv": ["train.py"], "folder": "/no/such"}}, "the folder that .* was recorded in, is gone"),
+    ],
+)
+def test_what_cannot_be_run_again_says_what_to_type(tmp_path, change, said):
+    with pytest.raises(RecordingError, match=said):
+        recorded_command(tmp_path, facts(tmp_path, **change))
+
+
+def test_a_module_is_run_by_its_name(tmp_path):
+    (tmp_path / "pack").mkdir()
+    for name, module in (("train.py", "pack.train"), ("__main__.py", "pack")):
+        (tmp_path / "pack" / name).write_text("")
+        command = {"argv": [str(tmp_path / "pack" / name), "x"], "folder": str(tmp_path), "module": True}
+        for given in (command, {**command, "program": module}):
+            assert recorded_command(tmp_path, {"command": given})[0].words == ("-m", module, "x")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import subprocess; subprocess.run(['sleep', '60'])", "still running after 5 s (--timeout)"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV; its output is in"),
+        ("print('only this'); raise SystemExit(7)", "only this"),
+        ("raise SystemExit(7)", "exit code 7, and not a word"),
+    ],
+)
+def test_whatever_ends_a_run_is_a_line(tmp_path, monkeypatch, source, said):
+    """Scripts without torch: a process takes no time to start."""
+    monkeypatch.setenv("STEPSCOPE_FIX", "not for these")
+    (tmp_path / "train.py").write_text(source)
+    command, options = Command(("train.py",), tmp_path), Options(warmup=5, clean=5, timeout_s=5)
+
+    ended = run_again(command, tmp_path / "out" / "run", options, None, rehearses=False)
+
+    assert ended is not None and ended.startswith(said), (tmp_path / "out" / "run.txt").read_text()
+
+
+def test_a_finding_of_a_recording_says_how_to_prove_it():
+    findings = [Finding("One.", "fix()", (), "no", 1e6, id=name) for name in ("launch_bound", "full_logits")]
+    diagnosis = Diagnosis(1e7, True, tuple(findings), (), (), (), "the GPU")
+
+    shown = diagnosis_text(diagnosis, False, 100, "runs/my run")
+    assert shown.count("prove it") == 1
+    assert "prove it  stepscope verify 'runs/my run' --fix launch_bound" in shown
+    assert "prove it" not in diagnosis_text(diagnosis, False, 100)
