@@ -120,8 +120,9 @@ def test_gates():
     noisy = compare_pair(
         subject([1.0, 2, 3, 4, 5, 6, 7]), subject([1.5, 2.2, 3.3, 4.4, 5.5, 6.6, 7.7])
     )  # 10 % worse, in noise of 50 %
-    assert gated(noisy, "step_time:3%") == (["passed"], 0)
-    assert "within the noise" in decide([Gate("step_time", 0.03)], [noisy], [])[0].reason
+    assert gated(noisy, "step_time:3%") == (["undecided"], 4), "they could not have shown 3 %"
+    assert "more than the limit: record more steps" in decide([Gate("step_time", 0.03)], [noisy], [])[0].reason
+    assert gated(noisy, "step_time:900%") == (["passed"], 0)
     assert decide([Gate("step_time", 0.03)], [], ["seq=1"])[0].status == "undecided"
 
 

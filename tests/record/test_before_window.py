@@ -121,12 +121,12 @@ def test_of_too_many_tensors_the_largest_are_there_and_it_is_said(tmp_path, monk
 
 
 def test_a_formula_that_fails_costs_no_bytes(monkeypatch):
-    from stepscope.record import ledger as ledger_module
+    from stepscope.record import flop_tally
 
     def fails(*_):
         raise TypeError("another signature")
 
-    monkeypatch.setattr(ledger_module, "count_flops", fails)
+    monkeypatch.setattr(flop_tally, "count_flops", fails)
     model = nn.Linear(3, 5)
     ledger = Ledger([model], [], lambda: "forward")
     ledger.start()

@@ -153,7 +153,7 @@ def test_whatever_ends_a_run_is_a_line(tmp_path, monkeypatch, source, said):
 
 def test_a_finding_of_a_recording_says_how_to_prove_it():
     findings = [Finding("One.", "fix()", (), "no", 1e6, id=name) for name in ("launch_bound", "full_logits")]
-    diagnosis = Diagnosis(1e7, True, tuple(findings), (), (), (), "the GPU")
+    diagnosis = Diagnosis(1e7, True, tuple(findings), (), (), (), "It is bound by the GPU.", 0.9, ())
 
     shown = diagnosis_text(diagnosis, False, 100, "runs/my run")
     assert shown.count("prove it") == 1

@@ -94,7 +94,7 @@ def test_a_module_by_its_name(tmp_path, monkeypatch):
     [
         ("mine.py:buld", r"no function 'buld' in .*: did you mean build\?"),
         ("mine.py:_hiden", "no function '_hiden'"),
-        ("mein.py:build", r"no file .*mein\.py: did you mean mine\.py\?"),
+        ("mein.py:build", r"no file mein\.py in .*: did you mean mine\.py\?"),
         ("nowhere/mine.py:build", "nor a folder"),
         ("mine.py:", r"path/to/file\.py:build"),
         (":build", r"path/to/file\.py:build"),
