@@ -1,6 +1,41 @@
-"""What every test shares: hypothesis that repeats itself and does not mind a slow machine."""
+"""What every test shares: hypothesis that repeats itself and does not mind a slow machine, and torch as it was."""
 
+import sys
+from types import FunctionType
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("stepscope")
+
+
+def _of_torch() -> dict[str, object]:
+    """What a test can leave changed in torch for those after it."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    owners = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    owners += [torch, torch.nn.Module, torch.Tensor, DataLoader, torch.nn.functional, torch.autograd]
+    functions = [(f"{owner.__name__}.{name}", value) for owner in owners for name, value in list(vars(owner).items())]
+    return {
+        "wrapped by us": [
+            name
+            for name, value in functions
+            if isinstance(value, FunctionType) and "stepscope" in value.__code__.co_filename
+        ],
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+    }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_is_left_as_it_was():
+    """A file of tests that changes torch for the next one is told so, in whatever order they run."""
+    before = _of_torch() if "torch" in sys.modules else None
+    yield
+    assert before is None or _of_torch() == before

@@ -286,6 +286,8 @@ def test_a_patch_comes_off_unless_somebody_stands_on_it():
     assert Owner.function is original
 
     patch = Patch(Owner, "function", lambda original, x: original(x) + 1)
-    theirs = Owner.function = lambda x: 0
+    ours = Owner.function
+    theirs = Owner.function = lambda x: 10 * ours(x)
+    assert Owner.function(3) == 70
     patch.remove()
-    assert Owner.function is theirs
+    assert Owner.function is theirs and Owner.function(3) == 60

@@ -28,7 +28,7 @@ def apply():
         return made[-1]
 
     yield start
-    for fixes in made:
+    for fixes in reversed(made):
         fixes.remove()
 
 

@@ -83,7 +83,12 @@ class RankAccount:
 
 def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
     """The account of a trace, or of one step of it."""
-    linked = link(trace)
+    return account_of(link(trace), rank, step)
+
+
+def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccount:
+    """The same of a trace whose links are made."""
+    trace = linked.trace
     if step is not None:
         if step not in linked.steps.table["step"]:
             raise UsageError(f"{trace.path}: no step {step}; {_which(linked.steps)}")

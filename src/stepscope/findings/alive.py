@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck
 
-WORTH_SHARE = 0.05
+_WORTH_SHARE = 0.05
 """Of the peak: what saves less memory is not worth a finding."""
 LEAST_BYTES = 256 << 20
 """Nobody is short of less."""
@@ -26,4 +26,4 @@ def alive_bytes(case: Case, num_elements: int, item_bytes: tuple[int, ...] = (2,
 
 def is_worth_bytes(case: Case, saving_bytes: int | None) -> bool:
     """Whether a saving of memory is large enough to be told."""
-    return bool(saving_bytes) and (saving_bytes or 0) >= max(LEAST_BYTES, WORTH_SHARE * case.memory.peak_bytes)
+    return bool(saving_bytes) and (saving_bytes or 0) >= max(LEAST_BYTES, _WORTH_SHARE * case.memory.peak_bytes)

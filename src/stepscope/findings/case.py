@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -140,6 +140,16 @@ class Case(TraceTables):
         """What a step saves with a change."""
         changed = self.replay.play(replace(change, profiler_ns_per_event=self.profiler_ns_per_event))
         return max(0.0, self.step.done_ns - changed.done_ns)
+
+    def scaled_to(self, total_ns: float, events: Sequence[int]) -> dict[int, float]:
+        """How long each piece of a call's work takes where all of it takes `total_ns`."""
+        durations_ns = [self._duration_ns[event] for event in events]
+        factor = total_ns / max(1, sum(durations_ns))
+        return {event: ns * factor for event, ns in zip(events, durations_ns)}
+
+    @cached_property
+    def _duration_ns(self) -> dict[int, int]:
+        return dict(self.work.select("event", "duration_ns").iter_rows())
 
     def without(self, events: pl.Series) -> Change:
         """The change in which some GPU work is gone, with the host's time for it."""

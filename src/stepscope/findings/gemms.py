@@ -19,7 +19,7 @@ _SCHEMA = pl.Schema(
         "op": pl.String(), "shapes": pl.String(), "module": pl.String(), "phase": pl.String(), "dtype": pl.String(),
         "peak_dtype": pl.String(), "flops": pl.Int64(), "bytes": pl.Int64(), "duration_ns": pl.Int64(),
         "kernel": pl.String(), "alignment_bytes": pl.Int64(), "odd_sizes": pl.List(pl.Int64()),
-        "events": pl.List(pl.Int64()), "durations": pl.List(pl.Int64()),
+        "events": pl.List(pl.Int64()),
     }
 )  # fmt: skip
 
@@ -29,8 +29,8 @@ def gemm_calls(case: Case) -> pl.DataFrame:
 
     `op`, `shapes`, `module`, `phase`, `dtype`, `peak_dtype`, `flops`, `bytes`, `duration_ns`, `kernel` (the longest),
     `alignment_bytes` of its matrices' dimensions: the largest power of two, up to 128, that divides them all, and
-    `odd_sizes`, those that `LOADED_BYTES` do not divide; `events` and their `durations`. CannotCheck where the
-    trace has no shapes.
+    `odd_sizes`, those that `LOADED_BYTES` do not divide; `events`, its GPU work. CannotCheck where
+    the trace has no shapes.
     """
     case.with_shapes()
     gemms = case.work.filter(pl.col("class").is_in(["gemm", "convolution"]), pl.col("call").is_not_null())
@@ -43,7 +43,6 @@ def gemm_calls(case: Case) -> pl.DataFrame:
         pl.col("name").sort_by("duration_ns").last().cast(pl.String).alias("kernel"),
         pl.col("dtypes").first(),
         pl.col("event").alias("events"),
-        pl.col("duration_ns").alias("durations"),
     )
     calls = calls.filter(pl.col("flops") > 0)
     if calls.is_empty() and gemms.height:

@@ -17,7 +17,7 @@ from stepscope.analysis.links import Linked, link
 from stepscope.analysis.logits import logits
 from stepscope.analysis.nan_checks import nan_checks, stack_writing_ops
 from stepscope.analysis.quiet import quiet_stretches
-from stepscope.analysis.rank import RankAccount, account, device_name
+from stepscope.analysis.rank import RankAccount, account_of, device_name
 from stepscope.analysis.recomputed import recomputed
 from stepscope.analysis.replay import Replay, typical_steps
 from stepscope.analysis.round_trips import round_trips
@@ -49,8 +49,7 @@ class TraceTables:
     @cached_property
     def account(self) -> RankAccount:
         """What `stepscope analyze` shows of the rank."""
-        assert self._linked and self._trace is not None
-        return account(self._trace, self.rank)
+        return account_of(self._linked, self.rank)
 
     @cached_property
     def replay(self) -> Replay:

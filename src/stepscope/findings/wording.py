@@ -33,8 +33,9 @@ def gibibytes(num_bytes: float) -> str:
 def several(count: float, what: str) -> str:
     """A number of things.
 
-    >>> several(1, "kernel"), several(1204, "kernel")
-    ('1 kernel', '1,204 kernels')
+    >>> several(1, "kernel"), several(1204, "kernel"), several(4, "stretch")
+    ('1 kernel', '1,204 kernels', '4 stretches')
     """
     number = f"{count:,.0f}"
-    return f"{number} {what}" if number == "1" else f"{number} {what}s"
+    ending = "" if number == "1" else "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{ending}"

@@ -43,7 +43,9 @@ class Kind:
         self.keeps_values = is_aten and "empty" not in plain
         is_new = not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
         self.is_new = is_aten and is_new and not self.gives_number and not self.has_dynamic_shape
-        self.only_writes = bool(self.written) and (self.is_random or (plain.startswith("_foreach") and is_aten))
+        # Not every fused optimizer has a meta kernel: what writes and gives nothing back needs none.
+        is_written = is_aten and (plain.startswith("_foreach") or not schema.returns)
+        self.only_writes = bool(self.written) and (self.is_random or is_written)
         self.needs_one_device = plain in _ON_ONE_DEVICE or (torch.Tag.pointwise in tags and "copy" not in plain)
         names = [argument.name for argument in schema.arguments]
         self.device_at = names.index("device") if "device" in names else None

@@ -34,10 +34,11 @@ class Patch:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self._is_removed:
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
+        self._is_removed = False
         self._is_own = name in vars(owner)
         # On an instance a bound method stands for a bound method: schedulers look at its `__func__`.
         bound = types.MethodType(lambda _self, *args, **kwargs: wrapper(*args, **kwargs), owner)
@@ -46,8 +47,8 @@ class Patch:
         setattr(owner, name, self._wrapper)
 
     def remove(self) -> None:
-        # Somebody may have wrapped our wrapper since: then it stays, and `around` is expected
-        # to pass through once its session has ended.
+        # Somebody may have wrapped our wrapper since: then it stays, and does nothing any more.
+        self._is_removed = True
         if vars(self._owner).get(self._name) is not self._wrapper:
             return
         if self._is_own:

@@ -17,6 +17,18 @@ TIMEOUT = "timeout"
 STATUSES = ("ok", "oom", "crashed", "timeout", "wrong", "unproven", "skipped")
 
 
+def identity(point: Point) -> dict[str, Any]:
+    """What every row of a point begins with."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "hash": point.hash,
+        "workload": point.workload,
+        "preset": point.preset,
+        "config": dict(point.config),
+        "run": dict(point.run),
+    }
+
+
 def row_of(point: Point, request: Request, ending: Ending, started_at: str) -> dict[str, Any]:
     """The row of a point that has ended, whichever way."""
     fields = _left_behind(Path(request.result_path))
@@ -30,12 +42,7 @@ def row_of(point: Point, request: Request, ending: Ending, started_at: str) -> d
         fields["reason"] = _oom_reason(fields)
     status, reason = fields.pop("status"), fields.pop("reason", None)
     return {
-        "schema_version": SCHEMA_VERSION,
-        "hash": point.hash,
-        "workload": point.workload,
-        "preset": point.preset,
-        "config": dict(point.config),
-        "run": dict(point.run),
+        **identity(point),
         "status": status,
         "reason": reason,
         **fields,

@@ -11,8 +11,8 @@ from typing import Any
 from stepscope.record.origin import now
 from stepscope.sweep.grid import Point, renamed
 from stepscope.sweep.point_process import OK, OOM, SKIPPED, WRONG
-from stepscope.sweep.results import SCHEMA_VERSION, Results
-from stepscope.sweep.rows import TIMEOUT
+from stepscope.sweep.results import Results
+from stepscope.sweep.rows import TIMEOUT, identity
 from stepscope.sweep.runner import Runner
 from stepscope.sweep.tune_loss import LossCheck, check_loss, no_loss
 from stepscope.sweep.tune_space import BATCH, COMPILE, Space
@@ -200,12 +200,7 @@ def _itself(row: Row) -> LossCheck:
 def _skipped(point: Point, forecast: Forecast) -> Row:
     at = now()
     return {
-        "schema_version": SCHEMA_VERSION,
-        "hash": point.hash,
-        "workload": point.workload,
-        "preset": point.preset,
-        "config": dict(point.config),
-        "run": dict(point.run),
+        **identity(point),
         "status": SKIPPED,
         "reason": forecast.reason,
         "notes": [],

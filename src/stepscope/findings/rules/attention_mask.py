@@ -25,9 +25,7 @@ def check(case: Case) -> list[Finding]:
     durations: dict[int, float] = {}
     for row in calls.iter_rows(named=True):
         expected = attention_ns(case.device, _PEAKS[row["dtype"]], row["full_flops"] // 2, row["num_keys"])
-        factor = min(1.0, expected / row["duration_ns"])
-        parts = case.work.filter(pl.col("event").is_in(row["events"]))
-        durations |= {event: ns * factor for event, ns in parts.select("event", "duration_ns").iter_rows()}
+        durations |= case.scaled_to(min(expected, row["duration_ns"]), row["events"])
     # What the mask itself costs: made a bias of, broadcast, added.
     roots = case.work.filter(pl.col("event").is_in(list(durations)))["root"].drop_nulls().unique()
     on_mask = case.work.filter(

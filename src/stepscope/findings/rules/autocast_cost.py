@@ -70,14 +70,11 @@ def _without_autocast(case: Case, casts: set[int]) -> dict[int, float]:
     for row in gemm_calls(case).filter(pl.col("peak_dtype").is_in(_LOW_PEAKS)).iter_rows(named=True):
         is_aligned = row["alignment_bytes"] >= 8
         expected = gemm_ns(case.device, dtype, row["flops"], int(_WIDER * (row["bytes"] or 0)), is_aligned)
-        factor = _longer(row["duration_ns"], expected) / max(1, row["duration_ns"])
-        durations |= {event: ns * factor for event, ns in zip(row["events"], row["durations"])}
+        durations |= case.scaled_to(_longer(row["duration_ns"], expected), row["events"])
     for row in case.attention.filter(pl.col("dtype").is_in(["bfloat16", "float16"])).iter_rows(named=True):
         flops = row["full_flops"] // (2 if row["is_causal"] else 1)
         expected = attention_ns(case.device, "fp32", flops, row["num_keys"])
-        factor = _longer(row["duration_ns"], expected) / max(1, row["duration_ns"])
-        mine = case.work.filter(pl.col("event").is_in(row["events"]))
-        durations |= {event: ns * factor for event, ns in mine.select("event", "duration_ns").iter_rows()}
+        durations |= case.scaled_to(_longer(row["duration_ns"], expected), row["events"])
     low = case.work.filter(pl.col("dtypes").cast(pl.String).str.contains(_LOW_TEXT))
     for event, ns, moved in low.select("event", "duration_ns", "bytes").iter_rows():
         expected = ns * _WIDER if moved is None else traffic_ns(case.device, _WIDER * moved)

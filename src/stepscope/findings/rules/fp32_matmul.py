@@ -22,8 +22,7 @@ def check(case: Case) -> list[Finding]:
     durations: dict[int, float] = {}
     for row in slow.iter_rows(named=True):
         expected = gemm_ns(case.device, "tf32", row["flops"], row["bytes"], row["alignment_bytes"] >= 16)
-        factor = min(1.0, expected / row["duration_ns"])
-        durations |= {event: ns * factor for event, ns in zip(row["events"], row["durations"])}
+        durations |= case.scaled_to(min(expected, row["duration_ns"]), row["events"])
     saving_ns = case.saving_ns(Change(duration_ns=durations))
     if not case.is_worth(saving_ns):
         return []

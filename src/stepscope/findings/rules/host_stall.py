@@ -47,7 +47,7 @@ def check(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"The host is away for {milliseconds(per_step)} of a step of {milliseconds(case.step_ns)}, in "
-            f"{several(quiet.height / case.num_steps, 'stretch').replace('stretchs', 'stretches')}, mostly {what}; "
+            f"{several(quiet.height / case.num_steps, 'stretch')}, mostly {what}; "
             f"the GPU has work for {milliseconds(case.step.device_ns)}{once}.",
             fix=fix,
             saving_ns=saving_ns,

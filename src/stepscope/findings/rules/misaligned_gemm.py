@@ -21,8 +21,7 @@ def check(case: Case) -> list[Finding]:
     for row in calls.iter_rows(named=True):
         if row["peak_dtype"] in peaks:
             expected = gemm_ns(case.device, row["peak_dtype"], row["flops"], row["bytes"])
-            factor = min(1.0, expected / row["duration_ns"])
-            durations |= {event: ns * factor for event, ns in zip(row["events"], row["durations"])}
+            durations |= case.scaled_to(min(expected, row["duration_ns"]), row["events"])
     saving_ns = case.saving_ns(Change(duration_ns=durations)) if durations else 0.0
     if not case.is_worth(saving_ns):
         return []

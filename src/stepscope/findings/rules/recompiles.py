@@ -8,6 +8,8 @@ from statistics import median
 
 import polars as pl
 
+from stepscope.analysis.op_calls import Tensor
+from stepscope.analysis.op_costs import operands
 from stepscope.analysis.replay import Change
 from stepscope.analysis.whatif import stretches
 from stepscope.findings.case import WORTH_SHARE, Case
@@ -51,7 +53,7 @@ def _planning(case: Case) -> list[Finding]:
         Finding(
             sentence=f"The host is kept {milliseconds(per_step)} a step by "
             f"{several(planning.height / case.num_steps, 'stretch')} of compiling or planning"
-            f"{' in ' + ' and '.join(ops) if ops else ''}: {why}.".replace("stretchs", "stretches"),
+            f"{' in ' + ' and '.join(ops) if ops else ''}: {why}.",
             fix=fix,
             saving_ns=saving_ns,
             derived="the step replayed with these stretches gone; an eager fallback's cost is not counted",
@@ -141,9 +143,6 @@ def _fix_of(guard: str) -> str:
 
 def _changing_shapes(planning: pl.DataFrame) -> str | None:
     """Of the op that planned longest, first operands that differ from step to step."""
-    from stepscope.analysis.op_calls import Tensor
-    from stepscope.analysis.op_costs import operands
-
     for (op,), part in planning.drop_nulls("op").group_by("op", maintain_order=True):
         shapes: dict[int | None, str] = {}
         for step, text in part.select("step", "shapes").iter_rows():

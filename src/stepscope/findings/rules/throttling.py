@@ -83,7 +83,7 @@ def check(case: Case) -> list[Finding]:
             evidence=(
                 Evidence(
                     "clocks",
-                    [{"mean_sm_clock_mhz": mean_mhz, "highest_sm_clock_mhz": highest_mhz, **limits_row(limits)}],
+                    [{"mean_sm_clock_mhz": mean_mhz, "highest_sm_clock_mhz": highest_mhz, **_limits_row(limits)}],
                 ),
                 Evidence("reasons", [{"reason": name, "share": share} for name, share in counters.throttle_shares]),
             ),
@@ -91,7 +91,7 @@ def check(case: Case) -> list[Finding]:
     ]
 
 
-def limits_row(limits: dict[str, object]) -> dict[str, object]:
+def _limits_row(limits: dict[str, object]) -> dict[str, object]:
     """What the driver said of limits."""
     return {name: limits.get(name) for name in ("power_limit_watts", "default_power_limit_watts")}
 
