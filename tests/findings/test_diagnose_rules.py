@@ -41,7 +41,7 @@ def test_rules_read_analyses_and_no_events():
     for path in (Path(stepscope.findings.__file__).parent / "rules").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         assert "stepscope.trace" not in text, path
-        assert "_linked" not in text, path
+        assert "_linked" not in text and "case.linked" not in text, path
 
 
 def test_every_rule_is_accounted_for_once(tmp_path):

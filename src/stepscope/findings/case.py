@@ -9,10 +9,11 @@ from pathlib import Path
 
 import polars as pl
 
+from stepscope.analysis.links import Linked
 from stepscope.analysis.memory_account import Account
 from stepscope.analysis.memory_account import account as account_for_memory
 from stepscope.analysis.memory_left import MemoryGrowth, growth_between_steps, growth_in_window
-from stepscope.analysis.rank import account
+from stepscope.analysis.rank import RankAccount, account
 from stepscope.analysis.replay import PROFILER_NS_PER_EVENT, Change, Replayed
 from stepscope.analysis.summary import Summary, summarise
 from stepscope.analysis.trace_memory import trace_memory
@@ -45,12 +46,12 @@ class Case(TraceTables):
         trace: Trace | None,
         rank: int = 0,
         recording: Recording | None = None,
-        across: AcrossRanks | None = None,
+        ranks: tuple[RankAccount, ...] = (),
     ) -> None:
         super().__init__(trace, rank)
         self.path = path
         self._recording = recording
-        self._across = across
+        self._ranks = ranks
 
     @property
     def recording(self) -> Recording:
@@ -99,12 +100,22 @@ class Case(TraceTables):
             raise CannotCheck("the trace has no two steps to compare: schedule(wait=1, warmup=1, active=3)")
         return growth_between_steps(self._linked)
 
+    @cached_property
+    def analysis(self) -> Analysis:
+        """What `stepscope analyze` shows: of every rank where a folder has several."""
+        return Analysis.of(self._ranks or (self.account,))
+
     @property
     def across(self) -> AcrossRanks:
         """What the ranks did to one another."""
-        if self._across is None:
+        if not self._ranks or self.analysis.across is None:
             raise CannotCheck("there is one rank: it takes a folder with a trace of each")
-        return self._across
+        return self.analysis.across
+
+    @property
+    def linked(self) -> Linked:
+        """The events themselves, for who draws them."""
+        return self._linked
 
     @cached_property
     def profiler_ns_per_event(self) -> float:
@@ -184,5 +195,4 @@ def open_case(
     if not traces:
         raise UsageError(f"{path}: no trace")
     first = min(traces)
-    across = Analysis.of(accounts).across if len(accounts) > 1 else None
-    return Case(path, traces[first], first, recording, across)
+    return Case(path, traces[first], first, recording, tuple(accounts))

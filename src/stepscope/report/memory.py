@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.memory_account import Account, account
 from stepscope.analysis.memory_growth import Growth, growth
@@ -16,6 +16,9 @@ from stepscope.errors import MissingDependencyError, RecordingError, StepscopeEr
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE
 from stepscope.trace.snapshot import read_snapshot
+
+if TYPE_CHECKING:
+    from stepscope.analysis.links import Linked
 
 SCHEMA_VERSION = 1
 RECORDING, TRACE, SNAPSHOT = "recording", "trace", "snapshot"
@@ -155,7 +158,6 @@ def _of_trace(
 ) -> MemoryReport:
     try:
         from stepscope.analysis.links import link
-        from stepscope.analysis.trace_memory import trace_memory
         from stepscope.trace.find import find_traces
         from stepscope.trace.several import open_ranks
     except ModuleNotFoundError as error:
@@ -163,8 +165,20 @@ def _of_trace(
             raise
         raise MissingDependencyError(f"{error.name} is missing: pip install polars msgspec") from None
     opened = next(iter(open_ranks(find_traces([path]), rank, use_cache, progress)))
-    memory = trace_memory(link(opened.trace))
+    return memory_of_trace(link(opened.trace))
+
+
+def memory_of_recording(folder: Path) -> MemoryReport:
+    """Of a recording's memory window; RecordingError where it has none."""
+    return _of_recording(folder, read_memory(_memory_file(folder, None)))
+
+
+def memory_of_trace(linked: Linked) -> MemoryReport:
+    """Of a trace with `[memory]` events; TraceError where it has none."""
+    from stepscope.analysis.trace_memory import trace_memory
+
+    memory = trace_memory(linked)
     notes = ["a trace knows ops, modules and phases; neither owners nor dtypes, shapes or places in Python"]
     if memory["allocator"] is None:
         notes.append("the trace has no totals of the allocator: every figure is the least it can be")
-    return MemoryReport(str(opened.path), TRACE, account(memory), None, (*notes, *opened.trace.warnings))
+    return MemoryReport(str(linked.trace.path), TRACE, account(memory), None, (*notes, *linked.trace.warnings))

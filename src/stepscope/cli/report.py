@@ -1,0 +1,57 @@
+"""One page that shows where a step and its memory went, or what a sweep found; no network, nothing to install.
+
+Reads a recording of stepscope run, a trace of PyTorch's profiler (.json, .json.gz), a folder with one a rank, or what
+stepscope bench left (its folder, or its results.jsonl). The ending of -o says what is made: .html (the page), .md (for
+a pull request), .json, or a folder with all of them, every table as CSV and every chart as PNG.
+
+examples:
+  stepscope report runs/train-20260101-120000 --open
+  stepscope report trace.json.gz -o step.html
+  stepscope report runs/sizes -o paper/sizes/
+  stepscope report --from results.jsonl -o sizes.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from stepscope.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a recording, a trace, ranks, a sweep")
+    parser.add_argument("--from", dest="rows", type=Path, metavar="FILE", help="a sweep's rows: results.jsonl")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="report.html, .md, .json or a folder/ (default: see below)"
+    )
+    parser.add_argument("--force", action="store_true", help="write over what is there")
+    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+    parser.add_argument("--rank", type=int, metavar="R", help="look into this rank (default: the first)")
+    parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Make the report and say where it is."""
+    from stepscope.cli.output import tell
+    from stepscope.cli.progress import Progress
+    from stepscope.cli.settings import ignored_rules
+    from stepscope.report.build import report_of
+    from stepscope.report.write import check_target, write_report
+
+    if (arguments.path is None) == (arguments.rows is None):
+        raise UsageError("name what to report on: a recording, a trace, a folder of ranks or a sweep")
+    path: Path = arguments.path or arguments.rows
+    if not path.exists():
+        raise UsageError(f"there is no {path}")
+    target = check_target(arguments.output or default_target(path), arguments.force)
+    with Progress("reading") as progress:
+        report = report_of(path, arguments.rank, ignored_rules(Path.cwd()), not arguments.no_cache, progress)
+    written = write_report(report, target)
+    tell(f"stepscope: {written}")
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(written.resolve().as_uri())
+    return 0
