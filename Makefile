@@ -6,18 +6,26 @@ BIN := $(VENV)/bin
 HTA := .venv-hta
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint chromium clean
 
 demo: $(VENV)/demo.installed
-	$(BIN)/stepscope run examples/train_gpt.py
+	$(BIN)/stepscope run -o runs/demo --force examples/train_gpt.py
+	$(BIN)/stepscope report runs/demo --force
 
-test: lint
+test: lint chromium
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/test.installed $(HTA)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The page of `stepscope report` is tested in a real browser where there is one, or where it can be installed.
+chromium:
+	@command -v chromium >/dev/null \
+	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	       && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y chromium >/dev/null; } \
+	  || echo "There is no chromium and it could not be installed: the tests in a browser are skipped."
 
 clean:
 	rm -rf $(VENV) $(HTA) runs build dist src/*.egg-info

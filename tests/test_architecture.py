@@ -32,11 +32,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"record", "report", "findings", "analysis", "trace", "errors"},
     "cli": {"api", "studies", "report"} | READ_SIDE | RUN_SIDE,
     "__main__": {"cli"},
-    "__init__": {"api", "record", "version"},
+    "__init__": {"api", "record", "report", "version"},
 }
 WITHOUT_TORCH = ("trace", "analysis", "findings", "report", "devices", "errors", "version")
-# The package can be called like the function of the same name, which lives above it.
-EXCEPTIONS = {("record/__init__.py", "api")}
+# A package can be called like the function of the same name, which lives above it.
+EXCEPTIONS = {("record/__init__.py", "api"), ("report/__init__.py", "api")}
 
 FILES = sorted(path for path in ROOT.rglob("*.py"))
 

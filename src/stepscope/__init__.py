@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
-    from stepscope.api import analyze, compare, diagnose, phase, read, record, step, what_if
+    from stepscope.api import analyze, compare, diagnose, phase, read, record, report, step, what_if
 
-__all__ = ["__version__", "analyze", "compare", "diagnose", "phase", "read", "record", "step", "what_if"]
+__all__ = ["__version__", "analyze", "compare", "diagnose", "phase", "read", "record", "report", "step", "what_if"]
 
 
 def __getattr__(name: str) -> Any:
     # Importing stepscope in a training script costs nothing until something of it is used.
-    if name == "record":
-        return importlib.import_module("stepscope.record")  # a package that can be called
+    if name in ("record", "report"):
+        return importlib.import_module(f"stepscope.{name}")  # a package that can be called
     if name in __all__:
         return getattr(importlib.import_module("stepscope.api"), name)
     raise AttributeError(f"module 'stepscope' has no attribute {name!r}")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stepscope.record.session import Session
     from stepscope.record.windows import Windows
     from stepscope.report.card import Card
+    from stepscope.report.parts import Report
 
 
 def is_disabled() -> bool:
@@ -66,10 +67,11 @@ def analyze(
 
     `progress` is told the share of the work that is done.
     """
-    _need_read_side()
+    need_read_side()
+    from stepscope.report.notebook import with_html
     from stepscope.report.traces import analyze_paths
 
-    return analyze_paths([Path(path) for path in paths], step, rank, use_cache, progress)
+    return with_html(analyze_paths([Path(path) for path in paths], step, rank, use_cache, progress))
 
 
 def compare(
@@ -88,9 +90,10 @@ def compare(
     """
     from stepscope.analysis.gates import parse_gate
     from stepscope.report.compare import compare_paths
+    from stepscope.report.notebook import with_html
 
     gates = [parse_gate(text) for text in ([fail_on] if isinstance(fail_on, str) else fail_on)]
-    return compare_paths(Path(base), Path(new), threshold, allow, gates, use_cache)
+    return with_html(compare_paths(Path(base), Path(new), threshold, allow, gates, use_cache))
 
 
 def diagnose(
@@ -102,12 +105,13 @@ def diagnose(
     progress: Callable[[float], None] | None = None,
 ) -> Diagnosis:
     """What is wrong with a step of a recording or a trace: `.findings`, those that save most first."""
-    _need_read_side()
+    need_read_side()
     from stepscope.findings.case import open_case
     from stepscope.findings.diagnose import diagnose as ask
+    from stepscope.report.notebook import with_html
 
     ignored = [ignore] if isinstance(ignore, str) else ignore
-    return ask(open_case(Path(path), rank, use_cache, progress), ignored)
+    return with_html(ask(open_case(Path(path), rank, use_cache, progress), ignored))
 
 
 def what_if(
@@ -123,14 +127,36 @@ def what_if(
     progress: Callable[[float], None] | None = None,
 ) -> WhatIf:
     """What a step would take with a change, as `stepscope whatif`: `scale` is pairs of work and factor."""
-    _need_read_side()
+    need_read_side()
     from stepscope.findings.case import open_case
     from stepscope.findings.what_if import what_if as replay
+    from stepscope.report.notebook import with_html
 
-    return replay(open_case(Path(path), rank, use_cache, progress), scale, drop_launches, host, waits, clean)
+    case = open_case(Path(path), rank, use_cache, progress)
+    return with_html(replay(case, scale, drop_launches, host, waits, clean))
 
 
-def _need_read_side() -> None:
+def report(
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    ignore: Collection[str] = (),
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Report:
+    """The report of a recording, a trace, a folder of ranks or a sweep: a notebook shows it, `.save(path)` keeps it.
+
+    The path's ending says as what: .html, .md, .json, or a folder with all of them, tables as CSV and charts as PNG.
+    """
+    need_read_side()
+    from stepscope.report.build import report_of
+
+    ignored = [ignore] if isinstance(ignore, str) else ignore
+    return report_of(Path(path), rank, ignored, use_cache, progress)
+
+
+def need_read_side() -> None:
+    """MissingDependencyError where the libraries that read traces are not installed."""
     for name in ("polars", "msgspec"):
         if importlib.util.find_spec(name) is None:
             raise MissingDependencyError(f"{name} is missing: pip install polars msgspec")

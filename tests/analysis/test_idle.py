@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from any_trace import any_trace
+from call_count import num_calls
 from stepscope.analysis.gpu_time import gpu_time
 from stepscope.analysis.idle import CAUSES, idle_causes, idle_gaps
 from stepscope.analysis.links import Linked, link
@@ -399,3 +400,39 @@ def test_the_pieces_of_gaps_tile_the_idle_time(trace):
 @pytest.mark.parametrize("name", ["gpu_user_annotation_gp100", "mi250_minitoy_train_ROCm6_2_kineto", "triton_mi300"])
 def test_causes_of_real_traces_add_up(name):
     assert causes_of(link(read_trace(PUBLIC / f"{name}.json.gz")))
+
+
+def one_after_the_other(num_threads: int) -> Linked:
+    """Each thread launches a kernel on a stream of its own, 4 µs after the GPU was done: half of them from an op."""
+    trace = TraceBuilder()
+    for number in range(num_threads):
+        at, thread = 20.0 * number, 100 + number
+        if number % 2:
+            trace.op("aten::mm", at - 15, 20, thread)
+        trace.launch("gemm", at, (at + 1, 15), thread=thread, stream=number)
+    return trace.linked()
+
+
+def test_each_gap_is_looked_at_on_the_thread_that_ended_it():
+    # Of each gap the last microsecond is the launch's; three before it are the op's on every second thread.
+    assert causes_of(one_after_the_other(9)) == {"launch": 8 * 1_000 + 4 * 4_000, "python": 4 * 4_000}
+
+
+def test_many_threads_are_looked_at_in_one_pass():
+    few, many = one_after_the_other(10), one_after_the_other(200)
+    idle_gaps(few)
+
+    assert num_calls(lambda: idle_gaps(many)) == pytest.approx(num_calls(lambda: idle_gaps(few)), rel=0.1)
+
+
+def test_a_trace_of_centuries_is_looked_at_thread_by_thread():
+    trace = TraceBuilder()
+    year_us = 365 * 86_400 * 1e6
+    for number in range(4):
+        at = 40 * year_us * number
+        trace.op("aten::mm", at, 30, 100 + number).launch("gemm", at + 10, (at + 20, 5), thread=100 + number)
+
+    # But for 10 µs of the op and as many of the launch it is Python, three times.
+    found = causes_of(trace)
+    assert found["launch"] == 3 * 20_000
+    assert found["python"] > 3 * 39 * year_us * 1000

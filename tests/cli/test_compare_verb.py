@@ -180,16 +180,21 @@ def test_two_sweeps_about_one_knob(sweeps, compare, as_json):
 
 
 def test_a_point_that_is_gone_leaves_the_gate_undecided(sweeps, tmp_path, compare, as_json):
-    shutil.copytree(sweeps / "naive", tmp_path / "half")
-    lines = (tmp_path / "half" / "results.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "half" / "results.jsonl").write_text(lines[0] + lines[1][:40])
+    # The samples of a steady machine, so that the gate of the row that is there can be decided.
+    rows = [json.loads(line) for line in (sweeps / "naive" / "results.jsonl").read_text().splitlines()]
+    steady = [json.dumps(row | {"samples_device_ns": [1000 + n % 7 for n in range(10)]}) + "\n" for row in rows]
+    for name in ("whole", "half"):
+        shutil.copytree(sweeps / "naive", tmp_path / name)
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    (whole / "results.jsonl").write_text("".join(steady))
+    (half / "results.jsonl").write_text(steady[0] + steady[1][:40])
 
-    found = as_json(sweeps / "naive", tmp_path / "half", "--fail-on", "step_time:99%", code=4)
+    found = as_json(whole, half, "--fail-on", "step_time:99%", code=4)
     assert [gate["status"] for gate in found["gates"]] == ["passed", "undecided"] and len(found["only_in_base"]) == 1
-    assert "half written" in compare(sweeps / "naive", tmp_path / "half")
-    failed = json.loads(lines[0]) | {"status": "oom", "reason": "asked for 3 GiB"}
-    (tmp_path / "half" / "results.jsonl").write_text(json.dumps(failed) + "\n" + lines[1])
-    text = compare(sweeps / "naive", tmp_path / "half", "--fail-on", "step_time:99%", code=4)
+    assert "half written" in compare(whole, half)
+    failed = rows[0] | {"status": "oom", "reason": "asked for 3 GiB"}
+    (half / "results.jsonl").write_text(json.dumps(failed) + "\n" + steady[1])
+    text = compare(whole, half, "--fail-on", "step_time:99%", code=4)
     assert "the row is oom: asked for 3 GiB" in text
 
 

@@ -80,6 +80,10 @@ def test_a_rank_that_comes_late(tmp_path, is_idle, why):
     assert why in finding.sentence
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
     assert finding.confidence == "high"
+    # Where it is seen on this rank: in the collectives in which it waits, the first of them in full.
+    assert len(finding.places) == 6 and all(end - start >= 2_000_000 for start, end in finding.places)
+    if is_idle:
+        assert finding.fix.startswith(f"stepscope diagnose {tmp_path} --rank 1  #")
 
 
 def test_the_late_rank_looked_at_by_itself_saves_as_much(tmp_path):

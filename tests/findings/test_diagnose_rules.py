@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 
 import stepscope.findings
 from any_trace import any_trace
+from call_count import num_calls
 from stepscope.errors import UsageError
 from stepscope.findings.case import Case, open_case
-from stepscope.findings.diagnose import all_rules, diagnose
+from stepscope.findings.diagnose import Diagnosis, all_rules, diagnose
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.report.findings_text import diagnosis_text
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
@@ -66,6 +68,36 @@ def test_a_rule_can_be_suppressed(tmp_path):
         diagnose(case_of(trace, tmp_path), {"lunch_bound"})
 
 
+def test_a_rate_has_its_unit():
+    rows = [
+        {"bus_bandwidth_bytes_per_s": 12_345_678_901, "best_bus_bandwidth_bytes_per_s": None, "flops_per_s": 4e14}
+    ]
+    told = Finding("It is slow.", "do less", (Evidence("collectives", rows),), "it is not", id="communication")
+    diagnosis = Diagnosis(1e6, False, (told,), (), (), (), "It is bound by the GPU.", 0.9, ())
+
+    text = diagnosis_text(diagnosis, False, 100)
+
+    assert "12.3 GB/s" in text and "400 TFLOP/s" in text
+    assert "bus bandwidth  best bus bandwidth" in text
+
+
+def test_streams_and_threads_are_not_looked_at_one_by_one(tmp_path):
+    def traced(num: int) -> Case:
+        """A thread for each stream, whose kernels the GPU waits for."""
+        trace = TraceBuilder()
+        for number in range(4 * num):
+            at, thread = 10.0 * number, 100 + number % num
+            trace.op("aten::mm", at, 8, thread, id=number + 1)
+            trace.launch("gemm", at + 2, runs=(at + 3, 4), thread=thread, stream=number % num, id=number + 1)
+        return case_of(trace.step(1, 0, 20 * num).step(2, 20 * num, 20 * num), tmp_path)
+
+    few, many = traced(50), traced(500)
+    diagnose(traced(10))
+
+    # Ten times the kernels, each with a few calls; one pass a thread would be thousands of calls a thread.
+    assert num_calls(lambda: diagnose(many)) < 4 * num_calls(lambda: diagnose(few))
+
+
 @settings(
     max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None
 )
@@ -90,3 +122,7 @@ def test_other_peoples_traces(path):
     for finding in diagnosis.findings:
         assert finding.sentence and finding.fix and finding.evidence and finding.falsified_by
         assert finding.saving_ns is None or finding.saving_ns <= (diagnosis.step_ns or 0)
+        if finding.id in ("launch_bound", "synchronisation"):  # what a host makes the GPU wait for is idle time
+            assert finding.saving_ns <= (1 - diagnosis.gpu_busy_share) * diagnosis.step_ns + 1
+        for start, end in finding.places:
+            assert start < end

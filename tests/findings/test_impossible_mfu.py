@@ -10,6 +10,7 @@ from recorded_cases import GPU, recorded
 from handmade import flops_facts, op_flops, sample
 from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
+from stepscope.findings.gemms import gemm_calls
 from stepscope.findings.rules.impossible_mfu import check
 from trace_builder import TraceBuilder
 
@@ -78,6 +79,23 @@ def test_a_product_that_is_faster_than_the_device(tmp_path, duration_us, num):
     assert len(found) == num
     if num:
         assert "aten::mm in bf16 at 139% of its 989 TFLOP/s" in found[0].sentence
+
+
+def test_a_convolution_may_multiply_less_than_is_counted(tmp_path):
+    """2 · 32 · 256 · 256 · 9 · 14² FLOPs in float32 take 111 µs at the dense peak; Winograd's way takes fewer."""
+    trace = TraceBuilder(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
+    shapes = {
+        "Input Dims": [[32, 256, 14, 14], [256, 256, 3, 3], [], [], [], [], [], []],
+        "Input type": ["float", "float"],
+        "Concrete Inputs": ["", "", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1"],
+    }
+    trace.step(1, 0, 1000).op("aten::cudnn_convolution", 10, 20, id=1, **shapes)
+    trace.launch("scudnn_winograd_128x128", 12, runs=(30, 60), id=1)
+    case = open_case(trace.write(tmp_path / "trace.json"), use_cache=False)
+
+    (call,) = gemm_calls(case).iter_rows(named=True)
+    assert call["flops"] / call["duration_ns"] * 1e9 > 1.02 * case.device.peak_flops["fp32"]
+    assert check(case) == []
 
 
 def test_without_a_peak(tmp_path):

@@ -42,6 +42,31 @@ def test_no_host_saves_more_than_the_gpu_stood_idle():
     assert launch_bound.check(case) == []
 
 
+def test_how_the_gpu_stood_in_other_steps_is_left_out():
+    """In the first step, which is no typical one, a kernel that has been launched is held for 28 ms."""
+
+    def after_one_that_was_held(trace: TraceBuilder, at: float) -> float:
+        if at:
+            return many_small(trace, at)
+        kernel(trace, 0, runs=10, took=1000)
+        kernel(trace, 100, runs=29_000, took=1000)
+        return 30_000
+
+    case = case_of(steps(after_one_that_was_held, num=4))
+
+    assert case.num_steps == 3
+    assert case.starved_ns == 2_100_000 - 20 * 5_000
+
+
+def test_the_step_that_is_saved_from_is_the_one_without_the_profiler():
+    case = case_of(steps(many_small))
+    case.__dict__["profiler_ns_per_event"] = 40_000.0  # twice for each kernel: 20 µs of the host's 100 are left
+
+    assert case.starved_ns == case.step.done_ns - 20 * 5_000 < 600_000
+    (finding,) = launch_bound.check(case)
+    assert finding.saving_ns <= case.starved_ns
+
+
 def test_a_gpu_that_has_enough_to_do_is_clean():
     def large(trace: TraceBuilder, at: float) -> float:
         for number in range(20):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from recorded_cases import GPU, recorded
 
+from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules import allocator_churn
 from stepscope.findings.rules.memory_pressure import check
 
 GIB = 1 << 30
@@ -35,6 +37,15 @@ def test_the_allocator_had_to_begin_again(tmp_path):
 
     assert "gave its cache back 3 times" in finding.sentence
     assert finding.confidence == "high"
+
+
+def test_retries_of_every_step_are_told_once(tmp_path):
+    """By the rule that tells what they cost."""
+    (finding,) = reserved(tmp_path, 30, 50, retries=30, used=60)
+    (churn,) = allocator_churn.check(open_case(tmp_path))
+
+    assert "gave its cache back" not in finding.sentence
+    assert "found no room 30 times" in churn.sentence
 
 
 def test_expandable_segments_are_not_recommended_twice(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from host_cases import case_of, copy, kernel, steps
+from host_cases import H200, case_of, copy, kernel, steps
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.findings.rules import synchronisation
@@ -108,6 +108,16 @@ def timed(trace: TraceBuilder, at: float) -> float:
 
 def test_a_step_that_is_timed_is_no_fault():
     assert synchronisation.check(case_of(steps(timed))) == []
+
+
+def test_a_profiler_that_begins_waits_for_what_was_queued():
+    trace = TraceBuilder(**H200)
+    trace.kernel("earlier", 0, 3000).call("cudaDeviceSynchronize", 100, 2910)
+    for number in range(10):
+        kernel(trace, 4000 + 100 * number, runs=4010 + 300 * number, took=300)
+    trace.call("cudaDeviceSynchronize", 5000, 2015)
+
+    assert synchronisation.check(case_of(trace.step(1, 50, 7000))) == []
 
 
 def timed_in_the_middle(trace: TraceBuilder, at: float) -> float:

@@ -20,7 +20,7 @@ from stepscope.report.card import Card
 from stepscope.trace.recording import Recording, read_recording
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 # Eight steps are in a window: 2 warm-up, 3 clean, 1 that warms the profiler up, 1 traced, 1 for memory and FLOPs.
 SHORT = ("--warmup", "2", "--clean", "3", "--trace", "1")
 

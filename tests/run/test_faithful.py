@@ -270,7 +270,7 @@ def test_torch_is_imported_by_the_script_and_by_nobody_earlier(lab):
 
 
 def test_losses_random_numbers_and_output_are_the_same(seeded, bare):
-    run = seeded.run()
+    run = seeded.run(options=("--force",))
     assert bare.exit_code == run.exit_code == 0, run.stderr
     assert run.stdout.startswith(bare.stdout)
     card = run.stdout.removeprefix(bare.stdout)

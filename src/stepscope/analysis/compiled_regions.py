@@ -45,3 +45,13 @@ def entering(linked: Linked, regions: pl.DataFrame, all_but_first: bool) -> pl.D
     is_work = host["kind"].is_in(["runtime", "driver"]) | matches(host["name"], _WORKING)
     pieces = sweep({"whole": whole, "work": spans(host, is_work)})
     return union(pieces.filter("whole", ~pl.col("work")))
+
+
+def regions_by_name(regions: pl.DataFrame, num_steps: int) -> pl.DataFrame:
+    """Regions by `name` and `is_nested`: `num_calls` and `host_ns`, with all that each calls, a step; most first."""
+    length = pl.col("end_ns") - pl.col("start_ns")
+    return (
+        regions.group_by("name", "is_nested")
+        .agg((pl.len() / num_steps).alias("num_calls"), (length.sum() / num_steps).alias("host_ns"))
+        .sort("host_ns", "name", descending=[True, False])
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import polars as pl
 
 from stepscope.analysis.intervals import complement, spans, sweep
@@ -35,6 +37,7 @@ _NAMES = {
 _WORK = ["op", "runtime", "driver"]
 _CAUSE: pl.DataType = pl.Enum(list(CAUSES))
 _GAPS = pl.Schema([("gap", pl.UInt32()), ("start_ns", pl.Int64()), ("end_ns", pl.Int64()), ("cause", _CAUSE)])
+_LONGEST_NS = 2**62
 PLANNING_NS = 1_000_000
 """An op's own host time is microseconds, and a launch's; from a millisecond on it is doing something else."""
 
@@ -84,51 +87,78 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     ]
     late = gaps.filter(known).select("gap", "start_ns", launch.alias("end_ns"), "thread")
     late = late.filter(pl.col("end_ns") > pl.col("start_ns"))
-    parts += [by_host(linked, part) for part in late.partition_by("thread")] if not late.is_empty() else []
+    parts.append(by_host(linked, late))
     return pl.concat(parts).filter(pl.col("end_ns") > pl.col("start_ns")).cast({"cause": _CAUSE}).sort("start_ns")
 
 
 def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
-    """Stretches of one thread (`gap`, `start_ns`, `end_ns`, `thread`), cut by what it did in them: the same with
-    `cause`, one of `CAUSES`."""
-    start, end = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
-    columns = ("row", "kind", "name", "start_ns", "duration_ns", "end_ns", "self_ns", "parent")
-    thread = linked.host.select(columns).filter(linked.host["thread"] == late["thread"][0])
-    host = thread.filter(pl.col("end_ns") > start, pl.col("start_ns") < end)
+    """Stretches of threads (`gap`, `start_ns`, `end_ns`, `thread`), cut by what the thread did in them: `gap`,
+    `start_ns`, `end_ns` and `cause`, one of `CAUSES`. Those of one thread do not overlap."""
+    if late.is_empty():
+        return late.select("gap", "start_ns", "end_ns", pl.lit("python").alias("cause"))
+    axis = _Axis.of(late)
+    if axis is None:  # a trace that spans centuries
+        return pl.concat([by_host(linked, part) for part in late.partition_by("thread")])
+    columns = ("row", "thread", "kind", "name", "start_ns", "duration_ns", "end_ns", "self_ns", "parent")
+    threads = linked.host.select(columns).filter(linked.host["thread"].is_in(axis.threads.implode()))
+    host = threads.filter(pl.col("end_ns") > axis.low_ns, pl.col("start_ns") < axis.high_ns)
     special = host.filter(matches(host["name"], "|".join(_NAMES.values())))
-    sets = {cause: spans(special, matches(special["name"], pattern)) for cause, pattern in _NAMES.items()}
-    sets["compile"] = pl.concat([sets["compile"], _captures(thread), _planning(linked, host)])
-    phases = linked.steps.phases
-    is_main = late["thread"][0] == linked.steps.main_thread
-    sets["data"] = phases.filter((pl.col("phase") == "data") & is_main).select("start_ns", "end_ns")
+    span = ("thread", "start_ns", "end_ns")
+    sets = {cause: special.filter(matches(special["name"], name)).select(span) for cause, name in _NAMES.items()}
+    sets["compile"] = pl.concat([sets["compile"], _captures(threads), _planning(linked, host)])
+    main = pl.lit(linked.steps.main_thread, host.schema["thread"]).alias("thread")
+    sets["data"] = linked.steps.phases.filter(pl.col("phase") == "data").select(main, "start_ns", "end_ns")
     # What is inside an op adds nothing to the time it covers.
     parent_end = linked.host["end_ns"].gather(host["parent"])
     is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
-    is_inside = is_inside.fill_null(False)
-    sets["launch"] = spans(host, host["kind"].is_in(_WORK) & ~is_inside)
-    stretches = sweep({"late": late, **sets}).filter("late")
+    sets["launch"] = host.filter(host["kind"].is_in(_WORK) & ~is_inside.fill_null(False)).select(span)
+    stretches = sweep({"late": axis.put(late), **{name: axis.put(found) for name, found in sets.items()}})
     cause = pl.lit("python")
     for name in ("launch", "data", "other_ranks", "compile", "allocator", "synchronisation"):
         cause = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(cause)
-    found = stretches.select("start_ns", "end_ns", cause.alias("cause"))
-    owners = late.select("gap", pl.col("start_ns").alias("_start")).sort("_start")
-    return (
-        found.sort("start_ns")
-        .join_asof(owners, left_on="start_ns", right_on="_start", check_sortedness=False)
-        .select("gap", "start_ns", "end_ns", "cause")
-    )
+    found = stretches.filter("late").select("start_ns", "end_ns", cause.alias("cause")).sort("start_ns")
+    owners = axis.put(late.select("gap", *span)).select("gap", "shift_ns", pl.col("start_ns").alias("_start"))
+    found = found.join_asof(owners.sort("_start"), left_on="start_ns", right_on="_start", check_sortedness=False)
+    return found.select("gap", *(pl.col(name) - pl.col("shift_ns") for name in ("start_ns", "end_ns")), "cause")
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis for the times of many threads, one thread after the other: so that all are looked at in one pass."""
+
+    threads: pl.Series
+    low_ns: int
+    high_ns: int
+
+    @classmethod
+    def of(cls, late: pl.DataFrame) -> _Axis | None:
+        """The axis for stretches of threads; None where no number is large enough for it."""
+        threads = late["thread"].unique().sort()
+        low_ns, high_ns = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
+        is_short = len(threads) == 1 or len(threads) * (high_ns - low_ns + 1) < _LONGEST_NS
+        return cls(threads, low_ns, high_ns) if is_short else None
+
+    def put(self, spans: pl.DataFrame) -> pl.DataFrame:
+        """Spans of threads that are on the axis, cut to its length, with `shift_ns`, what they were moved by."""
+        moved = (pl.int_range(len(self.threads), eager=True) * (self.high_ns - self.low_ns + 1)).alias("shift_ns")
+        shifts = pl.DataFrame({"thread": self.threads, "shift_ns": moved})
+        found = spans.join(shifts, on="thread", maintain_order="left")
+        cut = pl.col("start_ns", "end_ns").clip(self.low_ns, self.high_ns)
+        return found.with_columns(cut + pl.col("shift_ns"))
 
 
 def _captures(host: pl.DataFrame) -> pl.DataFrame:
-    """From the beginning of each graph capture to its end: launches in between are written down, not run."""
+    """From the beginning of each graph capture to its end, by `thread`: launches in between are written down, not
+    run."""
     begins = host.filter(matches(host["name"], r"^(cuda|hip)StreamBeginCapture")).sort("start_ns")
     ends = host.filter(matches(host["name"], r"^(cuda|hip)StreamEndCapture")).sort("start_ns")
     return (
-        begins.select("start_ns")
+        begins.select("thread", "start_ns")
         .join_asof(
-            ends.select(pl.col("start_ns").alias("end_ns")),
+            ends.select("thread", pl.col("start_ns").alias("end_ns")),
             left_on="start_ns",
             right_on="end_ns",
+            by="thread",
             strategy="forward",
             check_sortedness=False,
         )
@@ -143,11 +173,12 @@ def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
     """
     long = host.filter(pl.col("self_ns") >= PLANNING_NS)
     if long.is_empty():
-        return spans(long)
+        return long.select("thread", "start_ns", "end_ns")
     kernels = linked.device.filter(pl.col("kind") == "kernel")["launch"]
     launching = pl.concat([linked.device["op"], kernels]).drop_nulls()
     is_other = matches(long["name"], rf"GraphLaunch|{_NAMES['synchronisation']}|{_NAMES['allocator']}")
-    return spans(long, ~is_other & long["row"].is_in(launching.implode()))
+    planned = long.filter(~is_other & long["row"].is_in(launching.implode()))
+    return planned.select("thread", "start_ns", "end_ns")
 
 
 def idle_causes(gaps: pl.DataFrame) -> pl.DataFrame:

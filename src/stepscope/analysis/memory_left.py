@@ -31,6 +31,8 @@ class MemoryGrowth:
     rows: tuple[Mapping[str, Any], ...]
     """What it is, most bytes first: `op`, `module`, `shape`, `dtype`, `bytes` of one, `num_left` a step, `num_held`
     from earlier ones, the variable that is the `holder`; what is not known is None."""
+    kept: pl.DataFrame | None = None
+    """Of a trace: the ops that allocated it, `start_ns` and `end_ns`."""
 
 
 def growth_in_window(memory: Mapping[str, Any]) -> MemoryGrowth | None:
@@ -120,4 +122,15 @@ def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
         held_bytes=None,
         num_steps=steps.height,
         rows=tuple({**row, **unknown} for row in table.iter_rows(named=True)),
+        kept=_allocating(linked, kept),
+    )
+
+
+def _allocating(linked: Linked, kept: pl.DataFrame) -> pl.DataFrame:
+    """The spans of the ops in which memory was taken; of what no op took, the moment."""
+    key = ("time_ns", "address")
+    taken = linked.memory.select(*key, "op").join(kept.select(key), on=key, how="semi")
+    start, end = (linked.host[name].gather(taken["op"]) for name in ("start_ns", "end_ns"))
+    return taken.select(
+        start.fill_null(taken["time_ns"]).alias("start_ns"), end.fill_null(taken["time_ns"] + 1).alias("end_ns")
     )

@@ -91,11 +91,16 @@ def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
     >>> [p.allocated_bytes for p in thinned([Point(i, None, level, None) for i, level in enumerate(levels)], 4)]
     [0, 9, 0]
     """
-    if len(points) <= most:
-        return tuple(points)
+    return tuple(points[index] for index in thinned_indices([point.allocated_bytes for point in points], most))
+
+
+def thinned_indices(levels: Sequence[int], most: int) -> list[int]:
+    """Where the levels are that `thinned` keeps."""
+    if len(levels) <= most:
+        return list(range(len(levels)))
     num_stretches = max(1, (most - 2) // 2)
-    kept = {0, len(points) - 1}
+    kept = {0, len(levels) - 1}
     for stretch in range(num_stretches):
-        indices = range(stretch * len(points) // num_stretches, (stretch + 1) * len(points) // num_stretches)
-        kept |= {pick(indices, key=lambda i: points[i].allocated_bytes) for pick in (min, max)}
-    return tuple(points[i] for i in sorted(kept))
+        indices = range(stretch * len(levels) // num_stretches, (stretch + 1) * len(levels) // num_stretches)
+        kept |= {pick(indices, key=levels.__getitem__) for pick in (min, max)}
+    return sorted(kept)

@@ -17,7 +17,7 @@ from statistics import median, median_low
 
 import polars as pl
 
-from stepscope.analysis.intervals import spans
+from stepscope.analysis.intervals import length_ns, spans, union
 from stepscope.analysis.links import Linked
 from stepscope.analysis.syncs import syncs
 
@@ -28,6 +28,9 @@ _QUEUE_LENGTH = 1024
 """Pieces of GPU work that can wait before the next launch blocks."""
 _HELD_NS = 10_000
 """A stream that could go on and does not for longer than this is held by something."""
+_STOOD_NS = 1_000_000
+"""Of a GPU with work in its queue, no pause is as long."""
+_NEVER = 2**62
 _LEAST_SHARE = 0.2
 """Of the host's own time between two ticks, what the profiler's part never takes away."""
 _MOST_STEPS = 8
@@ -63,7 +66,7 @@ class Replayed:
     step_ns: float
     """From the first step's start to the last one's end on the host, by the number of steps."""
     done_ns: float
-    """The same from GPU work done to GPU work done: what a step costs a long run in which the host is ahead."""
+    """The same from GPU work done to GPU work done, and no less than `host_ns`: what a step costs a long run."""
     device_ns: float
     """GPU work a step, added up."""
     host_ns: float
@@ -75,7 +78,7 @@ class _Tick:
     time_ns: int
     kind: int
     call: int
-    """The call's `event`; of work without a launch in the trace, the negative of the work's."""
+    """The call's `event`; of work without a launch in the trace, a negative number of the work's own."""
     num_events: int
     """What the profiler wrote down since the tick before."""
 
@@ -95,22 +98,28 @@ class Replay:
     def _read_device(self, linked: Linked) -> None:
         """GPU work in order of its launch, then of its start.
 
-        What was given before the window and is not done when it begins is given at its beginning, and what has no
-        launch in the trace with what ran before it on its stream, or when it starts.
+        What was given before the window and is not done when it begins is given at its beginning. What has no launch
+        in the trace was given with what ran before it on its stream; before the trace began, where what ran after it
+        on its stream has one and was given before it started, or where the GPU never stood until then; else when it
+        starts.
         """
         issued = pl.when(pl.col("launch").is_not_null()).then("issued_ns")
-        work = (
-            linked.device.with_columns(
-                pl.struct("device", "stream").rank("dense").alias("lane"), issued.alias("given")
-            )
-            .sort("start_ns", "event")
-            .with_columns(pl.coalesce(pl.col("given").forward_fill().over("lane"), "start_ns").alias("given"))
+        work = linked.device.with_columns(
+            pl.struct("device", "stream").rank("dense").alias("lane"), issued.alias("given")
+        ).sort("start_ns", "event")
+        next_given = pl.col("given").backward_fill().over("lane")
+        is_queued = (pl.col("start_ns") > next_given) | (
+            (pl.col("start_ns") < _stood(work)) & next_given.is_not_null()
         )
+        queued = pl.when(is_queued).then(self.start_ns - 1)
+        given = pl.coalesce(pl.col("given").forward_fill().over("lane"), queued, "start_ns")
+        work = work.with_columns(pl.col("given").is_not_null().alias("is_launched"), given.alias("given"))
         is_before = pl.col("given") < self.start_ns
         work = work.filter(pl.col("given") < self.end_ns, ~is_before | (pl.col("end_ns") > self.start_ns))
         work = work.sort(~is_before, "given", "start_ns", "event")
-        self._num_before = work.filter(is_before).height
-        self._busy_before = _least(work.filter(is_before)["end_ns"].max(), self.start_ns)
+        before = work.filter(is_before)
+        self._num_before = before.height
+        self._busy_before = _busy_until(before, self.start_ns)
         inside = work.with_columns(pl.col("given").clip(self.start_ns))
         self._events: list[int] = inside["event"].to_list()
         self._lane: list[int] = inside["lane"].to_list()
@@ -124,7 +133,7 @@ class Replay:
         self._work: dict[int, list[int]] = {}
         for index, call in enumerate(calls):
             is_alone = call is None or index < self._num_before
-            self._work.setdefault(-self._events[index] if is_alone else call, []).append(index)
+            self._work.setdefault(-1 - self._events[index] if is_alone else call, []).append(index)
 
     def _read_calls(self, linked: Linked) -> None:
         """The ticks of the host, and until when each call that waits stood."""
@@ -143,7 +152,8 @@ class Replay:
         ticks = [(self._issued[work[0]], _START, call) for call, work in self._work.items() if call < 0]
         for event, start, end in calls.select("event", "start_ns", "end_ns").iter_rows():
             ticks += [(start, _START, event), (min(end, self.end_ns), _RETURN, event)]
-        ticks.sort()
+        # Work without a launch that is given at one moment stays in its order.
+        ticks.sort(key=lambda tick: (tick[0], tick[1], max(tick[2], -1)))
         ticks = [(self.start_ns, _BORDER, 0), *ticks, (self.end_ns, _BORDER, 0)]
         written = host["start_ns"].filter(host["kind"].is_in(["op", "runtime", "driver", "python"])).sort()
         counts = written.search_sorted(pl.Series([time for time, _, _ in ticks], dtype=pl.Int64), side="right")
@@ -200,10 +210,10 @@ class Replay:
     @property
     def recorded(self) -> Replayed:
         """The window as the trace has it: no replay, but its own times."""
-        done_ns = max([self.end_ns, *self._ends]) - self._busy_before
         device_ns = sum(self._ends[self._num_before :]) - sum(self._starts[self._num_before :])
         host = self.host_stretches()
         host_ns = int((host["end_ns"] - host["start_ns"]).sum())
+        done_ns = max(max([self.end_ns, *self._ends]) - self._busy_before, host_ns)
         totals = (self.end_ns - self.start_ns, done_ns, device_ns, host_ns)
         return Replayed(*(ns / self.num_steps for ns in totals))
 
@@ -274,9 +284,10 @@ class Replay:
                 ends[i] = lane_end[lane] = starts[i] + durations[i]
                 for stream in (self._stream[i], None):
                     stream_end[stream] = max(stream_end.get(stream, 0.0), ends[i])
-        done_ns = max(now, stream_end[None]) - self._busy_before
+        host_ns -= self.start_ns
+        done_ns = max(max(now, stream_end[None]) - self._busy_before, host_ns)
         device_ns = sum(durations[self._num_before :])
-        totals = (now - self.start_ns, done_ns, device_ns, host_ns - self.start_ns)
+        totals = (now - self.start_ns, done_ns, device_ns, host_ns)
         return Replayed(*(ns / self.num_steps for ns in totals))
 
 
@@ -304,6 +315,23 @@ def _without_steps(linked: Linked) -> pl.DataFrame:
     """The stretch of a trace that nobody divided into steps: from the first launch on, where there is one."""
     whole = pl.concat([spans(linked.host, linked.host["kind"] != "overhead"), spans(linked.device)])
     return whole.with_columns(pl.col("start_ns").clip(_least(linked.device["launch_start_ns"].min())))
+
+
+def _stood(work: pl.DataFrame) -> int:
+    """When the GPU first stood for longer than it does between one queued piece and the next; of work in order."""
+    reach = work["end_ns"].cum_max().shift(1)
+    stood = work["start_ns"].filter((work["start_ns"] - reach > _STOOD_NS).fill_null(False))
+    return int(stood[0]) if len(stood) else _NEVER
+
+
+def _busy_until(before: pl.DataFrame, start_ns: int) -> int:
+    """When the GPU is done with what it was given before a window, from that window's beginning on.
+
+    What no launch is known for may have been given late: of that, only the time in which the GPU was at work counts.
+    """
+    known = _least(before.filter("is_launched")["end_ns"].max(), start_ns)
+    joined = union(before.select(pl.col("start_ns").clip(start_ns), pl.col("end_ns") + _HELD_NS))
+    return max(known, start_ns + length_ns(joined) - _HELD_NS * joined.height)
 
 
 def _least(value: object, least: int = 0) -> int:

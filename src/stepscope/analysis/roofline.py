@@ -122,6 +122,31 @@ def roofline_summary(rows: pl.DataFrame) -> RooflineSummary:
     )
 
 
+def time_at_limit(rows: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """A roofline's time by `class` of the longest kernel, most first: `total_ns`, and its parts `at_limit_ns`, what
+    it would take at its limits, `above_limit_ns`, and `unknown_ns`, of what is not placed.
+
+    `kernels` has a `class` for every `name`. The parts add up to `total_ns`, the classes to that of the summary, and
+    what is at the limit is the summary's `limit_share` of what is placed, to a nanosecond a row.
+    """
+    classes = kernels.select(pl.col("name").cast(pl.String).alias("kernel"), pl.col("class").cast(pl.String))
+    placed = pl.col("bound").is_not_null()
+    at_limit = (pl.col("total_ns") * pl.col("limit_share").clip(0, 1)).round().cast(pl.Int64)
+    return (
+        rows.with_columns(pl.col("kernel").cast(pl.String))
+        .join(classes.unique("kernel", keep="first", maintain_order=True), on="kernel", how="left", nulls_equal=True)
+        .with_columns(
+            pl.col("class").fill_null("other"),
+            pl.when(placed).then(at_limit).otherwise(0).alias("at_limit_ns"),
+            pl.when(placed).then(0).otherwise("total_ns").alias("unknown_ns"),
+        )
+        .with_columns((pl.col("total_ns") - pl.col("at_limit_ns") - pl.col("unknown_ns")).alias("above_limit_ns"))
+        .group_by("class")
+        .agg(pl.col("total_ns", "at_limit_ns", "above_limit_ns", "unknown_ns").sum())
+        .sort("total_ns", "class", descending=[True, False])
+    )
+
+
 def costed_calls(linked: Linked) -> pl.DataFrame:
     """Each op that launched something: `op`, its row in the host table, its texts, `num_kernels`, `total_ns` on the
     device, its longest `kernel`, and what it costs: `flops`, `bytes`, `dtype`, `peak_dtype`."""

@@ -49,6 +49,8 @@ class Steps:
     """`labels` (our own), `annotations` (the profiler's and the user's), or `autograd` (found)."""
     main_thread: int | None
     """The thread that runs the loop."""
+    is_forward_found: bool = False
+    """Whether nobody labelled the forward: it then begins with the first op, which may prepare the batch."""
 
     @property
     def num(self) -> int:
@@ -61,8 +63,10 @@ def find_steps(host: pl.DataFrame) -> Steps:
     main = _main_thread(host, annotations)
     backward = _bursts(host, main)
     source, table = _steps(host, annotations, backward)
-    phases, phase_source = _phases(host, annotations, backward, table, main)
-    return Steps(source, table, phases, phase_source, main)
+    sets, phase_source = _labelled(annotations)
+    is_forward_found = phase_source != "labels" and sets["forward"].is_empty()
+    phases, phase_source = _phases(host, sets, phase_source, backward, table, main)
+    return Steps(source, table, phases, phase_source, main, is_forward_found)
 
 
 def at_times(events: pl.DataFrame, steps: Steps, time: str) -> pl.DataFrame:
@@ -176,11 +180,15 @@ def _labelled(annotations: pl.DataFrame) -> tuple[dict[str, pl.DataFrame], str]:
 
 
 def _phases(
-    host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame, steps: pl.DataFrame, main: int | None
+    host: pl.DataFrame,
+    sets: dict[str, pl.DataFrame],
+    source: str,
+    backward: pl.DataFrame,
+    steps: pl.DataFrame,
+    main: int | None,
 ) -> tuple[pl.DataFrame, str]:
-    """The host's time in phases. What nobody labelled: autograd's bursts are the backward, and what the main thread
-    does from its first op up to a burst, with no other phase between, is the forward."""
-    sets, source = _labelled(annotations)
+    """The host's time in phases, from what is labelled. What nobody labelled: autograd's bursts are the backward, and
+    what the main thread does from its first op up to a burst, with no other phase between, is the forward."""
     if source != "labels":
         if not any(not frame.is_empty() for frame in sets.values()):
             source = "autograd"

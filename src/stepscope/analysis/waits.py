@@ -23,8 +23,9 @@ def waits(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
     `caller`, Python's function around it, where the trace has stacks; `copy`, the `event` of the last memcpy of the
     same op, with `what`, `bytes` and `pageable` of the table of `copies`; `stop`, a number that the waits of one call
     of an op have in common: a copy waits, and then its stream; `is_closing`, whether its step, or a trace without
-    steps, launches no kernel after it; `fed_by`, the GPU work of the ops that only computed what it read: a norm, a
-    mean or the like, one to four on the same thread since the wait before it, and nothing else.
+    steps, launches no kernel after it; `is_opening`, whether the trace has launched none before it; `fed_by`, the GPU
+    work of the ops that only computed what it read: a norm, a mean or the like, one to four on the same thread since
+    the wait before it, and nothing else.
     """
     host, device = linked.host, linked.device
     kernels = device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
@@ -43,10 +44,11 @@ def waits(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
     last = kernels.group_by("step").agg(pl.col("issued_ns").max().alias("last_ns"))
     made = made.with_columns(both).join(last, on="step", how="left", nulls_equal=True)
     is_closing = (pl.col("start_ns") >= pl.col("last_ns")).fill_null(True).alias("is_closing")
+    is_opening = (pl.col("start_ns") < kernels["issued_ns"].min()).fill_null(False).alias("is_opening")
     made = made.sort("start_ns", "event")
     stop = pl.coalesce("op_row", "row").alias("stop")
     made = made.join(_fed_by(linked, made), on="event", how="left", maintain_order="left")
-    return made.with_columns(is_closing, stop, python_callers(host, made["row"])).drop(
+    return made.with_columns(is_closing, is_opening, stop, python_callers(host, made["row"])).drop(
         "row", "op_row", "last_ns", *(f"{name}_op" for name in ("copy", "what", "bytes", "pageable"))
     )
 

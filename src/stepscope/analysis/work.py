@@ -6,12 +6,13 @@ import polars as pl
 
 from stepscope.analysis.links import Linked
 from stepscope.analysis.names import matches
-from stepscope.analysis.nesting import climb
+from stepscope.analysis.nesting import ancestor, climb
 from stepscope.analysis.op_costs import COLUMNS
 from stepscope.analysis.recomputed import is_run_again
 from stepscope.analysis.roofline import costed_calls
 
 # What autograd puts around the ops of a backward: not what somebody called.
+_COMPILED = r"^CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
 _AUTOGRAD = r"^autograd::|Backward\d*$|^torch::autograd::|^CompiledFunction|AccumulateGrad$"
 
 
@@ -21,7 +22,8 @@ def work(linked: Linked) -> pl.DataFrame:
     `event`, `kind`, `name`, `class`, `activity`, `start_ns`, `duration_ns`, `device`, `stream`, `step`, `phase`,
     `module` as in the device table. `call` is the row of the op that launched it, `op` its name, with its `shapes`,
     `dtypes`, `strides`, `inputs`; `root` is the row of the outermost op around that, for work of the backward of the
-    op whose backward it is: what the program called. `root_op` is its name. `flops`, `bytes`, `dtype` and
+    op whose backward it is: what the program called. `root_op` is its name; `is_compiled`, whether what torch.compile
+    made is around it. `flops`, `bytes`, `dtype` and
     `peak_dtype` are of the whole call and stand at its longest piece; the others have none.
     """
     host, device = linked.host, linked.device
@@ -36,6 +38,7 @@ def work(linked: Linked) -> pl.DataFrame:
         "event", "kind", "name", "class", "activity", "start_ns", "duration_ns", "device", "stream", "step", "phase",
         "module", pl.col("op").alias("call"), pl.col("op_name").alias("op"), roots.alias("root"),
         host["name"].gather(roots).alias("root_op"),
+        ancestor(host, matches(host["name"], _COMPILED)).gather(device["op"]).is_not_null().alias("is_compiled"),
         *(host[text].gather(device["op"]).alias(text) for text in COLUMNS if text != "name"),
     )  # fmt: skip
     table = table.join(costs, on="call", how="left", maintain_order="left")

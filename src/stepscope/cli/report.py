@@ -1,8 +1,9 @@
 """One page that shows where a step and its memory went, or what a sweep found; no network, nothing to install.
 
 Reads a recording of stepscope run, a trace of PyTorch's profiler (.json, .json.gz), a folder with one a rank, or what
-stepscope bench left (its folder, or its results.jsonl). The ending of -o says what is made: .html (the page), .md (for
-a pull request), .json, or a folder with all of them, every table as CSV and every chart as PNG.
+stepscope bench left (its folder, or its results.jsonl). The ending of -o says what is made: .html (the page), .md
+(for a pull request), .json, or a folder with all of them, every table as CSV and every chart as PNG. Without -o it is
+report.html inside a recording or a sweep, and NAME.report.html here for a trace.
 
 examples:
   stepscope report runs/train-20260101-120000 --open
@@ -14,9 +15,13 @@ examples:
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from stepscope.errors import UsageError
+
+_TRACES = (".gz", ".json", ".trace", ".pt")
+"""Endings that a trace's name loses in its report's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="a recording, a trace, ranks, a sweep")
     parser.add_argument("--from", dest="rows", type=Path, metavar="FILE", help="a sweep's rows: results.jsonl")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="report.html, .md, .json or a folder/ (default: see below)"
+        "-o", "--output", type=Path, metavar="FILE", help="report.html, .md, .json or a folder (default: see above)"
     )
     parser.add_argument("--force", action="store_true", help="write over what is there")
     parser.add_argument("--open", action="store_true", help="show the page in the browser")
@@ -34,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Make the report and say where it is."""
+    from stepscope.api import need_read_side
     from stepscope.cli.output import tell
     from stepscope.cli.progress import Progress
     from stepscope.cli.settings import ignored_rules
@@ -45,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     path: Path = arguments.path or arguments.rows
     if not path.exists():
         raise UsageError(f"there is no {path}")
+    need_read_side()
     target = check_target(arguments.output or default_target(path), arguments.force)
     with Progress("reading") as progress:
         report = report_of(path, arguments.rank, ignored_rules(Path.cwd()), not arguments.no_cache, progress)
@@ -53,5 +60,25 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.open:
         import webbrowser
 
-        webbrowser.open(written.resolve().as_uri())
+        if not webbrowser.open(written.resolve().as_uri()):
+            tell("stepscope: no browser was found to open it with")
     return 0
+
+
+def default_target(path: Path) -> Path:
+    """Where a report goes that nobody gave a place: beside what it is of, a trace's into the working folder.
+
+    >>> default_target(Path("traces/rank0.pt.trace.json.gz")).as_posix()
+    'rank0.report.html'
+    """
+    from stepscope.trace.recording import RECORDING_FILE
+    from stepscope.trace.sweep_file import is_sweep
+
+    if (path / RECORDING_FILE).is_file() or is_sweep(path):
+        folder = path if path.is_dir() else path.parent
+        if os.access(folder, os.W_OK):
+            return folder / "report.html"
+    name = Path(path.resolve().name)
+    while name.suffix in _TRACES and name.stem:
+        name = Path(name.stem)
+    return Path(f"{name}.report.html")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import polars as pl
 
+from stepscope.analysis.intervals import length_ns
 from stepscope.analysis.links import Linked
 from stepscope.analysis.memory_account import Account
 from stepscope.analysis.memory_account import account as account_for_memory
@@ -22,6 +23,7 @@ from stepscope.analysis.whatif import without
 from stepscope.devices import find_device, load_ceilings
 from stepscope.errors import TraceError, UsageError
 from stepscope.findings.finding import CannotCheck
+from stepscope.findings.places import Places, places_of_stretches, places_of_work, places_without_work
 from stepscope.findings.tables import TraceTables
 from stepscope.trace.find import find_traces
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
@@ -141,11 +143,10 @@ class Case(TraceTables):
 
     @cached_property
     def starved_ns(self) -> float:
-        """How long a traced step's GPU had nothing to do that had been launched: more than that no host can save."""
-        idle = self.account.idle_causes
-        held = idle.filter(pl.col("cause").cast(pl.String).is_in(["queued", "unknown"]))
-        unused_ns = self.replay.recorded.done_ns - self.busy_ns
-        return max(0.0, unused_ns - int(held["total_ns"].sum()) / max(1, self.account.steps.height))
+        """How long the GPU has nothing to do in a step without the profiler, less what was launched and held: more
+        than that no host can save."""
+        held = self.idle.filter(pl.col("cause").cast(pl.String).is_in(["queued", "unknown"]))
+        return max(0.0, self.step.done_ns - self.busy_ns - length_ns(held) / self.num_steps)
 
     def saving_ns(self, change: Change) -> float:
         """What a step saves with a change."""
@@ -165,6 +166,18 @@ class Case(TraceTables):
     def without(self, events: pl.Series) -> Change:
         """The change in which some GPU work is gone, with the host's time for it."""
         return without(self._linked, events.to_list())
+
+    def places(self, events: Iterable[int]) -> Places:
+        """Where some GPU work is, by `event`: most of it first."""
+        return places_of_work(self.all_work, self.all_work["event"].is_in(list(events)))
+
+    def host_places(self, stretches: pl.DataFrame) -> Places:
+        """Where stretches of the host's time are, `start_ns` and `end_ns`: the longest first."""
+        return places_of_stretches(stretches)
+
+    def idle_places(self, idle: pl.DataFrame) -> Places:
+        """Where the GPU stands again and again, from rows of `idle`: where it stands longest first."""
+        return places_without_work(idle)
 
     def is_worth(self, saving_ns: float) -> bool:
         """Whether a saving is large enough to be told."""

@@ -40,6 +40,8 @@ class Finding:
     upper_bound: bool = False
     """Whether the saving is the most that the fix could bring."""
     confidence: Confidence = "high"
+    places: tuple[tuple[int, int], ...] = ()
+    """Where to look in the trace: `start_ns` and `end_ns` on its clock, the best first, 20 at the most."""
     id: str = ""
     """The rule's, given by `diagnose`."""
 
@@ -48,8 +50,9 @@ class Finding:
         fields = asdict(self)
         saving_ns = fields.pop("saving_ns")
         order = ("id", "sentence", "saving_ms", "saving_bytes", "upper_bound", "confidence", "fix", "derived",
-                 "falsified_by", "evidence")  # fmt: skip
+                 "falsified_by", "places", "evidence")  # fmt: skip
         fields["saving_ms"] = None if saving_ns is None else saving_ns / 1e6
+        fields["places"] = [{"start_ns": start_ns, "end_ns": end_ns} for start_ns, end_ns in self.places]
         return {name: fields[name] for name in order}
 
 

@@ -12,6 +12,7 @@ from stepscope.analysis.casts import casts
 from stepscope.analysis.chains import chains
 from stepscope.analysis.compiled_regions import compiled_regions, entering
 from stepscope.analysis.copies import copies
+from stepscope.analysis.idle import idle_gaps
 from stepscope.analysis.intervals import length_ns, spans, union
 from stepscope.analysis.links import Linked, link
 from stepscope.analysis.logits import logits
@@ -89,6 +90,13 @@ class TraceTables:
     def busy_ns(self) -> float:
         """How long the GPU was at work in a typical step, on any of its streams."""
         return length_ns(union(spans(self.work))) / self.num_steps
+
+    @cached_property
+    def idle(self) -> pl.DataFrame:
+        """When the GPU had no work in the typical steps, and why (`analysis/idle.py`)."""
+        start_ns, end_ns = self.replay.start_ns, self.replay.end_ns
+        inside = idle_gaps(self._linked).filter(pl.col("end_ns") > start_ns, pl.col("start_ns") < end_ns)
+        return inside.with_columns(pl.col("start_ns", "end_ns").clip(start_ns, end_ns))
 
     @cached_property
     def optimizers(self) -> list[str]:

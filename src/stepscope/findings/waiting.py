@@ -21,7 +21,7 @@ def waits_of(case: Case, owner: str) -> pl.DataFrame:
     Of `anomaly_detection`, where NaN is looked for again and again; of `device_round_trip`, at either end of a trip;
     of `pageable_copies`, for a large copy from pageable memory; all others of `synchronisation`, but for a
     synchronisation by the program itself that waits for nothing, or after which its step gives the GPU no more work:
-    so a step is timed.
+    so a step is timed; or before which the trace has no kernel's launch: so a profiler begins.
     """
     if case.work.is_empty():
         return case.waits
@@ -31,7 +31,7 @@ def waits_of(case: Case, owner: str) -> pl.DataFrame:
         (pl.col("what").cast(pl.String) == "host_to_device") & pl.col("pageable") & (pl.col("bytes") >= STAGED_BYTES)
     ).fill_null(False)
     is_timing = pl.col("outer_op").is_null() & pl.col("copy").is_null()
-    is_timing = is_timing & (pl.col("is_closing") | (pl.col("wait_ns").fill_null(0) == 0))
+    is_timing = is_timing & (pl.col("is_closing") | pl.col("is_opening") | (pl.col("wait_ns").fill_null(0) == 0))
     whose = (
         pl.when(starts_within(case.waits, repeated_checks(case)))
         .then(pl.lit("anomaly_detection"))

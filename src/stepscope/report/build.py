@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from stepscope.errors import RecordingError, TraceError
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Missing, Report, Section
+from stepscope.report.sections.shared import mapping
 from stepscope.report.source import Source
 from stepscope.report.text import safe
 from stepscope.report.trace_verdict import trace_verdict
@@ -43,18 +45,36 @@ def report_of(
 
         return sweep_report(read_sweep(path))
     source = Source(path, rank, ignored, use_cache, progress)
-    sections = tuple(_section(source, name, title) for name, title in SECTIONS.items())
-    facts = {"source": str(path), "stepscope": __version__}
-    return Report(title=safe(path.name), verdict=_verdict(source), sections=sections, facts=facts)
+    # These two first: a recording that has no card is refused before any work is done.
+    title, verdict = title_of(source), verdict_of(source)
+    sections = tuple(section_of(source, name, section) for name, section in SECTIONS.items())
+    return Report(title, verdict, sections, {"source": str(path), "stepscope": __version__})
 
 
-def _section(source: Source, name: str, title: str) -> Section:
+def title_of(source: Source) -> str:
+    """What a colleague knows it by: the script and its device, or the trace's name."""
+    name, device = source.path.resolve().name, None
+    if source.is_recording:
+        facts = source.card.recording.facts
+        argv = mapping(facts.get("command")).get("argv")
+        name = PurePath(str(argv[0])).name if isinstance(argv, list) and argv else name
+        device = mapping(facts.get("environment")).get("device_name")
+    else:
+        device = source.analysis.ranks[0].device_name
+        if (num := len(source.analysis.ranks)) > 1:
+            name = f"{name}, {num} ranks"
+    return safe(f"{name} on {device}" if device else name)
+
+
+def section_of(source: Source, name: str, title: str) -> Section:
+    """One section; where the source has nothing for it, why, and what to run."""
     try:
         parts = import_module(f"stepscope.report.sections.{name}").parts(source)
-    except CannotCheck as reason:
+    except (CannotCheck, RecordingError, TraceError) as reason:
         parts = (Missing(str(reason)),)
     return Section(name, title, parts)
 
 
-def _verdict(source: Source) -> str:
+def verdict_of(source: Source) -> str:
+    """The card's, or that of the trace's first rank."""
     return source.card.verdict if source.is_recording else trace_verdict(source.analysis.ranks[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from stepscope.report.text import average, duration, flops, percent, safe, significant, size
@@ -12,10 +13,14 @@ def title_of(name: str) -> str:
 
     >>> title_of("num_calls"), title_of("device_total_ns"), title_of("flops_per_s"), title_of("peak_bytes")
     ('calls', 'device total', 'FLOP/s', 'peak')
+    >>> title_of("bus_bandwidth_bytes_per_s"), title_of("power_watts")
+    ('bus bandwidth', 'power')
     """
     if name in _WHOLE:
         return _WHOLE[name]
-    for suffix in ("_ns", "_bytes"):
+    if name.endswith("bandwidth_bytes_per_s"):
+        name = name.removesuffix("_bytes_per_s")
+    for suffix in ("_ns", "_bytes", *_SMALL_UNITS):
         name = name.removesuffix(suffix)
     return name.removeprefix("num_").replace("_", " ")
 
@@ -25,8 +30,10 @@ def cell(name: str, value: Any) -> str:
 
     >>> cell("total_ns", 18_760_880), cell("share", 0.123), cell("peak_bytes", 512), cell("num_calls", 80)
     ('18.8 ms', '12.3 %', '512 B', '80')
+    >>> cell("power_watts", 575.83), cell("sm_clock_mhz", 1980)
+    ('576 W', '1,980 MHz')
     """
-    if value is None:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -44,6 +51,9 @@ def cell(name: str, value: Any) -> str:
         return percent(value)
     if name.endswith("flops"):
         return flops(value)
+    for suffix, (unit, digits) in _SMALL_UNITS.items():
+        if name.endswith(suffix):
+            return f"{significant(value, digits)} {unit}"
     if name.startswith("num_"):
         return average(value)
     return f"{value:,}" if isinstance(value, int) else significant(value)
@@ -69,6 +79,8 @@ Scale(divisor=1.0, unit=''))
     return Scale(1.0, "")
 
 
+_SMALL_UNITS = {"_watts": ("W", 3), "_mhz": ("MHz", 4), "_joules": ("J", 4)}
+"""Of figures that are always of one size: the unit, and the digits that mean something."""
 _WHOLE = {"flops_per_s": "FLOP/s", "bytes_per_s": "bandwidth", "flops": "FLOP", "bytes": "size", "share": "share"}
 _SCALES = {
     "_ns": [Scale(1e9, "s"), Scale(1e6, "ms"), Scale(1e3, "µs"), Scale(1.0, "ns")],

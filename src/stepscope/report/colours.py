@@ -13,7 +13,8 @@ NAMED = {
     "idle": "#d0d0d0", "unattributed": "#b0b0b0",
     # owners of memory
     "parameter": "#0072b2", "gradient": "#009e73", "optimizer_state": "#cc79a7", "activation": "#e69f00",
-    "autocast_cast": "#56b4e9", "input": "#b8a800", "temporary": "#d55e00",
+    "autocast_weight_cast": "#56b4e9", "input": "#b8a800", "temporary": "#d55e00", "buffer": "#8c6bb1",
+    "workspace": "#a6761d", "left_alive": "#7a1f1f", "before the window": "#5d3a9b",
     # classes of kernels
     "gemm": "#0072b2", "attention_forward": "#009e73", "attention_backward": "#00664a", "softmax": "#8fd3bd",
     "norm": "#cc79a7", "elementwise": "#e69f00", "reduction": "#d55e00", "copy_cast": "#56b4e9",

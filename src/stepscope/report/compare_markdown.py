@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from stepscope.analysis.comparison import Pair, Table
@@ -26,12 +25,10 @@ from stepscope.report.compare_words import (
     value_text,
     verdict_text,
 )
-from stepscope.report.text import percent, safe
+from stepscope.report.markdown_text import escaped
+from stepscope.report.text import percent
 
 _SIGNS = {PASSED: "✅", FAILED: "❌", UNDECIDED: "⚠️"}
-# What makes markup, and what a forge makes a link, an emoji, a reference or a mention of.
-_SPECIAL = re.compile(r"[\\`*_\[\]<>|~&]|:(?=[/\w])|(?<=www)\.")
-_CALLING = re.compile(r"[@#]")
 
 
 def compare_markdown(comparison: Comparison, most: int = 8) -> str:
@@ -63,16 +60,6 @@ def compare_markdown(comparison: Comparison, most: int = 8) -> str:
     for side, names in (("base", comparison.only_in_base), ("new", comparison.only_in_new)):
         lines += [f"- only in {side}: {escaped(', '.join(names), 600)}"] if names else []
     return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def escaped(text: object, most: int = 200) -> str:
-    r"""Somebody else's text as plain text in a Markdown table: no markup, no link, no mention, no second line.
-
-    >>> escaped("a|b `c` <img> @you") == "a\\|b \\`c\\` \\<img\\> @\u200byou"
-    True
-    """
-    # A backslash does not keep a forge from calling @somebody: a space of no width does.
-    return _CALLING.sub("\\g<0>\u200b", _SPECIAL.sub(r"\\\g<0>", safe(text, most)))
 
 
 def _gates(comparison: Comparison) -> list[str]:

@@ -32,7 +32,7 @@ def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: st
     if not diagnosis.findings:
         lines += ["", f"{bold}{_nothing_found(diagnosis)}{reset}"]
     for number, finding in enumerate(diagnosis.findings, 1):
-        lines += ["", f"{bold}{number}  {finding.id}{reset}   {_saving(finding, step_ns)}"]
+        lines += ["", f"{bold}{number}  {finding.id}{reset}   {saving_text(finding, step_ns)}"]
         lines += _wrapped(safe(finding.sentence, 2000), width, "   ")
         fields = [("fix", finding.fix), ("derived", finding.derived), ("wrong if", finding.falsified_by)]
         if recording is not None and finding.id in FIXES:
@@ -59,7 +59,7 @@ def _nothing_found(diagnosis: Diagnosis) -> str:
     return "Nothing worth telling was found: the step is healthy as far as it could be checked."
 
 
-def _saving(finding: Finding, step_ns: float | None) -> str:
+def saving_text(finding: Finding, step_ns: float | None) -> str:
     """What a fix saves, and how sure that is."""
     parts = []
     most = "up to " if finding.upper_bound else ""
@@ -98,7 +98,7 @@ def _table(rows: Sequence[Mapping[str, Any]], width: int) -> Iterable[str]:
 
 
 def _title(name: str) -> str:
-    for suffix in ("_ns", "_bytes", "_per_s"):
+    for suffix in ("_bytes_per_s", "_ns", "_bytes", "_per_s"):
         name = name.removesuffix(suffix)
     return name.removeprefix("num_").replace("_", " ")
 
@@ -114,6 +114,8 @@ def _cell(name: str, value: Any) -> str:
         return size(value)
     if name.endswith("share"):
         return percent(value)
+    if name.endswith("bytes_per_s"):
+        return f"{significant(value / 1e9)} GB/s"
     if name.endswith("flops_per_s"):
         return f"{value / 1e12:.0f} TFLOP/s"
     if name.startswith("num_"):

@@ -66,6 +66,11 @@ class MemoryAnalysis:
             "growth": None if self.growth is None else self.growth.to_json(most),
         }
 
+    def _repr_html_(self) -> str:
+        from stepscope.report.notebook import html_of
+
+        return html_of(self)
+
 
 def analyze_memory(
     paths: Sequence[Path],
@@ -168,16 +173,16 @@ def _of_trace(
     return memory_of_trace(link(opened.trace))
 
 
-def memory_of_recording(folder: Path) -> MemoryReport:
-    """Of a recording's memory window; RecordingError where it has none."""
-    return _of_recording(folder, read_memory(_memory_file(folder, None)))
+def memory_of_recording(folder: Path, memory: dict[str, Any] | None = None) -> MemoryReport:
+    """Of a recording's memory window, which may have been read already; RecordingError where it has none."""
+    return _of_recording(folder, read_memory(_memory_file(folder, None)) if memory is None else memory)
 
 
-def memory_of_trace(linked: Linked) -> MemoryReport:
-    """Of a trace with `[memory]` events; TraceError where it has none."""
+def memory_of_trace(linked: Linked, memory: dict[str, Any] | None = None) -> MemoryReport:
+    """Of a trace with `[memory]` events, which may have been gathered already; TraceError where it has none."""
     from stepscope.analysis.trace_memory import trace_memory
 
-    memory = trace_memory(linked)
+    memory = trace_memory(linked) if memory is None else memory
     notes = ["a trace knows ops, modules and phases; neither owners nor dtypes, shapes or places in Python"]
     if memory["allocator"] is None:
         notes.append("the trace has no totals of the allocator: every figure is the least it can be")

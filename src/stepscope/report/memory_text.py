@@ -41,9 +41,9 @@ def _report(report: MemoryReport, most: int, width: int) -> Iterator[str]:
     yield shortened(head, width)
     yield ""
     if found.left_alive:
-        yield from _wrapped(_leak(found), width)
+        yield from _wrapped(leak_sentence(found), width)
         yield ""
-    yield from _wrapped(_verdict(report), width)
+    yield from _wrapped(memory_verdict(report), width)
     sections = [
         _callers(found, most, width) if report.source == SNAPSHOT else _owners(found, width),
         _stages(found, width),
@@ -61,7 +61,8 @@ def _report(report: MemoryReport, most: int, width: int) -> Iterator[str]:
             yield from lines
 
 
-def _verdict(report: MemoryReport) -> str:
+def memory_verdict(report: MemoryReport) -> str:
+    """How much is allocated at the peak, when, and whose most of it is."""
     found = report.account
     where = f", in {safe(found.peak_stage)}" if found.peak_stage and found.peak_stage != "start" else ""
     text = f"{size(found.peak_bytes)} are allocated at the peak{where}"
@@ -76,7 +77,7 @@ def _verdict(report: MemoryReport) -> str:
     return f"{text}: {', '.join(largest)}." if largest else f"{text}."
 
 
-def _leak(found: Account) -> str:
+def leak_sentence(found: Account) -> str:
     """How much earlier steps left alive, who holds most of it, and what to do about it."""
     first = found.left_alive[0]
     num_bytes = sum(left.bytes for left in found.left_alive)

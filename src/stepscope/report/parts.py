@@ -6,8 +6,10 @@ A figure is kept as it was measured, under a name that ends in its unit (`total_
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from stepscope.findings.diagnose import Diagnosis
@@ -29,6 +31,8 @@ class Facts:
     """Facts, one below the other."""
 
     rows: tuple[Fact, ...]
+    title: str = ""
+    """Of all of them; "" where the section's says it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class Series:
     """Of a line; bars have the chart's labels."""
     colour: str | None = None
     """A name of `report/colours.py` (a phase, a class of kernels, an owner of memory); None: the next one free."""
+    low: Sequence[float | None] = ()
+    """One a y: the lower end of its interval, for an error bar; () where there are none."""
+    high: Sequence[float | None] = ()
+    gaps: Sequence[str] = ()
+    """One a y: of a y that is None, why it has none (`oom`), else "". Written at the edge, never drawn as one."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class Dot:
     x: float
     y: float
     weight: float
-    """Its area: a share of all."""
+    """Its area: a share of all; 0 of all dots: they have none, and are of one size."""
     name: str
     group: str
     """For its colour."""
@@ -212,3 +221,14 @@ class Report:
     def parts(self, kind: type | tuple[type, ...]) -> list[Any]:
         """Every part of a kind, in order."""
         return [part for section in self.sections for part in section.parts if isinstance(part, kind)]
+
+    def save(self, target: str | os.PathLike[str], force: bool = False) -> Path:
+        """Write it as .html, .md, .json or a folder with all of them, every table as CSV and every chart as PNG."""
+        from stepscope.report.write import check_target, write_report
+
+        return write_report(self, check_target(Path(target), force))
+
+    def _repr_html_(self) -> str:
+        from stepscope.report.page.notebook import notebook_html
+
+        return notebook_html(self)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from stepscope.analysis.trace_memory import trace_memory
 from stepscope.analysis.traces import Analysis
 from stepscope.errors import RecordingError, TraceError
 from stepscope.findings.case import Case, open_case
@@ -13,7 +15,7 @@ from stepscope.findings.diagnose import Diagnosis, diagnose
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.card import Card
 from stepscope.report.memory import MemoryReport, memory_of_recording, memory_of_trace
-from stepscope.trace.memory_file import MEMORY_FILE
+from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE
 
 
@@ -54,9 +56,30 @@ class Source:
     @cached_property
     def memory(self) -> MemoryReport:
         """What `stepscope analyze --memory` shows."""
+        allocations = self.allocations
+        if self.has_memory_window:
+            return memory_of_recording(self.path, allocations)
+        return memory_of_trace(self.case.linked, allocations)
+
+    @property
+    def has_memory_window(self) -> bool:
+        """Whether a recording tells the memory; else a trace does, or nothing."""
+        return self.is_recording and (self.path / MEMORY_FILE).is_file()
+
+    @cached_property
+    def allocations(self) -> dict[str, Any]:
+        """What `memory` is the account of: every allocation, in the structure of docs/memory.md."""
+        if self.has_memory_window:
+            try:
+                return read_memory(self.path / MEMORY_FILE)
+            except RecordingError as error:
+                raise CannotCheck(str(error).replace(str(self.path / MEMORY_FILE), MEMORY_FILE)) from None
         try:
-            if self.is_recording and (self.path / MEMORY_FILE).is_file():
-                return memory_of_recording(self.path)
-            return memory_of_trace(self.case.linked)
-        except (RecordingError, TraceError) as error:
-            raise CannotCheck(str(error)) from None
+            return trace_memory(self.case.linked)
+        except TraceError as error:
+            raise CannotCheck(str(error).replace(str(self.case.linked.trace.path), "the trace")) from None
+        except CannotCheck:
+            raise CannotCheck(
+                "the recording has neither a memory window nor a trace, as a run with --no-memory, or one that ended "
+                "early, leaves it: `stepscope run train.py` records one"
+            ) from None

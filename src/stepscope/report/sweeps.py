@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,9 @@ from stepscope.analysis.sweeps import (
     varying_axes,
 )
 from stepscope.devices import Ceilings, Device, find_device, load_ceilings
+from stepscope.report.csv_tables import csv_text
+from stepscope.report.markdown_text import escaped
+from stepscope.report.notebook import with_html
 from stepscope.report.text import count, milliseconds, percent, plural, safe, significant, size
 
 CSV_FILE = "results.csv"
@@ -43,10 +44,10 @@ def _time(point: PointSummary) -> str | None:
     if point.time is None:
         return None
     mark = BEST if point.is_best else TIED if point.is_tied else ""
-    return f"{significant(point.time.median / 1e6, _digits(point.time))}{NOISY if point.is_noisy else ''}{mark}"
+    return f"{significant(point.time.median / 1e6, digits_of(point.time))}{NOISY if point.is_noisy else ''}{mark}"
 
 
-def _digits(time: Distribution) -> int:
+def digits_of(time: Distribution) -> int:
     """They follow the noise: one beyond where the interval of the median begins."""
     noise = (time.ci_high - time.ci_low) / 2 or time.median / 1e4
     return max(2, min(5, 2 + _decades(time.median / noise)))
@@ -59,7 +60,7 @@ def _decades(ratio: float) -> int:
 def _spread(point: PointSummary) -> str | None:
     if point.time is None:
         return None
-    digits = _digits(point.time)  # the median's: rounded otherwise, it could lie outside
+    digits = digits_of(point.time)  # the median's: rounded otherwise, it could lie outside
     return f"{significant(point.time.p10 / 1e6, digits)}–{significant(point.time.p90 / 1e6, digits)}"
 
 
@@ -121,7 +122,7 @@ COLUMNS = (
 
 def sweep_of(rows: list[dict[str, Any]], environments: Mapping[str, Any]) -> SweepSummary:
     """The summary of rows, held against what is known of their devices."""
-    return summarise(rows, environments, _limits)
+    return with_html(summarise(rows, environments, _limits))
 
 
 def _limits(name: str) -> tuple[Device | None, Ceilings | None]:
@@ -143,51 +144,49 @@ def sweep_text(sweep: SweepSummary, width: int = 100) -> str:
 def sweep_markdown(sweep: SweepSummary, command: str | None = None) -> str:
     """The whole table as Markdown, with the command that made it."""
     columns = _shown(sweep)
-    titles = [*sweep.varying, *(column.title for column in columns), "status", "hash"]
+    titles = [*map(escaped, sweep.varying), *(column.title for column in columns), "status", "hash"]
     lines = [f"`{command}`", ""] if command else []
     lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(sweep.varying)}{'--:|' * len(columns)}---|---|"]
     for point in sweep.points:
-        cells = [str(point.axes.get(name, "")) for name in sweep.varying]
+        cells = [escaped(point.axes.get(name, "")) for name in sweep.varying]
         cells += [(column.text(point) or "").replace(BEST, f"\\{BEST}") for column in columns]
-        status = point.status if point.status == OK else f"{point.status}: {safe(point.reason or '')}"
-        cells += [status.replace("|", "\\|"), f"`{point.hash}`"]
+        status = point.status if point.status == OK else f"{point.status}: {point.reason or ''}"
+        cells += [escaped(status), f"`{point.hash}`"]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
-    lines += [f"- {note}".replace(f"- {BEST}", f"- \\{BEST}") for note in _notes(sweep, [])]
+    lines += [f"- {escaped(note, 2000)}" for note in _notes(sweep, [])]
     return "\n".join(lines) + "\n"
 
 
 def sweep_csv(sweep: SweepSummary) -> str:
     """Every axis and every figure of every row; times in nanoseconds, sizes in bytes."""
     records = [record_of(point) for point in sweep.points]
-    names = list(dict.fromkeys(name for record in records for name in record))
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return stream.getvalue()
+    names = dict.fromkeys(name for record in records for name in record)
+    return csv_text({name: [record.get(name) for record in records] for name in names})
 
 
 def record_of(point: PointSummary) -> dict[str, Any]:
     """A point as one flat record: what the CSV and `--json` have."""
-    record: dict[str, Any] = {"hash": point.hash, **point.axes, "status": point.status, "reason": point.reason}
+    figures: dict[str, Any] = {"status": point.status, "reason": point.reason}
     for prefix, distribution in (("time", point.time), ("host", point.host)):
         for name in ("median", "p10", "p90", "mean", "std", "ci_low", "ci_high"):
-            record[f"{prefix}_{name}_ns"] = None if distribution is None else round(getattr(distribution, name))
-    record["num_samples"] = None if point.time is None else point.time.num_samples
+            figures[f"{prefix}_{name}_ns"] = None if distribution is None else round(getattr(distribution, name))
+    figures["num_samples"] = None if point.time is None else point.time.num_samples
     for name in (
         "first_call_ns", "compile_ns", "tokens_per_s", "flops_counted", "flops_formula", "flops_coverage",
         "flops_per_s", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
         "before_backward_bytes", "loss", "final_loss", "num_parameters", "num_active_parameters", "num_tokens",
         "num_kernels", "num_kernel_launches", "max_batch", "speedup", "differs", "is_best", "is_tied", "is_noisy",
     ):  # fmt: skip
-        record[name] = getattr(point, name)
-    record["notes"] = "; ".join(point.notes) or None
-    record["mfu_share"] = None if point.mfu is None else point.mfu.share
-    record["mfu_limit"] = None if point.mfu is None else point.mfu.limit
-    record["device_name"] = point.device_name
-    record.update({f"fact_{name}": value for name, value in point.facts.items()})
-    return record
+        figures[name] = getattr(point, name)
+    figures["notes"] = "; ".join(point.notes) or None
+    figures["mfu_share"] = None if point.mfu is None else point.mfu.share
+    figures["mfu_limit"] = None if point.mfu is None else point.mfu.limit
+    figures["device_name"] = point.device_name
+    figures.update({f"fact_{name}": value for name, value in point.facts.items()})
+    # A knob may be called like a figure: the hydra's `loss` is one.
+    axes = {f"knob_{name}" if name in figures else name: value for name, value in point.axes.items()}
+    return {"hash": point.hash, **axes, **figures}
 
 
 def to_json(sweep: SweepSummary) -> dict[str, Any]:
@@ -313,10 +312,10 @@ def _notes(sweep: SweepSummary, left_out: list[str]) -> list[str]:
     if len(parameters) == 1:
         constants.append(f"{next(iter(parameters)):,} parameters")
     devices = dict.fromkeys(point.device_name for point in points if point.device_name)
-    notes.append(f"all rows: {', '.join([*constants, *map(str, devices)])} [{_hash(sweep)}]")
+    notes.append(f"all rows: {', '.join([*constants, *map(str, devices)])} [{hash_of(sweep)}]")
     return [safe(note, 2000) for note in notes]
 
 
-def _hash(sweep: SweepSummary) -> str:
+def hash_of(sweep: SweepSummary) -> str:
     """One hash for all rows of the table."""
-    return hashlib.sha256("".join(point.hash for point in sweep.points).encode()).hexdigest()[:12]
+    return hashlib.sha256("".join(point.hash for point in sweep.points).encode("utf-8", "replace")).hexdigest()[:12]

@@ -14,19 +14,29 @@ _COLUMN = 13
 
 
 def fact_lines(analysis: Analysis) -> list[str]:
-    """Every line, the ranks' first, warnings last."""
+    """Every line for a terminal."""
+    return [f"{title:<{_COLUMN}}{safe(text, 400)}" for title, text in facts_of(analysis)]
+
+
+def facts_of(analysis: Analysis) -> list[tuple[str, str]]:
+    """What each line is about and what it says, the ranks' first, warnings last."""
     first = analysis.ranks[0]
-    facts = [
+    return [
         *_waits(analysis),
         *_launches(first),
         *_copies(first),
-        *_limits(first),
+        *limit_facts(first),
         *_syncs(first),
         *_memory(first),
         *_unlinked(first),
         *_warnings(analysis),
     ]
-    return [f"{title:<{_COLUMN}}{safe(text, 400)}" for title, text in facts]
+
+
+def work_facts(account: RankAccount) -> Iterator[tuple[str, str]]:
+    """Of a rank's launches, copies and waits, and what could not be linked: what each is about, and the sentence."""
+    for facts in (_launches, _copies, _syncs, _unlinked):
+        yield from facts(account)
 
 
 def _waits(analysis: Analysis) -> Iterator[tuple[str, str]]:
@@ -90,7 +100,8 @@ def _copies(account: RankAccount) -> Iterator[tuple[str, str]]:
         yield "copies", f"{percent(int(copies['total_ns'].sum()) / work)} of GPU work: {', '.join(shares)}"
 
 
-def _limits(account: RankAccount) -> Iterator[tuple[str, str]]:
+def limit_facts(account: RankAccount) -> Iterator[tuple[str, str]]:
+    """What the GPU's work is limited by, where the device is known."""
     found = account.roofline_summary
     if found.limit_share is None:
         return

@@ -24,12 +24,12 @@ _SPLIT = (
     ("copies, fills", "exposed_memory_ns"),
     ("idle", "idle_ns"),
 )
-_STEP_SOURCES = {
+STEP_SOURCES = {
     "ProfilerStep": "as labelled by the profiler",
     "optimizer": "each ends with an optimizer step",
     "backward": "each ends with a backward",
 }
-_PHASE_SOURCES = {
+PHASE_SOURCES = {
     "labels": "phases as Stepscope labelled them",
     "annotations": "phases from the labels in the trace, the rest found from autograd",
     "autograd": "phases found from autograd's ops",
@@ -61,7 +61,7 @@ def _head(analysis: Analysis) -> Iterator[str]:
     whose = f"rank {first.rank}: " if len(analysis.ranks) > 1 else ""
     if num := first.steps.height:
         mean = duration(int(first.steps["duration_ns"].sum()) / num)
-        how = _STEP_SOURCES[first.step_source]
+        how = STEP_SOURCES[first.step_source]
         many = f" on average, {how}" if num > 1 else f", {how.replace('each', 'it')}"
         yield f"{whose}{plural(num, 'step')} of {mean}{many}; traced steps are slower than clean ones"
     else:
@@ -121,7 +121,7 @@ def _phases(account: RankAccount, width: int) -> Iterator[str]:
     title = "where a step goes" if num_steps else "where the time goes"
     yield from table_lines(title, [row["phase"] for row in rows], columns, width)
     whose = "; GPU work belongs to the phase that launched it" if has_gpu else ""
-    yield f"  {_PHASE_SOURCES[account.phase_source]}{whose}"
+    yield f"  {PHASE_SOURCES[account.phase_source]}{whose}"
     yield from _unattributed(account)
 
 

@@ -8,7 +8,7 @@ from stepscope.report.text import duration, percent
 WORTH_SAYING = 0.10
 MUCH_SHORTER = 0.9
 """Of the steps' time, a GPU window of less leaves out idle time before its first event or after its last."""
-_MEANS = {
+IDLE_MEANS = {
     "launch": "the host was inside ops and launches, and could not feed the GPU: launch-bound",
     "synchronisation": "the host was waiting for the GPU instead of launching ahead",
     "data": "the host was fetching data",
@@ -38,7 +38,7 @@ def trace_verdict(account: RankAccount) -> str:
     said = [_how_busy(account)]
     if idle >= WORTH_SAYING:
         causes = account.idle_causes.sort("total_ns", descending=True).row(0, named=True)
-        said.append(f"in {percent(causes['share'])} of that {_MEANS[causes['cause']]}")
+        said.append(f"in {percent(causes['share'])} of that {IDLE_MEANS[causes['cause']]}")
     exposed = time.exposed_communication_ns / time.window_ns
     if exposed >= WORTH_SAYING:
         said.append(f"{percent(exposed)} went to communication that no computing hid")

@@ -8,14 +8,12 @@ from stepscope.analysis.replay import Change
 from stepscope.analysis.whatif import stretches
 from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.findings.retries import Retries, retries_of
 from stepscope.findings.wording import gibibytes, milliseconds, several
-
-_RETRIES_A_STEP = 0.5
-"""One when the cache first fills is nobody's fault."""
 
 
 def check(case: Case) -> list[Finding]:
-    retries = _retries(case)
+    retries = retries_of(case)
     try:
         found = _calls(case, retries)
     except CannotCheck:
@@ -25,7 +23,7 @@ def check(case: Case) -> list[Finding]:
     return found or _retrying(case, retries)
 
 
-def _calls(case: Case, retries: int | None) -> list[Finding]:
+def _calls(case: Case, retries: Retries | None) -> list[Finding]:
     """What the trace shows."""
     if case.work.is_empty():
         return []
@@ -51,7 +49,9 @@ def _calls(case: Case, retries: int | None) -> list[Finding]:
         fix = "remove torch.cuda.empty_cache() from the loop; where memory is short, " + _EXPANDABLE
     else:
         fix = "keep the sizes of a step: pad to a few lengths; or " + _EXPANDABLE
-    told = f", and its allocator gave up and began again {retries:,} times" if retries else ""
+    told = ""
+    if retries and retries.are_in_every_step:
+        told = f", and its allocator gave up and began again {several(retries.num, 'time')}"
     return [
         Finding(
             sentence=f"Each step takes memory from the driver "
@@ -63,6 +63,7 @@ def _calls(case: Case, retries: int | None) -> list[Finding]:
             derived="the step replayed without these calls, as when the cache keeps what it has",
             confidence="high" if is_everywhere else "medium",
             falsified_by="calls that come in the first steps alone",
+            places=case.host_places(calls),
             evidence=(Evidence("calls of the driver's allocator", table.head(8).to_dicts()),),
         )
     ]
@@ -71,33 +72,22 @@ def _calls(case: Case, retries: int | None) -> list[Finding]:
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py"
 
 
-def _retries(case: Case) -> int | None:
-    """How often the allocator found no room and emptied its cache; None where nobody counted."""
-    try:
-        counted = case.recording.facts.get("memory", {}).get("num_allocator_retries")
-    except CannotCheck:
-        return None
-    return counted if isinstance(counted, int) else None
-
-
-def _retrying(case: Case, retries: int | None) -> list[Finding]:
+def _retrying(case: Case, retries: Retries | None) -> list[Finding]:
     """What the recording counted, where the traced steps show nothing of it."""
-    if retries is None:
+    if retries is None or not retries.are_in_every_step:
         return []
     memory = case.recording.facts["memory"]
-    num_steps = sum(sample.window in ("warmup", "clean") for sample in case.recording.samples)
-    if not num_steps or retries < _RETRIES_A_STEP * num_steps:
-        return []
     reserved, total = (memory.get(name) for name in ("peak_reserved_bytes", "driver_total_bytes"))
     held = f", with {gibibytes(reserved)} of {gibibytes(total)} reserved" if reserved and total else ""
     return [
         Finding(
-            sentence=f"The allocator found no room {several(retries, 'time')} in {num_steps:,} steps{held}: each "
+            sentence=f"The allocator found no room {several(retries.num, 'time')} in {retries.num_steps:,} "
+            f"steps{held}: each "
             "time it gave its cache back to the driver and took memory again.",
             fix=_EXPANDABLE + "  # or a smaller batch",
             derived="counted by the allocator; no traced step shows what one costs",
             confidence="medium",
             falsified_by="num_alloc_retries of torch.cuda.memory_stats() that stands still after the first steps",
-            evidence=(Evidence("allocator", [{"num_retries": retries, "num_steps": num_steps}]),),
+            evidence=(Evidence("allocator", [{"num_retries": retries.num, "num_steps": retries.num_steps}]),),
         )
     ]

@@ -58,6 +58,7 @@ def check(case: Case) -> list[Finding]:
             + (", and with a usual time for ops that write a stack down" if stacks else ""),
             confidence="high",
             falsified_by="a step as long with the checks off",
+            places=case.host_places(spent),
             evidence=(Evidence("checks for NaN", table.head(8).to_dicts()),),
         )
     ]

@@ -66,6 +66,7 @@ def check(case: Case) -> list[Finding]:
             confidence="high" if worst["dtype"] in _PEAKS and worst["head_size"] <= _LARGEST_HEAD else "medium",
             falsified_by="kernels named flash or cudnn for these calls, or a call under "
             "sdpa_kernel(SDPBackend.FLASH_ATTENTION) that is as slow or refuses its inputs",
+            places=case.places(calls["events"].explode()),
             evidence=(Evidence("attention calls off the fast path", table.to_dicts()),),
         )
     ]

@@ -56,6 +56,7 @@ def check(case: Case) -> list[Finding]:
             "the device's peak) and without the work on the mask; a mask with fewer zeros saves less",
             confidence="medium",
             falsified_by="a mask that is not causal, or flash kernels that take as long with is_causal=True",
+            places=case.places(calls["events"].explode()),
             evidence=(Evidence("attention calls with a mask", table.to_dicts()),),
         )
     ]

@@ -58,6 +58,7 @@ def check(case: Case) -> list[Finding]:
             "and float32, and what else runs in lower precision with twice its bytes, none of it faster than now",
             confidence="medium",
             falsified_by="a step as long without autocast, in the same program with nothing else changed",
+            places=case.places(casts["event"]),
             evidence=(Evidence("casts by the op they are for", table.head(8).to_dicts()),),
         )
     ]

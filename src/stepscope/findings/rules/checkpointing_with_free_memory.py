@@ -56,6 +56,7 @@ def check(case: Case) -> list[Finding]:
             derived="the step replayed without what runs again and the host's time for it"
             + ("" if share == 1 else f", {share:.0%} of it: as much as fits into {_USABLE_SHARE:.0%} of the memory"),
             falsified_by="a run without checkpointing that is out of memory, or as slow",
+            places=case.places(events),
             evidence=(Evidence("ops that run again", table.head(8).to_dicts()),),
         )
     ]

@@ -65,6 +65,7 @@ def check(case: Case) -> list[Finding]:
                "; a part of it may be waiting for other ranks, which a folder with every rank's trace would tell"),
             confidence="medium" if is_split else "low",
             falsified_by="nothing to compute at that time that does not need the result",
+            places=case.places(calls.filter(pl.col("own_ns") > 0)["event"]),
             evidence=(
                 Evidence("collectives", collectives_by_size(calls).head(8).to_dicts()),
             ),

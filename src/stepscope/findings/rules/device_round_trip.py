@@ -51,6 +51,7 @@ def check(case: Case) -> list[Finding]:
             "in between, the host's time from one to the other; what the GPU then does itself is not counted",
             confidence="high" if trips["num_kernels"].max() == 0 else "medium",
             falsified_by="two copies of one size that are not of one tensor, or work that only the host can do",
+            places=case.host_places(trips),
             evidence=(Evidence("tensors that went to the host and back", table.head(8).to_dicts()),),
         )
     ]

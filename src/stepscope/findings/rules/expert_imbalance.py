@@ -33,7 +33,7 @@ def check(case: Case) -> list[Finding]:
     known = routers(case.work)
     padded = [one for one in padded_experts(case.work, known) if one.filled_share < 1]
     dropping = [one for one in padded_experts(case.work, known) if one.filled_share > 1 / (1 - _DROPPED_SHARE)]
-    return [*_padding(case, padded), *_dropped(dropping), *_uneven(case, looped_experts(case.work, known))]
+    return [*_padding(case, padded), *_dropped(case, dropping), *_uneven(case, looped_experts(case.work, known))]
 
 
 def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
@@ -70,12 +70,13 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
             "backward included",
             confidence="medium",
             falsified_by="as many places with a balanced router",
+            places=case.places(durations),
             evidence=(Evidence("experts with places", rows),),
         )
     ]
 
 
-def _dropped(dropping: Sequence[Padded]) -> list[Finding]:
+def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
     if not dropping:
         return []
     worst = max(dropping, key=lambda one: one.filled_share)
@@ -92,6 +93,7 @@ def _dropped(dropping: Sequence[Padded]) -> list[Finding]:
             derived="no time is saved: tokens that pass no expert cost quality",
             confidence="medium",
             falsified_by="a second product that takes what the first left out",
+            places=case.places(case.work.filter(pl.col("call").is_in(worst.calls))["event"]),
             evidence=(Evidence("experts", [{"capacity": worst.capacity, "num_experts": router.num_experts,
                                             "num_tokens": router.num_tokens, "num_chosen": router.num_chosen}]),),
         )
@@ -102,7 +104,8 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
     uneven = [one for one in looped if one.imbalance >= _UNEVEN]
     calls = [call for one in uneven for call in one.calls]
     roots = case.work.filter(pl.col("call").is_in(calls))["root"].drop_nulls().unique()
-    spent_ns = float(case.work.filter(pl.col("root").is_in(roots.implode()))["duration_ns"].sum()) / case.num_steps
+    work = case.work.filter(pl.col("root").is_in(roots.implode()))
+    spent_ns = float(work["duration_ns"].sum()) / case.num_steps
     if not uneven or spent_ns < _LEAST_OF_STEP * case.step.device_ns:
         return []
     worst = max(uneven, key=lambda one: one.imbalance)
@@ -121,6 +124,7 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
             "all wait for the busiest, and with a capacity its tokens are dropped",
             confidence="medium",
             falsified_by="products that share a weight's shape and are no experts",
+            places=case.places(work["event"]),
             evidence=(Evidence("tokens by expert", rows),),
         )
     ]

@@ -65,6 +65,7 @@ def _only_step(case: Case) -> list[Finding]:
             derived="the step replayed with these stretches gone: what a later step is likely to be shorter by",
             confidence="medium",
             falsified_by="a trace of later steps with stretches as long",
+            places=case.host_places(first),
             evidence=(Evidence("first-call stretches", first.select("kind", "op", length).head(8).to_dicts()),),
         )
     ]

@@ -68,6 +68,7 @@ def check(case: Case) -> list[Finding]:
             f"that size alive at the peak, less one of {_NUM_CHUNKS} chunks",
             confidence="medium",
             falsified_by="a peak that comes elsewhere in the step, or a program that needs all logits",
+            places=case.places(passes["event"]),
             evidence=(Evidence("kernels over the logits", table.head(10).to_dicts()),),
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from stepscope.analysis.replay import Change
@@ -39,7 +40,7 @@ def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
         f"{several(regions.height / case.num_steps, 'compiled region')} are called a step, and the host spends "
         f"{milliseconds(entered_ns)} of {milliseconds(case.step_ns)} on getting into the later ones"
     )
-    return [_told(case, breaks, saving_ns, seen)]
+    return [replace(_told(case, breaks, saving_ns, seen), places=case.host_places(entries))]
 
 
 def _told(case: Case, breaks: list[dict[str, Any]], saving_ns: float | None, seen: str) -> Finding:

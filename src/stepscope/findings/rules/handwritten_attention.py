@@ -61,6 +61,7 @@ def check(case: Case) -> list[Finding]:
             + (", over half of the scores as under a causal mask; another mask saves less" if is_masked else "")
             + ("; bytes: tensors of this size that are alive at the peak" if saving_bytes else ""),
             falsified_by="a program that reads the attention weights, which no fused kernel returns",
+            places=case.places(work["event"]),
             evidence=(Evidence("kernels over queries × keys", table.head(10).to_dicts()),),
         )
     ]

@@ -54,6 +54,7 @@ def check(case: Case) -> list[Finding]:
             derived="the step replayed with these stretches gone",
             confidence="low" if once else "high" if top["op"] or top["caller"] else "medium",
             falsified_by="a step as long when logging, checkpoints and gc are off",
+            places=case.host_places(quiet),
             evidence=(Evidence("quiet stretches of the host", table.head(8).to_dicts()),),
         )
     ]

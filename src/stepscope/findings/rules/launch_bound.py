@@ -20,6 +20,9 @@ _SURE = 0.3
 _GRAPH_LAUNCH = 0.02
 """Of the host's time, what a step of graph launches is left with."""
 
+_LAUNCHING = ["launch", "python"]
+"""What the host did while the GPU stood, of the causes of `analysis/idle.py`."""
+
 
 def check(case: Case) -> list[Finding]:
     kernels = case.work.filter(pl.col("kind") == "kernel")
@@ -49,6 +52,7 @@ def check(case: Case) -> list[Finding]:
             if saving_ns > (_SURE if case.clean_ns is None else _SURE / 2) * step.done_ns
             else "medium",
             falsified_by='a step as long with mode="reduce-overhead", or twice as long with twice the batch',
+            places=case.idle_places(case.idle.filter(pl.col("cause").cast(pl.String).is_in(_LAUNCHING))),
             evidence=(
                 Evidence(
                     "step",

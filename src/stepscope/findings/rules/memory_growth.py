@@ -39,6 +39,7 @@ def check(case: Case) -> list[Finding]:
             derived="what is there from earlier steps" if held else "what one step leaves",
             confidence="high" if is_much else "medium",
             falsified_by=f"a peak that is the same {_MANY_STEPS:,} steps later",
+            places=() if growth.kept is None else case.host_places(growth.kept),
             evidence=(Evidence("what a step leaves behind", growth.rows[:8]), *_graphs(memory)),
         )
     ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.findings.retries import retries_of
 from stepscope.findings.wording import gibibytes, several
 
 _FRAGMENTED_SHARE = 0.2
@@ -42,7 +43,11 @@ def check(case: Case) -> list[Finding]:
         fix = "fewer different shapes (pad to a few lengths): expandable segments are on already"
     else:
         fix = f"PYTORCH_CUDA_ALLOC_CONF={_EXPANDABLE} python train.py"
-    again = f"; the allocator gave its cache back {several(retries, 'time')} to find room" if retries else ""
+    counted = retries_of(case)
+    is_told = counted is not None and counted.are_in_every_step  # by allocator_churn
+    again = ""
+    if retries and not is_told:
+        again = f"; the allocator gave its cache back {several(retries, 'time')} to find room"
     of = f" of the device's {gibibytes(total)}" if total else ""
     return [
         Finding(

@@ -38,6 +38,7 @@ def check(case: Case) -> list[Finding]:
             derived="the step replayed with each of these products at 60 % of the peak",
             confidence="high" if share < 0.3 else "medium",
             falsified_by="products of the padded size that are as slow",
+            places=case.places(calls["events"].explode()),
             evidence=(Evidence("misaligned matrix products", by_shape(calls, case.num_steps)),),
         )
     ]

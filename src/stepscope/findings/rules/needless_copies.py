@@ -15,7 +15,10 @@ _CASTING = ["aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten:
 def check(case: Case) -> list[Finding]:
     root = pl.col("root_op").cast(pl.String)
     is_training = pl.col("phase").is_in(["forward", "backward"])
-    moved = case.work.filter(is_training, pl.col("class").is_in(["copy_cast", "memset_memcpy"]))
+    # A copy that the compiler left in its code is not the program's to remove.
+    moved = case.work.filter(
+        is_training, pl.col("class").is_in(["copy_cast", "memset_memcpy"]), ~pl.col("is_compiled")
+    )
     is_inside = (pl.col("kind") == "kernel") | pl.col("name").cast(pl.String).str.contains("(?i)DtoD")
     moved = moved.filter(is_inside)
     copied = moved.filter(root.is_in(_COPYING))
@@ -27,6 +30,7 @@ def check(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     total_ns = float(needless["duration_ns"].sum()) / case.num_steps
+    has_backward = bool((needless["phase"] == "backward").any())
     keys = ("root_op", "op", "phase", "module", "shapes")
     table = (
         needless.with_columns(pl.col(*keys).cast(pl.String))
@@ -40,7 +44,7 @@ def check(case: Case) -> list[Finding]:
         Finding(
             sentence=f"{several(needless.height / case.num_steps, 'kernel')} a step only copy: {asked} called by the "
             f"program move tensors for {milliseconds(total_ns)} of {milliseconds(case.step_ns)} without "
-            "computing anything, their backward included.",
+            f"computing anything{', their backward included' if has_backward else ''}.",
             fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) where the next op takes "
             "strides and dtype as they are: linear layers, matmul and SDPA do",
             saving_ns=saving_ns,
@@ -49,6 +53,7 @@ def check(case: Case) -> list[Finding]:
             "would come back inside it",
             confidence="medium",
             falsified_by="a copy that comes back under another op (aten::reshape) when the call is gone",
+            places=case.places(needless["event"]),
             evidence=(Evidence("copies by what the program called", table.head(8).to_dicts()),),
         )
     ]

@@ -54,6 +54,7 @@ def check(case: Case) -> list[Finding]:
             "host not waiting for them",
             confidence="high" if waits.height else "medium",
             falsified_by='copies named "Pinned -> Device" that take as long',
+            places=case.places(copies["event"]),
             evidence=(Evidence("copies from pageable memory", table.head(8).to_dicts()),),
         )
     ]

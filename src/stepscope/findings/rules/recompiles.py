@@ -59,6 +59,7 @@ def _planning(case: Case) -> list[Finding]:
             derived="the step replayed with these stretches gone; an eager fallback's cost is not counted",
             confidence="high" if changing or guard else "medium" if num_steps > 1 else "low",
             falsified_by="stretches as long in a run whose inputs all have one shape",
+            places=case.host_places(planning),
             evidence=(
                 Evidence("planning", planning.select("step", "phase", "op", "shapes", length).head(8).to_dicts()),
                 *_guards(case),

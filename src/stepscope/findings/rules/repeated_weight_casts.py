@@ -35,6 +35,7 @@ def check(case: Case) -> list[Finding]:
             derived="the step replayed without the casts of every micro-batch but the first, and the host's time for "
             "them",
             falsified_by="as many casts with one autocast region around all micro-batches",
+            places=case.places(again["event"]),
             evidence=(Evidence("casts of weights that were cast before", table.head(8).to_dicts()),),
         )
     ]

@@ -77,6 +77,7 @@ def check(case: Case) -> list[Finding]:
             "rows at 85 % of the device's bandwidth",
             confidence="high" if share < 0.05 else "medium",
             falsified_by="a scatter as slow with indices that are all different",
+            places=case.places([*durations, *gone]),
             evidence=(Evidence("scatters far below the bandwidth", table.head(8).to_dicts()),),
         )
     ]

@@ -49,6 +49,7 @@ def check(case: Case) -> list[Finding]:
             "as twice the data takes such kernels no longer",
             confidence="medium",
             falsified_by="a step twice as long with twice the batch",
+            places=case.places(short["event"]),
             evidence=(Evidence("kernels by size", case.account.kernel_sizes.to_dicts()),),
         )
     ]

@@ -88,6 +88,7 @@ def check(case: Case) -> list[Finding]:
             "the host's time for the others; what else is in the loop stays",
             confidence="medium",
             falsified_by="products that need the result of the one before",
+            places=case.places(every["event"]),
             evidence=(Evidence("small matrix products in loops", table.head(8).to_dicts()),),
         )
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -29,13 +31,14 @@ def check(case: Case) -> list[Finding]:
     if not whole_ns or worst["caused_wait_ns"] < _CAUSED_SHARE * whole_ns or late.height * 2 < calls.height:
         return []
     num_steps = max(1, calls["step"].n_unique())
-    saving_ns = _saving_ns(case, across, late, num_steps)
+    own = _own(case, across, late)
+    saving_ns = _saving_ns(case, late, own, num_steps)
     if not case.is_worth(saving_ns):
         return []
     others = ranks.filter(pl.col("rank") != worst["rank"])
     waited_ns = float(others["wait_ns"].mean() or 0.0) / num_steps  # type: ignore[arg-type]
     is_every_step = late["step"].n_unique() == num_steps
-    why, fix = _cause(across.table, worst["rank"])
+    why, fix = _cause(across.table, worst["rank"], case.path)
     once = "" if num_steps > 1 else "; it is one step, and what began the trace may have held that rank up"
     return [
         Finding(
@@ -47,6 +50,7 @@ def check(case: Case) -> list[Finding]:
             derived="the step replayed with these collectives shorter by what the last rank came after the one "
             "before it: were it as fast as that one; were all alike, it would be more",
             confidence="low" if num_steps == 1 else "high" if is_every_step else "medium",
+            places=case.places(own["event"]),
             falsified_by="another rank that is last in the next trace",
             evidence=(
                 Evidence("ranks", ranks.head(8).to_dicts()),
@@ -59,19 +63,24 @@ def check(case: Case) -> list[Finding]:
     ]
 
 
-def _saving_ns(case: Case, across: AcrossRanks, late: pl.DataFrame, num_steps: int) -> float:
+def _own(case: Case, across: AcrossRanks, late: pl.DataFrame) -> pl.DataFrame:
+    """The kernels of this rank in the collectives that one comes late to, with `last_rank` and its `lead_ns`."""
+    calls = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
+    calls = calls.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
+    return case.account.collectives.join(calls, on="start_ns")
+
+
+def _saving_ns(case: Case, late: pl.DataFrame, own: pl.DataFrame, num_steps: int) -> float:
     """What a step takes less when the last rank comes with the one before it."""
-    leads = late.select("call", "lead_ns")
-    own = across.matched.calls.filter(pl.col("rank") == case.rank).join(leads, on="call")
-    waiting = own.filter(pl.col("call").is_in(late.filter(pl.col("last_rank") != case.rank)["call"].implode()))
+    waiting = own.filter(pl.col("last_rank") != case.rank)
     if waiting.is_empty():  # the rank that is looked at is the late one: it waits for nobody
-        return float(leads["lead_ns"].sum()) / num_steps
-    found = case.collectives.join(waiting.select("start_ns", "lead_ns"), on="start_ns")
+        return float(late["lead_ns"].sum()) / num_steps
+    found = waiting.filter(pl.col("event").is_in(case.replay.events))
     shorter = found.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
     return case.saving_ns(Change(duration_ns={event: float(ns) for event, ns in shorter.iter_rows()}))
 
 
-def _cause(table: pl.DataFrame, rank: int) -> tuple[str, str]:
+def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
     """What its GPU did that the others' did not."""
 
     def figures(name: str) -> tuple[float, float]:
@@ -91,5 +100,6 @@ def _cause(table: pl.DataFrame, rank: int) -> tuple[str, str]:
     return (
         f"Its GPU computes no longer than the others' and is idle for {milliseconds(idle)} (their median "
         f"{milliseconds(usual)}): its host is late, with data or launches",
-        f"stepscope diagnose TRACES --rank {rank}  # what its host does; then data loading and CPU pinning there",
+        f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # what its host does; then data loading and CPU "
+        "pinning there",
     )

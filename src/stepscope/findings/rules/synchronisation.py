@@ -56,6 +56,8 @@ def check(case: Case) -> list[Finding]:
     table = _by_caller(waits, case.num_steps)
     top = table.row(0, named=True)
     most = "" if table.height == 1 else f"{top['num_calls']:,.0f} of them "
+    until = pl.max_horizontal("duration_ns", pl.col("wait_ns").fill_null(0) + pl.col("idle_after_ns"))
+    stood = waits.select("start_ns", (pl.col("start_ns") + until).alias("end_ns"))
     wait_ns, idle_ns = (float(waits[name].sum() or 0) / case.num_steps for name in ("wait_ns", "idle_after_ns"))
     return [
         Finding(
@@ -69,6 +71,7 @@ def check(case: Case) -> list[Finding]:
             "one by one in a loop: the host runs ahead, as far as the GPU's own work lets it",
             confidence="high" if count >= 2 else "medium",
             falsified_by="a value that the host must have before it can go on, or a step as long without the calls",
+            places=case.host_places(stood),
             evidence=(Evidence("waits of the host, by op and caller", table.head(8).to_dicts()),),
         )
     ]

@@ -62,6 +62,7 @@ def check(case: Case) -> list[Finding]:
             "writes its last result, at 85 % of the device's bandwidth",
             confidence="high" if moved > 3 * fused else "medium",
             falsified_by="kernels as many and as long after torch.compile, which then has a graph break in the chain",
+            places=case.places(events),
             evidence=(Evidence("chains of elementwise ops", table.head(8).to_dicts()),),
         )
     ]

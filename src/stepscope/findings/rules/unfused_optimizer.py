@@ -62,6 +62,7 @@ def check(case: Case) -> list[Finding]:
             "on the host",
             confidence="high" if moved else "medium",
             falsified_by="an optimizer without a fused version, or as many kernels with fused=True",
+            places=case.places(own["event"]),
             evidence=(
                 Evidence("kernels of the optimizer", calls.sort("duration_ns", descending=True).head(8).to_dicts()),
             ),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.replay import Change
+from stepscope.analysis.stalls import MANY_OPS
 from stepscope.analysis.whatif import stretches
 from stepscope.findings.case import WORTH_SHARE, Case
 from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds
+from stepscope.findings.wording import milliseconds, several
 
 _FIX = "DataLoader(dataset, num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)"
 _WORTH_WITHOUT_GPU = 0.2
@@ -27,17 +28,31 @@ def _in_trace(case: Case) -> list[Finding]:
     length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
     per_step = float(waits.select(length).sum().item()) / case.num_steps
     named = waits["phase"].eq_missing("data").any()
-    who = "for its DataLoader" if named else "before its forward, with no op running: for data, most likely"
+    preparing = waits.filter(pl.col("num_ops") >= MANY_OPS, pl.col("phase").ne_missing("data"))
+    is_preparing = 2 * preparing.select(length).sum().item() > waits.select(length).sum().item()
+    who, fix = "before its forward, with no op running: for data, most likely", _FIX
+    if is_preparing:
+        num_ops = float(preparing["num_ops"].sum()) / case.num_steps
+        who = (
+            f"while the host prepares its batch before the forward, in {several(num_ops, 'op')} on the CPU, most of "
+            f"it in {preparing.sort(length, descending=True)['most_op'][0]}"
+        )
+        fix = f"do it in workers, in the dataset or the collate_fn: {_FIX}"
+    elif named:
+        who = "for its DataLoader"
     return [
         Finding(
             sentence=f"Each step stands {milliseconds(per_step)} {who}; the whole step takes "
             f"{milliseconds(case.step_ns)}, and the GPU has work for {milliseconds(case.step.device_ns)} of it.",
-            fix=_FIX,
+            fix=fix,
             saving_ns=saving_ns,
             derived="the step replayed with these waits gone, as when the batch is ready",
-            confidence="high" if named else "medium",
+            confidence="high" if named and not is_preparing else "medium",
             falsified_by="a step that takes as long with the same batch used again and again",
-            evidence=(Evidence("waits", waits.select("step", "phase", length).head(8).to_dicts()),),
+            places=case.host_places(waits),
+            evidence=(
+                Evidence("waits", waits.select("step", "phase", "num_ops", "most_op", length).head(8).to_dicts()),
+            ),
         )
     ]
 

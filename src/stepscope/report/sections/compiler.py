@@ -1,13 +1,128 @@
-"""The section `compiler` of a report."""
+"""What torch.compile did: graphs that broke, what was compiled again, seconds, CUDA graphs."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from stepscope.analysis.compiled_regions import regions_by_name
+from stepscope.findings.compile_log import compile_entries, compile_report, count_of
 from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Fact, Facts, Missing, Table, Text, Value
+from stepscope.report.sections.shared import mapping, plain, table_of
 from stepscope.report.source import Source
+from stepscope.report.text import average, duration, plural, significant
+
+_LISTS = {
+    "graph_breaks": ("graph breaks", {"place": "place", "reason": "reason"}, "num_times"),
+    "recompiles": ("recompiles", {"frame": "function", "failed_guards": "guards_that_failed"}, None),
+    "recompile_limit_hits": ("given up: run eagerly from then on", {"frame": "function"}, "num_times"),
+    "cuda_graph_skips": ("CUDA graphs left out", {"reason": "reason"}, "num_times"),
+    "failures": ("compiles that failed", {"reason": "reason"}, "num_times"),
+}
+"""Lists of `compile.json`: what each is, its fields under the names of a table's columns, and its count's."""
 
 
 def parts(source: Source) -> tuple[Any, ...]:
-    """To be written."""
-    raise CannotCheck("not written yet")
+    """From `compile.json`, and from the regions of compiled code that the trace shows."""
+    report = compile_report(source.case)
+    regions = tuple(_regions(source))
+    if report:
+        return (*_told(source, report), *regions)
+    if regions:
+        if source.is_recording:
+            return regions
+        why = "why graphs broke, and what was compiled again: a trace does not tell, `stepscope run train.py` does"
+        return (*regions, Missing(why))
+    if source.is_recording:
+        path = shlex.quote(str(source.path))
+        raise CannotCheck(
+            "torch.compile compiled nothing in this run; "
+            f"`stepscope verify {path} --fix compile` measures what it would bring"
+        )
+    raise CannotCheck("the trace shows no compiled code: torch.compile(model), then record again")
+
+
+def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
+    entries = {name: compile_entries(source.case, name) for name in _LISTS}
+    yield Facts(tuple(_figures(report, entries)))
+    quiet = [title for name, (title, _, _) in _LISTS.items() if not entries[name]]
+    if quiet:
+        yield Text(f"Not seen: {', '.join(quiet)}.")
+    for name, (title, fields, count) in _LISTS.items():
+        if entries[name]:
+            columns: dict[str, Sequence[Value]] = {
+                shown: [_cell(entry.get(field)) for entry in entries[name]] for field, shown in fields.items()
+            }
+            counts: dict[str, Sequence[Value]] = (
+                {count: [count_of(entry) for entry in entries[name]]} if count else {}
+            )
+            yield Table(name, title, columns | counts)
+    frames = compile_entries(source.case, "frames")
+    if frames:
+        names = [_cell(frame.get("frame")) for frame in frames]
+        nums = [plain(frame.get("num_compiles")) for frame in frames]
+        yield Table("compiled_functions", "what was compiled", {"function": names, "num_compiles": nums})
+    compiling = [sample for sample in source.card.recording.samples if sample.num_compiles]
+    if compiling:
+        yield Table(
+            "compiling_steps",
+            "steps that compiled something",
+            {
+                "step": [sample.step for sample in compiling],
+                "window": [sample.window for sample in compiling],
+                "host_ns": [sample.wall_ns for sample in compiling],
+                "num_compiles": [sample.num_compiles for sample in compiling],
+            },
+            note="left out of the clean steps' figures",
+        )
+
+
+def _figures(report: Mapping[str, Any], entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[Fact]:
+    num, seconds = report.get("num_compiles"), report.get("compile_seconds")
+    if isinstance(num, int):
+        yield Fact("compiles", f"{num:,}")
+    if isinstance(seconds, (int, float)):
+        yield Fact("compile time", f"{significant(seconds)} s", "of all compiles")
+    breaks = entries["graph_breaks"]
+    where = f"at {plural(len(breaks), 'place')}" if breaks else ""
+    yield Fact("graph breaks", f"{sum(map(count_of, breaks)):,}", where)
+    yield Fact("recompiles", f"{len(entries['recompiles']):,}")
+    graphs = mapping(report.get("cuda_graphs"))
+    if graphs:
+        num, num_sizes = graphs.get("num_compiled_functions"), graphs.get("num_distinct_sizes")
+        detail = f"compiled functions: {num}; most sizes of one: {num_sizes}"
+        yield Fact("CUDA graphs", f"{graphs.get('num_recorded')} recorded", detail)
+    else:
+        yield Fact("CUDA graphs", "none recorded")
+
+
+def _cell(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return None if value is None else str(value)
+
+
+def _regions(source: Source) -> Iterator[Any]:
+    """Calls of compiled code in the trace's typical steps."""
+    try:
+        case = source.case
+        regions, num_steps = case.compiled_regions, case.num_steps
+    except CannotCheck:
+        return
+    if regions.is_empty():
+        return
+    entering = case.region_entries(all_but_first=False)
+    entering_ns = float((entering["end_ns"] - entering["start_ns"]).sum()) / num_steps
+    num_nested = int(regions["is_nested"].sum())
+    per_step = regions.height / num_steps
+    rows = [Fact("compiled regions", f"{average(per_step)} call{'' if per_step == 1 else 's'} a step")]
+    if num_nested:
+        breaks = f"{average(num_nested / num_steps)} a step are called by another one: the graph broke there"
+        rows.append(Fact("broken graphs", breaks, f"{duration(entering_ns, 3)} of the host a step to enter them"))
+    yield Facts(tuple(rows), "in the trace")
+    table = regions_by_name(regions, num_steps)
+    names = {"name": "region", "is_nested": "is_called_by_another", "num_calls": "num_calls", "host_ns": "host_ns"}
+    note = "of a typical traced step; host: with all that a region calls"
+    yield table_of(table, "compiled_regions", "compiled regions", names, note=note)

@@ -1,13 +1,13 @@
-"""The section `timeline` of a report."""
+"""The section `timeline` of a report: host threads, GPU streams, phases, modules and memory on one canvas."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stepscope.findings.finding import CannotCheck
 from stepscope.report.source import Source
+from stepscope.report.timeline import timeline_of
 
 
 def parts(source: Source) -> tuple[Any, ...]:
-    """To be written."""
-    raise CannotCheck("not written yet")
+    """One timeline, of the rank that the report looks into."""
+    return (timeline_of(source.case.linked),)

@@ -1,0 +1,156 @@
+"""A trace for other tools: Perfetto, speedscope, or tables as CSV and Parquet; whole, or a step and a module of it.
+
+FORM is one of:
+  perfetto    a trace for ui.perfetto.dev and chrome://tracing, with tracks of steps, phases, modules and findings
+  speedscope  a flame graph a host thread and a GPU stream, for speedscope.app
+  csv         a folder with the tables of stepscope sql and of stepscope analyze
+  parquet     the same tables, for programs
+
+examples:
+  stepscope export runs/train-20260101-120000 perfetto --step 12
+  stepscope export trace.json.gz perfetto --module 'blocks.*.mlp' -o mlp.json.gz
+  stepscope export trace.json.gz speedscope
+  stepscope export traces/ parquet --rank 3 -o tables/
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from stepscope.analysis.links import Linked
+    from stepscope.report.export.selection import Selection
+    from stepscope.report.source import Source
+
+FORMS = ("perfetto", "speedscope", "csv", "parquet")
+_ENDINGS = (".json.gz", ".json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    parser.add_argument("path", type=Path, metavar="PATH", help="a recording, a trace, a folder of ranks")
+    parser.add_argument("form", metavar="FORM", choices=FORMS, help=", ".join(FORMS))
+    parser.add_argument("--step", type=int, metavar="N", help="this step alone")
+    parser.add_argument("--module", metavar="FQN", help="this module alone, with its backward; * stands for a number")
+    parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="a file, of tables a folder (default: its name)"
+    )
+    parser.add_argument("--force", action="store_true", help="write over what is there")
+    parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the part that was asked for, and say where it is and what it lacks."""
+    os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")  # as analyze does
+    from stepscope.api import need_read_side
+    from stepscope.cli.output import tell
+    from stepscope.cli.progress import Progress
+    from stepscope.cli.settings import ignored_rules
+    from stepscope.report.text import plural, safe
+
+    if not arguments.path.exists():
+        raise UsageError(f"there is no {arguments.path}")
+    target: Path = arguments.output or default_target(arguments.path, arguments.form)
+    need_read_side()
+    _check(target, arguments.form, arguments.force)
+    from stepscope.report.export.selection import select
+    from stepscope.report.source import Source
+
+    with Progress("reading") as progress:
+        source = Source(arguments.path, arguments.rank, ignored_rules(Path.cwd()), not arguments.no_cache, progress)
+        linked = source.case.linked
+    _check_step(linked, arguments.step)
+    _check_module(linked, arguments.module)
+    selection = select(linked, arguments.step, arguments.module)
+    notes = _write(source, selection, target, arguments.form)
+    for note in [*notes, *_others(arguments.path, arguments.rank, source.case.rank)]:
+        tell(f"stepscope export: {safe(note, 400)}")
+    parts = f"{plural(selection.host.height, 'host event')}, {plural(selection.device.height, 'piece')} of GPU work"
+    tell(f"stepscope: {safe(target)} ({parts})")
+    return 0
+
+
+def default_target(path: Path, form: str) -> Path:
+    """Where it goes when nobody says: here, under the trace's own name."""
+    name = path.resolve().name
+    stem = next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
+    endings = {"perfetto": ".perfetto.json.gz", "speedscope": ".speedscope.json"}
+    return Path(f"{stem}{endings.get(form, f'-{form}')}")
+
+
+def _check(target: Path, form: str, force: bool) -> None:
+    from stepscope.report.export import perfetto, speedscope
+    from stepscope.report.export.files import check_file, check_folder
+
+    if form in ("csv", "parquet"):
+        check_folder(target, force)
+    else:
+        check_file(target, force, perfetto.ENDINGS if form == "perfetto" else speedscope.ENDINGS)
+
+
+def _check_step(linked: Linked, step: int | None) -> None:
+    steps = linked.steps.table["step"].to_list()
+    if step is None or step in steps:
+        return
+    if not steps:
+        raise UsageError(f"no step {step}: nothing in the trace says where a step ends; leave --step out")
+    near = min(steps, key=lambda number: abs(number - step))
+    which = f"the trace has {min(steps)} to {max(steps)}" if len(steps) > 1 else "the trace has one"
+    raise UsageError(f"no step {step}; {which}: did you mean {near}?")
+
+
+def _check_module(linked: Linked, module: str | None) -> None:
+    if module is None:
+        return
+    from stepscope.report.export.selection import matching, module_names
+    from stepscope.workloads.knobs import nearest
+
+    names = module_names(linked)
+    if not names:
+        raise UsageError("the trace names no modules: record it with `stepscope run train.py`, or with_stack=True")
+    if not matching(names, module):
+        raise UsageError(f"no module {module!r}: {nearest(module, names)}")
+
+
+def _write(source: Source, selection: Selection, target: Path, form: str) -> list[str]:
+    """Write it; what has to be said of it."""
+    from stepscope.report.export.files import write_texts
+    from stepscope.report.export.perfetto import perfetto_texts
+    from stepscope.report.export.speedscope import Speedscope
+    from stepscope.report.export.tables import write_tables
+
+    notes = []
+    if selection.host.is_empty() and selection.device.is_empty():
+        notes.append("nothing of the trace is in it: that step has no event of that module")
+    if form == "speedscope":
+        made = Speedscope(selection, target.name)
+        write_texts(target, made.texts())
+        if made.num_cut:
+            notes.append(f"{made.num_cut:,} events overlap another in part and were cut: speedscope cannot show both")
+        return notes
+    findings = source.diagnosis.findings
+    if form in ("csv", "parquet"):
+        write_tables(selection, source.case.rank, findings, target, "csv" if form == "csv" else "parquet")
+        return notes
+    write_texts(target, perfetto_texts(selection, findings))
+    if not selection.linked.modules.calls.height:
+        notes.append("no tracks of modules: the trace names none (stepscope run, or with_stack=True)")
+    if selection.linked.memory.is_empty():
+        notes.append("no memory counter: the trace has no memory events (profile_memory=True)")
+    if homeless := [finding.id for finding in findings if not finding.places]:
+        notes.append(f"no place on the timeline, so not in it: {', '.join(homeless)}")
+    return notes
+
+
+def _others(path: Path, rank: int | None, taken: int) -> list[str]:
+    """What of a folder of ranks was not taken."""
+    from stepscope.trace.find import find_traces
+
+    num = len(find_traces([path])) if rank is None else 1
+    return [f"rank {taken} of {num}: --rank chooses another"] if num > 1 else []

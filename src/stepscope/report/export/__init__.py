@@ -1,0 +1,1 @@
+"""A trace for other tools: Perfetto, speedscope, CSV and Parquet."""

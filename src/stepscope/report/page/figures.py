@@ -1,0 +1,187 @@
+"""Charts as Plotly figures: plain JSON, colours of the data only. The page adds those of its theme when it draws."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from stepscope.report.cells import cell, scale, title_of
+from stepscope.report.colours import colours_of
+from stepscope.report.page.axes import (
+    NARROW_LABEL,
+    axis_title,
+    figures_axis,
+    largest,
+    lines_of_words,
+    names_axis,
+    scaled,
+    words,
+)
+from stepscope.report.page.lines import lines_figure
+from stepscope.report.page.trees import tree_figure
+from stepscope.report.parts import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Tree
+from stepscope.report.text import percent
+
+_DOT_PIXELS = 64
+"""Across a dot that is all there is; its area is its share."""
+_DASHES = ("solid", "dash", "dot", "dashdot")
+_LIMIT_COLOUR = "#8a8f98"
+
+
+def figure_of(chart: Chart) -> dict[str, Any]:
+    """`data` and `layout` of Plotly, `height` in pixels, and `narrow`: what changes of the layout on a phone."""
+    if isinstance(chart, Bars):
+        return _bars(chart)
+    if isinstance(chart, Lines):
+        return lines_figure(chart)
+    if isinstance(chart, Scatter):
+        return _scatter(chart)
+    if isinstance(chart, Tree):
+        return tree_figure(chart)
+    if isinstance(chart, Heat):
+        return _heat(chart)
+    raise TypeError(f"no figure for {type(chart).__name__}")
+
+
+def _bars(chart: Bars) -> dict[str, Any]:
+    labels = [str(label) for label in chart.labels]
+    whole = [math.fsum(one.y[at] or 0.0 for one in chart.series) for at in range(len(labels))]
+    unit = scale(chart.unit, largest(whole))
+    is_one = len(chart.series) == 1
+    data = []
+    for series, colour in zip(chart.series, colours_of(chart.series)):
+        texts = [words(cell(chart.unit, value)) for value in series.y]
+        trace: dict[str, Any] = {
+            "type": "bar",
+            "orientation": "h",
+            "name": words(_said(series.name)),
+            "x": scaled(series.y, unit),
+            "y": list(range(len(labels))),
+            "marker": {"color": colour},
+            "hoverinfo": "text",
+            "hovertext": [
+                f"{lines_of_words(label)}<br>{words(_said(series.name))}: <b>{text}</b>"
+                for label, text in zip(labels, texts)
+            ],
+        }
+        if is_one:
+            trace |= {"text": texts, "textposition": "outside", "cliponaxis": False}
+        data.append(trace)
+    x_axis: dict[str, Any] = {"title": {"text": axis_title(chart.unit, unit.unit)}, "rangemode": "tozero"}
+    if is_one and min(whole, default=0.0) >= 0 and largest(whole) > 0:
+        x_axis["range"] = [0, largest(whole) / unit.divisor * 1.12]  # room for the figure after the longest
+    layout = {
+        "barmode": "relative",
+        "bargap": 0.28,
+        "showlegend": not is_one,
+        "xaxis": x_axis,
+        "yaxis": names_axis(labels) | {"autorange": "reversed"},
+    }
+    narrow: dict[str, Any] = {"yaxis.ticktext": [words(label, NARROW_LABEL) for label in labels]}
+    if "range" in x_axis:
+        narrow["xaxis.range"] = [0, x_axis["range"][1] * 1.25]
+    return {"data": data, "layout": layout, "narrow": narrow, "height": 60 + 28 * max(2, len(labels))}
+
+
+def _said(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _scatter(chart: Scatter) -> dict[str, Any]:
+    groups: dict[str, list[Dot]] = {}
+    for dot in chart.points:
+        groups.setdefault(dot.group, []).append(dot)
+    every_x = [dot.x for dot in chart.points] + [value for limit in chart.limits for value in limit.x]
+    every_y = [dot.y for dot in chart.points] + [value for limit in chart.limits for value in limit.y]
+    x_unit, y_unit = scale(chart.x, largest(every_x)), scale(chart.y, largest(every_y))
+    least = 6.0 if any(dot.weight for dot in chart.points) else 10.0
+    data: list[dict[str, Any]] = []
+    colours = colours_of(tuple(Series(name, (), colour=name) for name in groups))
+    for (group, dots), colour in zip(groups.items(), colours):
+        sizes = [round(max(least, _DOT_PIXELS * math.sqrt(max(0.0, dot.weight))), 1) for dot in dots]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": words(_said(group)),
+                "x": scaled([dot.x for dot in dots], x_unit),
+                "y": scaled([dot.y for dot in dots], y_unit),
+                "marker": {"color": colour, "opacity": 0.75, "size": sizes},
+                "hoverinfo": "text",
+                "hovertext": [_dot_text(chart, dot) for dot in dots],
+            }
+        )
+    for number, limit in enumerate(chart.limits):
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": words(limit.name, 60),
+                "x": scaled(limit.x, x_unit),
+                "y": scaled(limit.y, y_unit),
+                "line": {"color": _LIMIT_COLOUR, "width": 2, "dash": _DASHES[number % len(_DASHES)]},
+                "hoverinfo": "text",
+                "hovertext": [lines_of_words(limit.name)] * len(limit.x),
+            }
+        )
+    layout = {
+        "showlegend": True,
+        "legend": {"itemsizing": "constant"},
+        "hovermode": "closest",
+        "xaxis": figures_axis(chart.x, every_x, x_unit, chart.log_x),
+        "yaxis": figures_axis(chart.y, every_y, y_unit, chart.log_y),
+    }
+    return {"data": data, "layout": layout, "narrow": {}, "height": 520}
+
+
+def _dot_text(chart: Scatter, dot: Dot) -> str:
+    share = f"{percent(dot.weight)} of all · " if dot.weight else ""
+    return (
+        f"{lines_of_words(dot.name)}<br>{share}<b>{words(cell(chart.y, dot.y))}</b>"
+        f"<br>{words(title_of(chart.x))} {words(cell(chart.x, dot.x))}"
+    )
+
+
+def _heat(chart: Heat) -> dict[str, Any]:
+    unit = scale(chart.unit, largest([value for row in chart.values for value in row]))
+    across, down = list(range(len(chart.x_labels))), list(range(len(chart.y_labels)))
+    absent = [(y, x) for y in down for x in across if chart.values[y][x] is None]
+    trace = {
+        "type": "heatmap",
+        "x": across,
+        "y": down,
+        "z": [scaled(row, unit) for row in chart.values],
+        "text": [[words(text, 16) for text in row] for row in chart.texts],
+        "texttemplate": "%{text}",
+        "hoverinfo": "text",
+        "hovertext": [
+            [
+                f"{words(chart.y_title)} {words(chart.y_labels[y])}<br>{words(chart.x_title)} "
+                f"{words(chart.x_labels[x])}<br><b>{words(chart.texts[y][x], 200)}</b>"
+                for x in across
+            ]
+            for y in down
+        ],
+        "xgap": 2,
+        "ygap": 2,
+        "coloraxis": "coloraxis",
+    }
+    bar = {"title": {"text": unit.unit or axis_title(chart.unit, ""), "side": "top"}, "thickness": 12}
+    layout = {
+        "coloraxis": {"colorscale": "Cividis", "colorbar": bar},
+        "xaxis": names_axis(chart.x_labels, 24) | {"title": {"text": words(chart.x_title)}},
+        "yaxis": names_axis(chart.y_labels, 32) | {"title": {"text": words(chart.y_title)}, "autorange": "reversed"},
+        # A cell without a figure says why, on a ground of its own.
+        "shapes": [
+            {"type": "rect", "x0": x - 0.47, "x1": x + 0.47, "y0": y - 0.45, "y1": y + 0.45, "layer": "below",
+             "line": {"dash": "dot", "width": 1}} for y, x in absent
+        ],
+        "annotations": [
+            {"x": x, "y": y, "text": words(chart.texts[y][x], 16), "showarrow": False} for y, x in absent
+        ],
+    }  # fmt: skip
+    narrow: dict[str, Any] = {"yaxis.ticktext": [words(label, NARROW_LABEL - 4) for label in chart.y_labels]}
+    narrow["coloraxis.showscale"] = False
+    width = 130 + 9 * (2 + max((len(text) for row in chart.texts for text in row), default=4)) * len(across)
+    height = 80 + 38 * max(2, len(down))
+    return {"data": [trace], "layout": layout, "narrow": narrow, "height": height, "min_width": min(1000, width)}

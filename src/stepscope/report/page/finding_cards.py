@@ -1,0 +1,95 @@
+"""Findings as cards: what each saves, what to change, why one can believe it, and how to prove it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepscope.findings.diagnose import Diagnosis
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.fixes import FIXES
+from stepscope.report.page.elements import escape, plain_table_html, with_code
+from stepscope.report.parts import Findings
+from stepscope.report.text import duration, percent, size
+
+NUM_EVIDENCE_ROWS = 20
+
+
+def findings_html(part: Findings, has_timeline: bool, show_all: bool = True) -> str:
+    """Every finding, then what is clean and what could not be looked at."""
+    diagnosis = part.diagnosis
+    cards = [_card(finding, diagnosis, part.verify, has_timeline) for finding in diagnosis.findings]
+    warnings = "".join(f'<p class="note">Note: {escape(warning)}.</p>' for warning in diagnosis.warnings)
+    if not cards:
+        cards = ['<p class="none">No rule found anything worth telling.</p>']
+    checked = f"<h3>Findings</h3>{warnings}<div class='findings'>{''.join(cards)}</div>"
+    return checked + (_checked(diagnosis) if show_all else "")
+
+
+def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None, has_timeline: bool) -> str:
+    saving, detail = saving_of(finding, diagnosis.step_ns)
+    rows = [("fix", f"<pre><code>{escape(finding.fix)}</code></pre>")]
+    if recording is not None and finding.id in FIXES:
+        command = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
+        rows.append(("prove it", f"<pre><code>{escape(command)}</code></pre>"))
+    if finding.derived:
+        rows.append(("derived", f"<p>{escape(finding.derived)}</p>"))
+    rows.append(("wrong if", f"<p>{escape(finding.falsified_by)}</p>"))
+    body = "".join(f"<dt>{title}</dt><dd>{content}</dd>" for title, content in rows)
+    evidence = "".join(_evidence(one) for one in finding.evidence)
+    places = getattr(finding, "places", ())
+    button = ""
+    if places and has_timeline:
+        spans = " ".join(f"{int(start)}-{int(end)}" for start, end in places)
+        button = f'<button type="button" class="go" data-places="{spans}">Show on the timeline</button>'
+    return (
+        f'<article class="finding" id="finding-{escape(finding.id)}"><div class="saving"><b>{escape(saving)}</b>'
+        f"<span>{escape(detail)}</span>{button}</div><div class='what'><h4>{escape(finding.id.replace('_', ' '))}"
+        f'<span class="confidence" title="How sure the saving is">{escape(finding.confidence)} confidence</span></h4>'
+        f"<p>{escape(finding.sentence)}</p><dl>{body}</dl>"
+        + (f"<details><summary>Evidence</summary>{evidence}</details>" if evidence else "")
+        + "</div></article>"
+    )
+
+
+def saving_of(finding: Finding, step_ns: float | None) -> tuple[str, str]:
+    """The figure to look at, and what it is of."""
+    most = "up to " if finding.upper_bound else ""
+    if finding.saving_ns is not None:
+        share = f" ({percent(finding.saving_ns / step_ns)})" if step_ns else ""
+        also = f", and {most}{size(finding.saving_bytes)} of the peak" if finding.saving_bytes is not None else ""
+        return duration(finding.saving_ns, 3), f"saved a step{share}{', at most' if most else ''}{also}"
+    if finding.saving_bytes is not None:
+        return size(finding.saving_bytes), f"of the peak saved{', at most' if most else ''}"
+    return "?", "what it costs is not known"
+
+
+def _evidence(evidence: Evidence) -> str:
+    rows: Sequence[Mapping[str, Any]] = evidence.rows[:NUM_EVIDENCE_ROWS]
+    if not rows:
+        return ""
+    columns = {name: [row.get(name) for row in rows] for name in rows[0]}
+    more = len(evidence.rows) - len(rows)
+    said = f'<p class="foot">{more:,} more rows in <code>stepscope diagnose --json</code></p>' if more else ""
+    return f"<h5>{escape(evidence.table)}</h5>{plain_table_html(columns, len(rows))}{said}"
+
+
+def _checked(diagnosis: Diagnosis) -> str:
+    """What was looked at and is well, and what nobody could look at."""
+    parts = []
+    if diagnosis.clean:
+        names = ", ".join(escape(name.replace("_", " ")) for name in diagnosis.clean)
+        parts.append(f"<details><summary>{len(diagnosis.clean)} checked and clean</summary><p>{names}</p></details>")
+    if diagnosis.unchecked:
+        reasons: dict[str, list[str]] = {}
+        for one in diagnosis.unchecked:
+            reasons.setdefault(one.reason, []).append(one.id.replace("_", " "))
+        rows = "".join(
+            f"<dt>{with_code(reason)}</dt><dd>{escape(', '.join(names))}</dd>" for reason, names in reasons.items()
+        )
+        title = f"{len(diagnosis.unchecked)} could not be checked"
+        parts.append(f"<details><summary>{title}</summary><dl>{rows}</dl></details>")
+    if diagnosis.suppressed:
+        parts.append(f"<p>Not asked for: {escape(', '.join(diagnosis.suppressed))}.</p>")
+    return f'<div class="checked">{"".join(parts)}</div>' if parts else ""

@@ -1,0 +1,143 @@
+"""Lines, steps, areas and dots as a Plotly figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from stepscope.report.cells import Scale, cell, scale, title_of
+from stepscope.report.colours import colours_of
+from stepscope.report.page.axes import figures_axis, largest, scaled, words
+from stepscope.report.parts import Lines, Series
+
+_NOTE = 0.08
+"""Between notes one below the other: a share of the chart's height."""
+_MOST_MARKERS = 40
+
+
+def lines_figure(chart: Lines) -> dict[str, Any]:
+    """The figure; places on the x axis are dotted lines with their names."""
+    every_x = [value for series in chart.series for value in series.x] + [mark.x for mark in chart.marks]
+    every_y = _heights(chart)
+    x_unit, y_unit = scale(chart.x, largest(every_x)), scale(chart.y, largest(every_y))
+    colours = colours_of(chart.series)
+    data = [
+        _trace(chart, series, colour, x_unit, y_unit) for series, colour in zip(chart.series, colours) if series.x
+    ]
+    x_axis = figures_axis(chart.x, every_x, x_unit, chart.log_x) | {"showspikes": chart.style != "dots"}
+    x_axis["unifiedhovertitle"] = {"text": f"{title_of(chart.x)} %{{x}} {x_unit.unit}".rstrip()}
+    y_axis = figures_axis(chart.y, every_y, y_unit, chart.log_y)
+    if not chart.log_y:
+        y_axis["rangemode"] = "tozero"
+    layout = {
+        "showlegend": len(data) > 1,
+        "hovermode": "closest" if chart.style == "dots" else "x unified",
+        "xaxis": x_axis,
+        "yaxis": y_axis,
+        "shapes": [
+            {
+                "type": "line",
+                "x0": x,
+                "x1": x,
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "line": {"dash": "dot", "width": 1.5},
+            }
+            for x in (mark.x / x_unit.divisor for mark in chart.marks)
+        ],
+        "annotations": [*_marks(chart, every_x, x_unit), *_gaps(chart, colours, x_unit)],
+    }
+    return {"data": data, "layout": layout, "narrow": {}, "height": 320}
+
+
+def _heights(chart: Lines) -> Sequence[float | None]:
+    """What the y axis has to hold."""
+    if chart.style == "areas":
+        return [math.fsum(value or 0.0 for value in column) for column in zip(*(one.y for one in chart.series))]
+    return [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
+
+
+def _trace(chart: Lines, series: Series, colour: str, x_unit: Scale, y_unit: Scale) -> dict[str, Any]:
+    name = words(series.name.replace("_", " "))
+    texts = [words(cell(chart.y, value)) for value in series.y]
+    has_interval = bool(series.low and series.high)
+    if has_interval:
+        ends = zip(series.low, series.high)
+        texts = [
+            f"{text} ({words(cell(chart.y, low))} – {words(cell(chart.y, high))})" if low is not None else text
+            for text, (low, high) in zip(texts, ends)
+        ]
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "name": name,
+        "x": scaled(series.x, x_unit),
+        "y": scaled(series.y, y_unit),
+        "mode": "lines",
+        "line": {"color": colour, "width": 1.8, "shape": "hv" if chart.style in ("steps", "areas") else "linear"},
+        "marker": {"color": colour, "size": 6},
+        "hoverinfo": "text",
+        "hovertext": [f"{name}: <b>{text}</b>" for text in texts],
+    }
+    if chart.style == "dots":
+        x_texts = [words(cell(chart.x, value)) for value in series.x]
+        trace |= {
+            "mode": "markers",
+            "hovertext": [
+                f"{text}<br>{title_of(chart.x)} {x_text}" for text, x_text in zip(trace["hovertext"], x_texts)
+            ],
+        }
+    elif chart.style == "lines" and len(series.x) <= _MOST_MARKERS:
+        trace["mode"] = "lines+markers"
+    elif chart.style == "areas":
+        trace |= {"stackgroup": "whole", "fillcolor": colour}
+        trace["line"] |= {"width": 0}
+    if has_interval:
+        above = [None if y is None or end is None else end - y for y, end in zip(series.y, series.high)]
+        below = [None if y is None or end is None else y - end for y, end in zip(series.y, series.low)]
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": scaled(above, y_unit),
+            "arrayminus": scaled(below, y_unit),
+            "thickness": 1.2,
+            "width": 3,
+            "color": colour,
+        }
+    return trace
+
+
+def _marks(chart: Lines, every_x: Sequence[float], unit: Scale) -> list[dict[str, Any]]:
+    """The names of the places, each inside the chart, three in turn below one another."""
+    places = [_place(x / unit.divisor, chart.log_x) for x in every_x]
+    low, high = min(places, default=0.0), max(places, default=0.0)
+    notes = []
+    for number, mark in enumerate(sorted(chart.marks, key=lambda mark: mark.x)):
+        x = _place(mark.x / unit.divisor, chart.log_x)
+        is_left = high == low or (x - low) / (high - low) < 0.6
+        notes.append({
+            "x": x, "yref": "paper", "y": 1 - _NOTE * (number % 3), "yanchor": "top", "text": words(mark.name),
+            "xanchor": "left" if is_left else "right", "xshift": 3 if is_left else -3, "showarrow": False,
+        })  # fmt: skip
+    return notes
+
+
+def _gaps(chart: Lines, colours: Sequence[str], unit: Scale) -> list[dict[str, Any]]:
+    """Why a line has no figure there, at the upper edge in the colour of the line."""
+    found: dict[float, int] = {}
+    notes = []
+    for series, colour in zip(chart.series, colours):
+        for x, reason in zip(series.x, series.gaps):
+            if reason:
+                level = found[x] = found.get(x, -1) + 1
+                notes.append({
+                    "x": _place(x / unit.divisor, chart.log_x), "yref": "paper", "y": 1 - _NOTE * level,
+                    "yanchor": "top", "text": words(reason, 16), "showarrow": False, "font": {"color": colour},
+                })  # fmt: skip
+    return notes
+
+
+def _place(value: float, is_log: bool) -> float:
+    """Where a note stands: Plotly wants logarithms there, and plain figures everywhere else."""
+    return math.log10(value) if is_log and value > 0 else value

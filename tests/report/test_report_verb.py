@@ -1,0 +1,154 @@
+"""`stepscope report`: where it writes, what it refuses in one line, what the API gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import stepscope
+from handmade import cpu_recording
+from report_samples import sample_report
+from stepscope.analysis import statistics
+from stepscope.cli.main import main
+from stepscope.cli.report import default_target
+from stepscope.errors import UsageError
+from stepscope.report import write
+from stepscope.report.parts import Report
+from trace_builder import TraceBuilder
+
+SWEEP = Path(__file__).parents[2] / "docs" / "results" / "h200" / "cross_entropy"
+
+
+@pytest.fixture(autouse=True)
+def quick_and_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 5)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def recording(tmp_path) -> str:
+    cpu_recording(tmp_path / "run")
+    return "run"
+
+
+def names_in(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}
+
+
+def failed(capsys, *arguments: str) -> str:
+    assert main(["report", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_recordings_report_is_inside_it_and_is_not_written_over(recording, capsys):
+    assert main(["report", recording]) == 0
+    assert capsys.readouterr().err == f"stepscope: {Path('run/report.html')}\n"
+    assert Path("run/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+    assert "is there already: --force writes over it" in failed(capsys, recording)
+    Path("run/report.html").write_text("old")
+    assert main(["report", recording, "--force"]) == 0
+    assert Path("run/report.html").read_text(encoding="utf-8") != "old"
+    assert not list(Path("run").glob("*.tmp*"))
+
+
+def test_a_traces_report_is_in_the_working_folder(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20, id=5).launch("gemm", 12, runs=(30, 40), id=5)
+    trace.write(tmp_path / "elsewhere" / "mine.pt.trace.json.gz")
+
+    assert main(["report", "elsewhere/mine.pt.trace.json.gz"]) == 0
+    assert Path("mine.report.html").is_file()
+
+
+def test_default_places(recording, tmp_path):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "results.jsonl").touch()
+
+    assert default_target(Path("run")) == Path("run/report.html")
+    assert default_target(Path("sweep")) == Path("sweep/report.html")
+    assert default_target(Path("sweep/results.jsonl")) == Path("sweep/report.html")
+    assert default_target(Path("ranks")) == Path("ranks.report.html")
+    assert default_target(Path("a/b.json")) == Path("b.report.html")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ([], "name what to report on"),
+        (["run", "--from", "run"], "name what to report on"),
+        (["nothing"], "there is no nothing"),
+        (["run", "-o", "report.pdf"], "a report is .html, .md, .json or a folder"),
+        (["run", "-o", "no/such/report.html"], "there is no folder no/such"),
+        (["run", "-o", "run"], "is a folder with files in it: --force writes into it"),
+        (["run", "-o", "."], "is a folder with files in it"),
+    ],
+)
+def test_mistakes_are_one_line(recording, capsys, arguments, answer):
+    assert answer in failed(capsys, *arguments)
+
+
+def test_what_is_missing_is_said_before_any_work(recording, capsys, monkeypatch):
+    monkeypatch.setattr(write.importlib.util, "find_spec", lambda name: None if name == "plotly" else name)
+    assert "plotly is missing: pip install plotly" in failed(capsys, recording)
+
+
+def test_a_page_that_cannot_be_written_is_one_line_and_leaves_nothing(recording, capsys, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert "could not be written: No space left on device" in failed(capsys, recording)
+    assert not Path("run/report.html").exists()
+
+
+def test_rows_of_a_sweep_are_enough(tmp_path):
+    (tmp_path / "results.jsonl").write_bytes((SWEEP / "results.jsonl").read_bytes())
+
+    assert main(["report", "--from", "results.jsonl", "-o", "sizes.html"]) == 0
+    assert main(["report", "--from", "results.jsonl", "-o", "sizes.json"]) == 0
+    assert json.loads(Path("sizes.json").read_text(encoding="utf-8"))
+
+
+def test_a_folder_has_every_format(recording):
+    pytest.importorskip("matplotlib")
+    assert main(["report", recording, "-o", "out"]) == 0
+
+    assert {"report.html", "report.md", "report.json", "tables", "charts"} == names_in("out")
+    report = stepscope.report(recording)
+    assert {f"{table.id}.csv" for table in report.parts(write.Table)} == names_in("out/tables")
+    assert {f"{chart.id}.png" for chart in report.parts(write.Chart)} == names_in("out/charts")
+
+
+def test_two_tables_of_one_name_are_two_files():
+    assert write.file_names(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
+
+
+def test_open_shows_the_page(recording, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr("webbrowser.open", lambda address: shown.append(address) or False)
+
+    assert main(["report", recording, "--open"]) == 0
+    assert shown == [Path("run/report.html").resolve().as_uri()]
+    assert "no browser was found" in capsys.readouterr().err
+
+
+def test_the_api_gives_a_report_that_saves_and_shows_itself(recording):
+    report = stepscope.report(recording)
+
+    assert isinstance(report, Report)
+    assert report.verdict in report._repr_html_().replace("&#x27;", "'")
+    assert report.save("mine.html") == Path("mine.html")
+    with pytest.raises(UsageError, match="is there already"):
+        report.save("mine.html")
+    assert report.save("mine.html", force=True).is_file()
+
+
+def test_text_that_is_no_unicode_can_be_written(tmp_path):
+    assert sample_report("half a \ud83d pair").save(tmp_path / "half.html").is_file()
