@@ -10,8 +10,8 @@ import pytest
 from stepscope.analysis.comparison import Parts, Subject, compare_pair
 from stepscope.analysis.gates import Comparison, decide, parse_gate
 from stepscope.analysis.metrics import Measure
-from stepscope.report.compare_markdown import compare_markdown, escaped
 from stepscope.report.compare_text import compare_text
+from stepscope.report.markdown.comparison import compare_markdown, escaped
 
 MS = 1_000_000
 BASE_NS = tuple(float(10 * MS + i * 100) for i in (3, 1, 4, 0, 5, 9, 2, 6, 8, 7))

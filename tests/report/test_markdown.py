@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 import pytest
 
 from hostile_names import NAMES, charts, report
-from stepscope.report.markdown import MOST_CHARACTERS, markdown_of
-from stepscope.report.markdown_charts import chart_lines
-from stepscope.report.markdown_text import code, escaped, in_summary, prose
+from stepscope.report.markdown.charts import chart_lines
+from stepscope.report.markdown.markdown import MOST_CHARACTERS, markdown_of
+from stepscope.report.markdown.text import code, escaped, in_summary, prose
 from stepscope.report.parts import Bars, Heat, Lines, Missing, Report, Section, Series, Table, Text
 from stepscope.report.text import safe
 

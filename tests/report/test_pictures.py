@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hostile_names import charts
 from stepscope.errors import MissingDependencyError
 from stepscope.report.parts import Bars, Heat, Lines, Scatter, Series, Tree
-from stepscope.report.pictures_trees import Tile, squarified
+from stepscope.report.pictures.trees import Tile, squarified
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from stepscope.report.pictures import drawn, drawn_apart, png_of  # noqa: E402
+from stepscope.report.pictures.pictures import drawn, drawn_apart, png_of  # noqa: E402
 
 
 def size_of(png: bytes) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from hostile_names import NAMES, report
 from stepscope.report.explorer import Axis, Explorer, Figure
 from stepscope.report.parts import Report, Section, Table
 from stepscope.report.plain import plain_of
-from stepscope.report.timeline import Timeline
+from stepscope.report.timeline.timeline import Timeline
 from stepscope.report.write import write_report
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "report.md"

@@ -9,11 +9,11 @@ import pytest
 
 from hostile_names import NAMES
 from stepscope.report.explorer import Explorer
-from stepscope.report.markdown import markdown_of
+from stepscope.report.markdown.markdown import markdown_of
 from stepscope.report.parts import Bars, Chart, Facts, Heat, Lines, Missing, Scatter, Table, Text
 from stepscope.report.plain import plain_of
 from stepscope.report.sections.sweep import sweep_report
-from stepscope.report.sweep_axes import layout_of
+from stepscope.report.sections.sweep_axes import layout_of
 from stepscope.report.sweeps import hash_of, sweep_of
 from stepscope.trace.sweep_file import Sweep, read_sweep
 

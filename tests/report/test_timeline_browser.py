@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import stepscope.report.page
-from stepscope.report.timeline import Timeline, timeline_of
+from stepscope.report.timeline.timeline import Timeline, timeline_of
 from trace_builder import TraceBuilder
 
 CHROMIUM = Path("/usr/bin/chromium")

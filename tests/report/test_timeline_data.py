@@ -13,9 +13,9 @@ from hypothesis import given, settings
 
 from any_trace import any_trace
 from stepscope.analysis.links import Linked, link
-from stepscope.report.timeline import Timeline, timeline_of
-from stepscope.report.timeline_bytes import Bytes
-from stepscope.report.timeline_tracks import MOST_TRACKS, lanes_of
+from stepscope.report.timeline.bytes import Bytes
+from stepscope.report.timeline.timeline import Timeline, timeline_of
+from stepscope.report.timeline.tracks import MOST_TRACKS, lanes_of
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, TRACES, TraceBuilder, needs_traces
 

@@ -97,7 +97,7 @@ def _print(comparison: Comparison, arguments: argparse.Namespace) -> None:
     from stepscope.cli.output import print_result, write
 
     if arguments.markdown:
-        from stepscope.report.compare_markdown import compare_markdown
+        from stepscope.report.markdown.comparison import compare_markdown
 
         write([compare_markdown(comparison, arguments.top)])
         return
@@ -120,7 +120,7 @@ def _summary_file() -> Path:
 
 
 def _append(file: Path, comparison: Comparison, most: int) -> None:
-    from stepscope.report.compare_markdown import compare_markdown
+    from stepscope.report.markdown.comparison import compare_markdown
 
     try:
         with file.open("a", encoding="utf-8") as stream:

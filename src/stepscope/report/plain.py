@@ -10,7 +10,7 @@ from typing import Any
 
 from stepscope.report.explorer import Explorer
 from stepscope.report.parts import Chart, Findings, Report, Table
-from stepscope.report.timeline import Timeline
+from stepscope.report.timeline.timeline import Timeline
 
 SCHEMA_VERSION = 1
 _HALF_A_SIGN = re.compile("[\ud800-\udfff]")

@@ -21,7 +21,7 @@ from stepscope.analysis.sweeps import (
 )
 from stepscope.devices import Ceilings, Device, find_device, load_ceilings
 from stepscope.report.csv_tables import csv_text
-from stepscope.report.markdown_text import escaped
+from stepscope.report.markdown.text import escaped
 from stepscope.report.notebook import with_html
 from stepscope.report.text import count, milliseconds, percent, plural, safe, significant, size
 

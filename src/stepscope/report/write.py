@@ -48,7 +48,7 @@ def write_report(report: Report, target: Path) -> Path:
 
 def _write_folder(report: Report, target: Path) -> Path:
     from stepscope.report.csv_tables import csv_of
-    from stepscope.report.pictures import png_of
+    from stepscope.report.pictures.pictures import png_of
 
     for folder in (target, target / "tables", target / "charts"):
         folder.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ def _as_text(report: Report, suffix: str, in_folder: bool = False) -> str:
 
         return page_of(report)
     if suffix == MARKDOWN:
-        from stepscope.report.markdown import markdown_of
+        from stepscope.report.markdown.markdown import markdown_of
 
         return markdown_of(report, in_folder)
     from stepscope.report.plain import plain_of

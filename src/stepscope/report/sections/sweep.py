@@ -9,8 +9,8 @@ from stepscope.analysis.sweeps import OK, PointSummary, SweepSummary
 from stepscope.report.cells import cell
 from stepscope.report.explorer import Explorer, Figure
 from stepscope.report.parts import Fact, Facts, Missing, Report, Section, Table, Text, Value
-from stepscope.report.sweep_axes import Layout, axis_of, label, layout_of
-from stepscope.report.sweep_charts import LOG_FACTOR, MEASURES, TIME, charts_of, memory_and_time, time_text
+from stepscope.report.sections.sweep_axes import Layout, axis_of, label, layout_of
+from stepscope.report.sections.sweep_charts import LOG_FACTOR, MEASURES, TIME, charts_of, memory_and_time, time_text
 from stepscope.report.sweeps import BEST, NOISY, TIED, hash_of, record_of, sweep_of
 from stepscope.report.text import plural, safe
 from stepscope.trace.sweep_file import Sweep

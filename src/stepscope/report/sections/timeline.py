@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stepscope.report.source import Source
-from stepscope.report.timeline import timeline_of
+from stepscope.report.timeline.timeline import timeline_of
 
 
 def parts(source: Source) -> tuple[Any, ...]:

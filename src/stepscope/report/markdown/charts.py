@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from stepscope.report.cells import cell, title_of
-from stepscope.report.markdown_text import bar, course, escaped, grid
+from stepscope.report.markdown.text import bar, course, escaped, grid
 from stepscope.report.parts import Bars, Chart, Heat, Lines, Node, Scatter, Series, Tree
 from stepscope.report.text import percent, plural
 from stepscope.report.trace_tables import told_apart

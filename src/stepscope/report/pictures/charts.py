@@ -9,7 +9,7 @@ from typing import Any
 from stepscope.report.cells import Scale, cell
 from stepscope.report.colours import colours_of
 from stepscope.report.parts import Bars, Heat, Lines, Scatter, Series
-from stepscope.report.pictures import (
+from stepscope.report.pictures.pictures import (
     axis_title,
     brightness,
     drawn,

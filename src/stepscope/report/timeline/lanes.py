@@ -41,7 +41,7 @@ class Lanes:
     tracks: list[Track] = field(default_factory=list)
     events: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=LANE))
     runs: pl.DataFrame = field(default_factory=pl.DataFrame)
-    """Modules on the GPU (`timeline_runs.py`)."""
+    """Modules on the GPU (`runs.py`)."""
     left_out: list[str] = field(default_factory=list)
     """What is on no track, in words."""
     num_left_out: int = 0

@@ -11,14 +11,14 @@ import polars as pl
 
 from stepscope.analysis.links import Linked
 from stepscope.analysis.replay import typical_steps
-from stepscope.report.timeline_bytes import Bytes
-from stepscope.report.timeline_colours import colours
-from stepscope.report.timeline_details import KINDS, TEXTS, details, strings
-from stepscope.report.timeline_lanes import TABLES, Lanes
-from stepscope.report.timeline_levels import Kept, Level, keep, levels
-from stepscope.report.timeline_memory import Curve, memory_curves
-from stepscope.report.timeline_tracks import lanes_of
-from stepscope.report.timeline_words import note
+from stepscope.report.timeline.bytes import Bytes
+from stepscope.report.timeline.colours import colours
+from stepscope.report.timeline.details import KINDS, TEXTS, details, strings
+from stepscope.report.timeline.lanes import TABLES, Lanes
+from stepscope.report.timeline.levels import Kept, Level, keep, levels
+from stepscope.report.timeline.memory import Curve, memory_curves
+from stepscope.report.timeline.tracks import lanes_of
+from stepscope.report.timeline.words import note
 
 MOST_EVENTS = 150_000
 """Drawn one by one."""
@@ -37,7 +37,7 @@ class Timeline:
     meta: dict[str, Any]
     """Plain JSON: the tracks, the colours, where each column is in the blob, and what was left out, in words."""
     blob: bytes
-    """Columns (`timeline_bytes.py`), gzip."""
+    """Columns (`bytes.py`), gzip."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from stepscope.report.cells import cell
 from stepscope.report.colours import GREY, NAMED, PALETTE
 from stepscope.report.parts import Node, Tree
-from stepscope.report.pictures import brightness, drawn
+from stepscope.report.pictures.pictures import brightness, drawn
 from stepscope.report.text import percent
 from stepscope.report.trace_tables import shortened
 

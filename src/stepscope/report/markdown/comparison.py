@@ -25,7 +25,7 @@ from stepscope.report.compare_words import (
     value_text,
     verdict_text,
 )
-from stepscope.report.markdown_text import escaped
+from stepscope.report.markdown.text import escaped
 from stepscope.report.text import percent
 
 _SIGNS = {PASSED: "✅", FAILED: "❌", UNDECIDED: "⚠️"}

@@ -63,14 +63,14 @@ def png_of(chart: Chart) -> bytes:
 
 
 def _drawer(chart: Chart) -> Any:
-    from stepscope.report import pictures_charts, pictures_trees
+    from stepscope.report.pictures import charts, trees
 
     drawers = {
-        Bars: pictures_charts.draw_bars,
-        Lines: pictures_charts.draw_lines,
-        Scatter: pictures_charts.draw_scatter,
-        Heat: pictures_charts.draw_heat,
-        Tree: pictures_trees.draw_tree,
+        Bars: charts.draw_bars,
+        Lines: charts.draw_lines,
+        Scatter: charts.draw_scatter,
+        Heat: charts.draw_heat,
+        Tree: trees.draw_tree,
     }
     for kind, drawer in drawers.items():
         if isinstance(chart, kind):

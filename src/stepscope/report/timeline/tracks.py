@@ -11,15 +11,15 @@ from stepscope.analysis.links import Linked
 from stepscope.analysis.names import matches
 from stepscope.analysis.nesting import ancestor
 from stepscope.report.text import plural, safe
-from stepscope.report.timeline_colours import (
+from stepscope.report.timeline.colours import (
     host_colours,
     kernel_colours,
     module_colours,
     phase_colours,
     range_colours,
 )
-from stepscope.report.timeline_lanes import Lanes, add, add_beside, add_nested, depths, events_of
-from stepscope.report.timeline_runs import module_runs
+from stepscope.report.timeline.lanes import Lanes, add, add_beside, add_nested, depths, events_of
+from stepscope.report.timeline.runs import module_runs
 
 MOST_TRACKS = {"modules": 4, "communication": 16, "host": 32, "ranges": 16, "gpu": 48}
 """Of a kind: the busiest are shown, the rest is counted."""

@@ -9,7 +9,7 @@ from typing import Any
 from stepscope.analysis.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary
 from stepscope.report.cells import cell, title_of
 from stepscope.report.parts import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Text
-from stepscope.report.sweep_axes import MOST_SERIES, Layout, label, value_text
+from stepscope.report.sections.sweep_axes import MOST_SERIES, Layout, label, value_text
 from stepscope.report.sweeps import BEST, NOISY, TIED, digits_of
 from stepscope.report.text import duration, plural, safe
 

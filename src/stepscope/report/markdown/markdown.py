@@ -10,8 +10,8 @@ from typing import Any
 from stepscope.findings.fixes import FIXES
 from stepscope.report.cells import cell, title_of
 from stepscope.report.findings_text import saving_text
-from stepscope.report.markdown_charts import chart_lines
-from stepscope.report.markdown_text import code, escaped, grid, in_summary, prose
+from stepscope.report.markdown.charts import chart_lines
+from stepscope.report.markdown.text import code, escaped, grid, in_summary, prose
 from stepscope.report.parts import Chart, Facts, Findings, Heat, Lines, Missing, Report, Section, Table, Text
 from stepscope.report.text import plural
 from stepscope.report.trace_tables import told_apart

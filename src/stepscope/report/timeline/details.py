@@ -13,7 +13,7 @@ from stepscope.analysis.nesting import ancestor
 from stepscope.analysis.steps import PHASE_PREFIX
 from stepscope.report.kernel_names import short_name
 from stepscope.report.text import safe
-from stepscope.report.timeline_lanes import TABLES
+from stepscope.report.timeline.lanes import TABLES
 
 KINDS = (
     "step", "phase", "module", "op", "annotation", "runtime", "driver", "python", "overhead", "other",

@@ -11,7 +11,7 @@ from stepscope.analysis.links import Linked
 from stepscope.analysis.memory import DEVICE_TYPES, memory_devices, memory_timeline
 
 if TYPE_CHECKING:
-    from stepscope.report.timeline import Clock
+    from stepscope.report.timeline.timeline import Clock
 
 MOST_POINTS = 16_000
 """Of all curves."""

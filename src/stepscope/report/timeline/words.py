@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stepscope.analysis.links import Linked
 from stepscope.report.text import duration, plural
-from stepscope.report.timeline_lanes import Lanes
-from stepscope.report.timeline_levels import Kept
-from stepscope.report.timeline_memory import Curve
+from stepscope.report.timeline.lanes import Lanes
+from stepscope.report.timeline.levels import Kept
+from stepscope.report.timeline.memory import Curve
 
 
 def note(

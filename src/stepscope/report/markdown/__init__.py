@@ -1,0 +1,1 @@
+"""Reports and comparisons as Markdown: for a pull request."""

@@ -1,0 +1,1 @@
+"""Charts as PNG, by matplotlib."""

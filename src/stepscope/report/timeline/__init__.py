@@ -1,0 +1,1 @@
+"""The timeline of a page: every event of a trace in rows, at every level of detail."""
