@@ -43,7 +43,10 @@ def parts(source: Source) -> tuple[Any, ...]:
     found = Findings(diagnosis, str(source.path) if source.is_recording else None)
     binds = f"From the trace: {diagnosis.binds[:1].lower()}{diagnosis.binds[1:]}"
     bound = () if diagnosis.gpu_busy_share is None else (Text(binds),)
-    every = (figures, *where, *bound, found, *_idle(source), about, environment)
+    seen = tuple(where)
+    drawn = [part for part in seen if not isinstance(part, Table)]
+    tables = [part for part in seen if isinstance(part, Table)]  # the same in figures: after what matters more
+    every = (figures, *drawn, *bound, found, *tables, *_idle(source), about, environment)
     return tuple(part for part in every if not isinstance(part, Facts) or part.rows)
 
 
