@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from recorded_cases import recorded
 
 import stepscope.findings
 from any_trace import any_trace
@@ -126,3 +127,12 @@ def test_other_peoples_traces(path):
             assert finding.saving_ns <= (1 - diagnosis.gpu_busy_share) * diagnosis.step_ns + 1
         for start, end in finding.places:
             assert start < end
+
+
+@pytest.mark.parametrize(
+    "facts", [{"memory": [1]}, {"memory": {"peak_reserved_bytes": 1, "num_allocator_retries": "x"}},
+              {"counters": {"other_processes": 3}}],
+)  # fmt: skip
+def test_a_damaged_recording_leaves_rules_unchecked(tmp_path, facts):
+    found = diagnose(recorded(tmp_path, [10.0] * 8, is_gpu=True, **facts))
+    assert any("a field of the wrong kind" in one.reason for one in found.unchecked)

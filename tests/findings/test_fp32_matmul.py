@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from device_cases import BF16, FP32, Program
 
@@ -10,6 +12,7 @@ from stepscope.devices import find_device
 from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck
 from stepscope.findings.rules import fp32_matmul
+from stepscope.report.findings_text import proof_of
 from trace_builder import PUBLIC, needs_traces
 
 SIZE = 4096
@@ -42,6 +45,9 @@ def test_the_advice_is_what_the_device_has(device, dtype, name, fix):
     assert f"in {name}." in finding.sentence and f"60 % of the {name} peak" in finding.derived
     assert finding.upper_bound == (dtype != "tf32")  # what is cast for it is not counted
     assert ("GradScaler" in finding.fix) == (dtype == "fp16")
+    # `stepscope verify --fix fp32_matmul` switches TF32 on, and nothing else.
+    told = proof_of(replace(finding, id="fp32_matmul"), "runs/mine")
+    assert told == ("stepscope verify runs/mine --fix fp32_matmul" if dtype == "tf32" else None)
 
 
 def test_products_in_half_precision_are_clean():

@@ -61,6 +61,10 @@ class Case(TraceTables):
             raise CannotCheck("a trace alone does not tell: it takes a recording, made by `stepscope run train.py`")
         return self._recording
 
+    @property
+    def has_recording(self) -> bool:
+        return self._recording is not None
+
     @cached_property
     def summary(self) -> Summary:
         """What the card shows."""

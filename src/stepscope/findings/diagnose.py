@@ -99,6 +99,13 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         except CannotCheck as reason:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
+        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError) as error:
+            if not case.has_recording:
+                raise
+            # Somebody else's file, or a damaged one: as the card says it.
+            what = f"the recording has a field of the wrong kind ({type(error).__name__}: {error})"
+            unchecked.append(Unchecked(rule.id, what))
+            continue
         findings += found
         if not found:
             clean.append(rule.id)

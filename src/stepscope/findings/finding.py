@@ -42,6 +42,8 @@ class Finding:
     confidence: Confidence = "high"
     places: tuple[tuple[int, int], ...] = ()
     """Where to look in the trace: `start_ns` and `end_ns` on its clock, the best first, 20 at the most."""
+    is_provable: bool = True
+    """Whether the fix that `stepscope verify` has for the rule, where there is one, is the one that is meant."""
     id: str = ""
     """The rule's, given by `diagnose`."""
 

@@ -35,8 +35,8 @@ def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: st
         lines += ["", f"{bold}{number}  {finding.id}{reset}   {saving_text(finding, step_ns)}"]
         lines += _wrapped(safe(finding.sentence, 2000), width, "   ")
         fields = [("fix", finding.fix), ("derived", finding.derived), ("wrong if", finding.falsified_by)]
-        if recording is not None and finding.id in FIXES:
-            fields.insert(1, ("prove it", f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"))
+        if (command := proof_of(finding, recording)) is not None:
+            fields.insert(1, ("prove it", command))
         for label, text in fields:
             lines += _wrapped(safe(text, 1000), width, f"   {dim}{label:<{_LABEL}}{reset}", " " * (3 + _LABEL), dim)
         for evidence in finding.evidence:
@@ -50,6 +50,13 @@ def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: st
     if diagnosis.suppressed:
         lines += ["", *_wrapped("Not asked for: " + ", ".join(diagnosis.suppressed) + ".", width)]
     return "\n".join(lines)
+
+
+def proof_of(finding: Finding, recording: str | None) -> str | None:
+    """What to type to see that the fix pays; None of a bare trace, or where nobody can make the fix from outside."""
+    if recording is None or finding.id not in FIXES or not finding.is_provable:
+        return None
+    return f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
 
 
 def _nothing_found(diagnosis: Diagnosis) -> str:

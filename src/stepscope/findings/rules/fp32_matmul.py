@@ -59,6 +59,7 @@ def check(case: Case) -> list[Finding]:
             confidence="high" if faster == "tf32" else "medium",
             falsified_by=f"kernels named {faster} for these products, or a loss that {name} changes too much",
             places=case.places(slow["events"].explode()),
+            is_provable=faster == "tf32",
             evidence=(Evidence("matrix products in float32", by_shape(slow, case.num_steps)),),
         )
     ]

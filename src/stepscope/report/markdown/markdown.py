@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.findings.fixes import FIXES
 from stepscope.report.cells import cell, title_of
-from stepscope.report.findings_text import saving_text
+from stepscope.report.findings_text import proof_of, saving_text
 from stepscope.report.markdown.charts import chart_lines
 from stepscope.report.markdown.text import code, escaped, grid, in_summary, prose
 from stepscope.report.parts import Chart, Facts, Findings, Heat, Lines, Missing, Report, Section, Table, Text
@@ -194,8 +192,7 @@ def _findings(part: Findings, detail: Detail) -> Iterator[str]:
         name, sentence = escaped(finding.id.replace("_", " ")), escaped(finding.sentence, detail.num_said)
         yield f"{number}. **{name}** {saving}: {sentence}"
         yield f"   <br>Fix: {code(finding.fix, detail.num_said)}"
-        if part.verify is not None and finding.id in FIXES:
-            command = f"stepscope verify {shlex.quote(part.verify)} --fix {finding.id}"
+        if (command := proof_of(finding, part.verify)) is not None:
             yield f"   <br>Prove it: {code(command, 400)}"
     yield from _more(len(diagnosis.findings), detail.num_items, "more finding")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.fixes import FIXES
+from stepscope.report.findings_text import proof_of
 from stepscope.report.page.elements import escape, plain_table_html, with_code
 from stepscope.report.parts import Findings
 from stepscope.report.text import duration, percent, size
@@ -30,18 +29,16 @@ def findings_html(part: Findings, has_timeline: bool, show_all: bool = True) -> 
 def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None, has_timeline: bool) -> str:
     saving, detail = saving_of(finding, diagnosis.step_ns)
     rows = [("fix", f"<pre><code>{escape(finding.fix)}</code></pre>")]
-    if recording is not None and finding.id in FIXES:
-        command = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
+    if (command := proof_of(finding, recording)) is not None:
         rows.append(("prove it", f"<pre><code>{escape(command)}</code></pre>"))
     if finding.derived:
         rows.append(("derived", f"<p>{escape(finding.derived)}</p>"))
     rows.append(("wrong if", f"<p>{escape(finding.falsified_by)}</p>"))
     body = "".join(f"<dt>{title}</dt><dd>{content}</dd>" for title, content in rows)
     evidence = "".join(_evidence(one) for one in finding.evidence)
-    places = getattr(finding, "places", ())
     button = ""
-    if places and has_timeline:
-        spans = " ".join(f"{int(start)}-{int(end)}" for start, end in places)
+    if finding.places and has_timeline:
+        spans = " ".join(f"{start}-{end}" for start, end in finding.places)
         button = f'<button type="button" class="go" data-places="{spans}">Show on the timeline</button>'
     return (
         f'<article class="finding" id="finding-{escape(finding.id)}"><div class="saving"><b>{escape(saving)}</b>'
