@@ -231,7 +231,10 @@ def _placed(rows: pl.DataFrame, device_name: str | None) -> pl.DataFrame:
         .alias("peak_dtype")
     )
     rows = rows.with_columns(
-        pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops_per_s") / peak).alias("compute_share"),
+        pl.when((pl.col("flops") == 0) & pl.lit(device is not None))
+        .then(0.0)
+        .otherwise(pl.col("flops_per_s") / peak)
+        .alias("compute_share"),
         (pl.col("bytes_per_s") / pl.lit(bandwidth, pl.Float64)).alias("memory_share"),
     ).with_columns(pl.max_horizontal("compute_share", "memory_share").alias("limit_share"))
     both = pl.col("compute_share").is_not_null() & pl.col("memory_share").is_not_null()

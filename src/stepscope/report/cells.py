@@ -81,7 +81,10 @@ Scale(divisor=1.0, unit=''))
 
 _SMALL_UNITS = {"_watts": ("W", 3), "_mhz": ("MHz", 4), "_joules": ("J", 4)}
 """Of figures that are always of one size: the unit, and the digits that mean something."""
-_WHOLE = {"flops_per_s": "FLOP/s", "bytes_per_s": "bandwidth", "flops": "FLOP", "bytes": "size", "share": "share"}
+_WHOLE = {
+    "flops_per_s": "FLOP/s", "flops_per_byte": "FLOPs a byte", "bytes_per_s": "bandwidth", "flops": "FLOP",
+    "bytes": "size", "share": "share",
+}  # fmt: skip
 _SCALES = {
     "_ns": [Scale(1e9, "s"), Scale(1e6, "ms"), Scale(1e3, "µs"), Scale(1.0, "ns")],
     "bytes_per_s": [Scale(1e12, "TB/s"), Scale(1e9, "GB/s"), Scale(1e6, "MB/s"), Scale(1.0, "B/s")],

@@ -43,9 +43,11 @@ def facts(report: MemoryReport) -> Iterator[tuple[str, str]]:
 
 def _symbols(found: Account) -> str:
     text = ", ".join(f"{name} = {value:,} ({SYMBOLS[name]})" for name, value in found.symbols.items())
-    values = list(found.symbols.values())
-    same = [name for name, value in found.symbols.items() if values.count(value) > 1]
-    return f"{text}; {', '.join(same)} are the same number here and cannot be told apart" if same else text
+    names: dict[int, list[str]] = {}
+    for name, value in found.symbols.items():
+        names.setdefault(value, []).append(name)
+    same = [" = ".join(alike) for alike in names.values() if len(alike) > 1]
+    return f"{text}; {', '.join(same)} here: they cannot be told apart" if same else text
 
 
 def _categories(found: Account) -> Iterator[tuple[str, str]]:

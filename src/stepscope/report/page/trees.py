@@ -42,7 +42,7 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
             for node, text, share in zip(nodes, texts, shares)
         ],
         "maxdepth": _DEPTH,
-        "sort": True,
+        "sort": chart.shape == "treemap",  # an icicle keeps its order: forward before backward, layers as they run
     }
     depth = min(_DEPTH, _deepest(nodes))
     if chart.shape == "icicle":
