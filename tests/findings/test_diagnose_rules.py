@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from stepscope.errors import UsageError
 from stepscope.findings.case import Case, open_case
 from stepscope.findings.diagnose import Diagnosis, all_rules, diagnose
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.report.findings_text import diagnosis_text
+from stepscope.report.findings_text import diagnosis_text, saving_of, saving_text
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 DOCS = Path(__file__).parents[2] / "docs" / "findings"
@@ -71,15 +72,25 @@ def test_a_rule_can_be_suppressed(tmp_path):
 
 def test_a_rate_has_its_unit():
     rows = [
-        {"bus_bandwidth_bytes_per_s": 12_345_678_901, "best_bus_bandwidth_bytes_per_s": None, "flops_per_s": 4e14}
-    ]
+        {"bus_bandwidth_bytes_per_s": 12_345_678_901, "best_bus_bandwidth_bytes_per_s": None, "flops_per_s": 4e9,
+         "name": "n" * 99}
+    ]  # fmt: skip
     told = Finding("It is slow.", "do less", (Evidence("collectives", rows),), "it is not", id="communication")
     diagnosis = Diagnosis(1e6, False, (told,), (), (), (), "It is bound by the GPU.", 0.9, ())
 
-    text = diagnosis_text(diagnosis, False, 100)
+    text = diagnosis_text(diagnosis, False, 200)
 
-    assert "12.3 GB/s" in text and "400 TFLOP/s" in text
-    assert "bus bandwidth  best bus bandwidth" in text
+    assert "12.3 GB/s" in text and "4.00 GFLOP/s" in text and f" {'n' * 47}…" in text
+    assert "bus bandwidth  best bus bandwidth  FLOP/s" in text
+
+
+def test_a_saving_in_time_and_memory_is_said_with_its_share():
+    told = Finding("It is slow.", "do less", (), "it is not", saving_ns=2.5e5, saving_bytes=1 << 30, upper_bound=True)
+
+    assert saving_text(told, 1e6).startswith("saves up to 250 µs a step (25.0 %) and up to 1.00 GiB of the peak   ")
+    assert saving_of(told).parts == ["up to 250 µs a step", "up to 1.00 GiB of the peak"]
+    assert saving_text(replace(told, saving_ns=None), 1e6).startswith("saves up to 1.00 GiB of the peak   ")
+    assert saving_text(replace(told, saving_ns=None, saving_bytes=None), 1e6).startswith("what it costs is not known")
 
 
 def test_streams_and_threads_are_not_looked_at_one_by_one(tmp_path):

@@ -59,39 +59,42 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+def opened_page(chromium: Any, path: Path, fragment: str = "", **options: Any) -> Opened:
+    """An HTML file in a browser's context of its own; `options` are the context's."""
+    context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    opened = Opened(page)
+    page.on("console", lambda said: opened.complaints.append(f"{said.type}: {said.text}"))
+    page.on("pageerror", lambda error: opened.complaints.append(f"error: {error}"))
+    url = path.resolve().as_uri()
+
+    def asked(request: Any) -> None:
+        if not request.url.startswith((url, "data:", "blob:")):
+            opened.complaints.append(f"request: {request.url}")
+
+    page.on("request", asked)
+    page.goto(f"{url}{fragment}")
+    page.wait_for_selector("html.ready", state="attached")
+    return opened
+
+
 @pytest.fixture
 def open_page(chromium, tmp_path):
     """Opens a report or an HTML file; the test fails in the end if the page logged an error or made a request.
 
     `opened = open_page(report, color_scheme="dark")`; further arguments are of a browser's context.
     """
-    contexts, every = [], []
+    every: list[Opened] = []
 
     def open_it(what: Report | Path, fragment: str = "", **options: Any) -> Opened:
-        path = what
-        if isinstance(what, Report):
-            path = what.save(tmp_path / f"page{len(every)}.html")
-        context = chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-        opened = Opened(page)
+        path = what.save(tmp_path / f"page{len(every)}.html") if isinstance(what, Report) else what
+        opened = opened_page(chromium, path, fragment, **options)
         every.append(opened)
-        page.on("console", lambda said: opened.complaints.append(f"{said.type}: {said.text}"))
-        page.on("pageerror", lambda error: opened.complaints.append(f"error: {error}"))
-        url = Path(path).resolve().as_uri()
-
-        def asked(request: Any) -> None:
-            if not request.url.startswith((url, "data:", "blob:")):
-                opened.complaints.append(f"request: {request.url}")
-
-        page.on("request", asked)
-        page.goto(f"{url}{fragment}")
-        page.wait_for_selector("html.ready", state="attached")
         return opened
 
     yield open_it
     complaints = [complaint for opened in every for complaint in opened.complaints]
-    for context in contexts:
-        context.close()
+    for opened in every:
+        opened.page.context.close()
     assert complaints == []

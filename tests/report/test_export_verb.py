@@ -81,6 +81,7 @@ def test_a_file_is_written_once_unless_it_is_forced(trace, capsys, form):
 
 def test_names_by_themselves():
     assert str(default_target(Path("a/trace.json.gz"), "perfetto")) == "trace.perfetto.json.gz"
+    assert str(default_target(Path("rank0.pt.trace.json.gz"), "perfetto")) == "rank0.perfetto.json.gz"
     assert str(default_target(Path("runs/x-1"), "speedscope")) == "x-1.speedscope.json"
     assert str(default_target(Path("a/b.json"), "csv")) == "b-csv"
 

@@ -19,7 +19,7 @@ from stepscope.report.page.elements import table_data, with_code
 from stepscope.report.page.figures import figure_of
 from stepscope.report.page.page import page_of
 from stepscope.report.page.trees import MOST_NODES
-from stepscope.report.parts import Chart, Node, Report, Section, Tree
+from stepscope.report.parts import Bars, Chart, Node, Report, Section, Series, Tree
 
 ELEMENTS = {"html", "head", "meta", "title", "style", "script", "body", "header", "h1", "nav", "a", "div", "button",
             "dialog", "h3", "dl", "dt", "dd", "main", "p", "section", "h2", "span", "small", "article", "b", "h4",
@@ -134,6 +134,22 @@ def test_axes_have_units_and_figures_are_in_them():
     assert [note["text"] for note in lines["layout"]["annotations"]] == ["gemm", "gemm"]  # the mark, and the gap
 
 
+def test_bars_have_their_intervals_and_say_why_one_is_absent():
+    series = Series("a", [3e6, None, 1e6], low=[2.5e6, None, 0.5e6], high=[4e6, None, 2e6], gaps=["", "<oom>", ""])
+    one = figure_of(Bars(id="b", title="b", labels=["x", "y", "z"], unit="total_ns", series=(series,)))
+    two = figure_of(Bars(id="b", title="b", labels=["x", "y", "z"], unit="total_ns", series=(series, series)))
+
+    assert one["data"][0]["error_x"]["array"] == [1.0, None, 1.0]
+    assert one["data"][0]["error_x"]["arrayminus"] == [0.5, None, 0.5]
+    assert "3.00 ms (2.50 ms – 4.00 ms)" in one["data"][0]["hovertext"][0]
+    # The figures stand clear of the intervals, and there is room for the longest.
+    notes = [(note["x"], note["y"], note["text"]) for note in one["layout"]["annotations"]]
+    assert notes == [(4.0, 0, "3.00 ms"), (0.0, 1, "&lt;oom&gt;"), (2.0, 2, "1.00 ms")]
+    assert one["layout"]["xaxis"]["range"][1] > 4.0
+    assert [note["text"] for note in two["layout"]["annotations"]] == ["&lt;oom&gt;"]
+    assert "&lt;oom&gt;" in two["data"][1]["hovertext"][1]
+
+
 def test_a_cell_without_a_figure_says_why():
     heat = next(figure_of(one.parts[0]) for one in charts("oom") if one.id == "heat")
 
@@ -177,8 +193,6 @@ def test_a_notebook_shows_verdict_findings_and_tables_without_a_script():
     assert {tag for tag, _ in read.elements} <= {
         "p",
         "b",
-        "br",
-        "code",
         "table",
         "thead",
         "tbody",

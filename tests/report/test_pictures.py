@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from hostile_names import charts
 from stepscope.errors import MissingDependencyError
+from stepscope.report.page.figures import figure_of
 from stepscope.report.parts import Bars, Heat, Lines, Scatter, Series, Tree
 from stepscope.report.pictures.trees import Tile, squarified
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
+from matplotlib.figure import Figure  # noqa: E402
+
+from stepscope.report.pictures.charts import draw_lines  # noqa: E402
 from stepscope.report.pictures.pictures import drawn, drawn_apart, png_of  # noqa: E402
 
 
@@ -67,6 +71,28 @@ def test_a_status_is_drawn_and_no_figure_in_its_place():
     assert len({without, lines(None, ("", "oom")), lines(None, ("", "timeout")), lines(3e6, ("", ""))}) == 4
 
 
+@pytest.mark.parametrize("style", ["steps", "areas"])
+def test_the_last_level_ends_once_on_the_page_and_in_the_picture(style):
+    chart = Lines(id="l", title="", x="step", y="time_ns", series=(Series("a", [3.0, 4.0], [7, 8]),), style=style)
+    axes = Figure().add_subplot()
+    draw_lines(axes, chart)
+
+    assert axes.dataLim.x1 == 9
+    (trace,) = figure_of(chart)["data"]
+    assert (trace["x"], trace["y"]) == ([7, 8, 9], [3, 4, 4]) and len(trace["hovertext"]) == 3
+
+
+def test_an_axis_says_the_same_on_the_page_and_in_the_picture():
+    chart = Lines(id="l", title="", x="num_tokens", y="flops_per_s", series=(Series("a", [3e12], [8]),), log_x=True)
+    axes = Figure().add_subplot()
+    draw_lines(axes, chart)
+    layout = figure_of(chart)["layout"]
+
+    assert axes.get_ylabel() == layout["yaxis"]["title"]["text"] == "TFLOP/s"
+    assert axes.get_xlabel() == layout["xaxis"]["title"]["text"] == "tokens"
+    assert list(axes.get_xticks()) == layout["xaxis"]["tickvals"] == [8]
+
+
 def test_names_are_drawn_as_the_font_can():
     assert drawn("漢字 ok\x1b\u202e") == "□□ ok??"
     assert drawn("$x$") == "$x$"
@@ -76,7 +102,7 @@ def test_names_are_drawn_as_the_font_can():
 def test_without_matplotlib_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
-    with pytest.raises(MissingDependencyError, match=r"^matplotlib is missing: pip install"):
+    with pytest.raises(MissingDependencyError, match=r"^matplotlib is missing: pip install 'stepscope\[png\]'$"):
         png_of(EMPTY[0])
 
 

@@ -13,8 +13,8 @@ from report_samples import sample_report
 from stepscope.analysis import statistics
 from stepscope.cli.main import main
 from stepscope.cli.report import default_target
-from stepscope.errors import UsageError
-from stepscope.report import write
+from stepscope.errors import MissingDependencyError, UsageError
+from stepscope.report import files, write
 from stepscope.report.parts import Report
 from trace_builder import TraceBuilder
 
@@ -54,7 +54,7 @@ def test_a_recordings_report_is_inside_it_and_is_not_written_over(recording, cap
     Path("run/report.html").write_text("old")
     assert main(["report", recording, "--force"]) == 0
     assert Path("run/report.html").read_text(encoding="utf-8") != "old"
-    assert not list(Path("run").glob("*.tmp*"))
+    assert not list(Path("run").glob(".*.part"))
 
 
 def test_a_traces_report_is_in_the_working_folder(tmp_path):
@@ -95,17 +95,26 @@ def test_mistakes_are_one_line(recording, capsys, arguments, answer):
 
 
 def test_what_is_missing_is_said_before_any_work(recording, capsys, monkeypatch):
-    monkeypatch.setattr(write.importlib.util, "find_spec", lambda name: None if name == "plotly" else name)
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None if name == "plotly" else name)
     assert "plotly is missing: pip install plotly" in failed(capsys, recording)
 
 
+def test_a_missing_package_has_one_hint(monkeypatch, tmp_path):
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else name)
+
+    with pytest.raises(MissingDependencyError) as raised:
+        write.check_target(tmp_path / "folder", False)
+    assert str(raised.value) == "matplotlib is missing: pip install 'stepscope[png]'"
+
+
 def test_a_page_that_cannot_be_written_is_one_line_and_leaves_nothing(recording, capsys, monkeypatch):
-    def full(self, data):
+    def full(self, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    before = names_in(recording)
+    monkeypatch.setattr(Path, "replace", full)
     assert "could not be written: No space left on device" in failed(capsys, recording)
-    assert not Path("run/report.html").exists()
+    assert names_in(recording) == before
 
 
 def test_rows_of_a_sweep_are_enough(tmp_path):

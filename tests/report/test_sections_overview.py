@@ -193,6 +193,7 @@ def test_a_long_series_keeps_its_extremes_and_says_what_it_leaves_out():
 
     assert len(series.y) == len(series.x) <= MOST_POINTS
     assert (max(series.y), min(series.y)) == (max(values), min(values)) and list(series.x) == sorted(series.x)
+    assert (series.x[0], series.x[-1]) == (0, 49_999)
     assert "of 50,000 points" in thinning([series], 50_000)
     assert thinning([thinned("few", [1.0, 2.0], [3.0, 4.0])], 2) == ""
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from hostile_names import NAMES
+from stepscope.errors import RecordingError
+from stepscope.report.build import report_of
 from stepscope.report.explorer import Explorer
 from stepscope.report.markdown.markdown import markdown_of
+from stepscope.report.page.page import page_of
 from stepscope.report.parts import Bars, Chart, Facts, Heat, Lines, Missing, Scatter, Table, Text
 from stepscope.report.plain import plain_of
 from stepscope.report.sections.sweep import sweep_report
@@ -158,7 +161,7 @@ def test_one_point_has_figures_and_no_charts():
 
     assert report.parts(Chart) == [] and parts(report, "points")[0].num_rows == 1
     (explorer,) = report.parts(Explorer)
-    assert explorer.axes == () and explorer.x is None and explorer.num_points == 1
+    assert explorer.axes == () and explorer.x is None and len(explorer.statuses) == 1
 
 
 def test_any_name_may_be_a_value_of_an_axis():
@@ -178,8 +181,8 @@ def test_every_sweep_that_was_measured_has_a_report(folder):
     report = sweep_report(found)
 
     (explorer,) = report.parts(Explorer)
-    assert explorer.num_points == len(found.rows)
-    assert all(len(column) == explorer.num_points for column in (*explorer.places, *explorer.figures.values()))
+    assert len(explorer.statuses) == len(found.rows)
+    assert all(len(column) == len(found.rows) for column in (*explorer.places, *explorer.figures.values()))
     for places, axis in zip(explorer.places, explorer.axes, strict=True):
         assert {axis.values[place] for place in places} == set(axis.values)
     for figure in explorer.shown:
@@ -192,3 +195,17 @@ def test_every_sweep_that_was_measured_has_a_report(folder):
     for scatter in report.parts(Scatter):
         assert len(scatter.points) == sum(status == "ok" for status in explorer.statuses)
     assert len(markdown_of(report)) < 60_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"flops_formula": "x"}, {"notes": [1]}, {"samples_device_ns": [1e308, 1e308]}, {"environment_hash": []},
+     {"reference": [1]}, {"config": {"seq_len": float("nan")}},
+     {"peak_allocated_bytes": "much"}, {"config": {"seq_len": [1, 2]}}],
+)  # fmt: skip
+def test_a_field_of_the_wrong_kind_is_one_line(tmp_path, wrong):
+    row = {"hash": "a1", "workload": "attention", "status": "ok", "config": {"seq_len": 64}, "num_tokens": 64,
+           "run": {"mode": "step", "dtype": "fp32"}, "samples_device_ns": [1000, 1100]}  # fmt: skip
+    (tmp_path / "results.jsonl").write_text(json.dumps(row | wrong) + "\n")
+    with pytest.raises(RecordingError, match=r"wrong kind|no row of a sweep"):
+        page_of(report_of(tmp_path))

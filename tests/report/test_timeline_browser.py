@@ -14,10 +14,6 @@ import stepscope.report.page
 from stepscope.report.timeline.timeline import Timeline, timeline_of
 from trace_builder import TraceBuilder
 
-CHROMIUM = Path("/usr/bin/chromium")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
-pytestmark = pytest.mark.skipif(not CHROMIUM.is_file(), reason="there is no /usr/bin/chromium")
-
 FOLDER = Path(stepscope.report.page.__file__).parent
 SCRIPTS = [FOLDER / f"timeline{part}.js" for part in ("_data", "_draw", "_tell", "_move", "")]
 EVIL = "</script><img src=x onerror=window.evil=1>\u202e<b>bold</b>"
@@ -58,14 +54,6 @@ def training() -> TraceBuilder:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        started = running.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("timeline") / "page.html"
     path.write_text(page_with(timeline_of(training().linked())), encoding="utf-8")
@@ -73,9 +61,9 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tab(browser: Any, html: Path) -> Iterator[Any]:
+def tab(chromium: Any, html: Path) -> Iterator[Any]:
     """The page; a script that fails, or that asks the network for anything, fails the test."""
-    context = browser.new_context(viewport={"width": 1200, "height": 800}, reduced_motion="reduce")
+    context = chromium.new_context(viewport={"width": 1200, "height": 800}, reduced_motion="reduce")
     page = context.new_page()
     faults: list[str] = []
     page.set_default_timeout(10_000)
@@ -226,11 +214,46 @@ def test_names_are_text(tab):
     assert tab.evaluate("window.evil") is None and tab.locator(".stt img").count() == 0
 
 
+def test_a_call_that_is_shown_twice_counts_once_and_a_thinned_trace_says_what_is_counted(chromium, tmp_path):
+    trace = TraceBuilder()
+    for number in range(10):
+        trace.launch("ncclDevKernel_AllReduce", 100 * number, (100 * number + 20, 30), stream=7)
+    trace.launch("gemm", 1000, (1020, 30), stream=7)
+    told = []
+    for most_events in (1000, 24):  # all of them; the twenty kernels, and hardly a call
+        path = tmp_path / f"{most_events}.html"
+        path.write_text(page_with(timeline_of(trace.linked(), most_events)), encoding="utf-8")
+        page = chromium.new_page()
+        page.goto(path.as_uri())
+        page.wait_for_function("window.stepscopeTimeline")
+        page.evaluate("""() => { const t = window.stepscopeTimeline; t.find("AllReduce"); t.next(1); }""")
+        told.append((page.inner_text(".stt-panel"), page.inner_text(".stt-count")))
+        page.close()
+
+    assert "10 events, 300 µs in all find them" in told[0][0] and told[0][1] == "1 of 10 events"
+    assert " in all of those drawn one by one find them" in told[1][0]
+    assert told[1][1].endswith(" drawn one by one")
+
+
+def test_kernels_of_a_launch_are_looked_for_once_not_at_every_paint(tab):
+    found = tab.evaluate("""() => {
+        const t = window.stepscopeTimeline, look = t.data.kernelsOf;
+        let asked = 0;
+        t.data.kernelsOf = (launch) => { asked++; return look.call(t.data, launch); };
+        t.find("cudaLaunchKernel");
+        t.next(1);
+        for (let i = 0; i < 5; i++) t.paint();
+        return [asked, t.kernels.length];
+    }""")
+
+    assert found == [1, 1]
+
+
 @pytest.mark.parametrize("trace", [TraceBuilder().slice("x", "nothing", 0, 1), TraceBuilder().op("one", 0, 0)])
-def test_next_to_nothing_is_drawn_without_a_fault(browser, tmp_path, trace):
+def test_next_to_nothing_is_drawn_without_a_fault(chromium, tmp_path, trace):
     path = tmp_path / "page.html"
     path.write_text(page_with(timeline_of(trace.linked())), encoding="utf-8")
-    page = browser.new_page()
+    page = chromium.new_page()
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
     page.goto(path.as_uri())

@@ -94,7 +94,7 @@ def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
     return tuple(points[index] for index in thinned_indices([point.allocated_bytes for point in points], most))
 
 
-def thinned_indices(levels: Sequence[int], most: int) -> list[int]:
+def thinned_indices(levels: Sequence[float], most: int) -> list[int]:
     """Where the levels are that `thinned` keeps."""
     if len(levels) <= most:
         return list(range(len(levels)))

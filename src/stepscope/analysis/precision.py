@@ -16,7 +16,7 @@ def flops_by_dtype(flops: StepFlops) -> list[Mapping[str, Any]]:
     total = max(1, flops.hardware_flops)
     rows = [
         {
-            "dtype": dtype,
+            "dtype": str(dtype),
             "model_flops": flops.model_flops_by_dtype.get(dtype, 0),
             "executed_flops": executed,
             "share": executed / total,

@@ -15,7 +15,7 @@ FENCE = 3.0
 """Inter-quartile ranges above the third quartile: Tukey's outer fence."""
 LEAST_EXCESS_SHARE = 0.05
 """Of the median: a step that is less above it is no outlier, however alike the others are."""
-_FEWEST = 8
+FEWEST = 8
 _MOST_BINS = 12
 
 
@@ -85,7 +85,7 @@ def outliers(steps: Sequence[TimedStep]) -> list[Outlier]:
 
 def _above_fence(steps: Sequence[TimedStep]) -> list[Outlier]:
     usual = [step for step in steps if not step.sample.num_compiles] or steps
-    if len(usual) < _FEWEST:
+    if len(usual) < FEWEST:
         return []
     times = sorted(float(step.step_ns) for step in usual)
     middle, third = quantile(times, 0.5), quantile(times, 0.75)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from stepscope.report.source import Source
 
 FORMS = ("perfetto", "speedscope", "csv", "parquet")
-_ENDINGS = (".json.gz", ".json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,20 +77,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 def default_target(path: Path, form: str) -> Path:
     """Where it goes when nobody says: here, under the trace's own name."""
-    name = path.resolve().name
-    stem = next((name.removesuffix(ending) for ending in _ENDINGS if name.endswith(ending)), name)
+    from stepscope.report.files import stem_of
+
     endings = {"perfetto": ".perfetto.json.gz", "speedscope": ".speedscope.json"}
-    return Path(f"{stem}{endings.get(form, f'-{form}')}")
+    return Path(f"{stem_of(path)}{endings.get(form, f'-{form}')}")
 
 
 def _check(target: Path, form: str, force: bool) -> None:
     from stepscope.report.export import perfetto, speedscope
-    from stepscope.report.export.files import check_file, check_folder
+    from stepscope.report.files import check_file, check_folder
 
     if form in ("csv", "parquet"):
-        check_folder(target, force)
-    else:
-        check_file(target, force, perfetto.ENDINGS if form == "perfetto" else speedscope.ENDINGS)
+        return check_folder(target, force)
+    endings = perfetto.ENDINGS if form == "perfetto" else speedscope.ENDINGS
+    if not target.name.endswith(endings):
+        raise UsageError(f"{target}: name it {' or '.join('*' + ending for ending in endings)}")
+    check_file(target, force)
 
 
 def _check_step(linked: Linked, step: int | None) -> None:
@@ -120,10 +121,10 @@ def _check_module(linked: Linked, module: str | None) -> None:
 
 def _write(source: Source, selection: Selection, target: Path, form: str) -> list[str]:
     """Write it; what has to be said of it."""
-    from stepscope.report.export.files import write_texts
     from stepscope.report.export.perfetto import perfetto_texts
     from stepscope.report.export.speedscope import Speedscope
     from stepscope.report.export.tables import write_tables
+    from stepscope.report.files import write_texts
 
     notes = []
     if selection.host.is_empty() and selection.device.is_empty():

@@ -20,9 +20,6 @@ from pathlib import Path
 
 from stepscope.errors import UsageError
 
-_TRACES = (".gz", ".json", ".trace", ".pt")
-"""Endings that a trace's name loses in its report's."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
@@ -71,6 +68,7 @@ def default_target(path: Path) -> Path:
     >>> default_target(Path("traces/rank0.pt.trace.json.gz")).as_posix()
     'rank0.report.html'
     """
+    from stepscope.report.files import stem_of
     from stepscope.trace.recording import RECORDING_FILE
     from stepscope.trace.sweep_file import is_sweep
 
@@ -78,7 +76,4 @@ def default_target(path: Path) -> Path:
         folder = path if path.is_dir() else path.parent
         if os.access(folder, os.W_OK):
             return folder / "report.html"
-    name = Path(path.resolve().name)
-    while name.suffix in _TRACES and name.stem:
-        name = Path(name.stem)
-    return Path(f"{name}.report.html")
+    return Path(f"{stem_of(path)}.report.html")

@@ -32,6 +32,10 @@ SECTIONS = {
 """Files of `report/sections`, in the order of the page, with their titles."""
 
 
+_OF_A_WRONG_KIND = (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError)
+"""What a field of somebody else's file raises, or of a damaged one: which is wrong matters less than that one is."""
+
+
 def report_of(
     path: Path,
     rank: int | None = None,
@@ -43,7 +47,10 @@ def report_of(
     if is_sweep(path):
         from stepscope.report.sections.sweep import sweep_report
 
-        return sweep_report(read_sweep(path))
+        try:
+            return sweep_report(read_sweep(path))
+        except _OF_A_WRONG_KIND as error:
+            raise RecordingError(f"{path} has a row with {_wrong_kind(error)}") from None
     source = Source(path, rank, ignored, use_cache, progress)
     # These two first: a recording that has no card is refused before any work is done.
     title, verdict = title_of(source), verdict_of(source)
@@ -72,7 +79,15 @@ def section_of(source: Source, name: str, title: str) -> Section:
         parts = import_module(f"stepscope.report.sections.{name}").parts(source)
     except (CannotCheck, RecordingError, TraceError) as reason:
         parts = (Missing(str(reason)),)
+    except _OF_A_WRONG_KIND as error:
+        if not source.is_recording:
+            raise
+        parts = (Missing(f"the recording has {_wrong_kind(error)}"),)
     return Section(name, title, parts)
+
+
+def _wrong_kind(error: Exception) -> str:
+    return f"a field of the wrong kind ({type(error).__name__}: {error})"
 
 
 def verdict_of(source: Source) -> str:

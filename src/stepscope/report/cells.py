@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stepscope.report.text import average, duration, flops, percent, safe, significant, size
@@ -57,6 +58,16 @@ def cell(name: str, value: Any) -> str:
     if name.startswith("num_"):
         return average(value)
     return f"{value:,}" if isinstance(value, int) else significant(value)
+
+
+def is_numeric(values: Sequence[Any]) -> bool:
+    """Whether a column is one of figures: all that is known of it are numbers.
+
+    >>> is_numeric([1, None, 2.5]), is_numeric([1, "a"]), is_numeric([True]), is_numeric([None])
+    (True, False, False, False)
+    """
+    known = [value for value in values if value is not None]
+    return bool(known) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
 
 
 class Scale(NamedTuple):

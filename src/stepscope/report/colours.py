@@ -1,31 +1,32 @@
-"""Colours that people with any eyes can tell apart (Okabe and Ito's), the same thing in the same one everywhere."""
+"""Colours that eyes with and without red and green tell apart, the same thing in the same one everywhere.
+
+The first six are Okabe and Ito's. A test holds how far the others are from them and from one another, also to eyes
+that lack one kind of cone.
+"""
 
 from __future__ import annotations
 
 from stepscope.report.parts import Series
 
-PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800", "#7f7f7f")
+GREY = "#c4c4c4"
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#400000", GREY)
 """In the order in which they are given away."""
-GREY = "#9a9a9a"
-NAMED = {
-    # phases
+PHASES = {
     "data": "#e69f00", "forward": "#0072b2", "backward": "#009e73", "optimizer": "#cc79a7", "other": GREY,
-    "idle": "#d0d0d0", "unattributed": "#b0b0b0",
-    # owners of memory
-    "parameter": "#0072b2", "gradient": "#009e73", "optimizer_state": "#cc79a7", "activation": "#e69f00",
-    "autocast_weight_cast": "#56b4e9", "input": "#b8a800", "temporary": "#d55e00", "buffer": "#8c6bb1",
-    "workspace": "#a6761d", "left_alive": "#7a1f1f", "before the window": "#5d3a9b",
-    # classes of kernels
-    "gemm": "#0072b2", "attention_forward": "#009e73", "attention_backward": "#00664a", "softmax": "#8fd3bd",
-    "norm": "#cc79a7", "elementwise": "#e69f00", "reduction": "#d55e00", "copy_cast": "#56b4e9",
-    "embedding_index": "#8c6bb1", "communication": "#b8a800", "convolution": "#004c80", "fft": "#5d3a9b",
-    "sort_scan": "#a6761d", "memset_memcpy": "#a6cee3", "triton_fused": "#f0c05a",
+    "idle": "#e0e0c0", "unattributed": "#406060",
 }  # fmt: skip
-
-
-def colour_of(name: str | None, number: int) -> str:
-    """Of something by its name, else the next of the palette."""
-    return NAMED.get(name or "", PALETTE[number % len(PALETTE)])
+OWNERS = {
+    "parameter": "#0072b2", "gradient": "#009e73", "optimizer_state": "#cc79a7", "activation": "#e69f00",
+    "autocast_weight_cast": "#56b4e9", "temporary": "#d55e00", "input": "#e0e080", "buffer": "#204060",
+    "workspace": "#406060", "left_alive": "#400000", "before the window": "#0000c0", "other": GREY,
+}  # fmt: skip
+CLASSES = {
+    "gemm": "#0072b2", "attention_forward": "#009e73", "attention_backward": "#406040", "softmax": "#60c080",
+    "norm": "#e0e080", "elementwise": "#e69f00", "reduction": "#d55e00", "copy_cast": "#56b4e9",
+    "embedding_index": "#0000c0", "optimizer": "#cc79a7", "communication": "#400000", "convolution": "#204060",
+    "fft": "#000040", "sort_scan": "#a02000", "memset_memcpy": "#e0e0c0", "triton_fused": "#406060", "other": GREY,
+}  # fmt: skip
+NAMED = PHASES | OWNERS | CLASSES
 
 
 def colours_of(series: tuple[Series, ...]) -> list[str]:

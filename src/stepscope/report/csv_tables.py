@@ -35,13 +35,14 @@ def csv_text(columns: Mapping[str, Sequence[Any]]) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow([guarded(name) for name in columns])
     for row in zip(*columns.values()):
-        cells = [_cell(value) for value in row]
+        cells = [csv_cell(value) for value in row]
         # A line of nothing would be no row at all.
         stream.write('""\n') if cells == [""] else writer.writerow(cells)
     return stream.getvalue()
 
 
-def _cell(value: Any) -> Any:
+def csv_cell(value: Any) -> Any:
+    """A value as it stands in a cell: a figure as it is, text guarded, what is not there empty."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     return value if isinstance(value, (int, float)) else guarded(value)

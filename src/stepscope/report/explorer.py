@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from stepscope.report.parts import Value
 
@@ -37,7 +36,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Explorer:
-    """The points of a sweep as columns: entry `p` of every column is of point `p`, `num_points` entries in each.
+    """The points of a sweep as columns: entry `p` of every column is of point `p`.
 
     To draw figure `f` over axis `x` with axis `s` as series and every other axis held at one value each (`others`):
     take the points with `places[a][p] == others[a]` for all other axes `a`; a point stands at
@@ -68,31 +67,3 @@ class Explorer:
     """The axis to begin with on x; None where nothing varies."""
     series: int | None
     """The axis to begin with as series; None where only one axis varies."""
-
-    @property
-    def num_points(self) -> int:
-        return len(self.statuses)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under the names above; an axis and a figure are objects of their fields."""
-        return {
-            "id": self.id,
-            "title": self.title,
-            "axes": [
-                {"name": axis.name, "values": list(axis.values), "is_numeric": axis.is_numeric, "is_log": axis.is_log}
-                for axis in self.axes
-            ],
-            "places": [list(places) for places in self.places],
-            "figures": {name: list(values) for name, values in self.figures.items()},
-            "shown": [
-                {"name": figure.name, "is_log": figure.is_log, "low": figure.low, "high": figure.high}
-                for figure in self.shown
-            ],
-            "statuses": list(self.statuses),
-            "reasons": list(self.reasons),
-            "names": list(self.names),
-            "marks": list(self.marks),
-            "is_noisy": list(self.is_noisy),
-            "x": self.x,
-            "series": self.series,
-        }

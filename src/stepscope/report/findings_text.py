@@ -5,17 +5,20 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.fixes import FIXES
-from stepscope.report.text import average, duration, percent, safe, significant, size
+from stepscope.report.cells import cell, title_of
+from stepscope.report.text import duration, percent, safe, size
 
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _NUM_ROWS = 3
 _STANDING = 0.5
 _LABEL = 10
+_NAME = 48
+"""Characters of a name in a table of evidence."""
 
 
 def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: str | None = None) -> str:
@@ -66,16 +69,41 @@ def _nothing_found(diagnosis: Diagnosis) -> str:
     return "Nothing worth telling was found: the step is healthy as far as it could be checked."
 
 
+class Saving(NamedTuple):
+    """What a fix saves, in words; "" for what is not known of it."""
+
+    time: str
+    """Of a step."""
+    share: str
+    """` (12.3 %)`, of the step."""
+    memory: str
+    """Of the peak."""
+    most: str
+    """`up to ` before an upper bound."""
+
+    @property
+    def parts(self) -> list[str]:
+        """Each with what it is of."""
+        time = [f"{self.most}{self.time} a step{self.share}"] if self.time else []
+        return time + ([f"{self.most}{self.memory} of the peak"] if self.memory else [])
+
+
+def saving_of(finding: Finding, step_ns: float | None = None) -> Saving:
+    """The words; its share where it is known how long a step takes."""
+    saved_ns, saved_bytes = finding.saving_ns, finding.saving_bytes
+    return Saving(
+        time="" if saved_ns is None else duration(saved_ns, 3),
+        share=f" ({percent(saved_ns / step_ns)})" if saved_ns is not None and step_ns else "",
+        memory="" if saved_bytes is None else size(saved_bytes),
+        most="up to " if finding.upper_bound else "",
+    )
+
+
 def saving_text(finding: Finding, step_ns: float | None) -> str:
     """What a fix saves, and how sure that is."""
-    parts = []
-    most = "up to " if finding.upper_bound else ""
-    if finding.saving_ns is not None:
-        share = f" ({percent(finding.saving_ns / step_ns)})" if step_ns else ""
-        parts.append(f"saves {most}{duration(finding.saving_ns, 3)} a step{share}")
-    if finding.saving_bytes is not None:
-        parts.append(f"{'' if parts else 'saves '}{most}{size(finding.saving_bytes)} of the peak")
-    return f"{' and '.join(parts) or 'what it costs is not known'}   confidence {finding.confidence}"
+    parts = saving_of(finding, step_ns).parts
+    saves = f"saves {' and '.join(parts)}" if parts else "what it costs is not known"
+    return f"{saves}   confidence {finding.confidence}"
 
 
 def _by_reason(diagnosis: Diagnosis) -> list[tuple[str, list[str]]]:
@@ -97,37 +125,12 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
 def _table(rows: Sequence[Mapping[str, Any]], width: int) -> Iterable[str]:
     """Rows under the names of their columns, cut to the width."""
     names = list(rows[0])
-    cells = [[_title(name) for name in names]] + [[_cell(name, row.get(name)) for name in names] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    for line in cells:
-        text = "  ".join(cell.ljust(space) for cell, space in zip(line, widths)).rstrip()
+    lines = [[title_of(name) for name in names]]
+    lines += [[safe(cell(name, row.get(name)), _NAME) for name in names] for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    for line in lines:
+        text = "  ".join(word.ljust(space) for word, space in zip(line, widths)).rstrip()
         yield text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _title(name: str) -> str:
-    for suffix in ("_bytes_per_s", "_ns", "_bytes", "_per_s"):
-        name = name.removesuffix(suffix)
-    return name.removeprefix("num_").replace("_", " ")
-
-
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return safe(value, 48)
-    if name.endswith("_ns"):
-        return duration(value, 3)
-    if name.endswith("bytes"):
-        return size(value)
-    if name.endswith("share"):
-        return percent(value)
-    if name.endswith("bytes_per_s"):
-        return f"{significant(value / 1e9)} GB/s"
-    if name.endswith("flops_per_s"):
-        return f"{value / 1e12:.0f} TFLOP/s"
-    if name.startswith("num_"):
-        return average(value)
-    return f"{value:,}" if isinstance(value, int) else significant(value)
 
 
 def _wrapped(text: str, width: int, head: str = "", indent: str | None = None, dim: str = "") -> list[str]:

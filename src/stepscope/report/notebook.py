@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
     from stepscope.report.memory import MemoryAnalysis
+    from stepscope.report.parts import Report, Table
 
-NUM_ROWS = 8
+NUM_ROWS, NUM_TABLES = 8, 3
 _LONGEST = 300
 _HEAD = "text-align:left"
 _NAME = "text-align:left;min-width:11em;max-width:40em;overflow-wrap:break-word"
@@ -37,9 +38,14 @@ class Grid:
     """A table of texts; the first column names the row."""
 
     titles: Sequence[str]
+    """None where the rows say it all."""
     rows: Sequence[Sequence[str]]
     sentences: frozenset[int] = frozenset()
     """Columns that are text, not figures."""
+    names: frozenset[int] = frozenset((0,))
+    """Columns that are names: short texts."""
+    title: str = ""
+    """"" where the first column's says it."""
 
 
 def with_html(result: Result) -> Result:
@@ -53,6 +59,8 @@ def html_of(result: object) -> str:
     headline, grids, text = _PAGES[type(result).__name__](result)
     tables = "".join(_table(grid) for grid in grids if grid.rows)
     whole = f"<details><summary>all of it, as text</summary><pre>{html.escape(text)}</pre></details>"
+    if "\n" not in text:
+        whole = f"<p>{_escaped(text, 2000)}</p>"
     return f"<div><p><b>{_escaped(headline, 2000)}</b></p>{tables}{whole}</div>"
 
 
@@ -62,7 +70,7 @@ def _escaped(text: object, most: int = _LONGEST) -> str:
 
 def _table(grid: Grid) -> str:
     def style(column: int) -> str:
-        return _NAME if not column else _SENTENCE if column in grid.sentences else _FIGURE
+        return _NAME if column in grid.names else _SENTENCE if column in grid.sentences else _FIGURE
 
     head = "".join(
         f"<th style='{style(column) if column else _HEAD}'>{_escaped(title)}</th>"
@@ -74,7 +82,9 @@ def _table(grid: Grid) -> str:
         + "</tr>"
         for row in grid.rows
     )
-    return f"<table style='margin:0 0 1em 0'><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    title = f"<p><b>{_escaped(grid.title)}</b></p>" if grid.title else ""
+    head = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f"{title}<table style='margin:0 0 1em 0'>{head}<tbody>{rows}</tbody></table>"
 
 
 Page = tuple[str, Iterator[Grid], str]
@@ -123,12 +133,13 @@ def _diagnosis(diagnosis: Diagnosis) -> Page:
 
 
 def _finding_grids(diagnosis: Diagnosis) -> Iterator[Grid]:
+    from stepscope.report.findings_text import saving_of
+
     rows = []
     for finding in diagnosis.findings:
-        most = "up to " if finding.upper_bound else ""
-        time = "–" if finding.saving_ns is None else f"{most}{duration(finding.saving_ns, 3)}"
-        peak = "–" if finding.saving_bytes is None else f"{most}{size(finding.saving_bytes)}"
-        rows.append([finding.id, time, peak, finding.sentence, finding.fix])
+        saving = saving_of(finding)
+        figures = [f"{saving.most}{text}" if text else "–" for text in (saving.time, saving.memory)]
+        rows.append([finding.id, *figures, finding.sentence, finding.fix])
     yield Grid(["finding", "saves a step", "of the peak", "what is wrong", "fix"], rows, frozenset((3, 4)))
 
 
@@ -229,6 +240,35 @@ def _sweep_grids(sweep: SweepSummary) -> Iterator[Grid]:
     yield Grid([*axes, *(column.title for column in told), "status"], rows)
 
 
+def _report(report: Report) -> Page:
+    where = f"{safe(report.title)}: .save('report.html') writes the whole page"
+    return report.verdict, _report_grids(report), where
+
+
+def _report_grids(report: Report) -> Iterator[Grid]:
+    """The first facts, the findings, the first tables."""
+    from stepscope.report.parts import Facts, Findings, Table
+
+    for part in report.sections[0].parts if report.sections else ():
+        if isinstance(part, Facts) and not part.title:
+            rows = [[fact.title, fact.value, fact.detail] for fact in part.rows]
+            yield Grid((), rows, frozenset((1, 2)))
+    for part in report.parts(Findings):
+        yield from _finding_grids(part.diagnosis)
+    yield from map(_table_grid, [table for table in report.parts(Table) if table.num_rows][:NUM_TABLES])
+
+
+def _table_grid(table: Table) -> Grid:
+    from stepscope.report.cells import cell, is_numeric, title_of
+
+    num_rows = min(NUM_ROWS, table.num_rows)
+    columns = [[cell(name, value) for value in values[:num_rows]] for name, values in table.columns.items()]
+    names = {0, *(place for place, values in enumerate(table.columns.values()) if not is_numeric(values))}
+    more = f", the first {num_rows} of {table.num_rows:,} rows" if table.num_rows > num_rows else ""
+    titles = [title_of(name) for name in table.columns]
+    return Grid(titles, list(zip(*columns)), names=frozenset(names), title=f"{safe(table.title)}{more}")
+
+
 _PAGES: dict[str, Callable[[Any], Page]] = {
     "Analysis": _analysis,
     "Diagnosis": _diagnosis,
@@ -236,5 +276,6 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     "Comparison": _comparison,
     "MemoryAnalysis": _memory,
     "SweepSummary": _sweep,
+    "Report": _report,
 }
 """By the name of the result's class: to look it up must not import what it is made of."""

@@ -229,6 +229,6 @@ class Report:
         return write_report(self, check_target(Path(target), force))
 
     def _repr_html_(self) -> str:
-        from stepscope.report.page.notebook import notebook_html
+        from stepscope.report.notebook import html_of
 
-        return notebook_html(self)
+        return html_of(self)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from stepscope.report.explorer import Explorer
 from stepscope.report.parts import Chart, Findings, Report, Table
 from stepscope.report.timeline.timeline import Timeline
 
@@ -34,8 +33,6 @@ def _part(part: Any) -> dict[str, Any]:
     kind = type(part).__name__.lower()
     if isinstance(part, Findings):
         return {"kind": kind, "verify": _plain(part.verify), "diagnosis": _plain(part.diagnosis.to_json())}
-    if isinstance(part, Explorer):
-        return {"kind": kind, **_plain(part.to_json())}
     if isinstance(part, Timeline):
         return {"kind": kind, "text": "only the page has it; stepscope export writes its events"}
     if isinstance(part, Table):

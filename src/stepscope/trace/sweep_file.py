@@ -53,7 +53,7 @@ def read_sweep(path: Path) -> Sweep:
 
 def _row(line: bytes, number: int, file: Path) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_refused)
         if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _OF_A_ROW.items()):
             raise ValueError
         for name in ("samples_device_ns", "samples_host_ns"):
@@ -64,6 +64,10 @@ def _row(line: bytes, number: int, file: Path) -> dict[str, Any]:
             f"{file}, line {number} is no row of a sweep: it was changed by hand or damaged"
         ) from None
     return row
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def _environments(file: Path) -> dict[str, dict[str, Any]]:

@@ -13,10 +13,10 @@ import polars.selectors as cs
 
 from stepscope.analysis.links import link
 from stepscope.analysis.rank import RankAccount, account_of
-from stepscope.errors import StepscopeError
 from stepscope.findings.finding import Finding
 from stepscope.report.csv_tables import guarded
 from stepscope.report.export.selection import Selection
+from stepscope.report.files import writing
 from stepscope.trace.schema import TABLES
 
 Form = Literal["csv", "parquet"]
@@ -31,7 +31,7 @@ def write_tables(
 ) -> list[Path]:
     """Write every table that has rows: `trace/` as `stepscope sql` has them, `analysis/` as `stepscope analyze`."""
     written = []
-    try:
+    with writing(target):
         target.mkdir(exist_ok=True)
         for folder, tables in (
             (TRACE, trace_tables(selection)),
@@ -44,8 +44,6 @@ def write_tables(
                 if table.height:
                     _write(table, path, form)
                     written.append(path)
-    except OSError as error:
-        raise StepscopeError(f"{target} could not be written: {error.strerror or error}") from None
     return written
 
 

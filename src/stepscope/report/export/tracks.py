@@ -12,7 +12,7 @@ from stepscope.analysis.memory import DEVICE_TYPES, memory_devices, memory_timel
 from stepscope.analysis.nesting import ancestor
 from stepscope.findings.finding import Finding
 from stepscope.report.export.selection import Selection
-from stepscope.report.text import duration, size
+from stepscope.report.findings_text import saving_of
 
 MOST_POINTS = 50_000
 """Of a memory counter; of more the lowest and the highest of each stretch are kept."""
@@ -129,15 +129,9 @@ def _findings(selection: Selection, findings: Sequence[Finding]) -> Iterator[Tra
 
 
 def _about(finding: Finding) -> dict[str, Any]:
-    most = "up to " if finding.upper_bound else ""
-    savings = []
-    if finding.saving_ns is not None:
-        savings.append(f"{most}{duration(finding.saving_ns, 3)} a step")
-    if finding.saving_bytes is not None:
-        savings.append(f"{most}{size(finding.saving_bytes)} of the peak")
     return {
         "sentence": finding.sentence,
-        "saving": " and ".join(savings) or "not known",
+        "saving": " and ".join(saving_of(finding).parts) or "not known",
         "saving_ns": finding.saving_ns,
         "saving_bytes": finding.saving_bytes,
         "confidence": finding.confidence,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.report.cells import cell, title_of
+from stepscope.report.cells import cell, is_numeric, title_of
 from stepscope.report.findings_text import proof_of, saving_text
 from stepscope.report.markdown.charts import chart_lines
 from stepscope.report.markdown.text import code, escaped, grid, in_summary, prose
@@ -140,7 +140,7 @@ class _Writer:
         names = list(table.columns)[: self.detail.num_columns]
         num_shown = min(most, table.num_rows)
         columns = [_cells(name, table.columns[name][:num_shown], self.detail.num_letters) for name in names]
-        aligned = ["--:" if _is_numeric(table.columns[name]) else ":--" for name in names]
+        aligned = ["--:" if is_numeric(table.columns[name]) else ":--" for name in names]
         lines = grid([escaped(title_of(name)) for name in names], list(zip(*columns)), aligned)
         left = [
             *([plural(table.num_rows - num_shown, "more row")] if table.num_rows > num_shown else []),
@@ -157,10 +157,6 @@ class _Writer:
             return [f"**{escaped(table.title)}**", "", *lines]
         head = f"<details><summary>{in_summary(table.title)} ({plural(table.num_rows, 'row')})</summary>"
         return [head, "", *lines, "", "</details>"]
-
-
-def _is_numeric(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
 
 
 def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:

@@ -11,12 +11,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.report.cells import Scale, title_of
+from stepscope.report import axes
+from stepscope.report.axes import largest as largest
+from stepscope.report.axes import log_ticks, tick_text
+from stepscope.report.cells import Scale, cell
+from stepscope.report.parts import Series
 from stepscope.report.text import safe
 
 LABEL, NARROW_LABEL = 44, 18
-_MOST_TICKS = 12
-"""Of the figures of an axis that are few enough to be named one by one."""
 _ROOM = 1.6
 """Of an axis that grows by factors: how much further it goes than its outermost figure."""
 
@@ -42,21 +44,33 @@ def axis_title(name: str, unit: str) -> str:
     >>> axis_title("total_ns", "ms"), axis_title("flops_per_s", "TFLOP/s"), axis_title("num_calls", "")
     ('total (ms)', 'TFLOP/s', 'calls')
     """
-    title = title_of(name).removesuffix(" per s")
-    return words(title) if not unit else unit if title in unit else f"{words(title)} ({unit})"
-
-
-def largest(values: Sequence[Any]) -> float:
-    """The largest figure, whatever its sign; 0 of none."""
-    return max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
+    return words(axes.axis_title(name, unit), 80)
 
 
 def scaled(values: Sequence[float | None], unit: Scale) -> list[float | None]:
     """Figures in a unit, with six digits: more than a screen has."""
-    return [
-        float(f"{value / unit.divisor:.6g}") if value is not None and math.isfinite(value) else None
-        for value in values
-    ]
+    return [None if math.isnan(value) else float(f"{value:.6g}") for value in axes.scaled(values, unit)]
+
+
+def texts_of(unit: str, series: Series) -> list[str]:
+    """The figures of a series for people, each with its interval; where there is none, why."""
+    texts = [words(cell(unit, value)) for value in series.y]
+    if series.low and series.high:
+        texts = [
+            f"{text} ({words(cell(unit, low))} – {words(cell(unit, high))})" if low is not None else text
+            for text, low, high in zip(texts, series.low, series.high)
+        ]
+    return [words(gap) if gap else text for text, gap in zip(texts, series.gaps or [""] * len(texts))]
+
+
+def interval_bars(series: Series, unit: Scale, colour: str | None = None) -> dict[str, Any] | None:
+    """The intervals of a series as error bars; None where it has none."""
+    if not (series.low and series.high):
+        return None
+    above = [None if y is None or end is None else end - y for y, end in zip(series.y, series.high)]
+    below = [None if y is None or end is None else y - end for y, end in zip(series.y, series.low)]
+    bars = {"type": "data", "symmetric": False, "array": scaled(above, unit), "arrayminus": scaled(below, unit)}
+    return bars | {"thickness": 1.2, "width": 3} | ({"color": colour} if colour else {})
 
 
 def names_axis(labels: Sequence[object], most: int = LABEL) -> dict[str, Any]:
@@ -81,15 +95,10 @@ def figures_axis(name: str, values: Sequence[float | None], unit: Scale, is_log:
     axis["type"] = "log"
     if not found:
         return axis
-    if len(found) <= _MOST_TICKS and all(value == int(value) for value in found):
-        ticks = found
-    else:
-        powers = range(math.floor(math.log10(found[0])) - 1, math.ceil(math.log10(found[-1])) + 2)
-        factors = (1, 2, 5) if len(powers) <= 5 else (1,)
-        ticks = [factor * 10.0**power for power in powers for factor in factors]
+    ticks = log_ticks(found)
     return axis | {
         "tickmode": "array",
         "tickvals": ticks,
-        "ticktext": [f"{tick:,.0f}" if tick >= 1 and tick == int(tick) else f"{tick:.4g}" for tick in ticks],
+        "ticktext": [tick_text(tick) for tick in ticks],
         "range": [math.log10(found[0] / _ROOM), math.log10(found[-1] * _ROOM)],
     }

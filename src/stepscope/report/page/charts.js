@@ -49,6 +49,7 @@ function layoutFor(root, figure) {
 }
 
 function draw(root, figure, Plotly) {
+  drawn.set(root, { figure, width: 0 }); // out of sight just now: `sizes` draws it once it has a width
   if (root.clientWidth === 0) return;
   root.querySelector("noscript")?.remove();
   const config = { displaylogo: false, displayModeBar: false, responsive: false, showTips: false };

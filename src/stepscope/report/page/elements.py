@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepscope.report.cells import cell, title_of
+from stepscope.report.csv_tables import csv_cell, guarded
 from stepscope.report.parts import Chart, Facts, Missing, Table, Text
 from stepscope.report.text import safe
 
@@ -146,19 +146,18 @@ def _is_figure(values: Sequence[Any]) -> bool:
     return bool(known) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
 
 
-def _key(value: Any) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def table_data(part: Table) -> dict[str, Any]:
-    """What the page sorts, filters and shows: texts, and for figures the raw values under them."""
+    """What the page sorts, filters and shows: texts, and under them what stands in CSV: `raw` of a column of figures,
+    `csv` of those other cells that are not their text."""
     rows = min(part.num_rows, MOST_ROWS)
     columns = []
     for name, values in part.columns.items():
         some = list(values[:rows])
-        is_figure = _is_figure(values)
-        column: dict[str, Any] = {"name": name, "texts": [cell(name, value) for value in some]}
-        if is_figure:
-            column["keys"] = [_key(value) for value in some]
+        texts, cells = [cell(name, value) for value in some], [str(csv_cell(value)) for value in some]
+        column: dict[str, Any] = {"name": guarded(name), "texts": texts}
+        if _is_figure(values):
+            column["raw"] = cells
+        else:
+            column["csv"] = {row: own for row, (own, text) in enumerate(zip(cells, texts)) if own != text}
         columns.append(column)
-    return {"id": part.id, "columns": columns, "rows": rows, "all": part.num_rows}
+    return {"id": part.id, "columns": columns, "rows": rows}

@@ -7,6 +7,8 @@ function explorer(root, data) {
   const points = data.statuses.map((_, point) => point);
   const state = { figure: 0, x: data.x, series: data.series, kind: "lines", log: data.figures[0]?.is_log, held: {} };
   const controls = element("div", "controls");
+  const choices = [];
+  let shape = null;
   const legend = element("div", "legend");
   const plot = element("div", "plot");
   const said = element("p", "foot");
@@ -24,7 +26,7 @@ function explorer(root, data) {
       option.value = value;
       select.append(option);
     }
-    select.value = String(chosen);
+    choices.push({ title, select, follow: () => (select.value = String(chosen())) });
     select.addEventListener("change", () => {
       changed(select.value === "" ? null : Number.isNaN(Number(select.value)) ? select.value : Number(select.value));
       update();
@@ -33,34 +35,47 @@ function explorer(root, data) {
     controls.append(label);
   }
 
+  /** The controls as the state has them. They are made anew only where others are needed: one in use keeps its focus. */
   function drawControls() {
+    const wanted = JSON.stringify([state.x, state.series, state.kind]);
+    if (wanted !== shape) {
+      const focused = choices.find(({ select }) => select === document.activeElement)?.title;
+      shape = wanted;
+      makeControls();
+      choices.find(({ title }) => title === focused)?.select.focus();
+    }
+    for (const { follow } of choices) follow();
+  }
+
+  function makeControls() {
     controls.replaceChildren();
+    choices.length = 0;
     const axes = data.axes.map((axis, at) => [at, axis.title]);
-    choice("figure", data.figures.map((figure, at) => [at, figure.title]), state.figure, (at) => {
+    choice("figure", data.figures.map((figure, at) => [at, figure.title]), () => state.figure, (at) => {
       state.figure = at;
       state.log = data.figures[at].is_log;
     });
     if (axes.length) {
-      choice("over", axes, state.x, (at) => {
+      choice("over", axes, () => state.x, (at) => {
         if (at === state.series) state.series = state.x;
         state.x = at;
       });
     }
     if (axes.length > 1) {
-      choice("colour or rows", [["", "nothing"], ...axes], state.series ?? "", (at) => {
+      choice("colour or rows", [["", "nothing"], ...axes], () => state.series ?? "", (at) => {
         if (at === state.x) state.x = state.series ?? others()[0];
         state.series = at;
       });
       if (state.series !== null) {
-        choice("as", [["lines", "lines"], ["heat", "heat map"]], state.kind, (kind) => (state.kind = kind));
+        choice("as", [["lines", "lines"], ["heat", "heat map"]], () => state.kind, (kind) => (state.kind = kind));
       }
     }
     if (state.kind === "lines") {
-      choice("scale", [["linear", "linear"], ["log", "by factors"]], state.log ? "log" : "linear", (scale) => (state.log = scale === "log"));
+      choice("scale", [["linear", "linear"], ["log", "by factors"]], () => (state.log ? "log" : "linear"), (scale) => (state.log = scale === "log"));
     }
     for (const at of others()) {
       const labels = data.axes[at].labels.map((label, place) => [place, label]);
-      if (labels.length > 1) choice(data.axes[at].title, labels, state.held[at], (place) => (state.held[at] = place));
+      if (labels.length > 1) choice(data.axes[at].title, labels, () => state.held[at], (place) => (state.held[at] = place));
     }
   }
 
@@ -104,7 +119,7 @@ function explorer(root, data) {
     const { title, texts } = data.figures[state.figure];
     const more = data.statuses[point] === "ok" ? `${title}: <b>${words(texts[point])}</b>` : `<b>${words(data.statuses[point])}</b> ${words(data.reasons[point].slice(0, 120))}`;
     const marks = [data.marks[point], data.noisy[point] ? "noisy" : ""].filter(Boolean).join(", ");
-    return `${words(data.names[point]).slice(0, 200)}<br>${more}${marks ? `<br>${marks}` : ""}`;
+    return `${words(data.names[point].slice(0, 200))}<br>${more}${marks ? `<br>${marks}` : ""}`;
   }
 
   function axis(at) {
@@ -125,6 +140,7 @@ function explorer(root, data) {
     const layout = { hovermode: "closest", xaxis: axis(state.x), annotations: [], barmode: "group", bargap: 0.3,
       yaxis: { title: { text: figure.axis }, rangemode: "tozero", zeroline: false, exponentformat: "none", ...(state.log ? factors(figure, shown) : {}) } };
     const levels = new Map();
+    const nameOf = (group) => (group === null ? figure.title : data.axes[state.series].labels[group]);
     const traces = groups.map((group, number) => {
       const own = shown.filter((point) => group === null || data.places[state.series][point] === group);
       own.sort((one, other) => data.places[state.x][one] - data.places[state.x][other]);
@@ -141,7 +157,7 @@ function explorer(root, data) {
         array: own.map((point) => figure.high[point] - figure.values[point]),
         arrayminus: own.map((point) => figure.values[point] - figure.low[point]) };
       return { type: values || state.log ? "scatter" : "bar", mode: values ? "lines+markers" : "markers", x, y: own.map((point) => figure.values[point]),
-        name: group === null ? figure.title : words(data.axes[state.series].labels[group]),
+        name: words(nameOf(group)), meta: nameOf(group),
         marker: { color, size: 7 }, line: { color, width: 1.8 }, hoverinfo: "text", hovertext: own.map(hover),
         ...(ends ? { error_y: ends } : {}) };
     });
@@ -187,8 +203,7 @@ function explorer(root, data) {
         const item = element("span", "");
         const box = element("i", "box");
         box.style.color = trace.marker.color;
-        const name = trace.name.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
-        item.append(box, element("b", "", name));
+        item.append(box, element("b", "", trace.meta));
         legend.append(item);
       }
     }

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stepscope.report.cells import cell, scale, title_of
+from stepscope.report.cells import Scale, cell, scale, title_of
 from stepscope.report.colours import colours_of
 from stepscope.report.page.axes import (
     NARROW_LABEL,
     axis_title,
     figures_axis,
+    interval_bars,
     largest,
     lines_of_words,
     names_axis,
     scaled,
+    texts_of,
     words,
 )
 from stepscope.report.page.lines import lines_figure
@@ -48,9 +50,10 @@ def _bars(chart: Bars) -> dict[str, Any]:
     whole = [math.fsum(one.y[at] or 0.0 for one in chart.series) for at in range(len(labels))]
     unit = scale(chart.unit, largest(whole))
     is_one = len(chart.series) == 1
+    top = largest([*whole, *(value for one in chart.series for value in one.high)])
     data = []
     for series, colour in zip(chart.series, colours_of(chart.series)):
-        texts = [words(cell(chart.unit, value)) for value in series.y]
+        texts = texts_of(chart.unit, series)
         trace: dict[str, Any] = {
             "type": "bar",
             "orientation": "h",
@@ -64,23 +67,41 @@ def _bars(chart: Bars) -> dict[str, Any]:
                 for label, text in zip(labels, texts)
             ],
         }
-        if is_one:
+        if bars := interval_bars(series, unit):
+            trace["error_x"] = bars
+        elif is_one:
             trace |= {"text": texts, "textposition": "outside", "cliponaxis": False}
         data.append(trace)
     x_axis: dict[str, Any] = {"title": {"text": axis_title(chart.unit, unit.unit)}, "rangemode": "tozero"}
-    if is_one and min(whole, default=0.0) >= 0 and largest(whole) > 0:
-        x_axis["range"] = [0, largest(whole) / unit.divisor * 1.12]  # room for the figure after the longest
+    if is_one and min(whole, default=0.0) >= 0 and top > 0:
+        x_axis["range"] = [0, top / unit.divisor * 1.12]  # room for the figure after the longest
     layout = {
         "barmode": "relative",
         "bargap": 0.28,
         "showlegend": not is_one,
         "xaxis": x_axis,
         "yaxis": names_axis(labels) | {"autorange": "reversed"},
+        "annotations": [
+            {"x": x, "y": at, "text": text, "xanchor": "left", "xshift": 2, "showarrow": False}
+            for at in range(len(labels))
+            for x, text in _after(chart, at, unit)
+        ],
     }
     narrow: dict[str, Any] = {"yaxis.ticktext": [words(label, NARROW_LABEL) for label in labels]}
     if "range" in x_axis:
         narrow["xaxis.range"] = [0, x_axis["range"][1] * 1.25]
     return {"data": data, "layout": layout, "narrow": narrow, "height": 60 + 28 * max(2, len(labels))}
+
+
+def _after(chart: Bars, at: int, unit: Scale) -> list[tuple[float, str]]:
+    """What Plotly writes after no bar: why there is none, and a figure that has to stand clear of its interval."""
+    if all(series.y[at] is None for series in chart.series):
+        reasons = [series.gaps[at] for series in chart.series if series.gaps and series.gaps[at]]
+        return [(0.0, words(reasons[0], 16))] if reasons else []
+    series = chart.series[0]
+    if len(chart.series) > 1 or not (series.low and series.high):
+        return []
+    return [(largest([series.y[at], series.high[at]]) / unit.divisor, words(cell(chart.unit, series.y[at])))]
 
 
 def _said(name: str) -> str:

@@ -7,27 +7,25 @@ from typing import Any
 
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.report.findings_text import proof_of
+from stepscope.report.findings_text import proof_of, saving_of
 from stepscope.report.page.elements import escape, plain_table_html, with_code
 from stepscope.report.parts import Findings
-from stepscope.report.text import duration, percent, size
 
 NUM_EVIDENCE_ROWS = 20
 
 
-def findings_html(part: Findings, has_timeline: bool, show_all: bool = True) -> str:
+def findings_html(part: Findings, has_timeline: bool) -> str:
     """Every finding, then what is clean and what could not be looked at."""
     diagnosis = part.diagnosis
     cards = [_card(finding, diagnosis, part.verify, has_timeline) for finding in diagnosis.findings]
     warnings = "".join(f'<p class="note">Note: {escape(warning)}.</p>' for warning in diagnosis.warnings)
     if not cards:
         cards = ['<p class="none">No rule found anything worth telling.</p>']
-    checked = f"<h3>Findings</h3>{warnings}<div class='findings'>{''.join(cards)}</div>"
-    return checked + (_checked(diagnosis) if show_all else "")
+    return f"<h3>Findings</h3>{warnings}<div class='findings'>{''.join(cards)}</div>{_checked(diagnosis)}"
 
 
 def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None, has_timeline: bool) -> str:
-    saving, detail = saving_of(finding, diagnosis.step_ns)
+    saving, detail = _saving(finding, diagnosis.step_ns)
     rows = [("fix", f"<pre><code>{escape(finding.fix)}</code></pre>")]
     if (command := proof_of(finding, recording)) is not None:
         rows.append(("prove it", f"<pre><code>{escape(command)}</code></pre>"))
@@ -50,16 +48,14 @@ def _card(finding: Finding, diagnosis: Diagnosis, recording: str | None, has_tim
     )
 
 
-def saving_of(finding: Finding, step_ns: float | None) -> tuple[str, str]:
+def _saving(finding: Finding, step_ns: float | None) -> tuple[str, str]:
     """The figure to look at, and what it is of."""
-    most = "up to " if finding.upper_bound else ""
-    if finding.saving_ns is not None:
-        share = f" ({percent(finding.saving_ns / step_ns)})" if step_ns else ""
-        also = f", and {most}{size(finding.saving_bytes)} of the peak" if finding.saving_bytes is not None else ""
-        return duration(finding.saving_ns, 3), f"saved a step{share}{', at most' if most else ''}{also}"
-    if finding.saving_bytes is not None:
-        return size(finding.saving_bytes), f"of the peak saved{', at most' if most else ''}"
-    return "?", "what it costs is not known"
+    saving = saving_of(finding, step_ns)
+    most = ", at most" if saving.most else ""
+    if saving.time:
+        also = f", and {saving.parts[1]}" if saving.memory else ""
+        return saving.time, f"saved a step{saving.share}{most}{also}"
+    return (saving.memory, f"of the peak saved{most}") if saving.memory else ("?", "what it costs is not known")
 
 
 def _evidence(evidence: Evidence) -> str:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.report.cells import Scale, cell, scale, title_of
+from stepscope.report.axes import ended, heights, unit_of
+from stepscope.report.cells import Scale, cell, title_of
 from stepscope.report.colours import colours_of
-from stepscope.report.page.axes import figures_axis, largest, scaled, words
+from stepscope.report.page.axes import figures_axis, interval_bars, scaled, texts_of, words
 from stepscope.report.parts import Lines, Series
 
 _NOTE = 0.08
@@ -18,9 +19,10 @@ _MOST_MARKERS = 40
 
 def lines_figure(chart: Lines) -> dict[str, Any]:
     """The figure; places on the x axis are dotted lines with their names."""
+    chart = ended(chart)
     every_x = [value for series in chart.series for value in series.x] + [mark.x for mark in chart.marks]
-    every_y = _heights(chart)
-    x_unit, y_unit = scale(chart.x, largest(every_x)), scale(chart.y, largest(every_y))
+    every_y = heights(chart)
+    x_unit, y_unit = unit_of(chart.x, every_x), unit_of(chart.y, every_y)
     colours = colours_of(chart.series)
     data = [
         _trace(chart, series, colour, x_unit, y_unit) for series, colour in zip(chart.series, colours) if series.x
@@ -52,23 +54,8 @@ def lines_figure(chart: Lines) -> dict[str, Any]:
     return {"data": data, "layout": layout, "narrow": {}, "height": 320}
 
 
-def _heights(chart: Lines) -> Sequence[float | None]:
-    """What the y axis has to hold."""
-    if chart.style == "areas":
-        return [math.fsum(value or 0.0 for value in column) for column in zip(*(one.y for one in chart.series))]
-    return [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
-
-
 def _trace(chart: Lines, series: Series, colour: str, x_unit: Scale, y_unit: Scale) -> dict[str, Any]:
     name = words(series.name.replace("_", " "))
-    texts = [words(cell(chart.y, value)) for value in series.y]
-    has_interval = bool(series.low and series.high)
-    if has_interval:
-        ends = zip(series.low, series.high)
-        texts = [
-            f"{text} ({words(cell(chart.y, low))} – {words(cell(chart.y, high))})" if low is not None else text
-            for text, (low, high) in zip(texts, ends)
-        ]
     trace: dict[str, Any] = {
         "type": "scatter",
         "name": name,
@@ -78,7 +65,7 @@ def _trace(chart: Lines, series: Series, colour: str, x_unit: Scale, y_unit: Sca
         "line": {"color": colour, "width": 1.8, "shape": "hv" if chart.style in ("steps", "areas") else "linear"},
         "marker": {"color": colour, "size": 6},
         "hoverinfo": "text",
-        "hovertext": [f"{name}: <b>{text}</b>" for text in texts],
+        "hovertext": [f"{name}: <b>{text}</b>" for text in texts_of(chart.y, series)],
     }
     if chart.style == "dots":
         x_texts = [words(cell(chart.x, value)) for value in series.x]
@@ -93,18 +80,8 @@ def _trace(chart: Lines, series: Series, colour: str, x_unit: Scale, y_unit: Sca
     elif chart.style == "areas":
         trace |= {"stackgroup": "whole", "fillcolor": colour}
         trace["line"] |= {"width": 0}
-    if has_interval:
-        above = [None if y is None or end is None else end - y for y, end in zip(series.y, series.high)]
-        below = [None if y is None or end is None else y - end for y, end in zip(series.y, series.low)]
-        trace["error_y"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": scaled(above, y_unit),
-            "arrayminus": scaled(below, y_unit),
-            "thickness": 1.2,
-            "width": 3,
-            "color": colour,
-        }
+    if bars := interval_bars(series, y_unit, colour):
+        trace["error_y"] = bars
     return trace
 
 

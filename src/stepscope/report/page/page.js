@@ -8,14 +8,14 @@ function openTimeline() {
   if (!root || typeof StepscopeTimeline === "undefined") return Promise.resolve(null);
   timeline ??= unpacked("timeline-blob").then((bytes) => {
     root.replaceChildren();
-    return new StepscopeTimeline(root, page.data.timelines[0], bytes);
+    return new StepscopeTimeline(root, page.data.timeline, bytes);
   });
   return timeline;
 }
 
 /** Go where a finding was seen. */
 async function showPlaces(text) {
-  const spans = text.split(" ").map((span) => span.split("-").map(Number));
+  const spans = text.split(" ").map((span) => span.split("-")); // as text: times since 1970 are longer than a number
   go("timeline");
   show("timeline");
   const opened = await openTimeline();

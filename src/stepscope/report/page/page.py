@@ -52,7 +52,7 @@ def page_of(report: Report) -> str:
         f"<title>{escape(report.title, 200)} · stepscope</title>",
         f"<style>{_asset('page.css')}</style>",
         f"<script>{scripts[0]}</script></head>\n<body>",
-        _bar(report, body),
+        _bar(report),
         f'<main><p class="verdict">{with_code(report.verdict)}</p>{sections}',
         f'<footer><p>{facts}</p></footer></main>\n',
         f"<script>{scripts[1]}</script>\n",
@@ -68,7 +68,7 @@ class _Body:
     """The sections as HTML, and on the way what the scripts need."""
 
     def __init__(self, report: Report) -> None:
-        self.data: dict[str, list[Any]] = {"tables": [], "charts": [], "explorers": [], "timelines": []}
+        self.data: dict[str, Any] = {"tables": [], "charts": [], "explorers": [], "timeline": None}
         self.blobs: list[str] = []
         self.has_timeline = any(_is(part, "Timeline") for section in report.sections for part in section.parts)
 
@@ -103,7 +103,7 @@ class _Body:
         raise TypeError(f"no HTML for {type(part).__name__}")
 
     def _timeline(self, part: Any) -> str:
-        self.data["timelines"].append(part.meta)
+        self.data["timeline"] = part.meta
         blob = base64.b64encode(part.blob).decode()
         self.blobs.append(f'<script type="application/octet-stream" id="timeline-blob">{blob}</script>\n')
         wait = '<p class="wait">The timeline is drawn when it is looked at.</p>'
@@ -115,7 +115,7 @@ def _is(part: Any, name: str) -> bool:
     return type(part).__name__ == name
 
 
-def _bar(report: Report, body: _Body) -> str:
+def _bar(report: Report) -> str:
     """The list of sections; those with nothing but a box that says so are quiet."""
     links = "".join(
         f'<a href="#{escape(section.id)}"{_absent(section)}>{escape(section.title)}</a>'

@@ -29,9 +29,8 @@ function go(id) {
   else location.hash = id;
 }
 
-const wanted = () => decodeURIComponent(location.hash.slice(1));
-window.addEventListener("hashchange", () => show(wanted()));
-show(wanted());
+window.addEventListener("hashchange", () => show(location.hash.slice(1)));
+show(location.hash.slice(1));
 
 // The theme is the system's until it is chosen here; nothing is stored.
 const systemIsDark = matchMedia("(prefers-color-scheme: dark)");

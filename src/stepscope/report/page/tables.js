@@ -1,12 +1,13 @@
 // Tables: sorted by the figures under their texts, filtered, the first rows or all of them.
 
-const FIRST_ROWS = 50;
 const FILTER_FROM = 12;
 const collator = new Intl.Collator(undefined, { numeric: true });
 
 function table(root, data) {
   const state = { column: null, ascending: false, filter: "", all: false };
   const body = root.querySelector("tbody");
+  const firstRows = body.rows.length;
+  for (const column of data.columns) column.keys = column.raw?.map((text) => (text === "" ? null : Number(text)));
   const heads = [...root.querySelectorAll("th button")];
   const tools = root.querySelector(".tools");
   let more = null;
@@ -27,7 +28,7 @@ function table(root, data) {
 
   function draw() {
     const rows = order();
-    const shown = state.all ? rows : rows.slice(0, FIRST_ROWS);
+    const shown = state.all ? rows : rows.slice(0, firstRows);
     body.replaceChildren(
       ...shown.map((row) => {
         const line = element("tr");
@@ -40,8 +41,8 @@ function table(root, data) {
       head.parentElement.setAttribute("aria-sort", sorted);
     });
     if (more) {
-      more.hidden = rows.length <= FIRST_ROWS;
-      more.textContent = state.all ? `Show the first ${FIRST_ROWS}` : `Show all ${rows.length.toLocaleString("en")}`;
+      more.hidden = rows.length <= firstRows;
+      more.textContent = state.all ? `Show the first ${firstRows}` : `Show all ${rows.length.toLocaleString("en")}`;
     }
   }
 
@@ -67,7 +68,7 @@ function table(root, data) {
     tools.append(filter);
   }
   tools.append(button("CSV", "quiet", () => saveCsv(data, order())));
-  if (data.rows > FIRST_ROWS) {
+  if (data.rows > firstRows) {
     more = button(`Show all ${data.rows.toLocaleString("en")}`, "quiet more", () => {
       state.all = !state.all;
       draw();
@@ -76,16 +77,14 @@ function table(root, data) {
   }
 }
 
-/** Raw figures, for a spreadsheet: what would be read there as a formula is text. */
+/** The cells of the table's CSV as they were written into the page: whole figures, nothing that a spreadsheet runs. */
 function saveCsv(data, rows) {
-  const quoted = (value) => {
-    if (typeof value === "number") return String(value);
-    const text = value === null ? "" : /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
-    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
-  };
+  const quoted = (text) => (/[",]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+  const cellOf = (column, row) => quoted(column.raw?.[row] ?? column.csv?.[row] ?? column.texts[row]);
   const lines = [data.columns.map((column) => quoted(column.name))];
-  for (const row of rows) lines.push(data.columns.map((column) => quoted((column.keys ?? column.texts)[row])));
-  const href = URL.createObjectURL(new Blob([lines.map((line) => line.join(",")).join("\n") + "\n"], { type: "text/csv" }));
+  for (const row of rows) lines.push(data.columns.map((column) => cellOf(column, row)));
+  const text = lines.map((line) => `${line.join(",") || '""'}\n`).join(""); // a line of nothing would be no row
+  const href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
   download(`${data.id}.csv`, href);
   setTimeout(() => URL.revokeObjectURL(href), 1000);
 }

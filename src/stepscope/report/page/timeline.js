@@ -42,6 +42,7 @@ class StepscopeTimeline extends TimelineMoving {
     this.scroll = 0;
     this.collapsed = new Set();
     this.chosen = this.hovered = -1;
+    this.kernels = []; // of the chosen launch
     this.spans = [];
     this.matches = null;
     this.pointers = new Map();

@@ -1,4 +1,4 @@
-// The timeline's data: the columns that report/timeline.py packs, and how times, bytes and colours are written.
+// The timeline's data: the columns that report/timeline packs, and how times, bytes and colours are written.
 // Times are ticks since the trace's first event; meta.tick_ns nanoseconds each.
 
 // -- columns
@@ -105,6 +105,7 @@ class Data {
   label(event) { return this.labels[this.name[event]] || this.strings[this.name[event]]; }
   text(column, event) { return this.strings[this[column][event]]; }
   laneOf(event) { return lastAt(this.lanes, event, 0, this.lanes.length); }
+  isCopy(event) { return this.meta.tracks[this.trackOfLane[this.laneOf(event)]].is_copy; }
   end(event) { return this.start[event] + this.length[event]; }
   // The event of a lane that is open at a time, or the longest one within reach of it.
   at(lane, time, reach) {
@@ -124,7 +125,7 @@ class Data {
   kernelsOf(launch) {
     const found = [];
     for (let i = 0; i < this.num; i++)
-      if (this.launch[i] === launch + 1 && !this.meta.tracks[this.trackOfLane[this.laneOf(i)]].is_copy) found.push(i);
+      if (this.launch[i] === launch + 1 && !this.isCopy(i)) found.push(i);
     return found;
   }
   // The GPU work that was launched within a host event.
@@ -134,7 +135,7 @@ class Data {
     for (let i = 0; i < this.num; i++) {
       const call = this.launch[i] - 1;
       if (call < from || call >= to || this.start[call] < this.start[event] || this.end(call) > this.end(event)) continue;
-      if (!this.meta.tracks[this.trackOfLane[this.laneOf(i)]].is_copy) found.push(i);
+      if (!this.isCopy(i)) found.push(i);
     }
     return found;
   }

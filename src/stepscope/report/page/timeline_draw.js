@@ -326,8 +326,7 @@ class TimelineDrawing {
     if (this.chosen >= 0) {
       const launch = data.launch[this.chosen] - 1;
       if (launch >= 0) this.drawArrow(context, launch, this.chosen);
-      else if (["runtime", "driver"].includes(data.kinds[data.kind[this.chosen]]))
-        for (const kernel of data.kernelsOf(this.chosen).slice(0, 40)) this.drawArrow(context, this.chosen, kernel);
+      else for (const kernel of this.kernels.slice(0, 40)) this.drawArrow(context, this.chosen, kernel);
       outline(this.chosen, colours.bg, 4);
       outline(this.chosen, colours.fg, 2);
     }

@@ -5,6 +5,8 @@ class TimelineTelling extends TimelineDrawing {
     const told = this.about(event);
     return [told.label, `${duration(told.durationNs)} · ${told.kind}${told.module ? ` · ${told.module}` : ""}`];
   }
+  // Said of a sum: events that are only in the shading are not in it.
+  get thinned() { return this.meta.num_drawn < this.meta.num_events ? " of those drawn one by one" : ""; }
   fillPanel() {
     const { data, make, button, meta } = this, event = this.chosen;
     this.panel.hidden = event < 0;
@@ -36,15 +38,13 @@ class TimelineTelling extends TimelineDrawing {
       add("launched by", jump(told.launch),
         waited > 0 ? `started ${duration(waited)} after its launch returned` : "started before its launch returned");
     }
-    if (told.kind === "runtime" || told.kind === "driver") {
-      const kernels = data.kernelsOf(event);
-      add(kernels.length > 1 ? "kernels" : "kernel", ...kernels.slice(0, 6).map((kernel) => jump(kernel)),
-        kernels.length > 6 ? `and ${whole(kernels.length - 6)} more` : "");
-    }
+    const { kernels } = this;
+    add(kernels.length > 1 ? "kernels" : "kernel", ...kernels.slice(0, 6).map((kernel) => jump(kernel)),
+      kernels.length > 6 ? `and ${whole(kernels.length - 6)} more` : "");
     if (["op", "annotation", "python"].includes(told.kind)) {
       const work = data.launchedIn(event);
       const total = work.reduce((sum, each) => sum + data.length[each], 0) * meta.tick_ns;
-      if (work.length) add("on the GPU", `${duration(total)} in ${work.length === 1 ? "1 piece" : `${whole(work.length)} pieces`} `,
+      if (work.length) add("on the GPU", `${duration(total)} in ${work.length === 1 ? "1 piece" : `${whole(work.length)} pieces`}${this.thinned} `,
         jump(work.reduce((best, each) => (data.length[each] > data.length[best] ? each : best))));
     }
     add("called from", told.caller);
@@ -52,8 +52,8 @@ class TimelineTelling extends TimelineDrawing {
     const around = data.around(event).slice(0, 5);
     if (around.length) add("inside", ...around.map((other) => jump(other)));
     let num = 0, total = 0;
-    for (let i = 0; i < data.num; i++) if (data.name[i] === data.name[event]) { num++; total += data.length[i]; }
-    if (num > 1) add("this name", `${counted(num, "event")}, ${duration(total * meta.tick_ns)} in all `,
+    for (let i = 0; i < data.num; i++) if (data.name[i] === data.name[event] && !data.isCopy(i)) { num++; total += data.length[i]; }
+    if (num > 1) add("this name", `${counted(num, "event")}, ${duration(total * meta.tick_ns)} in all${this.thinned} `,
       button("find them", "search for this name", () => { this.find(told.name); this.tally(); }));
     const close = button("×", "close (Escape)", () => this.select(-1));
     close.className = "stt-close";
@@ -112,6 +112,8 @@ class TimelineTelling extends TimelineDrawing {
 
   select(event, move = false) {
     this.chosen = event;
+    const { data } = this, isLaunch = event >= 0 && ["runtime", "driver"].includes(data.kinds[data.kind[event]]);
+    this.kernels = isLaunch ? data.kernelsOf(event) : [];
     this.fillPanel();
     if (event >= 0) {
       const told = this.about(event);
@@ -169,7 +171,10 @@ class TimelineTelling extends TimelineDrawing {
       i && (text.toLowerCase().includes(query) || data.labels[i].toLowerCase().includes(query)) ? 1 : 0);
     const flags = new Uint8Array(data.num), order = [];
     for (let i = 0; i < data.num; i++) {
-      if (hit[data.name[i]] || hit[data.module[i]] || hit[data.op[i]]) { flags[i] = 1; order.push(i); }
+      if (hit[data.name[i]] || hit[data.module[i]] || hit[data.op[i]]) {
+        flags[i] = 1;
+        if (!data.isCopy(i)) order.push(i);
+      }
     }
     order.sort((a, b) => data.start[a] - data.start[b] || a - b);
     this.matches = { flags, order };
@@ -177,7 +182,7 @@ class TimelineTelling extends TimelineDrawing {
     this.redraw();
   }
   tally() {
-    const num = this.numMatches, shading = this.meta.num_drawn < this.meta.num_events ? " drawn one by one" : "";
+    const num = this.numMatches, shading = this.thinned && " drawn one by one";
     const place = this.current >= 0 ? `${whole(this.current + 1)} of ` : "";
     this.count.textContent = this.matches ? (num ? `${place}${counted(num, "event")}${shading}` : "nothing found") : "";
   }

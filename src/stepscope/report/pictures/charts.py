@@ -6,23 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from stepscope.report.axes import axis_title, ended, heights, scaled, unit_of
 from stepscope.report.cells import Scale, cell
 from stepscope.report.colours import colours_of
 from stepscope.report.parts import Bars, Heat, Lines, Scatter, Series
-from stepscope.report.pictures.pictures import (
-    axis_title,
-    brightness,
-    drawn,
-    drawn_apart,
-    is_figure,
-    legend,
-    plain_ticks,
-    scaled,
-    unit_of,
-)
+from stepscope.report.pictures.pictures import brightness, drawn, drawn_apart, is_figure, legend, plain_ticks
 
 _MOST_BARS, _MOST_CELLS, _MOST_GROUPS, _MOST_NAMED = 40, 40, 24, 6
-_MOST_MARKS, _MOST_LEVELS = 12, 200
+_MOST_MARKS = 12
 _DARK, _LIGHT = "#111111", "#ffffff"
 
 
@@ -52,7 +43,7 @@ def draw_bars(axes: Any, chart: Bars) -> None:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlim(0, (max([*left, 0.0]) or 1.0) * 1.12)
-    axes.set_xlabel(axis_title(chart.unit, unit.unit))
+    axes.set_xlabel(drawn(axis_title(chart.unit, unit.unit)))
     plain_ticks(axes.xaxis, (), False)
     if len(chart.labels) > len(shown):
         axes.set_ylabel(f"the first {len(shown)} of {len(chart.labels):,}")
@@ -89,21 +80,21 @@ def _errors(series: Series, unit: Scale, most: int | None = None) -> list[list[f
 
 def draw_lines(axes: Any, chart: Lines) -> None:
     """Lines, steps, areas or dots; marks as lines across; an absent figure as its reason at the upper edge."""
+    chart = ended(chart)
     every_x = [x for series in chart.series for x in series.x] + [mark.x for mark in chart.marks]
-    x_unit, y_unit = unit_of(chart.x, every_x), unit_of(chart.y, _heights(chart))
+    x_unit, y_unit = unit_of(chart.x, every_x), unit_of(chart.y, heights(chart))
     # Before anything is drawn: a scale that is set later counts margins anew.
     axes.set_xscale("log" if chart.log_x and min(every_x, default=1) > 0 else "linear")
     axes.set_yscale("log" if chart.log_y else "linear")
     colours = colours_of(chart.series)
     handles: list[Any]
     if chart.style == "areas" and chart.series:
-        heights = [[0.0 if math.isnan(v) else v for v in scaled(series.y, y_unit)] for series in chart.series]
-        x = _lasting(scaled(chart.series[0].x, x_unit))
-        heights = [[*height, *height[-1:]][: len(x)] for height in heights]
+        x = scaled(chart.series[0].x, x_unit)
         bottom = [0.0] * len(x)
         handles = []
-        for height, colour in zip(heights, colours):
-            top = [low + value for low, value in zip(bottom, height)]
+        for series, colour in zip(chart.series, colours):
+            values = scaled(series.y, y_unit)
+            top = [low + (0.0 if math.isnan(value) else value) for low, value in zip(bottom, values)]
             handles.append(axes.fill_between(x, bottom, top, step="post", color=colour, linewidth=0))
             bottom = top
     else:
@@ -113,24 +104,13 @@ def draw_lines(axes: Any, chart: Lines) -> None:
     _gaps(axes, chart, colours, x_unit)
     _marks(axes, chart, x_unit)
     plain_ticks(axes.xaxis, scaled(every_x, x_unit), chart.log_x, exact=True)
-    plain_ticks(axes.yaxis, scaled(_heights(chart), y_unit), chart.log_y)
-    axes.set_xlabel(axis_title(chart.x, x_unit.unit))
-    axes.set_ylabel(axis_title(chart.y, y_unit.unit))
+    plain_ticks(axes.yaxis, scaled(heights(chart), y_unit), chart.log_y)
+    axes.set_xlabel(drawn(axis_title(chart.x, x_unit.unit)))
+    axes.set_ylabel(drawn(axis_title(chart.y, y_unit.unit)))
     if len(chart.series) > 1:
         order = slice(None, None, -1 if chart.style == "areas" else 1)  # areas are read from the top
         names = [series.name for series in chart.series]
         legend(axes, handles[order], names[order])
-
-
-def _heights(chart: Lines) -> list[float | None]:
-    if chart.style == "areas":
-        return [math.fsum(y for y in column if y is not None) for column in zip(*(s.y for s in chart.series))]
-    return [y for series in chart.series for y in (*series.y, *series.high)]
-
-
-def _lasting(x: list[float]) -> list[float]:
-    """The places of levels, and where the last one ends: of a few, it lasts as long as the one before."""
-    return [*x, 2 * x[-1] - x[-2]] if 2 <= len(x) <= _MOST_LEVELS else x
 
 
 def _line(axes: Any, chart: Lines, series: Series, colour: str, x_unit: Scale, y_unit: Scale) -> Any:
@@ -140,9 +120,6 @@ def _line(axes: Any, chart: Lines, series: Series, colour: str, x_unit: Scale, y
     errors = _errors(series, y_unit)
     if errors is not None:
         axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
-    if chart.style == "steps" and x:
-        x = _lasting(x)
-        y = [*y, *y[-1:]][: len(x)]
     shape = "steps-post" if chart.style == "steps" else "default"
     marker = "o" if chart.style == "lines" and len(x) <= 40 else None
     return axes.plot(x, y, color=colour, drawstyle=shape, marker=marker, markersize=5, linewidth=1.8)[0]
@@ -218,8 +195,8 @@ def draw_scatter(axes: Any, chart: Scatter) -> None:
     plain_ticks(axes.xaxis, scaled(every_x, x_unit), chart.log_x)
     plain_ticks(axes.yaxis, scaled(every_y, y_unit), chart.log_y)
     axes.margins(0.08)
-    axes.set_xlabel(axis_title(chart.x, x_unit.unit))
-    axes.set_ylabel(axis_title(chart.y, y_unit.unit))
+    axes.set_xlabel(drawn(axis_title(chart.x, x_unit.unit)))
+    axes.set_ylabel(drawn(axis_title(chart.y, y_unit.unit)))
     legend(axes, handles, names)
 
 
@@ -265,7 +242,9 @@ def draw_heat(axes: Any, chart: Heat) -> None:
         axes.axvline(x + 0.5, color="#ffffff", linewidth=2)
     for y in range(num_rows - 1):
         axes.axhline(y + 0.5, color="#ffffff", linewidth=2)
-    bar = axes.figure.colorbar(image, ax=axes, label=axis_title(chart.unit, unit.unit), fraction=0.05, pad=0.02)
+    bar = axes.figure.colorbar(
+        image, ax=axes, label=drawn(axis_title(chart.unit, unit.unit)), fraction=0.05, pad=0.02
+    )
     plain_ticks(bar.ax.yaxis, [low, high], is_log)
 
 

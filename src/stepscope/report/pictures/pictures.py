@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.errors import MissingDependencyError
-from stepscope.report.cells import Scale, scale, title_of
+from stepscope.report.axes import log_ticks, tick_text
+from stepscope.report.files import missing
 from stepscope.report.parts import Bars, Chart, Heat, Lines, Scatter, Tree
-from stepscope.report.text import safe, significant
+from stepscope.report.text import safe
 from stepscope.report.trace_tables import told_apart
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def png_of(chart: Chart) -> bytes:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
-        raise MissingDependencyError("matplotlib is missing: pip install 'stepscope[png]'") from None
+        raise missing("matplotlib") from None
     # Whatever the user's own settings are; the back end of their windows is not touched.
     default = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
     settings: dict[Any, Any] = {**default, **_STYLE}
@@ -110,57 +110,21 @@ def _signs() -> set[int]:
     return _SIGNS
 
 
-def axis_title(name: str, unit: str) -> str:
-    """What an axis says: its figure with its unit."""
-    title = drawn(title_of(name))
-    return f"{title} ({unit})" if unit else title
-
-
-def unit_of(name: str, values: Sequence[float | None]) -> Scale:
-    """The unit of an axis, by its largest figure."""
-    return scale(name, max((abs(v) for v in values if v is not None and math.isfinite(v)), default=0.0))
-
-
 def is_figure(value: float | None) -> bool:
     """Whether there is something to draw."""
     return value is not None and math.isfinite(value)
 
 
-def scaled(values: Sequence[float | None], unit: Scale) -> list[float]:
-    """Figures in a unit; NaN, which matplotlib leaves out, for what is not there."""
-    return [value / unit.divisor if value is not None and math.isfinite(value) else math.nan for value in values]
-
-
 def plain_ticks(axis: Any, values: Sequence[float], is_log: bool, exact: bool = False) -> None:
-    """Figures on an axis, without powers of ten; `exact`: at whole ones, or at the values themselves if few."""
+    """Figures on an axis, without powers of ten; `exact`: at whole ones."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
     if exact and not is_log and all(value == round(value) for value in values if math.isfinite(value)):
         axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-    found = sorted({value for value in values if math.isfinite(value) and value > 0})
-    if is_log and found:
+    if is_log and (ticks := log_ticks(values, exact)):
         axis.set_minor_formatter(NullFormatter())
-        axis.set_major_locator(FixedLocator(found if exact and len(found) <= 10 else _log_ticks(found[0], found[-1])))
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-    factors = (1, 2, 5) if len(powers) <= 6 else (1,)
-    return [factor * 10.0**power for power in powers for factor in factors]
-
-
-def tick_text(value: float) -> str:
-    """A figure of an axis: no more digits than it has.
-
-    >>> tick_text(0.25), tick_text(1024.0), tick_text(0.1 + 0.2)
-    ('0.25', '1,024', '0.3')
-    """
-    if not math.isfinite(value):
-        return ""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else significant(value, 1)
+        axis.set_major_locator(FixedLocator(ticks))
 
 
 def legend(axes: Axes, handles: Sequence[Any], names: Sequence[str], title: str = "") -> None:

@@ -60,7 +60,8 @@ def _said(account: RankAccount) -> str:
     most = [f"{_class_name(name)} {percent(share)}" for name, share in list(shares.items())[:3]]
     known = "Every kernel is classified." if not unknown else f"{percent(unknown)} of it is {UNCLASSIFIED}."
     kernels = plural(int(account.launches["num_kernels"] or 0), "kernel")
-    return f"{kernels}, {duration(_work_ns(account))} of GPU work over {over}: {', '.join(most)}. {known}"
+    said = f": {', '.join(most)}" if most else ""
+    return f"{kernels}, {duration(_work_ns(account))} of GPU work over {over}{said}. {known}"
 
 
 def _shares(account: RankAccount) -> dict[str, float]:
@@ -143,8 +144,7 @@ def _sizes(account: RankAccount) -> Iterator[Bars | Table]:
         id="kernel_sizes",
         title="Kernels by duration",
         caption=f"{small['num_kernels']:,} of {num:,} kernels ({percent(small['num_kernels'] / num)}) take "
-        f"{small['size']}, about what a launch costs; they have {percent(small['total_ns'] / total_ns)} of the "
-        "kernels' time.",
+        f"{small['size']}; they have {percent(small['total_ns'] / total_ns)} of the kernels' time.",
         labels=table["size"].to_list(),
         series=(Series("kernels", table["num_kernels"].to_list()),),
         unit="num_kernels",

@@ -226,10 +226,12 @@ def _kept(found: Account) -> Iterator[Table]:
         "module": [name or _of_none(name) for name in names],
         "activations_bytes": [rows.get(name, nothing).bytes for name in names],
         "activations_with_inner_bytes": [rows.get(name, nothing).total_bytes for name in names],
-        "saved_bytes": [saved.get(name, nothing).bytes for name in names],
-        "saved_with_inner_bytes": [saved.get(name, nothing).total_bytes for name in names],
     }
-    note = "activations: the most at one time; saved: what autograd packed, parameters excluded"
+    note = "activations: the most at one time"
+    if saved:  # a recording may not have it, and a trace never has
+        columns["saved_bytes"] = [saved.get(name, nothing).bytes for name in names]
+        columns["saved_with_inner_bytes"] = [saved.get(name, nothing).total_bytes for name in names]
+        note += "; saved: what autograd packed, parameters excluded"
     yield Table("kept_for_backward", "Kept for backward, by module", columns, note=note)
 
 

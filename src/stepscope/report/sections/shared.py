@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.memory_timeline import thinned_indices
 from stepscope.report.parts import Fact, Series, Table, Value
 
 MOST_POINTS = 2000
@@ -41,16 +41,12 @@ def table_of_rows(
 
 
 def plain(value: Any) -> Value:
-    """A value of a table: numbers that JSON has as they are, all else as text.
+    """A value of a table: numbers as they are, also those that are none, all else as text.
 
     >>> plain(2.5), plain(float("nan")), plain([1, 2]), plain(None)
-    (2.5, 'nan', '[1, 2]', None)
+    (2.5, nan, '[1, 2]', None)
     """
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    return str(value)
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
@@ -64,18 +60,13 @@ def known(facts: Iterable[Fact]) -> tuple[Fact, ...]:
 
 
 def thinned(name: str, x: Sequence[float], y: Sequence[float], colour: str | None = None) -> Series:
-    """A series of no more than `MOST_POINTS`: of each stretch of x the least and the largest are kept.
+    """A series of no more than `MOST_POINTS`: both ends, and of each stretch of x the least and the largest are kept.
 
     >>> len(thinned("many", range(100_000), range(100_000)).y) <= MOST_POINTS
     True
     """
-    kept: Iterable[int] = range(len(x))
-    if len(x) > MOST_POINTS:
-        length = math.ceil(len(x) / (MOST_POINTS // 2))
-        stretches = [range(start, min(start + length, len(x))) for start in range(0, len(x), length)]
-        kept = sorted({chosen(one, key=lambda i: y[i]) for one in stretches for chosen in (min, max)})
-    indices = list(kept)
-    return Series(name, [y[i] for i in indices], [x[i] for i in indices], colour)
+    kept = thinned_indices(y, MOST_POINTS)
+    return Series(name, [y[i] for i in kept], [x[i] for i in kept], colour)
 
 
 def thinning(series: Iterable[Series], num_points: int) -> str:

@@ -7,7 +7,16 @@ from typing import Any
 
 from stepscope.analysis.phases import PHASES, UNATTRIBUTED
 from stepscope.analysis.statistics import Distribution
-from stepscope.analysis.step_samples import FENCE, Outlier, TimedStep, histogram, outliers, timed_steps
+from stepscope.analysis.step_samples import (
+    FENCE,
+    FEWEST,
+    LEAST_EXCESS_SHARE,
+    Outlier,
+    TimedStep,
+    histogram,
+    outliers,
+    timed_steps,
+)
 from stepscope.analysis.summary import Summary, clean_step_ns
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Fact, Facts, Lines, Missing, Series, Table, Text
@@ -124,19 +133,14 @@ def _phases(clean: Sequence[TimedStep]) -> Iterator[Lines]:
         return
     shown = clean[:: -(-len(clean) // MOST_POINTS)]
     names = [name for name in (*PHASES, UNATTRIBUTED) if any(step.phases_ns.get(name) for step in shown)]
-    # A level lasts until the next: the last step gets an end of its own.
-    ended = [*shown, shown[-1]]
-    numbers = [*(float(step.sample.step) for step in shown), shown[-1].sample.step + 1.0]
-    series = tuple(Series(name, [step.phases_ns.get(name, 0) for step in ended], numbers, name) for name in names)
-    sums = {name: sum(step.phases_ns.get(name, 0) for step in clean) for name in names}
-    total, largest = max(1, sum(sums.values())), max(names, key=lambda name: sums[name], default="")
+    numbers = [float(step.sample.step) for step in shown]
+    series = tuple(Series(name, [step.phases_ns.get(name, 0) for step in shown], numbers, name) for name in names)
     which = f" Every {-(-len(clean) // MOST_POINTS)}th step is drawn." if len(shown) < len(clean) else ""
     clock = "between CUDA events" if clean[0].clock == "device" else "on the host's clock"
     yield Lines(
         id="clean_step_phases",
         title="phases of the clean steps",
-        caption=f"Most of it is {largest}: {percent(sums.get(largest, 0) / total)} of "
-        f"{plural(len(clean), 'clean step')}, {clock}.{which}",
+        caption=f"{plural(len(clean), 'clean step')}, {clock}.{which}",
         x="step",
         y="time_by_phase_ns",
         series=series,
@@ -160,10 +164,13 @@ def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
 
 
 def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) -> Iterator[Any]:
+    if not found and summary.num_clean < FEWEST:
+        yield Text(f"{plural(summary.num_clean, 'clean step')} are too few to tell an outlier.")
+        return
     if not found:
         yield Text(
-            "No step is an outlier: none is more than "
-            f"{FENCE:.0f} inter-quartile ranges above the third quartile of its window."
+            f"No step is an outlier: none is more than {FENCE:.0f} inter-quartile ranges above the third quartile of "
+            f"its window, and {percent(LEAST_EXCESS_SHARE)} above its median."
         )
         return
     said = "; ".join(_sentence(outlier, summary) for outlier in found[:_MOST_NAMED])
