@@ -127,7 +127,7 @@ def test_every_section_of_a_real_trace(open_page, name, tmp_path):
     path = report_of(TRACES / name, use_cache=False).save(tmp_path / "trace.html")
 
     assert path.stat().st_size < 6_000_000
-    opened = open_page(path)
+    opened = open_page(path, reduced_motion="reduce")
     walk(opened)
     if opened.page.query_selector("[data-places]"):
         follow(opened)

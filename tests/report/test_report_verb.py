@@ -82,7 +82,7 @@ def test_default_places(recording, tmp_path):
     ("arguments", "answer"),
     [
         ([], "name what to report on"),
-        (["run", "--from", "run"], "name what to report on"),
+        (["run", "--from", "run"], "PATH and --from both say"),
         (["nothing"], "there is no nothing"),
         (["run", "-o", "report.pdf"], "a report is .html, .md, .json or a folder"),
         (["run", "-o", "no/such/report.html"], "there is no folder no/such"),

@@ -43,8 +43,10 @@ def main(arguments: argparse.Namespace) -> int:
     from stepscope.report.build import report_of
     from stepscope.report.write import check_target, write_report
 
-    if (arguments.path is None) == (arguments.rows is None):
+    if arguments.path is None and arguments.rows is None:
         raise UsageError("name what to report on: a recording, a trace, a folder of ranks or a sweep")
+    if arguments.path is not None and arguments.rows is not None:
+        raise UsageError("PATH and --from both say what to report on: leave one of them out")
     path: Path = arguments.path or arguments.rows
     if not path.exists():
         raise UsageError(f"there is no {path}")

@@ -16,6 +16,8 @@ _MOST_TICKS = 12
 """Of the figures of an axis that are few enough to be named one by one."""
 _MOST_LEVELS = 200
 """Of more the last is too narrow to be seen."""
+_ROOM_FOR_MARKS = 1.25
+"""Of the largest figure: three lines of names above it."""
 
 
 def axis_title(name: str, unit: str) -> str:
@@ -49,6 +51,11 @@ def heights(chart: Lines) -> Sequence[float | None]:
         columns = zip(*(series.y for series in chart.series))
         return [math.fsum(y for y in column if y is not None and math.isfinite(y)) for column in columns]
     return [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
+
+
+def top_of(chart: Lines) -> float | None:
+    """How high the y axis must reach so that the names of marks stand above what is drawn; None: as it comes."""
+    return _ROOM_FOR_MARKS * largest(heights(chart)) if chart.marks and not chart.log_y else None
 
 
 def ended(chart: Lines) -> Lines:

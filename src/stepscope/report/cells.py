@@ -26,6 +26,11 @@ def title_of(name: str) -> str:
     return name.removeprefix("num_").replace("_", " ")
 
 
+def heading(title: str) -> str:
+    """A title as it stands above something: it begins with a capital letter."""
+    return title[:1].upper() + title[1:]
+
+
 def cell(name: str, value: Any) -> str:
     """A value of a column for people.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.report.cells import cell, is_numeric, title_of
+from stepscope.report.cells import cell, heading, is_numeric, title_of
 from stepscope.report.findings_text import proof_of, saving_text
 from stepscope.report.markdown.charts import chart_lines
 from stepscope.report.markdown.text import code, escaped, grid, in_summary, prose
@@ -127,7 +127,7 @@ class _Writer:
         if is_told_again and id(chart) not in self.files:
             return []  # the same figures follow, with their marks
         head = [
-            f"**{escaped(chart.title)}**",
+            f"**{escaped(heading(chart.title))}**",
             *(["", prose(chart.caption, self.detail.num_said)] if chart.caption else []),
         ]
         if id(chart) in self.files:
@@ -154,8 +154,8 @@ class _Writer:
             lines += ["", f"{' and '.join(left)} in the CSV, which `stepscope report … -o folder` writes"]
         lines += ["", prose(table.note)] if table.note else []
         if self.is_folded or num_shown < _LONG:
-            return [f"**{escaped(table.title)}**", "", *lines]
-        head = f"<details><summary>{in_summary(table.title)} ({plural(table.num_rows, 'row')})</summary>"
+            return [f"**{escaped(heading(table.title))}**", "", *lines]
+        head = f"<details><summary>{in_summary(heading(table.title))} ({plural(table.num_rows, 'row')})</summary>"
         return [head, "", *lines, "", "</details>"]
 
 
@@ -166,7 +166,7 @@ def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:
 
 
 def _facts(part: Facts, detail: Detail) -> list[str]:
-    lines = [f"**{escaped(part.title)}**", ""] if part.title else []
+    lines = [f"**{escaped(heading(part.title))}**", ""] if part.title else []
     for fact in part.rows[: detail.num_items]:
         more = f" ({prose(fact.detail, detail.num_said)})" if fact.detail else ""
         lines.append(f"- {escaped(fact.title)}: **{escaped(fact.value, detail.num_said).strip()}**{more}")

@@ -28,7 +28,7 @@ function template() {
       shapedefaults: { line: { color: dim } },
       margin: { t: 8, l: 8, r: 16, b: 8 },
     },
-    data: { icicle: [edge], treemap: [edge] },
+    data: { icicle: [edge], treemap: [edge], bar: [{ error_x: { color: text } }] },
   };
 }
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.report.axes import ended, heights, unit_of
+from stepscope.report.axes import ended, heights, top_of, unit_of
 from stepscope.report.cells import Scale, cell, title_of
 from stepscope.report.colours import colours_of
 from stepscope.report.page.axes import figures_axis, interval_bars, scaled, texts_of, words
@@ -32,6 +32,8 @@ def lines_figure(chart: Lines) -> dict[str, Any]:
     y_axis = figures_axis(chart.y, every_y, y_unit, chart.log_y)
     if not chart.log_y:
         y_axis["rangemode"] = "tozero"
+    if top := top_of(chart):
+        y_axis["range"] = [0, top / y_unit.divisor]
     layout = {
         "showlegend": len(data) > 1,
         "hovermode": "closest" if chart.style == "dots" else "x unified",

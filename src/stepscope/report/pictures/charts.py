@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.report.axes import axis_title, ended, heights, scaled, unit_of
+from stepscope.report.axes import axis_title, ended, heights, scaled, top_of, unit_of
 from stepscope.report.cells import Scale, cell
 from stepscope.report.colours import colours_of
 from stepscope.report.parts import Bars, Heat, Lines, Scatter, Series
@@ -99,8 +99,9 @@ def draw_lines(axes: Any, chart: Lines) -> None:
             bottom = top
     else:
         handles = [_line(axes, chart, one, colour, x_unit, y_unit) for one, colour in zip(chart.series, colours)]
-    if not chart.log_y and chart.style != "dots":
-        axes.set_ylim(bottom=0)
+    if not chart.log_y:
+        top = top_of(chart)
+        axes.set_ylim(bottom=0, top=top / y_unit.divisor if top else None)
     _gaps(axes, chart, colours, x_unit)
     _marks(axes, chart, x_unit)
     plain_ticks(axes.xaxis, scaled(every_x, x_unit), chart.log_x, exact=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.report.axes import log_ticks, tick_text
+from stepscope.report.cells import heading
 from stepscope.report.files import missing
 from stepscope.report.parts import Bars, Chart, Heat, Lines, Scatter, Tree
 from stepscope.report.text import safe
@@ -81,7 +82,7 @@ def _drawer(chart: Chart) -> Any:
 def _head(figure: Figure, chart: Chart, lines: Sequence[str]) -> None:
     """The title, and below it what is seen."""
     top = 1 - 0.10 / HEIGHT_INCHES
-    figure.text(0.012, top, drawn(chart.title, 110), ha="left", va="top", fontsize=14, fontweight="bold")
+    figure.text(0.012, top, drawn(heading(chart.title), 110), ha="left", va="top", fontsize=14, fontweight="bold")
     for number, line in enumerate(lines):
         below = top - (0.27 + 0.20 * number) / HEIGHT_INCHES
         figure.text(0.012, below, line, ha="left", va="top", fontsize=10, color="#444444")
