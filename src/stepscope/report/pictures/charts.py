@@ -100,8 +100,8 @@ def draw_lines(axes: Any, chart: Lines) -> None:
     else:
         handles = [_line(axes, chart, one, colour, x_unit, y_unit) for one, colour in zip(chart.series, colours)]
     if not chart.log_y:
-        top = top_of(chart)
-        axes.set_ylim(bottom=0, top=top / y_unit.divisor if top else None)
+        highest = top_of(chart)
+        axes.set_ylim(bottom=0, top=highest / y_unit.divisor if highest else None)
     _gaps(axes, chart, colours, x_unit)
     _marks(axes, chart, x_unit)
     plain_ticks(axes.xaxis, scaled(every_x, x_unit), chart.log_x, exact=True)

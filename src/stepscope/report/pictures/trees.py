@@ -39,12 +39,12 @@ def draw_tree(axes: Any, chart: Tree) -> None:
     children: dict[str, list[Node]] = {}
     for node in chart.nodes[1:]:
         children.setdefault(node.parent, []).append(node)
-    for nodes in children.values():
+    is_icicle = chart.shape == "icicle"  # it keeps its order: forward before backward, layers as they run
+    for nodes in children.values() if not is_icicle else ():
         nodes.sort(key=lambda node: -node.value)
     colours = _colours(chart.nodes)
     root = chart.nodes[0]
     depth = _deepest(root, children)
-    is_icicle = chart.shape == "icicle"
     whole = Tile(0, 0, 1, min(1.0, 0.16 * depth) if is_icicle else 1)
     placed = [(root, whole if not is_icicle else whole._replace(height=whole.height / depth), 0)]
     num_drawn = 0
