@@ -33,7 +33,7 @@ def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: st
     for warning in diagnosis.warnings:
         lines += _wrapped(f"Note: {safe(warning, 500)}.", width)
     if not diagnosis.findings:
-        lines += ["", f"{bold}{_nothing_found(diagnosis)}{reset}"]
+        lines += ["", f"{bold}{nothing_found(diagnosis)}{reset}"]
     for number, finding in enumerate(diagnosis.findings, 1):
         lines += ["", f"{bold}{number}  {finding.id}{reset}   {saving_text(finding, step_ns)}"]
         lines += _wrapped(safe(finding.sentence, 2000), width, "   ")
@@ -62,7 +62,8 @@ def proof_of(finding: Finding, recording: str | None) -> str | None:
     return f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
 
 
-def _nothing_found(diagnosis: Diagnosis) -> str:
+def nothing_found(diagnosis: Diagnosis) -> str:
+    """What to say where no rule has a finding."""
     share = diagnosis.gpu_busy_share
     if share is not None and share < _STANDING:
         return f"The GPU stands for {percent(1 - share)} of the step, and no rule knows why: see stepscope analyze."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepscope.report.cells import cell, heading, is_numeric, title_of
-from stepscope.report.findings_text import proof_of, saving_text
+from stepscope.report.findings_text import nothing_found, proof_of, saving_text
 from stepscope.report.markdown.charts import chart_lines
 from stepscope.report.markdown.text import code, escaped, grid, in_summary, prose
 from stepscope.report.parts import Chart, Facts, Findings, Heat, Lines, Missing, Report, Section, Table, Text
@@ -181,7 +181,7 @@ def _findings(part: Findings, detail: Detail) -> Iterator[str]:
         yield f"Note: {prose(warning, detail.num_said)}."
     if not diagnosis.findings:
         yield ""
-        yield "No rule found anything worth telling."
+        yield escaped(nothing_found(diagnosis))
     for number, finding in enumerate(diagnosis.findings[: detail.num_items], 1):
         yield ""
         saving = escaped(saving_text(finding, diagnosis.step_ns).replace("   ", ", "))

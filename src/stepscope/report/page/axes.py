@@ -17,6 +17,7 @@ from stepscope.report.axes import log_ticks, tick_text
 from stepscope.report.cells import Scale, cell
 from stepscope.report.parts import Series
 from stepscope.report.text import safe
+from stepscope.report.trace_tables import told_apart
 
 LABEL, NARROW_LABEL = 44, 18
 _ROOM = 1.6
@@ -73,12 +74,17 @@ def interval_bars(series: Series, unit: Scale, colour: str | None = None) -> dic
     return bars | {"thickness": 1.2, "width": 3} | ({"color": colour} if colour else {})
 
 
+def names_in(labels: Sequence[object], room: int) -> list[str]:
+    """Names in so many characters, cut where different ones stay different."""
+    return [html.escape(text, quote=False) for text in told_apart([safe(label, 1000) for label in labels], room)]
+
+
 def names_axis(labels: Sequence[object], most: int = LABEL) -> dict[str, Any]:
     """An axis of names, each at its number: two of one name stay two."""
     return {
         "tickmode": "array",
         "tickvals": list(range(len(labels))),
-        "ticktext": [words(label, most) for label in labels],
+        "ticktext": names_in(labels, most),
         "ticklabelstandoff": 4,
         "showgrid": False,
         "zeroline": False,

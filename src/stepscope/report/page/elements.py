@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.report.cells import cell, title_of
+from stepscope.report.cells import cell, is_numeric, title_of
 from stepscope.report.csv_tables import csv_cell, guarded
 from stepscope.report.parts import Chart, Facts, Missing, Table, Text
 from stepscope.report.text import safe
@@ -138,12 +138,7 @@ def _foot(part: Table, shown: int) -> str:
 
 
 def _kind(values: Sequence[Any]) -> str:
-    return ' class="figure"' if _is_figure(values) else ""
-
-
-def _is_figure(values: Sequence[Any]) -> bool:
-    known = [value for value in values if value is not None]
-    return bool(known) and all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in known)
+    return ' class="figure"' if is_numeric(values) else ""
 
 
 def table_data(part: Table) -> dict[str, Any]:
@@ -155,7 +150,7 @@ def table_data(part: Table) -> dict[str, Any]:
         some = list(values[:rows])
         texts, cells = [cell(name, value) for value in some], [str(csv_cell(value)) for value in some]
         column: dict[str, Any] = {"name": guarded(name), "texts": texts}
-        if _is_figure(values):
+        if is_numeric(values):
             column["raw"] = cells
         else:
             column["csv"] = {row: own for row, (own, text) in enumerate(zip(cells, texts)) if own != text}

@@ -15,6 +15,7 @@ from stepscope.report.page.axes import (
     largest,
     lines_of_words,
     names_axis,
+    names_in,
     scaled,
     texts_of,
     words,
@@ -87,7 +88,7 @@ def _bars(chart: Bars) -> dict[str, Any]:
             for x, text in _after(chart, at, unit)
         ],
     }
-    narrow: dict[str, Any] = {"yaxis.ticktext": [words(label, NARROW_LABEL) for label in labels]}
+    narrow: dict[str, Any] = {"yaxis.ticktext": names_in(labels, NARROW_LABEL)}
     if "range" in x_axis:
         narrow["xaxis.range"] = [0, x_axis["range"][1] * 1.25]
     return {"data": data, "layout": layout, "narrow": narrow, "height": 60 + 28 * max(2, len(labels))}
@@ -201,7 +202,7 @@ def _heat(chart: Heat) -> dict[str, Any]:
             {"x": x, "y": y, "text": words(chart.texts[y][x], 16), "showarrow": False} for y, x in absent
         ],
     }  # fmt: skip
-    narrow: dict[str, Any] = {"yaxis.ticktext": [words(label, NARROW_LABEL - 4) for label in chart.y_labels]}
+    narrow: dict[str, Any] = {"yaxis.ticktext": names_in(chart.y_labels, NARROW_LABEL - 4)}
     narrow["coloraxis.showscale"] = False
     width = 130 + 9 * (2 + max((len(text) for row in chart.texts for text in row), default=4)) * len(across)
     height = 80 + 38 * max(2, len(down))

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.report.findings_text import proof_of, saving_of
+from stepscope.report.findings_text import nothing_found, proof_of, saving_of
 from stepscope.report.page.elements import escape, plain_table_html, with_code
 from stepscope.report.parts import Findings
 
@@ -20,7 +20,7 @@ def findings_html(part: Findings, has_timeline: bool) -> str:
     cards = [_card(finding, diagnosis, part.verify, has_timeline) for finding in diagnosis.findings]
     warnings = "".join(f'<p class="note">Note: {escape(warning)}.</p>' for warning in diagnosis.warnings)
     if not cards:
-        cards = ['<p class="none">No rule found anything worth telling.</p>']
+        cards = [f'<p class="none">{escape(nothing_found(diagnosis))}</p>']
     return f"<h3>Findings</h3>{warnings}<div class='findings'>{''.join(cards)}</div>{_checked(diagnosis)}"
 
 

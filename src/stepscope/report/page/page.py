@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import MissingDependencyError
+from stepscope.report.explorer import Explorer
 from stepscope.report.page.elements import (
     chart_html,
     escape,
@@ -30,6 +31,7 @@ from stepscope.report.page.elements import (
 from stepscope.report.page.figures import figure_of
 from stepscope.report.page.finding_cards import findings_html
 from stepscope.report.parts import Chart, Facts, Findings, Missing, Report, Section, Table, Text
+from stepscope.report.timeline.timeline import Timeline
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("blobs.js", "sections.js", "tables.js", "charts.js", "explorer.js", "page.js")
@@ -70,7 +72,7 @@ class _Body:
     def __init__(self, report: Report) -> None:
         self.data: dict[str, Any] = {"tables": [], "charts": [], "explorers": [], "timeline": None}
         self.blobs: list[str] = []
-        self.has_timeline = any(_is(part, "Timeline") for section in report.sections for part in section.parts)
+        self.has_timeline = any(isinstance(part, Timeline) for section in report.sections for part in section.parts)
 
     def section(self, section: Section) -> str:
         content = "".join(self._part(part) for part in section.parts)
@@ -93,26 +95,21 @@ class _Body:
             return missing_html(part)
         if isinstance(part, Findings):
             return findings_html(part, self.has_timeline)
-        if _is(part, "Timeline"):
+        if isinstance(part, Timeline):
             return self._timeline(part)
-        if _is(part, "Explorer"):
+        if isinstance(part, Explorer):
             from stepscope.report.page.explorer_data import explorer_data
 
             self.data["explorers"].append(explorer_data(part))
             return f'<div class="explorer" data-explorer="{len(self.data["explorers"]) - 1}"></div>'
         raise TypeError(f"no HTML for {type(part).__name__}")
 
-    def _timeline(self, part: Any) -> str:
+    def _timeline(self, part: Timeline) -> str:
         self.data["timeline"] = part.meta
         blob = base64.b64encode(part.blob).decode()
         self.blobs.append(f'<script type="application/octet-stream" id="timeline-blob">{blob}</script>\n')
         wait = '<p class="wait">The timeline is drawn when it is looked at.</p>'
         return f'<div class="timeline" id="timeline-root">{wait}</div>'
-
-
-def _is(part: Any, name: str) -> bool:
-    """Whether a part is one that only a page can show: their files are read when there is one."""
-    return type(part).__name__ == name
 
 
 def _bar(report: Report) -> str:
