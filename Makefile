@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 HTA := .venv-hta
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
+# What has to be installed is installed at the same time.
+MAKEFLAGS += --jobs=3
+
 .PHONY: demo test lint chromium clean
 
 demo: $(VENV)/demo.installed

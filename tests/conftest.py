@@ -6,7 +6,7 @@ from types import FunctionType
 import pytest
 from hypothesis import settings
 
-settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("stepscope")
 
 
