@@ -35,3 +35,16 @@ class NotComparableError(StepscopeError):
 
 class MissingDependencyError(StepscopeError):
     """A package is missing; the message carries the command that installs it."""
+
+
+WRONG_KIND = (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError)
+"""What a field of the wrong kind raises, in somebody else's file or a damaged one: which matters less than that."""
+
+
+def wrong_kind(error: Exception) -> str:
+    """What to say of it.
+
+    >>> wrong_kind(TypeError("no number"))
+    'a field of the wrong kind (TypeError: no number)'
+    """
+    return f"a field of the wrong kind ({type(error).__name__}: {error})"

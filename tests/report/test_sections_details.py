@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from section_parts import EVIL, facts_in, of
 from test_card import COMPILER
 
 from handmade import MS, cpu_facts, cpu_recording, gpu_facts, gpu_recording, sample, write_recording
@@ -14,28 +15,16 @@ from stepscope.analysis.phases import PHASES, UNATTRIBUTED
 from stepscope.analysis.summary import clean_step_ns
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.build import section_of
-from stepscope.report.parts import Bars, Chart, Facts, Lines, Missing, Table, Text
+from stepscope.report.parts import Bars, Chart, Lines, Missing, Table, Text
 from stepscope.report.sections import compiler, counters, precision, ranks, steps
 from stepscope.report.source import Source
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
-
-EVIL = "<script>alert('1')</script>\u202e\n\x1b[2J\"=1+1"
 
 
 @pytest.fixture(autouse=True)
 def quick_and_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 5)
-
-
-def of(parts, kind, id=None):
-    found = [part for part in parts if isinstance(part, kind) and id in (None, getattr(part, "id", None))]
-    assert len(found) == 1, found
-    return found[0]
-
-
-def facts_in(parts) -> dict[str, str]:
-    return {fact.title: fact.value for part in parts if isinstance(part, Facts) for fact in part.rows}
 
 
 # -- steps ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import gzip
 from pathlib import Path
 
 import pytest
+from section_parts import EVIL, facts_in, of
 
 from handmade import WINDOWS, cpu_facts, cpu_recording, gpu_recording, sample, write_recording
 from stepscope.analysis import statistics
@@ -18,7 +19,6 @@ from stepscope.report.sections.shared import MOST_POINTS, thinned, thinning
 from stepscope.report.source import Source
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
-EVIL = "<script>alert('1')</script>\u202e\n\x1b[2J\"=1+1"
 MINE = ("overview", "steps", "compiler", "precision", "counters", "ranks")
 
 
@@ -26,17 +26,6 @@ MINE = ("overview", "steps", "compiler", "precision", "counters", "ranks")
 def quick_and_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 5)
-
-
-def of(parts, kind, id=None):
-    """The only part of a kind, or the one with an id."""
-    found = [part for part in parts if isinstance(part, kind) and id in (None, getattr(part, "id", None))]
-    assert len(found) == 1, found
-    return found[0]
-
-
-def facts_in(parts) -> dict[str, str]:
-    return {fact.title: fact.value for part in parts if isinstance(part, Facts) for fact in part.rows}
 
 
 def step_trace(path: Path, name: str = "gemm", **fields) -> Path:

@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
-from stepscope.errors import UsageError
+from stepscope.errors import WRONG_KIND, UsageError, wrong_kind
 from stepscope.findings import rules
 from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck, Finding
@@ -99,12 +99,10 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         except CannotCheck as reason:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
-        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError) as error:
+        except WRONG_KIND as error:
             if not case.has_recording:
                 raise
-            # Somebody else's file, or a damaged one: as the card says it.
-            what = f"the recording has a field of the wrong kind ({type(error).__name__}: {error})"
-            unchecked.append(Unchecked(rule.id, what))
+            unchecked.append(Unchecked(rule.id, f"the recording has {wrong_kind(error)}"))
             continue
         findings += found
         if not found:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path, PurePath
 
-from stepscope.errors import RecordingError, TraceError
+from stepscope.errors import WRONG_KIND, RecordingError, TraceError, wrong_kind
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Missing, Report, Section
 from stepscope.report.sections.shared import mapping
@@ -32,10 +32,6 @@ SECTIONS = {
 """Files of `report/sections`, in the order of the page, with their titles."""
 
 
-_OF_A_WRONG_KIND = (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError)
-"""What a field of somebody else's file raises, or of a damaged one: which is wrong matters less than that one is."""
-
-
 def report_of(
     path: Path,
     rank: int | None = None,
@@ -49,8 +45,8 @@ def report_of(
 
         try:
             return sweep_report(read_sweep(path))
-        except _OF_A_WRONG_KIND as error:
-            raise RecordingError(f"{path} has a row with {_wrong_kind(error)}") from None
+        except WRONG_KIND as error:
+            raise RecordingError(f"{path} has a row with {wrong_kind(error)}") from None
     source = Source(path, rank, ignored, use_cache, progress)
     # These two first: a recording that has no card is refused before any work is done.
     title, verdict = title_of(source), verdict_of(source)
@@ -79,15 +75,11 @@ def section_of(source: Source, name: str, title: str) -> Section:
         parts = import_module(f"stepscope.report.sections.{name}").parts(source)
     except (CannotCheck, RecordingError, TraceError) as reason:
         parts = (Missing(str(reason)),)
-    except _OF_A_WRONG_KIND as error:
+    except WRONG_KIND as error:
         if not source.is_recording:
             raise
-        parts = (Missing(f"the recording has {_wrong_kind(error)}"),)
+        parts = (Missing(f"the recording has {wrong_kind(error)}"),)
     return Section(name, title, parts)
-
-
-def _wrong_kind(error: Exception) -> str:
-    return f"a field of the wrong kind ({type(error).__name__}: {error})"
 
 
 def verdict_of(source: Source) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepscope.analysis.summary import Summary, summarise
 from stepscope.devices import find_device, load_ceilings
-from stepscope.errors import RecordingError
+from stepscope.errors import WRONG_KIND, RecordingError, wrong_kind
 from stepscope.report.card_lines import Line, card_lines
 from stepscope.report.text import safe
 from stepscope.report.verdict import verdict
@@ -33,16 +33,18 @@ class Card:
     @classmethod
     def of(cls, folder: Path) -> Card:
         """The card of the recording in `folder`; RecordingError when it cannot be made."""
-        recording = read_recording(folder)
+        return cls.of_recording(read_recording(folder))
+
+    @classmethod
+    def of_recording(cls, recording: Recording) -> Card:
+        """The same of a recording that has been read."""
         try:
             name = str((recording.facts.get("environment") or {}).get("device_name"))
             device = find_device(name)
             summary = summarise(recording, device, load_ceilings(name) if device is None else None)
             return cls(recording, summary, verdict(recording, summary), tuple(card_lines(recording, summary)))
-        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError) as error:
-            # Somebody else's file, or a damaged one: which field is wrong matters less than that one is.
-            what = f"{type(error).__name__}: {error}"
-            raise RecordingError(f"{folder} holds a recording with a field of the wrong kind ({what})") from None
+        except WRONG_KIND as error:
+            raise RecordingError(f"{recording.folder} holds a recording with {wrong_kind(error)}") from None
 
     def text(self, colour: bool = False, width: int = 100) -> str:
         """The card for a terminal of so many columns; plain unless `colour`."""

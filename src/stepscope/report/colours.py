@@ -6,7 +6,9 @@ that lack one kind of cone.
 
 from __future__ import annotations
 
-from stepscope.report.parts import Series
+from collections.abc import Sequence
+
+from stepscope.report.parts import Node, Series
 
 GREY = "#c4c4c4"
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#400000", GREY)
@@ -34,3 +36,17 @@ def colours_of(series: tuple[Series, ...]) -> list[str]:
     taken = {NAMED[one.colour] for one in series if one.colour in NAMED}
     free = iter([colour for colour in PALETTE if colour not in taken] + list(PALETTE) * len(series))
     return [NAMED[one.colour] if one.colour in NAMED else next(free) for one in series]
+
+
+def colours_of_nodes(nodes: Sequence[Node]) -> dict[str, str]:
+    """Of a tree, by id: a node's own, else its parent's; the parts of the whole take one after the other."""
+    found: dict[str, str] = {}
+    given = 0
+    for node in nodes:
+        if node.colour in NAMED:
+            found[node.id] = NAMED[node.colour]
+        elif node.parent == nodes[0].id and node is not nodes[0]:
+            found[node.id], given = PALETTE[given % len(PALETTE)], given + 1
+        else:
+            found[node.id] = found.get(node.parent, GREY)
+    return found

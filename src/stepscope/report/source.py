@@ -41,7 +41,7 @@ class Source:
         """What `stepscope card` shows."""
         if not self.is_recording:
             raise CannotCheck("a trace alone does not tell: it takes a recording, made by `stepscope run train.py`")
-        return Card.of(self.path)
+        return Card.of_recording(self.case.recording)
 
     @property
     def analysis(self) -> Analysis:

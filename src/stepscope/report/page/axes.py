@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepscope.report import axes
-from stepscope.report.axes import largest as largest
 from stepscope.report.axes import log_ticks, tick_text
 from stepscope.report.cells import Scale, cell
 from stepscope.report.parts import Series
@@ -40,11 +39,7 @@ def lines_of_words(text: object, width: int = 64, most: int = 320) -> str:
 
 
 def axis_title(name: str, unit: str) -> str:
-    """What an axis says: its figure with its unit.
-
-    >>> axis_title("total_ns", "ms"), axis_title("flops_per_s", "TFLOP/s"), axis_title("num_calls", "")
-    ('total (ms)', 'TFLOP/s', 'calls')
-    """
+    """What an axis says, for Plotly."""
     return words(axes.axis_title(name, unit), 80)
 
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.report.cells import cell, is_numeric, title_of
+from stepscope.report.cells import cell, heading, is_numeric, title_of
 from stepscope.report.csv_tables import csv_cell, guarded
 from stepscope.report.parts import Chart, Facts, Missing, Table, Text
 from stepscope.report.text import safe
@@ -48,11 +48,7 @@ def text_html(part: Text) -> str:
 
 
 def missing_html(part: Missing) -> str:
-    return f'<aside class="missing"><p>{with_code(_sentence(part.text))}</p></aside>'
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return f'<aside class="missing"><p>{with_code(heading(part.text))}</p></aside>'
 
 
 def chart_html(part: Chart, number: int, figure: Mapping[str, Any]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stepscope.report.cells import Scale, cell, scale, title_of
+from stepscope.report.axes import largest, unit_of
+from stepscope.report.cells import Scale, cell, title_of
 from stepscope.report.colours import colours_of
 from stepscope.report.page.axes import (
     NARROW_LABEL,
     axis_title,
     figures_axis,
     interval_bars,
-    largest,
     lines_of_words,
     names_axis,
     names_in,
@@ -49,7 +49,7 @@ def figure_of(chart: Chart) -> dict[str, Any]:
 def _bars(chart: Bars) -> dict[str, Any]:
     labels = [str(label) for label in chart.labels]
     whole = [math.fsum(one.y[at] or 0.0 for one in chart.series) for at in range(len(labels))]
-    unit = scale(chart.unit, largest(whole))
+    unit = unit_of(chart.unit, whole)
     is_one = len(chart.series) == 1
     top = largest([*whole, *(value for one in chart.series for value in one.high)])
     data = []
@@ -115,7 +115,7 @@ def _scatter(chart: Scatter) -> dict[str, Any]:
         groups.setdefault(dot.group, []).append(dot)
     every_x = [dot.x for dot in chart.points] + [value for limit in chart.limits for value in limit.x]
     every_y = [dot.y for dot in chart.points] + [value for limit in chart.limits for value in limit.y]
-    x_unit, y_unit = scale(chart.x, largest(every_x)), scale(chart.y, largest(every_y))
+    x_unit, y_unit = unit_of(chart.x, every_x), unit_of(chart.y, every_y)
     least = 6.0 if any(dot.weight for dot in chart.points) else 10.0
     data: list[dict[str, Any]] = []
     colours = colours_of(tuple(Series(name, (), colour=name) for name in groups))
@@ -165,7 +165,7 @@ def _dot_text(chart: Scatter, dot: Dot) -> str:
 
 
 def _heat(chart: Heat) -> dict[str, Any]:
-    unit = scale(chart.unit, largest([value for row in chart.values for value in row]))
+    unit = unit_of(chart.unit, [value for row in chart.values for value in row])
     across, down = list(range(len(chart.x_labels))), list(range(len(chart.y_labels)))
     absent = [(y, x) for y in down for x in across if chart.values[y][x] is None]
     trace = {

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepscope.errors import MissingDependencyError
 from stepscope.report.explorer import Explorer
+from stepscope.report.files import missing
 from stepscope.report.page.elements import (
     chart_html,
     escape,
@@ -28,6 +28,7 @@ from stepscope.report.page.elements import (
     text_html,
     with_code,
 )
+from stepscope.report.page.explorer_data import explorer_data
 from stepscope.report.page.figures import figure_of
 from stepscope.report.page.finding_cards import findings_html
 from stepscope.report.parts import Chart, Facts, Findings, Missing, Report, Section, Table, Text
@@ -98,8 +99,6 @@ class _Body:
         if isinstance(part, Timeline):
             return self._timeline(part)
         if isinstance(part, Explorer):
-            from stepscope.report.page.explorer_data import explorer_data
-
             self.data["explorers"].append(explorer_data(part))
             return f'<div class="explorer" data-explorer="{len(self.data["explorers"]) - 1}"></div>'
         raise TypeError(f"no HTML for {type(part).__name__}")
@@ -157,7 +156,7 @@ def _plotly() -> str:
         path = Path(folder) / "package_data" / "plotly.min.js"
         if path.is_file():
             return path.read_bytes().decode("utf-8")
-    raise MissingDependencyError("plotly is missing: pip install plotly")
+    raise missing("plotly")
 
 
 @cache

@@ -6,7 +6,7 @@ import html
 from typing import Any
 
 from stepscope.report.cells import cell
-from stepscope.report.colours import GREY, NAMED, PALETTE
+from stepscope.report.colours import colours_of_nodes
 from stepscope.report.parts import Node, Tree
 from stepscope.report.text import percent, safe
 
@@ -24,7 +24,8 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
     total = values[nodes[0].id] if nodes else 0.0
     shares = [values[node.id] / total if total else 0.0 for node in nodes]
     texts = [cell(chart.unit, node.value) for node in nodes]
-    colours = _colours(nodes)
+    by_id = colours_of_nodes(nodes)
+    colours = [by_id[node.id] for node in nodes]
     trace: dict[str, Any] = {
         "type": chart.shape,
         "ids": [_key(node.id) for node in nodes],
@@ -95,23 +96,6 @@ def _whole(nodes: list[Node]) -> dict[str, float]:
         values[node.id] = max(float(node.value), inside.get(node.id, 0.0))
         inside[node.parent] = inside.get(node.parent, 0.0) + values[node.id]
     return values
-
-
-def _colours(nodes: list[Node]) -> list[str]:
-    """A node's own, else its parent's; the parts of the whole take one after the other of the palette."""
-    found: dict[str, str] = {}
-    given = 0
-    for node in nodes:
-        if node.colour in NAMED:
-            colour = NAMED[node.colour]
-        elif not node.parent:
-            colour = GREY
-        elif nodes and node.parent == nodes[0].id:
-            colour, given = PALETTE[given % len(PALETTE)], given + 1
-        else:
-            colour = found.get(node.parent, GREY)
-        found[node.id] = colour
-    return [found[node.id] for node in nodes]
 
 
 def _ink(colour: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stepscope.report.cells import cell
-from stepscope.report.colours import GREY, NAMED, PALETTE
+from stepscope.report.colours import colours_of_nodes
 from stepscope.report.parts import Node, Tree
 from stepscope.report.pictures.pictures import brightness, drawn
 from stepscope.report.text import percent
@@ -42,7 +42,7 @@ def draw_tree(axes: Any, chart: Tree) -> None:
     is_icicle = chart.shape == "icicle"  # it keeps its order: forward before backward, layers as they run
     for nodes in children.values() if not is_icicle else ():
         nodes.sort(key=lambda node: -node.value)
-    colours = _colours(chart.nodes)
+    colours = colours_of_nodes(chart.nodes)
     root = chart.nodes[0]
     depth = _deepest(root, children)
     whole = Tile(0, 0, 1, min(1.0, 0.16 * depth) if is_icicle else 1)
@@ -182,20 +182,6 @@ def _strip(areas: Sequence[float], tile: Tile) -> tuple[list[Tile], Tile]:
         else Tile(tile.x, tile.y + thick, tile.width, tile.height - thick)
     )
     return places, rest
-
-
-def _colours(nodes: Sequence[Node]) -> dict[str, str]:
-    """A node's own, else its parent's; the parts of the whole take one after the other."""
-    found: dict[str, str] = {}
-    given = 0
-    for node in nodes:
-        if node.colour in NAMED:
-            found[node.id] = NAMED[node.colour]
-        elif node.parent == nodes[0].id and node is not nodes[0]:
-            found[node.id], given = PALETTE[given % len(PALETTE)], given + 1
-        else:
-            found[node.id] = found.get(node.parent, GREY)
-    return found
 
 
 def _deepest(root: Node, children: dict[str, list[Node]]) -> int:
