@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 
@@ -146,3 +147,26 @@ def test_a_missing_recording_is_one_line():
         "",
         "stepscope card: there is no no-such-folder\n",
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "cs336", "--preset", "tiny", "--set", "seq_len=16", "--device", "cpu", "--steps", "1", "-o", "sweep"],
+        ["plan", "cs336", "--preset", "tiny", "--device", "NVIDIA H200"],
+        ["list", "workloads"],
+        ["doctor"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_measuring_needs_torch_and_the_standard_library_only(words, tmp_path):
+    """A training machine often has nothing else. `run` is held to this by tests/run."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules.update(dict.fromkeys(('polars', 'msgspec', 'plotly', 'matplotlib', 'pandas')))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "stepscope", *words], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+
+    assert done.returncode == 0, done.stderr

@@ -10,9 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from stepscope.findings.diagnose import Diagnosis
+if TYPE_CHECKING:
+    from stepscope.findings.diagnose import Diagnosis
 
 Value = float | int | str | bool | None
 
