@@ -177,7 +177,7 @@ def test_the_next_command_can_be_typed_as_it_stands():
     text = Card.of(cpu_recording(folder, trace=None)).text()
     command = next(line for line in text.splitlines() if line.strip().startswith("next")).split("next", 1)[1]
 
-    assert shlex.split(command)[:3] == ["stepscope", "card", str(folder)]
+    assert shlex.split(command)[:3] == ["stepscope", "report", str(folder)]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])

@@ -295,12 +295,10 @@ def _caveats(recording: Recording, summary: Summary) -> Iterator[Line]:
 
 
 def _next_command(recording: Recording) -> str:
-    trace = (recording.facts.get("trace") or {}).get("file")
     folder = shlex.quote(safe(_shown(recording.folder)))
-    if trace:
-        file = shlex.quote(safe(_shown(recording.folder / trace)))
-        return f"open {file} at ui.perfetto.dev, or stepscope card {folder}"
-    return f"stepscope card {folder} --json"
+    if (recording.facts.get("trace") or {}).get("file"):
+        return f"stepscope diagnose {folder}, stepscope report {folder} --open"
+    return f"stepscope report {folder} --open"
 
 
 def _shown(path: Path) -> Path:
