@@ -1,8 +1,9 @@
-"""What there is: workloads with their presets, knobs and parameter counts; rules of diagnose; fixes of verify.
+"""What there is: workloads with presets, knobs and parameter counts; rules of diagnose; fixes of verify; studies.
 
 examples:
   stepscope list rules
   stepscope list fixes
+  stepscope list studies
   stepscope list workloads
   stepscope list workloads tsmoe moe
   stepscope list workloads --json
@@ -29,7 +30,10 @@ WIDTH = 110
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=["workloads", "rules", "fixes"], metavar="WHAT", help="workloads, rules or fixes"
+        "what",
+        choices=["workloads", "rules", "fixes", "studies"],
+        metavar="WHAT",
+        help="workloads, rules, fixes or studies",
     )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only these, your own and hf: ones too (default: all)"
@@ -42,6 +46,9 @@ def main(arguments: argparse.Namespace) -> int:
         return _rules(arguments)
     if arguments.what == "fixes":
         write([fixes_text(arguments.names, arguments.json), "\n"])
+        return 0
+    if arguments.what == "studies":
+        write([_studies_text(arguments.names, arguments.json), "\n"])
         return 0
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("workloads need torch: pip install torch")
@@ -100,6 +107,27 @@ def fixes_text(names: Sequence[str] = (), as_json: bool = False) -> str:
     for fix in wanted:
         values = f"; {fix.id}={'|'.join(filter(None, fix.values))}" if fix.values else ""
         lines += _wrap(fix.about + values, f"{fix.id:<{width}}  ", " " * (width + 2))
+    return "\n".join(lines)
+
+
+def _studies_text(names: Sequence[str], as_json: bool) -> str:
+    """The studies with what each asks, for the terminal or as JSON."""
+    from stepscope.api import need_read_side
+    from stepscope.studies.registry import STUDIES, find_study
+
+    need_read_side()
+    studies = [find_study(name) for name in names or STUDIES]
+    if as_json:
+        entries = [
+            {"name": study.name, "title": study.title, "questions": [question.title for question in study.questions]}
+            for study in studies
+        ]
+        return json.dumps({"studies": entries}, indent=2)
+    lines: list[str] = []
+    for study in studies:
+        lines += _wrap(f"{study.title}. {study.about}", f"{study.name}  ", "    ")
+        for question in study.questions:
+            lines += _wrap(question.title, "    - ", "      ")
     return "\n".join(lines)
 
 

@@ -42,6 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     from stepscope.cli.settings import ignored_rules
     from stepscope.report.build import report_of
     from stepscope.report.write import check_target, write_report
+    from stepscope.studies.stored import is_study
 
     if arguments.path is None and arguments.rows is None:
         raise UsageError("name what to report on: a recording, a trace, a folder of ranks or a sweep")
@@ -51,6 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not path.exists():
         raise UsageError(f"there is no {path}")
     need_read_side()
+    if arguments.output is None and is_study(path):
+        return _study(path)
     target = check_target(arguments.output or default_target(path), arguments.force)
     with Progress("reading") as progress:
         report = report_of(path, arguments.rank, ignored_rules(Path.cwd()), not arguments.no_cache, progress)
@@ -61,6 +64,15 @@ def main(arguments: argparse.Namespace) -> int:
 
         if not webbrowser.open(written.resolve().as_uri()):
             tell("stepscope: no browser was found to open it with")
+    return 0
+
+
+def _study(folder: Path) -> int:
+    """Make a study's report and files again, inside its folder."""
+    from stepscope.cli.output import tell
+    from stepscope.studies.write import study_of, write_study
+
+    tell(f"stepscope: {write_study(study_of(folder), folder)}")
     return 0
 
 

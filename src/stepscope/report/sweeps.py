@@ -207,8 +207,10 @@ def write_tables(folder: Path, sweep: SweepSummary, command: str) -> None:
 
 def row_line(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """A finished row in one line, for who watches: its status, its time or its reason, and the knobs named."""
-    samples = sorted(row.get("samples_device_ns") or [0])
-    figure = milliseconds(samples[len(samples) // 2]) if row["status"] == OK else row.get("reason") or ""
+    samples = sorted(row.get("samples_device_ns") or ())
+    figure = milliseconds(samples[len(samples) // 2]) if samples else ""
+    if row["status"] != OK:
+        figure = row.get("reason") or ""
     axes = {"preset": row.get("preset"), **row["config"], **row["run"]}
     return safe(f"{row['status']:<8} {' '.join(f'{name}={axes.get(name)}' for name in names)}  {figure}", 300)
 

@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,28 @@ def run_again(command: Command, output: Path, options: Options, fix: str | None,
     words += ["--tokens-per-step", str(command.tokens_per_step)] if command.tokens_per_step else []
     environment = {name: value for name, value in os.environ.items() if name != fixes.VARIABLE}
     environment |= {fixes.VARIABLE: fix} if fix is not None else {}
-    output.parent.mkdir(parents=True, exist_ok=True)
     log = output.with_name(f"{output.name}.txt")
+    failure = run_process([*words, *command.words], command.folder, environment, log, options.timeout_s)
+    return None if failure is None else failure.reason
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process did not run through, in a line."""
+
+    reason: str
+    is_timeout: bool = False
+
+
+def run_process(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path, timeout_s: float
+) -> Failure | None:
+    """Run a command with its output in `log`; None when it ran through. What it started ends with it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [*words, *command.words],
-            cwd=command.folder,
+            words,
+            cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stream,
@@ -122,16 +138,16 @@ def run_again(command: Command, output: Path, options: Options, fix: str | None,
             start_new_session=True,  # with all that it starts
         )
         try:
-            exit_code = process.wait(options.timeout_s)
+            exit_code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             _end(process)
-            return f"still running after {options.timeout_s:g} s (--timeout)"
+            return Failure(f"still running after {timeout_s:g} s (--timeout)", is_timeout=True)
         except BaseException:
             _end(process)
             raise
     if exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}; its output is in {log}"
-    return None if exit_code == 0 else _last_line(log, exit_code)
+        return Failure(f"killed by {signal.Signals(-exit_code).name}; its output is in {log}")
+    return None if exit_code == 0 else Failure(_last_line(log, exit_code))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,107 @@
+"""From a study's folder to its report: what was asked, what was found, how it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from stepscope.errors import WRONG_KIND, RecordingError, TraceError, wrong_kind
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Fact, Facts, Missing, Report, Section, Table, Text, Value
+from stepscope.report.text import plural, safe
+from stepscope.studies.stored import Stored
+from stepscope.studies.study import Question, Recordings, Study
+from stepscope.version import __version__
+
+
+def report_of_study(study: Study, stored: Stored) -> Report:
+    """The report: every question a section, before them the answers in short, after them how it was measured."""
+    answered = [(question, _answer(question, stored)) for question in study.questions]
+    measured = _measured(study, stored)
+    sections = [
+        Section("overview", "Overview", (_facts(study, stored), *_in_short(answered))),
+        *(Section(question.id, question.title, parts) for question, parts in answered),
+        Section("method", "Method", measured),
+    ]
+    verdict = next((part.text for _, parts in answered for part in parts if isinstance(part, Text)), "")
+    facts: dict[str, Value] = {"source": str(stored.folder), "stepscope": __version__, "study": study.name}
+    return Report(study.title, verdict or "Nothing was measured yet.", tuple(sections), facts)
+
+
+def _answer(question: Question, stored: Stored) -> tuple[Any, ...]:
+    """The parts of an answer, as far as they can be had: what is missing is said in its place."""
+    parts: list[Any] = []
+    try:
+        # One by one: what came before something that is missing stays.
+        for part in question.answer(stored):
+            parts.append(part)
+    except (CannotCheck, RecordingError, TraceError) as reason:
+        parts.append(Missing(f"Not measured: {reason}"))
+    except WRONG_KIND as error:
+        raise RecordingError(f"{question.title} cannot be answered: the rows have {wrong_kind(error)}") from error
+    return tuple(parts)
+
+
+def _in_short(answered: Iterable[tuple[Question, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    """The first sentence of every answer, or why there is none."""
+    rows = []
+    for question, parts in answered:
+        first = next((part for part in parts if isinstance(part, (Text, Missing))), None)
+        rows.append(Fact(question.title, first.text if first else "–"))
+    return (Facts(tuple(rows), "Answers"),)
+
+
+def _facts(study: Study, stored: Stored) -> Facts:
+    facts = stored.facts
+    commands = [safe(str(command), 500) for command in facts.get("commands") or ()]
+    rows = [
+        Fact("study", study.name, study.about),
+        Fact("mode", stored.mode, f"on {safe(str(facts.get('device')))}"),
+        Fact("made by", commands[0] if commands else "–", f"stepscope {safe(str(facts.get('stepscope')))}"),
+    ]
+    for text in _environments(study, stored):
+        rows.append(Fact("ran on", text))
+    return Facts(tuple(rows), "The study")
+
+
+def _environments(study: Study, stored: Stored) -> list[str]:
+    found: dict[str, None] = {}
+    for measure in study.measures:
+        try:
+            environments = stored.sweep(measure.id).environments
+        except (CannotCheck, RecordingError):
+            continue
+        for environment in environments.values():
+            said = [f"{environment.get('device_name')}", f"torch {environment.get('torch')}"]
+            said += [f"{name} {environment[name]}" for name in ("cuda", "driver", "python") if environment.get(name)]
+            found[safe(", ".join(said), 300)] = None
+    return list(found)
+
+
+def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
+    """What was run, and which of it has no result."""
+    columns: dict[str, list[Value]] = {"measure": [], "what": [], "num_points": [], "statuses": []}
+    failures: dict[str, list[Value]] = {"measure": [], "point": [], "status": [], "reason": []}
+    for measure in study.measures:
+        try:
+            rows = stored.sweep(measure.id).rows
+        except CannotCheck:
+            continue
+        counts: dict[str, int] = {}
+        for row in rows:
+            counts[row["status"]] = counts.get(row["status"], 0) + 1
+            if row["status"] != "ok":
+                failures["measure"].append(measure.id)
+                failures["point"].append(row["hash"])
+                failures["status"].append(row["status"])
+                failures["reason"].append(safe(str(row.get("reason")), 300))
+        how = "stepscope run" if isinstance(measure, Recordings) else "stepscope bench"
+        columns["measure"].append(measure.id)
+        columns["what"].append(f"{measure.about} ({how} of {measure.workload})")
+        columns["num_points"].append(len(rows))
+        columns["statuses"].append(", ".join(f"{number} {status}" for status, number in counts.items()))
+    parts: list[Any] = [Table("measures", "What was measured", columns, 40)]
+    if failures["point"]:
+        title = f"{plural(len(failures['point']), 'point')} without a result"
+        parts.append(Table("failures", title, failures, 40))
+    return tuple(parts)

@@ -1,0 +1,128 @@
+"""Runs what a study declares, in order; every row is on disk before the next point begins."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepscope.errors import UsageError
+from stepscope.record.files import write_json
+from stepscope.report.sweeps import sweep_of, write_tables
+from stepscope.studies.stored import FULL, STUDY_FILE, TOML_FILE, is_study, read_facts
+from stepscope.studies.study import Measure, Recordings, Study, Sweep
+from stepscope.sweep.grid import Axes, Grid, Point
+from stepscope.sweep.recorded import record_point
+from stepscope.sweep.results import Results
+from stepscope.sweep.runner import Options, Runner, run_points
+from stepscope.sweep.server import Server, default_start
+from stepscope.version import __version__
+from stepscope.workloads.registry import find
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is run: each measure with its points."""
+
+    study: Study
+    mode: str
+    device: str
+    points: Mapping[str, list[Point]]
+    """By the id of its measure, in order."""
+
+    @property
+    def num_points(self) -> int:
+        return sum(map(len, self.points.values()))
+
+
+def plan_of(study: Study, mode: str, device: str) -> Plan:
+    """Every point of the study in this mode; a knob that is not there is a UsageError before anything runs."""
+    points = {}
+    for measure in study.measures:
+        grids = measure.full if mode == FULL else measure.quick
+        grid = Grid(find(measure.workload), {"device": device})
+        points[measure.id] = grid.points([_listed(axes) for axes in grids])
+    return Plan(
+        study=study, mode=mode, device=device, points={name: found for name, found in points.items() if found}
+    )
+
+
+def _listed(axes: Mapping[str, Any]) -> Axes:
+    return {name: value if isinstance(value, (list, tuple)) else [value] for name, value in axes.items()}
+
+
+def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, resume_command: str) -> None:
+    """Write study.json, or find that it is of this study in this mode."""
+    commands = [command]
+    if is_study(folder):
+        known = read_facts(folder)
+        if not resume:
+            raise UsageError(f"{folder} holds a study: go on with  {resume_command}")
+        same = {"study": source, "mode": plan.mode, "device": plan.device}
+        for name, value in same.items():
+            if known.get(name) != value:
+                raise UsageError(f"{folder} is of {name} {known.get(name)}, not {value}: name another folder with -o")
+        commands = [*known.get("commands", []), command]
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty and holds no study: name another folder with -o")
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "schema_version": SCHEMA_VERSION,
+        "study": source,
+        "mode": plan.mode,
+        "device": plan.device,
+        "commands": commands,
+        "stepscope": __version__,
+    }
+    write_json(folder / STUDY_FILE, facts)
+    if source.endswith(".toml"):  # so that the report can be made again from the folder alone
+        shutil.copyfile(source, folder / TOML_FILE)
+
+
+def run(
+    plan: Plan,
+    folder: Path,
+    command: str,
+    resume_command: str,
+    timeout_s: float,
+    on_row: Callable[[Measure, dict[str, Any] | None, int], None],
+) -> None:
+    """Measure every point that has no row yet; `on_row` is told each row and how many points are done in all."""
+    num_before = 0
+    with Server(default_start()) as server:
+        for measure in plan.study.measures:
+            points = plan.points.get(measure.id, [])
+            if not points:
+                continue
+            place = folder / measure.id
+            facts = {"command": command, "working_folder": str(Path.cwd()), "stepscope": __version__}
+            with Results(place, facts, True, resume_command) as results:
+                begun = sum(point.hash in results.hashes for point in points)
+                on_row(measure, None, num_before + begun)
+
+                def told(
+                    row: dict[str, Any], num_done: int, measure: Measure = measure, base: int = num_before
+                ) -> None:
+                    on_row(measure, row, base + num_done)
+
+                try:
+                    run_points(points, results, _runner(measure, server, results, timeout_s), told)
+                finally:
+                    if results.rows and isinstance(measure, Sweep):
+                        with results.writing():
+                            write_tables(place, sweep_of(results.rows, results.facts["environments"]), command)
+            num_before += len(points)
+
+
+def _runner(
+    measure: Measure, server: Server, results: Results, timeout_s: float
+) -> Callable[[Point], dict[str, Any]]:
+    if isinstance(measure, Recordings):
+        return lambda point: record_point(point, results.folder.absolute(), measure.options, timeout_s)
+    assert isinstance(measure, Sweep)
+    options = Options(timeout_s=timeout_s, trace=measure.trace)
+    return Runner(find(measure.workload), server, results, options).run

@@ -1,0 +1,135 @@
+"""What answers are made of: tables and lines over rows, and the figures that sentences are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from stepscope.analysis.sweeps import OK
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.cells import cell
+from stepscope.report.parts import Lines, Series, Table, Value
+from stepscope.report.text import safe
+
+Record = Mapping[str, Any]
+
+
+def table(id: str, title: str, rows: Iterable[Record], *names: str, note: str = "", num_shown: int = 40) -> Table:
+    """Columns of rows by name; those that failed say so in a column of their own."""
+    records = list(rows)
+    columns: dict[str, list[Value]] = {name: [record.get(name) for record in records] for name in names}
+    if any(record.get("status", OK) != OK for record in records):
+        columns["status"] = [record.get("status") for record in records]
+    return Table(id, title, columns, num_shown, note)
+
+
+def lines(
+    id: str, title: str, rows: Iterable[Record], x: str, y: str, by: str | Sequence[str] = (), caption: str = ""
+) -> Lines:
+    """y over x, a line for each value of `by`; a row that failed is a gap that says why."""
+    records = [record for record in rows if isinstance(record.get(x), (int, float))]
+    names = (by,) if isinstance(by, str) else tuple(by)
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(" ".join(safe(str(record.get(name)), 40) for name in names) or y, []).append(record)
+    series = []
+    for name, group in groups.items():
+        group.sort(key=lambda record: float(record[x]))
+        series.append(
+            Series(
+                name,
+                [record.get(y) for record in group],
+                [record[x] for record in group],
+                gaps=["" if record.get(y) is not None else str(record.get("status")) for record in group],
+            )
+        )
+    known = [float(record[x]) for record in records]
+    values = [record[y] for record in records if record.get(y)]
+    return Lines(
+        id=id,
+        title=title,
+        caption=caption,
+        x=x,
+        y=y,
+        series=tuple(series),
+        log_x=bool(known) and min(known) > 0 and max(known) / min(known) >= 4,
+        log_y=bool(values) and min(values) > 0 and max(values) / min(values) >= 30,
+    )
+
+
+def growth(rows: Iterable[Record], x: str, y: str) -> float:
+    """The power of x that y grows with: the slope of a line through the logarithms (least squares).
+
+    >>> round(growth([{"n": n, "t": 3 * n * n} for n in (1, 2, 4)], "n", "t"), 6)
+    2.0
+    """
+    points = [(math.log(r[x]), math.log(r[y])) for r in rows if (r.get(x) or 0) > 0 and (r.get(y) or 0) > 0]
+    if len({at for at, _ in points}) < 2:
+        raise CannotCheck(f"{y} is there for fewer than two values of {x}")
+    middle_x = sum(at for at, _ in points) / len(points)
+    middle_y = sum(value for _, value in points) / len(points)
+    spread = sum((at - middle_x) ** 2 for at, _ in points)
+    return sum((at - middle_x) * (value - middle_y) for at, value in points) / spread
+
+
+def in_words(power: float) -> str:
+    """A power of growth for people.
+
+    >>> in_words(0.98), in_words(2.1), in_words(0.1)
+    ('linearly (power 0.98)', 'quadratically (power 2.10)', 'hardly (power 0.10)')
+    """
+    names = ((0.25, "hardly"), (0.8, "slower than linearly"), (1.2, "linearly"), (1.8, "faster than linearly"))
+    name = next((word for limit, word in names if power < limit), "quadratically" if power < 2.2 else "steeply")
+    return f"{name} (power {power:.2f})"
+
+
+def compared(time: float, other_time: float, other: str) -> str:
+    """How fast something is beside another: what follows "it is".
+
+    >>> compared(2.0, 3.0, "GELU"), compared(3.0, 2.0, "GELU"), compared(1.0, 1.004, "GELU")
+    ('1.50 times as fast as GELU', '1.50 times slower than GELU', 'as fast as GELU')
+    """
+    if abs(time / other_time - 1) < 0.01:
+        return f"as fast as {other}"
+    if time < other_time:
+        return f"{other_time / time:.2f} times as fast as {other}"
+    return f"{time / other_time:.2f} times slower than {other}"
+
+
+def crossing(first: Sequence[Record], second: Sequence[Record], x: str, y: str) -> float | None:
+    """The x from which the second is below the first and stays so; None where that never happens.
+
+    Between two measured values it is where the lines through the logarithms meet.
+    """
+    lower = {record[x]: record[y] for record in first if record.get(y)}
+    upper = {record[x]: record[y] for record in second if record.get(y)}
+    shared = sorted(lower.keys() & upper.keys())
+    gaps = [math.log(upper[at] / lower[at]) for at in shared]
+    if not gaps or gaps[-1] >= 0:
+        return None
+    at = len(gaps) - 1
+    while at > 0 and gaps[at - 1] < 0:
+        at -= 1
+    if at == 0:
+        return float(shared[0])
+    share = gaps[at - 1] / (gaps[at - 1] - gaps[at])
+    begin, end = math.log(shared[at - 1]), math.log(shared[at])
+    return math.exp(begin + share * (end - begin))
+
+
+def beside(ours: Sequence[Record], published: Mapping[Any, float], key: str, name: str, where: str) -> Table:
+    """A figure of ours beside one that somebody published, by a knob; `where` says on which device theirs is."""
+    rows = [record for record in ours if record.get(key) in published and record.get(name)]
+    columns: dict[str, list[Value]] = {
+        key: [record[key] for record in rows],
+        name: [record[name] for record in rows],
+        f"published_{name}": [published[record[key]] for record in rows],
+        "ratio": [published[record[key]] / record[name] for record in rows],
+    }
+    return Table(f"published-{name}", f"Beside what was published ({where})", columns, 40)
+
+
+def said(name: str, value: Any) -> str:
+    """A figure as it stands in a sentence."""
+    return cell(name, value)

@@ -1,0 +1,41 @@
+"""The studies there are, by name; and a user's own, by path."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+from stepscope.errors import UsageError
+from stepscope.studies.study import Study
+
+STUDIES = ("nano",)
+
+
+def find_study(name: str) -> Study:
+    """The study of that name, or of that file: path/to/study.py with a STUDY in it, or path/to/study.toml."""
+    if name in STUDIES:
+        study = importlib.import_module(f"stepscope.studies.{name}").STUDY
+        assert isinstance(study, Study)
+        return study
+    if name.endswith(".py"):
+        return _from_python(Path(name))
+    if name.endswith(".toml"):
+        from stepscope.studies.toml_study import study_from_toml
+
+        return study_from_toml(Path(name))
+    raise UsageError(f"there is no study {name!r}: {', '.join(STUDIES)}, or a file of your own (docs/studies.md)")
+
+
+def _from_python(path: Path) -> Study:
+    spec = importlib.util.spec_from_file_location(f"stepscope_study_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"{path} is not there")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    study = getattr(module, "STUDY", None)
+    if not isinstance(study, Study):
+        raise UsageError(f"{path} has no STUDY: STUDY = Study(name=…, …), see docs/studies.md")
+    return study

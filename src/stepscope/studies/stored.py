@@ -1,0 +1,177 @@
+"""What a study has measured, read from its folder alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepscope.analysis.sweeps import OK
+from stepscope.errors import RecordingError
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.sweeps import record_of, sweep_of
+from stepscope.trace.sweep_file import Sweep, is_sweep, read_sweep
+
+if TYPE_CHECKING:
+    from stepscope.report.source import Source
+
+STUDY_FILE = "study.json"
+TOML_FILE = "study.toml"
+"""A copy of what a user declared in TOML."""
+QUICK, FULL = "quick", "full"
+RECORDING = "recording"
+"""The field of a row that names its recording, relative to the rows."""
+
+
+class Rows:
+    """Rows of one measure as flat records: knobs and figures by name, as `stepscope bench --json` has them."""
+
+    def __init__(self, about: str, records: list[dict[str, Any]]) -> None:
+        self.about = about
+        self._records = records
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every row, those that failed too."""
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def ok(self) -> Rows:
+        """Those that have a time to be compared."""
+        return Rows(self.about, [record for record in self if record["status"] == OK])
+
+    def where(self, **values: Any) -> Rows:
+        """Rows with these values; a tuple or list lists several."""
+
+        def holds(record: Mapping[str, Any], name: str, value: Any) -> bool:
+            return bool(
+                record.get(name) in value if isinstance(value, (tuple, list, set)) else record.get(name) == value
+            )
+
+        kept = [r for r in self if all(holds(r, name, value) for name, value in values.items())]
+        said = ", ".join(f"{name}={value}" for name, value in values.items())
+        return Rows(f"{self.about} with {said}" if said else self.about, kept)
+
+    def values(self, name: str) -> list[Any]:
+        """What a knob takes in these rows, in order."""
+        found = list(dict.fromkeys(record.get(name) for record in self))
+        return sorted(found) if all(isinstance(value, (int, float)) for value in found) else found
+
+    def one(self, **values: Any) -> dict[str, Any]:
+        """The only row with these values; CannotCheck where there is none, or where it has no time."""
+        found = self.where(**values)
+        if not len(found):
+            raise CannotCheck(f"there is no row of {found.about}")
+        record = next(iter(found))
+        if record["status"] != OK:
+            raise CannotCheck(f"{found.about}: {record['status']}, {record['reason']}")
+        return record
+
+    def needed(self) -> Rows:
+        """These rows; CannotCheck where there are none."""
+        if not self._records:
+            raise CannotCheck(f"nothing was measured of {self.about}")
+        return self
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One point that was trained under `stepscope run`."""
+
+    axes: Mapping[str, Any]
+    status: str
+    reason: str | None
+    folder: Path | None
+    """None where it left no recording."""
+
+    @cached_property
+    def source(self) -> Source:
+        """Its recording, opened: card, analysis, findings, memory."""
+        if self.folder is None or self.status != OK:
+            raise CannotCheck(f"{self.status}: {self.reason}")
+        from stepscope.report.source import Source  # needs the read side; measuring does not
+
+        return Source(self.folder)
+
+
+class Stored:
+    """A study's folder, opened for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.facts = read_facts(folder)
+
+    @property
+    def mode(self) -> str:
+        """`quick` or `full`."""
+        return str(self.facts.get("mode"))
+
+    def sweep(self, measure: str) -> Sweep:
+        """The rows of a measure as written, and what they ran on; CannotCheck where there are none."""
+        path = self.folder / measure
+        if not is_sweep(path):
+            raise CannotCheck(f"{measure} was not measured: --resume goes on with it")
+        return read_sweep(path)
+
+    def rows(self, measure: str) -> Rows:
+        """The rows of a measure, summarised."""
+        known = self._rows.get(measure)
+        if known is None:
+            sweep = self.sweep(measure)
+            summary = sweep_of(list(sweep.rows), sweep.environments)
+            known = self._rows[measure] = Rows(measure, [record_of(point) for point in summary.points])
+        return known
+
+    def recordings(self, measure: str, **values: Any) -> list[Recorded]:
+        """The recordings of a measure, those with these values of knobs."""
+        found = []
+        for row in self.sweep(measure).rows:
+            axes = {"preset": row.get("preset"), **row["config"], **row["run"]}
+            if all(axes.get(name) == value for name, value in values.items()):
+                found.append(self._recorded(measure, axes, row))
+        return found
+
+    def recording(self, measure: str, **values: Any) -> Recorded:
+        """The first of them; CannotCheck where there is none."""
+        found = self.recordings(measure, **values)
+        if not found:
+            said = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise CannotCheck(f"there is no recording of {measure}{' with ' if said else ''}{said}")
+        return found[0]
+
+    def _recorded(self, measure: str, axes: dict[str, Any], row: Mapping[str, Any]) -> Recorded:
+        key = str(row["hash"])
+        if key not in self._recordings:
+            name = row.get(RECORDING)
+            folder = self.folder / measure / str(name) if name else None
+            self._recordings[key] = Recorded(axes, str(row["status"]), row.get("reason"), folder)
+        return self._recordings[key]
+
+    @cached_property
+    def _rows(self) -> dict[str, Rows]:
+        return {}
+
+    @cached_property
+    def _recordings(self) -> dict[str, Recorded]:
+        return {}
+
+
+def is_study(path: Path) -> bool:
+    """Whether a path is a study's folder."""
+    return (path / STUDY_FILE).is_file()
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What study.json says; RecordingError in one line where it cannot be read."""
+    try:
+        facts = json.loads((folder / STUDY_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordingError(f"{folder / STUDY_FILE} cannot be read: {error}") from None
+    if not isinstance(facts, dict) or not isinstance(facts.get("study"), str):
+        raise RecordingError(f"{folder / STUDY_FILE} is of no study: it was changed by hand or damaged")
+    return facts

@@ -1,0 +1,46 @@
+"""A study's report and the files that it promises, written into its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepscope.errors import UsageError
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.files import need, write_texts, writing
+from stepscope.report.markdown.markdown import markdown_of
+from stepscope.report.write import write_report
+from stepscope.studies.build import report_of_study
+from stepscope.studies.registry import STUDIES, find_study
+from stepscope.studies.stored import TOML_FILE, Stored, read_facts
+from stepscope.studies.study import REPORT, Study
+from stepscope.studies.toml_study import study_from_toml
+
+REPORT_FOLDER = "report"
+
+
+def write_study(study: Study, folder: Path) -> Path:
+    """Make the report and the files from what is stored; the page to look at first."""
+    for package in ("plotly", "matplotlib"):
+        need(package)
+    stored = Stored(folder)
+    report = report_of_study(study, stored)
+    for name, content in study.files.items():
+        target = folder / name
+        try:
+            text = markdown_of(report) if content is REPORT else content(stored)
+        except CannotCheck:
+            continue  # the report says what was not measured
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        write_texts(target, [text])
+    return write_report(report, folder / REPORT_FOLDER)
+
+
+def study_of(folder: Path) -> Study:
+    """The study that a folder is of. What somebody declared in Python is not run for a report of their folder."""
+    name = str(read_facts(folder)["study"])
+    if name in STUDIES:
+        return find_study(name)
+    if (folder / TOML_FILE).is_file():
+        return study_from_toml(folder / TOML_FILE, Path(name).stem)
+    raise UsageError(f"{folder} is of a study of your own: stepscope study {Path(name).name} -o {folder} --resume")

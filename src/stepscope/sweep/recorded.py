@@ -1,0 +1,67 @@
+"""Points trained under `stepscope run`, each in a fresh process: a row for each, with the recording it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepscope.record.origin import now
+from stepscope.sweep.grid import Point
+from stepscope.sweep.point_process import CRASHED, OK, OOM, SKIPPED
+from stepscope.sweep.rerun import Failure, run_process
+from stepscope.sweep.results import LOG_FOLDER
+from stepscope.sweep.rows import TIMEOUT, identity
+
+RECORDING_FOLDER = "recordings"
+RECORDING = "recording"
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+_CANNOT_RUN = re.compile(r"CannotRun: (.*)")
+
+
+def record_point(point: Point, folder: Path, options: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Train a point under `stepscope run` until its last window is over; its row, not yet written anywhere."""
+    name = f"{RECORDING_FOLDER}/{point.hash}"
+    recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
+    shutil.rmtree(recording, ignore_errors=True)  # what a kill left half done
+    asked = {"workload": point.workload, "preset": point.preset, "config": dict(point.config), "run": dict(point.run)}
+    words = [sys.executable, "-m", "stepscope", "run", "-o", str(recording), "--quiet", "--exit-after", *options]
+    words += ["-m", "stepscope.sweep.train", json.dumps(asked)]
+    started_at, began = now(), time.monotonic()
+    failure = run_process(words, Path.cwd(), dict(os.environ), log, timeout_s)
+    has_left = (recording / "recording.json").is_file()
+    return {
+        **identity(point),
+        **_status(failure, log),
+        RECORDING: name if has_left else None,
+        "environment": _environment(recording) if has_left else None,
+        "started_at": started_at,
+        "finished_at": now(),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+
+
+def _status(failure: Failure | None, log: Path) -> dict[str, Any]:
+    if failure is None:
+        return {"status": OK, "reason": None}
+    if failure.is_timeout:
+        return {"status": TIMEOUT, "reason": failure.reason}
+    said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    refused = _CANNOT_RUN.search(said)
+    if refused:
+        return {"status": SKIPPED, "reason": refused[1]}
+    return {"status": OOM if _OUT_OF_MEMORY.search(said) else CRASHED, "reason": failure.reason}
+
+
+def _environment(recording: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((recording / "recording.json").read_bytes()).get("environment")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,191 @@
+"""A study from its declaration to its report: real points on a CPU, resumed, reported again, its sentences' data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepscope.errors import RecordingError, UsageError
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Missing, Text
+from stepscope.studies import Question, Recordings, Study, Sweep
+from stepscope.studies.build import report_of_study
+from stepscope.studies.figures import compared, crossing, growth
+from stepscope.studies.registry import find_study
+from stepscope.studies.stored import Stored
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "study_activation.py"
+
+TOML = """
+title = "How does it grow?"
+
+[[sweep]]
+id = "widths"
+workload = "{example}:build"
+quick = {{ width = [16, 64], mode = "forward", steps = 2 }}
+
+[[question]]
+title = "How does a step grow with the width?"
+of = "widths"
+x = "width"
+y = "time_median_ns"
+"""
+
+
+def stepscope(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stepscope", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    done = stepscope("study", EXAMPLE, "--quick", "--device", "cpu", "-o", "out", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+def test_a_study_of_ones_own_is_under_thirty_lines_and_gives_a_report(studied):
+    assert len(EXAMPLE.read_text().splitlines()) < 30
+    report = (studied / "report" / "report.md").read_text()
+
+    assert "Is ReLU faster?" in report and "At width 64 ReLU is" in report
+    assert all((studied / "report" / name).stat().st_size > 1000 for name in ("report.html", "report.json"))
+    rows = [json.loads(line) for line in (studied / "widths" / "results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok"] * 4
+
+
+def test_the_sentence_follows_the_data(studied, tmp_path):
+    """GIVEN the same rows with ReLU's times made 10 times longer THEN the answer is another."""
+    changed = shutil.copytree(studied, tmp_path / "changed")
+    path = changed / "widths" / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if row["config"]["activation"] == "relu":
+            row["samples_device_ns"] = [1_000_000_000] * 10
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    study = find_study(str(EXAMPLE))
+
+    before, after = (report_of_study(study, Stored(folder)).verdict for folder in (studied, changed))
+    assert before != after and "times slower than GELU" in after
+
+
+def test_what_is_done_is_not_done_again(studied):
+    rows = (studied / "widths" / "results.jsonl").read_text().splitlines(keepends=True)
+    (studied / "widths" / "results.jsonl").write_text("".join(rows[:-1]))
+
+    refused = stepscope("study", EXAMPLE, "--quick", "--device", "cpu", "-o", studied, cwd=studied)
+    done = stepscope("study", EXAMPLE, "--quick", "--device", "cpu", "-o", studied, "--resume", cwd=studied)
+
+    assert refused.returncode == 2 and "--resume" in refused.stderr
+    assert done.returncode == 0 and done.stderr.count("widths ") == 1
+    after = (studied / "widths" / "results.jsonl").read_text().splitlines(keepends=True)
+    assert after[:-1] == rows[:-1] and json.loads(after[-1])["hash"] == json.loads(rows[-1])["hash"]
+
+
+def test_a_report_does_not_run_somebody_elses_program(studied, tmp_path):
+    done = stepscope("report", studied, cwd=tmp_path)
+
+    assert done.returncode == 2 and "study_activation.py" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_study_in_toml_is_reported_again_from_its_folder_alone(tmp_path):
+    (tmp_path / "grow.toml").write_text(TOML.format(example=EXAMPLE))
+    done = stepscope("study", "grow.toml", "--device", "cpu", "-o", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "grow.toml").unlink()
+    first = (tmp_path / "out/report/report.md").read_text()
+    shutil.rmtree(tmp_path / "out/report")
+
+    again = stepscope("report", "out", cwd=tmp_path)
+
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "out/report/report.md").read_text() == first
+    assert "at width 16" in first and "growing" in first
+
+
+def test_a_point_can_be_recorded_and_its_recording_asked(tmp_path):
+    measure = Recordings(
+        id="step", workload="cs336", about="a step", full=(),
+        quick=[{"preset": "tiny", "seq_len": 16}, {"preset": "tiny", "seq_len": 16, "dtype": "tf32"}],
+        options=("--warmup", "2", "--clean", "3", "--trace", "1"),
+    )  # fmt: skip
+
+    def answer(stored):
+        found = stored.recording("step", dtype="fp32")
+        yield Text(found.source.card.verdict)
+        assert stored.recording("step", dtype="tf32").status == "skipped"
+        stored.recording("step", dtype="tf32").source  # noqa: B018
+
+    question = Question(title="How long?", answer=answer)
+    study = Study(name="one", title="One", about="", measures=(measure,), questions=(question,))
+    from stepscope.studies.execute import begin, plan_of, run
+
+    plan = plan_of(study, "quick", "cpu")
+    begin(plan, tmp_path / "out", "one.py", "stepscope study one.py", False, "")
+    told = []
+    run(plan, tmp_path / "out", "stepscope study one.py", "", 120.0, lambda _, row, done: told.append((row, done)))
+
+    assert [row["status"] for row, _ in told if row] == ["ok", "skipped"] and told[-1][1] == 2
+    parts = report_of_study(study, Stored(tmp_path / "out")).sections[1].parts
+    assert isinstance(parts[0], Text) and parts[0].text.startswith("A step takes")
+    assert isinstance(parts[1], Missing) and "tf32 is there on NVIDIA GPUs only" in parts[1].text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("titel = 'x'", "there is no key 'titel'"),
+        ("title = 'x'", "question is missing"),
+        ("title = 'x'\nquestion = 3\n[[sweep]]\nid='a'\nworkload='w'\nquick={}", "[[question]]"),
+        ("title = 'x'\n[[question]]\ntitle = 'a'\nof = 'b'\nx = 'c'\ny = 'd'", "measures nothing"),
+        ("title = 'x'\n[[sweep]]\nid = 'a'\n[[question]]", "quick is missing"),
+    ],
+)
+def test_a_mistake_in_toml_is_one_line_with_the_key(tmp_path, text, message):
+    (tmp_path / "s.toml").write_text(text)
+    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
+        find_study(str(tmp_path / "s.toml"))
+
+
+@pytest.mark.parametrize("name", ["nanno", "no/such.py", "no/such.toml"])
+def test_a_study_that_is_not_there_is_one_line(name):
+    with pytest.raises(UsageError, match=r"no study|is not there|No such file|no file|there is no"):
+        find_study(name)
+
+
+def test_a_knob_that_is_not_there_is_told_before_anything_runs():
+    from stepscope.studies.execute import plan_of
+
+    sweep = Sweep(id="a", workload="cs336", about="", quick=[{"seqlen": 16}], full=())
+    with pytest.raises(UsageError, match="seq_len"):
+        plan_of(Study(name="a", title="", about="", measures=(sweep,), questions=()), "quick", "cpu")
+
+
+def test_a_damaged_study_is_one_line(tmp_path):
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(RecordingError, match=r"study\.json"):
+        Stored(tmp_path)
+
+
+def test_figures_of_sentences():
+    rows = [{"n": n, "t": 5.0 * n} for n in (64, 128, 256)]
+    steep = [{"n": n, "t": n * n / 100} for n in (64, 128, 256, 1024)]
+
+    assert growth(rows, "n", "t") == pytest.approx(1.0)
+    assert growth(steep, "n", "t") == pytest.approx(2.0)
+    assert crossing(steep, [*rows, {"n": 1024, "t": 5120.0}], "n", "t") == pytest.approx(500.0)
+    assert crossing(rows, steep, "n", "t") is None or crossing(rows, steep, "n", "t") == 64.0
+    assert compared(1.0, 1.0, "it") == "as fast as it"
+    with pytest.raises(CannotCheck):
+        growth(rows[:1], "n", "t")
+
+
+def test_the_documentation_shows_the_example_as_it_is():
+    page = (EXAMPLE.parents[1] / "docs" / "studies.md").read_text()
+    assert EXAMPLE.read_text().rstrip() in page
