@@ -152,7 +152,20 @@ def test_a_missing_recording_is_one_line():
 @pytest.mark.parametrize(
     "words",
     [
-        ["bench", "cs336", "--preset", "tiny", "--set", "seq_len=16", "--device", "cpu", "--steps", "1", "-o", "sweep"],
+        [
+            "bench",
+            "cs336",
+            "--preset",
+            "tiny",
+            "--set",
+            "seq_len=16",
+            "--device",
+            "cpu",
+            "--steps",
+            "1",
+            "-o",
+            "sweep",
+        ],
         ["plan", "cs336", "--preset", "tiny", "--device", "NVIDIA H200"],
         ["list", "workloads"],
         ["doctor"],

@@ -108,15 +108,9 @@ def whole_loss(model: Model, hidden: torch.Tensor, targets: torch.Tensor) -> tor
     return F.cross_entropy(model.head(hidden).flatten(0, 1).float(), targets.flatten())
 
 
-def chunked_loss(model: Model, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same with the logits of an eighth of the tokens at a time, made again in the backward."""
-
-    def loss_of(some: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model.head(some).float(), wanted, reduction="sum")
-
-    pairs = zip(hidden.flatten(0, 1).chunk(8), targets.flatten().chunk(8))
-    parts = [checkpoint(loss_of, some, wanted, use_reentrant=False) for some, wanted in pairs]
-    return torch.stack(parts).sum() / targets.numel()
+def compiled_loss() -> Callable[[Model, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The same in one pass each way over the logits, and with no copy of them."""
+    return torch.compile(whole_loss)
 
 
 def training(
@@ -193,8 +187,13 @@ def norm_written_out(device: torch.device, small: bool = False) -> Plant:
 
 
 def full_logits(device: torch.device, small: bool = False) -> Plant:
-    steps = two(device, small, (4, 1024, 16, 131072), {}, {"loss": chunked_loss}, 1024, 16)
-    return *steps, "16,384 tokens × 131,072 words of logits and their float32 copy; fixed = eight chunks, recomputed."
+    steps = two(device, small, (4, 1024, 16, 131072), {}, {"loss": compiled_loss()}, 1024, 16)
+    return *steps, "16,384 tokens × 131,072 words of logits and their float32 copy; fixed = head and loss compiled."
+
+
+def full_logits_of_a_small_head(device: torch.device, small: bool = False) -> Plant:
+    steps = two(device, small, (8, 1024, 16, 16384), {}, {"loss": compiled_loss()}, 2048, 8)
+    return *steps, "16,384 tokens × 16,384 words behind eight layers; fixed = head and loss compiled."
 
 
 def checkpointing(device: torch.device, small: bool = False) -> Plant:
@@ -232,7 +231,7 @@ def autocast_of_a_small_model(device: torch.device, small: bool = False) -> Plan
 
 
 def casts_per_micro_batch(device: torch.device, small: bool = False) -> Plant:
-    width, num_layers, rows, num_micro_batches = (32, 3, 16, 4) if small else (4096, 12, 512, 16)
+    width, num_layers, rows, num_micro_batches = (32, 3, 16, 4) if small else (8192, 8, 512, 8)
 
     def build(is_one_region: bool) -> Step:
         torch.manual_seed(0)
@@ -259,91 +258,8 @@ def casts_per_micro_batch(device: torch.device, small: bool = False) -> Plant:
     return (
         build(False),
         build(True),
-        "Twelve layers of 4,096 cast in each of 16 micro-batches; fixed = one autocast region.",
+        "Eight layers of 8,192 cast in each of 8 micro-batches; fixed = one autocast region.",
     )
-
-
-def advanced_indexing(device: torch.device, small: bool = False) -> Plant:
-    """A table of few rows looked up often: the same row again and again."""
-    num_rows, width, num_indices = (8, 16, 256) if small else (256, 512, 1 << 19)
-
-    def build(look_up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Step:
-        torch.manual_seed(0)
-        table = nn.Parameter(torch.randn(num_rows, width, device=device))
-        mix = nn.Linear(width, width, device=device)
-        optimizer = torch.optim.AdamW([table, *mix.parameters()], fused=device.type == "cuda")
-        index = torch.randint(num_rows, (num_indices,), device=device)
-
-        def step() -> object:
-            with torch.autocast(device.type, torch.bfloat16):
-                value = mix(look_up(table, index)).float().square().mean()
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return value
-
-        return step
-
-    slow, fixed = build(lambda table, index: table[index]), build(lambda table, index: F.embedding(index, table))
-    return slow, fixed, "table[index], half a million indices into 256 rows; fixed = F.embedding(index, table)."
-
-
-def expert_loop(device: torch.device, small: bool = False) -> Plant:
-    """Experts one after the other, each with the tokens that chose it; or one grouped product for all."""
-    num_experts, width, inner, num_tokens = (8, 32, 64, 128) if small else (64, 1024, 2048, 8192)
-    torch.manual_seed(0)
-    counts = torch.bincount(torch.randint(num_experts, (num_tokens,)), minlength=num_experts)
-    sizes, offsets = counts.tolist(), counts.cumsum(0).to(device, torch.int32)
-
-    def build(is_grouped: bool) -> Step:
-        torch.manual_seed(0)
-        up = nn.Parameter(torch.randn(num_experts, width, inner, device=device, dtype=torch.bfloat16) * 0.02)
-        down = nn.Parameter(torch.randn(num_experts, inner, width, device=device, dtype=torch.bfloat16) * 0.02)
-        optimizer = torch.optim.AdamW([up, down], fused=device.type == "cuda")
-        x = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
-
-        def loop() -> torch.Tensor:
-            # unbind, as the backward of up[expert] would fill a gradient of all experts for each of them.
-            return torch.cat([F.gelu(part @ u) @ d for part, u, d in zip(x.split(sizes), up.unbind(), down.unbind())])
-
-        def grouped() -> torch.Tensor:
-            return torch._grouped_mm(F.gelu(torch._grouped_mm(x, up, offs=offsets)), down, offs=offsets)
-
-        def step() -> object:
-            value = (grouped() if is_grouped else loop()).float().square().mean()
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return value
-
-        return step
-
-    return build(False), build(True), "64 experts in a Python loop, 8,192 tokens; fixed = torch._grouped_mm."
-
-
-def heads_one_by_one(device: torch.device, small: bool = False) -> Plant:
-    """One product a head in a list of layers; or one batched product."""
-    num_heads, width, size, rows = (4, 64, 16, 32) if small else (64, 2048, 64, 512)
-
-    def build(is_batched: bool) -> Step:
-        torch.manual_seed(0)
-        weights = nn.Parameter(torch.randn(num_heads, width, size, device=device, dtype=torch.bfloat16) * 0.02)
-        single = nn.ParameterList(nn.Parameter(weight.detach().clone()) for weight in weights)
-        parameters = [weights] if is_batched else list(single)
-        optimizer = torch.optim.AdamW(parameters, fused=device.type == "cuda")
-        x = torch.randn(num_heads, rows, width, device=device, dtype=torch.bfloat16)
-
-        def step() -> object:
-            made = torch.bmm(x, weights) if is_batched else torch.stack([part @ w for part, w in zip(x, single)])
-            value = made.float().square().mean()
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return value
-
-        return step
-
-    return build(False), build(True), "64 products of 512 × 2,048 × 64 in a list; fixed = one torch.bmm."
 
 
 PLANTS: dict[str, Callable[..., Plant]] = {
@@ -353,10 +269,8 @@ PLANTS: dict[str, Callable[..., Plant]] = {
     "unfused_elementwise": gelu_written_out,
     "unfused_elementwise_norm": norm_written_out,
     "full_logits": full_logits,
+    "full_logits_small_head": full_logits_of_a_small_head,
     "checkpointing_with_free_memory": checkpointing,
     "autocast_cost": autocast_of_a_small_model,
     "repeated_weight_casts": casts_per_micro_batch,
-    "serialised_scatter": advanced_indexing,
-    "small_gemms": expert_loop,
-    "small_gemms_batched": heads_one_by_one,
 }

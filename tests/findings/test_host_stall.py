@@ -84,3 +84,30 @@ def test_without_steps_it_cannot_be_checked():
     kernel(trace, 0, runs=10, took=500)
     with pytest.raises(CannotCheck, match=r"prof\.step"):
         host_stall.check(case_of(trace))
+
+
+def graph_given_back(trace: TraceBuilder, at: float, quiet: float = 1.2 * MS, is_let_go: bool = True) -> float:
+    """A backward of 700 nodes; then nothing is seen for a while, until the loss is let go; then the optimizer."""
+    kernel(trace, at, runs=at + 10, took=100)
+    for node in range(700):
+        trace.op("autograd::engine::evaluate_function: MulBackward0", at + 100 + 2 * node, 1, AUTOGRAD, sequence=node)
+    end = at + 1500 + quiet
+    trace.memory(at + 1500, -512)
+    if is_let_go:
+        trace.memory(end, -512)
+    trace.annotation("Optimizer.step#AdamW.step", end, 1500)
+    kernel(trace, end + 1400, runs=end + 1410, took=1000, op="aten::_fused_adamw_")
+    trace.call("cudaDeviceSynchronize", end + 1500, 920)
+    return 4000 + quiet
+
+
+def test_a_graph_that_is_given_back_and_the_optimizers_own_python_are_work():
+    assert host_stall.check(case_of(steps(graph_given_back))) == []
+
+
+def test_after_the_backward_a_longer_stretch_or_one_that_ends_with_no_tensor_is_told():
+    (longer,) = host_stall.check(case_of(steps(lambda trace, at: graph_given_back(trace, at, quiet=1.6 * MS))))
+    (other,) = host_stall.check(case_of(steps(lambda trace, at: graph_given_back(trace, at, is_let_go=False))))
+
+    assert longer.saving_ns == pytest.approx(1_600_000, abs=20_000)
+    assert "the host is away" in other.sentence.lower()

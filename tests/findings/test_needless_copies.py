@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from device_cases import BF16, Program
+from device_cases import BF16, FP32, Program
 
 from stepscope.findings.rules import needless_copies
 
@@ -40,3 +40,14 @@ def test_its_backward_is_named_where_there_is_one():
 def test_what_the_compiler_left_in_its_code_is_not_the_programs():
     for around in ("CompiledFunction", "CompiledFunctionBackward", "Torch-Compiled Region: 0/0"):
         assert copying(around) == []
+
+
+def test_a_cast_that_a_checkpoint_runs_again_and_its_backward_are_no_way_there_and_back():
+    """Logits in chunks: to float32 for the loss, once more in the backward, and their gradient to bfloat16."""
+    program = Program()
+    to, widen, narrow = [("aten::to", [SHAPE, []], [BF16, ""])], [FP32, BF16, "Scalar"], [BF16, FP32, "Scalar"]
+    number = program.op("aten::copy_", [SHAPE, SHAPE, []], 2000, widen, around=to)
+    program.op("aten::copy_", [SHAPE, SHAPE, []], 2000, widen, around=to, recomputed_in=number)
+    program.op("aten::copy_", [SHAPE, SHAPE, []], 2000, narrow, around=to, backward=number)
+
+    assert needless_copies.check(program.case()) == []

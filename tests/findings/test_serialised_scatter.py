@@ -9,7 +9,8 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.findings.rules import serialised_scatter
 
 TABLE, VALUES = [256, 512], [500_000, 512]
-MOVED_NS = 3 * 4 * 500_000 * 512 / (4.8e12 * 0.85) * 1e9
+GOOD_NS = 4 * (500_000 + 2 * 256) * 512 / (4.8e12 * 0.4) * 1e9 + 500_000 * 0.2
+"""The values once, the table read and written, at 40 % of 4.8 TB/s, and the indices sorted: 0.63 ms."""
 KERNELS = ["DeviceRadixSort", "void at::native::indexing_backward_kernel_stride_1<float, 4>(long const*)"]
 
 
@@ -26,10 +27,10 @@ def test_the_backward_of_advanced_indexing():
 
     (finding,) = serialised_scatter.check(program.case())
 
-    assert finding.saving_ns == pytest.approx(20_000_000 - MOVED_NS, abs=1)
+    assert finding.saving_ns == pytest.approx(20_000_000 - GOOD_NS, abs=1)
     assert "for what aten::index looked up" in finding.sentence
     assert "976.6 MiB" in finding.sentence
-    assert "index_select" in finding.fix and finding.upper_bound
+    assert finding.fix.startswith("F.embedding(index, x)")
 
 
 def test_an_embedding():
@@ -40,9 +41,18 @@ def test_an_embedding():
     assert "one_hot" in finding.fix
 
 
-def test_at_the_bandwidth_it_is_clean():
+def test_as_fast_as_an_embedding_s_backward_it_is_clean():
     program = Program()
-    lookup_and_backward(program, 1000)  # 2 ms for what needs 0.75 ms
+    lookup_and_backward(program, 600)  # 1.2 ms for what takes 0.63 ms
+
+    assert serialised_scatter.check(program.case()) == []
+
+
+def test_a_table_as_large_as_the_values_is_read_and_written_too():
+    program = Program()
+    number = program.op("aten::index", [VALUES, []], 400)
+    shapes, types = [VALUES, [], VALUES, [], []], [FP32, "TensorList", FP32, "", ""]
+    program.op("aten::_index_put_impl_", shapes, 1600, types, backward=number, kernels=KERNELS)  # needs 1.7 ms
 
     assert serialised_scatter.check(program.case()) == []
 

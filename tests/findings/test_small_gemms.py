@@ -82,6 +82,36 @@ def test_products_that_fill_the_device_are_clean():
     assert small_gemms.check(program.case()) == []
 
 
+def test_experts_that_fill_the_device_on_a_host_that_is_late():
+    """Twelve turns of three launches, 100 µs of the host each: one is left, and its kernels take as long as all."""
+    program = Program(pace=100)
+    experts(program, [1000, 1200, 900, 1300, 800, 1100] * 2)
+
+    (finding,) = small_gemms.check(program.case())
+
+    assert finding.saving_ns == pytest.approx(36 * 100_000 - 12 * 65_000, rel=0.05)
+    assert "With what else is done in a turn, 36 of the step's 36 launches are the loop's" in finding.sentence
+
+
+def test_without_a_late_host_products_that_fill_the_device_are_clean():
+    program = Program()
+    experts(program, [1000, 1200, 900, 1300, 800, 1100] * 2)
+
+    assert small_gemms.check(program.case()) == []
+
+
+def test_micro_batches_of_other_lengths_are_no_loop():
+    """Four layers of two products for each: those of one micro-batch need one another."""
+    program = Program(pace=100)
+    for rows in (100, 120, 90, 130):
+        for _ in range(4):
+            program.op("aten::mm", [[rows, WIDTH], [WIDTH, INNER]], 30, BF16)
+            number = program.op("aten::mm", [[rows, INNER], [INNER, WIDTH]], 30, BF16)
+        program.op("aten::mm", [[INNER, rows], [rows, WIDTH]], 30, BF16, backward=number)
+
+    assert small_gemms.check(program.case()) == []
+
+
 def test_the_tile_is_in_the_kernel_s_name():
     program = Program()
     for _ in range(16):

@@ -156,3 +156,40 @@ def test_a_small_tensor_made_on_the_host_stops_the_step_too():
 def test_without_gpu_work_nothing_is_waited_for():
     with pytest.raises(CannotCheck, match="no GPU work"):
         synchronisation.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))
+
+
+def chosen_by_mask(trace: TraceBuilder, at: float) -> float:
+    """The host is the slower one: 20 µs of it for each of ten kernels, then 200 µs for `x[mask]`, of which the mask
+    is counted for 150, and ten more kernels."""
+    for number in range(10):
+        kernel(trace, at + 30 * number, runs=at + 30 * number + 10, took=5)
+    begin, number = at + 300, len(trace.events) + 1
+    trace.op("aten::index", begin, 200, id=number).op("aten::nonzero", begin + 10, 150, id=number + 1)
+    trace.launch("reduce", begin + 20, runs=(begin + 30, 4), took=10, id=number + 1)
+    trace.launch(
+        "Memcpy DtoH (Device -> Pinned)", begin + 40, runs=(begin + 50, 2), took=10, call="cudaMemcpyAsync",
+        id=number + 1, bytes=8, category="gpu_memcpy",
+    )  # fmt: skip
+    trace.call("cudaStreamSynchronize", begin + 52, 10)
+    trace.launch("gather", begin + 170, runs=(begin + 180, 8), took=10, id=number)
+    for number in range(10):
+        kernel(trace, begin + 210 + 30 * number, runs=begin + 220 + 30 * number, took=5)
+    trace.call("cudaDeviceSynchronize", begin + 520, 10)
+    return 850
+
+
+def test_a_mask_costs_what_an_op_of_a_fixed_shape_would_not():
+    (finding,) = synchronisation.check(case_of(steps(chosen_by_mask)))
+
+    # 200 µs of the host become the 20 of the other ops.
+    assert finding.saving_ns == pytest.approx(180_000, abs=2_000)
+    assert "indexing with a mask, 1 time a step, keeps it for 0.2 ms" in finding.sentence
+    assert finding.fix.startswith("keep the shape fixed")
+
+
+def test_indices_that_are_known_are_no_mask():
+    def looked_up(trace: TraceBuilder, at: float) -> float:
+        kernel(trace, at, runs=at + 10, took=100, op="aten::index")
+        return 120
+
+    assert case_of(steps(looked_up)).mask_indexing.is_empty()

@@ -99,6 +99,32 @@ def test_gelu_by_hand_is_named():
     assert finding.fix.startswith('F.gelu(x, approximate="tanh")')
 
 
+def test_the_casts_before_and_behind_belong_to_it_and_a_weight_s_between_does_not():
+    """Autocast casts a layer's weight, then what enters it: 5 kernels of the chain's, and one of the weight's."""
+    program = Program()
+    linear = [("aten::linear", [SHAPE, [3060, 3060]], [FP32, FP32])]
+    to_wide, to_narrow = [FP32, BF16, "Scalar"], [BF16, FP32, "Scalar"]
+    program.op("aten::copy_", [SHAPE, SHAPE, []], 60, to_wide)
+    chain(program, 3)
+    program.op("aten::copy_", [[3060, 3060], [3060, 3060], []], 500, to_narrow, around=linear)
+    program.op("aten::copy_", [SHAPE, SHAPE, []], 60, to_narrow, around=linear)
+
+    (finding,) = unfused_elementwise.check(program.case())
+
+    assert finding.saving_ns == pytest.approx(420_000 - FUSED_NS / 2, abs=1), "half as many bytes at both ends"
+
+
+def test_on_a_host_that_is_late_the_compiler_saves_no_launches():
+    def pointwise(names: str) -> list:
+        program = Program(pace=100)
+        for name in names.split():
+            program.op(f"aten::{name}", [[64, 64], []], 5)
+        return unfused_elementwise.check(program.case())
+
+    assert pointwise("neg exp neg exp neg exp") == []
+    assert pointwise("pow mul add mul tanh add mul")[0].saving_ns > 500_000, "F.gelu is one launch"
+
+
 def test_an_optimizer_is_another_rule():
     program = Program()
     begin = program.at

@@ -17,6 +17,15 @@ LEAST_LENGTH = 3
 _SMALL = 1 / 32
 """Of the chain's tensor: what is smaller (a mean of each row, a scale) rides along."""
 _ALONG = ("memset_memcpy",)
+_WITH_WEIGHT = (
+    "aten::linear",
+    "aten::matmul",
+    "aten::mm",
+    "aten::addmm",
+    "aten::conv1d",
+    "aten::conv2d",
+    "aten::conv3d",
+)
 _SCHEMA = pl.Schema(
     {
         "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
@@ -40,10 +49,11 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     else and end a chain.
 
     A chain is work of one stream and one phase that goes over tensors of one size with nothing but casts, fills and
-    small tensors between: elementwise ops, and reductions of the last dimension. `phase`, `step`, `shape` and `dtype`
-    of its first op, `ops` and `roots` (what the program called) in order, `num_kernels`, `bytes` that they move,
-    `fused_bytes`: what they read that none of them wrote, and their last result; `duration_ns`, `events`, `last` of
-    them. A tensor that is read twice counts twice, so that `fused_bytes` is never too low on its account.
+    small tensors between: elementwise ops, and reductions of the last dimension, with the cast before them. `phase`,
+    `step`, `shape` and `dtype` of its first op, `ops` and `roots` (what the program called) in order, `num_kernels`,
+    `bytes` that they move, `fused_bytes`: what they read that none of them wrote, and their last result;
+    `duration_ns`, `events`, `last` of them. A tensor that is read twice counts twice, so that `fused_bytes` is never
+    too low on its account.
     """
     taken = set(others)
     rows: list[tuple[Any, ...]] = []
@@ -52,6 +62,14 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     for row in ordered.iter_rows(named=True):
         role = "end" if row["event"] in taken or row["phase"] == "optimizer" else _role(row)
         num_elements = prod(row["shape"]) if row["shape"] else 0
+        # A product casts its weight before what enters it: the one is none of the chain's, the other may be its last.
+        if (
+            chain is not None
+            and role == "cast"
+            and row["root_op"] in _WITH_WEIGHT
+            and num_elements != chain.num_elements
+        ):
+            continue
         if chain is not None and (
             role == "end"
             or any(row[key] != chain.first[key] for key in ("device", "stream", "phase", "step"))
@@ -59,8 +77,10 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
         ):
             rows += _told(chain)
             chain = None
-        if role == "end" or (chain is None and role != "link"):
+        if role == "end" or (chain is None and role not in ("link", "cast")):
             continue
+        if role == "cast" and (chain is None or not chain.length):
+            chain = _Chain(row, num_elements)  # of casts in a row, the last is the chain's
         chain = chain or _Chain(row, num_elements)
         _add(chain, row, role, num_elements)
     rows += _told(chain)
@@ -79,6 +99,9 @@ def _role(row: dict[str, Any]) -> str:
     if row["kind"] != "kernel" or row["class"] in _ALONG:
         return "along" if row["kind"] == "memset" or row["class"] in _ALONG else "end"
     if row["read_bytes"] is None or row["written_bytes"] is None or not row["shape"]:
+        return "end"
+    # What a backward adds to the gradient of a weight: nobody reads on from there, and the next is of another weight.
+    if row["phase"] == "backward" and row["op"] == row["root_op"] == "aten::add_":
         return "end"
     if row["class"] == "elementwise":
         return "link"

@@ -77,8 +77,8 @@ def copies(linked: Linked) -> pl.DataFrame:
         *(host[text].gather(moved["op"]).alias(text) for text in texts),
     )  # fmt: skip
     keys = ["kind", "name", "class", "op_name", "outer_op", *texts]
-    judged = _judged(moved.select(keys).unique(maintain_order=True))
-    moved = moved.join(judged, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    answers = judged(moved.select(keys).unique(maintain_order=True))
+    moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
     # What an op moves is divided over its kernels, so that the sum is what it moves.
     is_kernel = pl.col("kind") == "kernel"
     num_kernels = is_kernel.sum().over("op")
@@ -122,8 +122,9 @@ def _traffic() -> pl.Expr:
     return pl.col("bytes") * pl.when(pl.col("what") == "device_to_device").then(2).otherwise(1)
 
 
-def _judged(cases: pl.DataFrame) -> pl.DataFrame:
-    """Different cases with `what`, `pageable` and `op_bytes`; each is looked at once."""
+def judged(cases: pl.DataFrame) -> pl.DataFrame:
+    """Different cases (`kind`, `name`, `class`, `op_name`, `outer_op`, `shapes`, `dtypes`, `strides`, `inputs`) with
+    `what`, `pageable` and `op_bytes`; each is looked at once."""
     answers = [_judge(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
     return cases.with_columns(
         pl.Series("what", [what for what, _, _ in answers], dtype=pl.Enum(list(KINDS))),

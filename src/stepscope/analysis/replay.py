@@ -12,18 +12,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from statistics import median, median_low
 
 import polars as pl
 
+from stepscope.analysis.idle import PLANNING_NS
 from stepscope.analysis.intervals import length_ns, spans, union
 from stepscope.analysis.links import Linked
 from stepscope.analysis.syncs import syncs
 
-PROFILER_NS_PER_EVENT = 2_500.0
-"""What the profiler adds to the host's time for each op and call that it writes down, with shapes and memory; from
-traces whose clean step is known (docs/whatif.md)."""
+PROFILER_SHARE = 0.32
+"""Of the host's own time, what the profiler takes to write ops and calls down, with shapes and memory; from traces
+whose clean step is known (docs/whatif.md). A share, since a slow host writes slowly too."""
 _QUEUE_LENGTH = 1024
 """Pieces of GPU work that can wait before the next launch blocks."""
 _HELD_NS = 10_000
@@ -196,6 +198,20 @@ class Replay:
         started = list(accumulate(self._starts, max))
         waiting = (i + 1 - bisect_right(started, returned) for i, returned in enumerate(self._returned))
         self._queue_length = max([_QUEUE_LENGTH, *waiting])
+
+    @cached_property
+    def profiler_ns_per_event(self) -> float:
+        """What the profiler adds to the host's time for each event that it writes down, by what the host takes for
+        one in this trace; stretches of a millisecond and more are left out, which are no writing."""
+        own_ns = num_events = 0.0
+        last_ns = self.start_ns
+        for tick in self._ticks:
+            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
+            if last_ns < tick.time_ns and tick.time_ns - since < PLANNING_NS:
+                own_ns += tick.time_ns - since
+                num_events += tick.num_events * (tick.time_ns - since) / (tick.time_ns - last_ns)
+            last_ns = tick.time_ns
+        return PROFILER_SHARE * own_ns / num_events if num_events else 0.0
 
     @property
     def events(self) -> list[int]:

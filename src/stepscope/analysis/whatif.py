@@ -10,18 +10,31 @@ import polars as pl
 
 from stepscope.analysis.intervals import union
 from stepscope.analysis.links import Linked
+from stepscope.analysis.names import matches
 from stepscope.analysis.replay import Change
 from stepscope.errors import UsageError
 
 _HIGHEST = 64
+_WAITING = r"(?i)synchronize"
 FIELDS = {"class": "class", "kernel": "name", "op": "op", "called": "root_op", "module": "module", "phase": "phase"}
 """What work can be chosen by, and the column of `work` that says it."""
 
 
-def without(linked: Linked, events: Iterable[int]) -> Change:
-    """GPU work gone, and with it the host's time in the ops that did nothing else."""
+def without(linked: Linked, events: Iterable[int], is_loop: bool = False) -> Change:
+    """GPU work gone, and with it the host's time in the ops that did nothing else.
+
+    Of a loop that is not gone round any more also the time between, from one launch that is gone to the next, and the
+    waiting there.
+    """
     gone = frozenset(events)
-    return Change(gone=gone, host=stretches(_spent_on(linked, gone)))
+    spent = _spent_on(linked, gone)
+    if not is_loop:
+        return Change(gone=gone, host=stretches(spent))
+    host = stretches(pl.concat([spent, _between(linked, gone)]))
+    waits = linked.host.filter(matches(linked.host["name"], _WAITING)).select("event", "start_ns", "end_ns")
+    around = host.select("start_ns", pl.col("end_ns").alias("until_ns"))
+    inside = waits.sort("start_ns").join_asof(around, on="start_ns").filter(pl.col("end_ns") <= pl.col("until_ns"))
+    return Change(gone=gone, host=host, unwaited=frozenset(inside["event"].to_list()))
 
 
 def stretches(spans: pl.DataFrame, factor: float = 0.0) -> pl.DataFrame:
@@ -60,6 +73,16 @@ def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
         if top is not None:
             rows.add(top)
     return host.select("start_ns", "end_ns").gather(sorted(rows))
+
+
+def _between(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
+    """From each launch whose work is gone to the next launch, where that one's is gone too."""
+    launched = linked.device.select("launch", pl.col("event").is_in(list(gone)).alias("is_gone")).drop_nulls("launch")
+    launched = launched.group_by("launch").agg(pl.col("is_gone").all())
+    times = linked.host.select("start_ns", "end_ns").with_row_index("launch")
+    calls = launched.with_columns(pl.col("launch").cast(pl.UInt32)).join(times, on="launch").sort("start_ns")
+    is_between = pl.col("is_gone") & pl.col("is_gone").shift(-1)
+    return calls.select("start_ns", pl.col("end_ns").shift(-1), is_between).filter("is_gone").drop("is_gone")
 
 
 def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from stepscope.analysis.recomputed import is_run_again
 from stepscope.analysis.roofline import costed_calls
 
 # What autograd puts around the ops of a backward: not what somebody called.
-_COMPILED = r"^CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
+COMPILED = r"^CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
 _AUTOGRAD = r"^autograd::|Backward\d*$|^torch::autograd::|^CompiledFunction|AccumulateGrad$"
 
 
@@ -38,7 +38,7 @@ def work(linked: Linked) -> pl.DataFrame:
         "event", "kind", "name", "class", "activity", "start_ns", "duration_ns", "device", "stream", "step", "phase",
         "module", pl.col("op").alias("call"), pl.col("op_name").alias("op"), roots.alias("root"),
         host["name"].gather(roots).alias("root_op"),
-        ancestor(host, matches(host["name"], _COMPILED)).gather(device["op"]).is_not_null().alias("is_compiled"),
+        ancestor(host, matches(host["name"], COMPILED)).gather(device["op"]).is_not_null().alias("is_compiled"),
         *(host[text].gather(device["op"]).alias(text) for text in COLUMNS if text != "name"),
     )  # fmt: skip
     table = table.join(costs, on="call", how="left", maintain_order="left")

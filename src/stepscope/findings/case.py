@@ -15,7 +15,7 @@ from stepscope.analysis.memory_account import Account
 from stepscope.analysis.memory_account import account as account_for_memory
 from stepscope.analysis.memory_left import MemoryGrowth, growth_between_steps, growth_in_window
 from stepscope.analysis.rank import RankAccount, account
-from stepscope.analysis.replay import PROFILER_NS_PER_EVENT, Change, Replayed
+from stepscope.analysis.replay import Change, Replayed
 from stepscope.analysis.summary import Summary, summarise
 from stepscope.analysis.trace_memory import trace_memory
 from stepscope.analysis.traces import AcrossRanks, Analysis
@@ -127,7 +127,7 @@ class Case(TraceTables):
     def profiler_ns_per_event(self) -> float:
         """What the profiler added to the host's time: so that the clean step comes out, where it is known."""
         if self.clean_ns is None:
-            return PROFILER_NS_PER_EVENT
+            return self.replay.profiler_ns_per_event
         low, high = 0.0, _MOST_PROFILER_NS
         for _ in range(16):
             middle = (low + high) / 2
@@ -167,9 +167,9 @@ class Case(TraceTables):
     def _duration_ns(self) -> dict[int, int]:
         return dict(self.work.select("event", "duration_ns").iter_rows())
 
-    def without(self, events: pl.Series) -> Change:
-        """The change in which some GPU work is gone, with the host's time for it."""
-        return without(self._linked, events.to_list())
+    def without(self, events: pl.Series, is_loop: bool = False) -> Change:
+        """The change in which some GPU work is gone, with the host's time for it (`analysis/whatif.py`)."""
+        return without(self._linked, events.to_list(), is_loop)
 
     def places(self, events: Iterable[int]) -> Places:
         """Where some GPU work is, by `event`: most of it first."""

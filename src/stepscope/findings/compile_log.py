@@ -6,13 +6,14 @@ from typing import Any
 
 from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck
+from stepscope.trace.compile_file import count_of, entries
+
+__all__ = ["compile_entries", "compile_report", "count_of"]
 
 
 def compile_entries(case: Case, what: str) -> list[dict[str, Any]]:
     """One of the lists of `compile.json`; empty where nothing was compiled, or where there is a trace alone."""
-    report = compile_report(case)
-    entries = report.get(what)
-    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    return entries(compile_report(case), what)
 
 
 def compile_report(case: Case) -> dict[str, Any]:
@@ -21,9 +22,3 @@ def compile_report(case: Case) -> dict[str, Any]:
         return dict(case.recording.compiler or {})
     except CannotCheck:
         return {}
-
-
-def count_of(entry: dict[str, Any]) -> int:
-    """How often an entry was seen."""
-    count = entry.get("count", 1)
-    return count if isinstance(count, int) else 1

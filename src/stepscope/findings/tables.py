@@ -16,7 +16,9 @@ from stepscope.analysis.idle import idle_gaps
 from stepscope.analysis.intervals import length_ns, spans, union
 from stepscope.analysis.links import Linked, link
 from stepscope.analysis.logits import logits
+from stepscope.analysis.masks import mask_indexing
 from stepscope.analysis.nan_checks import nan_checks, stack_writing_ops
+from stepscope.analysis.product_loops import product_loops
 from stepscope.analysis.quiet import quiet_stretches
 from stepscope.analysis.rank import RankAccount, account_of, device_name
 from stepscope.analysis.recomputed import recomputed
@@ -125,6 +127,11 @@ class TraceTables:
         return tiled_products(self.work)
 
     @cached_property
+    def product_loops(self) -> pl.DataFrame:
+        """Work of loops over products that do not need one another (`analysis/product_loops.py`)."""
+        return product_loops(self.work, self.products)
+
+    @cached_property
     def casts(self) -> pl.DataFrame:
         """Casts between float32 and a lower precision in the typical steps (`analysis/casts.py`)."""
         return casts(self._linked, self.work)
@@ -185,6 +192,11 @@ class TraceTables:
     def waits(self) -> pl.DataFrame:
         """Where the host waited for the GPU, in the typical steps (`analysis/waits.py`)."""
         return self._within(waits(self._linked, self._all_copies))
+
+    @cached_property
+    def mask_indexing(self) -> pl.DataFrame:
+        """Ops that choose elements by a mask, in the typical steps (`analysis/masks.py`)."""
+        return self._within(mask_indexing(self._linked))
 
     @cached_property
     def nan_checks(self) -> pl.DataFrame:

@@ -50,7 +50,14 @@ def _told(case: Case, breaks: list[dict[str, Any]], saving_ns: float | None, see
         where, why = breaks[0].get("place"), str(breaks[0].get("reason")).rstrip(".")
         parts.insert(0, f"torch.compile broke the graph {several(total, 'time')}, most often at {where}: {why}")
     else:
-        parts.insert(0, "torch.compile broke the graph: regions call one another")
+        is_nested = bool(case.compiled_regions["is_nested"].any())
+        parts.insert(
+            0,
+            "torch.compile broke the graph: regions call one another"
+            if is_nested
+            else "torch.compile made pieces of the model, called in a row: the graph breaks within a loop, or each "
+            "was compiled by itself",
+        )
     rows = [{"reason": one.get("reason"), "place": one.get("place"), "count": count_of(one)} for one in breaks[:8]]
     fullgraph = "torch.compile(model, fullgraph=True)"
     fix = f"TORCH_LOGS=graph_breaks python train.py  # names each place; {fullgraph} fails there"
@@ -60,8 +67,8 @@ def _told(case: Case, breaks: list[dict[str, Any]], saving_ns: float | None, see
         sentence="; ".join(parts).rstrip(".") + ".",
         fix=fix,
         saving_ns=saving_ns,
-        derived="the step replayed without the host's time for getting into the later regions; what fusing across "
-        "the break would save, and CUDA graphs of the whole, is not counted"
+        derived="the step replayed without the host's time for getting from one region into the next, up to the "
+        "first op of its code; what fusing across the break would save, and CUDA graphs of the whole, is not counted"
         if saving_ns is not None
         else "told by torch.compile; what the step would take compiled, no trace of this run can say",
         confidence="high" if breaks and saving_ns is not None else "medium",
@@ -71,8 +78,8 @@ def _told(case: Case, breaks: list[dict[str, Any]], saving_ns: float | None, see
 
 
 def _by_name(case: Case) -> list[dict[str, Any]]:
-    table = case.compiled_regions.group_by("name", "is_nested").len("num_calls").sort("num_calls", descending=True)
-    return table.head(8).to_dicts()
+    table = case.compiled_regions.group_by("name", "is_nested").len("num_calls")
+    return table.sort("num_calls", "name", descending=[True, False]).head(8).to_dicts()
 
 
 def _sizes(graphs: object) -> list[Finding]:

@@ -25,7 +25,11 @@ def check(case: Case) -> list[Finding]:
     # A cast inside a chain of elementwise ops goes when the chain is fused: `unfused_elementwise` tells of it.
     in_chains = case.chains["events"].explode()
     casts = moved.filter(root.is_in(_CASTING), ~pl.col("event").is_in(in_chains.implode()))
-    needless = pl.concat([copied, _round_trips(casts)])
+    # What a checkpoint runs again is a forward: the casts of its backward are no way back.
+    again = case.recomputed["events"].explode()
+    needless = pl.concat(
+        [copied, _round_trips(casts.with_columns(pl.col("event").is_in(again.implode()).alias("again")))]
+    )
     saving_ns = case.saving_ns(case.without(needless["event"])) if needless.height else 0.0
     if not case.is_worth(saving_ns):
         return []
@@ -66,7 +70,7 @@ def _round_trips(casts: pl.DataFrame) -> pl.DataFrame:
         pair.list.get(0, null_on_oob=True).alias("to"), pair.list.get(1, null_on_oob=True).alias("from")
     )
     casts = casts.filter(pl.col("to") != pl.col("from"))
-    keys = ["step", "phase", "shapes"]
+    keys = ["step", "phase", "again", "shapes"]
     counts = casts.group_by(*keys, "to", "from").agg(pl.len().alias("num"))
     back = counts.select(
         *keys, pl.col("to").alias("from"), pl.col("from").alias("to"), pl.col("num").alias("num_back")
@@ -75,4 +79,4 @@ def _round_trips(casts: pl.DataFrame) -> pl.DataFrame:
         back, on=[*keys, "to", "from"], nulls_equal=True
     )
     place = pl.int_range(pl.len()).over(*keys, "to", "from")
-    return paired.filter(place < pl.min_horizontal("num", "num_back")).drop("to", "from", "num", "num_back")
+    return paired.filter(place < pl.min_horizontal("num", "num_back")).drop("to", "from", "num", "num_back", "again")

@@ -1,9 +1,7 @@
 """Are many small matrix products done one after the other that do not need one another?
 
-Products that follow one another may need one another, and a trace does not say. It shows that they do not where the
-same shapes of weights come again and again with other numbers of rows, as in a loop over experts; and where one
-shape comes in a row with nothing computed between that could lead from a result back to an input, as with one
-product for each head.
+Where such products do not fill the device, one for all is faster on it; where they do and the host cannot launch
+them fast enough, it still saves the launches.
 """
 
 from __future__ import annotations
@@ -17,75 +15,67 @@ from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck, Evidence, Finding
 from stepscope.findings.wording import milliseconds, several
 
-_LEAST_REPEATS = 4
-_MOST_IN_LOOP = 3
-"""Products of one expert: up, gate and down."""
 _LEAST_FILL = 0.5
 """Of the processors: a product whose tiles occupy more of them fills the device well enough."""
+_ALIKE = ["loop", "phase", "op", "place", "ordinal"]
+"""Work of different turns that one piece could do for all."""
 
 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
-    products = case.products
-    forward = products.filter(pl.col("phase").ne_missing("backward"), pl.col("root").is_not_null())
-    loops = [loop for _, part in forward.group_by("step", maintain_order=True) for loop in _loops(part)]
-    if not loops:
+    turns = case.product_loops
+    if turns.is_empty():
         return []
     num_processors = case.device.num_processors
     if num_processors is None:
         raise CannotCheck(f"how many processors {case.device.name} has is not known")
+    sizes = case.products.drop("phase", "op", "duration_ns", "step", "root")
+    turns = turns.join(sizes, on="event", how="left", maintain_order="left").with_columns(
+        pl.col("num_tiles").mean().over("loop").alias("mean_tiles")
+    )
     durations: dict[int, float] = {}
     gone: list[int] = []
-    told: list[pl.DataFrame] = []
-    for number, loop in enumerate(loops):
-        # With the products of the backward, whose root is the forward's op.
-        mine = products.filter(pl.col("root").is_in(loop["root"].implode()))
-        if float(mine["num_tiles"].mean() or 0.0) >= _LEAST_FILL * num_processors:  # type: ignore[arg-type]
+    for _, part in turns.group_by(_ALIKE, maintain_order=True):
+        # What does not come in every turn is not the loop's.
+        if part.height < part["num_repeats"][0] - 1:
             continue
-        told.append(mine.with_columns(pl.lit(number).alias("loop")))
-        for _, part in mine.group_by("phase", "peak_dtype"):
-            dtype = part["peak_dtype"][0]
-            if dtype not in case.device.peak_flops:
-                continue
-            together_ns = gemm_ns(case.device, dtype, int(part["flops"].sum()), int(part["bytes"].sum()))
-            now_ns = float(part["duration_ns"].sum())
-            # An expert's products of different shape stay apart: as many kernels as there are shapes.
-            shapes = part.unique(["inner", "num_columns"], keep="first", maintain_order=True)["event"].to_list()
-            durations |= dict.fromkeys(shapes, min(together_ns, now_ns) / len(shapes))
-            gone += [event for event in part["event"] if event not in shapes]
-    if not told:
-        return []
-    saving_ns = case.saving_ns(replace(case.without(pl.Series(gone, dtype=pl.Int64)), duration_ns=durations))
+        is_filling = part["mean_tiles"][0] >= _LEAST_FILL * num_processors
+        durations[part["event"][0]] = _together_ns(case, part, is_filling)
+        gone += part["event"][1:].to_list()
+    change = case.without(pl.Series(gone, dtype=pl.Int64), is_loop=True)
+    saving_ns = case.saving_ns(replace(change, duration_ns=durations))
     if not case.is_worth(saving_ns):
         return []
-    every = pl.concat(told)
+    every = turns.filter(pl.col("num_tiles").is_not_null())
     total_ns = float(every["duration_ns"].sum()) / case.num_steps
     fill = float(every["num_tiles"].mean() or 0.0) / num_processors  # type: ignore[arg-type]
     tflops = float(every["flops"].sum()) / max(1, int(every["duration_ns"].sum())) / 1e3
+    num_loops = every["loop"].n_unique() / case.num_steps
     varies = every.filter(pl.col("phase").ne_missing("backward"))["num_rows"].n_unique() > 1
     table = (
-        every.group_by("op", "phase", "inner", "num_columns")
+        every.group_by("op", "phase", "place", "ordinal")
         .agg(
             (pl.len() / case.num_steps).alias("num_calls"),
-            pl.col("num_rows").mean(),
-            pl.col("num_tiles").mean(),
+            pl.col("num_rows", "inner", "num_columns", "num_tiles").mean().round().cast(pl.Int64),
             pl.col("duration_ns").sum() / case.num_steps,
         )
+        .drop("place", "ordinal")
         .sort("duration_ns", descending=True)
     )
     return [
         Finding(
             sentence=f"{several(every.height / case.num_steps, 'matrix product')} a step come one after the other in "
-            f"{several(len(told) / case.num_steps, 'loop')}, each with tiles for {fill:.0%} of the device's "
-            f"{num_processors} processors: {milliseconds(total_ns)} of {milliseconds(case.step_ns)} at "
-            f"{tflops:.0f} TFLOP/s.",
+            f"{several(num_loops, 'loop')}, each with tiles for {fill:.0%} of the device's {num_processors} "
+            f"processors: {milliseconds(total_ns)} of {milliseconds(case.step_ns)} at {tflops:.0f} TFLOP/s. "
+            f"With what else is done in a turn, {turns.height / case.num_steps:,.0f} of the step's "
+            f"{case.work.height / case.num_steps:,.0f} launches are the {'loop' if num_loops == 1 else 'loops'}'s.",
             fix="torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)  # one product for all of the loop"
             if varies
             else "torch.bmm(torch.stack(inputs), torch.stack(weights))  # one product for all of the loop",
             saving_ns=saving_ns,
             upper_bound=True,
-            derived="the step replayed with one product for each loop and shape, at 60 % of the peak, and without "
-            "the host's time for the others; what else is in the loop stays",
+            derived="the step replayed with one turn of each loop: its products do the work of all, at 60 % of the "
+            "peak where they did not fill the device, and the host's time for the other turns is gone",
             confidence="medium",
             falsified_by="products that need the result of the one before",
             places=case.places(every["event"]),
@@ -94,35 +84,10 @@ def check(case: Case) -> list[Finding]:
     ]
 
 
-def _loops(products: pl.DataFrame) -> list[pl.DataFrame]:
-    """Stretches of products that do not need one another, of one step's forward in order."""
-    weights = list(products.select("inner", "num_columns").iter_rows())
-    borders = products["has_attention_before"].to_list()
-    loops, place = [], 0
-    while place < len(weights):
-        lengths = [_length(weights, borders, place, period) for period in range(1, _MOST_IN_LOOP + 1)]
-        length = max(lengths)
-        if length and _are_independent(products[place : place + length]):
-            loops.append(products[place : place + length])
-        place += max(1, length)
-    return loops
-
-
-def _length(weights: list[tuple[int, int]], borders: list[bool], place: int, period: int) -> int:
-    """How many products from here on repeat their weights' shapes with a period; 0 where it is no loop."""
-    end = place + 1
-    while end < len(weights) and not borders[end] and (
-        end < place + period or weights[end] == weights[end - period]
-    ):  # fmt: skip
-        end += 1
-    repeats = (end - place) // period
-    return repeats * period if repeats >= _LEAST_REPEATS else 0
-
-
-def _are_independent(loop: pl.DataFrame) -> bool:
-    rows = loop["num_rows"]
-    # Rows that only become fewer are a recurrence over sequences that end one after the other.
-    if rows.n_unique() > 1:
-        return not (rows.is_sorted() or rows.is_sorted(descending=True))
-    is_one_shape = loop.select("inner", "num_columns").n_unique() == 1 and loop["inner"][0] != loop["num_columns"][0]
-    return is_one_shape and not loop["has_work_before"][1:].any()
+def _together_ns(case: Case, part: pl.DataFrame, is_filling: bool) -> float:
+    """How long one piece takes that does the work of all turns: what does not fill the device is faster together."""
+    now_ns = float(part["duration_ns"].sum())
+    dtype = part["peak_dtype"][0]
+    if is_filling or dtype not in case.device.peak_flops:
+        return now_ns
+    return min(now_ns, gemm_ns(case.device, dtype, int(part["flops"].sum()), int(part["bytes"].sum())))

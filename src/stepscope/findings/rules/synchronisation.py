@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import polars as pl
 
+from stepscope.analysis.replay import Change
 from stepscope.findings.case import Case
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.waiting import place, waits_of
+from stepscope.findings.waiting import place, starts_within, waits_of
 from stepscope.findings.wording import milliseconds, several
 
 _VALUES = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
@@ -47,7 +48,8 @@ def check(case: Case) -> list[Finding]:
     one_by_one = of_values.filter(pl.col("fed_by").is_not_null())
     if one_by_one.height >= _LOOP * case.num_steps:
         gone = pl.concat([gone, one_by_one["fed_by"].explode()])
-    change = replace(case.without(gone), unwaited=frozenset(waits["event"].to_list()))
+    masks = case.mask_indexing
+    change = replace(_of_fixed_shape(case.without(gone), masks), unwaited=frozenset(waits["event"].to_list()))
     saving_ns = min(case.saving_ns(change), case.starved_ns)
     count = waits["stop"].n_unique() / case.num_steps
     is_one_look = count <= 1 and bool(waits["is_closing"].all())
@@ -59,22 +61,43 @@ def check(case: Case) -> list[Finding]:
     until = pl.max_horizontal("duration_ns", pl.col("wait_ns").fill_null(0) + pl.col("idle_after_ns"))
     stood = waits.select("start_ns", (pl.col("start_ns") + until).alias("end_ns"))
     wait_ns, idle_ns = (float(waits[name].sum() or 0) / case.num_steps for name in ("wait_ns", "idle_after_ns"))
+    masks_ns = float((masks["end_ns"] - masks["start_ns"]).sum()) / case.num_steps
+    by_mask = (
+        f"; indexing with a mask, {several(masks.height / case.num_steps, 'time')} a step, keeps it for "
+        f"{milliseconds(masks_ns)} under the profiler"
+        if masks.height
+        else ""
+    )
     return [
         Finding(
             sentence=f"The host stops {several(count, 'time')} a step to wait for the GPU, {most}in {top['op']} of "
             f"{place(top)}: it stands for {milliseconds(wait_ns)}, and the GPU then has nothing to do for "
-            f"{milliseconds(idle_ns)}, of {milliseconds(case.step_ns)}.",
+            f"{milliseconds(idle_ns)}, of {milliseconds(case.step_ns)}{by_mask}.",
             fix=_fix(top),
             saving_ns=saving_ns,
             upper_bound=True,
             derived="the step replayed without these waits and the copies of single values, and what computes them "
-            "one by one in a loop: the host runs ahead, as far as the GPU's own work lets it",
+            "one by one in a loop: the host runs ahead, as far as the GPU's own work lets it"
+            + (
+                "; an op that indexes with a mask has one kernel and a usual op's time on the host" if by_mask else ""
+            ),
             confidence="high" if count >= 2 else "medium",
             falsified_by="a value that the host must have before it can go on, or a step as long without the calls",
             places=case.host_places(stood),
             evidence=(Evidence("waits of the host, by op and caller", table.head(8).to_dicts()),),
         )
     ]
+
+
+def _of_fixed_shape(change: Change, masks: pl.DataFrame) -> Change:
+    """The same change, with what counts a mask's elements gone too."""
+    if masks.is_empty():
+        return change
+    host = [masks.select("start_ns", "end_ns", "factor")]
+    if change.host is not None:
+        host.append(change.host.filter(~starts_within(change.host, masks)))
+    gone = masks["events"].explode().drop_nulls().to_list()
+    return replace(change, gone=change.gone | frozenset(gone), host=pl.concat(host).sort("start_ns"))
 
 
 def _by_caller(waits: pl.DataFrame, num_steps: int) -> pl.DataFrame:
