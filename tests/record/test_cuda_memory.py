@@ -169,6 +169,21 @@ def test_a_window_in_full_writes_a_snapshot_and_one_without_does_not(cuda, tmp_p
     assert not (folders[1] / files.SNAPSHOT_FILE).exists()
 
 
+def test_a_gradient_that_nobody_has_asked_for_was_there_before_the_window(cuda, tmp_path):
+    """GIVEN an input with a gradient that no variable holds THEN the window knows both, and when they die."""
+    probe = MemoryProbe(tmp_path, False, Notes(), Notes().guard)
+    inputs = torch.ones(77, 3, requires_grad=True)
+    inputs.sum().backward()
+    probe.start([nn.Linear(2, 2)], [], None, lambda: "forward")
+    del inputs
+    probe.stop()
+
+    with gzip.open(tmp_path / files.MEMORY_FILE) as stream:
+        before = [entry for entry in json.load(stream)["allocations"] if entry["shape"] == [77, 3]]
+    assert [entry["born"] for entry in before] == [None, None]
+    assert sorted(entry["died"] for entry in before) == [0, 1]
+
+
 def test_running_out_of_memory_leaves_a_snapshot_and_says_so(cuda, tmp_path):
     notes = Notes()
     probe = MemoryProbe(tmp_path, False, notes, notes.guard)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stepscope.devices.peaks import Device
+from stepscope.plan.this_torch import allows_tf32, products_in_tf32
 from stepscope.plan.tracing import Traced
 from stepscope.record.clock import BACKWARD, OPTIMIZER
 
@@ -84,11 +85,5 @@ def _may_be_tf32(op: str, traced: Traced, run: Mapping[str, Any]) -> bool:
     if not traced.is_whole_step:
         return bool(run["dtype"] == "tf32")
     if "convolution" in op:
-        return _allows(getattr(torch.backends.cudnn, "conv", None), lambda: torch.backends.cudnn.allow_tf32)
-    return _allows(torch.backends.cuda.matmul, lambda: torch.get_float32_matmul_precision() != "highest")
-
-
-def _allows(backend: Any, by_the_old_way: Callable[[], bool]) -> bool:
-    # Since torch 2.9 there are two ways to set this, and asking the old one after the new one was used raises.
-    precision = getattr(backend, "fp32_precision", None)
-    return precision == "tf32" if precision in ("tf32", "ieee") else bool(by_the_old_way())
+        return allows_tf32(getattr(torch.backends.cudnn, "conv", None), lambda: torch.backends.cudnn.allow_tf32)
+    return products_in_tf32()

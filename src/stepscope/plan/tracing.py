@@ -20,6 +20,7 @@ from stepscope.plan.compiled import Compiler
 from stepscope.plan.ghosts import Ghost, Ghosts
 from stepscope.plan.hardware import Hardware, hardware_of
 from stepscope.plan.manners import Manners
+from stepscope.plan.padding import Padding
 from stepscope.plan.temporaries import TRANSFORMS, hidden, kept_workspaces, temporary_bytes, unknown_bytes
 from stepscope.record.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.record.ledger import Ledger
@@ -91,7 +92,9 @@ def trace(
         if sharding is None
         else sharding.ghosts(manners.kernels)
     )
-    compiler = Compiler(hardware, mode, recorder.after_op)
+    named = _device_with(hardware)
+    padding = None if named is None else Padding(named, run["dtype"] == "tf32")
+    compiler = Compiler(hardware, mode, recorder.after_op, padding)
     with manners, compiler, sharding or nullcontext(), ExitStack() as hooks:
         hooks.callback(recorder.close)
         prepare.check_machine(run)

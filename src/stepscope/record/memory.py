@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stepscope.record import files
+from stepscope.record.attention_calls import AttentionCalls
 from stepscope.record.cuda_memory import AllocatorCounters, AllocatorHistory, is_out_of_memory, write_snapshot
 from stepscope.record.leaks import TIME_LIMIT_S, find_holders, find_left_alive, live_tensors
 from stepscope.record.ledger import Ledger
@@ -37,6 +38,7 @@ class MemoryProbe:
         self._note = note
         self._guard = guard
         self.ledger: Ledger | None = None
+        self.attention = AttentionCalls()
         self._history = AllocatorHistory()
         self._counters: AllocatorCounters | None = None
         self._left_alive: list[dict[str, Any]] = []
@@ -68,11 +70,13 @@ class MemoryProbe:
         self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(known, ledger))
         self._guard("looking for tensors that are there already", lambda: self._find_others(known, ledger))
         self.ledger = ledger
+        self.attention = AttentionCalls(ledger.module)
+        self._guard("watching attention", self.attention.start)
         ledger.start()
 
     def _find_others(self, known: list[torch.Tensor], ledger: Ledger) -> None:
         keys = {storage_key(tensor) for tensor in known} | {None}
-        there = {storage_key(tensor): tensor for tensor in live_tensors() if tensor.device.type != "meta"}
+        there = {storage_key(tensor): tensor for tensor in _with_gradients(live_tensors())}
         others = [tensor for key, tensor in there.items() if key not in keys]
         largest = sorted(others, key=lambda tensor: -storage_of(tensor).nbytes())
         if self._in_full:
@@ -102,6 +106,7 @@ class MemoryProbe:
         """The ledger of the window that ends here, written down; None when there was none."""
         ledger = self.ledger
         if ledger is not None:
+            self._stop_attention()
             ledger.stop()
             memory = {**ledger.memory(), "left_alive": self._left_alive}
             self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
@@ -120,8 +125,17 @@ class MemoryProbe:
         if self._in_full:
             write_snapshot(self._folder / files.SNAPSHOT_FILE)
 
+    def _stop_attention(self) -> None:
+        self.attention.stop()
+        if self.attention.error:
+            self._note("attention", f"a call of attention could not be looked at: {self.attention.error}")
+        if self.attention.num_dropped:
+            text = f"{self.attention.num_dropped:,} calls of attention past the first different ones"
+            self._note("attention", f"{text} are not written down")
+
     def drop(self) -> None:
         """End the window and forget what it saw."""
+        self.attention.stop()
         ledger, self.ledger, self._counters = self.ledger, None, None
         if ledger is not None:
             ledger.stop()
@@ -133,6 +147,16 @@ class MemoryProbe:
             write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
             text = f"what filled the memory is in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens it"
             self._note("memory", f"CUDA ran out of memory: {text}")
+
+
+def _with_gradients(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that have memory, and their gradients: Python has no object of those that nobody has asked for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if tensor.device.type != "meta":
+                yield tensor
+                if tensor.is_leaf and tensor.grad is not None:
+                    yield tensor.grad
 
 
 def _belonging(roots: list[nn.Module], optimizers: list[Any]) -> Iterator[torch.Tensor]:
