@@ -1,13 +1,16 @@
 """What every test shares: hypothesis that repeats itself and does not mind a slow machine, and torch as it was."""
 
+import os
 import sys
 from types import FunctionType
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=40)
-settings.load_profile("stepscope")
+settings.register_profile("stepscope", deadline=None, derandomize=True, max_examples=20)
+# For a long night: HYPOTHESIS_PROFILE=thorough make test
+settings.register_profile("thorough", deadline=None, max_examples=1_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepscope"))
 
 
 def _of_torch() -> dict[str, object]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from any_trace import any_trace
 from call_count import num_calls
@@ -374,7 +374,6 @@ def expected_causes(linked: Linked) -> Counter[str]:
 
 
 @given(any_trace())
-@settings(max_examples=40)
 def test_each_idle_nanosecond_has_the_cause_that_the_definitions_give_it(trace):
     linked = trace.linked()
 
@@ -382,7 +381,6 @@ def test_each_idle_nanosecond_has_the_cause_that_the_definitions_give_it(trace):
 
 
 @given(any_trace())
-@settings(max_examples=30)
 def test_the_pieces_of_gaps_tile_the_idle_time(trace):
     linked = trace.linked()
     gaps = idle_gaps(linked)

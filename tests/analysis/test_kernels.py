@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from any_trace import any_trace
 from stepscope.analysis.gpu_time import gpu_time
@@ -173,7 +173,6 @@ def test_the_queue_over_time_is_what_is_launched_and_not_finished():
 
 
 @given(any_trace())
-@settings(max_examples=30)
 def test_every_breakdown_adds_up_to_all_gpu_work(trace):
     linked = trace.linked()
     device = linked.device

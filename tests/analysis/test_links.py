@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from any_trace import any_trace
 from stepscope.analysis.links import Linked, Share, link
@@ -343,7 +343,6 @@ def test_shares_are_given_as_counts_and_as_a_share():
 
 
 @given(any_trace())
-@settings(max_examples=40)
 def test_links_neither_lose_nor_double_events(trace):
     read = trace.read()
     linked = trace.linked()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.nesting import ancestor
@@ -70,7 +70,6 @@ def test_self_times_add_up_to_the_time_a_thread_covers(events):
 
 
 @given(many)
-@settings(max_examples=60)
 def test_columns_and_loop_find_the_same_parents(events):
     by_loop = parents(events)
     with pytest.MonkeyPatch.context() as patch:

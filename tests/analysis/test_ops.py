@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import polars as pl
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 
 from any_trace import any_trace
 from stepscope.analysis.links import Linked
@@ -172,7 +172,6 @@ def covered(spans: list[tuple[int, int, int]]) -> int:
 
 
 @given(any_trace())
-@settings(max_examples=40)
 def test_sums_and_totals_of_ops_are_what_their_definitions_say(trace):
     linked = trace.linked()
     ends = linked.host["end_ns"]
@@ -211,7 +210,6 @@ def test_sums_and_totals_of_ops_are_what_their_definitions_say(trace):
 
 
 @given(any_trace())
-@settings(max_examples=30)
 def test_the_work_of_modules_adds_up_to_all_gpu_work(trace):
     linked = trace.annotation("stepscope.module/model", 0, 0.1).linked()
     table = modules(linked)

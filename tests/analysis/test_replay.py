@@ -184,7 +184,7 @@ def test_steps_that_are_alike():
     assert typical_steps(trace.linked())["step"].to_list() == [1, 2]
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(any_trace())
 def test_faster_work_never_makes_a_step_longer(builder):
     replay = Replay(builder.linked())

@@ -201,3 +201,17 @@ def test_what_follows_from_the_preset_is_no_axis_of_its_own():
     ]
     assert varying_axes(axes) == (("preset", "batch"), {"seed": 0})
     assert varying_axes([{**values, "preset": "a"} for values in axes])[0] == ("width", "batch")
+
+
+def test_steps_until_compiling_has_paid_against_the_same_row_uncompiled():
+    compiled = {"compile": "default"}
+    eager, fast, slow, other = summary(
+        row(1, 3_000_000, loss=2.0),
+        row(2, 1_000_000, run=compiled, compile_ns=2_000_000_000, first_call_ns=1_000_000, loss=2.01),
+        row(3, 4_000_000, run={"compile": "reduce-overhead"}, compile_ns=1_000_000, loss=2.0),
+        row(4, 1_000_000, variant="other", run=compiled, compile_ns=1_000_000),
+    ).points
+
+    assert fast.break_even_steps == 1000 and fast.loss_deviation == pytest.approx(0.005)
+    assert eager.break_even_steps is slow.break_even_steps is other.break_even_steps is None
+    assert eager.loss_deviation is None and slow.loss_deviation == 0

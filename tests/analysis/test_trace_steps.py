@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from any_trace import any_trace
 from stepscope.analysis.gpu_time import gpu_time
@@ -152,7 +152,6 @@ def test_a_step_that_was_found_keeps_its_number():
 
 
 @given(any_trace())
-@settings(max_examples=40)
 def test_phases_tile_the_time_of_the_host_and_their_sums_are_exact(trace):
     linked = trace.linked()
     table, phases, steps = phase_table(linked), linked.steps.phases, linked.steps.table

@@ -110,9 +110,7 @@ def test_streams_and_threads_are_not_looked_at_one_by_one(tmp_path):
     assert num_calls(lambda: diagnose(many)) < 4 * num_calls(lambda: diagnose(few))
 
 
-@settings(
-    max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], deadline=None
-)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(any_trace())
 def test_no_trace_is_too_odd(tmp_path, builder):
     diagnosis = diagnose(case_of(builder, tmp_path))

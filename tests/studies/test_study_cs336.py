@@ -1,0 +1,191 @@
+"""The study of the plain transformer: measured once on a CPU, everything it promises, sentences that follow the data."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Missing, Table, Text
+from stepscope.studies.build import report_of_study
+from stepscope.studies.cs336 import STUDY
+from stepscope.studies.cs336_attention import compiled, grid, squares
+from stepscope.studies.cs336_kernels import kernels, products, softmax
+from stepscope.studies.cs336_memory import alive, autocast, peaks
+from stepscope.studies.cs336_time import durations, exactness, mixed_precision, warm_up
+from stepscope.studies.stored import Stored
+
+ANSWERS = (durations, warm_up, kernels, products, softmax, mixed_precision, exactness, peaks, alive, autocast, grid,
+           squares, compiled)  # fmt: skip
+GPU_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "h200" / "gpt2_eager.json.gz"
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study") / "out"
+    command = [sys.executable, "-m", "stepscope", "study", "cs336", "--quick", "--device", "cpu", "-o", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(studied):
+    return report_of_study(STUDY, Stored(studied))
+
+
+def first(answer, folder):
+    return next(part.text for part in answer(Stored(folder)) if isinstance(part, Text))
+
+
+def altered(studied, tmp_path, measure, change):
+    """A copy of the study whose rows of a measure are changed in place; a row that `change` returns False of is gone."""
+    copy = shutil.copytree(studied, tmp_path / "copy")
+    path = copy / measure / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if change(row) is not False))
+    return copy
+
+
+def test_every_file_it_promises_is_there_and_says_something(studied):
+    for name in STUDY.files:
+        assert (studied / name).stat().st_size > 100, name
+    for name in (studied / name for name in STUDY.files if name.endswith(".csv")):
+        assert len(list(csv.reader(name.read_text().splitlines()))) > 1, name
+
+
+def test_every_question_is_answered_and_no_column_is_empty(report):
+    assert not report.parts(Missing)
+    assert len({section.id for section in report.sections}) == len(STUDY.questions) + 2
+    for table in report.parts(Table):
+        assert table.num_rows, table.id
+        for name, values in table.columns.items():
+            assert any(value is not None for value in values), f"{table.id}: {name}"
+
+
+def test_what_does_not_fit_is_a_row(studied, report):
+    table = next(part for part in report.parts(Table) if part.id == "durations")
+    assert "oom" in table.columns["status"] and "Out of memory here: tiny 524288" in first(durations, studied)
+
+
+def test_the_report_is_made_again_from_what_is_stored(studied):
+    before = (studied / "cs336_report.md").read_text()
+    done = subprocess.run([sys.executable, "-m", "stepscope", "report", str(studied)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (studied / "cs336_report.md").read_text() == before
+
+
+def test_the_time_of_a_step_is_that_of_its_passes(studied, tmp_path):
+    """GIVEN a backward of 5 s in every pass THEN it is nearly all of a step, whose mean is above 5 s."""
+
+    def change(row):
+        for values in [(row.get("samples_phase_ns") or {}).get("backward", [])]:
+            values[:] = [5_000_000_000] * len(values)
+
+    text = first(durations, altered(studied, tmp_path, "models", change))
+    assert "takes 5." in text and "backward 9" in text
+
+
+def test_a_slow_first_call_is_seen_without_warm_up_only(studied, tmp_path):
+    """GIVEN passes of 1 ms after a first one of 1 s THEN the mean of five is 200.8 times as long, and one is enough."""
+
+    def change(row):
+        for values in (row.get("samples_phase_ns") or {}).values():
+            values[:] = [1_000_000_000 // len(row["samples_phase_ns"]), *([1_000_000] * (len(values) - 1))]
+
+    text = first(warm_up, altered(studied, tmp_path, "models", change))
+    assert "200.80 times the 1.00 ms" in text and "within 10 % of that: 1." in text
+
+
+def test_autocast_is_as_fast_as_its_samples_say(studied, tmp_path):
+    def change(row):
+        if row["run"]["dtype"] == "autocast_bf16" and row["status"] == "ok":
+            row["samples_device_ns"] = [1000] * len(row["samples_device_ns"])
+            row["facts"] |= {name: 0.001 for name in row["facts"]}
+
+    assert "autocast is slower in 0 of 3 passes" in first(
+        mixed_precision, altered(studied, tmp_path, "models", change)
+    )
+
+
+def test_peaks_and_einsum_follow_the_rows(studied, tmp_path):
+    assert "against" in first(autocast, studied) and ": the same." in first(autocast, studied)
+
+    def change(row):
+        if row["config"]["linear"] == "linear":
+            row["peak_allocated_bytes"] *= 2
+        if row["run"] | {"mode": "step", "dtype": "autocast_bf16"} == row["run"]:
+            row["peak_allocated_bytes"] = 1 << 40
+
+    copy = altered(studied, tmp_path, "models", change)
+    assert "+100.0%" in first(autocast, copy)
+    assert "under autocast 1,024 GiB more" in first(peaks, copy)
+
+
+def test_the_casts_of_weights_are_half_of_the_matrices(studied):
+    """One layer of 64 × 64 (4), 64 × 128 (3), and a head of 256 × 64, in bf16: 65 536 + … bytes, counted exactly."""
+    text = first(autocast, studied)
+    num_bytes = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 256 * 64)
+    assert f"makes 8 bf16 copies of weights, {num_bytes // 1024} KiB in all" in text
+    assert "What stays" not in text and "parameter" in text
+
+
+def test_squares_are_counted_from_bytes(studied, tmp_path):
+    text = first(squares, studied)
+    for said in ("written out holds 3.13", "torch.softmax holds 1.13", "of its own holds 1.00", "flash holds 0.00"):
+        assert said in text
+
+    def change(row):
+        if row["config"]["implementation"] == "flash":
+            row["before_backward_bytes"] += 2 * 4 * row["config"]["seq_len"] ** 2
+
+    assert "flash holds 1.00" in first(squares, altered(studied, tmp_path, "attention", change))
+
+
+def test_the_formula_meets_the_bytes_that_attention_holds(studied):
+    assert "differ by at most 0.0 %" in first(grid, studied)
+
+
+def test_compiled_pays_after_as_many_passes_as_the_figures_say(studied, tmp_path):
+    def change(row):
+        if row["status"] == "ok":
+            is_compiled = row["run"]["compile"] != "off"
+            row["samples_device_ns"] = [1_000_000 if is_compiled else 3_000_000] * 3
+            row["compile_ns"] = 10_000_000 if is_compiled else row.get("compile_ns")
+
+    text = first(compiled, altered(studied, tmp_path, "compiled", change))
+    assert "compiled is 3.00 times as fast as eager" in text and "10.0 ms of compiling after 5 passes" in text
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.__name__)
+def test_what_was_not_measured_is_said(studied, tmp_path, answer):
+    copy = shutil.copytree(studied, tmp_path / "copy")
+    for measure in ("models", "recordings", "attention", "compiled", "precision"):
+        (copy / measure / "results.jsonl").write_text("")
+    with pytest.raises(CannotCheck):
+        list(answer(Stored(copy)))
+
+
+@pytest.mark.skipif(not GPU_TRACE.is_file(), reason="the traces of the H200 are not here")
+def test_of_a_gpu_kernels_are_told(studied, tmp_path):
+    """GIVEN the trace of an H200 in the place of every trace THEN kernels, nvjet among them, and how busy it was."""
+    copy = shutil.copytree(studied, tmp_path / "copy")
+    for trace in (copy / "models" / "traces").iterdir():
+        shutil.copyfile(GPU_TRACE, trace)
+    facts = json.loads((copy / "study.json").read_text())
+    (copy / "study.json").write_text(json.dumps(facts | {"device": "cuda"}))
+    stored = Stored(copy)
+
+    text = next(part.text for part in products(stored) if isinstance(part, Text))
+    assert "10 largest kernels alone" in text and "Kernels called nvjet" in text
+    table = next(part for part in products(stored) if isinstance(part, Table))
+    assert all(few < every for few, every in zip(table.columns["ten_largest_share"], table.columns["training_share"]))
+    assert 0 < table.columns["nvjet_share"][0] < table.columns["training_share"][0]
+    assert "Kernel2" in next(part.text for part in kernels(stored) if isinstance(part, Text))
+    assert any(part.id == "busy" for part in durations(stored) if isinstance(part, Table))

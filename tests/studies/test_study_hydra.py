@@ -1,0 +1,209 @@
+"""The study `hydra`, its quick points really run: outputs, whole tables, sentences that follow the data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Missing, Table, Text
+from stepscope.studies import hydra_step, hydra_variants
+from stepscope.studies.build import report_of_study
+from stepscope.studies.execute import plan_of
+from stepscope.studies.hydra import STUDY
+from stepscope.studies.stored import Stored
+
+NOT_NOTED = "the note's figures are of 100m"
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hydra") / "out"
+    words = [sys.executable, "-m", "stepscope", "study", "hydra", "--quick", "--device", "cpu", "-o", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(studied):
+    return report_of_study(STUDY, Stored(studied))
+
+
+@pytest.fixture
+def changed(studied, tmp_path):
+    """The study with the rows of a measure changed: `changed(measure, change)`."""
+
+    def make(measure, change):
+        folder = shutil.copytree(studied, tmp_path / measure)
+        path = folder / measure / "results.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            change(row)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Stored(folder)
+
+    return make
+
+
+def said(answer, stored) -> str:
+    return next(part.text for part in answer(stored) if isinstance(part, Text))
+
+
+def test_every_output_is_there_and_says_something(studied):
+    for name in STUDY.files:
+        assert (studied / name).stat().st_size > 60, name
+    for name in ("first_call.png", "memory_timeline.png", "step_shares.png"):
+        assert (studied / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_question_is_answered_and_no_table_has_an_empty_column(report):
+    for section in report.sections[1:-1]:
+        assert isinstance(section.parts[0], Text), section.title
+    missing = [part.text for section in report.sections for part in section.parts if isinstance(part, Missing)]
+    assert len(missing) == 1 and NOT_NOTED in missing[0]
+    tables = [part for section in report.sections for part in section.parts if isinstance(part, Table)]
+    assert len({table.id for table in tables}) == len(tables) >= 12
+    for table in tables:
+        assert table.num_rows, table.id
+        for name, values in table.columns.items():
+            assert any(value not in (None, "") for value in values), (table.id, name)
+
+
+def test_bottlenecks_are_exclusive(studied):
+    """Parents and children are never counted twice: own times add up to the whole, those with inner ones do not."""
+    tables = {part.id: part for part in hydra_step.bottlenecks(Stored(studied)) if isinstance(part, Table)}
+
+    assert sum(tables["bottlenecks"].columns["share"]) == pytest.approx(1)
+    modules = tables["modules"].columns
+    assert sum(modules["own_share"]) == pytest.approx(1)
+    assert sum(modules["with_inner_ns"]) > 1.5 * sum(modules["own_ns"])
+
+
+def test_routing_follows_the_rows(studied, changed):
+    def slow(row):
+        if row["config"]["routing"] == "dynamic":
+            row["samples_device_ns"] = [10 * max(row["samples_device_ns"])] * 10
+
+    before = said(hydra_variants.routing, Stored(studied))
+    after = said(hydra_variants.routing, changed("routing", slow))
+    assert before != after and "times slower than static" in after
+    assert "executes 100.0 % of the MLP's rows" in after
+    executed = [row["facts"]["executed_fraction"] for row in Stored(studied).sweep("routing").rows]
+    assert executed[0] == executed[2] == 1.0 and 0.3 < executed[1] < 0.9
+    assert f"executes {100 * executed[1]:.1f} %" in before
+
+
+def test_two_sizes_are_no_comparison(changed):
+    def larger(row):
+        row["num_parameters"] += row["config"]["routing"] == "dynamic"
+
+    with pytest.raises(CannotCheck, match="another number of parameters"):
+        list(hydra_variants.routing(changed("routing", larger)))
+
+
+def test_the_losses_follow_the_rows(studied, changed):
+    def lean(row):
+        if row["config"]["loss"] == "fused":
+            row["peak_allocated_bytes"] //= 10
+
+    assert said(hydra_variants.losses, Stored(studied)) != said(hydra_variants.losses, changed("losses", lean))
+
+
+def test_the_first_call_is_kept_apart_by_layer(studied, changed):
+    (row,) = Stored(studied).sweep("first_call").rows
+    names = ["embedding", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    assert list(row["layers"]["first_call_ns"]) == list(row["layers"]["warm_ns"]) == names
+    assert sum(row["layers"]["first_call_ns"].values()) < row["first_call_ns"]
+    assert "gate" not in row  # it would have warmed the process up
+
+    def cold(row):
+        others = row["layers"]["first_call_ns"]
+        others["blocks.0"] = 20 * (others["blocks.1"] + others["blocks.2"])
+
+    assert " 40.0 times the median of the other layers" in said(
+        hydra_variants.first_call, changed("first_call", cold)
+    )
+
+
+def test_the_micro_benchmarks_follow_the_rows(changed):
+    def slow(row):
+        row["samples_device_ns"] = [9_000_000 if row["config"]["implementation"] == "contiguous" else 1_000_000] * 10
+
+    assert "A contiguous copy first is 9.00 times slower than that" in said(
+        hydra_variants.micro, changed("contiguity", slow)
+    )
+
+
+def test_the_data_is_of_one_point_in_two_ways(studied, tmp_path):
+    folder = shutil.copytree(studied, tmp_path / "slow")
+    (samples,) = (folder / "text").glob("recordings/*/samples.jsonl")
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    for line in lines:
+        if "wall_ns" in line:
+            line["host_ns"]["data"] = line["host_ns"].get("data", 0) + 900_000_000
+            line["wall_ns"] += 900_000_000
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    table = next(part for part in hydra_variants.data(Stored(studied)) if isinstance(part, Table))
+    assert table.columns["data"] == ["one batch", "text"] and all(table.columns["data_wait_ns"])
+    after = said(hydra_variants.data, Stored(folder))
+    assert "times slower than that" in after and "waits 9" in after
+
+
+def test_the_notes_figures_stand_beside_ours_where_it_is_the_same_preset(studied, tmp_path):
+    """GIVEN rows that say they are of 100m THEN each figure of the note is shown, its device named as not known."""
+    folder = shutil.copytree(studied, tmp_path / "noted")
+    for path in folder.glob("*/results.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps({**row, "preset": _noted(row["preset"])}) + "\n" for row in rows))
+
+    parts = [part for section in report_of_study(STUDY, Stored(folder)).sections for part in section.parts]
+    beside = {part.id: part for part in parts if isinstance(part, Table) and part.id.startswith("published-")}
+    assert beside.keys() == {
+        f"published-{name}" for name in ("step_share", "step_ns", "memory_bytes", "own_share", "time_share",
+                                         "times_sliced", "call_ns", "times_static", "tokens_per_s", "beside_others")
+    }  # fmt: skip
+    assert all("device not named" in table.title for table in beside.values())
+    assert beside["published-step_share"].columns["published_step_share"] == [0.35, 0.62, 0.03]
+    assert "withdrawn" in beside["published-tokens_per_s"].title
+    assert "routing switched off" in beside["published-times_static"].title
+    assert any(isinstance(part, Text) and "had 62 M" in part.text for part in parts)
+
+
+def _noted(preset: str) -> str:
+    return "100m" if preset == "tiny" else preset
+
+
+def test_the_full_study_has_the_three_sizes_and_equal_topologies():
+    points = plan_of(STUDY, "full", "cuda").points
+
+    assert [point.preset for point in points["step"]] == ["100m", "100m", "500m", "1b"]
+    first = points["step"][0]
+    assert points["text"][0].hash == points["workers"][0].hash == first.hash
+    routed = [point for point in points["routing"] if point.preset == "100m"]
+    shape = ("dim", "blocks", "recursions", "heads", "kv_heads", "vocab", "batch", "seq_len")
+    assert len({tuple(point.config[name] for name in shape) for point in routed}) == 1
+
+
+def test_a_gpus_own_times_are_told():
+    """The answers from a trace of an H200: its ops by the GPU's time, its copies by the replay."""
+    path = Path(__file__).parents[2] / "../shared/traces/h200/contiguous_copies.json.gz"
+    if not path.is_file():
+        pytest.skip("../shared/traces is not there")
+    pytest.importorskip("polars")
+    from stepscope.report.source import Source
+
+    recorded = SimpleNamespace(source=Source(path, use_cache=False), axes={"preset": "traced"})
+    stored = SimpleNamespace(recording=lambda _measure: recorded)
+
+    assert "aten::copy_ 57.2 %" in said(hydra_step.bottlenecks, stored)
+    text = said(hydra_step.copies, stored)
+    assert "57.2 % of the GPU's busy time" in text and "is contiguous (forward)" in text
+    assert hydra_variants._patterns(recorded.source)["largest_op"] == "aten::copy_"

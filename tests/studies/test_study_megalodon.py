@@ -1,0 +1,223 @@
+"""The study of megalodon, run once on a CPU: its files, its tables, sentences that follow the rows."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepscope.report.parts import Table, Text
+from stepscope.studies import megalodon_answers, megalodon_paths, megalodon_recordings
+from stepscope.studies.build import report_of_study
+from stepscope.studies.megalodon_files import SUMMARY
+from stepscope.studies.outputs import appended
+from stepscope.studies.registry import find_study
+from stepscope.studies.stored import Recorded, Stored
+from trace_builder import TraceBuilder
+
+ROOT = Path(__file__).parents[2]
+TRACES = Path(os.environ.get("STEPSCOPE_TRACES", ROOT.parent / "shared" / "traces"))
+FILES = (
+    "summary.csv", "reports/ms_per_step.txt", "reports/peak_mem_gb.txt", "report/report.html", "report/report.md",
+    "reports/key_averages_short_fft_64_device_time.txt", "reports/key_averages_short_fft_64_memory.txt",
+    "reports/key_averages_long_fft_64_device_time.txt", "reports/key_averages_long_fft_64_memory.txt",
+    "traces/short_fft_64/speed_step6.json.gz", "traces/long_fft_64/speed_step17.json.gz",
+    "traces/long_fft_64/speed_step20.json.gz",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megalodon")
+    words = ["study", "megalodon", "--quick", "--device", "cpu", "-o", "out"]
+    done = subprocess.run(
+        [sys.executable, "-m", "stepscope", *words], cwd=folder, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+def changed(studied: Path, target: Path, measure: str, change) -> Stored:
+    """The same study with the rows of one measure changed."""
+    shutil.copytree(studied, target)
+    path = target / measure / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        change(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Stored(target)
+
+
+def first_text(answer, stored: Stored) -> str:
+    return next(part.text for part in answer(stored) if isinstance(part, Text))
+
+
+def test_every_file_is_there_and_says_something(studied):
+    sizes = {name: (studied / name).stat().st_size for name in FILES}
+
+    assert all(size > 100 for size in sizes.values()), sizes
+    for name in FILES[-3:]:
+        with gzip.open(studied / name, "rt") as stream:
+            assert json.load(stream)["traceEvents"]
+
+
+def test_no_table_has_an_empty_column_and_every_question_an_answer(studied):
+    report = report_of_study(find_study("megalodon"), Stored(studied))
+    tables = report.parts(Table)
+
+    assert {"proofs", "average", "paths", "part", "steps", "growth", "decode", "windows", "spans"} <= {
+        table.id for table in tables
+    }
+    for table in tables:
+        for name, values in table.columns.items():
+            assert any(value not in (None, "") for value in values), f"{table.id}.{name} is empty"
+    for section in report.sections[1:-1]:
+        assert isinstance(section.parts[0], Text), section.title
+
+
+def test_a_point_that_ran_out_of_memory_is_a_row_and_not_the_end(studied):
+    rows = list(csv.DictReader((studied / "summary.csv").read_text().splitlines()))
+
+    assert tuple(rows[0]) == SUMMARY
+    assert [row["ms_per_step"] for row in rows].count("oom") == 1
+    assert float(rows[-3]["ms_per_step"]) > 0 and float(rows[-3]["peak_mem_gb"]) > 0  # bf16, after it
+    assert "1 point of 7 ran out of memory" in first_text(megalodon_answers.out_of_memory, Stored(studied))
+
+
+def test_the_summary_is_added_to_and_never_erased(studied, tmp_path):
+    def slower(row):
+        if row["config"]["seq_len"] == 128:
+            row["samples_device_ns"] = [7_000_000] * 3
+            row["samples_host_ns"] = [7_000_000] * 3
+
+    before = (studied / "summary.csv").read_text()
+    content = find_study("megalodon").files["summary.csv"]
+
+    assert content(Stored(studied)) == before  # the same rows again add nothing
+    after = content(changed(studied, tmp_path / "again", "steps", slower))
+    assert after.startswith(before) and after[len(before) :].startswith("fp32,auto,128,2,7.0,")
+
+
+def test_rows_that_are_alike_are_as_many_lines(tmp_path):
+    (tmp_path / "study.json").write_text('{"study": "x"}')
+    stored = Stored(tmp_path)
+
+    def content(*values):
+        return appended("s.csv", lambda _: Table("s", "", {"a": list(values)}))(stored)
+
+    (tmp_path / "s.csv").write_text(content("oom", "oom"))
+    assert (tmp_path / "s.csv").read_text() == "a\noom\noom\n"
+    assert content("oom") == "a\noom\noom\n" and content("oom", "oom", "oom") == "a\noom\noom\noom\n"
+
+
+def test_the_cross_over_follows_the_rows(studied, tmp_path):
+    def sequential_wins(row):
+        fast = row["config"]["ema"] == "sequential"
+        row["samples_device_ns"] = row["samples_host_ns"] = [1_000 if fast else 4_000_000] * 3
+
+    stored = changed(studied, tmp_path / "changed", "paths", sequential_wins)
+    before, text = (
+        " ".join(part.text for part in megalodon_paths.fastest(each) if isinstance(part, Text))
+        for each in (Stored(studied), stored)
+    )
+    assert "sequential is the fastest path at 128 tokens" in text
+    assert "in the model, forward+backward, sequential is faster than fft from 32 tokens, the shortest, on" in text
+    assert text != before
+
+
+def test_a_path_without_proof_is_counted_as_one(studied, tmp_path):
+    def unproven(row):
+        if row["config"]["ema"] == "sequential":
+            row["proofs"]["ema=sequential"] = None
+
+    before, after = (
+        first_text(megalodon_paths.different, stored)
+        for stored in (Stored(studied), changed(studied, tmp_path / "changed", "paths", unproven))
+    )
+    assert before.startswith("31 of 31 rows prove") and after.startswith("27 of 31 rows prove")
+
+
+def test_reduction_that_pays_is_told_beside_the_published_figure(studied, tmp_path):
+    def measured(row):
+        reduction = row["run"]["bf16_reduction"]
+        if row["run"]["dtype"] == "bf16":
+            row.update(status="ok", reason=None, loss=5.5, peak_allocated_bytes=1000, num_tokens=64, num_parameters=9)
+            row["samples_device_ns"] = row["samples_host_ns"] = [2_000_000 if reduction == "off" else 1_000_000] * 6
+            row["config"]["seq_len"] = 512
+
+    stored = changed(studied, tmp_path / "changed", "steps", measured)
+    parts = list(megalodon_answers.precision(changed_lengths(stored)))
+    text = parts[0].text
+
+    assert "reduction in bf16 makes a step 2.000 times as fast as without (their intervals do not meet)" in text
+    beside = next(part for part in parts if isinstance(part, Table) and part.id.startswith("published"))
+    assert list(beside.columns["published_off_over_on"]) == [1.25]
+
+
+def changed_lengths(stored: Stored) -> Stored:
+    """fp32 at 512 tokens too, so that there is something to hold bf16 against."""
+    path = stored.folder / "steps" / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["config"]["seq_len"] = 512
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Stored(stored.folder)
+
+
+def test_every_cycle_came_and_one_that_did_not_would_be_told(studied, tmp_path):
+    assert first_text(megalodon_recordings.schedule, Stored(studied)).startswith(
+        "5 of the 5 steps that were to be traced were traced, in 3 of 3 windows."
+    )
+    shutil.copytree(studied, tmp_path / "cut")
+    (path,) = (tmp_path / "cut/long/recordings").glob("*/recording.json")
+    facts = json.loads(path.read_text())
+    del facts["trace"]["repeated"]
+    path.write_text(json.dumps(facts))
+
+    text = first_text(megalodon_recordings.schedule, Stored(tmp_path / "cut"))
+    assert text.startswith("3 of the 5 steps that were to be traced were traced, in 2 of 3 windows.")
+
+
+def test_the_playbooks_loop_never_comes_to_its_second_cycle(studied):
+    tables = [part for part in megalodon_recordings.schedule(Stored(studied)) if isinstance(part, Table)]
+    columns = tables[-1].columns
+
+    last = {name: values[-1] for name, values in columns.items()}
+    assert (last["repeat"], last["num_run"], last["num_needed"], last["num_whole_cycles"]) == (2, 11, 16, 1)
+
+
+def test_a_span_that_keeps_the_host_longer_than_the_gpu_is_a_candidate(tmp_path, monkeypatch):
+    trace = TraceBuilder()
+    for number, start in enumerate((0, 1000)):
+        trace.step(number, start, 900).annotation("stepscope.phase/forward", start, 800)
+        trace.annotation("stepscope.module/blocks.0.norm", start + 10, 200)
+        for at in range(start + 20, start + 200, 30):
+            trace.op("aten::mul", at, 20).launch("small", at + 5, (at + 12, 2), took=4)
+        trace.annotation("stepscope.module/head", start + 300, 40).op("aten::mm", start + 310, 20)
+        trace.launch("gemm", start + 315, (start + 330, 400), took=4)
+    one = Recorded({"seq_len": 7}, "ok", None, trace.write(tmp_path / "trace.json.gz"))
+    monkeypatch.setattr(megalodon_recordings, "_longest", lambda stored: one)
+    parts = megalodon_recordings.fusion(Stored.__new__(Stored))
+
+    text, spans = next(parts).text, next(parts)
+    assert text == (
+        "At 7 tokens the host takes longer than the GPU in 1 of 2 spans. Most in the forward of blocks.*.norm: 6 ops "
+        "launch 6 kernels a step, 12.0 µs of work that takes the host 200 µs."
+    )
+    assert "uncovered_ns" in spans.columns
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the real traces are not here: set STEPSCOPE_TRACES to their folder")
+def test_chains_of_a_gpu_trace_are_a_table(tmp_path):
+    trace = tmp_path / "trace.json.gz"
+    shutil.copyfile(TRACES / "h200" / "gpt2_eager.json.gz", trace)
+    found = megalodon_recordings._chains(Recorded({}, "ok", None, trace))
+
+    assert found.num_rows > 0
+    assert all(fused < moved for fused, moved in zip(found.columns["fused_bytes"], found.columns["bytes"]))
