@@ -16,9 +16,34 @@ from typing import TYPE_CHECKING, Any
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
-    from stepscope.api import analyze, compare, diagnose, phase, read, record, report, step, what_if
+    from stepscope.api import (
+        analyze,
+        audit,
+        compare,
+        configure_precision,
+        diagnose,
+        phase,
+        read,
+        record,
+        report,
+        step,
+        what_if,
+    )
 
-__all__ = ["__version__", "analyze", "compare", "diagnose", "phase", "read", "record", "report", "step", "what_if"]
+__all__ = [
+    "__version__",
+    "analyze",
+    "audit",
+    "compare",
+    "configure_precision",
+    "diagnose",
+    "phase",
+    "read",
+    "record",
+    "report",
+    "step",
+    "what_if",
+]
 
 
 def __getattr__(name: str) -> Any:

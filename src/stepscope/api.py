@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from stepscope.analysis.traces import Analysis
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
+    from stepscope.record.precision import PrecisionChange
     from stepscope.record.session import Session
     from stepscope.record.windows import Windows
+    from stepscope.report.audit_text import Audit
     from stepscope.report.card import Card
     from stepscope.report.parts import Report
 
@@ -153,6 +155,58 @@ def report(
 
     ignored = [ignore] if isinstance(ignore, str) else ignore
     return report_of(Path(path), rank, ignored, use_cache, progress)
+
+
+def configure_precision(
+    *,
+    allow_tf32: bool | None = None,
+    allow_bf16_reduced_precision_reduction: bool | None = None,
+    allow_fp16_reduced_precision_reduction: bool | None = None,
+    matmul_precision: str | None = None,
+) -> PrecisionChange:
+    """Set torch's switches of precision in one call, before or after the model is made; what is left out stays.
+
+    Returns what changed, old → new: print it, `undo()` it, or use it as a context manager that undoes it.
+    `allow_tf32` is of matrix products and of cuDNN's convolutions; `matmul_precision` ("highest", "high", "medium")
+    is `torch.set_float32_matmul_precision`.
+    """
+    _need_torch()
+    from stepscope.record.precision import configure_precision as configure
+
+    reductions = (allow_bf16_reduced_precision_reduction, allow_fp16_reduced_precision_reduction)
+    try:
+        return configure(allow_tf32, *reductions, matmul_precision)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def audit(
+    module: Any,
+    *inputs: Any,
+    autocast: Any = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    micro_batches: int = 1,
+    **named_inputs: Any,
+) -> Audit:
+    """The dtype of everything in one step of a module, as `stepscope audit`: print it, or look at its attributes.
+
+    The module is called with `inputs` and `named_inputs`, under autocast in the dtype `autocast`; `loss` makes a
+    number of what it returns. `optimizer` (AdamW) gets copies of the parameters: the module stays as it was.
+    """
+    _need_torch()
+    from stepscope.record.dtype_audit import BadAudit, audit_module
+    from stepscope.report.audit_text import Audit
+
+    try:
+        return Audit(audit_module(module, inputs, named_inputs, autocast, loss, optimizer, micro_batches))
+    except BadAudit as error:
+        raise UsageError(str(error)) from None
+
+
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("PyTorch is not installed here: pip install torch")
 
 
 def need_read_side() -> None:

@@ -207,8 +207,18 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["dynamo_graph_break_reason", "recompile_reasons"])
-METRICS = st.sampled_from(["co_name", "entire_frame_compile_time_s", "cudagraph_skip_reason", "fail_reason"])
+NAMES = st.sampled_from(["dynamo_graph_break_reason", "recompile_reasons", "fx_graph_cache_hit"])
+METRICS = st.sampled_from(
+    [
+        "co_name",
+        "entire_frame_compile_time_s",
+        "dynamo_cumulative_compile_time_us",
+        "graph_op_count",
+        "cudagraph_skip_reason",
+        "fail_reason",
+    ]
+)
+SYMBOL = st.sampled_from(["source", "symbol", "val", "user_stack"])
 METADATA = JSON | st.fixed_dictionaries(
     {},
     optional={
@@ -217,11 +227,16 @@ METADATA = JSON | st.fixed_dictionaries(
         "frame_id": JSON,
         "frame_compile_id": JSON,
         "dynamo_start": JSON,
+        "bwd_compilation_metrics": JSON | st.dictionaries(METRICS, JSON),
+        "create_symbol": JSON | st.dictionaries(SYMBOL, JSON),
+        "inductor_output_code": JSON,
+        "dynamo_output_graph": JSON,
+        "str": JSON,
     },
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(METADATA, JSON)
 def test_no_record_however_malformed_raises_or_spoils_the_report(metadata, payload):
     probe = CompilerProbe()

@@ -343,3 +343,26 @@ def test_several_roots_are_told_apart_by_their_class():
         "Sequential",
         "Sequential.0",
     ]
+
+
+def test_every_repetition_of_the_trace_window_comes_and_has_its_file(tmp_path):
+    """Playbooks run `wait + warm-up + active · repeat` steps, so that the second cycle never comes."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    windows = Windows(warmup=2, clean=1, trace=2, repeat=3, memory=1)
+    with stepscope.record(tmp_path / "run", model=model, windows=windows):
+        for _ in range(windows.num_steps):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+
+    facts = json.loads((tmp_path / "run/recording.json").read_bytes())
+    traces = [facts["trace"], *facts["trace"]["repeated"]]
+    assert facts["windows"] == {"warmup": 2, "clean": 1, "trace_warmup": 3, "trace": 6, "memory": 1}
+    assert [each["num_steps"] for each in traces] == [2, 2, 2]
+    names = ["trace/rank0.json.gz", "trace/repeat2/rank0.json.gz", "trace/repeat3/rank0.json.gz"]
+    assert [each["file"] for each in traces] == names
+    for name in names:
+        with gzip.open(tmp_path / "run" / name, "rt") as stream:
+            events = json.load(stream)["traceEvents"]
+        assert sum(str(e.get("name")).startswith("ProfilerStep#") and e.get("ph") == "X" for e in events) == 2
+    assert stepscope.analyze(tmp_path / "run").ranks[0].steps.height == 2  # the first is what readers look at

@@ -15,21 +15,25 @@ ANY = st.builds(
     clean=st.integers(0, 5),
     trace=st.integers(0, 4),
     memory=st.integers(0, 1),
+    repeat=st.integers(1, 3),
 )
 
 
 def test_the_defaults_are_the_ones_the_command_line_names():
     windows = Windows()
 
-    assert [windows.first_step(name) for name in ("warmup", "clean", "trace_warmup", "trace", "memory", "free")] == [
-        0,
-        5,
-        25,
-        26,
-        28,
-        29,
-    ]
+    assert windows.counts() == {"warmup": 5, "clean": 20, "trace_warmup": 1, "trace": 2, "memory": 1}
     assert windows.num_steps == 29
+
+
+def test_a_trace_window_that_is_repeated_is_warmed_up_each_time():
+    windows = Windows(warmup=1, clean=0, trace=2, repeat=2, memory=1)
+    cycle = ["trace_warmup", "trace", "trace"]
+
+    assert [windows.at(step) for step in range(9)] == ["warmup", *cycle, *cycle, "memory", "free"]
+    assert windows.counts()["trace"] == 4
+    with pytest.raises(ValueError, match="repeat is 0"):
+        Windows(repeat=0)
 
 
 def test_no_trace_has_no_warm_up_for_it_either():
@@ -47,9 +51,9 @@ def test_nothing_at_all_is_free_from_the_first_step():
 def test_the_progress_line_counts_the_traces_warm_up_as_a_part_of_it():
     windows = Windows(trace=3)
 
-    assert windows.num_steps_of(names.TRACE_WARMUP) == 4
-    assert windows.num_steps_of(names.TRACE) == 3
-    assert windows.num_steps_of(names.CLEAN) == 20
+    assert (windows.at(25), windows.num_left(25)) == (names.TRACE_WARMUP, 4)
+    assert (windows.at(26), windows.num_left(26)) == (names.TRACE, 3)
+    assert (windows.num_left(5), windows.num_left(24), windows.num_left(99)) == (20, 1, 0)
 
 
 @pytest.mark.parametrize("field", ["warmup", "clean", "trace", "memory"])
@@ -77,13 +81,11 @@ def test_every_step_has_one_window_in_the_order_of_the_sequence(windows):
 
 
 @given(ANY)
-def test_the_first_step_of_a_window_is_where_it_begins(windows):
-    for name, count in windows.sequence():
-        first = windows.first_step(name)
-        if count:
-            assert windows.at(first) == name and (first == 0 or windows.at(first - 1) != name)
-        else:
-            assert first == windows.num_steps
+def test_what_is_left_ends_where_another_window_begins(windows):
+    for step in range(windows.num_steps):
+        after = step + windows.num_left(step)
+        assert {windows.at(between) for between in range(step, after)} <= {windows.at(step), "trace"}
+        assert windows.at(after) not in ("trace", windows.at(after - 1))
 
 
 def test_every_window_has_a_title():

@@ -60,7 +60,7 @@ def test_dry_run_prints_the_points_and_runs_nothing(capsys, tmp_path, monkeypatc
         ((f"{ODD}:GATED", "--set", "widht=3"), "did you mean width"),
         ((f"{ODD}:GATED", "--dtype", "bf61"), "did you mean bf16"),
         ((f"{ODD}:GATED", "--memory-limit", "lots"), "no amount of memory"),
-        ((f"{ODD}:GATED", "--dtype", "fp16"), "did you mean autocast_fp16"),
+        ((f"{ODD}:GATED", "--dtype", "autocast_f16"), "did you mean autocast_fp16"),
         ((f"{ODD}:GATED", "--memory-limit", "0"), "no amount of memory"),
         ((f"{ODD}:GATED", "--timeout", "0"), "must be more than 0"),
         ((f"{ODD}:GATED", "--timeout", "inf"), "must be more than 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,3 +84,54 @@ def test_a_reference_that_overflows_excuses_nothing():
 
     assert not verdict.passed and "no numbers in autocast_fp16 either" in verdict.worst
     assert max(verdict.tolerances.values()) < 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "taken"),
+    [
+        ("max-autotune", "reduce-overhead"),
+        ("max-autotune-no-cudagraphs", None),
+        ("reduce-overhead", "reduce-overhead"),
+    ],
+)
+def test_the_gate_compiles_without_autotuning(monkeypatch, mode, taken):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda module, mode=None: modes.append(mode) or module)
+
+    assert check(compile=mode).passed
+    assert modes == [taken]  # the truth is never compiled
+
+
+def test_points_that_differ_in_autotuning_share_a_verdict():
+    from stepscope.sweep.grid import Point
+    from stepscope.sweep.runner import Runner
+
+    runner = Runner.__new__(Runner)
+    runner._gate_sizes = WORKLOAD.gate
+
+    def key(mode):
+        run = {**RUN, "compile": mode}
+        return runner._gate_key(Point(workload="w", preset=None, config={"batch": 4}, run=run, hash=mode))
+
+    assert key("max-autotune") == key("reduce-overhead") != key("default") == key("max-autotune-no-cudagraphs")
+
+
+def test_one_assembler_for_the_cache_of_triton(monkeypatch, tmp_path):
+    from stepscope.sweep.prepare import one_assembler
+
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    one_assembler(tmp_path)
+    assert "TRITON_PTXAS_PATH" not in os.environ  # this torch brings none along
+
+    (tmp_path / "bin").mkdir()
+    assembler = tmp_path / "bin" / "ptxas"
+    assembler.write_text("")
+    assembler.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "mine")
+    one_assembler(tmp_path)
+    assert os.environ["TRITON_PTXAS_PATH"] == "mine"
+
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    one_assembler(tmp_path)
+    assert os.environ["TRITON_PTXAS_PATH"] == str(assembler)
+    monkeypatch.delenv("TRITON_PTXAS_PATH")

@@ -10,7 +10,8 @@ from variants import assert_same, built_of, results_of
 
 from stepscope.workloads.ops.attention import PROOFS, WORKLOAD, causal_mask
 
-ON_CPU = ("naive", "builtin", "flash", "math")
+ON_CPU = ("naive", "builtin", "custom", "flash", "math")
+SQUARES = [("naive", 3), ("builtin", 1), ("custom", 1), ("flash", 0), ("math", 1)]
 SMALL = {"batch": 2, "heads": 3, "seq_len": 40, "head_width": 16}
 
 
@@ -80,7 +81,7 @@ def test_flops_by_formula_are_the_counted_ones_and_half_where_causal(causal):
     assert built.forward_flops * (2 if causal else 1) == counter.get_total_flops() == 4 * 2 * 3 * 40 * 40 * 16
 
 
-@pytest.mark.parametrize(("implementation", "squares"), [("naive", 3), ("builtin", 1), ("flash", 0), ("math", 1)])
+@pytest.mark.parametrize(("implementation", "squares"), SQUARES)
 def test_square_tensors_kept_for_backward(implementation, squares):
     built = built_of(WORKLOAD, implementation=implementation, **SMALL)
     kept = {}

@@ -1,4 +1,4 @@
-"""Five ways to bring tokens to their experts: each against every expert computed for every token."""
+"""Six ways to bring tokens to their experts: each against every expert computed for every token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope.workloads import experts
 from stepscope.workloads.experts import MixtureOfExperts, grouped_matmul, rows_per_expert
 from stepscope.workloads.ops.moe import WORKLOAD
 
-DISPATCHES = ("loop", "capacity", "one_hot", "tile", "grouped")
+DISPATCHES = ("loop", "capacity", "one_hot", "tile", "grouped", "indexed")
 # Some CPUs have no bfloat16 products; torch says so once and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 from evidence import evidence_of
@@ -32,6 +35,54 @@ def test_a_thousand_hundredths(preset, result):
 
     assert facts["result"] == result and facts["exact"] == 10.0
     assert facts["largest_error"] == abs(result - 10.0)
+
+
+def test_adding_halves_in_float32_is_the_same_with_and_without_the_cast():
+    """Two ways to write it, one result: the cast is in the addition anyway."""
+    term, total = torch.tensor(0.01, dtype=torch.float16), torch.zeros(())
+    for _ in range(1000):
+        total += term
+
+    assert run("mixed")["result"] == float(total)
+    # What is left is the half's own rounding of 0.01, a thousand times, and little more.
+    assert abs(run("mixed")["result"] - 1000 * float(term)) < 1e-3 < abs(1000 * float(term) - 10.0)
+
+
+@pytest.mark.parametrize("preset", ["fp16", "bf16", "mixed", "fp32"])
+@pytest.mark.parametrize(("experiment", "num_exact"), [("matmul", 8 * 8), ("reduction", 8)])
+def test_the_errors_are_against_the_exact_sum_of_the_same_numbers(preset, experiment, num_exact):
+    """Held against fractions, which do not round."""
+    torch.manual_seed(1)
+    built = WORKLOAD.build(WORKLOAD.configure(preset, experiment=experiment, terms=96, rows=8))
+    with torch.no_grad():
+        built.module(**built.batch())
+    x, *rest, result = built.module.last
+    left = [[Fraction(float(value)) for value in row] for row in x]
+    if rest:
+        columns = [[Fraction(float(value)) for value in column] for column in rest[0].T]
+        exact = [sum(a * b for a, b in zip(row, column)) for row in left for column in columns]
+    else:
+        exact = [sum(row) for row in left]
+    errors = [abs(Fraction(float(value)) - truth) for value, truth in zip(result.flatten(), exact, strict=True)]
+    norm = math.sqrt(sum(truth * truth for truth in exact))
+    facts = built.facts()
+
+    assert len(exact) == num_exact
+    assert facts["largest_error"] == pytest.approx(float(max(errors)), rel=1e-6, abs=1e-12)
+    relative = math.sqrt(sum(error * error for error in errors)) / norm
+    assert facts["relative_error"] == pytest.approx(relative, rel=1e-6, abs=1e-13)
+    # Of the size of the unit roundoff, 2⁻¹¹, 2⁻⁸, 2⁻²⁴; many roundings of one size take each other off.
+    roundoff = {"fp16": 2**-11, "bf16": 2**-8, "mixed": 2**-11, "fp32": 2**-24}[preset]
+    assert roundoff / (4 * math.sqrt(96)) < relative < 10 * roundoff
+
+
+def test_the_norm_of_a_row_of_one_value_is_known():
+    built = WORKLOAD.build(WORKLOAD.configure("fp32", experiment="norm", terms=64, rows=2))
+    with torch.no_grad():
+        built.module(torch.tensor([[3.0] * 64, [-0.5] * 64]))
+
+    assert built.module.last[-1].tolist() == [[1.0] * 64, [-1.0] * 64]
+    assert built.facts()["largest_error"] == 0.0
 
 
 def test_float64_is_as_exact_as_it_gets():

@@ -51,10 +51,10 @@ def test_the_default_is_538m_at_16_times_4096():
 
     assert next(iter(WORKLOAD.presets)) == "538m"
     assert (config.batch, config.seq_len, config.checkpoint) == (16, 4096, 0)
-    assert WORKLOAD.knobs()[7].values == ("loop", "capacity", "one_hot", "tile", "grouped")
+    assert WORKLOAD.knobs()[7].values == ("loop", "capacity", "one_hot", "tile", "grouped", "indexed")
 
 
-@pytest.mark.parametrize("dispatch", ["capacity", "one_hot", "tile", "grouped"])
+@pytest.mark.parametrize("dispatch", ["capacity", "one_hot", "tile", "grouped", "indexed"])
 @pytest.mark.parametrize("routing", ["learned", "balanced"])
 def test_every_dispatch_is_the_loop_where_none_is_dropped(dispatch, routing):
     values = {"routing": routing, "capacity_factor": 2.0, "seq_len": 50}
@@ -67,6 +67,26 @@ def test_every_dispatch_is_the_loop_where_none_is_dropped(dispatch, routing):
     assert other.facts()["dropped_slots"] == 0
     for name, right in wanted.items():
         torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_given_mask_is_the_causal_one_and_an_inverted_one_is_not():
+    plain, given, inverted = (built_of(mask=mask) for mask in ("causal", "given", "inverted"))
+    batch = batch_of(plain)
+
+    wanted, found = results(plain, batch), results(given, batch)
+
+    for name, right in wanted.items():
+        torch.testing.assert_close(found[name], right, rtol=1e-10, atol=1e-12, msg=name)
+    assert not torch.allclose(inverted.module.double()(batch["series"])[0], wanted["horizon 1"], rtol=0.01)
+
+
+def test_a_mask_is_proven_where_it_was_given():
+    claims = {mask: built_of(mask=mask).proofs for mask in ("causal", "given")}
+    evidence = {mask: evidence_of(built_of(mask=mask)) for mask in claims}
+
+    (proof,) = [proof for proof in claims["given"] if proof.claim == "mask=given"]
+    assert len(claims["causal"]) == 1
+    assert proof.shows(evidence["given"]) and proof.shows(evidence["causal"]) is None
 
 
 @pytest.mark.parametrize("every", [1, 2])

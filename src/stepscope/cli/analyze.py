@@ -1,5 +1,8 @@
 """Where the time in a trace goes, whoever recorded it; with --memory, what filled the memory.
 
+--attention: on which back end each call of attention ran, and why not on flash. --copies: where every copy and cast
+comes from, and what a step would be without it. --compiler: what torch.compile did, why, and what it cost.
+
 Reads Chrome traces of PyTorch's profiler (.json, .json.gz), a folder with one a rank, or a recording of
 stepscope run. Needs neither torch nor a GPU. What was read is kept beside the trace (<trace>.stepscope) and
 used again while the trace has not changed. --memory also reads CUDA memory snapshots (.pickle), of which nothing
@@ -13,6 +16,9 @@ examples:
   stepscope analyze --memory runs/train-20260101-120000 -o memory.svg
   stepscope analyze --memory snapshot.pickle
   stepscope analyze --memory runs/length-512 runs/length-1024
+  stepscope analyze --attention runs/train-20260101-120000
+  stepscope analyze --copies trace.json.gz
+  stepscope analyze --compiler runs/train-20260101-120000
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import gc
 import os
 from pathlib import Path
 
+from stepscope.cli import analyze_views
 from stepscope.cli.numbers import positive
 from stepscope.errors import StepscopeError, UsageError
 
@@ -32,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="what filled the memory, instead of where the time goes"
     )
+    parser.add_argument("--attention", action="store_true", help="attention: back ends, and why not flash")
+    parser.add_argument("--copies", action="store_true", help="where copies and casts come from")
+    parser.add_argument("--compiler", action="store_true", help="what torch.compile did, why, and what it cost")
     parser.add_argument("--json", action="store_true", help="one JSON object (docs/analyze.md, docs/memory.md)")
     parser.add_argument("-o", "--output", type=Path, metavar="SVG", help="with --memory: the timeline as a picture")
     parser.add_argument("--step", type=int, metavar="N", help="this step alone")
@@ -46,6 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
     # this when it is loaded, and this process is our own.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")
     gc.disable()  # nothing here makes cycles to speak of, and a collection walks all that was imported
+    if (view := analyze_views.asked(arguments)) is not None:
+        return analyze_views.show(arguments, view)
     if arguments.memory:
         return _memory(arguments)
     if arguments.output:

@@ -34,8 +34,14 @@ from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from stepscope.sweep.grid import Point
+    from stepscope.sweep.runner import Options
     from stepscope.workloads.workload import Workload
+
+    Answer = tuple[Callable[[], Any], Callable[[bool, int], str]]
+    """What is printed: as JSON values, and as text by colour and width."""
 
 EXIT_NOT_ALL_OK = 1
 EXIT_INTERRUPTED = 130
@@ -66,8 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     fill_closed_streams()
     workload = find_workload(arguments)
-    if not 0 < arguments.timeout < math.inf:
-        raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0, and an end")
+    check_timeout(arguments.timeout)
     if arguments.max_batch and arguments.memory_limit:
         raise UsageError("--max-batch MEMORY is the memory limit of its points: leave --memory-limit out")
     try:
@@ -84,7 +89,17 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError("the grid has no points")
     if arguments.dry_run:
         return _dry_run(points, arguments.json)
-    return _run(workload, points, limit_bytes, arguments)
+    from stepscope.sweep.runner import Options
+
+    options = Options(timeout_s=arguments.timeout, trace=arguments.trace, memory_limit_bytes=limit_bytes)
+    searches = arguments.max_batch is not None
+    return run_sweep(workload, points, options, arguments, verb="bench", answer=_answer, searches_batch=searches)
+
+
+def check_timeout(seconds: float) -> None:
+    """UsageError for a timeout that is none."""
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--timeout {seconds:g}: must be more than 0, and an end")
 
 
 def _points(workload: Workload[Any], arguments: argparse.Namespace) -> list[Point]:
@@ -106,18 +121,35 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _run(workload: Workload[Any], points: list[Point], limit: int | None, arguments: argparse.Namespace) -> int:
+def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
+    from stepscope.report.sweeps import sweep_of, sweep_text, to_json
+
+    sweep = sweep_of(rows, environments)
+    return lambda: to_json(sweep), lambda _colour, width: sweep_text(sweep, width)
+
+
+def run_sweep(
+    workload: Workload[Any],
+    points: list[Point],
+    options: Options,
+    arguments: argparse.Namespace,
+    *,
+    verb: str,
+    answer: Callable[[list[dict[str, Any]], dict[str, Any]], Answer],
+    searches_batch: bool = False,
+    fine: Sequence[str] = ("ok",),
+) -> int:
+    """Run the points that have no row yet and print the `answer` to all rows; 0 when each row's status is `fine`."""
     from stepscope.cli.progress import Progress
-    from stepscope.report.sweeps import sweep_of, sweep_text, to_json, write_tables
+    from stepscope.report.sweeps import sweep_of, write_tables
     from stepscope.report.text import plural
     from stepscope.sweep.max_batch import MaxBatch
     from stepscope.sweep.results import Results
-    from stepscope.sweep.runner import Options, Runner, run_points
+    from stepscope.sweep.runner import Runner, run_points
     from stepscope.sweep.server import Server, default_start
 
-    folder = arguments.output or default_folder("bench", arguments.workload)
+    folder = arguments.output or default_folder(verb, arguments.workload)
     command = shlex.join(["stepscope", *sys.argv[1:]])
-    options = Options(timeout_s=arguments.timeout, trace=arguments.trace, memory_limit_bytes=limit)
     teller = _Teller(points, arguments.quiet)
     facts = {"command": command, "working_folder": str(Path.cwd()), "stepscope": __version__}
     with Results(folder, facts, arguments.resume, resume_command(folder)) as results:
@@ -141,7 +173,7 @@ def _run(workload: Workload[Any], points: list[Point], limit: int | None, argume
                 teller.finished(row, num_done)
                 progress(num_done / len(points))
 
-            run = runner.run if arguments.max_batch is None else MaxBatch(workload, runner, on_try).run
+            run = MaxBatch(workload, runner, on_try).run if searches_batch else runner.run
             try:
                 run_points(points, results, run, on_row)
             except KeyboardInterrupt:
@@ -151,12 +183,12 @@ def _run(workload: Workload[Any], points: list[Point], limit: int | None, argume
         with results.writing():
             write_tables(folder, sweep, command)
     if rows:
-        print_result(lambda: to_json(sweep), lambda _colour, width: sweep_text(sweep, width), arguments.json)
+        print_result(*answer(rows, results.facts["environments"]), arguments.json)
     tell(f"stepscope: {plural(len(rows), 'row')} in {folder}/results.jsonl, .csv, .md")
     if interrupted:
         tell(f"stepscope: interrupted; go on with  {resume_command(folder)}")
         return EXIT_INTERRUPTED
-    return 0 if all(row["status"] == "ok" for row in rows if row["hash"] in asked) else EXIT_NOT_ALL_OK
+    return 0 if all(row["status"] in fine for row in rows if row["hash"] in asked) else EXIT_NOT_ALL_OK
 
 
 class _Teller:

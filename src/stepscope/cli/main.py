@@ -24,10 +24,14 @@ VERBS = {
     "sql": "query a trace's tables",
     "export": "a trace for Perfetto, speedscope, CSV or Parquet; a step or a module of it",
     "bench": "run a grid of configurations; every point ends as a row",
+    "compile-check": "whether torch.compile computes what eager code does, and what it did on the way",
     "tune": "search a workload's knobs for the most tokens/s inside a memory budget",
     "compare": "whether two runs really differ, and where the difference comes from",
     "report": "one page that shows where a step and its memory went, or what a sweep found",
+    "study": "redo a whole investigation: measure, answer its questions, write the report",
     "plan": "memory, verdict and least time of a step, with no GPU",
+    "audit": "the dtype of everything in a model, its casts, what stayed in float32 and why",
+    "precision": "fp32, tf32, bf16, fp16, autocast: time, memory, exactness, and why",
     "list": "what there is to run, with knobs and parameter counts",
     "doctor": "what this machine has, and what Stepscope can measure on it",
 }
@@ -54,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.parse_args(arguments[:1])  # --help, --version, or an error with the right verbs
         return EXIT_USAGE
     try:
-        verb = importlib.import_module(f"stepscope.cli.{arguments[0]}")
+        verb = importlib.import_module(f"stepscope.cli.{arguments[0].replace('-', '_')}")
         verb_parser = _Parser(
             prog=f"stepscope {arguments[0]}",
             description=verb.__doc__,

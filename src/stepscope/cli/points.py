@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Flags for what is set most; each is also a key of --set.
 RUN_FLAGS = {
     "mode": "inference, forward, forward+backward, step",
-    "dtype": "fp32, tf32, bf16, autocast_bf16, autocast_fp16",
+    "dtype": "fp32, tf32, bf16, fp16, autocast_bf16, autocast_fp16",
     "compile": "off, default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
     "sdpa": "attention back end: free, flash, efficient, math, cudnn",
     "optimizer": "adamw, fused, handwritten, sgd",

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clean", type=int, default=20, metavar="N", help="steps timed clean (default 20)")
     parser.add_argument("--trace", type=int, default=2, metavar="N", help="steps traced, 0 for none (default 2)")
     parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="trace windows, each with a file of its own (default 1)"
+    )
+    parser.add_argument(
         "--memory",
         action="store_true",
         help="say who allocated what (file and line); on CUDA also keep the allocator's history in snapshot.pickle",
@@ -67,6 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
             warmup=arguments.warmup,
             clean=arguments.clean,
             trace=arguments.trace,
+            repeat=arguments.repeat,
             memory=0 if arguments.no_memory else 1,
         )
         if arguments.memory and arguments.no_memory:

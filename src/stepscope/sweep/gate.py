@@ -1,7 +1,8 @@
 """Correct before fast: a variant against the reference in float64, before anything is timed.
 
 Reference and variant are built at the workload's gate sizes with the same weights and the same batch. The reference
-runs in float64 on the CPU: the truth. The variant runs as it will be timed: its device, dtype, back end, compiler.
+runs in float64 on the CPU: the truth. The variant runs as it will be timed: its device, dtype, back end, compiler;
+but nothing is autotuned, since kernels tuned for the gate's sizes are not those that will be timed.
 
 A deviation is ‖variant − truth‖ ÷ ‖truth‖ of one tensor (Frobenius norms; for a gradient the divisor is at least a
 hundredth of an average gradient's norm, so that one that is zero in truth may be a little noise). It may be as large
@@ -33,6 +34,7 @@ from stepscope.sweep.prepare import (
     tensors_of,
     weights_dtype,
 )
+from stepscope.sweep.run_knobs import without_autotuning
 from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, Workload
 
@@ -41,6 +43,7 @@ from stepscope.workloads.workload import Batch, Built, Value, Workload
 TOLERANCE = {
     "fp32": (1e-4, 1e-3),
     "tf32": (1e-2, 3e-2),
+    "fp16": (1e-2, 3e-2),
     "autocast_fp16": (1e-2, 3e-2),
     "autocast_bf16": (4e-2, 1e-1),
     "bf16": (4e-2, 1e-1),
@@ -67,6 +70,7 @@ def check(
     workload: Workload[Any], values: Mapping[str, Value], run: Mapping[str, Value], with_gradients: bool
 ) -> Gate:
     """The gate's verdict on the variant that `values` (preset included) and `run` describe."""
+    run = without_autotuning(run)
     sized = {**values, **workload.gate}
     seed, device = int(run["seed"]), str(run["device"])
     reference_config = workload.config(**{**sized, **workload.reference})
@@ -81,23 +85,23 @@ def check(
     if moved:
         truth["updates"] = _updates("adamw", moved, torch.float64, "cpu")
 
-    def deviations(config: Any, run: Mapping[str, Value]) -> dict[str, dict[str, float]]:
+    def deviation_of(config: Any, run: Mapping[str, Value]) -> dict[str, dict[str, float]]:
         built = build(workload, config, seed, device)
         built.module.load_state_dict(weights)
         built.module.to(weights_dtype(run))
         found = _results(built, cast(batch, weights_dtype(run), device), run, with_gradients)
         if moved:
             found["updates"] = _updates(str(run["optimizer"]), moved, weights_dtype(run), device)
-        return _deviations(found, truth)
+        return deviations(found, truth)
 
-    found = deviations(workload.config(**sized), run)
+    found = deviation_of(workload.config(**sized), run)
     loose, looser = TOLERANCE[str(run["dtype"])]
     tolerances = {kind: looser if kind == "gradients" else loose for kind in found}
     if moved:
-        tolerances["updates"] = TOLERANCE["bf16" if weights_dtype(run) is torch.bfloat16 else "fp32"][0]
+        tolerances["updates"] = TOLERANCE[str(run["dtype"]) if weights_dtype(run) is not torch.float32 else "fp32"][0]
     overflowed = []
     if _over(found, tolerances):
-        rough = deviations(reference_config, {**run, "compile": "off", "sdpa": "free", "optimizer": "adamw"})
+        rough = deviation_of(reference_config, {**run, "compile": "off", "sdpa": "free", "optimizer": "adamw"})
         for kind in tolerances:
             reached = SLACK * _worst(rough.get(kind, {}))
             if math.isfinite(reached):
@@ -127,27 +131,31 @@ def _results(
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     with torch.no_grad(), contexts():
         outputs = tensors_of(module(**inputs))
-    results["outputs"] = {f"output {index}": _truthful(tensor) for index, tensor in enumerate(outputs)}
+    results["outputs"] = {f"output {index}": truthful(tensor) for index, tensor in enumerate(outputs)}
     if "targets" not in batch and not with_gradients:
         return results
     with torch.set_grad_enabled(with_gradients), contexts():
         out = module(**batch)
     is_loss = isinstance(out, torch.Tensor) and out.dim() == 0
     if is_loss:
-        results["loss"] = {"loss": _truthful(out)}
+        results["loss"] = {"loss": truthful(out)}
     if with_gradients:
         starts = [out] if is_loss else differentiable(out)
         gradients = None if is_loss else random_gradients(starts, int(run["seed"]))
         with contexts.attention():
             torch.autograd.backward(starts, gradients)
-        named = [*built.module.named_parameters(), *batch.items()]
-        # None is zero: an expert that got no token, in one variant; multiplied by nothing, in another.
-        results["gradients"] = {
-            f"gradient of {name}": _truthful(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
-            for name, tensor in named
-            if tensor.requires_grad
-        }
+        results["gradients"] = gradients_of(built.module, batch)
     return results
+
+
+def gradients_of(module: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Name → gradient of each parameter and input, in float64 on the CPU."""
+    # None is zero: an expert that got no token, in one variant; multiplied by nothing, in another.
+    return {
+        f"gradient of {name}": truthful(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        for name, tensor in (*module.named_parameters(), *batch.items())
+        if tensor.requires_grad
+    }
 
 
 def _movable(
@@ -175,28 +183,30 @@ def _updates(
         for name, parameter in parameters.items():
             parameter.grad = scale * moved[name][1].to(device, dtype)
         stepper.step()
-    return {f"update of {name}": _truthful(parameters[name]) - _truthful(start) for name, (start, _) in moved.items()}
+    return {f"update of {name}": truthful(parameters[name]) - truthful(start) for name, (start, _) in moved.items()}
 
 
-def _truthful(tensor: torch.Tensor) -> torch.Tensor:
+def truthful(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64 on the CPU."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.detach().to("cpu", wide)
 
 
-def _deviations(found: Any, truth: Any) -> dict[str, dict[str, float]]:
-    deviations: dict[str, dict[str, float]] = {}
+def deviations(found: Any, truth: Any) -> dict[str, dict[str, float]]:
+    """Kind → name of a tensor → how far it is from the truth, by the truth's norm."""
+    result: dict[str, dict[str, float]] = {}
     for kind, tensors in truth.items():
         if found.get(kind, {}).keys() != tensors.keys():
             missing = sorted(tensors.keys() ^ found.get(kind, {}).keys())
-            deviations[kind] = {f"{missing[0]} is on one side only": math.inf}
+            result[kind] = {f"{missing[0]} is on one side only": math.inf}
             continue
         norms = {name: float(tensor.norm()) for name, tensor in tensors.items()}
         average = math.sqrt(sum(norm * norm for norm in norms.values()) / max(1, len(norms)))
         floor = average / 100 if kind in ("gradients", "updates") else 0.0
-        deviations[kind] = {
+        result[kind] = {
             name: _deviation(found[kind][name], tensor, max(norms[name], floor)) for name, tensor in tensors.items()
         }
-    return deviations
+    return result
 
 
 def _deviation(found: torch.Tensor, truth: torch.Tensor, divisor: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -71,6 +72,55 @@ def clean_samples(run_once: Callable[[], Any], num_steps: int, device: str) -> S
     torch.cuda.synchronize()
     device_ns = [round(begin.elapsed_time(end) * 1e6) for begin, end in pairwise(events)]
     return Samples(host_ns, device_ns, result)
+
+
+class Phases:
+    """Calls passes with a mark where each phase begins, and waits for the device after each."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.samples_ns: dict[str, list[int]] = {}
+        """By phase, one a pass, in order; the device's time on a GPU."""
+
+    def run(self, run_once: Pass) -> Any:
+        """What the pass returned."""
+        marks: list[tuple[str, Any]] = []
+
+        def mark(phase: str) -> None:
+            marks.append((phase, _now(self._device)))
+
+        result = run_once(mark)
+        mark("end")
+        synchronize(self._device)
+        for (phase, begin), (_, end) in pairwise(marks):
+            self.samples_ns.setdefault(phase, []).append(round(_between_ms(begin, end) * 1e6))
+        return result
+
+    def medians_ms(self, num_last: int) -> dict[str, float]:
+        """`forward_ms`, `backward_ms`, `optimizer_ms` of the last passes."""
+        return {
+            f"{phase}_ms": statistics.median(values[-num_last:]) / 1e6 for phase, values in self.samples_ns.items()
+        }
+
+
+def phase_medians_ms(run_once: Pass, num_steps: int, device: str) -> dict[str, float]:
+    """`forward_ms` and `backward_ms`, medians of passes with a mark where each begins; the device's time on a GPU."""
+    phases = Phases(device)
+    for _ in range(num_steps):
+        phases.run(run_once)
+    return phases.medians_ms(num_steps)
+
+
+def _now(device: str) -> Any:
+    if device != "cuda":
+        return time.perf_counter_ns()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_ms(begin: Any, end: Any) -> float:
+    return (end - begin) / 1e6 if isinstance(begin, int) else float(begin.elapsed_time(end))
 
 
 def cuda_before_backward_bytes(run_once: Pass) -> int | None:

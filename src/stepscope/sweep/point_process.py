@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.record.files import write_json
+from stepscope.sweep import refused
 
 # Not imported here, so that the process that only spawns points need not have it: torch.
 
@@ -43,6 +44,12 @@ class Request:
     probe: bool = False
     """Only find out whether it fits: no gate, no FLOPs, no trace."""
     timeout_s: float = 600.0
+    compares_dtypes: bool = False
+    """Whether it is also asked what `sweep/precision_probe.py` asks."""
+    layers: bool = False
+    """Time each layer in the first call and once warm; no gate, which would warm the process up."""
+    shapes: list[dict[str, Any]] | None = None
+    """Knobs of the shapes at which compiled code is only held against eager code (`sweep/compile_check.py`)."""
 
 
 class Report:
@@ -64,14 +71,19 @@ def run_point(request: Request) -> None:
     """Run one point in this process and leave its result at `result_path`."""
     report = Report(Path(request.result_path))
     report.stage("start")
-    try:
-        _run(request, report)
-    except BaseException as error:
-        _classify(error, report, request)
+    with refused.heard() as said:
+        try:
+            _run(request, report)
+        except BaseException as error:
+            _classify(error, report, request, said)
     report.write()
 
 
 def _run(request: Request, report: Report) -> None:
+    if request.shapes is not None:
+        from stepscope.sweep.compile_check import check
+
+        return check(request, report)
     from stepscope.record.compiler import CompilerProbe
     from stepscope.record.environment import Environment
     from stepscope.sweep import gate, memory, prepare
@@ -97,7 +109,7 @@ def _run(request: Request, report: Report) -> None:
     fields["alternatives"] = dict(workload.alternatives)
     with_gradients = run["mode"] in ("forward+backward", "step")
 
-    if workload.gate and not request.probe:
+    if workload.gate and not request.probe and not request.layers:
         if request.known_gate is not None:
             fields["gate"] = request.known_gate
         else:
@@ -134,6 +146,7 @@ def _measure(
     import torch
 
     from stepscope.sweep import measure, memory, prepare
+    from stepscope.sweep.layers import median_layers_ns, timed_layers
 
     run, fields = request.run, report.fields
     device, mode = str(run["device"]), str(run["mode"])
@@ -149,12 +162,19 @@ def _measure(
         batch = prepare.cast(prepare.make_batch(built, int(run["seed"]), device), prepare.weights_dtype(run))
         run_once = prepare.Pass(built.module, batch, run)
 
+    phases = measure.Phases(device) if not whole and built.phases_apart else None
+    one_pass = run_once if phases is None else lambda: phases.run(run_once)
     compile_ns_before = measure.compile_ns()
     report.stage("first call")
-    fields["first_call_ns"], loss = measure.timed_call(run_once, device)
+    if request.layers and not whole:
+        fields["layers"] = {}
+        with timed_layers(built.module, device) as fields["layers"]["first_call_ns"]:
+            fields["first_call_ns"], loss = measure.timed_call(one_pass, device)
+    else:
+        fields["first_call_ns"], loss = measure.timed_call(one_pass, device)
     fields["loss"] = _number(loss, "loss", fields)
     report.stage("warm-up")
-    fields["samples_warmup_ns"] = [measure.timed_call(run_once, device)[0] for _ in range(int(run["warmup"]) - 1)]
+    fields["samples_warmup_ns"] = [measure.timed_call(one_pass, device)[0] for _ in range(int(run["warmup"]) - 1)]
     if run["compile"] != "off":
         fields["compile_ns"] = measure.compile_ns() - compile_ns_before
 
@@ -185,13 +205,41 @@ def _measure(
             "memory before the backward was not read",
             lambda: fields.update(before_backward_bytes=measure.cuda_before_backward_bytes(run_once)),
         )
+    if "layers" in fields:
+        report.stage("layers")
+        fields["layers"]["warm_ns"] = median_layers_ns(run_once, built.module, int(run["steps"]), device)
     _trace(request, report, built, run_once, whole, compiler, graph_ops)
+    if phases is not None:
+        report.stage("phases")
+        _guarded(fields, "phases were not timed", lambda: _time_phases(fields, phases, run_once, int(run["steps"])))
     if not whole:
         report.stage("FLOPs")
         _guarded(fields, "FLOPs were not counted", lambda: fields.update(measure.counted_flops(run_once)))
         if fields.get("flops_formula") and fields.get("flops_counted") is not None:
             fields["flops_coverage"] = fields["flops_counted"] / fields["flops_formula"]
+    if request.compares_dtypes and not whole:
+        _compare_dtypes(request, report, run_once)
     report.stage("end")
+
+
+def _time_phases(fields: dict[str, Any], phases: Any, run_once: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        phases.run(run_once)
+    fields["samples_phase_ns"] = phases.samples_ns
+    fields.setdefault("facts", {}).update(phases.medians_ms(num_steps))
+
+
+def _compare_dtypes(request: Request, report: Report, run_once: Any) -> None:
+    from stepscope.sweep import precision_probe
+    from stepscope.workloads.registry import find
+
+    fields = report.fields
+    found = fields["precision"] = {}
+    for missing, ask in precision_probe.questions(
+        find(request.workload), request.config, request.run, run_once
+    ).items():
+        report.stage("comparison of dtypes")
+        _guarded(fields, missing, lambda ask=ask: found.update(ask()))
 
 
 def _trace(
@@ -260,7 +308,7 @@ def _guarded(fields: dict[str, Any], what: str, act: Any) -> None:
         fields["notes"].append(f"{what}: {_first_line(error)}")
 
 
-def _classify(error: BaseException, report: Report, request: Request) -> None:
+def _classify(error: BaseException, report: Report, request: Request, said: list[str]) -> None:
     from stepscope.errors import StepscopeError
     from stepscope.sweep import memory
     from stepscope.sweep.prepare import CannotRun
@@ -272,8 +320,8 @@ def _classify(error: BaseException, report: Report, request: Request) -> None:
         fields.update(status=SKIPPED, reason=str(error))
     elif shortage is not None:
         fields.update(status=OOM, oom=dataclasses.asdict(shortage), reason=_first_line(error))
-    elif "No available kernel" in str(error) and request.run["sdpa"] != "free":
-        fields.update(status=SKIPPED, reason=f"sdpa={request.run['sdpa']}: torch has no such kernel for this")
+    elif (refusal := refused.refusal(error, said, request.run, request.config)) is not None:
+        fields.update(status=SKIPPED, reason=refusal.reason, refused=refusal.said)
     elif isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         fields.update(status=CRASHED, exit_code=code, reason=f"it called sys.exit({error.code!r})")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, WholeStep
 
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
+WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class CannotRun(Exception):
@@ -55,6 +58,20 @@ def apply_settings(run: Mapping[str, Value]) -> None:
             if run["bf16_reduction"] != "auto":
                 allowed = run["bf16_reduction"] == "on"
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+        if run["compile"] != "off":
+            one_assembler(Path(torch.__file__).parent)
+
+
+def one_assembler(torch_folder: Path) -> None:
+    """Let Triton assemble here with the ptxas that Inductor's workers take: the one in torch's own folder.
+
+    Triton's cache knows the assembler's version. torch sets the workers' to its own and leaves this process Triton's,
+    so that max-autotune would compile each of its candidates twice: in the workers side by side, and here again in
+    turn, 0.2 s each, to time code that another assembler made than what will run (seen with torch 2.11 for CUDA 13).
+    """
+    assembler = torch_folder / "bin" / "ptxas"
+    if "TRITON_PTXAS_PATH" not in os.environ and os.access(assembler, os.X_OK):
+        os.environ["TRITON_PTXAS_PATH"] = str(assembler)
 
 
 def build(workload: Any, config: Any, seed: int, device: str) -> Any:
@@ -118,7 +135,7 @@ def cast(batch: Batch, dtype: torch.dtype | None = None, device: str | None = No
 
 def weights_dtype(run: Mapping[str, Value]) -> torch.dtype:
     """The dtype of weights and of floating-point inputs."""
-    return torch.bfloat16 if run["dtype"] == "bf16" else torch.float32
+    return WEIGHTS.get(str(run["dtype"]), torch.float32)
 
 
 def compiled(module: nn.Module, run: Mapping[str, Value]) -> nn.Module:
@@ -167,7 +184,7 @@ class Pass:
         self.module = compiled(module, run)
         self.module.train(self.mode != "inference")
         targets = ("targets",) if self.mode == "inference" else ()
-        self.batch = {name: tensor for name, tensor in batch.items() if name not in targets}
+        self.batch: Batch = {name: tensor for name, tensor in batch.items() if name not in targets}
         self._contexts = Contexts(run)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._leaves = [tensor for tensor in self.batch.values() if tensor.requires_grad]

@@ -25,14 +25,20 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
 
 
-def record_point(point: Point, folder: Path, options: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Train a point under `stepscope run` until its last window is over; its row, not yet written anywhere."""
+def record_point(
+    point: Point, folder: Path, options: Sequence[str], timeout_s: float, loop: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train a point under `stepscope run` until its last window is over; its row, not yet written anywhere.
+
+    `options` are those of `stepscope run`, `loop` those of sweep/train.py.
+    """
     name = f"{RECORDING_FOLDER}/{point.hash}"
     recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
     shutil.rmtree(recording, ignore_errors=True)  # what a kill left half done
     asked = {"workload": point.workload, "preset": point.preset, "config": dict(point.config), "run": dict(point.run)}
-    words = [sys.executable, "-m", "stepscope", "run", "-o", str(recording), "--quiet", "--exit-after", *options]
-    words += ["-m", "stepscope.sweep.train", json.dumps(asked)]
+    words = [sys.executable, "-m", "stepscope", "run", "-o", str(recording), "--quiet", "--exit-after"]
+    words += [*_tokens(point), *options]
+    words += ["-m", "stepscope.sweep.train", json.dumps(asked), *loop]
     started_at, began = now(), time.monotonic()
     failure = run_process(words, Path.cwd(), dict(os.environ), log, timeout_s)
     has_left = (recording / "recording.json").is_file()
@@ -45,6 +51,14 @@ def record_point(point: Point, folder: Path, options: Sequence[str], timeout_s: 
         "finished_at": now(),
         "seconds": round(time.monotonic() - began, 3),
     }
+
+
+def _tokens(point: Point) -> list[str]:
+    """How many tokens a step of a workload of ours has: of a batch of floats `stepscope run` cannot tell."""
+    batch, length = point.config.get("batch"), point.config.get("seq_len")
+    if ":" in point.workload or not isinstance(batch, int) or not isinstance(length, int):
+        return []
+    return ["--tokens-per-step", str(batch * length)]
 
 
 def _status(failure: Failure | None, log: Path) -> dict[str, Any]:

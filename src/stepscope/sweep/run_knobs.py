@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from stepscope.workloads.workload import Knob
+from collections.abc import Mapping
+
+from stepscope.workloads.workload import Knob, Value
 
 MODES = ("inference", "forward", "forward+backward", "step")
-DTYPES = ("fp32", "tf32", "bf16", "autocast_bf16", "autocast_fp16")
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "autocast_bf16", "autocast_fp16")
 COMPILES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# max-autotune times a dozen kernels for each product: minutes, for the gate's sizes, which nobody times.
+WITHOUT_AUTOTUNING = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
 SDPA_BACKENDS = ("free", "flash", "efficient", "math", "cudnn")
 OPTIMIZERS = ("adamw", "fused", "handwritten", "sgd")
 
@@ -23,7 +27,7 @@ RUN_KNOBS = (
         kind=str,
         default="fp32",
         values=DTYPES,
-        about="fp32; fp32 with TF32 products; bf16 weights and inputs; autocast over fp32 weights",
+        about="fp32; fp32 with TF32 products; bf16 or fp16 weights and inputs; autocast over fp32 weights",
     ),
     Knob(
         name="bf16_reduction",
@@ -66,3 +70,13 @@ def least(knob: Knob, is_ours: bool) -> int | None:
     if knob.kind is not int:
         return None
     return LEAST.get(knob.name, min(1, int(knob.default)) if is_ours else None)
+
+
+def without_autotuning(run: Mapping[str, Value]) -> dict[str, Value]:
+    """The run knobs as the gate takes them: compiled in the same way, CUDA graphs included, but not tuned.
+
+    >>> without_autotuning({"compile": "max-autotune", "dtype": "fp32"})
+    {'compile': 'reduce-overhead', 'dtype': 'fp32'}
+    """
+    mode = str(run["compile"])
+    return {**run, "compile": WITHOUT_AUTOTUNING.get(mode, mode)}

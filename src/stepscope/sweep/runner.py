@@ -13,6 +13,7 @@ from stepscope.sweep.grid import Point
 from stepscope.sweep.point_process import Request
 from stepscope.sweep.results import LOG_FOLDER, TRACE_FOLDER, Results
 from stepscope.sweep.rows import row_of
+from stepscope.sweep.run_knobs import without_autotuning
 from stepscope.sweep.server import Server
 from stepscope.workloads.workload import Workload
 
@@ -27,6 +28,8 @@ class Options:
     timeout_s: float = 600.0
     trace: bool = False
     memory_limit_bytes: int | None = None
+    compares_dtypes: bool = False
+    layers: bool = False
 
 
 class Runner:
@@ -55,6 +58,8 @@ class Runner:
             known_gate=self._gates.get(key),
             probe=probe,
             timeout_s=self.options.timeout_s,
+            compares_dtypes=self.options.compares_dtypes and not probe,
+            layers=self.options.layers and not probe,
         )
         started_at = now()
         row = row_of(point, request, self._server.run(request), started_at)
@@ -66,7 +71,7 @@ class Runner:
     def _gate_key(self, point: Point) -> str:
         """The same for points that differ in nothing the gate sees: it runs at sizes of its own."""
         config = {name: value for name, value in point.config.items() if name not in self._gate_sizes}
-        run = {name: value for name, value in point.run.items() if name not in NOT_OF_THE_GATE}
+        run = {name: value for name, value in without_autotuning(point.run).items() if name not in NOT_OF_THE_GATE}
         if point.run["mode"] == "step" and point.run["optimizer"] in ("fused", "handwritten"):
             run["optimizer"] = point.run["optimizer"]  # the gate holds these against AdamW
         run["mode"] = run["mode"] in ("forward+backward", "step")

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, and five ways to bring tokens to their experts and back.
+"""A mixture-of-experts layer, and six ways to bring tokens to their experts and back.
 
 A token is routed to `top_k` experts: it fills that many *slots*. The experts read *rows*. What sets the ways apart is
 the order of the rows, the matrix product over them, and how the rows' outputs find the way back:
@@ -9,6 +9,8 @@ the order of the rows, the matrix product over them, and how the rows' outputs f
     capacity  the same number of rows for every expert, what is over is dropped; batched product
     tile      rows sorted, every expert's count rounded up to 128; grouped product
     grouped   rows sorted, nothing added, nothing dropped; grouped product
+    indexed   `capacity` as it is first written: rows that nobody fills read token 0, and all goes by x[index], so
+              that the backward adds the gradients of all those rows to one token, one after the other
 
 `capacity`, `tile` and `grouped` go both ways by gathers, backward pass included: no atomic additions.
 """
@@ -27,7 +29,7 @@ from torch.nn import functional
 from stepscope.errors import UsageError
 from stepscope.workloads.workload import Evidence, Proof, numbers
 
-Dispatch = Literal["loop", "capacity", "one_hot", "tile", "grouped"]
+Dispatch = Literal["loop", "capacity", "one_hot", "tile", "grouped", "indexed"]
 Routing = Literal["learned", "balanced"]
 TILE_ROWS = 128
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -109,6 +111,8 @@ class MixtureOfExperts(nn.Module):
                 capacity,
             )
             return self._gathered(x, weights, placement, torch.bmm, (counts.shape[0], capacity, x.shape[1]))
+        if self.dispatch == "indexed":
+            return self._indexed(x, weights, experts, counts)
         if self.dispatch == "tile":
             tiled = (counts + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
             ends = tiled.cumsum(0)
@@ -155,6 +159,20 @@ class MixtureOfExperts(nn.Module):
         y = self._experts(x.index_select(0, token), self._grouped(ends))
         y = y * weights.reshape(-1).index_select(0, slot_of_row)[:, None].to(y.dtype)
         return y.new_zeros(x.shape).index_add(0, token, y)
+
+    def _indexed(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
+        capacity = rows_per_expert(experts.numel(), counts.shape[0], self.capacity_factor)
+        num_rows = counts.shape[0] * capacity
+        rank = _inverse(experts.argsort(stable=True)) - (counts.cumsum(0) - counts)[experts]
+        kept = rank < capacity
+        slots = torch.arange(experts.numel(), device=x.device)
+        row_of_slot = experts * capacity + rank.clamp(max=capacity - 1)
+        # What has no place goes to a row after the last, which is cut off.
+        token_of_row = torch.zeros(num_rows + 1, dtype=torch.int64, device=x.device)
+        token_of_row[torch.where(kept, row_of_slot, num_rows)] = slots // self.top_k
+        rows = x[token_of_row[:-1]].view(counts.shape[0], capacity, -1)
+        y = self._experts(rows, torch.bmm).view(num_rows, -1)[row_of_slot].view(*weights.shape, -1)
+        return (y * (weights * kept.view(weights.shape))[..., None].to(y.dtype)).sum(1)
 
     def _gathered(
         self, x: Tensor, weights: Tensor, at: _Placement, product: Product, shape: tuple[int, ...] | None = None
@@ -283,7 +301,7 @@ def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
     layer, num_slots = layers[0], int(counts[0].sum())
     found = {"load_max_over_mean": float((counts.max(1).values / counts.double().mean(1)).max())}
     dropped, num_rows, every = 0, num_slots, max(1, num_slots * len(layers))
-    if layer.dispatch == "capacity":
+    if layer.dispatch in ("capacity", "indexed"):
         capacity = rows_per_expert(num_slots, counts.shape[1], layer.capacity_factor)
         dropped, num_rows = int((counts - capacity).clamp(min=0).sum()), counts.shape[1] * capacity
     elif layer.dispatch == "tile":
@@ -331,5 +349,11 @@ def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
             return None
         return f"{' or '.join(parts)} ×{calls}" + (f", all rows by {TILE_ROWS}" if dispatch == "tile" else "")
 
-    shows = {"loop": loop, "one_hot": one_hot, "capacity": capacity}.get(dispatch, grouped)
+    def indexed(evidence: Evidence) -> str | None:
+        products, filled = evidence.calls("aten::bmm"), evidence.calls("index_put")
+        others = evidence.calls("grouped_mm") or evidence.written("searchsorted", "tensor_split", "bincount")
+        enough = products >= 2 * num_layers and filled >= num_layers
+        return f"aten::bmm ×{products}, index_put ×{filled}" if enough and not others else None
+
+    shows = {"loop": loop, "one_hot": one_hot, "capacity": capacity, "indexed": indexed}.get(dispatch, grouped)
     return Proof(claim=claim, shows=shows)

@@ -115,6 +115,8 @@ class Built:
     proofs: tuple[Proof, ...] = ()
     facts: Callable[[], Mapping[str, float]] = dict
     """What the last pass counted: executed fraction, dropped tokens, density. The pass must not wait for it."""
+    phases_apart: bool = False
+    """Whether a row says what the phases take, each: facts `forward_ms`, `backward_ms`; `samples_phase_ns`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from stepscope.analysis.precision import casts_by_use, flops_by_dtype, products_
 from stepscope.findings.finding import CannotCheck
 from stepscope.findings.gemms import gemm_calls
 from stepscope.report.parts import Bars, Fact, Facts, Missing, Series, Table
+from stepscope.report.precision_settings import precision_words
 from stepscope.report.sections.shared import known, mapping, table_of, table_of_rows
 from stepscope.report.source import Source
 from stepscope.report.text import average, duration, percent, size
@@ -36,6 +37,9 @@ def _settings(source: Source) -> Iterator[Fact]:
     setting = mapping(facts.get("environment")).get("float32_matmul")
     if setting is not None:
         yield Fact("float32 products", _MATMUL.get(str(setting), str(setting)), "torch.set_float32_matmul_precision")
+    if settings := mapping(facts.get("precision")):
+        on_gpu = mapping(facts.get("environment")).get("device") == "cuda"
+        yield Fact("switches", *precision_words(settings, on_gpu))
     stored = mapping(mapping(facts.get("parameters")).get("bytes_by_dtype"))
     sizes = [f"{size(num)} {dtype}" for dtype, num in stored.items() if isinstance(num, (int, float))]
     yield Fact("parameters", ", ".join(sizes), "as the model keeps them")

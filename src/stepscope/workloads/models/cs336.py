@@ -164,6 +164,7 @@ def build(config: Cs336Config) -> Built:
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
         proofs=(_attention_proof(config),),
+        phases_apart=True,
     )
 
 

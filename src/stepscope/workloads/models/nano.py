@@ -157,9 +157,12 @@ class PatternAttention(nn.Module):
     def flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.config.dynamic:
             key, value = patterns.gather_chosen(key, self.chosen), patterns.gather_chosen(value, self.chosen)
-        if query.device.type == "cpu" and (query.requires_grad or key.requires_grad or value.requires_grad):
-            # FlexAttention has no backward on a CPU: the same mask, every score computed.
-            return self.masked(query, key, value, patterns.unfused_mask(self.block_mask, query.shape[0]))
+        if query.device.type == "cpu":
+            # FlexAttention has no backward on a CPU, and refuses what asks for gradients even where there is no graph.
+            if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+                # The same mask, every score computed.
+                return self.masked(query, key, value, patterns.unfused_mask(self.block_mask, query.shape[0]))
+            query, key, value = query.detach(), key.detach(), value.detach()
         if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
             # Autocast knows SDPA and not FlexAttention.
             narrow = torch.get_autocast_dtype(query.device.type)

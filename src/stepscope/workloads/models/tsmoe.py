@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from stepscope.errors import UsageError
 from stepscope.workloads import experts
 from stepscope.workloads.experts import Dispatch, MixtureOfExperts, Routing
 from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
-from stepscope.workloads.workload import Built, Workload, knob
+from stepscope.workloads.ops.attention import causal_mask
+from stepscope.workloads.workload import CAPTURED, Built, Evidence, Proof, Workload, knob
 
 HORIZONS = (1, 8, 32, 64)
 HUBER_DELTA = 2.0
@@ -37,6 +39,10 @@ class Config:
     routing: Routing = knob(  # noqa: RUF009
         "learned", "balanced: experts by a hash, as even as a trained router's; an untrained one fills two of eight"
     )
+    mask: Literal["causal", "given", "inverted"] = knob(
+        "causal",
+        "how attention is told what is hidden: is_causal; a bool mask, padding and all; that one inverted: wrong",
+    )
     seq_len: int = knob(4096, "points of a series")
     batch: int = knob(16, "series in a batch")
     checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
@@ -51,11 +57,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(rope(q, cos, sin), rope(k, cos, sin), v, is_causal=True)
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -77,10 +84,12 @@ class Block(nn.Module):
             routing=config.routing,
         )
 
-    def forward(self, state: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, state: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         x, balance = state
         n = self.norm1(x)
-        h = self.norm2(self.attention(n, cos, sin) + n)
+        h = self.norm2(self.attention(n, cos, sin, mask) + n)
         routed, of_block = self.moe(h)
         return h + routed, balance + of_block
 
@@ -101,12 +110,33 @@ class TimeSeriesMoE(nn.Module):
         x = functional.silu(self.embed_gate(points)) * self.embed_value(points)
         cos, sin = rope_tables(series.shape[1], self.config.d_model // self.config.heads, ROPE_BASE, points)
         start = torch.zeros((), device=x.device, dtype=cos.dtype)
-        x, balance = run_blocks(self.blocks, (x, start), cos, sin, checkpoint_every=self.config.checkpoint)
+        mask = None if self.config.mask == "causal" else given_mask(series, self.config.mask == "inverted")
+        x, balance = run_blocks(self.blocks, (x, start), cos, sin, mask, checkpoint_every=self.config.checkpoint)
         forecasts = tuple(head(x) for head in self.heads)
         if targets is None:
             return forecasts
         error = torch.stack([huber(forecast, targets) for forecast in forecasts]).mean()
         return error + BALANCE_WEIGHT * balance / self.config.layers
+
+
+def given_mask(series: Tensor, is_inverted: bool) -> Tensor:
+    """[B, 1, T, T] bool, as a program makes it that also hides padding: True where a query sees a key.
+
+    Inverted, True where a key is hidden, as other libraries have it: SDPA then shows each query what comes after it.
+    """
+    is_real = torch.ones_like(series, dtype=torch.bool)
+    seen = is_real[:, None, None, :] & causal_mask(series.shape[1], series.device)
+    return ~seen if is_inverted else seen
+
+
+def _mask_proof(config: Config) -> Proof:
+    def shows(evidence: Evidence) -> str | None:
+        # Called, attention makes numbers of a mask; captured, it is handed one.
+        made = sum(evidence.ops.get(name, 0) for name in ("aten::where", "aten::masked_fill", "aten::masked_fill_"))
+        masks = max(made, evidence.ops.get(f"{CAPTURED}attn_mask", 0))
+        return f"attention with masks ×{masks}" if masks >= config.layers else None
+
+    return Proof(claim=f"mask={config.mask}", shows=shows)
 
 
 def huber(forecast: Tensor, targets: Tensor) -> Tensor:
@@ -149,14 +179,17 @@ def build(config: Config) -> Built:
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
         num_active_parameters=sum(p.numel() for p in model.parameters()) - idle,
-        proofs=(experts.proof(config.dispatch, config.layers, config.experts),),
+        proofs=(
+            experts.proof(config.dispatch, config.layers, config.experts),
+            *(() if config.mask == "causal" else (_mask_proof(config),)),
+        ),
         facts=lambda: experts.facts(layers),
     )
 
 
 WORKLOAD = Workload(
     name="tsmoe",
-    about="time-series mixture of experts: five ways to dispatch tokens",
+    about="time-series mixture of experts: six ways to dispatch tokens",
     config=Config,
     presets={
         "538m": {},
@@ -173,7 +206,7 @@ WORKLOAD = Workload(
         },
     },
     build=build,
-    reference={"dispatch": "loop"},
+    reference={"dispatch": "loop", "mask": "causal"},
     # experts ÷ top_k as the capacity factor: no token is dropped, whatever the router does.
     gate={
         "d_model": 32,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stepscope.workloads.ops.attention_bytes import Given, gradient_bytes, held_bytes
 from stepscope.workloads.ops.softmax import handwritten_softmax
 from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Workload, knob, ran
 
@@ -31,10 +33,11 @@ class AttentionConfig:
     batch: int = knob(8, "sequences in a batch")
     heads: int = knob(1, "heads")
     causal: bool = knob(True, "a query sees no key after it")
-    implementation: Literal["naive", "builtin", "compiled", "flash", "efficient", "math", "cudnn"] = knob(
+    implementation: Literal["naive", "builtin", "custom", "compiled", "flash", "efficient", "math", "cudnn"] = knob(
         "naive",
-        "naive: einsum and a hand-written softmax; builtin: torch.softmax; compiled: naive through torch.compile; "
-        "the rest: that SDPA back end alone, an error where it cannot run",
+        "naive: einsum and a hand-written softmax; builtin: torch.softmax; custom: a backward of its own from the "
+        "weights alone; compiled: naive through torch.compile; the rest: that SDPA back end alone, an error where it "
+        "cannot run",
     )
 
 
@@ -61,6 +64,28 @@ def builtin_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
     return torch.einsum("...qk,...kd->...qd", weights, value)
 
 
+class KeptWeights(torch.autograd.Function):
+    """Attention whose backward is written out. It keeps one seq_len² tensor, the weights, and not even the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        weights = torch.softmax(masked_scores(query, key, mask), dim=-1)
+        ctx.save_for_backward(query, key, value, weights)
+        return torch.einsum("...qk,...kd->...qd", weights, value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, weights = ctx.saved_tensors
+        (gradient,) = gradients
+        of_value = torch.einsum("...qk,...qd->...kd", weights, gradient)
+        of_weights = torch.einsum("...qd,...kd->...qk", gradient, value)
+        # Of a softmax y: y·(g − Σ g·y). Where the mask is, y is 0 and so is this.
+        inner = (gradient * torch.einsum("...qk,...kd->...qd", weights, value)).sum(-1, keepdim=True)
+        of_scores = weights * (of_weights - inner) / query.shape[-1] ** 0.5
+        of_query = torch.einsum("...qk,...kd->...qd", of_scores, key)
+        return of_query, torch.einsum("...qk,...qd->...kd", of_scores, query), of_value, None
+
+
 class Attention(nn.Module):
     """Attention by one implementation."""
 
@@ -69,11 +94,16 @@ class Attention(nn.Module):
         self.implementation, self.causal = config.implementation, config.causal
         compiled = config.implementation == "compiled"
         self.naive = torch.compile(naive_attention, dynamic=False) if compiled else naive_attention
+        self.item_bytes: int | None = None
+        """Of an element of the last pass's query."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.item_bytes = query.element_size()
         if self.implementation in BACKENDS:
             return self.forced(query, key, value)
         mask = causal_mask(query.shape[-2], query.device) if self.causal else None
+        if self.implementation == "custom":
+            return cast("Tensor", KeptWeights.apply(query, key, value, mask))
         written_out = builtin_attention if self.implementation == "builtin" else self.naive
         return written_out(query, key, value, mask)
 
@@ -96,7 +126,8 @@ def _naive_ran(evidence: Evidence) -> str | None:
 
 def _builtin_ran(evidence: Evidence) -> str | None:
     calls = evidence.written("softmax")
-    return f"softmax ×{calls}, no SDPA" if calls and not evidence.calls("scaled_dot_product") else None
+    is_other = evidence.calls("scaled_dot_product", KeptWeights.__name__)
+    return f"softmax ×{calls}, no SDPA" if calls and not is_other else None
 
 
 def math_attention_ran(evidence: Evidence) -> str | None:
@@ -113,6 +144,7 @@ def math_attention_ran(evidence: Evidence) -> str | None:
 PROOFS = {
     "naive": Proof(claim="implementation=naive", shows=_naive_ran),
     "builtin": Proof(claim="implementation=builtin", shows=_builtin_ran),
+    "custom": ran("implementation=custom", KeptWeights.__name__),
     "compiled": ran("implementation=compiled", "Torch-Compiled Region"),
     "flash": ran("implementation=flash", "scaled_dot_product_flash_attention"),
     "efficient": ran("implementation=efficient", "scaled_dot_product_efficient_attention"),
@@ -127,6 +159,22 @@ def forward_flops(config: AttentionConfig) -> int:
     return full // 2 if config.causal else full
 
 
+def byte_facts(config: AttentionConfig, item_bytes: int | None) -> Mapping[str, float]:
+    """Bytes that the algorithm holds when the backward begins, by tensor (`tensor_query_bytes` …) and in all
+    (`theory_bytes`), and those of the gradients it then makes; empty where a compiler decides."""
+    if item_bytes is None:
+        return {}
+    given = Given(
+        implementation=config.implementation, batch=config.batch, heads=config.heads, seq_len=config.seq_len,
+        head_width=config.head_width, item_bytes=item_bytes, causal=config.causal,
+    )  # fmt: skip
+    held = held_bytes(given)
+    if held is None:
+        return {}
+    tensors = {f"tensor_{name}_bytes": float(num_bytes) for name, num_bytes in held.items()}
+    return {"theory_bytes": float(sum(held.values())), **tensors, "tensor_gradients_bytes": gradient_bytes(given)}
+
+
 def build(config: AttentionConfig) -> Built:
     """Attention and a batch of normal queries, keys and values that ask for gradients."""
     shape = (config.batch, config.heads, config.seq_len, config.head_width)
@@ -134,12 +182,15 @@ def build(config: AttentionConfig) -> Built:
     def batch() -> Batch:
         return {name: torch.randn(shape).requires_grad_() for name in ("query", "key", "value")}
 
+    module = Attention(config)
     return Built(
-        module=Attention(config),
+        module=module,
         batch=batch,
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
         proofs=(PROOFS[config.implementation],),
+        facts=lambda: byte_facts(config, module.item_bytes),
+        phases_apart=True,
     )
 
 

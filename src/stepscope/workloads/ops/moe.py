@@ -1,4 +1,4 @@
-"""One mixture-of-experts layer: five ways to bring tokens to their experts and back."""
+"""One mixture-of-experts layer: six ways to bring tokens to their experts and back."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def build(config: MoeConfig) -> Built:
 
 WORKLOAD = Workload(
     name="moe",
-    about="one mixture-of-experts layer: five ways to dispatch tokens",
+    about="one mixture-of-experts layer: six ways to dispatch tokens",
     config=MoeConfig,
     presets={
         "538m": {},

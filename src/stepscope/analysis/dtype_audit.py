@@ -1,0 +1,219 @@
+"""What an audit of dtypes found, summed up: modules alike together, ops by dtype, casts by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Modules of one place and one kind, in as many blocks: `layers.*.norm`."""
+
+    name: str
+    kind: str
+    parameters: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    num_modules: int
+
+
+@dataclass(frozen=True)
+class OpGroup:
+    """Calls of one op in one phase with one dtype in and out."""
+
+    op: str
+    phase: str
+    inputs: tuple[str, ...]
+    output: str | None
+    num_calls: int
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """Ops that computed in float32 in the forward for one reason."""
+
+    reason: str
+    detail: str | None
+    ops: tuple[str, ...]
+    num_calls: int
+    places: tuple[str, ...]
+    """Lines of the program, else modules."""
+
+
+@dataclass(frozen=True)
+class CastGroup:
+    """Casts of one kind, of a step."""
+
+    source: str
+    target: str
+    phase: str
+    of: str
+    by: str
+    function: str | None
+    num_by_micro_batch: tuple[int, ...]
+    moved_bytes: int
+    """Read and written."""
+    num_again: int
+    """Of what the same forward had cast before."""
+    again_bytes: int
+    modules: tuple[str, ...]
+    callers: tuple[str, ...]
+
+    @property
+    def num_casts(self) -> int:
+        return sum(self.num_by_micro_batch)
+
+
+@dataclass(frozen=True)
+class WeightCasts:
+    """Weights that autocast casts: each once a micro-batch, kept for its other uses in that forward."""
+
+    num_parameters: int
+    parameter_bytes: int
+    num_casts: int
+    cast_bytes: int
+    """Written in the first micro-batch."""
+    num_uses: int
+    """By ops of all forwards."""
+    num_repeated: int
+    """Casts that an earlier micro-batch made already."""
+    repeated_bytes: int
+    """That those move, read and written."""
+
+
+class DtypeAudit:
+    """An audit of dtypes. `facts` are the JSON values that it was made of."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.facts = facts
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as JSON values (docs/precision.md)."""
+        return {**self.facts, "weight_casts": vars(self.weight_casts), "cast_bytes": self.cast_bytes()}
+
+    def module(self, name: str) -> Mapping[str, Any]:
+        """The row of one module: `inputs`, `outputs`, `parameters` are lists of dtypes."""
+        found: Mapping[str, Any] = next(row for row in self.facts["modules"] if row["name"] == name)
+        return found
+
+    @property
+    def modules(self) -> list[ModuleGroup]:
+        """The modules that were called, those that differ only in the number of their block together."""
+        groups: dict[tuple[Any, ...], int] = {}
+        for row in self.facts["modules"]:
+            dtypes = tuple(tuple(row[name]) for name in ("parameters", "inputs", "outputs"))
+            key = (numberless(row["name"]), row["kind"], *dtypes)
+            groups[key] = groups.get(key, 0) + 1
+        return [
+            ModuleGroup(name, kind, parameters, inputs, outputs, number)
+            for (name, kind, parameters, inputs, outputs), number in groups.items()
+        ]
+
+    @property
+    def ops(self) -> list[OpGroup]:
+        """Ops by phase and dtype, the most called first."""
+        groups = _summed(
+            self.facts["ops"],
+            lambda row: (row["op"].removeprefix("aten."), row["phase"], tuple(row["inputs"]), row["output"]),
+        )
+        return [OpGroup(op, phase, inputs, output, number) for (op, phase, inputs, output), number in groups]
+
+    @property
+    def stayed(self) -> list[Stayed]:
+        """What computed in float32 though a lower dtype is in play, by reason; the most called first."""
+        if self.facts["low_dtype"] is None:
+            return []
+        groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
+        for row in self.facts["ops"]:
+            if row["reason"] is not None:
+                groups.setdefault((row["reason"], row["detail"]), []).append(row)
+        found = [
+            Stayed(
+                reason=reason,
+                detail=detail,
+                ops=_distinct(row["op"].removeprefix("aten.") for row in rows),
+                num_calls=sum(row["num_calls"] for row in rows),
+                places=_distinct(row["caller"] or row["module"] for row in rows),
+            )
+            for (reason, detail), rows in groups.items()
+        ]
+        return sorted(found, key=lambda one: -one.num_calls)
+
+    @property
+    def casts(self) -> list[CastGroup]:
+        """Casts by what they are for; most bytes first."""
+        groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+        for row in self.facts["casts"]:
+            key = tuple(row[name] for name in ("source", "target", "phase", "of", "by", "function"))
+            groups.setdefault(key, []).append(row)
+        found = [
+            CastGroup(
+                source,
+                target,
+                phase,
+                of,
+                by,
+                function,
+                tuple(map(sum, zip(*(row["num_by_micro_batch"] for row in rows)))),
+                sum(row["read_bytes"] + row["written_bytes"] for row in rows),
+                sum(row["num_again"] for row in rows),
+                sum(row["again_bytes"] for row in rows),
+                _distinct(numberless(row["module"]) for row in rows if row["module"]),
+                _distinct(row["caller"] for row in rows),
+            )
+            for (source, target, phase, of, by, function), rows in groups.items()
+        ]
+        return sorted(found, key=lambda one: -one.moved_bytes)
+
+    def cast_bytes(self, **only: str) -> int:
+        """Bytes that casts move in a step; `phase="forward"`, `of="weight"`, `by="autocast"` choose some."""
+        return sum(
+            one.moved_bytes for one in self.casts if all(getattr(one, name) == value for name, value in only.items())
+        )
+
+    @property
+    def weight_casts(self) -> WeightCasts:
+        """Casts of weights by autocast."""
+        rows = [row for row in self.facts["casts"] if row["of"] == "weight" and row["by"] == "autocast"]
+        num_casts = sum(sum(row["num_by_micro_batch"]) for row in rows)
+        num_first = sum(row["num_by_micro_batch"][0] for row in rows)
+        # A row's casts are of one place: every micro-batch moves as much there.
+        firsts = [(row, row["num_by_micro_batch"][0] / sum(row["num_by_micro_batch"])) for row in rows]
+        repeated = sum((row["read_bytes"] + row["written_bytes"]) * (1 - share) for row, share in firsts)
+        known = self.facts["weight_casts"]
+        return WeightCasts(
+            num_parameters=known["num_parameters"],
+            parameter_bytes=known["parameter_bytes"],
+            num_casts=num_casts,
+            cast_bytes=round(sum(row["written_bytes"] * share for row, share in firsts)),
+            num_uses=known["num_uses"],
+            num_repeated=num_casts - num_first,
+            repeated_bytes=round(repeated),
+        )
+
+
+def numberless(name: str) -> str:
+    """A module's name with stars for the numbers of its blocks; one that is nothing but numbers stays.
+
+    >>> numberless("layers.11.attention.q"), numberless("0")
+    ('layers.*.attention.q', '0')
+    """
+    words = name.split(".")
+    return name if all(map(str.isdigit, words)) else ".".join("*" if word.isdigit() else word for word in words)
+
+
+def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _summed(
+    rows: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+) -> Sequence[tuple[tuple[Any, ...], int]]:
+    groups: dict[tuple[Any, ...], int] = {}
+    for row in rows:
+        groups[key(row)] = groups.get(key(row), 0) + row["num_calls"]
+    return sorted(groups.items(), key=lambda item: -item[1])

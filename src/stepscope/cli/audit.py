@@ -1,0 +1,60 @@
+"""Say in which dtype everything of a model computes, what is cast on the way, and what stayed in float32 and why.
+
+One forward and backward, and one optimizer step for its state: parameters, each module's inputs and outputs, each op,
+logits, loss, gradients, optimizer state; every cast with the bytes it moves, who asked for it and where.
+
+WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
+
+examples:
+  stepscope audit examples/toy_precision.py:build --dtype autocast_bf16
+  stepscope audit cs336 --preset tiny --dtype autocast_bf16 --micro-batches 2
+  stepscope audit hf:config.json --dtype bf16 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import warnings
+
+from stepscope.cli.output import print_result
+from stepscope.cli.points import add_point_arguments, find_workload, typed_axes
+from stepscope.cli.users_code import users_code
+from stepscope.errors import MissingDependencyError, UsageError
+
+FLAGS = ("mode", "dtype", "sdpa", "optimizer", "seed", "device")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    add_point_arguments(parser, "what to audit", FLAGS)
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, metavar="N", help="forwards and backwards (default 1)"
+    )
+    parser.add_argument("--rows", type=int, default=12, metavar="N", help="rows of a table (default 12)")
+    parser.add_argument("--json", action="store_true", help="one JSON object (docs/precision.md)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Audit and print."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("PyTorch is not installed here: pip install torch")
+    from stepscope.analysis.dtype_audit import DtypeAudit
+    from stepscope.cli.bench import default_device
+    from stepscope.report.audit_text import audit_text
+    from stepscope.sweep.audit import audit_point
+    from stepscope.sweep.grid import Grid
+
+    for name in ("micro_batches", "rows"):
+        if getattr(arguments, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: 1 or more")
+    workload = find_workload(arguments)
+    grid = Grid(workload, {"device": default_device()} if arguments.device is None else {})
+    points = grid.points([typed_axes(grid, arguments, FLAGS)])
+    if len(points) != 1:
+        raise UsageError(f"an audit is of one point, these are {len(points)}: one value for each knob")
+    with users_code(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the model's own ops: they are no part of the answer
+        audit = DtypeAudit(audit_point(workload, points[0], arguments.micro_batches))
+    print_result(audit.to_json, lambda _colour, width: audit_text(audit, width, arguments.rows), arguments.json)
+    return 0

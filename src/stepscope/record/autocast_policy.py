@@ -1,0 +1,162 @@
+"""What autocast does with an op on a device: torch itself is asked, by a call that is stopped before it computes.
+
+Autocast casts an op's arguments first and calls the op then. So tensors of one element are passed to it in float32,
+in the low dtype and in both, and a dispatch mode sees what arrives: which casts came before, and whether a `dtype`
+was added. The op itself never runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LOW = "low"  # its arguments are cast to autocast's dtype
+FLOAT32 = "float32"  # its arguments are cast to float32, or its result is made float32
+WIDEST = "widest"  # its arguments are cast to the widest dtype among them
+REFUSED = "refused"  # it raises under autocast
+OTHER = "other"  # autocast knows it, and none of these was seen
+UNLISTED = None  # it runs in the dtype of what it is given
+
+_WIDE = torch.float32
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # their last argument says that the result is float32
+
+
+def policy(device_type: str, name: str, low: torch.dtype) -> str | None:
+    """What autocast does on a device with an op of this name, without namespace and overload; UNLISTED: nothing.
+
+    Where overloads differ, what most of them get.
+
+    >>> [policy("cpu", name, torch.bfloat16) for name in ("mm", "mse_loss", "cat", "relu")]
+    ['low', 'float32', 'widest', None]
+    """
+    found = [
+        _asked(overload, device_type, low) for overload in _listed(device_type) if overload.partition(".")[0] == name
+    ]
+    return max(found, key=found.count) if found else UNLISTED
+
+
+def listed_name(device_type: str, names: Sequence[str]) -> str | None:
+    """The first of some names that autocast knows on this device; what ops are made of is known by its op's name.
+
+    >>> listed_name("cpu", ["_log_softmax", "cross_entropy"]), listed_name("cpu", ["add"])
+    ('cross_entropy_loss', None)
+    """
+    known = {overload.partition(".")[0] for overload in _listed(device_type)}
+    candidates = itertools.chain.from_iterable(map(_spellings, names))
+    return next((name for name in candidates if name in known), None)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    plain = name.lstrip("_").removeprefix("native_").removesuffix("_forward")
+    if plain.startswith("scaled_dot_product"):
+        return name, "scaled_dot_product_attention"
+    return name, plain, f"{plain}_loss"
+
+
+@functools.cache
+def _listed(device_type: str) -> tuple[str, ...]:
+    """The ops that autocast has a kernel for, as `name.overload`."""
+    key = _KEYS.get(device_type)
+    if key is None:
+        return ()
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return tuple(sorted(name.removeprefix("aten::") for name in names if name.startswith("aten::")))
+
+
+@functools.cache
+def _asked(overload: str, device_type: str, low: torch.dtype) -> str:
+    packet, _, kind = overload.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet, None), kind or "default", None)
+    if op is None:
+        return OTHER
+    try:
+        wide, narrow, both = (_seen(op, device_type, low, dtypes) for dtypes in ((_WIDE,), (low,), (low, _WIDE)))
+    except _Refused:
+        return REFUSED
+    except TypeError:  # an argument of a kind that we cannot make up
+        return OTHER
+    if low in wide:
+        return LOW
+    if _WIDE in narrow:
+        return FLOAT32
+    return WIDEST if _WIDE in both else OTHER
+
+
+class _Stop(BaseException):
+    """The op has come through autocast."""
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
+    """Lets casts pass and keeps what they cast to; stops the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            self.targets.add(kwargs.get("dtype"))
+            return func(*args, **kwargs)
+        is_wide = any(value is _WIDE for value in (*args, *kwargs.values()))
+        if is_wide or (func.name() in _HALF_TO_FLOAT and args[-1] is True):
+            self.targets.add(_WIDE)
+        raise _Stop
+
+
+def _seen(op: Any, device_type: str, low: torch.dtype, dtypes: Sequence[torch.dtype]) -> set[Any]:
+    """The dtypes that autocast makes of arguments of these dtypes."""
+    watch = _Watch()
+    args, kwargs = _arguments(op._schema, device_type, dtypes)
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), torch.autocast(device_type, dtype=low), watch:
+            warnings.simplefilter("ignore")
+            op(*args, **kwargs)
+    except _Stop:
+        pass
+    except RuntimeError as error:
+        if "unsafe to autocast" in str(error):
+            raise _Refused from None
+    except (TypeError, ValueError, IndexError, NotImplementedError):
+        pass  # of the op, after autocast was through with its arguments
+    return watch.targets
+
+
+def _arguments(schema: Any, device_type: str, dtypes: Sequence[torch.dtype]) -> tuple[list[Any], dict[str, Any]]:
+    """Something for every argument that must be given, and for every tensor."""
+    kinds = itertools.cycle(dtypes)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        if kind in ("Tensor", "Optional[Tensor]"):
+            value: Any = torch.zeros(1, dtype=next(kinds), device=device_type)
+        elif "List[" in kind and "Tensor" in kind:
+            value = [torch.zeros(1, dtype=next(kinds), device=device_type) for _ in range(2)]
+        elif argument.has_default_value():
+            continue
+        elif kind not in _PLAIN and not kind.startswith("Optional"):
+            raise TypeError(kind)
+        else:
+            value = _PLAIN.get(kind)
+        if argument.kwarg_only or kwargs:  # after one that was left out
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+_PLAIN: dict[str, Any] = {
+    "int": 0, "float": 1.0, "number": 1, "Scalar": 1, "bool": False, "str": "", "List[int]": [1],
+}  # fmt: skip

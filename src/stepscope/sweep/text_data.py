@@ -1,0 +1,63 @@
+"""A small text as training data: read, tokenised and cut into windows by a DataLoader, as a real pipeline does it.
+
+The text (text.txt) was written for the purpose. A token is a word or a mark of punctuation; its number is its rank by
+frequency, so that a few tokens are most of the text, as in every text. Windows begin anywhere and go round the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from importlib.resources import files
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from stepscope.errors import UsageError
+from stepscope.workloads.workload import Batch
+
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+
+
+def tokenised(text: str, vocab: int) -> torch.Tensor:
+    """The tokens of a text by rank, the most frequent 0; what is rarer than the vocabulary is large has its last.
+
+    >>> tokenised("The cart, the scale: the weight.", vocab=4).tolist()
+    [0, 1, 2, 0, 3, 3, 0, 3, 3]
+    """
+    words = _TOKEN.findall(text.lower())
+    rank = {word: index for index, (word, _) in enumerate(Counter(words).most_common())}
+    return torch.tensor([min(rank[word], vocab - 1) for word in words])
+
+
+class Windows:
+    """Every window of a text, a dataset: so many tokens, and for each the one that follows."""
+
+    def __init__(self, words: torch.Tensor, length: int) -> None:
+        self._words, self._length = words, length
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, start: int) -> dict[str, torch.Tensor]:
+        window = self._words[torch.arange(start, start + self._length + 1) % len(self._words)]
+        return {"tokens": window[:-1], "targets": window[1:]}
+
+
+def text_batches(like: Batch, vocab: int, num_batches: int, num_workers: int, device: str) -> Iterator[Batch]:
+    """Batches of the text on the device, of the size of `like`, a batch that the workload made itself."""
+    if vocab < 1 or set(like) != {"tokens", "targets"} or like["tokens"].dim() != 2:
+        raise UsageError("--data text is for training a language model: a knob vocab, batches of tokens and targets")
+    batch, length = like["tokens"].shape
+    words = tokenised(files(__package__).joinpath("text.txt").read_text(encoding="utf-8"), vocab)
+    windows = Windows(words, length)
+    loader = DataLoader(
+        windows,
+        batch_size=batch,
+        sampler=RandomSampler(windows, replacement=True, num_samples=batch * num_batches),
+        num_workers=num_workers,
+        pin_memory=device == "cuda",
+    )
+    for found in loader:
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}

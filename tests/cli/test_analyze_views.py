@@ -1,0 +1,101 @@
+"""`stepscope analyze --attention` and `--copies` as commands: their screens, their JSON, their mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from analyze_verb import analyze
+
+from stepscope.findings.case import open_case
+from stepscope.report.attention import attention_report
+from stepscope.report.attention_text import attention_text
+from stepscope.report.copies import copies_report
+from stepscope.report.copies_text import copies_text
+from trace_builder import TRACES, TraceBuilder
+
+
+def real(name: str) -> Path:
+    path = Path(TRACES) / "h200" / f"{name}.json.gz"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here: set STEPSCOPE_TRACES to the folder of the real traces")
+    return path
+
+
+def test_attention_names_the_mask_and_fits_80_columns():
+    report = attention_report(open_case(real("mask_blocks_flash"), use_cache=False))
+    text = attention_text(report, 8, 80)
+
+    assert "6 on cuDNN" in text
+    assert "a mask of 8×1×4096×4096 is given" in text
+    assert "by PyTorch's documented rules" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_attention_as_json():
+    done = analyze("--attention", "--no-cache", "--json", real("mask_blocks_flash"))
+
+    found = json.loads(done.stdout)
+    (call,) = found["calls"]
+    assert (call["backend"], call["mask"], call["num_calls"]) == ("cudnn", "[8, 1, 4096, 4096]", 6.0)
+    assert [reason["code"] for reason in call["reasons"]] == ["mask"]
+
+
+def test_copies_of_the_planted_trace_save_what_the_fix_was_measured_to_save():
+    report = copies_report(open_case(real("contiguous_copies"), use_cache=False))
+
+    truth = json.loads((Path(TRACES) / "h200" / "truth.json").read_text())["contiguous_copies"]
+    measured_ns = (truth["slow_ms"] - truth["fixed_ms"]) * 1e6
+    assert report.saving_ns == pytest.approx(measured_ns, rel=0.1)
+    assert [row["op"] for row in report.rows if row["phase"] == "forward"] == [
+        "aten::contiguous",
+        "aten::to",
+        "aten::clone",
+    ]
+    assert sum(row["saving_ns"] for row in report.rows) >= report.saving_ns * 0.95
+    text = copies_text(report, 2, 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "1 more" in text
+
+
+def test_a_trace_of_the_host_alone_has_copies_with_a_saving(tmp_path):
+    trace = TraceBuilder().step(1, 0, 100).step(2, 100, 100)
+    for start in (10, 110):
+        strides = [[16, 1], [1, 16], []]
+        given = {"Input Dims": [[16, 16]] * 2 + [[]], "Input type": ["float", "float", "Scalar"]}
+        trace.op("aten::contiguous", start, 30).op(
+            "aten::copy_", start + 5, 20, **given, **{"Input Strides": strides}
+        )
+    report = copies_report(open_case(trace.write(tmp_path / "trace.json"), use_cache=False))
+
+    (row,) = report.rows
+    assert (row["what"], row["cause"], row["num_calls"], row["total_ns"]) == ("layout", "called", 1.0, 20_000)
+    assert row["saving_ns"] == pytest.approx(20_000, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--attention", "--copies", "x"), "--attention and --copies: ask one at a time"),
+        (("--copies", "--memory", "x"), "--memory and --copies: ask one at a time"),
+        (("--copies", "nothing.json"), "there is no nothing.json"),
+        (("--attention", "a", "b"), "--attention reads one path: 2 were named"),
+        (("--copies", "--step", "1", "x"), "--step does not go with --copies"),
+        (("--attention", "-o", "a.svg", "x"), "-o draws memory over time"),
+    ],
+)
+def test_mistakes_are_one_line(words, message):
+    done = analyze(*words)
+
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_trace_without_either_says_so(tmp_path):
+    path = TraceBuilder().step(1, 0, 50).op("aten::mm", 10, 10).write(tmp_path / "trace.json")
+    case = open_case(path, use_cache=False)
+
+    assert "No call of scaled_dot_product_attention" in attention_text(attention_report(case), 8, 80)
+    assert "No copy, cast, contiguous or clone" in copies_text(copies_report(case), 8, 80)

@@ -1,0 +1,85 @@
+"""`stepscope audit` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from stepscope.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--set", "batch=1", "--set", "seq_len=8")
+TOY = f"{ROOT / 'examples' / 'toy_precision.py'}:build"
+
+
+def test_the_example_from_a_shell_in_eighty_columns():
+    words = ["audit", TOY, "--dtype", "autocast_bf16", "--micro-batches", "2", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "stepscope", *words], capture_output=True, text=True, env={"COLUMNS": "80"}
+    )
+
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "ln         LayerNorm  fp32     bf16         bf16" in lines
+    assert "logits          bf16" in lines and "loss            fp32" in lines
+    assert "2 + 2  2.93 KiB  fp32 → bf16  forward   weight      autocast, linear" in lines
+    assert any("2 casts of them repeat what an earlier micro-batch did" in line for line in lines)
+
+
+def test_a_model_of_ours_as_json(capsys):
+    assert main(["audit", "cs336", "--preset", "tiny", *SMALL, "--dtype", "bf16", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    assert found["schema_version"] == 1 and found["dtype"] == "bf16" and found["autocast"] is None
+    assert set(found["parameters"]) == {"bfloat16"} and found["weight_casts"]["num_casts"] == 0
+    assert found["logits"] == "bfloat16" and found["gradients"][0]["dtype"] == "bfloat16"
+    assert found["cast_bytes"] == sum(row["read_bytes"] + row["written_bytes"] for row in found["casts"])
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "autocast_fp16"])
+def test_half_precision_on_a_cpu(dtype, capsys):
+    assert main(["audit", TOY, "--dtype", dtype, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    assert found["logits"] == "float16" and found["low_dtype"] == "float16"
+    assert set(found["parameters"]) == {"float16" if dtype == "fp16" else "float32"}
+
+
+@pytest.mark.parametrize("mode", ["inference", "forward", "forward+backward"])
+def test_modes_without_an_optimizer(mode, capsys):
+    assert main(["audit", TOY, "--mode", mode, "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    assert found["optimizer_state"] == [] and bool(found["gradients"]) == ("backward" in mode)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nope"], "there is no workload 'nope'"),
+        ([TOY, "--dtype", "fp8"], "fp8"),
+        ([TOY, "--dtype", "tf32", "--device", "cpu"], "tf32 is there on NVIDIA GPUs only"),
+        ([TOY, "--dtype", "fp32,bf16"], "an audit is of one point, these are 2"),
+        ([TOY, "--micro-batches", "0"], "--micro-batches 0: 1 or more"),
+        (["{whole}:step"], "is a whole step of your own"),
+        (["{whole}:broken"], "RuntimeError"),
+    ],
+)
+def test_mistakes_are_one_line(words, said, capsys, tmp_path):
+    whole = tmp_path / "whole.py"
+    whole.write_text(
+        "import torch\n"
+        "def step():\n    return lambda: None\n"
+        "def broken():\n    return torch.nn.Linear(2, 2), lambda: torch.ones(2, 3)\n"
+    )
+
+    assert main(["audit", *(word.format(whole=whole) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1

@@ -1,0 +1,63 @@
+"""The sections `attention` and `copies`: every call and every source is a row, with its reason and its saving."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Bars, Table, Text
+from stepscope.report.sections import attention, copies
+from stepscope.report.source import Source
+from trace_builder import TraceBuilder
+
+SIZES, HALF = [2, 4, 64, 16], "c10::BFloat16"
+
+
+@pytest.fixture
+def source(tmp_path):
+    trace = TraceBuilder(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
+    for step, start in ((1, 0), (2, 200)):
+        shapes = {"Input Dims": [SIZES, SIZES, SIZES, [64, 64]], "Input type": [HALF, HALF, HALF, "bool"]}
+        trace.step(step, start, 190).op("aten::scaled_dot_product_attention", start + 10, 40, **shapes)
+        trace.op("aten::_scaled_dot_product_efficient_attention", start + 12, 30, id=start + 1, **shapes)
+        trace.launch("fmha_cutlassF", start + 15, (start + 20, 30), id=start + 1)
+        given = {"Input Dims": [[16, 16], [16, 16], []], "Input type": ["float", "float", "Scalar"]}
+        trace.op("aten::clone", start + 100, 20)
+        trace.op("aten::copy_", start + 105, 10, id=start + 2, **given)
+        trace.launch("elementwise_copy_kernel", start + 106, (start + 110, 20), id=start + 2)
+    return Source(trace.write(tmp_path / "trace.json"), use_cache=False)
+
+
+def of(parts, kind, id=None):
+    return next(part for part in parts if isinstance(part, kind) and (id is None or part.id == id))
+
+
+def test_attention_has_its_calls_and_its_reasons(source):
+    parts = attention.parts(source)
+
+    calls = of(parts, Table, "attention_calls").columns
+    assert (calls["back_end"], calls["mask"], calls["num_calls"]) == (["efficient"], ["64×64"], [1.0])
+    assert calls["forward_ns"] == [30_000.0]
+    why = of(parts, Table, "attention_reasons").columns
+    assert why["because"] == ["a mask of 64×64 is given: flash takes none but is_causal=True"]
+    assert why["source"] == ["derived"]
+    assert of(parts, Bars).series[0].y == [30_000.0]
+
+
+def test_copies_have_their_source_and_their_saving(source):
+    parts = copies.parts(source)
+
+    table = of(parts, Table, "copy_sources").columns
+    assert (table["op"], table["cause"], table["total_ns"]) == (["aten::clone"], ["called"], [20_000.0])
+    assert table["bytes"] == [2048.0]
+    assert table["saving_ns"][0] > 0
+    assert of(parts, Text).text.startswith("Copies a step: 1, which take 20.00 µs")
+
+
+def test_a_trace_without_either_says_so(tmp_path):
+    source = Source(TraceBuilder().step(1, 0, 50).op("aten::mm", 10, 10).write(tmp_path / "t.json"), use_cache=False)
+
+    with pytest.raises(CannotCheck, match="no call of scaled_dot_product_attention"):
+        attention.parts(source)
+    with pytest.raises(CannotCheck, match="No copy"):
+        copies.parts(source)
