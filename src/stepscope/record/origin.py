@@ -16,7 +16,7 @@ def run_facts(
     argv: list[str], windows: Windows, tokens_per_step: int | None, script_folder: Path, **command: Any
 ) -> dict[str, Any]:
     """The first facts of a recording, as JSON values; `command` is said of the command line beside `argv`."""
-    config = {"argv": argv, "windows": dict(windows.sequence()), "tokens_per_step": tokens_per_step}
+    config = {"argv": argv, "windows": windows.counts(), "tokens_per_step": tokens_per_step}
     return {
         "command": {"argv": argv, "folder": str(Path.cwd()), **command},
         "config": config,

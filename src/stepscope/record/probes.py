@@ -13,11 +13,12 @@ from stepscope.record import files
 from stepscope.record.clock import Clock
 from stepscope.record.compiler import CompilerProbe
 from stepscope.record.counters import CounterSampler
-from stepscope.record.environment import Environment, gpu_uuid
+from stepscope.record.environment import Environment, float32_matmul, gpu_uuid
 from stepscope.record.ledger import Ledger
 from stepscope.record.memory import MemoryProbe
 from stepscope.record.model import is_compiled, parameter_facts
 from stepscope.record.nvml import NvmlUnavailable
+from stepscope.record.precision import precision_settings
 from stepscope.record.trace import TraceProbe
 
 
@@ -35,6 +36,7 @@ class Probes:
         self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
         self._counters: CounterSampler | None = None
         self._profiler_is_on = False
+        self._float32_matmul: str | None = None
 
     def guard(self, doing: str, action: Callable[[], None]) -> None:
         """Do something of ours inside somebody's training: a fault becomes a note, not their crash."""
@@ -72,6 +74,25 @@ class Probes:
     def read_memory(self) -> None:
         self.facts["memory"] = self.environment.memory(self.device)
 
+    def read_precision(self) -> None:
+        """The switches of precision as the timed steps had them: a script may set them at any time, and undo it."""
+        self.facts["precision"] = precision_settings()
+        self._float32_matmul = float32_matmul(self.device)
+
+    def compare_precision(self, window: str) -> None:
+        """Say which switches another window had otherwise."""
+        timed = self.facts.get("precision", {})
+        for name, value in precision_settings().items():
+            if timed.get(name, value) != value:
+                self.note("precision", f"{name} was {timed[name]} in the timed steps, {value} in the {window} window")
+
+    def environment_facts(self) -> dict[str, Any]:
+        """The environment of the timed steps."""
+        facts = self.environment.facts(self.device)
+        if "precision" in self.facts:
+            facts["float32_matmul"] = self._float32_matmul
+        return facts
+
     def read_parameters(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
         parameters = [p for module in roots for p in module.parameters()]
         if not parameters:  # a compiled function hides its modules; the optimizers know the parameters
@@ -84,14 +105,22 @@ class Probes:
         if self._profiler_is_on or torch.autograd._profiler_enabled():
             self.note("trace", "the script's own profiler was on when the trace window began: no trace was taken")
             return
-        path = self._folder / files.TRACE_FOLDER / f"rank{self.environment.rank}.json.gz"
-        self.trace = TraceProbe(path, roots, self.device)
+        traced = self.facts.get("trace")
+        # What reads a recording looks at the first; the further ones lie one folder deeper.
+        number = 1 if not traced else 2 + len(traced.get("repeated", ()))
+        folder = files.TRACE_FOLDER if number == 1 else f"{files.TRACE_FOLDER}/repeat{number}"
+        name = f"{folder}/rank{self.environment.rank}.json.gz"
+        self.trace = TraceProbe(self._folder, name, roots, self.device)
         self.trace.prepare()
 
     def stop_trace(self, step_finished: bool) -> None:
         trace, self.trace = self.trace, None
         if trace is not None:
-            self.facts["trace"] = trace.stop(self._clock, step_finished)
+            found = trace.stop(self._clock, step_finished)
+            if self.facts.get("trace"):
+                self.facts["trace"].setdefault("repeated", []).extend([found] if found else [])
+            else:
+                self.facts["trace"] = found
 
     # --- the script's own profiler: there can be only one ---
 
@@ -128,10 +157,11 @@ class Probes:
         ledger = self.memory.stop()
         if ledger is not None:
             self.facts["flops"] = ledger.flops(self.compiler.used)
+            self.facts["attention"] = self.memory.attention.table()
 
     def forget_windows(self) -> None:
         """What the windows found belongs to steps that are void."""
-        for name in ("memory", "parameters", "roots", "trace", "flops"):
+        for name in ("memory", "parameters", "roots", "trace", "flops", "attention", "precision"):
             self.facts.pop(name, None)
 
     def stop_windows(self) -> None:

@@ -276,6 +276,7 @@ class Session:
         """Peaks and parameters, once: before any probe could have added to them."""
         if "memory" not in self._probes.facts:
             self._probes.read_memory()
+            self._probes.read_precision()
             self._probes.read_parameters(self._roots.modules, self._loop.optimizers.values())
 
     # --- windows --------------------------------------------------------------------------------
@@ -305,6 +306,7 @@ class Session:
         if finished == windows.TRACE:
             self._stop_surrounding()
             probes.stop_trace(step_finished=True)
+            probes.compare_precision("traced")
         if self._window == windows.TRACE_WARMUP:
             probes.prepare_trace(roots.modules)
         elif self._window == windows.TRACE and probes.trace is not None:
@@ -340,10 +342,9 @@ class Session:
         if not is_new and now - self._last_progress_ns < PROGRESS_INTERVAL_NS:
             return
         self._last_progress_ns = now
-        position = self._step - self._windows.first_step(self._window)
         title, seconds = windows.TITLES[self._window], wall_ns / 1e9
         if self._window != windows.FREE:
-            num_left = self._windows.num_steps_of(self._window) - position
+            num_left = self._windows.num_left(self._step)
             self._tell(f"{title}: {num_left} step(s), about {num_left * seconds:.1f} s")
         elif is_new:
             after = "the script ends here" if self._exit_after else "the script runs on (--exit-after would end it)"
@@ -364,7 +365,7 @@ class Session:
                 "num_steps": self._step,
                 "num_lines_dropped": self._samples.num_dropped,
             },
-            "windows": dict(self._windows.sequence()),
-            "environment": probes.environment.facts(probes.device),
+            "windows": self._windows.counts(),
+            "environment": probes.environment_facts(),
         }
         files.write_json(self.folder / files.RECORDING_FILE, facts)

@@ -41,8 +41,9 @@ def parse_nothing(profiler: Any) -> None:
 class TraceProbe:
     """`prepare()` one step early, `start()`, then `stop()` returns what was traced."""
 
-    def __init__(self, path: Path, roots: list[nn.Module], device: int | None) -> None:
-        self._path = path
+    def __init__(self, folder: Path, name: str, roots: list[nn.Module], device: int | None) -> None:
+        self._path = folder / name
+        self._name = name
         self._roots = roots
         self._device = device
         self._step_range: Any = None
@@ -105,7 +106,7 @@ class TraceProbe:
         temporary = self._path.with_name(f".tmp-{self._path.name}")
         self._profiler.export_chrome_trace(str(temporary))
         summary["trimmed"] = trim(temporary)
-        summary["file"] = f"{self._path.parent.name}/{self._path.name}"
+        summary["file"] = self._name
         summary["bytes"] = temporary.stat().st_size
         temporary.replace(self._path)
         return summary

@@ -36,6 +36,8 @@ class Windows:
     """Steps timed with no profiler, no memory history, no labels: the figures come from these."""
     trace: int = 2
     """Steps under torch.profiler, after one more that only warms the profiler up."""
+    repeat: int = 1
+    """How often the trace window comes, each time with its warm-up, and with a file of its own."""
     memory: int = 1
     """1 or 0: the step in which every op is seen, for FLOPs and for what each allocation belongs to."""
 
@@ -43,6 +45,8 @@ class Windows:
         for name in ("warmup", "clean", "trace", "memory"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: a window has 0 or more steps")
+        if self.repeat < 1:
+            raise ValueError(f"repeat is {self.repeat}: the trace window comes once or more; trace=0 leaves it out")
         if self.memory > 1:
             raise ValueError(f"memory is {self.memory}: the memory window is one step or none")
 
@@ -59,24 +63,28 @@ class Windows:
         return [
             (WARMUP, self.warmup),
             (CLEAN, self.clean),
-            (TRACE_WARMUP, 1 if self.trace else 0),
-            (TRACE, self.trace),
+            *[(TRACE_WARMUP, 1 if self.trace else 0), (TRACE, self.trace)] * self.repeat,
             (MEMORY, self.memory),
         ]
 
-    def first_step(self, window: str) -> int:
-        """The index of a window's first step; of free running for a window that is left out."""
-        first = 0
-        for name, num_steps in self.sequence():
-            if name == window and num_steps:
-                break
-            first += num_steps
-        return first
+    def counts(self) -> dict[str, int]:
+        """All steps of each window.
 
-    def num_steps_of(self, window: str) -> int:
-        """Steps of one window; the trace's warm-up counts as a part of the trace."""
-        steps = dict(self.sequence())
-        return steps[TRACE_WARMUP] + steps[TRACE] if window == TRACE_WARMUP else steps[window]
+        >>> Windows(trace=2, repeat=3).counts()
+        {'warmup': 5, 'clean': 20, 'trace_warmup': 3, 'trace': 6, 'memory': 1}
+        """
+        totals: dict[str, int] = {}
+        for name, num_steps in self.sequence():
+            totals[name] = totals.get(name, 0) + num_steps
+        return totals
+
+    def num_left(self, step: int) -> int:
+        """Steps until the window of `step` is over; the trace's warm-up counts as a part of the trace."""
+        for name, num_steps in self.sequence():
+            if step < num_steps:
+                return num_steps - step + (self.trace if name == TRACE_WARMUP else 0)
+            step -= num_steps
+        return 0
 
     @property
     def num_steps(self) -> int:

@@ -122,7 +122,7 @@ def _runner(
     measure: Measure, server: Server, results: Results, timeout_s: float
 ) -> Callable[[Point], dict[str, Any]]:
     if isinstance(measure, Recordings):
-        return lambda point: record_point(point, results.folder.absolute(), measure.options, timeout_s)
+        return lambda point: record_point(point, results.folder.absolute(), measure.options, timeout_s, measure.loop)
     assert isinstance(measure, Sweep)
-    options = Options(timeout_s=timeout_s, trace=measure.trace)
+    options = Options(timeout_s=timeout_s, trace=measure.trace, layers=measure.layers)
     return Runner(find(measure.workload), server, results, options).run

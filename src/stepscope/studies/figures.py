@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepscope.analysis.sweeps import OK
+from stepscope.analysis.sweeps import MIN_INTERVAL_SAMPLES, OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import cell
 from stepscope.report.parts import Lines, Series, Table, Value
@@ -24,6 +24,16 @@ def table(id: str, title: str, rows: Iterable[Record], *names: str, note: str = 
     return Table(id, title, columns, num_shown, note)
 
 
+def known(rows: Iterable[Record], *names: str) -> tuple[str, ...]:
+    """Of some names, those that any row has a figure of: what a device does not offer is no column.
+
+    >>> known([{"step_ns": 3, "mfu_share": None}], "step_ns", "mfu_share")
+    ('step_ns',)
+    """
+    records = list(rows)
+    return tuple(name for name in names if any(record.get(name) is not None for record in records))
+
+
 def lines(
     id: str, title: str, rows: Iterable[Record], x: str, y: str, by: str | Sequence[str] = (), caption: str = ""
 ) -> Lines:
@@ -39,13 +49,13 @@ def lines(
         series.append(
             Series(
                 name,
-                [record.get(y) for record in group],
+                [_valid(record, y) for record in group],
                 [record[x] for record in group],
-                gaps=["" if record.get(y) is not None else str(record.get("status")) for record in group],
+                gaps=["" if _valid(record, y) is not None else str(record.get("status")) for record in group],
             )
         )
     known = [float(record[x]) for record in records]
-    values = [record[y] for record in records if record.get(y)]
+    values = [value for record in records if (value := _valid(record, y))]
     return Lines(
         id=id,
         title=title,
@@ -56,6 +66,11 @@ def lines(
         log_x=bool(known) and min(known) > 0 and max(known) / min(known) >= 4,
         log_y=bool(values) and min(values) > 0 and max(values) / min(values) >= 30,
     )
+
+
+def _valid(record: Record, name: str) -> Any:
+    """A figure of a row that may be compared: one that is wrong or unproven has times too."""
+    return record.get(name) if record.get("status", OK) == OK else None
 
 
 def growth(rows: Iterable[Record], x: str, y: str) -> float:
@@ -95,6 +110,22 @@ def compared(time: float, other_time: float, other: str) -> str:
     if time < other_time:
         return f"{other_time / time:.2f} times as fast as {other}"
     return f"{time / other_time:.2f} times slower than {other}"
+
+
+def against(record: Record, other: Record, name: str, time: str = "time") -> str:
+    """`compared` of two rows with intervals, and that they cannot be told apart where these meet.
+
+    >>> row = {"time_median_ns": 5, "time_ci_low_ns": 4, "time_ci_high_ns": 7, "num_samples": 10}
+    >>> against(row, {**row, "time_median_ns": 6}, "GELU")
+    'not to be told from GELU (the 95 % intervals of the medians meet)'
+    """
+    meets = (
+        record[f"{time}_ci_low_ns"] <= other[f"{time}_ci_high_ns"]
+        and other[f"{time}_ci_low_ns"] <= record[f"{time}_ci_high_ns"]
+    )
+    if meets and min(record["num_samples"], other["num_samples"]) >= MIN_INTERVAL_SAMPLES:
+        return f"not to be told from {name} (the 95 % intervals of the medians meet)"
+    return compared(record[f"{time}_median_ns"], other[f"{time}_median_ns"], name)
 
 
 def crossing(first: Sequence[Record], second: Sequence[Record], x: str, y: str) -> float | None:

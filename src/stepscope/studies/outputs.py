@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from stepscope.errors import UsageError
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Chart, Report, Section, Table
 from stepscope.studies.stored import Stored
@@ -56,6 +58,28 @@ def markdown(table: Callable[[Stored], Table]) -> Content:
 
         found = table(stored)
         return markdown_of(Report(found.title, "", (Section(found.id, found.title, (found,)),)))
+
+    return content
+
+
+def appended(name: str, table: Callable[[Stored], Table]) -> Content:
+    """A table as CSV under what the file of that name already has: lines are added, none is ever taken away."""
+
+    def content(stored: Stored) -> str:
+        from stepscope.report.csv_tables import csv_of
+
+        path = stored.folder / name
+        header, *lines = csv_of(table(stored)).splitlines()
+        kept = (path.read_text(encoding="utf-8").splitlines() if path.is_file() else []) or [header]
+        if kept[:1] != [header]:
+            raise UsageError(f"{path} has other columns than {header}: move it away")
+        known = Counter(kept)
+        for line in lines:  # two rows that are alike, as two that ran out of memory, are two lines
+            if known[line] > 0:
+                known[line] -= 1
+            else:
+                kept.append(line)
+        return "\n".join(kept) + "\n"
 
     return content
 

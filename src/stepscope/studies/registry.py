@@ -10,7 +10,7 @@ from pathlib import Path
 from stepscope.errors import UsageError
 from stepscope.studies.study import Study
 
-STUDIES = ("nano",)
+STUDIES = ("cs336", "megalodon", "hydra", "nano", "tsmoe")
 
 
 def find_study(name: str) -> Study:

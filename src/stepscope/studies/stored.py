@@ -22,8 +22,8 @@ STUDY_FILE = "study.json"
 TOML_FILE = "study.toml"
 """A copy of what a user declared in TOML."""
 QUICK, FULL = "quick", "full"
-RECORDING = "recording"
-"""The field of a row that names its recording, relative to the rows."""
+RECORDING, TRACE = "recording", "trace"
+"""The fields of a row that name its recording and its trace, relative to the rows."""
 
 
 class Rows:
@@ -144,8 +144,21 @@ class Stored:
             raise CannotCheck(f"there is no recording of {measure}{' with ' if said else ''}{said}")
         return found[0]
 
+    def traced(self, measure: str, record: Mapping[str, Any]) -> Source:
+        """The trace of a row of a sweep that keeps them, opened."""
+        key = f"{measure}/{record['hash']}"
+        if key not in self._traces:
+            name = {row["hash"]: row.get(TRACE) for row in self.sweep(measure).rows}.get(record["hash"])
+            path = self.folder / measure / str(name)
+            if not name or not path.is_file():
+                raise CannotCheck(f"the trace of {key} is not here: measured without one, or not kept with the rows")
+            from stepscope.report.source import Source  # needs the read side; measuring does not
+
+            self._traces[key] = Source(path)
+        return self._traces[key]
+
     def _recorded(self, measure: str, axes: dict[str, Any], row: Mapping[str, Any]) -> Recorded:
-        key = str(row["hash"])
+        key = f"{measure}/{row['hash']}"
         if key not in self._recordings:
             name = row.get(RECORDING)
             folder = self.folder / measure / str(name) if name else None
@@ -154,6 +167,10 @@ class Stored:
 
     @cached_property
     def _rows(self) -> dict[str, Rows]:
+        return {}
+
+    @cached_property
+    def _traces(self) -> dict[str, Source]:
         return {}
 
     @cached_property

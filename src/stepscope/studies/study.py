@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Axes = Mapping[str, Any]
 """A knob's name, or `preset` → a value, or a list of values; those of one mapping multiply."""
+FileContent = str | bytes | Mapping[str, str | bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class Sweep(Measure):
 
     trace: bool = False
     """Keep a trace of each."""
+    layers: bool = False
+    """Time every layer in the first call and once warm: `layers` of a row. No variant is held against another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,8 @@ class Recordings(Measure):
 
     options: tuple[str, ...] = ()
     """Of `stepscope run`."""
+    loop: tuple[str, ...] = ()
+    """Of the training loop: ("--data", "text", "--workers", "2") trains on a text that a DataLoader reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +94,9 @@ class Study:
     """What it is about, in a line or two."""
     measures: tuple[Measure, ...]
     questions: tuple[Question, ...]
-    files: Mapping[str, Callable[[Stored], str | bytes] | None] = field(default_factory=dict)
-    """Path inside the study's folder → its content, besides the report; REPORT: the report itself, as Markdown."""
+    files: Mapping[str, Callable[[Stored], FileContent] | None] = field(default_factory=dict)
+    """Path inside the study's folder → its content, besides the report; of a folder, the files in it by name; REPORT:
+    the report itself, as Markdown."""
 
 
 REPORT = None

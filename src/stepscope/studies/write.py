@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from stepscope.errors import UsageError
@@ -25,14 +26,16 @@ def write_study(study: Study, folder: Path) -> Path:
     stored = Stored(folder)
     report = report_of_study(study, stored)
     for name, content in study.files.items():
-        target = folder / name
         try:
-            text = markdown_of(report) if content is REPORT else content(stored)
+            made = markdown_of(report) if content is REPORT else content(stored)
         except CannotCheck:
             continue  # the report says what was not measured
-        with writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-        write_texts(target, [text])
+        several = made if isinstance(made, Mapping) else {"": made}
+        for inner, text in several.items():
+            target = folder / name / inner
+            with writing(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+            write_texts(target, [text])
     return write_report(report, folder / REPORT_FOLDER)
 
 
