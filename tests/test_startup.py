@@ -90,7 +90,8 @@ def test_record_is_callable_before_and_after_its_modules_are_imported():
 def test_a_name_that_is_not_there_is_an_attribute_error():
     done, _ = run("import stepscope; print(hasattr(stepscope, 'nothing'), sorted(stepscope.__all__))")
 
-    names = ["__version__", "analyze", "compare", "diagnose", "phase", "read", "record", "report", "step", "what_if"]
+    names = ["__version__", "analyze", "audit", "compare", "configure_precision", "diagnose", "phase", "read"]
+    names += ["record", "report", "step", "what_if"]
     assert done.stdout.startswith(f"False {names}")
 
 
@@ -104,7 +105,7 @@ def test_the_version_is_one():
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_is_one_module_whose_docstring_is_its_help(verb):
-    module = importlib.import_module(f"stepscope.cli.{verb}")
+    module = importlib.import_module(f"stepscope.cli.{verb.replace('-', '_')}")
     shown = stepscope(verb, "--help")
 
     assert callable(module.add_arguments) and callable(module.main)

@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from stepscope.sweep import measure  # noqa: E402  torch may be missing
-from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.sweep.recorded import record_point  # noqa: E402
-from stepscope.trace.memory_file import read_memory  # noqa: E402
-from stepscope.workloads.registry import find  # noqa: E402
+from stepscope.sweep import measure
+from stepscope.sweep.grid import Grid
+from stepscope.sweep.recorded import record_point
+from stepscope.trace.memory_file import read_memory
+from stepscope.workloads.registry import find
 
 
 def test_every_phase_of_every_pass_has_a_time(monkeypatch):
@@ -61,7 +61,7 @@ def test_a_loop_without_an_optimizer_says_where_its_steps_end(tmp_path, mode, st
     axes = {"preset": ["tiny"], "layers": [1], "seq_len": [8], "mode": [mode]}
     point = Grid(find("cs336"), {"device": "cpu"}).points([axes])[0]
     (tmp_path / "logs").mkdir()
-    row = record_point(point, tmp_path, ("--warmup", "1", "--clean", "1", "--trace", "0"), 120.0)
+    row = record_point(point, tmp_path, ("--warmup", "2", "--clean", "1", "--trace", "0"), 120.0)
 
     assert row["status"] == "ok"
     memory = read_memory(tmp_path / row["recording"] / "memory.json.gz")

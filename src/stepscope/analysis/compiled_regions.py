@@ -11,27 +11,45 @@ from stepscope.analysis.nesting import ancestor
 
 _REGION = "^Torch-Compiled Region"
 _LOOKUP = "^TorchDynamo Cache Lookup"
-_BACKWARD = "^CompiledFunctionBackward$"
-_WORKING = r"^## Call CompiledFxGraph|^aten::|^triton_"
+_BACKWARD = "^(autograd::engine::evaluate_function: )?CompiledFunctionBackward$"
+_CODE = "^## Call CompiledFxGraph"
+_WORKING = "^aten::|^triton_"
+_DIFFERENTIATED = "^CompiledFunction$"
+_NODE = "^autograd::engine::evaluate_function"
+_IN_A_ROW = 4
+"""Regions called from outside, one after another in a forward: from here on they are the pieces of one model."""
 
 
 def compiled_regions(linked: Linked) -> pl.DataFrame:
-    """Regions in order of time: `name`, `start_ns`, `end_ns`, `step`, and `is_nested`, whether another one called it:
-    what comes after a graph break is called by what came before it, while regions that somebody compiled one by one
-    are called from outside."""
+    """Regions in order of time: `name`, `start_ns`, `end_ns`, `step`; `is_nested`, whether another one called it: so
+    what comes after a graph break is called by what came before it; and `follows`, whether it is a later one of four
+    and more that are called from outside in a row, with no backward in between: so are the pieces of a model whose
+    graph breaks within a loop, and blocks that were compiled one by one. A compiled model that is called again and
+    again, for one micro-batch after another or without gradients, is no row."""
     host = linked.host
     is_region = matches(host["name"], _REGION)
     around = ancestor(host, is_region).gather(host["parent"])
     regions = host.with_columns(around.is_not_null().alias("is_nested")).filter(is_region)
-    return regions.select(pl.col("name").cast(pl.String), "start_ns", "end_ns", "step", "is_nested").sort("start_ns")
+    regions = regions.select("row", pl.col("name").cast(pl.String), "start_ns", "end_ns", "step", "is_nested")
+    inside = ancestor(host, is_region).filter(matches(host["name"], _DIFFERENTIATED)).drop_nulls()
+    nodes = host["start_ns"].filter(matches(host["name"], _NODE)).sort()
+    regions = regions.sort("start_ns").with_columns(pl.col("row").is_in(inside.implode()).alias("is_differentiated"))
+    regions = regions.with_columns(pl.Series("num_nodes", nodes.search_sorted(regions["start_ns"]), dtype=pl.Int64))
+    row = ("step", "num_nodes", "is_nested", "is_differentiated")
+    is_in_row = ~pl.col("is_nested") & pl.col("is_differentiated") & (pl.len().over(row) >= _IN_A_ROW)
+    follows = (is_in_row & (pl.int_range(pl.len()).over(row) > 0)).alias("follows")
+    return regions.select("name", "start_ns", "end_ns", "step", "is_nested", follows)
 
 
 def entering(linked: Linked, regions: pl.DataFrame, all_but_first: bool) -> pl.DataFrame:
-    """The host's time that goes into calling nested regions, or all but the first of a step, and their backwards,
-    outside the compiled code itself: `start_ns`, `end_ns`, disjoint."""
+    """The host's time that goes into calling regions that another calls or that follow others in a row, or all but
+    the first of a step, and their backwards: `start_ns`, `end_ns`, disjoint. From the end of the region before, where
+    one came before it in its row, else from its lookup, to the first op of the compiled code, and from the end of
+    that on; ops and launches on the way are left out."""
     host = linked.host
     is_later = pl.int_range(pl.len()).over("step") > 0
-    called = regions.filter(is_later if all_but_first else "is_nested")
+    called = regions.with_columns(pl.when("follows").then(pl.col("end_ns").shift(1)).alias("begin"))
+    called = called.filter(is_later if all_but_first else pl.col("is_nested") | pl.col("follows"))
     if called.is_empty():
         return called.select("start_ns", "end_ns")
     lookups = host.filter(matches(host["name"], _LOOKUP)).sort("start_ns")
@@ -40,11 +58,22 @@ def entering(linked: Linked, regions: pl.DataFrame, all_but_first: bool) -> pl.D
         lookups.select("start_ns", pl.col("start_ns").alias("begin"), "end_ns"), on="start_ns", check_sortedness=False
     )
     before = before.select(pl.col("begin").alias("start_ns"), "end_ns").drop_nulls()
-    backwards = host.filter(matches(host["name"], _BACKWARD)).sort("start_ns").filter(is_later)
-    whole = union(pl.concat([called.select("start_ns", "end_ns"), before, spans(backwards)]))
+    between = called.select(pl.col("begin").alias("start_ns"), pl.col("start_ns").alias("end_ns")).drop_nulls()
+    backwards = host.filter(matches(host["name"], _BACKWARD)).sort("start_ns")
+    backwards = backwards.filter(pl.int_range(pl.len()).over("step", "name") > 0)
+    whole = union(pl.concat([called.select("start_ns", "end_ns"), before, between, spans(backwards)]))
     is_work = host["kind"].is_in(["runtime", "driver"]) | matches(host["name"], _WORKING)
-    pieces = sweep({"whole": whole, "work": spans(host, is_work)})
+    pieces = sweep({"whole": whole, "work": pl.concat([spans(host, is_work), _code(host)])})
     return union(pieces.filter("whole", ~pl.col("work")))
+
+
+def _code(host: pl.DataFrame) -> pl.DataFrame:
+    """Calls of compiled code from the first thing that each does on: before that it takes its arguments apart."""
+    calls = host.filter(matches(host["name"], _CODE))
+    inside = host.filter(pl.col("parent").is_in(calls["row"].implode())).group_by("parent")
+    first = inside.agg(pl.col("start_ns").min().alias("first_ns")).rename({"parent": "row"})
+    calls = calls.join(first, on="row", how="left")
+    return calls.select(pl.coalesce("first_ns", "start_ns").alias("start_ns"), "end_ns")
 
 
 def regions_by_name(regions: pl.DataFrame, num_steps: int) -> pl.DataFrame:

@@ -32,10 +32,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-
-import polars as pl
+from typing import TYPE_CHECKING
 
 from stepscope.analysis.kernel_rules import KERNEL_RULES, OP_CLASSES, OP_WORDS, VIEWS, WORDS, Rules
+
+if TYPE_CHECKING:
+    import polars as pl
 
 KERNEL_CLASSES: tuple[str, ...] = (
     "gemm", "attention_forward", "attention_backward", "softmax", "norm", "elementwise", "reduction", "copy_cast",
@@ -127,10 +129,13 @@ def fused_ops(kernel_name: str) -> tuple[str, ...]:
 def classify_kernels(kernels: pl.DataFrame) -> pl.DataFrame:
     """The same rows with a column `class`, from their columns `name`, `op` (null when unlinked) and `kind`.
 
+    >>> import polars as pl
     >>> frame = pl.DataFrame({"name": ["attn_fwd"], "op": ["aten::_flash_attention_forward"], "kind": ["kernel"]})
     >>> classify_kernels(frame)["class"].to_list()
     ['attention_forward']
     """
+    import polars as pl  # the machine that trains classifies by name, and has none
+
     keys = kernels.select("name", "op", "kind")
     unique = keys.unique()
     texts = unique.cast(pl.String).iter_rows()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from stepscope.analysis.compiled_modules import of_graph_kernels, with_compiled_code
 from stepscope.analysis.gpu_time import with_activity
 from stepscope.analysis.kernel_classes import classify_kernels
 from stepscope.analysis.modules import Modules, find_modules
@@ -60,11 +61,11 @@ def link(trace: Trace, steps: Steps | None = None) -> Linked:
     with ThreadPoolExecutor(2) as pool:
         finding = pool.submit(lambda: steps or find_steps(events))
         host = events.with_columns(_ops(events), _forwards(events))
-        modules = find_modules(host)
+        modules = with_compiled_code(host, find_modules(host), trace.compiler)
         found = finding.result()
         host = at_times(host, found, "start_ns").with_columns(_modules_of(host, modules))
         linking = pool.submit(_memory, trace.memory, host, found)
-        device = _device(trace.device, host, found)
+        device = of_graph_kernels(_device(trace.device, host, found), host, trace.compiler)
         memory = linking.result()
     return Linked(trace, host, device, memory, found, modules, _unlinked(host, device, memory, modules, found))
 

@@ -21,15 +21,18 @@ class Modules:
     """The calls of modules in a trace."""
 
     source: str
-    """`ranges`, `stacks` or `none`."""
+    """`ranges`, `stacks`, `compiled` (regions of compiled code alone) or `none`."""
     calls: pl.DataFrame
     """`row` of the host table and `module`, its name."""
+    inlined: pl.DataFrame | None = None
+    """The same of ops and kernels in compiled code, which calls no modules, as its compiler tells."""
 
     def of_rows(self, host: pl.DataFrame) -> pl.Series:
         """The module each host event ran in."""
-        if self.calls.is_empty():
+        named = self.calls if self.inlined is None else pl.concat([self.calls, self.inlined])
+        if named.is_empty():
             return pl.repeat(None, host.height, dtype=pl.Categorical(), eager=True).alias("module")
-        names = host.select("row").join(self.calls, on="row", how="left", maintain_order="left")["module"]
+        names = host.select("row").join(named, on="row", how="left", maintain_order="left")["module"]
         module: pl.Series = names.gather(ancestor(host, names.is_not_null()))
         return module.alias("module")
 

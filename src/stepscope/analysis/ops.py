@@ -81,7 +81,7 @@ def modules(linked: Linked) -> pl.DataFrame:
     host = inside.group_by("module").agg(pl.col("self_ns").sum().alias("host_self_ns"))
     calls = linked.modules.calls.group_by("module").agg(pl.len().cast(pl.Int64).alias("num_calls"))
     table = (
-        calls.join(host, on="module", how="left")
+        calls.join(host, on="module", how="full", coalesce=True)  # compiled code has modules that nobody calls
         .join(gpu, on="module", how="full", coalesce=True, nulls_equal=True)
         .with_columns(pl.col("module").cast(pl.String))
         .fill_null(0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepscope.analysis.compiler import break_even
 from stepscope.analysis.flops import Utilisation, utilisation
 from stepscope.analysis.statistics import Distribution, describe
 from stepscope.devices import Ceilings, Device
@@ -69,11 +71,18 @@ class PointSummary:
     num_kernel_launches: int | None
     max_batch: int | None
     facts: Mapping[str, float]
+    compiler: Mapping[str, float]
+    """What torch.compile did (`compiler.num_graphs`, `compiler.num_recompiles` …); empty where nothing was compiled."""
     notes: tuple[str, ...]
     """What else is to be known of the row: a loss that is no number, an instrument that failed."""
     is_noisy: bool
     speedup: float | None = None
     """Median time a token (or a step) of the plainest variant of the rows it is compared with ÷ this one's."""
+    break_even_steps: float | None = None
+    """Steps until compiling is won back, against the row that differs in nothing but `compile=off`: the first call
+    less a warm one, or the compile seconds if these are more, ÷ what a step saves. None: never, or no such row."""
+    loss_deviation: float | None = None
+    """|loss − that of the plainest variant that computes the same| ÷ the latter, of the first call."""
     differs: str | None = None
     """In what it computes something else than the plainest variant; None: it computes the same."""
     is_best: bool = False
@@ -161,6 +170,7 @@ def _point(
         num_kernel_launches=row.get("num_kernel_launches"),
         max_batch=row.get("max_batch"),
         facts=facts,
+        compiler=row.get("compiler") or {},
         notes=tuple(row.get("notes") or ()),
         is_noisy=time is not None and time.p90 - time.p10 > NOISY_SHARE * time.median,
     )
@@ -255,11 +265,33 @@ def _compared(
         compared[index] = replace(
             group[index],
             speedup=cost(plainest) / cost(index) if plainest is not None and varied else None,
+            break_even_steps=_break_even_steps(group[index], group),
+            loss_deviation=_loss_deviation(group[index], group[plainest])
+            if plainest is not None and computed[index] == computed[plainest]
+            else None,
             differs=_difference(computed[index], computed[plainest]) if plainest is not None else None,
             is_best=index == best and len(ways) > 1,
             is_tied=index != best and len(ways) > 1 and meets(index, best),
         )
     return compared
+
+
+def _break_even_steps(point: PointSummary, group: Sequence[PointSummary]) -> float | None:
+    if point.axes.get("compile") == "off" or point.compile_ns is None or point.time is None:
+        return None
+    eager_axes = {**point.axes, "compile": "off"}
+    eager = next((other.time for other in group if other.axes == eager_axes and other.status == OK), None)
+    if eager is None:
+        return None
+    spent_ns = max(point.compile_ns, (point.first_call_ns or 0) - point.time.median)
+    steps = break_even(spent_ns / 1e9, point.time.median, eager.median)
+    return steps if steps is not None and math.isfinite(steps) else None
+
+
+def _loss_deviation(point: PointSummary, plainest: PointSummary) -> float | None:
+    if point is plainest or point.loss is None or not plainest.loss:
+        return None
+    return abs(point.loss - plainest.loss) / abs(plainest.loss)
 
 
 def _computed(point: PointSummary, alternatives: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, str]:

@@ -21,6 +21,8 @@ SECTIONS = {
     "timeline": "Timeline",
     "modules": "Modules",
     "kernels": "Kernels",
+    "attention": "Attention",
+    "copies": "Copies",
     "roofline": "Roofline",
     "memory": "Memory",
     "steps": "Steps",

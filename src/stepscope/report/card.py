@@ -20,6 +20,8 @@ from stepscope.trace.recording import Recording, read_recording
 
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
+_FACTS = ("exit_code", "command", "environment", "precision", "steps", "memory", "notes")
+
 
 @dataclass(frozen=True)
 class Card:
@@ -75,7 +77,7 @@ class Card:
             "verdict": self.verdict,
             "recording": str(self.recording.folder),
             "status": self.recording.status,
-            **{name: facts.get(name) for name in ("exit_code", "command", "environment", "steps", "memory", "notes")},
+            **{name: facts.get(name) for name in _FACTS},
             **_plain(self.summary),
             "compiler": self.recording.compiler,
             "warnings": list(self.recording.warnings),

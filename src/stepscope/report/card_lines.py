@@ -11,6 +11,7 @@ from typing import Any
 from stepscope.analysis.phases import IDLE
 from stepscope.analysis.summary import Summary
 from stepscope.devices import nearest_names
+from stepscope.report.precision_settings import precision_words
 from stepscope.report.text import count, milliseconds, percent, plural, safe, significant, size
 from stepscope.report.text import flops as as_flops
 from stepscope.trace.recording import Recording
@@ -61,6 +62,11 @@ def _run(recording: Recording) -> Iterator[Line]:
         world = environment.get("world_size", 1)
         ranks = f", rank {environment.get('rank')} of {world}" if world > 1 else ""
         yield Line("on", safe(environment.get("device_name")) + ranks, f"torch {safe(environment.get('torch'))}")
+    settings = recording.facts.get("precision")
+    on_gpu = environment.get("device") == "cuda"
+    if isinstance(settings, dict) and (on_gpu or settings.get("float32_matmul_precision") != "highest"):
+        products, others = precision_words(settings, on_gpu)
+        yield Line("precision", safe(products), safe(others))
 
 
 def _status(recording: Recording) -> str:

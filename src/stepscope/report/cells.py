@@ -99,7 +99,8 @@ _SMALL_UNITS = {"_watts": ("W", 3), "_mhz": ("MHz", 4), "_joules": ("J", 4)}
 """Of figures that are always of one size: the unit, and the digits that mean something."""
 _WHOLE = {
     "flops_per_s": "FLOP/s", "flops_per_byte": "FLOPs a byte", "bytes_per_s": "bandwidth", "flops": "FLOP",
-    "bytes": "size", "share": "share",
+    "bytes": "size", "share": "share", "tokens_per_s": "tokens/s", "mfu_share": "MFU",
+    "peak_flops_per_s": "peak FLOP/s",
 }  # fmt: skip
 _SCALES = {
     "_ns": [Scale(1e9, "s"), Scale(1e6, "ms"), Scale(1e3, "µs"), Scale(1.0, "ns")],

@@ -14,6 +14,7 @@ from stepscope.findings.case import Case, open_case
 from stepscope.findings.diagnose import Diagnosis, diagnose
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.card import Card
+from stepscope.report.copies import CopiesReport, copies_report
 from stepscope.report.memory import MemoryReport, memory_of_recording, memory_of_trace
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE
@@ -52,6 +53,11 @@ class Source:
     def diagnosis(self) -> Diagnosis:
         """What `stepscope diagnose` shows."""
         return diagnose(self.case, self._ignored)
+
+    @cached_property
+    def copies(self) -> CopiesReport:
+        """What `stepscope analyze --copies` shows."""
+        return copies_report(self.case)
 
     @cached_property
     def memory(self) -> MemoryReport:

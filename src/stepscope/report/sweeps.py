@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,11 +91,18 @@ def _of(name: str, text: Callable[[Any], str]) -> Callable[[PointSummary], str |
     return read
 
 
+def _is_hidden(name: str) -> bool:
+    """Facts that have no column: some have one of another name, those of single tensors would be too many."""
+    return name in NO_FACT_COLUMN or name.startswith("tensor_")
+
+
 def _fact(name: str) -> Column:
     """A column of what the workload counted itself."""
 
     def read(point: PointSummary) -> str | None:
-        return significant(point.facts[name]) if name in point.facts else None
+        if name not in point.facts:
+            return None
+        return size(point.facts[name]) if name.endswith("_bytes") else significant(point.facts[name])
 
     return Column(safe(name, 30), read)
 
@@ -113,7 +121,9 @@ COLUMNS = (
     Column("before backward", _of("before_backward_bytes", size)),
     Column("TFLOP/s", _of("flops_per_s", lambda value: significant(value / 1e12))),
     Column("launches", _of("num_kernel_launches", lambda value: f"{value:,}")),
+    Column("first call s", _of("first_call_ns", lambda value: significant(value / 1e9))),
     Column("compile s", _of("compile_ns", lambda value: significant(value / 1e9))),
+    Column("pays after", _of("break_even_steps", lambda value: f"{count(math.ceil(value))} steps")),
     Column("reserved", _of("peak_reserved_bytes", size)),
     Column("parameters", _of("num_parameters", count)),
     Column("coverage", _of("flops_coverage", percent)),
@@ -176,7 +186,8 @@ def record_of(point: PointSummary) -> dict[str, Any]:
         "first_call_ns", "compile_ns", "tokens_per_s", "flops_counted", "flops_formula", "flops_coverage",
         "flops_per_s", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
         "before_backward_bytes", "loss", "final_loss", "num_parameters", "num_active_parameters", "num_tokens",
-        "num_kernels", "num_kernel_launches", "max_batch", "speedup", "differs", "is_best", "is_tied", "is_noisy",
+        "num_kernels", "num_kernel_launches", "max_batch", "speedup", "break_even_steps",
+        "loss_deviation", "differs", "is_best", "is_tied", "is_noisy",
     ):  # fmt: skip
         figures[name] = getattr(point, name)
     figures["notes"] = "; ".join(point.notes) or None
@@ -184,6 +195,7 @@ def record_of(point: PointSummary) -> dict[str, Any]:
     figures["mfu_limit"] = None if point.mfu is None else point.mfu.limit
     figures["device_name"] = point.device_name
     figures.update({f"fact_{name}": value for name, value in point.facts.items()})
+    figures.update({name.replace(".", "_"): value for name, value in point.compiler.items()})
     # A knob may be called like a figure: the hydra's `loss` is one.
     axes = {f"knob_{name}" if name in figures else name: value for name, value in point.axes.items()}
     return {"hash": point.hash, **axes, **figures}
@@ -229,7 +241,7 @@ def points_text(points: Sequence[Mapping[str, Any]], width: int) -> str:
 
 def _shown(sweep: SweepSummary) -> list[Column]:
     """The columns that say something: some row has a value, and it is not one number for all."""
-    facts = dict.fromkeys(name for point in sweep.points for name in point.facts if name not in NO_FACT_COLUMN)
+    facts = dict.fromkeys(name for point in sweep.points for name in point.facts if not _is_hidden(name))
     shown = []
     for column in (*COLUMNS, *map(_fact, facts)):
         texts = [column.text(point) for point in sweep.points if point.time is not None]

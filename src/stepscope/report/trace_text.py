@@ -35,7 +35,12 @@ PHASE_SOURCES = {
     "autograd": "phases found from autograd's ops",
 }
 _GLUE = "\N{NO-BREAK SPACE}"
-_MODULE_SOURCES = {"ranges": "from Stepscope's labels", "stacks": "from the Python stacks in the trace"}
+_LEAST_COMPILED_SHARE = 0.01
+_MODULE_SOURCES = {
+    "ranges": "from Stepscope's labels",
+    "stacks": "from the Python stacks in the trace",
+    "compiled": "from the regions of compiled code",
+}
 
 
 def analysis_text(analysis: Analysis, most: int, width: int = 100) -> str:
@@ -47,9 +52,18 @@ def analysis_text(analysis: Analysis, most: int, width: int = 100) -> str:
     lines += [*_phases(first, width), ""]
     if first.gpu_time.window_ns:
         lines += [*_kernels(first, most, width), "", *_classes(first, width), ""]
-    modules = _ops if first.module_source == "none" else _modules
+    modules = _modules if _shows_modules(first) else _ops
     lines += [*modules(first, most, width), "", *_ranks(analysis, width), *fact_lines(analysis)]
     return "\n".join(line for long in lines for line in _fitted(long.rstrip(), width)).rstrip("\n")
+
+
+def _shows_modules(account: RankAccount) -> bool:
+    """Whether modules say more than ops: compiled regions alone do where work of the step is in them."""
+    if account.module_source != "compiled":
+        return account.module_source != "none"
+    inside = account.modules.filter(account.modules["module"].is_not_null())
+    spent = "device_total_ns" if account.gpu_time.window_ns else "host_total_ns"
+    return int(inside[spent].sum()) > _LEAST_COMPILED_SHARE * int(account.modules[spent].sum())
 
 
 def _head(analysis: Analysis) -> Iterator[str]:

@@ -78,6 +78,7 @@ class Assembler:
             num_events=self.num_events,
             threads=threads.drop("number"),
             counts=self._count_table(),
+            compiler=None,
             **tables,
         )
 

@@ -157,6 +157,7 @@ def _load(folder: Path, path: Path, key: _Key) -> Trace | None:
             problems=kept.problems,
             warnings=kept.warnings,
             num_events=kept.num_events,
+            compiler=None,
             **{table.name: _load_table(folder, table, kept.hashes[table.name]) for table in TABLES},
         )
     except (Exception, pl.exceptions.PanicException):  # a decoder may fail in any way on bytes that anybody wrote

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from stepscope.errors import TraceError, UsageError
 from stepscope.trace.cache import SUFFIX
-from stepscope.trace.recording import COMPILE_FILE, RECORDING_FILE
+from stepscope.trace.compile_file import COMPILE_FILE
+from stepscope.trace.recording import RECORDING_FILE
 from stepscope.trace.source import Document, Source
 from stepscope.trace.tables import facts_of
 

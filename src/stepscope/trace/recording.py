@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from stepscope.errors import RecordingError
+from stepscope.trace.compile_file import COMPILE_FILE, read_compile_file
 
 SCHEMA_VERSION = 1
 RECORDING_FILE = "recording.json"
 SAMPLES_FILE = "samples.jsonl"
 COUNTERS_FILE = "counters.jsonl"
-COMPILE_FILE = "compile.json"
 
 
 class RecordingFacts(TypedDict, total=False):
@@ -42,6 +42,8 @@ class RecordingFacts(TypedDict, total=False):
     pid: int
     environment: dict[str, Any]
     """Versions, device name, threads, float32 matmul setting, the variables that decide speed."""
+    precision: dict[str, Any]
+    """Torch's switches of precision when the clean window ended (docs/precision.md)."""
     steps: dict[str, Any]
     """`source` of the step boundaries (`step()`, `optimizer`, `forward`), `num_sources`, `num_steps`, and
     `num_lines_dropped` past the limit or on a full disk."""
@@ -56,10 +58,15 @@ class RecordingFacts(TypedDict, total=False):
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
     trace: dict[str, Any] | None
     """The trace's `file` and `bytes`, what was `trimmed`; of its whole steps `num_steps`, `window_ns`, `num_ops`,
-    `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`."""
+    `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`; with `--repeat`
+    the same of each further trace window under `repeated`."""
     flops: dict[str, Any]
     """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, each of
     the `weights` with its size and forward FLOPs."""
+    attention: list[dict[str, Any]]
+    """The different calls of attention in the memory window: `query`, `key`, `value` and `mask` shapes, `dtype`,
+    `is_causal`, `dropout`, `module`, `caller`, `num_calls`; the `backend` that torch chose, what was `switched_off`,
+    and of each back end it `refused` its own words (docs/attention.md)."""
     counters: dict[str, Any]
     """`other_processes` on the same GPU when the run ended; `max_sm_clock_mhz`, `power_limit_watts`,
     `default_power_limit_watts` where the driver tells them."""
@@ -159,13 +166,9 @@ def read_recording(folder: Path) -> Recording:
 def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
     if not path.exists():
         return None
-    try:
-        report = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        report = None
-    if not isinstance(report, dict):
+    report = read_compile_file(path)
+    if report is None:
         warnings.append(f"{path.name} could not be read and was left out")
-        return None
     return report
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from stepscope.errors import TraceError, UsageError
 from stepscope.trace.cache import open_trace
+from stepscope.trace.compile_file import compile_file_of_trace
 from stepscope.trace.find import TraceFile, rank_in_name
 from stepscope.trace.tables import Trace
 
@@ -77,11 +78,12 @@ def two_of_one_rank(rank: int, one: Path, other: Path) -> UsageError:
 
 def _open(files: Sequence[TraceFile], index: int, use_cache: bool, progress: Callable[[float], None]) -> Trace:
     try:
-        return open_trace(files[index].path, use_cache=use_cache, progress=progress)
+        trace = open_trace(files[index].path, use_cache=use_cache, progress=progress)
     except TraceError as error:
         if len(files) == 1:
             raise
         raise TraceError(f"{error}; to go on without it, move it elsewhere or name the other files") from None
+    return replace(trace, compiler=compile_file_of_trace(files[index].path))
 
 
 def _numbers(files: Sequence[TraceFile]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Trace:
     collectives: pl.DataFrame
     threads: pl.DataFrame
     counts: pl.DataFrame
+    compiler: Mapping[str, Any] | None = None
+    """`compile.json` of the recording that the trace belongs to; None for any other trace."""
 
     @property
     def num_problems(self) -> int:

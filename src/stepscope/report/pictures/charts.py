@@ -127,8 +127,9 @@ def _line(axes: Any, chart: Lines, series: Series, colour: str, x_unit: Scale, y
 
 
 def _gaps(axes: Any, chart: Lines, colours: Sequence[str], x_unit: Scale) -> None:
-    """Reasons, below one another where several are at one x."""
+    """Reasons, below one another where several are at one x; left of it, at the first x right of it."""
     taken: dict[float, int] = {}
+    first = min((x for series in chart.series for x in series.x), default=0.0)
     for series, colour in zip(chart.series, colours):
         for x, y, gap in zip(series.x, series.y, series.gaps):
             if not gap or is_figure(y):
@@ -139,9 +140,10 @@ def _gaps(axes: Any, chart: Lines, colours: Sequence[str], x_unit: Scale) -> Non
             axes.plot(
                 [place], [0.985 - 0.035 * row], "x", color=colour, transform=across, markersize=7, clip_on=False
             )
+            side, offset = ("left", 7) if x == first else ("right", -7)
             axes.annotate(
-                drawn(gap, 14), (place, 0.985 - 0.035 * row), (-7, 0), xycoords=across, textcoords="offset points",
-                ha="right", va="center", fontsize=9, color=colour,
+                drawn(gap, 14), (place, 0.985 - 0.035 * row), (offset, 0), xycoords=across,
+                textcoords="offset points", ha=side, va="center", fontsize=9, color=colour,
             )  # fmt: skip
 
 

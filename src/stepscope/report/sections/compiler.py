@@ -7,17 +7,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.analysis.compiled_regions import regions_by_name
+from stepscope.analysis.compiler import CompilerSummary, compiler_summary
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
 from stepscope.findings.finding import CannotCheck
+from stepscope.report.compiler_text import STAGES, break_even_words
 from stepscope.report.parts import Fact, Facts, Missing, Table, Text, Value
 from stepscope.report.sections.shared import mapping, plain, table_of
 from stepscope.report.source import Source
-from stepscope.report.text import average, duration, plural, significant
+from stepscope.report.text import average, duration, percent, plural, significant
 
 _LISTS = {
     "graph_breaks": ("graph breaks", {"place": "place", "reason": "reason"}, "num_times"),
-    "recompiles": ("recompiles", {"frame": "function", "failed_guards": "guards_that_failed"}, None),
+    "recompiles": (
+        "recompiles",
+        {"place": "place", "frame": "function", "failed_guards": "guards_that_failed"},
+        None,
+    ),
     "recompile_limit_hits": ("given up: run eagerly from then on", {"frame": "function"}, "num_times"),
+    "dynamic_dimensions": (
+        "sizes compiled for any value",
+        {"source": "size", "sizes": "seen_when_compiling", "place": "first_used_at"},
+        None,
+    ),
     "cuda_graph_skips": ("CUDA graphs left out", {"reason": "reason"}, "num_times"),
     "failures": ("compiles that failed", {"reason": "reason"}, "num_times"),
 }
@@ -46,15 +57,34 @@ def parts(source: Source) -> tuple[Any, ...]:
 
 def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
     entries = {name: compile_entries(source.case, name) for name in _LISTS}
-    yield Facts(tuple(_figures(report, entries)))
+    summary = compiler_summary(report, _clean_ns(source))
+    yield Facts((*_figures(report, entries), *_costs(summary)))
+    if summary.seconds_by_stage:
+        stages = summary.seconds_by_stage
+        columns: dict[str, Sequence[Value]] = {
+            "stage": list(stages),
+            "is": [STAGES[name] for name in stages],
+            "seconds": [round(seconds, 3) for seconds in stages.values()],
+        }
+        yield Table("compile_stages", "compile time by stage", columns)
+    if summary.recompiles:
+        yield Table(
+            "recompiled_for",
+            "what was compiled again, and the values seen",
+            {
+                "place": [entry.place or entry.frame for entry in summary.recompiles],
+                "what_changed": [entry.guard for entry in summary.recompiles],
+                "seen": [", ".join(entry.values) for entry in summary.recompiles],
+                "num_recompiles": [entry.count for entry in summary.recompiles],
+            },
+        )
     quiet = [title for name, (title, _, _) in _LISTS.items() if not entries[name]]
-    if quiet:
-        yield Text(f"Not seen: {', '.join(quiet)}.")
+    said = [f"Not seen: {', '.join(quiet)}."] if quiet else []
+    if said or summary.untold:
+        yield Text(" ".join([*said, *(f"Not told: {text}." for text in summary.untold)]))
     for name, (title, fields, count) in _LISTS.items():
         if entries[name]:
-            columns: dict[str, Sequence[Value]] = {
-                shown: [_cell(entry.get(field)) for entry in entries[name]] for field, shown in fields.items()
-            }
+            columns = {shown: [_cell(entry.get(field)) for entry in entries[name]] for field, shown in fields.items()}
             counts: dict[str, Sequence[Value]] = (
                 {count: [count_of(entry) for entry in entries[name]]} if count else {}
             )
@@ -96,6 +126,26 @@ def _figures(report: Mapping[str, Any], entries: Mapping[str, list[dict[str, Any
         yield Fact("CUDA graphs", f"{graphs.get('num_recorded')} recorded", detail)
     else:
         yield Fact("CUDA graphs", "none recorded")
+
+
+def _costs(summary: CompilerSummary) -> Iterator[Fact]:
+    if summary.num_graphs is not None:
+        ops = f"of {plural(summary.num_ops, 'op')}" if summary.num_ops else ""
+        yield Fact("graphs", f"{summary.num_graphs:,}", ops)
+    for name, counts in summary.caches.items():
+        yield Fact(f"cache of {name}", ", ".join(f"{num} {outcome}" for outcome, num in counts.items()))
+    if (words := break_even_words(summary)) is not None:
+        yield Fact("what it cost", words)
+    if summary.num_calls:
+        share = percent(summary.num_placed_calls / summary.num_calls)
+        yield Fact("modules of compiled code", f"known of {share} of its calls", f"{summary.num_calls:,} calls")
+
+
+def _clean_ns(source: Source) -> float | None:
+    try:
+        return source.case.clean_ns
+    except CannotCheck:
+        return None
 
 
 def _cell(value: Any) -> str | None:

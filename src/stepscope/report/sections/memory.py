@@ -36,11 +36,11 @@ def parts(source: Source) -> tuple[Any, ...]:
     return (
         *leaks,
         Text(memory_verdict(report)),
-        _timeline(found, levels_by(memory, split)),
+        timeline(found, levels_by(memory, split)),
         _owners(found, split),
         *_treemap(found, alive_at_peak(memory), split),
         *_not_owned(report),
-        _largest(found),
+        largest(found),
         *_stages(found),
         *_kept(found),
         *_ops(found),
@@ -52,16 +52,16 @@ def parts(source: Source) -> tuple[Any, ...]:
 # -- over the step ----------------------------------------------------------------------------------------------
 
 
-def _timeline(found: Account, levels: LevelsBy) -> Lines:
+def timeline(found: Account, levels: LevelsBy) -> Lines:
     """Levels on top of one another: at the peak they are `peak_tracked_bytes`."""
     x, name = _places(levels)
     peak = f"peak {size(found.peak_tracked_bytes)}"
-    largest = [
+    owners = [
         f"{in_words(owner)} {size(levels.levels[owner][levels.peak_index])}"
         for owner in levels.names[:3]
         if levels.levels[owner][levels.peak_index] > 0
     ]
-    text = f"At the peak {size(found.peak_tracked_bytes)} are allocated: {', '.join(largest)}."
+    text = f"At the peak {size(found.peak_tracked_bytes)} are allocated: {', '.join(owners)}."
     if found.remainder_bytes:
         text += f" The allocator's own peak is {size(found.peak_bytes)}"
         more, less = "are in no tensor, and not in this chart.", ", less: it does not count all of these tensors."
@@ -183,8 +183,9 @@ def _not_owned(report: MemoryReport) -> Iterator[Missing]:
 # -- tables -----------------------------------------------------------------------------------------------------
 
 
-def _largest(found: Account) -> Table:
-    rows = found.largest
+def largest(found: Account, most: int | None = None) -> Table:
+    """The places that make the largest allocations, all of them or so many."""
+    rows = found.largest[:most]
     columns: dict[str, Sequence[Any]] = {
         "op": [large.op for large in rows],
         "module": [large.module for large in rows],

@@ -23,7 +23,11 @@ _NO_NAMES = (
     "the trace names no modules: profile(with_stack=True) names them by class and number, `stepscope run train.py` "
     "by their full names"
 )
-_SOURCES = {"ranges": "Stepscope's labels", "stacks": "the Python stacks in the trace"}
+_SOURCES = {
+    "ranges": "Stepscope's labels",
+    "stacks": "the Python stacks in the trace",
+    "compiled": "the regions of compiled code",
+}
 
 
 def parts(source: Source) -> tuple[Any, ...]:

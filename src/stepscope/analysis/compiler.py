@@ -1,0 +1,205 @@
+"""What torch.compile did, as figures: recompiles by their guard with the sizes seen, seconds by stage, break-even."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.trace.compile_file import count_of, entries
+
+_COMPILE_ID = re.compile(r"^\d+/\d+: ")
+_MISMATCH = re.compile(r"tensor '(.*)' (size|stride) mismatch at index (\d+)\. expected (\d+), actual (\d+)")
+_EQUAL = re.compile(r"^(.*?) == (.*)$")
+STAGES = ("dynamo", "autograd", "inductor", "kernels")
+
+
+@dataclass(frozen=True)
+class Recompiled:
+    """Recompiles of one function for one guard."""
+
+    frame: str
+    guard: str
+    """The guard without the value that differed."""
+    values: tuple[str, ...]
+    """The sizes, or other values, that were seen, in order."""
+    count: int
+    place: str | None
+    """The user's line that the guard stands for; None where torch does not tell."""
+    is_size: bool
+
+
+@dataclass(frozen=True)
+class CompilerSummary:
+    """What torch.compile did in a run."""
+
+    num_compiles: int
+    num_graphs: int | None
+    """None: a recording that does not tell."""
+    num_ops: int | None
+    """Ops in all graphs, as captured."""
+    seconds: float
+    seconds_by_stage: Mapping[str, float]
+    """In the order of the stages; empty where torch does not tell."""
+    graph_breaks: tuple[Mapping[str, Any], ...]
+    """`reason`, `place`, `count`, `runs_eagerly`; most often first."""
+    recompiles: tuple[Recompiled, ...]
+    """Most often first."""
+    limit_hits: tuple[Mapping[str, Any], ...]
+    """`frame`, `count`: it runs eagerly from then on."""
+    dynamic_dimensions: tuple[Mapping[str, Any], ...]
+    """`source`, `sizes`, `place`."""
+    cuda_graphs: Mapping[str, int] | None
+    cuda_graph_skips: tuple[Mapping[str, Any], ...]
+    caches: Mapping[str, Mapping[str, int]]
+    failures: tuple[Mapping[str, Any], ...]
+    frames: tuple[Mapping[str, Any], ...]
+    num_calls: int
+    """Calls of kernels and library ops in the compiled code that was seen."""
+    num_placed_calls: int
+    """Those of which the module is known."""
+    untold: tuple[str, ...]
+    """What this version of torch does not say."""
+    compiled_ns: float | None = None
+    eager_ns: float | None = None
+    break_even: float | None = None
+    """Steps until the seconds of compiling are won back; infinite where a compiled step is not faster."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON values; a break-even that never comes is null, and `pays` false."""
+        values = dataclasses.asdict(self)
+        if self.break_even is not None:
+            values["pays"] = math.isfinite(self.break_even)
+            values["break_even"] = self.break_even if values["pays"] else None
+        return {**values, "num_recompiles": self.num_recompiles, "num_graph_breaks": self.num_graph_breaks}
+
+    @property
+    def num_recompiles(self) -> int:
+        return sum(entry.count for entry in self.recompiles)
+
+    @property
+    def num_graph_breaks(self) -> int:
+        return sum(map(count_of, self.graph_breaks))
+
+
+def compiler_summary(
+    report: Mapping[str, Any], compiled_ns: float | None = None, eager_ns: float | None = None
+) -> CompilerSummary:
+    """The figures of a `compile.json`; with a step's times, compiled and eager, what compiling costs against them."""
+    stages = report.get("seconds_by_stage")
+    stages = stages if isinstance(stages, dict) else {}
+    graphs, calls = entries(report, "graphs"), _calls(report)
+    seconds = _number(report.get("compile_seconds"))
+    recompiles = _recompiles(entries(report, "recompiles"))
+    cuda_graphs, caches = report.get("cuda_graphs"), report.get("caches")
+    return CompilerSummary(
+        num_compiles=int(_number(report.get("num_compiles"))),
+        num_graphs=int(_number(report["num_graphs"])) if "num_graphs" in report else None,
+        num_ops=sum(int(_number(graph.get("num_ops"))) for graph in graphs) if graphs else None,
+        seconds=seconds,
+        seconds_by_stage={stage: _number(stages[stage]) for stage in STAGES if stage in stages},
+        graph_breaks=_by_count(entries(report, "graph_breaks")),
+        recompiles=recompiles,
+        limit_hits=_by_count(entries(report, "recompile_limit_hits")),
+        dynamic_dimensions=tuple(entries(report, "dynamic_dimensions")),
+        cuda_graphs=cuda_graphs if isinstance(cuda_graphs, dict) else None,
+        cuda_graph_skips=_by_count(entries(report, "cuda_graph_skips")),
+        caches={name: counts for name, counts in caches.items() if isinstance(counts, dict)}
+        if isinstance(caches, dict)
+        else {},
+        failures=_by_count(entries(report, "failures")),
+        frames=tuple(entries(report, "frames")),
+        num_calls=len(calls),
+        num_placed_calls=sum(module is not None for module in calls),
+        untold=tuple(_untold(report, recompiles)),
+        compiled_ns=compiled_ns,
+        eager_ns=eager_ns,
+        break_even=break_even(seconds, compiled_ns, eager_ns),
+    )
+
+
+def break_even(seconds: float, compiled_ns: float | None, eager_ns: float | None) -> float | None:
+    """Steps until compiling has paid: its seconds ÷ what a step saves; None where a time is not known.
+
+    >>> break_even(2.0, compiled_ns=1e6, eager_ns=3e6)
+    1000.0
+    """
+    if compiled_ns is None or eager_ns is None:
+        return None
+    saved_ns = eager_ns - compiled_ns
+    return seconds * 1e9 / saved_ns if saved_ns > 0 else math.inf
+
+
+def _untold(report: Mapping[str, Any], recompiles: tuple[Recompiled, ...]) -> list[str]:
+    if "num_graphs" not in report:
+        return ["the recording is of an older Stepscope: stages, caches, dynamic sizes and graphs are not in it"]
+    untold = []
+    if not report.get("seconds_by_stage") and report.get("num_compiles"):
+        untold.append("this torch does not tell its seconds by stage")
+    if any(entry.place is None and not entry.is_size for entry in recompiles):
+        untold.append("this torch does not tell the line of every guard (2.11 and later do)")
+    caches = report.get("caches")
+    if isinstance(caches, dict) and caches.get("graphs") and not caches.get("autograd"):
+        untold.append("hits of the autograd cache: it is off, or this torch does not tell")
+    return untold
+
+
+def _recompiles(found: list[dict[str, Any]]) -> tuple[Recompiled, ...]:
+    """One entry for a function and a guard: of the guards of all earlier compiles, the first is the latest one's."""
+    groups: dict[tuple[str, str], list[tuple[list[str], str | None, bool]]] = {}
+    for entry in found:
+        guards = entry.get("failed_guards")
+        first = str(guards[0]) if isinstance(guards, list) and guards else "torch does not say why"
+        guard, values, is_size = split_guard(first)
+        place = entry.get("place")
+        group = groups.setdefault((str(entry.get("frame")), guard), [])
+        group.append((values, str(place) if place else None, is_size))
+    grouped = [
+        Recompiled(
+            frame=frame,
+            guard=guard,
+            values=tuple(dict.fromkeys(value for values, _, _ in group for value in values)),
+            count=len(group),
+            place=next((place for _, place, _ in group if place), None),
+            is_size=group[0][2],
+        )
+        for (frame, guard), group in groups.items()
+    ]
+    return tuple(sorted(grouped, key=lambda entry: -entry.count))
+
+
+def split_guard(text: str) -> tuple[str, list[str], bool]:
+    """A guard without its value, the values it tells, and whether they are sizes of a tensor.
+
+    >>> split_guard("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6")
+    ("size 0 of 'x'", ['4', '6'], True)
+    >>> split_guard("0/1: self.step == 1")
+    ('self.step', ['1'], False)
+    """
+    text = _COMPILE_ID.sub("", text).strip()
+    if match := _MISMATCH.search(text):
+        tensor, what, index, expected, actual = match.groups()
+        return f"{what} {index} of '{tensor}'", [expected, actual], True
+    if match := _EQUAL.match(text):
+        return match.group(1).strip(), [match.group(2).strip()], False
+    return text, [], False
+
+
+def _by_count(found: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    return tuple(sorted(found, key=count_of, reverse=True))
+
+
+def _calls(report: Mapping[str, Any]) -> list[Any]:
+    graphs = [graph.get("calls") for graph in entries(report, "compiled_calls")]
+    return [call[1] for calls in graphs if isinstance(calls, list) for call in calls if _is_call(call)]
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, list) and len(call) == 2
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

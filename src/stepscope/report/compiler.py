@@ -1,0 +1,87 @@
+"""What `stepscope analyze --compiler` tells: the compiler's report of a recording, and compiled code in its trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.analysis.compiled_regions import regions_by_name
+from stepscope.analysis.compiler import CompilerSummary, compiler_summary
+from stepscope.findings.case import Case
+from stepscope.findings.compile_log import compile_report
+from stepscope.findings.finding import CannotCheck
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Region:
+    """Calls of compiled code in a typical traced step."""
+
+    name: str
+    num_calls: float
+    host_ns: float
+    is_nested: bool
+    """Whether another region calls it: the graph broke there."""
+
+
+@dataclass(frozen=True)
+class CompilerReport:
+    """The compiler's side of one recording or trace."""
+
+    path: str
+    summary: CompilerSummary | None
+    """None: nothing was compiled, or a trace does not tell."""
+    regions: tuple[Region, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints (docs/compile.md)."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "path": self.path,
+            "compiler": None if self.summary is None else self.summary.to_json(),
+            "regions": [dataclasses.asdict(region) for region in self.regions],
+            "notes": list(self.notes),
+        }
+
+
+def compiler_report(case: Case) -> CompilerReport:
+    """The report of a case."""
+    report, notes = compile_report(case), []
+    summary = compiler_summary(report, _clean_ns(case)) if report else None
+    regions = _regions(case)
+    if summary is None:
+        is_recording = _is_recording(case)
+        if is_recording:
+            notes.append("torch.compile compiled nothing in this run.")
+        elif regions:
+            notes.append("Why graphs broke, and what was compiled again, a trace does not tell: stepscope run does.")
+        else:
+            notes.append("The trace shows no compiled code: torch.compile(model), then record again.")
+    return CompilerReport(path=str(case.path), summary=summary, regions=regions, notes=tuple(notes))
+
+
+def _is_recording(case: Case) -> bool:
+    try:
+        return case.recording is not None
+    except CannotCheck:
+        return False
+
+
+def _clean_ns(case: Case) -> float | None:
+    try:
+        return case.clean_ns
+    except CannotCheck:
+        return None
+
+
+def _regions(case: Case) -> tuple[Region, ...]:
+    try:
+        regions, num_steps = case.compiled_regions, case.num_steps
+    except CannotCheck:
+        return ()
+    if regions.is_empty():
+        return ()
+    return tuple(Region(**row) for row in regions_by_name(regions, num_steps).to_dicts())

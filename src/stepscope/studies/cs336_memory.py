@@ -1,0 +1,258 @@
+"""Answers of the study `cs336` about memory: peaks, what is alive at them, and what autocast adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Lines, Table, Text, Value
+from stepscope.studies import cs336_note as note
+from stepscope.studies.cs336_time import AUTOCAST, FP32, Record, model_of, plain
+from stepscope.studies.figures import said, table
+from stepscope.studies.stored import Recorded, Rows, Stored
+
+if TYPE_CHECKING:
+    from stepscope.analysis.memory_account import Account
+
+PEAK, RESERVED = "peak_allocated_bytes", "peak_reserved_bytes"
+CAST = "autocast_weight_cast"
+"""The owner of a weight's cast copy, as recordings have it."""
+MODES = ("inference", "forward", "step")
+STAY = ("parameter", "gradient", "optimizer_state")
+NUM_LARGEST = 10
+COLUMNS = ("op", "module", "each_bytes", "num_allocations", "num_at_peak", "shape", "dtype", "owner", "called_at")
+"""Of the largest allocations."""
+
+
+def size(num_bytes: float | None) -> str:
+    return said("bytes", num_bytes)
+
+
+def recorded(stored: Stored, mode: str, dtype: str) -> Recorded:
+    """The recording of the model whose memory is looked at: the largest there is of that kind."""
+    found = [each for each in stored.recordings("recordings", mode=mode, dtype=dtype) if each.folder]
+    if not found:
+        raise CannotCheck(f"there is no recording of {mode} in {dtype}")
+    return max(found, key=lambda each: each.axes["d_model"])
+
+
+def account_of(stored: Stored, mode: str, dtype: str) -> Account:
+    return recorded(stored, mode, dtype).source.memory.account
+
+
+def _peak_rows(stored: Stored) -> Rows:
+    """Rows of the models that were measured in both precisions."""
+    rows = plain(stored).where(mode=MODES)
+    return rows.where(preset=tuple(rows.where(dtype=AUTOCAST).values("preset"))).needed()
+
+
+def peaks(stored: Stored) -> Iterator[Any]:
+    """The peaks, allocated and reserved."""
+    rows = _peak_rows(stored)
+    ok = rows.ok
+    largest = max(ok, key=lambda record: record["num_parameters"])["preset"]
+    of = ok.where(preset=largest)
+    at = max(of.where(dtype=AUTOCAST).values("seq_len"))
+    sentences = []
+    for mode in MODES:
+        pair = [of.where(mode=mode, dtype=dtype, seq_len=at) for dtype in (FP32, AUTOCAST)]
+        if not all(map(len, pair)):
+            continue
+        wide, narrow = (next(iter(found))[PEAK] for found in pair)
+        change = f"{size(abs(narrow - wide))} {'more' if narrow > wide else 'less'}"
+        sentences.append(f"The peak of {mode} of {largest} at {at} tokens is {size(wide)}, under autocast {change}.")
+    sentences += [*_graph(of), *_reserved(of)]
+    yield Text(" ".join(sentences) or "No model has a peak in both precisions.")
+    names = ["preset", "seq_len", "mode", "dtype", PEAK]
+    names += [RESERVED] if any(record[RESERVED] for record in rows) else []
+    yield table("peaks", "Peak memory, fp32 and autocast", rows, *names, num_shown=48)
+    yield _residual(stored, of)
+    yield from _timelines(stored)
+
+
+def _graph(rows: Rows) -> Iterator[str]:
+    """What a forward that keeps its graph takes more than inference."""
+    for kept in rows.where(mode="forward", dtype=FP32):
+        for free in rows.where(mode="inference", dtype=FP32, seq_len=kept["seq_len"]):
+            yield (
+                f"A forward of {model_of(kept)} that keeps its graph, which the note called inference, has a peak of "
+                f"{size(kept[PEAK])}; without the graph it is {size(free[PEAK])}."
+            )
+            return
+
+
+def _reserved(rows: Rows) -> Iterator[str]:
+    """What the allocator held above what was ever allocated."""
+    known = [record for record in rows if record[RESERVED]]
+    if known:
+        worst = max(known, key=lambda record: record[RESERVED] - record[PEAK])
+        yield (
+            f"Reserved segments, which the note read for a peak, are up to {size(worst[RESERVED] - worst[PEAK])} "
+            f"above it ({worst['mode']} of {model_of(worst)} in {worst['dtype']})."
+        )
+
+
+def _residual(stored: Stored, rows: Rows) -> Table:
+    """The residual stream by its formula, and in the recorded step the tensors of its shape."""
+    step = recorded(stored, "step", FP32)
+    axes, shape = step.axes, [step.axes["batch"], step.axes["seq_len"], step.axes["d_model"]]
+    alike = [
+        each for each in step.source.allocations["allocations"]
+        if each.get("shape") == shape and each.get("dtype") == "float32" and each.get("owner") == "activation"
+    ]  # fmt: skip
+    lengths = sorted({*rows.values("seq_len"), axes["seq_len"]})
+    first = next(iter(rows))
+    width, batch = first["d_model"], first["batch"]
+    columns: dict[str, Sequence[Value]] = {
+        "seq_len": lengths,
+        "formula": [f"{batch} × {length} × {width} × 4" for length in lengths],
+        "residual_bytes": [batch * length * width * 4 for length in lengths],
+        "num_kept_in_a_step": [len(alike) if length == axes["seq_len"] else None for length in lengths],
+    }
+    text = f"of {first['preset']} in fp32; kept: activations of exactly this shape in the recorded step"
+    return Table("residual-stream", "One tensor of the residual stream", columns, 12, text)
+
+
+def timeline_of(mode: str, dtype: str) -> Callable[[Stored], Lines]:
+    """The picture of memory over a pass."""
+
+    def chart(stored: Stored) -> Lines:
+        from stepscope.analysis.memory_by_owner import known_split, levels_by
+        from stepscope.report.sections.memory import timeline
+
+        point = recorded(stored, mode, dtype)
+        memory = point.source.allocations
+        found = timeline(point.source.memory.account, levels_by(memory, known_split(memory)))
+        return replace(
+            found, id=f"memory-{mode}-{dtype}", title=f"Memory of {mode} of {model_of(point.axes)}, {dtype}"
+        )
+
+    return chart
+
+
+def _timelines(stored: Stored) -> Iterator[Lines]:
+    for mode, dtype in (("inference", FP32), ("step", FP32), ("step", AUTOCAST)):
+        yield timeline_of(mode, dtype)(stored)
+
+
+def alive(stored: Stored) -> Iterator[Any]:
+    """What is alive at the peak, and the largest allocations."""
+    accounts = {dtype: account_of(stored, "step", dtype) for dtype in (FP32, AUTOCAST)}
+    model = model_of(recorded(stored, "step", FP32).axes)
+    parts = {dtype: {part.name: part for part in found.live_at_peak.by_owner} for dtype, found in accounts.items()}
+    first = accounts[FP32]
+    most = ", ".join(f"{_words(p.name)} {said('share', p.share)}" for p in first.live_at_peak.by_owner[:3])
+    large = first.largest[0]
+    where = f" at {large.caller}" if large.caller else ""
+    yield Text(
+        f"At the peak of a step of {model}, {size(first.peak_bytes)} in {first.peak_stage}: {most}. The largest "
+        f"single allocation is {size(large.bytes)} ({large.op}, {_words(large.owner)}{where}); of "
+        f"such there are {large.num_allocations} in a step, {large.num_at_peak} of them alive at the peak."
+    )
+    owners = list(dict.fromkeys(name for found in parts.values() for name in found))
+    columns: dict[str, Sequence[Value]] = {"owner": [_words(name) for name in owners]}
+    for dtype in (FP32, AUTOCAST):
+        columns[f"{dtype}_bytes"] = [parts[dtype][name].bytes if name in parts[dtype] else 0 for name in owners]
+    yield Table("live-at-peak", f"Alive at the peak of a step of {model}", columns, 12)
+    from stepscope.report.sections.memory import largest
+
+    for dtype, found in accounts.items():
+        rows = largest(found, NUM_LARGEST)
+        columns = {name: rows.columns[name] for name in COLUMNS if name in rows.columns}
+        title = f"The {NUM_LARGEST} largest allocations of a step, {dtype}"
+        yield replace(rows, id=f"largest-{dtype}", title=title, columns=columns)
+    yield _by_module(accounts)
+
+
+def _words(name: str | None) -> str:
+    return "not known" if name is None else name.replace("_", " ")
+
+
+def _by_module(accounts: dict[str, Account]) -> Table:
+    """The largest single allocation of each module that made one in both."""
+    most: dict[str, dict[str, int]] = {}
+    for dtype, found in accounts.items():
+        for large in found.largest:
+            if large.module and large.phase == "forward":
+                of = most.setdefault(large.module, {})
+                of[dtype] = max(of.get(dtype, 0), large.bytes)
+    shared = {module: of for module, of in most.items() if len(of) == len(accounts)}
+    columns: dict[str, Sequence[Value]] = {
+        "module": list(shared),
+        "fp32_bytes": [of[FP32] for of in shared.values()],
+        "autocast_bytes": [of[AUTOCAST] for of in shared.values()],
+        "ratio": [of[AUTOCAST] / of[FP32] for of in shared.values()],
+    }
+    return Table("largest-by-module", "The largest single allocation of each module, forward", columns, 24)
+
+
+def autocast(stored: Stored) -> Iterator[Any]:
+    """Where the extra memory under autocast is."""
+    point = recorded(stored, "step", AUTOCAST)
+    found = point.source.memory.account
+    casts = [each for each in point.source.allocations["allocations"] if each.get("owner") == CAST]
+    if not casts:
+        raise CannotCheck("the recorded step under autocast has no cast copy of a weight")
+    total, largest = sum(each["bytes"] for each in casts), max(each["bytes"] for each in casts)
+    alive_bytes = next((part.bytes for part in found.live_at_peak.by_owner if part.name == CAST), 0)
+    axes = point.axes
+    width, hidden = axes["d_model"], axes["d_ff"]
+    is_mlp = largest == 2 * width * hidden
+    formula = f" = {width} × {hidden} in bf16, a matrix of the MLP" if is_mlp else ""
+    text = (
+        f"A step of {model_of(axes)} under autocast makes {len(casts)} bf16 copies of weights, {size(total)} in all; "
+        f"{_alive_at_backward(point, casts)} are still alive when the backward begins, {size(alive_bytes)} at the "
+        f"peak. The largest is {size(largest)}{formula}"
+    )
+    if largest == note.EINSUM_CAST_BYTES:
+        text += "; it is the one that the note laid to einsum"
+    yield Text(f"{text}. {_without_einsum(stored)} {_halved(stored)}")
+    shapes: dict[tuple[Any, ...], list[Record]] = {}
+    for each in casts:
+        shapes.setdefault((each["bytes"], str(each.get("op"))), []).append(each)
+    columns: dict[str, Sequence[Value]] = {
+        "each_bytes": [each_bytes for each_bytes, _ in shapes],
+        "op": [op for _, op in shapes],
+        "num_copies": [len(alike) for alike in shapes.values()],
+        "all_bytes": [sum(each["bytes"] for each in alike) for alike in shapes.values()],
+    }
+    yield Table("weight-casts", "Copies of weights that autocast keeps", columns, 12)
+
+
+def _alive_at_backward(point: Recorded, allocations: Sequence[Record]) -> int:
+    stages = point.source.allocations.get("stages") or []
+    begins = next((stage["event"] for stage in stages if stage["name"] == "backward"), None)
+    if begins is None:
+        raise CannotCheck("the recorded step has no backward")
+    return sum(each["born"] < begins and (each["died"] is None or each["died"] >= begins) for each in allocations)
+
+
+def _halved(stored: Stored) -> str:
+    """What of the peak is halved, and what stays."""
+    wide, narrow = (
+        {part.name: part.bytes for part in account_of(stored, "step", dtype).live_at_peak.by_owner}
+        for dtype in (FP32, AUTOCAST)
+    )
+    same = [name for name in wide if name in STAY and narrow.get(name) == wide[name]]
+    text = f"Activations at the peak are {size(narrow.get('activation', 0))} in the place of "
+    text += size(wide.get("activation", 0))
+    if same:
+        kept = ", ".join(f"{_words(name)} {size(wide[name])}" for name in same)
+        text += f"; what stays as it is: {kept}"
+    return f"{text}."
+
+
+def _without_einsum(stored: Stored) -> str:
+    """The peak with functional.linear in the place of einsum."""
+    rows = stored.rows("models").ok.where(mode="forward", dtype=AUTOCAST)
+    for other in rows.where(linear="linear"):
+        for written in rows.where(linear="einsum", preset=other["preset"], seq_len=other["seq_len"]):
+            change = other[PEAK] - written[PEAK]
+            how = "the same" if abs(change) < 0.01 * written[PEAK] else f"{change / written[PEAK]:+.1%}"
+            return (
+                f"With functional.linear in the place of einsum the peak of a forward of {model_of(other)} is "
+                f"{size(other[PEAK])} against {size(written[PEAK])}: {how}."
+            )
+    return "Nothing was measured without einsum."

@@ -1,0 +1,62 @@
+"""What the note "CS336 Assignment 2: Systems" published, as far as it can stand beside figures of ours.
+
+Its models are those of the workload `cs336`: batch 4, a vocabulary of 10,000, float32 without TF32. Keys are the
+model and the length. Times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+WHERE = "CS336 systems report, RTX 5090"
+
+
+def _ns(milliseconds: Mapping[str, float]) -> dict[str, float]:
+    return {key: value * 1e6 for key, value in milliseconds.items()}
+
+
+FORWARD_NS = _ns({
+    "small 128": 10.9, "small 256": 11.9, "small 512": 18.1, "small 1024": 47.4,
+    "medium 128": 21.8, "medium 256": 28.0, "medium 512": 49.7,
+    "large 128": 39.2, "large 256": 56.2, "xl 128": 65.4, "2.7B 128": 83.8,
+})  # fmt: skip
+"""After five passes of warm-up, a mean; its graph kept."""
+FORWARD_BACKWARD_NS = _ns({
+    "small 128": 55.8, "small 256": 60.7, "small 512": 61.3, "small 1024": 158.3,
+    "medium 128": 101.2, "medium 256": 106.9, "medium 512": 178.1, "large 128": 164.7, "large 256": 207.6,
+})  # fmt: skip
+OUT_OF_MEMORY = (
+    "medium 1024", "large 512", "large 1024", "xl 128", "xl 256", "xl 512", "xl 1024",
+    "2.7B 128", "2.7B 256", "2.7B 512", "2.7B 1024",
+)  # fmt: skip
+"""Where forward and backward did not fit its 32 GB."""
+PROFILED_FORWARD_NS = _ns({
+    "small 128": 75.04, "small 256": 82.42, "small 512": 81.12, "small 1024": 108.34,
+    "medium 128": 93.19, "medium 256": 98.42, "medium 512": 117.96,
+    "large 128": 113.67, "large 256": 128.50, "xl 128": 141.89, "2.7B 128": 154.74,
+})  # fmt: skip
+"""The profiler's averages of the same forward: they include the first call."""
+INFERENCE_GEMM_SHARE = {
+    "small 128": 0.880, "small 256": 0.846, "small 512": 0.800, "small 1024": 0.537,
+    "medium 128": 0.870, "medium 256": 0.854, "medium 512": 0.771,
+    "large 128": 0.896, "large 256": 0.878, "xl 128": 0.912, "2.7B 128": 0.944,
+}  # fmt: skip
+"""Of a forward that kept its graph; products among the ten largest kernels only."""
+TRAINING_GEMM_SHARE = {
+    "small 128": 0.593, "small 256": 0.611, "small 512": 0.535, "small 1024": 0.310,
+    "medium 128": 0.589, "medium 256": 0.635, "medium 512": 0.551, "large 128": 0.594, "large 256": 0.647,
+}  # fmt: skip
+SOFTMAX_PER_MATMUL = {
+    "small 128": 0.459, "small 256": 0.529, "small 512": 0.498, "small 1024": 1.376,
+    "medium 128": 0.480, "medium 256": 0.509, "medium 512": 0.739,
+    "large 128": 0.620, "large 256": 0.509, "xl 128": 0.533, "2.7B 128": 0.550,
+}  # fmt: skip
+BF16_SPEEDUP = {
+    "forward": {"small": 0.96, "medium": 0.92, "large": 0.94, "xl": 0.98, "2.7B": 0.25},
+    "forward+backward": {"small": 0.81, "medium": 0.85, "large": 0.87},
+}
+"""fp32 ÷ bf16 autocast at 128 tokens: of means of the host's time, called medians, with no wait for the GPU."""
+SQUARE_TENSORS = {"naive": 3, "builtin": 2, "custom": 1, "flash": 0}
+"""Of seq_len × seq_len, that attention keeps for the backward."""
+EINSUM_CAST_BYTES = 50 * 2**20
+"""The largest new allocation under autocast, laid to einsum."""

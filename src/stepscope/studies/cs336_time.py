@@ -1,0 +1,255 @@
+"""Answers of the study `cs336` about time: passes, warm-up, kernels, products, softmax, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.cells import heading
+from stepscope.report.parts import Table, Text
+from stepscope.studies import cs336_note as note
+from stepscope.studies.figures import beside, compared, lines, said, table
+from stepscope.studies.stored import Rows, Stored
+
+Record = Mapping[str, Any]
+FP32, AUTOCAST = "fp32", "autocast_bf16"
+WARMUPS = (0, 1, 2, 5)
+MEAN, STD = "mean_ns", "std_ns"
+PASSES = ("inference", "forward", "forward+backward", "step")
+FEW_KERNELS = 10
+"""So many the note looked at."""
+LAUNCH_BOUND = 0.7
+"""Below this share of a step in kernels, the GPU waits for most of what is gained or lost."""
+
+
+def model_of(record: Record) -> str:
+    """How the note names a point.
+
+    >>> model_of({"preset": "small", "seq_len": 128})
+    'small 128'
+    """
+    return f"{record['preset']} {record['seq_len']}"
+
+
+def plain(stored: Stored) -> Rows:
+    """The rows of models as the note had them: attention and products written out."""
+    return stored.rows("models").where(attention="naive", linear="einsum").needed()
+
+
+def passes(stored: Stored) -> list[dict[str, Any]]:
+    """A record for every pass and number of warm-up passes; a point that failed has one, with its status."""
+    from stepscope.analysis.warmups import by_warmup
+
+    records = []
+    known = {record["hash"]: record for record in plain(stored).where(dtype=FP32)}
+    for row in stored.sweep("models").rows:
+        record = known.get(row["hash"])
+        if record is None or (record["mode"] == "forward" and record["status"] == "ok"):
+            continue
+        base = {**record, "model": model_of(record), "pass": record["mode"]}
+        found = list(by_warmup(row.get("samples_phase_ns") or {}, record["steps"], WARMUPS))
+        if not found:
+            records.append({**base, "num_warmup": max(WARMUPS), MEAN: None, STD: None})
+        for each in found:
+            figures = {MEAN: each.time.mean, STD: each.time.std, "median_ns": each.time.median}
+            name = each.what if record["mode"] != "inference" else "inference"
+            records.append({**base, "pass": name, "num_warmup": each.num_warmup, **figures})
+    return records
+
+
+def _warm(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record["num_warmup"] == max(WARMUPS)]
+
+
+def _one(records: Sequence[Record], **values: Any) -> Record | None:
+    return next((r for r in records if all(r.get(name) == value for name, value in values.items())), None)
+
+
+def set_beside(
+    ours: Sequence[Record], published: Mapping[str, float], name: str, id: str, what: str
+) -> Iterator[Any]:
+    """A figure beside the note's; nothing where none of its models ran."""
+    found = beside(ours, published, "model", name, f"{what}; {note.WHERE}")
+    if found.num_rows:
+        yield Table(id, found.title, found.columns, found.num_shown)
+
+
+def durations(stored: Stored) -> Iterator[Any]:
+    """Every size, length and pass."""
+    records = _warm(passes(stored))
+    sentences = []
+    for preset in dict.fromkeys(r["preset"] for r in records):
+        steps = [r for r in records if r["preset"] == preset and r["pass"] == "step" and r[MEAN]]
+        if not steps:
+            continue
+        step = max(steps, key=lambda r: r["seq_len"])
+        parts = {r["pass"]: r[MEAN] for r in records if r["model"] == step["model"] and r[MEAN]}
+        shares = {
+            "forward": parts["forward"] / step[MEAN],
+            "backward": (parts["forward+backward"] - parts["forward"]) / step[MEAN],
+            "optimizer": 1 - parts["forward+backward"] / step[MEAN],
+        }
+        text = f"A step of {preset} at {step['seq_len']} tokens takes {said(MEAN, step[MEAN])} on average"
+        text += f" (standard deviation {said(STD, step[STD])}): "
+        text += ", ".join(f"{name} {said('share', share)}" for name, share in shares.items())
+        if "inference" in parts:
+            text += f"; inference takes {said(MEAN, parts['inference'])}"
+        sentences.append(f"{text}.")
+    failed = [f"{r['model']} ({r['pass']})" for r in records if r["status"] == "oom"]
+    if failed:
+        sentences.append(f"Out of memory here: {', '.join(failed)}.")
+    fits = [r["model"] for r in records if r["pass"] == "step" and r[MEAN] and r["model"] in note.OUT_OF_MEMORY]
+    if fits:
+        sentences.append(f"Out of memory in the note, and not here: {', '.join(fits)}.")
+    yield Text(" ".join(sentences) or "No step was measured.")
+    names = ("preset", "num_parameters", "seq_len", "pass", MEAN, STD, "median_ns")
+    text = (
+        "after five passes; the parts of a step are marked in passes of their own, the device waited for after each"
+    )
+    yield table("durations", "Passes by size and length", records, *names, note=text, num_shown=80)
+    steps = [r for r in records if r["pass"] == "step"]
+    yield lines("step-times", "A step by length", steps, "seq_len", MEAN, "preset")
+    for name, published in (("forward", note.FORWARD_NS), ("forward+backward", note.FORWARD_BACKWARD_NS)):
+        ours = [r for r in records if r["pass"] == name and r[MEAN]]
+        yield from set_beside(ours, published, MEAN, f"published-{name}", name)
+    if not any(r["model"] in note.FORWARD_NS for r in records):
+        models = ", ".join(dict.fromkeys(key.split()[0] for key in note.FORWARD_NS))
+        yield Text(f"None of the note's models ({models}) ran here: its figures have nothing beside them.")
+    yield from _why_different(stored, records)
+
+
+def _why_different(stored: Stored, records: Sequence[Record]) -> Iterator[Any]:
+    """How much of a step the device works: what a faster GPU can change, and what it cannot."""
+    rows, waiting = [], []
+    for record in records:
+        share = busy_share(stored, record) if record["pass"] == "step" and record[MEAN] else None
+        if share is not None:
+            rows.append({**record, "busy_share": share})
+            waiting += [f"{record['model']} ({said('share', share)})"] if share < LAUNCH_BOUND else []
+    if rows:
+        yield table("busy", "How much of a step the GPU works", rows, "model", "time_median_ns", "busy_share")
+        if waiting:
+            yield Text(
+                f"Kernels fill less than {said('share', LAUNCH_BOUND)} of a step of {', '.join(waiting)}: there the "
+                "host that launches them sets the time, and the difference to the note is between two hosts."
+            )
+
+
+def busy_share(stored: Stored, record: Record) -> float | None:
+    """How much of a clean step its kernels fill, by their durations in the traced one; None without a GPU."""
+    from stepscope.analysis.pass_work import has_gpu_work, pass_work
+
+    linked = stored.traced("models", record).case.linked
+    if not has_gpu_work(linked):
+        return None
+    return min(1.0, int(pass_work(linked)["duration_ns"].sum()) / float(record["time_median_ns"]))
+
+
+def warm_up(stored: Stored) -> Iterator[Any]:
+    """What the first passes do to a mean."""
+    records = [r for r in passes(stored) if r[MEAN]]
+    sentences: dict[str, str] = {}
+    for name in PASSES:
+        of = [r for r in records if r["pass"] == name]
+        if not of:
+            continue
+        first = of[0]
+        by = {r["num_warmup"]: r for r in of if r["model"] == first["model"]}
+        if set(WARMUPS) <= by.keys():
+            cold, warm = by[0], by[max(WARMUPS)]
+            close = [n for n in WARMUPS if all(abs(by[m][MEAN] / warm[MEAN] - 1) <= 0.1 for m in WARMUPS if m >= n)]
+            sentences[name] = (
+                f"{heading(name)} of {first['model']}: {said(MEAN, cold[MEAN])} on average without warm-up (standard "
+                f"deviation {said(STD, cold[STD])}), {cold[MEAN] / warm[MEAN]:.2f} times the "
+                f"{said(MEAN, warm[MEAN])} ({said(STD, warm[STD])}) after {max(WARMUPS)} passes of it; "
+                f"the fewest that bring it within 10 % of that: {close[0]}."
+            )
+    if not sentences:
+        raise CannotCheck("no run is long enough for five passes of warm-up")
+    worst = max(note.PROFILED_FORWARD_NS, key=lambda key: note.PROFILED_FORWARD_NS[key] / note.FORWARD_NS[key])
+    theirs, warm_ns = note.PROFILED_FORWARD_NS[worst], note.FORWARD_NS[worst]
+    step = sentences.pop("step", "")
+    yield Text(
+        f"{step} The note's profiler averages had the first call in them: {said(MEAN, theirs)} for {worst}, which "
+        f"its own benchmark took {said(MEAN, warm_ns)} for, {theirs / warm_ns:.1f} times as much.".strip()
+    )
+    yield Text(" ".join(sentences.values()))
+    names = ("preset", "seq_len", "pass", "num_warmup", MEAN, STD)
+    text = "one run of each point: the same passes, cut after so many"
+    yield table("warm-up", "Mean and spread by warm-up", records, *names, note=text, num_shown=48)
+
+
+def mixed_precision(stored: Stored) -> Iterator[Any]:
+    """Whether bf16 is slower."""
+    steps = plain(stored).ok.where(mode="step")
+    records = []
+    for wide in steps.where(dtype=FP32):
+        for narrow in steps.where(dtype=AUTOCAST, preset=wide["preset"], seq_len=wide["seq_len"]):
+            busy = busy_share(stored, narrow)
+            times = {name: (_pass_ns(wide, name), _pass_ns(narrow, name)) for name in PASSES[1:]}
+            for name, (fp32_ns, autocast_ns) in times.items():
+                records.append(
+                    {"model": model_of(wide), "preset": wide["preset"], "seq_len": wide["seq_len"], "pass": name,
+                     "fp32_median_ns": fp32_ns, "autocast_median_ns": autocast_ns, "speedup": fp32_ns / autocast_ns,
+                     "fp32_loss": wide["loss"], "autocast_loss": narrow["loss"], "autocast_busy_share": busy}
+                )  # fmt: skip
+    if not records:
+        raise CannotCheck("no model was trained in both precisions")
+    sentences = [
+        f"A step of {r['model']} under bf16 autocast is "
+        f"{compared(r['autocast_median_ns'], r['fp32_median_ns'], 'in fp32')} "
+        f"({said('time_ns', r['autocast_median_ns'])} against {said('time_ns', r['fp32_median_ns'])}, medians of the "
+        f"device's time; losses {r['autocast_loss']:.3f} and {r['fp32_loss']:.3f})."
+        for r in records
+        if r["pass"] == "step"
+    ]
+    slower = sum(r["speedup"] < 1 for r in records)
+    theirs = [value for published in note.BF16_SPEEDUP.values() for value in published.values()]
+    sentences.append(
+        f"On the device autocast is slower in {slower} of {len(records)} passes; the note, from means of the host's "
+        f"time, had it slower in {sum(value < 1 for value in theirs)} of {len(theirs)}."
+    )
+    yield Text(" ".join(sentences))
+    names = ["preset", "seq_len", "pass", "fp32_median_ns", "autocast_median_ns", "speedup"]
+    names += ["autocast_busy_share"] if any(r["autocast_busy_share"] is not None for r in records) else []
+    yield table("mixed-precision", "fp32 against bf16 autocast", records, *names, num_shown=48)
+    for name, published in note.BF16_SPEEDUP.items():
+        ours = [r for r in records if r["pass"] == name]
+        at_128 = {f"{preset} 128": value for preset, value in published.items()}
+        yield from set_beside(ours, at_128, "speedup", f"published-bf16-{name}", f"speed-up of {name}")
+
+
+def _pass_ns(record: Record, name: str) -> float:
+    if name == "step":
+        return float(record["time_median_ns"])
+    phases = {"forward": ("forward",), "forward+backward": ("forward", "backward")}[name]
+    return sum(float(record[f"fact_{phase}_ms"]) * 1e6 for phase in phases)
+
+
+def exactness(stored: Stored) -> Iterator[Any]:
+    """Running sums, and dtypes under autocast."""
+    rows = stored.rows("precision").ok.needed()
+    sums = rows.where(experiment="accumulate")
+    texts = [
+        f"{r['terms']} times 0.01 added up in {r['accumulate_dtype']} from {r['value_dtype']} is "
+        f"{r['fact_result']:.4f} (exact {r['fact_exact']:.4f})"
+        for r in sums
+    ]
+    yield Text(f"{'; '.join(texts)}.")
+    names = ("value_dtype", "accumulate_dtype", "result", "relative_error")
+    figures = [{**r, **{name: r[f"fact_{name}"] for name in names[2:]}} for r in sums]
+    text = f"{sums.values('terms')[0]} times; the exact sum is {next(iter(sums))['fact_exact']:g}"
+    yield table("running-sums", "0.01 added one by one", figures, *names, note=text)
+    kinds = ("linear", "norm", "residual", "softmax", "loss")
+    records = [
+        {"autocast": r["value_dtype"], **{kind: _dtype_of(r, kind) for kind in kinds}}
+        for r in rows.where(experiment="audit")
+    ]
+    if records:
+        yield table("autocast-dtypes", "What each kind of op answers in, under autocast", records, "autocast", *kinds)
+
+
+def _dtype_of(record: Record, kind: str) -> str | None:
+    prefix = f"fact_{kind}_"
+    return ", ".join(name.removeprefix(prefix) for name in record if name.startswith(prefix)) or None

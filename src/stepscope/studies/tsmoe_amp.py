@@ -1,0 +1,188 @@
+"""Answers of the study `tsmoe` about AMP: at which size it pays, and what the difference is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepscope.analysis.sweeps import OK
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Bars, Series, Table, Text
+from stepscope.report.text import safe
+from stepscope.studies import tsmoe_note as note
+from stepscope.studies.figures import compared, known, said, table
+from stepscope.studies.stored import Recorded, Stored
+from stepscope.studies.tsmoe_training import step_of
+
+if TYPE_CHECKING:
+    from stepscope.analysis.comparison import Pair
+    from stepscope.analysis.comparison import Table as Parts
+    from stepscope.report.source import Source
+
+NUM_PARTS = 5
+"""Parts of a difference that are told by name."""
+
+
+def amp(stored: Stored) -> Iterator[Any]:
+    """AMP against fp32 at every size, and what the difference is made of."""
+    pairs = _amp_pairs(stored)
+    sentences, parts, records = [], [], []
+    for fp32, low in pairs:
+        one, other = step_of(fp32), step_of(low)
+        pair = pair_of(fp32, low, allow=("dtype",))
+        difference = parts_of(pair)
+        casts = [_casts(each.source) for each in (fp32, low)]
+        sentences.append(_amp_sentence(one, other, difference, casts))
+        parts.append((one["model"], difference))
+        for record, (num_casts, casts_ns) in zip((one, other), casts):
+            records.append({**record, "num_casts": num_casts, "cast_time_ns": casts_ns})
+    won, lost = [], []
+    for one, other in zip(records[::2], records[1::2]):
+        told = f"{one['model']} ({compared(other['step_ns'], one['step_ns'], 'fp32')})"
+        (won if other["step_ns"] < one["step_ns"] else lost).append(told)
+    verdict = [f"AMP pays for {' and '.join(won)}."] if won else []
+    verdict += [f"AMP does not pay for {' and '.join(lost)}."] if lost else []
+    yield Text(" ".join(verdict))
+    for sentence in sentences:
+        yield Text(sentence)
+    yield _amp_chart(parts)
+    names = ("model", "dtype", "step_ns", "num_kernels", "gpu_idle_share", "num_casts", "cast_time_ns", "peak_bytes")
+    yield table("amp", "With AMP and without", records, *known(records, *names, "loss"))
+    yield _amp_parts(parts)
+    yield Text(_amp_note(records))
+
+
+def _amp_pairs(stored: Stored) -> list[tuple[Recorded, Recorded]]:
+    pairs = []
+    for low in stored.recordings("training", dtype="autocast_bf16"):
+        sizes = {name: low.axes[name] for name in ("preset", "d_model", "layers", "batch", "seq_len")}
+        fp32 = [each for each in stored.recordings("training", dtype="fp32", **sizes) if each.status == OK]
+        if fp32 and low.status == OK:
+            pairs.append((fp32[0], low))
+    if not pairs:
+        raise CannotCheck("no size was trained both with AMP and in fp32")
+    return pairs
+
+
+def pair_of(base: Recorded, new: Recorded, allow: Sequence[str] = ()) -> Pair:
+    """Two recordings as `stepscope compare` holds them against each other; CannotCheck where it refuses."""
+    from stepscope.report.compare import compare_paths
+
+    pair = compare_paths(_folder(base), _folder(new), allow=allow).pairs[0]
+    if pair.refused:
+        raise CannotCheck(f"the two are not comparable: {', '.join(each.what for each in pair.refused)}")
+    return pair
+
+
+def _folder(recorded: Recorded) -> Path:
+    if recorded.folder is None or recorded.status != OK:
+        raise CannotCheck(f"{recorded.status}: {recorded.reason}")
+    return recorded.folder
+
+
+def parts_of(pair: Pair) -> Parts:
+    """Where the difference lies: by class of kernel, of a CPU by op."""
+    found = {table.by: table for table in pair.tables}
+    by = next((found[name] for name in ("kernel_class", "op") if name in found), None)
+    if by is None:
+        raise CannotCheck("the recordings have no traces to tell where the difference lies")
+    return by
+
+
+def _casts(source: Source) -> tuple[float, float]:
+    """How many casts a step makes, and their time: kernels that cast, of a CPU calls of `_to_copy`."""
+    import polars as pl
+
+    case = source.case
+    if case.has_gpu_work:
+        return case.casts.height / case.num_steps, float(case.casts["duration_ns"].sum()) / case.num_steps
+    account = source.analysis.ranks[0]
+    calls = account.ops.filter(pl.col("op") == "aten::_to_copy")
+    num_steps = max(1, account.steps.height)
+    return float(calls["num_calls"].sum()) / num_steps, float(calls["host_total_ns"].sum()) / num_steps
+
+
+def _amp_sentence(
+    fp32: Mapping[str, Any], low: Mapping[str, Any], difference: Parts, casts: Sequence[tuple[float, float]]
+) -> str:
+    (_, _), (num_casts, casts_ns) = casts
+    text = (
+        f"{fp32['model']}: a step takes {said('_ns', low['step_ns'])} with AMP and {said('_ns', fp32['step_ns'])} in "
+        "fp32."
+    )
+    named = [row for row in difference.rows if row.name != "unattributed"]
+    more = [row for row in named if row.delta > 0][:2]
+    less = [row for row in named if row.delta < 0][:2]
+    if more:
+        text += f" More: {_deltas(more)}."
+    if less:
+        text += f" Less: {_deltas(less)}."
+    text += (
+        f" It casts {num_casts - casts[0][0]:,.0f} times more a step; all its casts take {said('_ns', casts_ns)}, "
+        f"{said('share', casts_ns / low['step_ns'])} of a step."
+    )
+    if low["gpu_idle_share"] is not None and fp32["gpu_idle_share"] is not None:
+        text += (
+            f" A step launches {low['num_kernels']:,.0f} kernels instead of {fp32['num_kernels']:,.0f}, and the GPU "
+            f"has nothing to do for {said('share', low['gpu_idle_share'])} of it instead of "
+            f"{said('share', fp32['gpu_idle_share'])}."
+        )
+    return text
+
+
+def _deltas(rows: Sequence[Any]) -> str:
+    return ", ".join(f"{safe(row.name, 60)} by {said('_ns', abs(row.delta))}" for row in rows)
+
+
+def _amp_chart(parts: Sequence[tuple[str, Parts]]) -> Bars:
+    """Every step as a bar, its largest parts by name."""
+    sums: dict[str, float] = {}
+    for _, difference in parts:
+        for row in difference.rows:
+            sums[row.name] = sums.get(row.name, 0.0) + max(row.base, row.new)
+    largest = sorted(sums, key=lambda name: -sums[name])[:NUM_PARTS]
+    labels, columns = [], []
+    for model, difference in parts:
+        for side in ("base", "new"):
+            labels.append(f"{model.split(',')[0]} {model.split()[1]}, {'fp32' if side == 'base' else 'AMP'}")
+            columns.append({row.name: max(0.0, float(getattr(row, side))) for row in difference.rows})
+    series = [Series(safe(name, 60), [column.get(name, 0.0) for column in columns]) for name in largest]
+    rest = [sum(ns for name, ns in column.items() if name not in largest) for column in columns]
+    return Bars(
+        id="amp-parts", title="Where a step goes", labels=labels, series=(*series, Series("all else", rest)),
+        unit="step_ns", caption=f"Of {parts[0][1].of}, by {parts[0][1].by.replace('_', ' ')}.",
+    )  # fmt: skip
+
+
+def _amp_parts(parts: Sequence[tuple[str, Parts]]) -> Table:
+    rows = [
+        {
+            "model": model,
+            "what": safe(row.name, 80),
+            "fp32_ns": row.base,
+            "amp_ns": row.new,
+            "difference_ns": row.delta,
+        }
+        for model, difference in parts
+        for row in difference.rows[:NUM_PARTS]
+    ]
+    title = f"What the difference is made of ({parts[0][1].of}, by {parts[0][1].by.replace('_', ' ')})"
+    return table("amp-differences", title, rows, *rows[0])
+
+
+def _amp_note(records: Sequence[Mapping[str, Any]]) -> str:
+    text = (
+        f"The note ({note.NOTE}, device not named) has {note.SMALL_FP32_MS:.0f} ms a step of its small model without "
+        f"AMP and {note.SMALL_AMP_MS:.0f} ms with it, {note.SMALL_AMP_MS / note.SMALL_FP32_MS:.2f} times as long, "
+        f"and {note.SMALL_AMP_NO_CASTS_MS:.0f} ms after its casts to fp32 were taken out."
+    )
+    large = max(records, key=lambda record: (record["num_parameters"], record["dtype"] == "fp32"))
+    if (large["preset"], large["batch"]) != (note.PRESET, note.BATCH):
+        return text
+    peak_gib = large["peak_bytes"] / 2**30
+    fits = "does not fit there" if peak_gib > note.OUT_OF_MEMORY_GIB else "fits there"
+    return (
+        f"{text} Its {note.PRESET} ran out of memory without AMP where there are {note.OUT_OF_MEMORY_GIB} GiB: ours "
+        f"peaks at {peak_gib:.1f} GiB and {fits}."
+    )

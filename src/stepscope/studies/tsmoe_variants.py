@@ -1,0 +1,162 @@
+"""Answers of the study `tsmoe` about variants of one model: masks, and ways to dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stepscope.analysis.sweeps import OK
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Bars, Series, Text
+from stepscope.report.text import plural, safe
+from stepscope.studies import tsmoe_note as note
+from stepscope.studies.figures import Record, against, known, said, table
+from stepscope.studies.stored import Recorded, Stored
+from stepscope.studies.tsmoe_training import step_of
+
+TIME, PEAK, LAUNCHES = "time_median_ns", "peak_allocated_bytes", "num_kernel_launches"
+LOOP = "loop"
+SAME_SHARE = 0.01
+"""Models whose losses on the same weights and batch differ by more are not the same."""
+
+
+def variant(stored: Stored, **values: Any) -> Recorded:
+    found = stored.recording("variants", **values)
+    if found.status != OK:
+        raise CannotCheck(f"the recording of {values}: {found.status}, {found.reason}")
+    return found
+
+
+def mask(stored: Stored) -> Iterator[Any]:
+    """Which back end ran with a mask and without, and for how long; what an inverted mask does."""
+    from stepscope.report.attention import attention_report
+
+    records = []
+    for name in ("causal", "given"):
+        recorded = variant(stored, mask=name, dispatch=LOOP)
+        step_ns = step_of(recorded)["step_ns"]
+        for row in attention_report(recorded.source.case).rows:
+            refused = [
+                reason.said or reason.code or "not said" for reason in row.reasons if reason.backend == "flash"
+            ]
+            why = "it is" if row.call["backend"] == "flash" else safe("; ".join(refused), 200) or "not said"
+            times = {"attention_ns": row.call["total_ns"], "step_ns": step_ns}
+            records.append({**row.call, "mask": name, **times, "why_not_flash": why})
+    plain, given = ([record for record in records if record["mask"] == name] for name in ("causal", "given"))
+    if not plain or not given:
+        raise CannotCheck("the traces show no attention")
+    without, with_mask = (sum(float(record["attention_ns"]) for record in side) for side in (plain, given))
+    ends = " and ".join(sorted({str(record["backend"]) for record in plain}))
+    others = " and ".join(sorted({str(record["backend"]) for record in given}))
+    text = (
+        f"With is_causal attention runs on {ends} and takes {said('_ns', without)} of a traced step; with a mask "
+        f"that says the same it runs on {others} and takes {said('_ns', with_mask)}, "
+        f"{with_mask / without:.2f} times that. The whole step takes "
+        f"{said('_ns', given[0]['step_ns'])} instead of {said('_ns', plain[0]['step_ns'])}"
+    )
+    ours, theirs = given[0]["step_ns"] / plain[0]["step_ns"], note.MASKED.step_ms / note.FLASH.step_ms
+    yield Text(
+        f"{text}, {ours:.2f} times; on the note's {note.MASKED.device} it is {theirs:.2f} times "
+        f"({note.MASKED.step_ms:.0f} and {note.FLASH.step_ms:.0f} ms)."
+    )
+    names = ("mask", "backend", "dtype", "num_calls", "forward_ns", "backward_ns", "beside_ns", "attention_ns",
+             "step_ns", "why_not_flash")  # fmt: skip
+    yield table("attention", "Attention in a traced step", records, *names)
+    yield from _inverted(stored)
+
+
+def _inverted(stored: Stored) -> Iterator[Any]:
+    rows = stored.rows("masks").needed()
+    gates = {row["hash"]: row.get("gate") or {} for row in stored.sweep("masks").rows}
+    records = []
+    for record in rows:
+        deviations = gates[record["hash"]].get("deviations") or {}
+        deviation = {f"{name}_deviation": deviations.get(name) for name in ("outputs", "loss", "gradients")}
+        records.append({**record, **deviation, "what": safe(str(record["reason"] or "the same model"), 200)})
+    wrong = [record for record in records if record["mask"] == "inverted"]
+    if wrong and wrong[0]["status"] == "wrong":
+        off = wrong[0]["outputs_deviation"]
+        right = [record["outputs_deviation"] for record in records if record["mask"] == "given"]
+        held = f", where the mask as it should be is off by {right[0]:.1e}" if right and right[0] is not None else ""
+        figure = "no numbers" if off is None else f"off by {off:.2f} of their norm"
+        yield Text(
+            "SDPA shows a query the keys where a bool mask is True. With the mask the other way round, as the note "
+            f"has it, the outputs are {figure}{held}: that row is not timed."
+        )
+    elif wrong:
+        yield Text(f"The inverted mask is {wrong[0]['status']}: {safe(str(wrong[0]['reason']), 200)}.")
+    names = ("mask", "status", "outputs_deviation", "loss_deviation", "gradients_deviation", TIME, "loss", "what")
+    yield table("masks", "Masks held against is_causal", records, *known(records, *names))
+
+
+def _loss(record: Record) -> float:
+    value = record.get("loss")
+    if value is None:
+        raise CannotCheck(f"dispatch={record['dispatch']} has no loss")
+    return float(value)
+
+
+def same_model(stored: Stored) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of one model, and those whose loss says that they are of another; each with how far it is off."""
+    rows = stored.rows("dispatch").ok.needed()
+    reference = rows.one(dispatch=LOOP, compile="off")
+    same, other = [], []
+    for record in rows:
+        off = abs(_loss(record) / _loss(reference) - 1)
+        (same if off <= SAME_SHARE else other).append({**record, "loss_off_share": off})
+    return same, other
+
+
+def dispatch(stored: Stored) -> Iterator[Any]:
+    """The losses first, then the times."""
+    same, other = same_model(stored)
+    losses, off = [_loss(record) for record in same], max(record["loss_off_share"] for record in same)
+    spread = f"{min(losses):.5f} to {max(losses):.5f}, at most {off:.0e} of it from the loop's"
+    text = (
+        f"{plural(len(same), 'variant')} of one model: on the same weights and batch their losses are "
+        f"{spread if off else f'all {losses[0]:.5f}'}. "
+    )
+    if other:
+        text += f"Not ranked, since their losses are others: {', '.join(name_of(record) for record in other)}. "
+    plain = next(record for record in same if name_of(record) == LOOP)
+    for what, group in (
+        ("Eager", [record for record in same if record["compile"] == "off"]),
+        ("Compiled", [record for record in same if record["compile"] != "off"]),
+    ):
+        if group:
+            best, worst = min(group, key=lambda r: r[TIME]), max(group, key=lambda r: r[TIME])
+            text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}, "
+            text += f"{against(best, plain, 'the eager loop')}; "
+            text += f"the slowest is {name_of(worst)} at {said(TIME, worst[TIME])}. "
+    yield Text(text.rstrip())
+    yield Text(
+        f"The note holds {note.CAPACITY_MS:.0f} ms against {note.SORTED_MS:.0f} ms of two models whose losses "
+        f"are {note.LOSS_CAPACITY:.1f} and {note.LOSS_SORTED:.2f}, {note.LOSS_CAPACITY / note.LOSS_SORTED:.0f} times "
+        "apart, which is no comparison."
+    )
+    ranked = sorted(same, key=lambda record: record[TIME])
+    yield Bars(
+        id="dispatch-times",
+        title="A step by dispatch",
+        labels=[name_of(record) for record in ranked],
+        series=(Series("a step", [record[TIME] for record in ranked]),),
+        unit=TIME,
+        caption=f"The median step of {plural(len(ranked), 'variant')} with one loss.",
+    )
+    gates = {row["hash"]: (row.get("gate") or {}).get("deviations") or {} for row in stored.sweep("dispatch").rows}
+    apart = {record["hash"]: record["loss_off_share"] for record in (*same, *other)}
+    every = [
+        {**record, "loss_off_share": apart.get(record["hash"]),
+         "gradients_deviation": gates[record["hash"]].get("gradients"),
+         **{name: record.get(f"fact_{name}") for name in ("padded_share", "dropped_share")}}
+        for record in stored.rows("dispatch")
+    ]  # fmt: skip
+    names = ("dispatch", "compile", "optimizer", TIME, "tokens_per_s", "mfu_share", "speedup", "loss",
+             "loss_off_share", "gradients_deviation", PEAK, LAUNCHES, "padded_share",
+             "dropped_share")  # fmt: skip
+    yield table("dispatch", "Ways to dispatch", every, *known(every, *names))
+
+
+def name_of(record: Record) -> str:
+    compiled = "" if record["compile"] == "off" else f" compiled ({record['compile']})"
+    return f"{record['dispatch']}{compiled}"

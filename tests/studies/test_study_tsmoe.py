@@ -1,0 +1,238 @@
+"""The study tsmoe, run quick on a CPU: every file, whole tables, answers that follow what is stored, the note put right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Table, Text
+from stepscope.studies import tsmoe_note as note
+from stepscope.studies.build import report_of_study
+from stepscope.studies.stored import Stored
+from stepscope.studies.tsmoe import STUDY
+from stepscope.studies.tsmoe_amp import amp
+from stepscope.studies.tsmoe_compiled import compiled
+from stepscope.studies.tsmoe_experts import grouped, half
+from stepscope.studies.tsmoe_training import mfu, step_of, training
+from stepscope.studies.tsmoe_variants import dispatch, mask
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "tsmoe"
+COMPILE_REPORT = {
+    "num_compiles": 9, "num_graphs": 4, "compile_seconds": 3.5,
+    "recompiles": [{"frame": "forward (moe.py:3)", "failed_guards": [f"0/{i}: x.size()[0] == {i}"]} for i in range(8)],
+    "recompile_limit_hits": [{"frame": "forward (moe.py:3)", "count": 1}],
+    "graph_breaks": [{"reason": "bincount", "place": "moe.py:3", "count": 2}],
+    "cuda_graphs": {"num_recorded": 51, "num_distinct_sizes": 17},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tsmoe")
+    command = [sys.executable, "-m", "stepscope", "study", "tsmoe", "--quick", "--device", "cpu", "-o", "out"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory):
+    """A study of which only the dispatch was measured, on an H200."""
+    folder = tmp_path_factory.mktemp("h200")
+    (folder / "study.json").write_text('{"study": "tsmoe", "mode": "full", "device": "cuda", "commands": []}')
+    shutil.copytree(RESULTS, folder / "dispatch")
+    return folder
+
+
+def changed(studied, target, measure, change):
+    """A copy of the study whose rows were changed."""
+    copy = shutil.copytree(studied, target)
+    change_lines(copy / measure / "results.jsonl", change)
+    return Stored(copy)
+
+
+def change_lines(path, change):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        change(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def slowed(stored, factor, measure, **values):
+    """Every step of some recordings, so many times longer."""
+
+    def longer(sample):
+        sample["wall_ns"] = round(sample["wall_ns"] * factor)
+        sample["host_ns"] = {phase: round(ns * factor) for phase, ns in sample["host_ns"].items()}
+
+    for recorded in stored.recordings(measure, **values):
+        change_lines(recorded.folder / "samples.jsonl", longer)
+
+
+def first_text(answer, stored):
+    return next(part.text for part in answer(stored) if isinstance(part, Text))
+
+
+def table_of(answer, stored, id):
+    return next(part for part in answer(stored) if isinstance(part, Table) and part.id == id)
+
+
+def test_every_promised_file_is_there(studied):
+    for name in STUDY.files:
+        assert (studied / name).stat().st_size > 50, name
+
+
+def test_no_table_has_an_empty_column(studied):
+    tables = report_of_study(STUDY, Stored(studied)).parts(Table)
+
+    assert {"training", "mfu", "amp", "attention", "masks", "dispatch", "indexing", "grouped"} <= {
+        t.id for t in tables
+    }
+    for found in tables:
+        empty = [name for name, values in found.columns.items() if all(value is None for value in values)]
+        assert found.num_rows and not empty, (found.id, empty)
+
+
+def test_all_but_the_compiler_is_answered(studied):
+    report = report_of_study(STUDY, Stored(studied))
+
+    unanswered = [section.title for section in report.sections[1:-1] if not isinstance(section.parts[0], Text)]
+    assert unanswered == ["What does the compiler do, and how often again?"]
+
+
+def test_a_recording_knows_its_tokens_and_its_active_parameters(studied):
+    stored = Stored(studied)
+    record = step_of(stored.recording("training", dtype="fp32", d_model=64))
+
+    assert (record["num_parameters"], record["num_active_parameters"]) == (122_921, 90_153)
+    assert record["tokens_per_s"] * record["step_ns"] / 1e9 == pytest.approx(16)
+
+
+def test_both_computations_of_the_mfu(studied):
+    found = table_of(mfu, Stored(studied), "mfu").columns
+    wrong, _, right = (dict(zip(found, row)) for row in list(zip(*found.values()))[:3])
+
+    assert wrong["flops_per_s"] / 1e12 == pytest.approx(note.SXM.tflops, rel=0.001)
+    assert wrong["mfu_share"] == pytest.approx(note.SXM.mfu_share, rel=0.001)
+    # 6·N and 6·L·S·d, over 989.4 TFLOP/s.
+    per_token = 6 * 198_392_169 + 6 * 12 * 4096 * 768
+    assert right["token_flops"] == per_token
+    assert right["mfu_share"] == pytest.approx(134_339 * per_token / 989.4e12)
+    assert "1.19 times that" in first_text(mfu, Stored(studied))
+
+
+def test_one_field_under_two_names(studied):
+    texts = [part.text for part in training(as_the_note(studied)) if isinstance(part, Text)]
+
+    assert any("in 8 of its 8 lines they are the same number" in text for text in texts)
+
+
+def as_the_note(folder):
+    """The study with the largest model told to be the note's, so that what is beside it is there too."""
+    stored = Stored(folder)
+    for recorded in stored.recordings("training"):
+        recorded.axes.update(preset="538m", batch=16, seq_len=4096)
+    return stored
+
+
+def test_figures_of_the_note_stand_beside_ours_with_their_device(studied):
+    found = table_of(training, as_the_note(studied), "published-training").columns
+
+    assert found["device"][1:] == [f"{line.device} ({note.NOTE})" for line in (note.MASKED, note.FLASH, note.SXM)]
+    assert found["tokens_per_s"][3] == 134_339 and found["flops_per_s"][3] == pytest.approx(190.3e12, rel=0.001)
+    with pytest.raises(CannotCheck, match="this run has tiny"):
+        list(training(Stored(studied)))
+
+
+def test_the_answer_to_amp_follows_the_times(studied, tmp_path):
+    copy = shutil.copytree(studied, tmp_path / "copy")
+    slowed(Stored(copy), 1000, "training", dtype="fp32", d_model=128)
+    slowed(Stored(copy), 1000, "training", dtype="autocast_bf16", d_model=64)
+
+    text = first_text(amp, Stored(copy))
+
+    assert "AMP pays for tiny, 475,113 parameters (" in text and "not pay for tiny, 122,921 parameters (" in text
+    assert text != first_text(amp, Stored(studied))
+
+
+def test_casts_are_counted_where_amp_makes_them(studied):
+    found = table_of(amp, Stored(studied), "amp").columns
+
+    for plain, low in zip(found["num_casts"][::2], found["num_casts"][1::2]):
+        assert low > plain + 50
+
+
+def test_an_inverted_mask_is_refused_and_the_right_one_is_not(studied):
+    found = table_of(mask, Stored(studied), "masks").columns
+    status = dict(zip(found["mask"], found["status"]))
+
+    assert status == {"causal": "ok", "given": "ok", "inverted": "wrong"}
+    assert found["outputs_deviation"][1] < 1e-5 and found["outputs_deviation"][2] > 0.05
+    assert dict(zip(found["mask"], found["time_median_ns"]))["inverted"] is None
+    attention = table_of(mask, Stored(studied), "attention").columns
+    assert attention["mask"] == ["causal", "given"] and attention["num_calls"] == [2, 2]
+
+
+def test_the_cost_of_a_mask_follows_the_steps(studied, tmp_path):
+    copy = shutil.copytree(studied, tmp_path / "copy")
+    slowed(Stored(copy), 50, "variants", mask="given")
+
+    before, after = (float(first_text(mask, Stored(at)).split("instead of ")[1].split()[2]) for at in (studied, copy))
+
+    assert after == pytest.approx(50 * before, rel=0.2)
+
+
+def test_a_model_with_another_loss_is_not_ranked(studied, tmp_path):
+    def broken(row):
+        if row["config"]["dispatch"] == "capacity":
+            row["loss"], row["samples_device_ns"] = 260.0, [1000] * 3
+
+    before, after = first_text(dispatch, Stored(studied)), ""
+    after = first_text(dispatch, changed(studied, tmp_path / "copy", "dispatch", broken))
+
+    assert "6 variants of one model" in before and "Not ranked" not in before
+    assert "5 variants of one model" in after and "their losses are others: capacity." in after
+    assert "capacity is the fastest" not in after
+
+
+def test_the_slow_dispatch_is_explained_by_the_op_that_is_slow(studied):
+    stored = Stored(studied)
+    found = table_of(half, stored, "indexing").columns
+    times = dict(zip(found["op"], found["difference_ns"]))
+    text = first_text(half, stored)
+
+    assert len(times) == 10
+    assert "index_put, takes" in text and "instead of 0 ms" in text
+    # 32 slots of 16 tokens in 4 experts, each with 16 rows.
+    assert "In a layer 32 of 64 rows are nobody's" in text
+
+
+def test_rows_of_a_gpu_are_answered_too(on_gpu):
+    stored = Stored(on_gpu)
+
+    text = first_text(dispatch, stored)
+    assert "10 variants of one model" in text and "0.52391 to 0.52397" in text
+    assert "2,760 launches instead of 4,294 of loop" in first_text(grouped, stored)
+    text = first_text(compiled, stored)
+    assert "one graph without a break, 0 recompiles" in text and "paid back after 359 to 541 steps" in text
+    assert "loop compiled (default): 10 graphs, 10 breaks, 2 recompiles; unproven" in text
+
+
+def test_recompiles_and_sizes_of_cuda_graphs_come_from_the_recordings(studied, on_gpu, tmp_path):
+    copy = shutil.copytree(on_gpu, tmp_path / "copy")
+    shutil.copytree(studied / "variants", copy / "compiled")
+    change_lines(copy / "compiled" / "results.jsonl", lambda row: row["run"].update(compile="reduce-overhead"))
+    for recorded in Stored(copy).recordings("compiled"):
+        (recorded.folder / "compile.json").write_text(json.dumps(COMPILE_REPORT))
+
+    texts = [part.text for part in compiled(Stored(copy)) if isinstance(part, Text)]
+
+    assert "8 recompiles, 1 function at the limit, 51 CUDA graphs for 17 sizes" in texts[1]
+    found = table_of(compiled, Stored(copy), "recompiles").columns
+    assert found["num_times"][0] == 8 and found["values_seen"][0] == "0, 1, 2, 3, 4, 5, 6, 7"
