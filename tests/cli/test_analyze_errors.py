@@ -38,7 +38,7 @@ def trace(tmp_path_factory):
         ("list.json", b"[]", ["no events"]),
         ("none.json", b'{"traceEvents": []}', ["no events"]),
         ("object.json", b'{"a": 1}', ["trace"]),
-        ("cut.json.gz", gzip.compress(b'{"traceEvents": [')[:10], ["cut.json.gz"]),
+        ("cut.json.gz", gzip.compress(b'{"traceEvents": [', mtime=0)[:10], ["cut.json.gz"]),
         ("binary.json", bytes(range(256)), ["not a trace"]),
         ("values.json", b'[1, 2, "a", null, [1], {}]', ["no events that can be read"]),
         ("zip.json", b"PK\x03\x04" + bytes(50), ["is a zip archive"]),

@@ -37,7 +37,7 @@ def evidence_on_gpu(built, dtype):
     return evidence_of(built)
 
 
-@pytest.mark.parametrize("implementation", ["naive", "builtin", *BACKENDS])
+@pytest.mark.parametrize("implementation", ["naive", "builtin", "custom", *BACKENDS])
 def test_each_implementation_agrees_and_alone_is_proven(implementation):
     sizes = {"seq_len": 512, "batch": 2, "heads": 2}
     reference = built_on("cpu", attention.WORKLOAD, **sizes)

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-DISPATCHES = ("loop", "capacity", "one_hot", "tile", "grouped")
+DISPATCHES = ("loop", "capacity", "one_hot", "tile", "grouped", "indexed")
 FAST = DISPATCHES[1:]
 SIZES = {"width": 256, "d_expert": 512, "d_shared": 256, "experts": 8, "seq_len": 1000, "batch": 2}
 needs_grouped = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""The study tsmoe, run quick on a CPU: every file, whole tables, answers that follow what is stored, the note put right."""
+"""The study tsmoe, run quick on a CPU: every file, whole tables, answers that follow the data, the note put right."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from stepscope.studies.tsmoe_variants import dispatch, mask
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "tsmoe"
 COMPILE_REPORT = {
-    "num_compiles": 9, "num_graphs": 4, "compile_seconds": 3.5,
-    "recompiles": [{"frame": "forward (moe.py:3)", "failed_guards": [f"0/{i}: x.size()[0] == {i}"]} for i in range(8)],
+    "num_compiles": 9, "num_graphs": 4, "compile_seconds": 3.5, "cuda_graph_skips": [], "failures": [], "frames": [],
+    "recompiles": [{"frame": "forward (moe.py:3)", "failed_guards": [f"0/{i}: x.size() == {i}"]} for i in range(8)],
     "recompile_limit_hits": [{"frame": "forward (moe.py:3)", "count": 1}],
     "graph_breaks": [{"reason": "bincount", "place": "moe.py:3", "count": 2}],
     "cuda_graphs": {"num_recorded": 51, "num_distinct_sizes": 17},
@@ -39,6 +39,11 @@ def studied(tmp_path_factory):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
     return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def report(studied):
+    return report_of_study(STUDY, Stored(studied))
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,8 @@ def slowed(stored, factor, measure, **values):
     """Every step of some recordings, so many times longer."""
 
     def longer(sample):
+        if "wall_ns" not in sample:  # a line that only brings the loss
+            return
         sample["wall_ns"] = round(sample["wall_ns"] * factor)
         sample["host_ns"] = {phase: round(ns * factor) for phase, ns in sample["host_ns"].items()}
 
@@ -88,8 +95,8 @@ def test_every_promised_file_is_there(studied):
         assert (studied / name).stat().st_size > 50, name
 
 
-def test_no_table_has_an_empty_column(studied):
-    tables = report_of_study(STUDY, Stored(studied)).parts(Table)
+def test_no_table_has_an_empty_column(report):
+    tables = report.parts(Table)
 
     assert {"training", "mfu", "amp", "attention", "masks", "dispatch", "indexing", "grouped"} <= {
         t.id for t in tables
@@ -99,9 +106,7 @@ def test_no_table_has_an_empty_column(studied):
         assert found.num_rows and not empty, (found.id, empty)
 
 
-def test_all_but_the_compiler_is_answered(studied):
-    report = report_of_study(STUDY, Stored(studied))
-
+def test_all_but_the_compiler_is_answered(report):
     unanswered = [section.title for section in report.sections[1:-1] if not isinstance(section.parts[0], Text)]
     assert unanswered == ["What does the compiler do, and how often again?"]
 

@@ -101,7 +101,10 @@ def test_what_lies_beside_traces_is_passed_over(tmp_path):
         ("empty.json", b""),
         ("text.json", b"Killed"),
         ("damaged.json.gz", b"\x1f\x8b\x08" + b"\xff" * 50),
-        ("cut.json.gz", gzip.compress(json.dumps({"x": ["y" * 50] * 10_000, "traceEvents": []}).encode())[:900]),
+        (
+            "cut.json.gz",
+            gzip.compress(json.dumps({"x": ["y" * 50] * 10_000, "traceEvents": []}).encode(), mtime=0)[:900],
+        ),
         ("late.json", json.dumps({"x": ["y" * 50] * 10_000, "traceEvents": []}).encode()),
         ("list.json", b' \n[{"ph": "X"}]'),
         ("marked.json", b"\xef\xbb\xbf" + EVENTS.encode()),

@@ -89,6 +89,21 @@ def test_flex_attention_itself_equals_the_formula(pattern, random, kv_heads):
     assert flex.facts()["density"] == right.facts()["density"]
 
 
+def test_without_a_graph_flex_attention_runs_also_on_leaves_that_want_gradients(monkeypatch):
+    flex = built_of(WORKLOAD, attention="sparse_flex", part="attention", **SMALL)
+    batch = flex.batch()
+    assert batch["query"].requires_grad
+    called = []
+    real = flex.module.flex_attention
+    monkeypatch.setattr(flex.module, "flex_attention", lambda *a, **k: called.append(1) or real(*a, **k))
+
+    with torch.inference_mode():
+        flex.module(**batch)
+    assert called == [1]
+    flex.module(**batch).sum().backward()  # by the mask: FlexAttention has no backward on a CPU
+    assert called == [1] and batch["query"].grad is not None
+
+
 def test_one_compilation_serves_every_layer():
     from torch._dynamo.utils import counters
 

@@ -60,7 +60,8 @@ def grid(stored: Stored) -> Iterator[Any]:
     yield table("attention-grid", "Attention written out, fp32, causal", records, *names, num_shown=48)
     for name, title in (("forward_ns", "Forward"), ("backward_ns", "Backward"), (HELD, "Memory before the backward")):
         chart = name.removesuffix("_ns").removesuffix(BYTES).replace("_", "-")
-        yield lines(f"attention-{chart}", f"{title} of attention by width", ok, "seq_len", name, "head_width")
+        named = [{**r, "width": f"width {r['head_width']}"} for r in ok]
+        yield lines(f"attention-{chart}", f"{title} of attention by width", named, "seq_len", name, "width")
     yield _accounting(longest)
 
 
@@ -94,16 +95,19 @@ def squares(stored: Stored) -> Iterator[Any]:
             square = r["batch"] * r["heads"] * length**2 * item
             num = (r[HELD] - operands) / square
             theirs = note.SQUARE_TENSORS.get(name)
-            records.append({**r, THEORY: r["fact_theory_bytes"], "squares": num, "squares_in_the_note": theirs})
+            mask = (r.get("fact_tensor_mask_bytes") or 0) / square
+            masked = f", {mask:.2f} of it the mask" if mask else ""
+            records.append(
+                {**r, THEORY: r["fact_theory_bytes"], "squares": num, "squares_in_the_note": theirs, "mask": masked}
+            )
     yield Text(
         f"At {length} tokens, beside queries, keys, values, the output and its gradient: "
         + "; ".join(
             f"attention {NAMES[r['implementation']]} holds {r['squares']:.2f} tensors of {length} × {length} a "
-            f"head ({said(HELD, r[HELD])})"
+            f"head ({said(HELD, r[HELD])}{r['mask']})"
             for r in records
         )
-        + ". What is left over beyond a whole number is the mask, a byte a pair for the whole batch, or a number a "
-        "query."
+        + "."
     )
     names = ("implementation", "dtype", HELD, THEORY, "squares", "squares_in_the_note", "time_median_ns")
     yield table("squares", "Tensors of length × length that attention keeps", records, *names)
