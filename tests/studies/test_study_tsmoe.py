@@ -185,12 +185,12 @@ def test_an_inverted_mask_is_refused_and_the_right_one_is_not(studied):
 
 
 def test_the_cost_of_a_mask_follows_the_steps(studied, tmp_path):
-    copy = shutil.copytree(studied, tmp_path / "copy")
-    slowed(Stored(copy), 50, "variants", mask="given")
+    def timed(row):
+        row["samples_device_ns"] = [(3 if row["config"]["mask"] == "given" else 2) * 10**6] * 3
 
-    before, after = (float(first_text(mask, Stored(at)).split("instead of ")[1].split()[2]) for at in (studied, copy))
+    text = first_text(mask, changed(studied, tmp_path / "copy", "masks", timed))
 
-    assert after == pytest.approx(50 * before, rel=0.2)
+    assert "a step takes 3.00 ms instead of 2.00 ms, 1.50 times" in text and "it is 1.68 times" in text
 
 
 def test_a_model_with_another_loss_is_not_ranked(studied, tmp_path):
@@ -198,7 +198,7 @@ def test_a_model_with_another_loss_is_not_ranked(studied, tmp_path):
         if row["config"]["dispatch"] == "capacity":
             row["loss"], row["samples_device_ns"] = 260.0, [1000] * 3
 
-    before, after = first_text(dispatch, Stored(studied)), ""
+    before = first_text(dispatch, Stored(studied))
     after = first_text(dispatch, changed(studied, tmp_path / "copy", "dispatch", broken))
 
     assert "6 variants of one model" in before and "Not ranked" not in before
@@ -206,16 +206,29 @@ def test_a_model_with_another_loss_is_not_ranked(studied, tmp_path):
     assert "capacity is the fastest" not in after
 
 
-def test_the_slow_dispatch_is_explained_by_the_op_that_is_slow(studied):
-    stored = Stored(studied)
-    found = table_of(half, stored, "indexing").columns
-    times = dict(zip(found["op"], found["difference_ns"]))
-    text = first_text(half, stored)
+def test_the_slow_dispatch_is_explained_by_its_ops(studied, tmp_path):
+    def slow(row):
+        row["samples_device_ns"] = [(5 if row["config"]["dispatch"] == "indexed" else 2) * 10**6] * 3
 
-    assert len(times) == 10
-    assert "index_put, takes" in text and "instead of 0 ms" in text
+    first, second = (
+        part.text
+        for part in half_parts(changed(studied, tmp_path / "copy", "dispatch", slow))
+        if isinstance(part, Text)
+    )
+
+    assert "indexed takes 5.00 ms a step and is 2.50 times slower than capacity" in first
     # 32 slots of 16 tokens in 4 experts, each with 16 rows.
-    assert "In a layer 32 of 64 rows are nobody's" in text
+    assert "In a layer 32 of 64 rows are nobody's" in first
+    assert "index_put, takes" in second and "instead of 0 ms" in second
+    assert len(table_of(half, Stored(studied), "indexing").columns["op"]) == 10
+
+
+def half_parts(stored):
+    """The answer as far as a CPU has it."""
+    try:
+        yield from half(stored)
+    except CannotCheck as reason:
+        assert "serialised_scatter" in str(reason)
 
 
 def test_rows_of_a_gpu_are_answered_too(on_gpu):
@@ -231,7 +244,7 @@ def test_rows_of_a_gpu_are_answered_too(on_gpu):
 
 def test_recompiles_and_sizes_of_cuda_graphs_come_from_the_recordings(studied, on_gpu, tmp_path):
     copy = shutil.copytree(on_gpu, tmp_path / "copy")
-    shutil.copytree(studied / "variants", copy / "compiled")
+    shutil.copytree(studied / "training", copy / "compiled")
     change_lines(copy / "compiled" / "results.jsonl", lambda row: row["run"].update(compile="reduce-overhead"))
     for recorded in Stored(copy).recordings("compiled"):
         (recorded.folder / "compile.json").write_text(json.dumps(COMPILE_REPORT))

@@ -72,7 +72,7 @@ class PointSummary:
     max_batch: int | None
     facts: Mapping[str, float]
     compiler: Mapping[str, float]
-    """What torch.compile did (`compiler.num_graphs`, `compiler.num_recompiles` …); empty where nothing was compiled."""
+    """What torch.compile did (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
     notes: tuple[str, ...]
     """What else is to be known of the row: a loss that is no number, an instrument that failed."""
     is_noisy: bool

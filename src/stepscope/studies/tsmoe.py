@@ -37,20 +37,6 @@ TRAINING = Recordings(
     ],
     options=("--warmup", "2", "--clean", "6", "--trace", "1"),
 )
-VARIANTS = Recordings(
-    id="variants",
-    workload="tsmoe",
-    about="ways to dispatch, and a given mask",
-    quick=[
-        {**TINY, **EVEN, "dtype": AMP, "dispatch": ["loop", "capacity", "indexed", "grouped"]},
-        {**TINY, **EVEN, "dtype": AMP, "mask": "given"},
-    ],
-    full=[
-        {**PART, **EVEN, "dtype": AMP, "dispatch": ["loop", "capacity", "indexed", "grouped"]},
-        {**PART, **EVEN, "dtype": AMP, "mask": "given"},
-    ],
-    options=("--warmup", "2", "--clean", "6", "--trace", "1"),
-)
 COMPILED = Recordings(
     id="compiled",
     workload="tsmoe",
@@ -66,8 +52,9 @@ DISPATCH = Sweep(
     id="dispatch",
     workload="tsmoe",
     about="ways to dispatch against the loop",
+    trace=True,
     quick=[
-        {**TINY, **EVEN, "dtype": AMP, "steps": 3, "warmup": 1,
+        {**TINY, **EVEN, "layers": 1, "dtype": AMP, "steps": 3, "warmup": 1,
          "dispatch": ["loop", "capacity", "one_hot", "tile", "grouped", "indexed"]},
     ],
     full=[
@@ -83,6 +70,7 @@ MASKS = Sweep(
     id="masks",
     workload="tsmoe",
     about="masks against is_causal",
+    trace=True,
     quick=[{**TINY, "dtype": FP32, "steps": 3, "warmup": 1, "mask": ["causal", "given", "inverted"]}],
     full=[{**PART, **EVEN, "dtype": AMP, "steps": 8, "warmup": 2, "mask": ["causal", "given", "inverted"]}],
 )
@@ -91,7 +79,7 @@ STUDY = Study(
     name="tsmoe",
     title="Training a time-series mixture of experts",
     about="Tokens/s, MFU and utilisation of a training run; AMP, attention masks, expert dispatch and the compiler.",
-    measures=(TRAINING, VARIANTS, DISPATCH, MASKS, COMPILED),
+    measures=(TRAINING, DISPATCH, MASKS, COMPILED),
     questions=(
         Question(title="What does the training run reach?", answer=training),
         Question(title="Which MFU is that?", answer=mfu),

@@ -30,14 +30,15 @@ def amp(stored: Stored) -> Iterator[Any]:
     sentences, parts, records = [], [], []
     for fp32, low in pairs:
         one, other = step_of(fp32), step_of(low)
-        pair = pair_of(fp32, low, allow=("dtype",))
+        pair = pair_of(_folder(fp32), _folder(low), allow=("dtype",))
         difference = parts_of(pair)
         casts = [_casts(each.source) for each in (fp32, low)]
         sentences.append(_amp_sentence(one, other, difference, casts))
         parts.append((one["model"], difference))
         for record, (num_casts, casts_ns) in zip((one, other), casts):
             records.append({**record, "num_casts": num_casts, "cast_time_ns": casts_ns})
-    won, lost = [], []
+    won: list[str] = []
+    lost: list[str] = []
     for one, other in zip(records[::2], records[1::2]):
         told = f"{one['model']} ({compared(other['step_ns'], one['step_ns'], 'fp32')})"
         (won if other["step_ns"] < one["step_ns"] else lost).append(told)
@@ -65,11 +66,11 @@ def _amp_pairs(stored: Stored) -> list[tuple[Recorded, Recorded]]:
     return pairs
 
 
-def pair_of(base: Recorded, new: Recorded, allow: Sequence[str] = ()) -> Pair:
-    """Two recordings as `stepscope compare` holds them against each other; CannotCheck where it refuses."""
+def pair_of(base: Path, new: Path, allow: Sequence[str] = ()) -> Pair:
+    """Two recordings or traces as `stepscope compare` holds them against each other; CannotCheck where it refuses."""
     from stepscope.report.compare import compare_paths
 
-    pair = compare_paths(_folder(base), _folder(new), allow=allow).pairs[0]
+    pair = compare_paths(base, new, allow=allow).pairs[0]
     if pair.refused:
         raise CannotCheck(f"the two are not comparable: {', '.join(each.what for each in pair.refused)}")
     return pair

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import safe
-from stepscope.studies.figures import against, compared, said, table
-from stepscope.studies.stored import Recorded, Stored
+from stepscope.studies.figures import against, said, table
+from stepscope.studies.stored import Stored
 from stepscope.studies.tsmoe_amp import pair_of, parts_of
-from stepscope.studies.tsmoe_training import step_of
-from stepscope.studies.tsmoe_variants import LAUNCHES, LOOP, same_model, variant
+from stepscope.studies.tsmoe_variants import LAUNCHES, LOOP, TIME, same_model
+
+if TYPE_CHECKING:
+    from stepscope.report.source import Source
 
 CAPACITY, INDEXED, GROUPED = "capacity", "indexed", "grouped"
 
 
-def _op_times(recorded: Recorded) -> tuple[dict[str, tuple[float, float]], str]:
+def _op_times(source: Source) -> tuple[dict[str, tuple[float, float]], str]:
     """By op: its own time in a step and its calls; and whose time that is."""
-    account = recorded.source.analysis.ranks[0]
+    account = source.analysis.ranks[0]
     num_steps = max(1, account.steps.height)
     on_gpu = bool(account.gpu_time.busy_ns)
     column = "device_self_ns" if on_gpu else "host_self_ns"
@@ -30,33 +32,39 @@ def _op_times(recorded: Recorded) -> tuple[dict[str, tuple[float, float]], str]:
 
 def half(stored: Stored) -> Iterator[Any]:
     """`indexed` against `capacity`: the same products, another way to the rows and back."""
-    slow, fast = (variant(stored, dispatch=name) for name in (INDEXED, CAPACITY))
-    steps = [step_of(each) for each in (slow, fast)]
-    (slow_ops, of), (fast_ops, _) = _op_times(slow), _op_times(fast)
+    rows = stored.rows("dispatch")
+    slow, fast = (rows.one(dispatch=name, compile="off") for name in (INDEXED, CAPACITY))
+    slots = slow["batch"] * slow["seq_len"] * slow["top_k"]
+    unfilled = round(slots * slow["fact_padded_share"])
+    yield Text(
+        f"{INDEXED} takes {said(TIME, slow[TIME])} a step and is {against(slow, fast, CAPACITY)}, with the same "
+        f"products over the same rows and losses of {slow['loss']:.5f} and {fast['loss']:.5f}. In a layer "
+        f"{unfilled:,} of {slots + unfilled:,} rows are nobody's and read token 0: the backward of x[index] adds "
+        f"their gradients to that one row in turn, {CAPACITY} never adds them."
+    )
+    sources = [stored.traced("dispatch", record) for record in (slow, fast)]
+    (slow_ops, of), (fast_ops, _) = (_op_times(source) for source in sources)
     none = (0.0, 0.0)
     deltas = {op: slow_ops.get(op, none)[0] - fast_ops.get(op, none)[0] for op in {*slow_ops, *fast_ops}}
-    most = max(deltas, key=lambda op: deltas[op])
-    more = sum(ns for ns in deltas.values() if ns > 0)
-    filled = _unfilled_rows(stored)
+    most, more = max(deltas, key=lambda op: deltas[op]), sum(ns for ns in deltas.values() if ns > 0)
     yield Text(
-        f"{INDEXED} takes {said('_ns', steps[0]['step_ns'])} a step, "
-        f"{compared(steps[0]['step_ns'], steps[1]['step_ns'], CAPACITY)}, with the same products over the same rows "
-        f"and losses of {steps[0]['loss']:.5f} and {steps[1]['loss']:.5f}. Of what single ops take longer, "
-        f"{said('_ns', more)} in a traced step ({of}), {safe(most, 60)} is {said('_ns', deltas[most])}, "
-        f"{said('share', deltas[most] / more if more else 0.0)}. {_by_index(slow_ops, fast_ops)}{filled}"
+        f"Of what single ops take longer in a traced step ({of}), {said('_ns', more)}, {safe(most, 60)} is "
+        f"{said('_ns', deltas[most])}, {said('share', deltas[most] / more if more else 0.0)}. "
+        f"{_by_index(slow_ops, fast_ops)}"
     )
-    rows = [
+    largest = sorted(deltas, key=lambda op: -abs(deltas[op]))[:10]
+    differing = [
         {"op": safe(op, 80), f"{INDEXED}_ns": slow_ops.get(op, none)[0], f"{CAPACITY}_ns": fast_ops.get(op, none)[0],
          "difference_ns": deltas[op], f"num_{INDEXED}_calls": slow_ops.get(op, none)[1],
          f"num_{CAPACITY}_calls": fast_ops.get(op, none)[1]}
-        for op in sorted(deltas, key=lambda op: -abs(deltas[op]))[:10]
+        for op in largest
     ]  # fmt: skip
-    yield table("indexing", f"Ops by how much they differ ({of}, a traced step)", rows, *rows[0])
-    findings = [found for found in slow.source.diagnosis.findings if found.id == "serialised_scatter"]
+    yield table("indexing", f"Ops by how much they differ ({of}, a traced step)", differing, *differing[0])
+    findings = [found for found in sources[0].diagnosis.findings if found.id == "serialised_scatter"]
     if not findings:
         raise CannotCheck(
-            "stepscope diagnose finds no serialised_scatter in the recording: on a CPU it looks for none, and on a "
-            "GPU the scatter is then as fast as it should be"
+            "stepscope diagnose finds no serialised_scatter in the trace: on a CPU it looks for none, and on a GPU "
+            "the scatter is then as fast as it should be"
         )
     yield Text(f"stepscope diagnose says of it: {safe(findings[0].sentence, 400)}")
 
@@ -67,19 +75,6 @@ def _by_index(slow: Mapping[str, tuple[float, float]], fast: Mapping[str, tuple[
     return (
         f"What the backward of x[index] calls, index_put, takes {said('_ns', ours)} instead of {said('_ns', theirs)}."
     )
-
-
-def _unfilled_rows(stored: Stored) -> str:
-    """How many rows of a layer add their gradients to one token."""
-    rows = stored.rows("dispatch").where(dispatch=INDEXED, compile="off").ok
-    for record in rows:
-        slots = record["batch"] * record["seq_len"] * record["top_k"]
-        unfilled = round(slots * record["fact_padded_share"])
-        return (
-            f" In a layer {unfilled:,} of {slots + unfilled:,} rows are nobody's and read token 0: x[index] adds "
-            f"their gradients to that one row in turn, {CAPACITY} never adds them."
-        )
-    return ""
 
 
 def grouped(stored: Stored) -> Iterator[Any]:
@@ -103,16 +98,16 @@ def grouped(stored: Stored) -> Iterator[Any]:
     if not sentences:
         raise CannotCheck(f"{GROUPED} and what it is held against were not measured")
     yield Text(" ".join(sentences))
-    base, new = (variant(stored, dispatch=name) for name in (LOOP, GROUPED))
-    # What a grouped product computes is not counted in every version of torch: that is no difference of the models.
-    difference = parts_of(pair_of(base, new, allow=("flops",)))
+    eager = {record["dispatch"]: record for record in same if record["compile"] == "off"}
+    base, new = (stored.traced("dispatch", eager[name]).path for name in (LOOP, GROUPED))
+    difference = parts_of(pair_of(base, new))
     rows = [
         {"what": safe(row.name, 80), f"{LOOP}_ns": row.base, f"{GROUPED}_ns": row.new, "difference_ns": row.delta}
         for row in difference.rows[:10]
     ]
     saved = [row for row in difference.rows if row.delta < 0][:2]
     added = [row for row in difference.rows if row.delta > 0][:2]
-    text = f"Recorded ({difference.of}, by {difference.by.replace('_', ' ')}), it saves {_told(saved)}"
+    text = f"Traced ({difference.of}, by {difference.by.replace('_', ' ')}), it saves {_told(saved)}"
     yield Text(f"{text}, and adds {_told(added)}.")
     yield table("grouped", f"{LOOP} and {GROUPED}, {difference.of}", rows, *rows[0])
 

@@ -30,10 +30,8 @@ def step_of(recorded: Recorded) -> dict[str, Any]:
         raise CannotCheck(f"the recording of {recorded.axes['preset']} has no clean step with counted FLOPs")
     counters, facts, parameters = summary.counters, source.card.recording.facts, summary.parameters or {}
     phases = {phase.name: phase.host_ns if phase.device_ns is None else phase.device_ns for phase in summary.phases}
-    busy, controller = (
-        None if counters is None or gauge is None else gauge.mean
-        for gauge in ((counters and counters.gpu_busy_share), (counters and counters.memory_controller_busy_share))
-    )
+    gauges = (counters.gpu_busy_share, counters.memory_controller_busy_share) if counters else (None, None)
+    busy, controller = (None if gauge is None else gauge.mean for gauge in gauges)
     peak = (facts.get("memory") or {}).get("peak_allocated_bytes")
     num_parameters = parameters.get("num_total")
     losses = [sample.loss for sample in source.card.recording.samples if sample.loss is not None]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from stepscope.analysis.sweeps import OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Text
 from stepscope.report.text import plural, safe
 from stepscope.studies import tsmoe_note as note
 from stepscope.studies.figures import Record, against, known, said, table
-from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.tsmoe_training import step_of
+from stepscope.studies.stored import Stored
 
 TIME, PEAK, LAUNCHES = "time_median_ns", "peak_allocated_bytes", "num_kernel_launches"
 LOOP = "loop"
@@ -20,49 +18,44 @@ SAME_SHARE = 0.01
 """Models whose losses on the same weights and batch differ by more are not the same."""
 
 
-def variant(stored: Stored, **values: Any) -> Recorded:
-    found = stored.recording("variants", **values)
-    if found.status != OK:
-        raise CannotCheck(f"the recording of {values}: {found.status}, {found.reason}")
-    return found
-
-
 def mask(stored: Stored) -> Iterator[Any]:
-    """Which back end ran with a mask and without, and for how long; what an inverted mask does."""
+    """What a step takes with a mask; what an inverted one does; which back end ran, and for how long."""
+    rows = stored.rows("masks").needed()
+    plain, given = rows.one(mask="causal"), rows.one(mask="given")
+    theirs = note.MASKED.step_ms / note.FLASH.step_ms
+    yield Text(
+        f"With a mask that says the same as is_causal a step takes {said(TIME, given[TIME])} instead of "
+        f"{said(TIME, plain[TIME])}, {given[TIME] / plain[TIME]:.2f} times, and peaks at {said(PEAK, given[PEAK])} "
+        f"instead of {said(PEAK, plain[PEAK])}. On the note's {note.MASKED.device} it is {theirs:.2f} times "
+        f"({note.MASKED.step_ms:.0f} and {note.FLASH.step_ms:.0f} ms)."
+    )
+    yield from _inverted(stored)
+    yield from _back_ends(stored, plain, given)
+
+
+def _back_ends(stored: Stored, plain: Record, given: Record) -> Iterator[Any]:
     from stepscope.report.attention import attention_report
 
-    records = []
-    for name in ("causal", "given"):
-        recorded = variant(stored, mask=name, dispatch=LOOP)
-        step_ns = step_of(recorded)["step_ns"]
-        for row in attention_report(recorded.source.case).rows:
-            refused = [
-                reason.said or reason.code or "not said" for reason in row.reasons if reason.backend == "flash"
-            ]
+    sides: list[list[dict[str, Any]]] = []
+    for record in (plain, given):
+        side = []
+        for row in attention_report(stored.traced("masks", record).case).rows:
+            refused = [reason.said or reason.code or "" for reason in row.reasons if reason.backend == "flash"]
             why = "it is" if row.call["backend"] == "flash" else safe("; ".join(refused), 200) or "not said"
-            times = {"attention_ns": row.call["total_ns"], "step_ns": step_ns}
-            records.append({**row.call, "mask": name, **times, "why_not_flash": why})
-    plain, given = ([record for record in records if record["mask"] == name] for name in ("causal", "given"))
-    if not plain or not given:
-        raise CannotCheck("the traces show no attention")
-    without, with_mask = (sum(float(record["attention_ns"]) for record in side) for side in (plain, given))
-    ends = " and ".join(sorted({str(record["backend"]) for record in plain}))
-    others = " and ".join(sorted({str(record["backend"]) for record in given}))
-    text = (
-        f"With is_causal attention runs on {ends} and takes {said('_ns', without)} of a traced step; with a mask "
-        f"that says the same it runs on {others} and takes {said('_ns', with_mask)}, "
-        f"{with_mask / without:.2f} times that. The whole step takes "
-        f"{said('_ns', given[0]['step_ns'])} instead of {said('_ns', plain[0]['step_ns'])}"
-    )
-    ours, theirs = given[0]["step_ns"] / plain[0]["step_ns"], note.MASKED.step_ms / note.FLASH.step_ms
+            times = {"attention_ns": float(row.call["total_ns"]), "step_ns": record[TIME]}
+            side.append({**row.call, "mask": record["mask"], **times, "why_not_flash": why})
+        if not side:
+            raise CannotCheck(f"the trace with mask={record['mask']} shows no attention")
+        sides.append(side)
+    ends = [" and ".join(sorted({str(record["backend"]) for record in side})) for side in sides]
+    without, with_mask = (sum(record["attention_ns"] for record in side) for side in sides)
     yield Text(
-        f"{text}, {ours:.2f} times; on the note's {note.MASKED.device} it is {theirs:.2f} times "
-        f"({note.MASKED.step_ms:.0f} and {note.FLASH.step_ms:.0f} ms)."
+        f"With is_causal attention runs on {ends[0]} and takes {said('_ns', without)} of a traced step; with the "
+        f"mask it runs on {ends[1]} and takes {said('_ns', with_mask)}, {with_mask / without:.2f} times that."
     )
     names = ("mask", "backend", "dtype", "num_calls", "forward_ns", "backward_ns", "beside_ns", "attention_ns",
              "step_ns", "why_not_flash")  # fmt: skip
-    yield table("attention", "Attention in a traced step", records, *names)
-    yield from _inverted(stored)
+    yield table("attention", "Attention in a traced step", [*sides[0], *sides[1]], *names)
 
 
 def _inverted(stored: Stored) -> Iterator[Any]:
@@ -100,7 +93,8 @@ def same_model(stored: Stored) -> tuple[list[dict[str, Any]], list[dict[str, Any
     """Rows of one model, and those whose loss says that they are of another; each with how far it is off."""
     rows = stored.rows("dispatch").ok.needed()
     reference = rows.one(dispatch=LOOP, compile="off")
-    same, other = [], []
+    same: list[dict[str, Any]] = []
+    other: list[dict[str, Any]] = []
     for record in rows:
         off = abs(_loss(record) / _loss(reference) - 1)
         (same if off <= SAME_SHARE else other).append({**record, "loss_off_share": off})
@@ -125,8 +119,8 @@ def dispatch(stored: Stored) -> Iterator[Any]:
     ):
         if group:
             best, worst = min(group, key=lambda r: r[TIME]), max(group, key=lambda r: r[TIME])
-            text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}, "
-            text += f"{against(best, plain, 'the eager loop')}; "
+            speed = "" if best is plain else f", {against(best, plain, 'the eager loop')}"
+            text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}{speed}; "
             text += f"the slowest is {name_of(worst)} at {said(TIME, worst[TIME])}. "
     yield Text(text.rstrip())
     yield Text(

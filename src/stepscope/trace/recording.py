@@ -58,8 +58,8 @@ class RecordingFacts(TypedDict, total=False):
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
     trace: dict[str, Any] | None
     """The trace's `file` and `bytes`, what was `trimmed`; of its whole steps `num_steps`, `window_ns`, `num_ops`,
-    `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`; with `--repeat`
-    the same of each further trace window under `repeated`."""
+    `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`; with
+    `--repeat` the same of each further trace window under `repeated`."""
     flops: dict[str, Any]
     """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, each of
     the `weights` with its size and forward FLOPs."""

@@ -158,7 +158,7 @@ class PatternAttention(nn.Module):
         if self.config.dynamic:
             key, value = patterns.gather_chosen(key, self.chosen), patterns.gather_chosen(value, self.chosen)
         if query.device.type == "cpu":
-            # FlexAttention has no backward on a CPU, and refuses what asks for gradients even where there is no graph.
+            # FlexAttention has no backward on a CPU, and refuses what asks for gradients even without a graph.
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 # The same mask, every score computed.
                 return self.masked(query, key, value, patterns.unfused_mask(self.block_mask, query.shape[0]))
