@@ -1,4 +1,4 @@
-# The whole developer interface: `make demo`, `make test` and `make test-studies`, on a machine with Python, pip and make.
+# The whole developer interface: `make demo`, `make test` and `make test-all`, on a machine with Python, pip and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,17 +9,18 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint c
 # What has to be installed is installed at the same time.
 MAKEFLAGS += --jobs=3
 
-.PHONY: demo test test-studies lint chromium clean
+.PHONY: demo test test-all lint chromium clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/stepscope run -o runs/demo --force examples/train_gpt.py
 	$(BIN)/stepscope report runs/demo --force
 
 test: lint chromium
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not study" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS)
 
-test-studies: $(VENV)/test.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m study tests/studies
+# With those that take minutes: whole studies, every fix of verify, the largest campaigns.
+test-all: lint chromium
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/test.installed $(HTA)/installed
 	$(BIN)/ruff check .

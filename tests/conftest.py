@@ -12,6 +12,30 @@ settings.register_profile("stepscope", deadline=None, derandomize=True, max_exam
 settings.register_profile("thorough", deadline=None, max_examples=1_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepscope"))
 
+# Minutes in all, and seldom the first to break: `make test` leaves them out, `make test-all` runs them too.
+LONG = (
+    "analysis/test_against_hta.py",
+    "plan/test_compiled.py",
+    "plan/test_compiled_models.py",
+    "report/test_card_of_anything.py",
+    "run/test_verify_compile.py",
+    "run/test_verify_recording.py",
+    "run/test_verify_trouble.py",
+    "studies/test_study_cs336.py",
+    "studies/test_study_hydra.py",
+    "studies/test_study_megalodon.py",
+    "studies/test_study_nano.py",
+    "studies/test_study_tsmoe.py",
+    "trace/test_fuzz.py",
+    "workloads/test_ema_triton.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "/".join(item.path.parts[-2:]) in LONG:
+            item.add_marker(pytest.mark.long)
+
 
 def _of_torch() -> dict[str, object]:
     """What a test can leave changed in torch for those after it."""

@@ -188,7 +188,7 @@ def test_a_full_disk_is_one_line(trace):
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "run"])
 def test_ctrl_c_is_one_quiet_line_in_every_verb(verb, monkeypatch, capsys):
-    module = importlib.import_module(f"stepscope.cli.{verb}")
+    module = importlib.import_module(f"stepscope.cli.{verb.replace('-', '_')}")
     monkeypatch.setattr(module, "add_arguments", lambda parser: None)
 
     def interrupt(arguments):
