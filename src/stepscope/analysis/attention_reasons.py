@@ -13,6 +13,7 @@ from stepscope.analysis.memory_tree import starred
 HALF = ("bfloat16", "float16")
 LARGEST_HEAD = 256
 LEAST_CAPABILITY = (8, 0)
+"""Flash attention runs on Ampere and later."""
 CODES = (
     "mask", "dtype", "head_size", "value_size", "layout", "causal_lengths", "capability", "dropout", "switched_off",
     "preferred", "unsaid", "not_seen",

@@ -7,15 +7,13 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.attention_reasons import LARGEST_HEAD, LEAST_CAPABILITY
 from stepscope.analysis.reach import attention_ns
 from stepscope.findings.case import Case
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.wording import milliseconds, several
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
-_LARGEST_HEAD = 256
-_LEAST_CAPABILITY = (8, 0)
-"""Flash attention runs on Ampere and later."""
 
 
 def check(case: Case) -> list[Finding]:
@@ -28,7 +26,7 @@ def check(case: Case) -> list[Finding]:
     if calls.is_empty():
         return []
     capability = case.device.compute_capability
-    if capability is not None and capability < _LEAST_CAPABILITY:
+    if capability is not None and capability < LEAST_CAPABILITY:
         return []
     durations: dict[int, float] = {}
     gone: list[int] = []
@@ -63,7 +61,7 @@ def check(case: Case) -> list[Finding]:
             saving_ns=saving_ns,
             derived="the step replayed with each call at what flash attention in half precision reaches of the "
             "device's peak; casts of its inputs are not counted",
-            confidence="high" if worst["dtype"] in _PEAKS and worst["head_size"] <= _LARGEST_HEAD else "medium",
+            confidence="high" if worst["dtype"] in _PEAKS and worst["head_size"] <= LARGEST_HEAD else "medium",
             falsified_by="kernels named flash or cudnn for these calls, or a call under "
             "sdpa_kernel(SDPBackend.FLASH_ATTENTION) that is as slow or refuses its inputs",
             places=case.places(calls["events"].explode()),
@@ -95,8 +93,9 @@ def _why(call: dict[str, Any]) -> tuple[str, str]:
             f"its tensors are {call['dtype']}" + (" and a mask is given" if call["mask"] else ""),
             'with torch.autocast("cuda", torch.bfloat16): …  # or q, k, v = (x.bfloat16() for x in (q, k, v))',
         )
-    if call["head_size"] > _LARGEST_HEAD:
-        return f"a head of {call['head_size']} is wider than {_LARGEST_HEAD}", "more heads of at most 256 each"
+    if call["head_size"] > LARGEST_HEAD:
+        wide = f"a head of {call['head_size']} is wider than {LARGEST_HEAD}"
+        return wide, f"more heads of at most {LARGEST_HEAD} each"
     if call["is_dense"] is False:
         return "the last dimension of its inputs is not in one piece", "give q, k, v as views whose stride(-1) is 1"
     if call["head_size"] % 8:
