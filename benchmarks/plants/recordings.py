@@ -1,14 +1,12 @@
-"""Plants for causes that show over several steps, or in the shapes of experts.
+"""Plants for causes that show in memory from step to step, or in the shapes of experts.
 
 Each builder takes a device and gives a slow step, the same one without the cause, and a sentence. `small=True` makes
 them run on a processor. Communication, stragglers, throttling and other processes need more than one GPU, or
-rights on it: they have no plant here.
+rights on it, and steps that differ from one another need more than the two of a trace: they have no plant here.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable
 
 import torch
@@ -22,18 +20,26 @@ Built = tuple[Step, Step, str]
 class Experts(nn.Module):
     """A mixture of feed-forwards with as many places for each expert as the busiest one needs."""
 
-    def __init__(self, width: int, inner: int, num_experts: int, skew: float) -> None:
+    def __init__(self, width: int, inner: int, num_experts: int, is_even: bool) -> None:
         super().__init__()
+        self.is_even = is_even
         self.router = nn.Linear(width, num_experts)
         self.first = nn.Parameter(torch.randn(num_experts, width, inner) * width**-0.5)
         self.second = nn.Parameter(torch.randn(num_experts, inner, width) * inner**-0.5)
-        self.register_buffer("skew", torch.zeros(num_experts))
-        self.skew[0] = skew
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         width = tokens.shape[1]
         num_experts = self.first.shape[0]
-        weights, experts = (self.router(tokens).float().softmax(-1) + self.skew).topk(2, dim=-1)
+        choices = self.router(tokens).float().softmax(-1)
+        if self.is_even:  # by the token's place: a router trained on one batch falls for a few experts
+            places, all_experts = (
+                torch.arange(len(tokens), device=tokens.device)[:, None],
+                torch.arange(num_experts, device=tokens.device),
+            )
+            choices = choices + ((all_experts - places) % num_experts < 2)
+        else:
+            choices = choices + (torch.arange(num_experts, device=tokens.device) == 0)
+        weights, experts = choices.topk(2, dim=-1)
         experts = experts.flatten()
         counts = torch.bincount(experts, minlength=num_experts)
         capacity = -(-int(counts.max()) // 64) * 64
@@ -49,13 +55,13 @@ class Experts(nn.Module):
 
 
 def expert_imbalance(device: torch.device, small: bool = False) -> Built:
-    """Padding to the busiest expert: every token's first choice is expert 0, against a router that spreads them."""
+    """Padding to the busiest expert: every token's first choice is expert 0, against first choices that are even."""
     width, inner, num_tokens, num_layers = (32, 64, 256, 2) if small else (1024, 4096, 16384, 4)
     dtype = torch.float32 if small else torch.bfloat16
 
-    def build(skew: float) -> Step:
+    def build(is_even: bool) -> Step:
         torch.manual_seed(0)
-        model = nn.Sequential(*(Experts(width, inner, 8, skew) for _ in range(num_layers))).to(device, dtype)
+        model = nn.Sequential(*(Experts(width, inner, 8, is_even) for _ in range(num_layers))).to(device, dtype)
         optimizer = torch.optim.AdamW(model.parameters(), fused=not small)
         tokens = torch.randn(num_tokens, width, device=device, dtype=dtype)
 
@@ -68,7 +74,7 @@ def expert_imbalance(device: torch.device, small: bool = False) -> Built:
 
         return step
 
-    return build(1.0), build(0.0), "8 experts, places for the busiest: every token's first choice is expert 0."
+    return build(False), build(True), "8 experts, places for the busiest: every token's first choice is expert 0."
 
 
 def memory_growth(device: torch.device, small: bool = False) -> Built:
@@ -95,51 +101,4 @@ def memory_growth(device: torch.device, small: bool = False) -> Built:
     return build(True), build(False), "A validation loss is kept in a list with its graph, every step."
 
 
-def memory_pressure(device: torch.device, small: bool = False) -> Built:
-    """Batches that get longer: what was freed is too small for the next, until the memory is full of such pieces."""
-    least, most, by = (64, 128, 8) if small else (1 << 15, 1 << 18, 1 << 12)
-    lengths = itertools.cycle(range(least, most, by))
-    width = 16 if small else 1024
-    layer = nn.Linear(width, 4 * width).to(device)
-
-    def run(length: int) -> object:
-        loss = layer(torch.randn(length, width, device=device)).square().mean()
-        loss.backward()
-        layer.zero_grad()
-        return loss
-
-    return (lambda: run(next(lengths))), (lambda: run(most)), "Each batch is longer than the one before."
-
-
-def noisy_steps(device: torch.device, small: bool = False) -> Built:
-    """Something that takes 50 ms comes with every fifth step."""
-    width, num_rows = (64, 128) if small else (4096, 8192)
-
-    def build(pauses: bool) -> Step:
-        torch.manual_seed(0)
-        layer = nn.Linear(width, width).to(device)
-        optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
-        rows = torch.randn(num_rows, width, device=device)
-        counter = itertools.count(1)
-
-        def step() -> object:
-            loss = layer(rows).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if pauses and next(counter) % 5 == 0:
-                loss.item()
-                time.sleep(0.05)
-            return loss
-
-        return step
-
-    return build(True), build(False), "Every fifth step waits for the loss and then sleeps 50 ms."
-
-
-PLANTS = {
-    "expert_imbalance": expert_imbalance,
-    "memory_growth": memory_growth,
-    "memory_pressure": memory_pressure,
-    "noisy_steps": noisy_steps,
-}
+PLANTS = {"expert_imbalance": expert_imbalance, "memory_growth": memory_growth}

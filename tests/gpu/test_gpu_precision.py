@@ -55,7 +55,11 @@ def test_the_toy_model_has_its_published_dtypes(low):
 
     listed = {one.detail: one.ops for one in audit.stayed if one.reason == dtype_audit.FP32_LIST}
     assert ("native_layer_norm",) in listed.values()
-    assert listed["log_softmax"] == ("_log_softmax",) and listed["nll_loss"] == ("nll_loss_forward",)
+    assert listed["nll_loss"] == ("nll_loss_forward",)
+    # log_softmax is on the list too, but cross_entropy_loss asks it for the dtype of the logits, which CUDA's autocast
+    # then leaves alone.
+    (softmax,) = [row for row in audit.facts["ops"] if row["op"] == "aten._log_softmax"]
+    assert (softmax["inputs"], softmax["output"], softmax["reason"]) == ([name], name, None)
     assert audit.facts["norms"] == [] and audit.facts["error"] is None
     assert audit.weight_casts.parameter_bytes == (20 * 10 + 10 * 5) * 4 == 2 * audit.weight_casts.cast_bytes
 
@@ -93,15 +97,15 @@ def test_the_answers_are_those_of_torchs_own_lists():
         body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)+.*)", header.read_text())
         for name, overload in re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", body.group(1)):
             listed = f"{name}.{overload}" if overload else name
-            if listed not in policy._listed("cuda"):
-                continue
+            if listed not in policy._listed("cuda") or "dimname" in overload.lower():
+                continue  # a name of a dimension cannot be made up
             checked += 1
             if policy._asked(listed, "cuda", torch.bfloat16) != answer:
                 other.append((listed, answer, policy._asked(listed, "cuda", torch.bfloat16)))
     torch.cuda.synchronize()  # nothing that was asked has run
 
-    assert checked > 80 and len(other) < 8, other
-    assert all(found == policy.OTHER for _, _, found in other), other
+    assert checked > 80 and not other, other
+    assert policy.policy("cuda", "log_softmax", torch.bfloat16) == policy.FLOAT32
     assert policy.policy("cuda", "binary_cross_entropy", torch.float16) == policy.REFUSED
 
 

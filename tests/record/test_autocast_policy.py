@@ -31,7 +31,7 @@ def test_the_documented_lists_of_the_cpu(name, answer):
 def test_nearly_every_listed_op_answers():
     answers = [policy._asked(name, "cpu", torch.bfloat16) for name in policy._listed("cpu")]
 
-    assert len(answers) > 100 and answers.count(policy.OTHER) < 8
+    assert len(answers) > 100 and policy.OTHER not in answers
 
 
 class Watch(TorchDispatchMode):

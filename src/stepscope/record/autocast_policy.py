@@ -31,7 +31,7 @@ _HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # their last argument
 def policy(device_type: str, name: str, low: torch.dtype) -> str | None:
     """What autocast does on a device with an op of this name, without namespace and overload; UNLISTED: nothing.
 
-    Where overloads differ, what most of them get.
+    Where overloads differ, what most of them get; those that could not be asked have no say.
 
     >>> [policy("cpu", name, torch.bfloat16) for name in ("mm", "mse_loss", "cat", "relu")]
     ['low', 'float32', 'widest', None]
@@ -39,7 +39,8 @@ def policy(device_type: str, name: str, low: torch.dtype) -> str | None:
     found = [
         _asked(overload, device_type, low) for overload in _listed(device_type) if overload.partition(".")[0] == name
     ]
-    return max(found, key=found.count) if found else UNLISTED
+    told = [answer for answer in found if answer != OTHER] or found
+    return max(told, key=told.count) if told else UNLISTED
 
 
 def listed_name(device_type: str, names: Sequence[str]) -> str | None:
@@ -138,19 +139,22 @@ def _arguments(schema: Any, device_type: str, dtypes: Sequence[torch.dtype]) -> 
     kinds = itertools.cycle(dtypes)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+    by_name = False
     for argument in schema.arguments:
         kind = str(argument.type)
+        by_name |= argument.kwarg_only
         if kind in ("Tensor", "Optional[Tensor]"):
-            value: Any = torch.zeros(1, dtype=next(kinds), device=device_type)
+            value: Any = torch.zeros(1, 1, dtype=next(kinds), device=device_type)
         elif "List[" in kind and "Tensor" in kind:
-            value = [torch.zeros(1, dtype=next(kinds), device=device_type) for _ in range(2)]
+            value = [torch.zeros(1, 1, dtype=next(kinds), device=device_type) for _ in range(2)]
         elif argument.has_default_value():
+            by_name = True  # what comes after one that is left out
             continue
         elif kind not in _PLAIN and not kind.startswith("Optional"):
             raise TypeError(kind)
         else:
             value = _PLAIN.get(kind)
-        if argument.kwarg_only or kwargs:  # after one that was left out
+        if by_name:
             kwargs[argument.name] = value
         else:
             args.append(value)

@@ -12,7 +12,8 @@ the order of the rows, the matrix product over them, and how the rows' outputs f
     indexed   `capacity` as it is first written: rows that nobody fills read token 0, and all goes by x[index], so
               that the backward adds the gradients of all those rows to one token, one after the other
 
-`capacity`, `tile` and `grouped` go both ways by gathers, backward pass included: no atomic additions.
+`capacity`, `tile` and `grouped` go both ways by gathers, backward pass included: no atomic additions. They also have
+one product for the router and the shared expert's gate.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
+from stepscope.workloads.gelu import Gelu, gelu_by
 from stepscope.workloads.workload import Evidence, Proof, numbers
 
 Dispatch = Literal["loop", "capacity", "one_hot", "tile", "grouped", "indexed"]
 Routing = Literal["learned", "balanced"]
 TILE_ROWS = 128
+_GATHERED = ("capacity", "tile", "grouped")
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -49,6 +52,7 @@ class MixtureOfExperts(nn.Module):
         dispatch: Dispatch,
         capacity_factor: float,
         routing: Routing = "learned",
+        gelu: Gelu = "torch",
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
@@ -56,6 +60,7 @@ class MixtureOfExperts(nn.Module):
         if capacity_factor <= 0:
             raise UsageError(f"capacity_factor={capacity_factor}: it must be positive")
         self.top_k, self.dispatch, self.capacity_factor, self.routing = top_k, dispatch, capacity_factor, routing
+        self.gelu: Gelu = gelu
         self.router = nn.Linear(width, num_experts, bias=False)
         self.w1 = nn.Parameter(torch.randn(num_experts, width, expert_width) * width**-0.5)
         self.w2 = nn.Parameter(torch.randn(num_experts, expert_width, width) * expert_width**-0.5)
@@ -69,7 +74,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., width] → the layer's output, and E · Σ_e share_e · mean probability_e: 1 in perfect balance."""
         tokens = x.reshape(-1, x.shape[-1])
-        logits = self.router(tokens)
+        logits, gate = self._gates(tokens)
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         weights, experts = self._route(probabilities)
         num_experts = self.w1.shape[0]
@@ -79,10 +84,20 @@ class MixtureOfExperts(nn.Module):
         balance = num_experts * (shares * probabilities.mean(0)).sum()
 
         routed = self._routed(tokens, weights, experts.reshape(-1), chosen, counts)
-        shared = self.shared_w2(functional.gelu(self.shared_w1(tokens)))
-        out = routed + self.shared_gate(tokens).sigmoid() * shared
+        shared = self.shared_w2(gelu_by(self.gelu, self.shared_w1(tokens)))
+        out = routed + gate.sigmoid() * shared
         self.slots_per_expert.copy_(counts)
         return out.reshape(x.shape), balance
+
+    def _gates(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The router's logits and the shared expert's."""
+        if self.dispatch not in _GATHERED:
+            return self.router(tokens), self.shared_gate(tokens)
+        # One product of an aligned width for both: that of width 1 is as slow, and its backward slower.
+        num_experts = self.w1.shape[0]
+        weight = torch.cat((self.router.weight, self.shared_gate.weight))
+        both = functional.linear(tokens, functional.pad(weight, (0, 0, 0, -len(weight) % 16)))
+        return both[:, :num_experts], both[:, num_experts : num_experts + 1]
 
     def _route(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         if self.routing == "learned":
@@ -140,7 +155,7 @@ class MixtureOfExperts(nn.Module):
         for count, w1, w2 in zip(counts, self.w1, self.w2):
             end = begin + count
             if count:
-                y[begin:end] = functional.gelu(rows[begin:end] @ w1) @ w2
+                y[begin:end] = gelu_by(self.gelu, rows[begin:end] @ w1) @ w2
             begin = end
         y = y * weights.reshape(-1)[order][:, None].to(y.dtype)
         return y.new_zeros(x.shape).index_add(0, token, y)
@@ -185,7 +200,7 @@ class MixtureOfExperts(nn.Module):
         return (slots * weights[..., None].to(slots.dtype)).sum(1)
 
     def _experts(self, rows: Tensor, product: Product) -> Tensor:
-        return product(functional.gelu(product(rows, self.w1)), self.w2)
+        return product(gelu_by(self.gelu, product(rows, self.w1)), self.w2)
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

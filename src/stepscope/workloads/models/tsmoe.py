@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads import experts
+from stepscope.workloads import experts, gelu
 from stepscope.workloads.experts import Dispatch, MixtureOfExperts, Routing
+from stepscope.workloads.gelu import Gelu
 from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
 from stepscope.workloads.ops.attention import causal_mask
 from stepscope.workloads.workload import CAPTURED, Built, Evidence, Proof, Workload, knob
@@ -38,6 +39,9 @@ class Config:
     capacity_factor: float = knob(1.25, "rows of an expert over the mean, with dispatch=capacity; more are dropped")
     routing: Routing = knob(  # noqa: RUF009
         "learned", "balanced: experts by a hash, as even as a trained router's; an untrained one fills two of eight"
+    )
+    gelu: Gelu = knob(  # noqa: RUF009
+        "torch", "the experts' GELU; kept: one kernel each way, its output kept for the backward pass"
     )
     mask: Literal["causal", "given", "inverted"] = knob(
         "causal",
@@ -82,6 +86,7 @@ class Block(nn.Module):
             dispatch=config.dispatch,
             capacity_factor=config.capacity_factor,
             routing=config.routing,
+            gelu=config.gelu,
         )
 
     def forward(
@@ -181,6 +186,7 @@ def build(config: Config) -> Built:
         num_active_parameters=sum(p.numel() for p in model.parameters()) - idle,
         proofs=(
             experts.proof(config.dispatch, config.layers, config.experts),
+            *gelu.proofs(config.gelu, 2 * config.layers),
             *(() if config.mask == "causal" else (_mask_proof(config),)),
         ),
         facts=lambda: experts.facts(layers),
@@ -206,7 +212,7 @@ WORKLOAD = Workload(
         },
     },
     build=build,
-    reference={"dispatch": "loop", "mask": "causal"},
+    reference={"dispatch": "loop", "mask": "causal", "gelu": "torch"},
     # experts ÷ top_k as the capacity factor: no token is dropped, whatever the router does.
     gate={
         "d_model": 32,

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from stepscope.workloads import experts
+from stepscope.workloads import experts, gelu
 from stepscope.workloads.experts import Dispatch, MixtureOfExperts, Routing
+from stepscope.workloads.gelu import Gelu
 from stepscope.workloads.workload import Built, Workload, knob
 
 
@@ -25,6 +26,7 @@ class MoeConfig:
     dispatch: Dispatch = knob("loop", "how tokens come to their experts and back")  # noqa: RUF009
     capacity_factor: float = knob(1.25, "rows of an expert over the mean, with dispatch=capacity; more are dropped")
     routing: Routing = knob("learned", "by the router, or balanced: by a hash, evenly")  # noqa: RUF009
+    gelu: Gelu = knob("torch", "kept: one kernel each way, its output kept for the backward pass")  # noqa: RUF009
     seq_len: int = knob(4096, "tokens of a sequence")
     batch: int = knob(16, "sequences in a batch")
 
@@ -43,6 +45,7 @@ class Layer(nn.Module):
             dispatch=config.dispatch,
             capacity_factor=config.capacity_factor,
             routing=config.routing,
+            gelu=config.gelu,
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +68,7 @@ def build(config: MoeConfig) -> Built:
         num_tokens=tokens,
         forward_flops=2 * config.width * products * tokens,
         num_active_parameters=sum(p.numel() for p in layer.parameters()) - idle * 2 * config.width * config.d_expert,
-        proofs=(experts.proof(config.dispatch, 1, config.experts),),
+        proofs=(experts.proof(config.dispatch, 1, config.experts), *gelu.proofs(config.gelu, 2)),
         facts=lambda: experts.facts([layer.moe]),
     )
 
@@ -80,7 +83,7 @@ WORKLOAD = Workload(
         "tiny": {"width": 64, "experts": 4, "d_expert": 64, "d_shared": 64, "seq_len": 64, "batch": 2},
     },
     build=build,
-    reference={"dispatch": "loop"},
+    reference={"dispatch": "loop", "gelu": "torch"},
     # experts ÷ top_k as the capacity factor: no token is dropped, whatever the router does.
     gate={
         "width": 32,
