@@ -345,7 +345,9 @@ class Session:
         title, seconds = windows.TITLES[self._window], wall_ns / 1e9
         if self._window != windows.FREE:
             num_left = self._windows.num_left(self._step)
-            self._tell(f"{title}: {num_left} step(s), about {num_left * seconds:.1f} s")
+            # A first step compiles, allocates and tunes: no other takes as long.
+            left = f"the first took {seconds:.1f} s" if self._step == 1 else f"about {num_left * seconds:.1f} s"
+            self._tell(f"{title}: {num_left} step(s), {left}")
         elif is_new:
             after = "the script ends here" if self._exit_after else "the script runs on (--exit-after would end it)"
             self._tell(f"all windows done; {after}")
