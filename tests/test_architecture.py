@@ -29,8 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": READ_SIDE,
     "plan": {"sweep", "record", "workloads", "devices", "errors"},
     "studies": {"report"} | READ_SIDE | RUN_SIDE,
-    "api": {"record", "report", "findings", "analysis", "trace", "errors"},
-    "cli": {"api", "studies", "report"} | READ_SIDE | RUN_SIDE,
+    "verify_fixes": {"sweep", "findings", "analysis", "trace", "errors"},
+    "api": {"record", "report", "findings", "analysis", "trace", "errors", "sweep", "verify_fixes"},
+    "cli": {"api", "studies", "report", "verify_fixes"} | READ_SIDE | RUN_SIDE,
     "__main__": {"cli"},
     "__init__": {"api", "record", "report", "version"},
 }

@@ -91,7 +91,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     done, _ = run("import stepscope; print(hasattr(stepscope, 'nothing'), sorted(stepscope.__all__))")
 
     names = ["__version__", "analyze", "audit", "compare", "configure_precision", "diagnose", "phase", "read"]
-    names += ["record", "report", "step", "what_if"]
+    names += ["record", "report", "step", "verify", "what_if"]
     assert done.stdout.startswith(f"False {names}")
 
 

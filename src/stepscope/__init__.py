@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         record,
         report,
         step,
+        verify,
         what_if,
     )
 
@@ -42,6 +43,7 @@ __all__ = [
     "record",
     "report",
     "step",
+    "verify",
     "what_if",
 ]
 

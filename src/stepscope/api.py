@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from stepscope.analysis.gates import Comparison
     from stepscope.analysis.traces import Analysis
+    from stepscope.analysis.verified import Verification
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
     from stepscope.record.precision import PrecisionChange
@@ -77,8 +78,8 @@ def analyze(
 
 
 def compare(
-    base: str | os.PathLike[str],
-    new: str | os.PathLike[str],
+    base: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    new: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     threshold: float = 0.02,
     allow: Collection[str] = (),
@@ -87,6 +88,7 @@ def compare(
 ) -> Comparison:
     """Whether two recordings, bench results or traces differ; `.pairs[0].change("step_time").verdict` says it.
 
+    A list of paths is several runs of one thing, three at the least: whole runs are then what is tested.
     `threshold` is the share below which a change is none. `allow` names what the comparison is about (`device`,
     `dtype` …), `fail_on` gates as on the command line (`step_time:3%`): see `.gates` and `.exit_code`.
     """
@@ -95,7 +97,12 @@ def compare(
     from stepscope.report.notebook import with_html
 
     gates = [parse_gate(text) for text in ([fail_on] if isinstance(fail_on, str) else fail_on)]
-    return with_html(compare_paths(Path(base), Path(new), threshold, allow, gates, use_cache))
+    sides = [
+        [Path(path) for path in ([side] if isinstance(side, (str, os.PathLike)) else side)] for side in (base, new)
+    ]
+    if not all(sides):
+        raise UsageError("compare: a side is an empty list")
+    return with_html(compare_paths(sides[0], sides[1], threshold, allow, gates, use_cache))
 
 
 def diagnose(
@@ -136,6 +143,37 @@ def what_if(
 
     case = open_case(Path(path), rank, use_cache, progress)
     return with_html(replay(case, scale, drop_launches, host, waits, clean))
+
+
+def verify(
+    target: str | os.PathLike[str],
+    *arguments: str,
+    fix: str | Sequence[str],
+    rounds: int = 4,
+    warmup: int = 8,
+    clean: int = 20,
+    tolerance: float | None = None,
+    timeout_s: float = 1800,
+    output: str | os.PathLike[str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Verification:
+    """What fixes bring, as `stepscope verify`: `.fixes[0].status` and `.change` say it, `.losses` whether they agree.
+
+    `target` is a recording, whose command is run again, or a script with its `arguments`; every run is a process of
+    its own. `progress` is told what is being done.
+    """
+    from stepscope.sweep.rerun import Options
+    from stepscope.verify_fixes import verify_fixes
+
+    return verify_fixes(
+        [os.fspath(target), *arguments],
+        [fix] if isinstance(fix, str) else fix,
+        rounds=rounds,
+        options=Options(warmup=warmup, clean=clean, timeout_s=timeout_s),
+        tolerance=tolerance,
+        output=None if output is None else Path(output),
+        doing=progress,
+    )
 
 
 def report(

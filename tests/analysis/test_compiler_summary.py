@@ -52,6 +52,16 @@ def test_recompiles_are_told_by_guard_with_the_sizes_seen():
     assert (step.guard, step.values, step.place) == ("self.step", ("1",), "m.py:7 in f")
 
 
+@pytest.mark.parametrize("tensor", ["self.rope.table", "L['self'].rope.table"], ids=["today", "torch 2.6"])
+def test_a_size_that_changed_has_the_line_where_it_is_first_used(tensor):
+    guard = f"0/0: tensor '{tensor}' size mismatch at index 0. expected 1, actual 8"
+    used = {"source": "L['self'].rope.table.size()[0]", "sizes": ["8"], "place": "rope.py:13 in forward"}
+    report = {"recompiles": [{"frame": "f (m.py:1)", "failed_guards": [guard]}], "dynamic_dimensions": [used]}
+
+    (found,) = compiler_summary(report).recompiles
+    assert found.place == "rope.py:13 in forward" and found.values == ("1", "8")
+
+
 def test_figures():
     summary = compiler_summary(REPORT)
 
@@ -78,6 +88,13 @@ def test_what_a_torch_does_not_tell_is_said(report, said):
 @pytest.mark.parametrize("nonsense", [None, 3, "x", [1], {"a": None}, [{"failed_guards": 3}], [{"calls": [1]}]])
 def test_nonsense_is_survived(name, nonsense):
     json.dumps(compiler_summary(REPORT | {name: nonsense}).to_json(), allow_nan=False)
+
+
+def test_a_failure_that_a_graph_break_tells_is_told_once():
+    failures = [{"reason": "the same", "place": "moe.py:9"}, {"reason": "another", "place": "moe.py:90"}]
+    summary = compiler_summary({**REPORT, "failures": failures})
+
+    assert [failure["reason"] for failure in summary.failures] == ["another"]
 
 
 def test_guards_of_any_other_form_are_kept():

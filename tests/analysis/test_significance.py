@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from stepscope.analysis.metrics import METRICS, Measure, change_of
-from stepscope.analysis.significance import MIN_SAMPLES, difference, mann_whitney
+from stepscope.analysis.significance import MIN_SAMPLES, difference, difference_of_runs, mann_whitney, student
 from stepscope.analysis.statistics import quantile
 
 REAL_US = json.loads((Path(__file__).parent / "data" / "step_times.json").read_text())["step_us"]
@@ -149,6 +149,59 @@ def test_a_slowdown_of_five_percent_is_caught():
 
     assert verdicts.count("slower") >= 0.9 * NUM_TRIALS
     assert verdicts.count("faster") == 0
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t", "p_value"),
+    [(1, 12.706, 0.05), (2, 4.303, 0.05), (4, 2.776, 0.05), (5, 4.032, 0.01), (10, 2.228, 0.05), (30, 2.750, 0.01)],
+)
+def test_students_t_is_that_of_the_tables(freedom, t, p_value):
+    assert student(t, freedom) == student(-t, freedom) == pytest.approx(p_value, rel=2e-3)
+    assert student(0.0, freedom) == 1
+
+
+def test_runs_that_are_all_alike():
+    same, other = difference_of_runs([7, 7, 7], [7, 7, 7]), difference_of_runs([7, 7, 7], [8, 8, 8])
+
+    assert (same.ratio, same.low, same.high, same.p_value) == (1, 1, 1, 1)
+    assert other.is_significant and other.ratio == pytest.approx(8 / 7)
+
+
+def test_the_interval_of_runs_is_wider_the_further_they_are_apart():
+    near = difference_of_runs([10, 10.1, 9.9], [11, 11.1, 10.9])
+    far = difference_of_runs([10, 12, 8], [11, 13, 9])
+
+    # By hand: logarithms' difference ± 2.776 · √(s² · 2 ÷ 3).
+    assert (near.low, near.high) == (pytest.approx(1.0760, abs=1e-3), pytest.approx(1.1245, abs=1e-3))
+    assert near.is_significant and not far.is_significant and far.low < 1 < far.high
+
+
+@pytest.mark.parametrize("num_runs", [3, 4, 5])
+def test_runs_on_a_machine_that_is_not_at_rest_are_seldom_called_different(num_runs):
+    """Runs of 30 neighbouring steps from anywhere in a real, restless hour: by steps alone, half would differ."""
+    generator = random.Random(5)
+    by_runs = by_steps = 0
+    for _ in range(NUM_TRIALS):
+        sides = []
+        for _ in range(2):
+            starts = [generator.randrange(len(REAL_US) - 30) for _ in range(num_runs)]
+            sides.append([REAL_US[start : start + 30] for start in starts])
+        medians = [[quantile(sorted(run), 0.5) for run in side] for side in sides]
+        by_runs += difference_of_runs(*medians).is_significant
+        by_steps += difference(*([us for run in side for us in run] for side in sides)).is_significant
+
+    assert 0 < by_runs <= 0.05 * NUM_TRIALS
+    assert by_steps > 0.3 * NUM_TRIALS
+
+
+def test_three_runs_of_each_side_show_five_percent_where_runs_are_one_percent_apart():
+    generator = random.Random(6)
+    shown = 0
+    for _ in range(NUM_TRIALS):
+        base, new = ([place * generator.lognormvariate(0, 0.01) for _ in range(3)] for place in (1, 1.05))
+        shown += difference_of_runs(base, new).is_significant
+
+    assert shown >= 0.9 * NUM_TRIALS
 
 
 def test_what_is_said_to_be_shown_four_times_out_of_five_is():

@@ -95,7 +95,16 @@ def test_products_casts_and_regions_are_a_steps():
     )  # fmt: skip
     assert casts_by_use(casts, 2).select("num_casts", "duration_ns").rows() == [(1.0, 4.0)]
 
+    first = "Torch-Compiled Region: 0/0"
     regions = pl.DataFrame(
-        {"name": ["a", "b", "a"], "is_nested": [False, True, False], "start_ns": [0, 1, 10], "end_ns": [4, 3, 18]}
+        {
+            "name": [first, "Torch-Compiled Region: 1/0", first],
+            "is_nested": [False, True, False],
+            "start_ns": [0, 1, 10],
+            "end_ns": [4, 3, 18],
+        }
     )
-    assert regions_by_name(regions, 2).rows() == [("a", False, 1.0, 6.0), ("b", True, 0.5, 1.0)]
+    assert regions_by_name(regions, 2, {}).rows() == [
+        ("compiled region 0/0", False, 1.0, 6.0),
+        ("compiled region 1/0", True, 0.5, 1.0),
+    ]

@@ -121,7 +121,7 @@ def test_a_malicious_snapshot_is_one_line_and_does_nothing(tmp_path):
         (("short.json.gz", "s.pickle"), "two recordings"),
         (("short.json.gz", "short.json.gz"), "differ in nothing"),
         (("run", "--step", "3"), "--step does not go with --memory"),
-        (("run", "--rank", "3"), "no rank 3: there are 0, 1"),
+        (("run", "--rank", "3"), "no rank 3: the ranks are 0, 1"),
         (("bare",), "--no-memory"),
         (("empty.json",), "empty.json"),
         (("quiet.json",), "profile_memory"),

@@ -1,4 +1,4 @@
-"""`stepscope analyze --attention` and `--copies` as commands: their screens, their JSON, their mistakes."""
+"""The views of `stepscope analyze`, `--attention`, `--copies`, `--compiler`: screens, JSON, mistakes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from analyze_verb import analyze
 from stepscope.findings.case import open_case
 from stepscope.report.attention import attention_report
 from stepscope.report.attention_text import attention_text
+from stepscope.report.compiler import compiler_report
+from stepscope.report.compiler_text import compiler_text
 from stepscope.report.copies import copies_report
 from stepscope.report.copies_text import copies_text
 from trace_builder import TRACES, TraceBuilder
@@ -30,6 +32,16 @@ def test_attention_names_the_mask_and_fits_80_columns():
     assert "6 on cuDNN" in text
     assert "a mask of 8×1×4096×4096 is given" in text
     assert "by PyTorch's documented rules" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_compilers_screen_of_a_trace_names_what_it_plans_for_again():
+    report = compiler_report(open_case(real("recompiles"), use_cache=False))
+    text = compiler_text(report, 8, 80)
+
+    assert "the shapes change from step to step" in " ".join(text.split())
+    assert "[8, 12, 656, 64], [8, 12, 664, 64]" in " ".join(text.split())
+    assert "compiled region 2/0" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -72,6 +84,7 @@ def test_a_trace_of_the_host_alone_has_copies_with_a_saving(tmp_path):
     (row,) = report.rows
     assert (row["what"], row["cause"], row["num_calls"], row["total_ns"]) == ("layout", "called", 1.0, 20_000)
     assert row["saving_ns"] == pytest.approx(20_000, rel=0.5)
+    assert "GPU" not in copies_text(report, 8, 80)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def test_modes_without_an_optimizer(mode, capsys):
         ([TOY, "--micro-batches", "0"], "--micro-batches 0: 1 or more"),
         (["{whole}:step"], "is a whole step of your own"),
         (["{whole}:broken"], "RuntimeError"),
+        (["{whole}:bare"], "needs no gradient"),
     ],
 )
 def test_mistakes_are_one_line(words, said, capsys, tmp_path):
@@ -78,6 +79,7 @@ def test_mistakes_are_one_line(words, said, capsys, tmp_path):
         "import torch\n"
         "def step():\n    return lambda: None\n"
         "def broken():\n    return torch.nn.Linear(2, 2), lambda: torch.ones(2, 3)\n"
+        "def bare():\n    return torch.nn.Flatten(0), lambda: torch.ones(1)\n"
     )
 
     assert main(["audit", *(word.format(whole=whole) for word in words)]) == 2

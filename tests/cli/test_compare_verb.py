@@ -162,6 +162,51 @@ def test_a_gate_does_not_pass_on_what_is_not_there(runs, compare, as_json):
     compare(runs / "base", folder, "--fail-on", "step_time:99%", code=4)
 
 
+def test_several_runs_of_each_side(runs, tmp_path, compare, as_json):
+    """Three recordings of one script against three of it that took half as long again, each a little otherwise."""
+    sides = []
+    for name, factor in (("base", 1.0), ("new", 1.5)):
+        sides.append([])
+        for number in range(3):
+            folder = tmp_path / f"{name}-{number}"
+            shutil.copytree(runs / "base", folder)
+            lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+            for line in (line for line in lines if "host_ns" in line):
+                scale = factor * (1 + number / 100)
+                line["host_ns"] = {part: round(ns * scale) for part, ns in line["host_ns"].items()}
+                line["wall_ns"] = sum(line["host_ns"].values())
+            (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            sides[-1].append(folder)
+    words = ("--base", *sides[0], "--new", *sides[1])
+
+    text = compare(*words, "--fail-on", "step_time:3%", code=3)
+    (pair,) = as_json(*words)["pairs"]
+
+    assert text.strip().startswith("Slower: a step takes") and "3 and 3 runs" in text
+    step = next(change for change in pair["changes"] if change["metric"] == "step_time")
+    assert (step["samples_are"], step["num_samples"], step["verdict"]) == ("runs", [3, 3], "slower")
+    assert step["share"] == pytest.approx(0.5, rel=1e-3) and step["low"] < 0.47 and step["high"] > 0.53
+    tables = add_up(pair)
+    assert tables["phase"]["delta"] == pytest.approx(step["delta"])
+    assert any("3 runs, a step takes" in note and "2.0 % apart" in note for note in pair["notes"])
+    assert "Too few samples for a verdict: 2 and 3 runs" in compare(
+        "--base", *sides[0][:2], "--new", *sides[1], code=4
+    )
+    for mistake, said in (
+        (("--base", *sides[0]), "--base and --new belong together"),
+        ((*sides[0],), "name BASE and NEW, or several runs of each"),
+        (("--base", *sides[0], sides[0][0], "--new", *sides[1]), "is named twice"),
+    ):
+        assert said in compare(*mistake, code=2)
+    other = compare("--base", sides[0][0], runs / "wide", "--new", *sides[1], code=4)
+    assert "are named as runs of one thing and differ in parameters" in other
+
+
+def test_sweeps_are_one_on_each_side(sweeps, compare):
+    words = ("--base", sweeps / "naive", sweeps / "builtin", "--new", sweeps / "naive")
+    assert "of bench results name one on each side" in compare(*words, code=2)
+
+
 def test_two_sweeps_about_one_knob(sweeps, compare, as_json):
     found = as_json(sweeps / "naive", sweeps / "builtin" / "results.jsonl")
 
@@ -247,10 +292,11 @@ def test_a_trace_of_few_steps_is_shown_without_a_verdict(tmp_path, compare, as_j
     longer.kernel("gemm_kernel_added", 170, 10)
     longer.write(tmp_path / "new.json")
 
-    text = compare(tmp_path / "base.json", tmp_path / "new.json", "--no-cache")
+    text = compare(tmp_path / "base.json", tmp_path / "new.json", "--no-cache", code=4)
 
     assert text.strip().startswith("Too few samples for a verdict: 2 and 2 steps")
-    tables = add_up(as_json(tmp_path / "base.json", tmp_path / "new.json", "--no-cache")["pairs"][0])
+    assert "whether these are the same in both: dtype, tokens, parameters, flops" in text
+    tables = add_up(as_json(tmp_path / "base.json", tmp_path / "new.json", "--no-cache", code=4)["pairs"][0])
     assert {row["name"]: row["delta"] for row in tables["kernel_class"]["rows"]}["gemm"] == 5000
     compare(tmp_path / "base.json", tmp_path / "new.json", "--no-cache", "--fail-on", "step_time:900%", code=4)
 
@@ -268,7 +314,7 @@ def test_real_traces(tmp_path, compare, as_json):
 @needs_traces
 def test_a_stalled_loader_shows_as_idle(as_json):
     h200 = TRACES / "h200"
-    found = as_json(h200 / "gpt2_eager.json.gz", h200 / "data_stall.json.gz", "--no-cache")
+    found = as_json(h200 / "gpt2_eager.json.gz", h200 / "data_stall.json.gz", "--no-cache", code=4)
 
     tables = add_up(found["pairs"][0])
     for by in ("phase", "kernel_class"):

@@ -85,6 +85,14 @@ def test_rules_are_suppressed_in_pyproject(trace, tmp_path, text, said):
         assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_rules_are_ignored_one_by_one_or_with_commas(trace):
+    done = stepscope(
+        "diagnose", trace, "--no-cache", "--json", "--ignore", "launch_bound,first_call", "--ignore", "recompiles"
+    )
+
+    assert json.loads(done.stdout)["suppressed"] == ["first_call", "launch_bound", "recompiles"], done.stderr
+
+
 def test_a_recording_without_a_trace_is_checked_as_far_as_it_goes(tmp_path):
     cpu_recording(tmp_path / "run")
 
@@ -113,6 +121,15 @@ def test_whatif_plays_the_trace_again(trace):
     assert unchanged["saving_ms"] == 0
     assert faster["saving_ms"] == pytest.approx(0, abs=0.006)
     assert quick["saving_ms"] == pytest.approx(0.55, rel=0.1)
+
+
+def test_whatif_of_a_trace_that_is_cut_off_says_so(trace, tmp_path):
+    (tmp_path / "cut.json").write_bytes(trace.read_bytes()[:-400])
+
+    done = stepscope("whatif", tmp_path / "cut.json", "--no-cache", "--host", "0.5")
+
+    assert "Note: the trace is cut off" in done.stdout, done.stderr
+    assert "Note" not in stepscope("whatif", trace, "--no-cache", "--host", "0.5").stdout
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from any_trace import any_trace
 from call_count import num_calls
 from stepscope.errors import UsageError
 from stepscope.findings.case import Case, open_case
-from stepscope.findings.diagnose import Diagnosis, all_rules, diagnose
+from stepscope.findings.diagnose import Diagnosis, Unchecked, all_rules, diagnose
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.report.findings_text import diagnosis_text, saving_of, saving_text
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
@@ -82,6 +82,41 @@ def test_a_rate_has_its_unit():
 
     assert "12.3 GB/s" in text and "4.00 GFLOP/s" in text and f" {'n' * 47}…" in text
     assert "bus bandwidth  best bus bandwidth  FLOP/s" in text
+
+
+def test_a_narrow_terminal_cuts_names_and_keeps_figures():
+    rows = [{"op": "aten::mm", "kernel": "k" * 99, "shapes": "s" * 99, "num_calls": 7, "duration_ns": 1_234_567}]
+    told = Finding("It is slow.", "do less", (Evidence("products", rows),), "it is not", saving_ns=1e5)
+    told = replace(told, saving_bytes=1 << 30, upper_bound=True, id="full_logits")
+    diagnosis = Diagnosis(1e6, False, (told,), (), (), (), "It is bound by the GPU.", 0.9, ())
+
+    for width in (70, 80, 120):
+        lines = diagnosis_text(diagnosis, False, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert any(line.endswith("7      1.23 ms") for line in lines), lines
+
+
+def test_nothing_found_where_nothing_could_look_is_no_health():
+    unchecked = tuple(Unchecked(name, "there is no trace") for name in ("a", "b", "c"))
+    blind = Diagnosis(None, False, (), ("d",), unchecked, (), "What binds it is not known.", None, ())
+    seen = replace(blind, gpu_busy_share=0.95)
+
+    assert "only 1 of 4 rules could look" in diagnosis_text(blind, False, 200)
+    assert "the step is healthy" not in diagnosis_text(blind, False, 200)
+    assert "the step is healthy as far as it could be checked" in diagnosis_text(seen, False, 200)
+
+
+def test_a_folder_of_traces_says_which_one_is_told(tmp_path):
+    for name in ("one.json", "other.json"):
+        TraceBuilder().step(1, 0, 400).op("aten::mm", 0, 20, id=1).launch("gemm", 5, runs=(30, 100), id=1).write(
+            tmp_path / name
+        )
+
+    told = diagnose(open_case(tmp_path, use_cache=False)).warnings
+
+    assert any("of 2 traces this is rank 0, one.json" in note for note in told)
+    assert any("nor their names say their ranks" in note for note in told)
+    assert not diagnose(open_case(tmp_path / "one.json", use_cache=False)).warnings
 
 
 def test_a_saving_in_time_and_memory_is_said_with_its_share():

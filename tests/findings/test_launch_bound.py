@@ -20,6 +20,7 @@ def test_the_time_of_launching():
     (finding,) = launch_bound.check(case_of(steps(many_small)))
 
     assert "20 kernels a step" in finding.sentence and "the host needs 2.1 ms to launch them" in finding.sentence
+    assert sum(row["num_kernels"] for row in finding.evidence[1].rows) == 20, "of a step, as the sentence"
     # 2.1 ms, of which 2 % are left, and the GPU's own: 20 kernels with pauses, of which the first 10 µs after launch.
     assert finding.saving_ns > 1_900_000
 

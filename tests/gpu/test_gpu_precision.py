@@ -56,7 +56,7 @@ def test_the_toy_model_has_its_published_dtypes(low):
     listed = {one.detail: one.ops for one in audit.stayed if one.reason == dtype_audit.FP32_LIST}
     assert ("native_layer_norm",) in listed.values()
     assert listed["nll_loss"] == ("nll_loss_forward",)
-    # log_softmax is on the list too, but cross_entropy_loss asks it for the dtype of the logits, which CUDA's autocast
+    # log_softmax is on the list too, but cross_entropy_loss asks for the dtype of the logits, which CUDA's autocast
     # then leaves alone.
     (softmax,) = [row for row in audit.facts["ops"] if row["op"] == "aten._log_softmax"]
     assert (softmax["inputs"], softmax["output"], softmax["reason"]) == ([name], name, None)

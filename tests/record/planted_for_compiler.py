@@ -41,6 +41,20 @@ class Rotary(nn.Module):
         return self.linear(x) * self.cosines
 
 
+class GrowingRotary(nn.Module):
+    """Registers a table that is longer than the one it was made with."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("cosines", torch.ones(1, 4), persistent=False)
+
+    def forward(self, x):
+        table = torch.cos(torch.arange(float(len(x))))[:, None].expand(-1, 4)
+        self.register_buffer("cosines", table, persistent=False)  # planted: longer buffer
+        return self.linear(x) * self.cosines
+
+
 class Experts(nn.Module):
     """A loop over experts, each with as many rows as the data says."""
 

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 import planted_for_compiler as planted  # noqa: E402
 
+from stepscope.analysis.compiler import compiler_summary  # noqa: E402
 from stepscope.record.compiler import CompilerProbe  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
@@ -77,9 +78,13 @@ def test_the_recompile_limit_and_what_runs_eagerly_since_are_named():
         rows(4)(function)
         model.step += 1
 
-    hits = compiled(model, [step] * 5, recompile_limit=2)["recompile_limit_hits"]
+    report = compiled(model, [step] * 5, recompile_limit=2)
 
-    assert len(hits) == 1 and str(SOURCE) in hits[0]["frame"] and "forward" in hits[0]["frame"]
+    (hit,) = report["recompile_limit_hits"]
+    assert str(SOURCE) in hit["frame"] and "forward" in hit["frame"]
+    # What torch then refuses to compile is no compile, no recompile and no failure of its own.
+    assert (report["num_compiles"], len(report["recompiles"]), report["failures"]) == (2, 1, [])
+    assert {str(SOURCE) in entry["frame"] for entry in (*report["frames"], *report["recompiles"])} == {True}
 
 
 def test_a_buffer_that_is_registered_again_is_named_with_its_line():
@@ -88,6 +93,16 @@ def test_a_buffer_that_is_registered_again_is_named_with_its_line():
     assert "_non_persistent_buffers_set" in found["failed_guards"][0]
     if TELLS_LINES:
         assert found["place"] == f"{SOURCE}:{line_of('buffer')} in forward"
+
+
+@pytest.mark.skipif(not TELLS_LINES, reason="this torch does not tell the line")
+def test_a_buffer_of_another_size_is_named_with_its_line_in_a_second_recording_too():
+    for _ in range(2):  # torch says the name of a file once in a process
+        report = compiled(planted.GrowingRotary(), [rows(4)] * 3)
+
+        (found,) = compiler_summary(report).recompiles
+        assert "cosines" in found.guard and found.values == ("1", "4")
+        assert found.place == f"{SOURCE}:{line_of('longer buffer')} in forward"
 
 
 def test_a_loop_over_experts_is_named_with_its_line():

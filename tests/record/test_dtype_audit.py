@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -87,6 +88,36 @@ def test_a_weight_that_is_used_twice_is_cast_once_an_activation_each_time():
     assert (activation.num_casts, activation.num_again) == (2, 1)
     assert activation.again_bytes == 4 * 8 * (4 + 2)
     assert "1 cast of the forward cast what it had cast already" in str(audit)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Returns(nn.Module):
+    """Gives its loss and its logits in one of the ways that models do."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x):
+        logits = self.linear(x)
+        return self.kind(loss=logits.float().square().mean(), logits=logits)
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, Output, lambda loss, logits: (loss, [logits])], ids=["dict", "dataclass", "tuple"]
+)
+def test_logits_beside_a_loss_are_found_in_whatever_a_model_returns(kind):
+    audit = stepscope.audit(Returns(kind), torch.randn(4, 8), autocast=torch.bfloat16)
+
+    assert (audit.facts["logits"], audit.facts["loss"]) == ("bfloat16", "float32")
+    assert gives(audit)[""] == ["float32", "bfloat16"]
+    # The audit itself calls the backward: that is no line of the model's.
+    assert {one.callers for one in audit.casts if one.phase == "backward"} == {()}
 
 
 class Careful(nn.Module):

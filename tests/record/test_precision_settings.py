@@ -101,6 +101,8 @@ def test_it_does_what_it_is_told_and_is_undone_exactly(start, call):
             assert after["cuda.matmul.allow_tf32"] == after["cudnn.allow_tf32"] == call["allow_tf32"]
             assert torch.backends.cuda.matmul.allow_tf32 == call["allow_tf32"]
             assert torch.backends.cudnn.allow_tf32 == call["allow_tf32"]
+            if "new" not in start:  # after torch's own `allow_tf32 = False` this raises where "high" was set before
+                assert (torch.get_float32_matmul_precision() == "highest") == (not call["allow_tf32"])
         if "matmul_precision" in call:
             assert torch.get_float32_matmul_precision() == call["matmul_precision"]
         reduced = "allow_bf16_reduced_precision_reduction"

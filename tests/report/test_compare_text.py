@@ -71,7 +71,7 @@ def test_what_is_refused_says_what_to_type():
     text = compare_text(comparison(pair), width=1000)
 
     assert text.startswith("Not comparable: they differ in device: H100 and H200.") and "--allow device" in text
-    assert "dtype: whether it is the same is not known of both" in text and "step time" not in text
+    assert "whether these are the same in both: dtype" in text and "step time" not in text
 
 
 def test_few_samples_are_told_with_their_number():
@@ -81,6 +81,16 @@ def test_few_samples_are_told_with_their_number():
 
     assert text.startswith("Too few samples for a verdict: 10 and 2 steps, where 6 on each side are the least")
     assert "where the change comes from" in text, "the deltas are shown all the same"
+
+
+def test_a_narrow_terminal_is_not_overrun():
+    pair = compare_pair(subject(), subject(1.001))
+
+    wide, narrow = (compare_text(comparison(pair), width=width) for width in (120, 70))
+
+    assert "  95 % interval\n" in wide
+    assert "  95 % interval\n" not in narrow and "no difference shown\n" in narrow
+    assert max(map(len, narrow.splitlines())) <= 70
 
 
 def test_points_are_a_table_and_the_one_that_changed_most_is_looked_into():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from stepscope.findings.finding import CannotCheck
+from stepscope.report.copies_text import copies_text
 from stepscope.report.parts import Bars, Table, Text
 from stepscope.report.sections import attention, copies
 from stepscope.report.source import Source
@@ -42,16 +45,29 @@ def test_attention_has_its_calls_and_its_reasons(source):
     assert why["because"] == ["a mask of 64×64 is given: flash takes none but is_causal=True"]
     assert why["source"] == ["derived"]
     assert of(parts, Bars).series[0].y == [30_000.0]
+    assert [part.text for part in parts if isinstance(part, Text)][1] == (
+        "efficient 2×4×64×64×16 does not run on flash: a mask of 64×64 is given: flash takes none but is_causal=True."
+    )
 
 
 def test_copies_have_their_source_and_their_saving(source):
     parts = copies.parts(source)
 
     table = of(parts, Table, "copy_sources").columns
-    assert (table["op"], table["cause"], table["total_ns"]) == (["aten::clone"], ["called"], [20_000.0])
+    assert (table["op"], table["cause"], table["total_ns"]) == (["clone"], ["called"], [20_000.0])
     assert table["bytes"] == [2048.0]
     assert table["saving_ns"][0] > 0
     assert of(parts, Text).text.startswith("Copies a step: 1, which take 20.00 µs")
+
+
+def test_the_screen_of_copies_has_module_and_line_below_what_was_called(source):
+    report = source.copies
+    where = {"module": "blocks.*.a_long_name_of_a_module", "caller": "model.py(12): a_long_name_of_a_function"}
+    text = copies_text(dataclasses.replace(report, rows=tuple({**row, **where} for row in report.rows)), 8, 80)
+
+    place = text.splitlines().index("      in blocks.*.a_long_name_of_a_module at model.py(12):")
+    assert text.splitlines()[place - 1].startswith("  clone")
+    assert text.splitlines()[place + 1] == "      a_long_name_of_a_function"
 
 
 def test_a_trace_without_either_says_so(tmp_path):

@@ -136,21 +136,27 @@ def test_all_that_the_compiler_said_is_in_tables(tmp_path):
     told = COMPILER | {
         "graph_breaks": [
             {"reason": EVIL, "place": "a.py:1 in f", "count": 3},
-            {"reason": "b", "place": "c", "count": 2},
+            {"reason": "b", "place": "c.py:2 in g", "count": 2, "runs_eagerly": True},
+        ],
+        "failures": [
+            {"reason": "the same", "place": "c.py:2", "count": 1},
+            {"reason": "another", "place": "c.py:20", "count": 1},
         ],
         "frames": [{"frame": EVIL, "num_compiles": 7}],
     }
     parts = compiler.parts(Source(gpu_recording(tmp_path / "run", told)))
 
     assert of(parts, Table, "graph_breaks").columns == {
-        "place": ["a.py:1 in f", "c"], "reason": [EVIL, "b"], "num_times": [3, 2],
+        "place": ["a.py:1 in f", "c.py:2 in g"], "reason": [EVIL, "b"], "whole_function_runs_eagerly": [None, True],
+        "num_times": [3, 2],
     }  # fmt: skip
+    assert of(parts, Table, "failures").columns["reason"] == ["another"]  # the other is the break that gave up
     assert of(parts, Table, "recompiles").columns["guards_that_failed"] == ["x.size()[0] == 4"]
     assert of(parts, Table, "compiled_functions").columns == {"function": [EVIL], "num_compiles": [7]}
     shown = facts_in(parts)
     assert (shown["compiles"], shown["graph breaks"], shown["recompiles"]) == ("7", "5", "1")
     assert shown["compile time"] == "12.3 s" and shown["CUDA graphs"] == "5 recorded"
-    assert "compiles that failed" in of(parts, Text).text
+    assert "sizes compiled for any value" in of(parts, Text).text
 
 
 @pytest.mark.parametrize("nonsense", [None, "text", [], {}, 3, [None], [{"count": "many"}]])
@@ -167,7 +173,7 @@ def test_compiled_regions_of_a_trace(tmp_path):
     parts = compiler.parts(Source(trace.op("aten::mm", 12, 4).write(tmp_path / "t.json")))
     table = of(parts, Table, "compiled_regions")
 
-    assert table.columns["region"] == ["Torch-Compiled Region: 0/0", "Torch-Compiled Region: 1/0"]
+    assert table.columns["region"] == ["compiled region 0/0", "compiled region 1/0"]
     assert table.columns["is_called_by_another"] == [False, True] and table.columns["host_ns"] == [60_000, 20_000]
     assert "stepscope run" in of(parts, Missing).text
 
@@ -191,7 +197,7 @@ def test_precision_of_a_recording(tmp_path):
 
     table = of(parts, Table, "flops_by_dtype")
     assert table.columns["executed_flops"] == [flops.hardware_flops] and table.columns["share"] == [1.0]
-    assert facts_in(parts)["float32 products"] == "may run in TF32, on tensor cores"
+    assert facts_in(parts)["float32 products"] == "may run in TF32, on tensor cores"  # as older recordings have it
     live, memory = of(parts, Table, "memory_by_dtype"), source.memory.account
     assert sum(live.columns["live_bytes"]) == memory.peak_bytes
     assert [part.text.partition(":")[0] for part in parts if isinstance(part, Missing)] == [

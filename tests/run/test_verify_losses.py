@@ -138,6 +138,8 @@ def test_few_rounds_have_no_verdict_whatever_their_steps_show():
 
     assert found.change.verdict == "faster" and found.change.p_value < 0.001
     assert found.status == "too few samples" and "the steps say faster" in found.reason
+    alike = verify(PLAN, runs(10, 10, 10), runs(10, 10, 10), None)
+    assert alike.status == "too few samples" and "the steps show no difference, but" in alike.reason
 
 
 def test_two_sides_that_are_the_same_are_seldom_called_different_on_a_restless_machine():

@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+import stepscope
+from stepscope.errors import UsageError
+
 SCRIPT = """
 from tiny import *
 
@@ -38,6 +41,28 @@ def test_it_learns_the_same(found):
     losses = found["losses"]
     assert (losses["verdict"], losses["noise_share"], losses["limit_share"]) == ("agree", 0, 1e-3)
     assert losses["num_steps"] == 17 and losses["difference_share"] < 1e-4
+
+
+def test_it_is_a_function_too(lab, monkeypatch):
+    monkeypatch.chdir(lab.script(SCRIPT).folder)
+    told = []
+
+    words = {"fix": "unfused_optimizer", "rounds": 1, "warmup": 5, "clean": 6, "output": "from_python"}
+    found = stepscope.verify("train.py", "an argument", **words, progress=told.append)
+
+    (fix,) = found.fixes
+    assert (fix.status, found.exit_code, found.command) == ("too few samples", 4, "train.py 'an argument'")
+    assert fix.change.num_samples == (6, 6) and fix.losses.verdict == "agree"
+    assert told == [
+        "rehearsal: without",
+        "rehearsal: with unfused_optimizer",
+        "round 1 of 1: without",
+        "round 1 of 1: with unfused_optimizer",
+    ]
+    with pytest.raises(UsageError, match="no fix is called 'nosuch'"):
+        stepscope.verify("train.py", fix="nosuch")
+    with pytest.raises(UsageError, match="0 rounds"):
+        stepscope.verify("train.py", fix="autocast", rounds=0)
 
 
 def test_a_script_that_fails_by_itself_is_the_users_affair(lab):

@@ -146,6 +146,21 @@ def test_a_difference_within_the_noise_is_said_to_be_none():
     assert "no difference that counts" in sentence
 
 
+def test_results_that_are_not_finite_are_told_of_fp32_too():
+    asked = {**FP32["precision"], "deviation": {"gradients": {"num_not_finite": 3}}}
+    (comparison,) = compare_dtypes([{**FP32, "precision": asked}], {})
+
+    assert list(sentences(comparison)) == ["3 elements of fp32's results are not finite."]
+
+
+def test_as_fast_is_neither_faster_nor_slower():
+    same = {**FP32, "run": {**FP32["run"], "dtype": "tf32"}}
+    (comparison,) = compare_dtypes([FP32, same], {})
+
+    (sentence,) = sentences(comparison)
+    assert sentence.startswith("tf32 is as fast as fp32")
+
+
 def test_rows_that_failed_are_told_and_without_fp32_nothing_is_compared():
     lost = row("fp32", status="oom", reason="asked for 9.00 GiB where 1.00 GiB was free")
     (comparison,) = compare_dtypes([lost, SLOW], {})

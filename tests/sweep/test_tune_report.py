@@ -121,6 +121,15 @@ def test_without_a_right_default_there_is_no_gain():
     assert "oom: oom for a reason" in tuning_text(found)
 
 
+def test_where_nothing_can_be_used_it_is_said_whether_memory_is_the_reason():
+    pruned = row("batch=2", None, None, status="skipped")
+    pruned["tune"]["predicted_bytes"] = 40 << 20
+    defaults = [row("defaults", None, None, role="defaults", status=status) for status in ("oom", "wrong")]
+
+    assert tuning_text(tuning([defaults[0], pruned])).startswith("None of 2 points fits into the memory.")
+    assert tuning_text(tuning([defaults[1], pruned])).startswith("None of 2 points was right.")
+
+
 def test_the_screen_says_it_all():
     names = ["defaults", "batch=8"]
     rows = [row("defaults", 40, 10, role="defaults"), row("batch=8", 50, 20), row("batch=16", None, None)]

@@ -72,7 +72,7 @@ def test_a_rank_that_is_not_there_is_told_without_reading(tmp_path, opened):
     put(tmp_path / "a.json", rank=4)
     put(tmp_path / "b.json", rank=0)
 
-    with pytest.raises(UsageError, match=r"^no rank 3: there are 0, 4$"):
+    with pytest.raises(UsageError, match=r"^no rank 3: the ranks are 0, 4$"):
         ranks(tmp_path, 3)
     assert opened == []
 

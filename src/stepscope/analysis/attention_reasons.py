@@ -23,6 +23,10 @@ another back end first and flash could run; `unsaid`: torch refuses and gives no
 trace shows stands against it, so that a setting or the program chose otherwise."""
 
 
+BACK_ENDS = {"cudnn": "cuDNN", "efficient": "efficient", "math": "math", "flash": "flash", "flex": "flex"}
+"""As they are written."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """One reason why a back end did not run."""
@@ -70,6 +74,35 @@ def against_flash(call: Mapping[str, Any], is_on_gpu: bool, capability: tuple[in
     if not is_on_gpu and (call.get("dropout") or 0) > 0:
         codes.append("dropout")
     return codes
+
+
+def in_words(code: str, call: Mapping[str, Any]) -> str:
+    """What stands against flash, with what the call was given.
+
+    >>> in_words("mask", {"mask": "[64, 64]", "backend": "math"})
+    'a mask of 64×64 is given: flash takes none but is_causal=True'
+    """
+    backend = BACK_ENDS.get(call["backend"], str(call["backend"]))
+    return {
+        "mask": f"a mask of {shape_of(call.get('mask'))} is given: flash takes none but is_causal=True",
+        "dtype": f"the tensors are {call.get('dtype')}: flash takes {' and '.join(HALF)}",
+        "head_size": f"a head of {call.get('head_size')} is wider than {LARGEST_HEAD}",
+        "value_size": f"values are {call.get('value_size')} wide, queries {call.get('head_size')}",
+        "layout": "the last dimension of query, key or value is not in one piece",
+        "causal_lengths": f"is_causal with {call.get('num_queries')} queries and {call.get('num_keys')} keys",
+        "capability": "the device is older than compute capability 8.0",
+        "dropout": f"dropout of {call.get('dropout')}: the CPU's fused kernel has none",
+        "switched_off": "flash was switched off: sdpa_kernel(…) or torch.backends.cuda.enable_flash_sdp(False)",
+        "preferred": f"flash could run: PyTorch asks {backend} first on this device",
+        "unsaid": "PyTorch refuses it and does not say why",
+        "not_seen": f"nothing in the trace stands against flash: PyTorch prefers {backend} on this device, or a "
+        "setting or the program chose it",
+    }[code]
+
+
+def shape_of(mask: str | None) -> str:
+    """A mask's shape, or that there is none."""
+    return "none" if mask is None else mask.strip("[]").replace(", ", "×")
 
 
 def reasons(

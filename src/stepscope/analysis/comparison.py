@@ -10,7 +10,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stepscope.analysis.metrics import METRICS, THRESHOLD_SHARE, Change, Measure, change_of, neighbours_correlation
+from stepscope.analysis.metrics import (
+    METRICS,
+    STEPS,
+    THRESHOLD_SHARE,
+    Change,
+    Measure,
+    change_of,
+    neighbours_correlation,
+)
 from stepscope.analysis.phases import UNATTRIBUTED
 from stepscope.analysis.significance import MIN_SAMPLES
 
@@ -135,7 +143,7 @@ def compare_pair(
     name: str | None = None,
 ) -> Pair:
     """What changed from `base` to `new`; nothing but what differs where they are not comparable."""
-    unlike, unchecked = _unlike(base.identity, new.identity)
+    unlike, unchecked = unlike_aspects(base.identity, new.identity)
     refused = tuple(each for each in unlike if each.what not in allow)
     tables, no_tables = ([], []) if refused else _tables(base, new)
     changes = [] if refused else _changes(base, new, threshold_share)
@@ -158,12 +166,13 @@ def compare_pair(
     )
 
 
-def _unlike(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Differs], tuple[str, ...]]:
+def unlike_aspects(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Differs], tuple[str, ...]]:
+    """The aspects in which two identities differ, and those that are not known of both."""
     unlike, unchecked = [], []
     for aspect in ASPECTS:
+        if aspect not in base and aspect not in new:
+            continue  # there is no such thing
         before, after = base.get(aspect), new.get(aspect)
-        if before is None and after is None:
-            continue  # neither source knows of such a thing
         if before is None or after is None:
             unchecked.append(aspect)
         elif aspect in _TOLERANCE and isinstance(before, (int, float)) and isinstance(after, (int, float)):
@@ -253,12 +262,13 @@ def _filled(parts: Parts) -> dict[str, float]:
 def _restlessness(subject: Subject) -> list[str]:
     """What the order of the steps says: a machine that is not at rest makes neighbouring steps alike."""
     measure = subject.measures.get("step_time")
-    if measure is None or measure.samples is None or len(measure.samples) < MIN_SAMPLES:
+    if measure is None or measure.of != STEPS or len(measure.samples or ()) < MIN_SAMPLES:
         return []
-    correlation = neighbours_correlation(measure.samples)
-    if correlation <= _CORRELATED / math.sqrt(len(measure.samples)):
+    samples = measure.samples or ()
+    correlation = neighbours_correlation(samples)
+    if correlation <= _CORRELATED / math.sqrt(len(samples)):
         return []
     return [
         f"neighbouring steps are alike (correlation {correlation:.2f}): the machine was not at rest, or the work "
-        "drifts, and the interval is too narrow; measure both again, in turns"
+        "drifts, and the interval is too narrow; record both several times, in turns, and name all: --base … --new …"
     ]

@@ -55,6 +55,12 @@ def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
     return f"compiled region {compile_id}{where}"
 
 
+def named_regions(names: pl.Series, compiler: Mapping[str, Any]) -> pl.Series:
+    """The profiler's `Torch-Compiled Region: 0/0` as `region_name` says it."""
+    told = [region_name(name.partition(":")[2].strip(), compiler) for name in names]
+    return pl.Series(names.name, told, dtype=pl.String)
+
+
 def calls_by_graph(compiler: Mapping[str, Any]) -> dict[str, Calls]:
     """Key of a compiled graph → its calls in order, each with its module."""
     found: dict[str, Calls] = {}
@@ -73,9 +79,7 @@ def _regions(
     is_call = host["row"].is_in(modules.calls["row"].implode())
     is_in_module = ancestor(host, is_call).is_not_null()
     regions = host.select("row", pl.col("name").cast(pl.String)).filter(is_region & ~is_in_module)
-    ids = regions["name"].str.strip_prefix("Torch-Compiled Region: ").str.strip_chars()
-    named = {compile_id: region_name(compile_id, compiler) for compile_id in ids.unique()}
-    regions = regions.select("row", ids.replace_strict(named, return_dtype=pl.String).alias("module"))
+    regions = regions.select("row", named_regions(regions["name"], compiler).alias("module"))
     # A backward is told by its forward. What has neither, an old torch's graph, has at least a key.
     alone = is_graph & ~is_in_module & ancestor(host, is_region).is_null() & host["forward"].is_null()
     graphs = host.select("row", pl.col("name").cast(pl.String)).filter(alone)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import polars as pl
 
+from stepscope.analysis.compiled_modules import named_regions
 from stepscope.analysis.intervals import spans, sweep, union
 from stepscope.analysis.links import Linked
 from stepscope.analysis.names import matches
@@ -76,11 +80,13 @@ def _code(host: pl.DataFrame) -> pl.DataFrame:
     return calls.select(pl.coalesce("first_ns", "start_ns").alias("start_ns"), "end_ns")
 
 
-def regions_by_name(regions: pl.DataFrame, num_steps: int) -> pl.DataFrame:
-    """Regions by `name` and `is_nested`: `num_calls` and `host_ns`, with all that each calls, a step; most first."""
+def regions_by_name(regions: pl.DataFrame, num_steps: int, compiler: Mapping[str, Any]) -> pl.DataFrame:
+    """Regions by `name`, with its function where `compile.json` tells it, and `is_nested`: `num_calls` and `host_ns`,
+    with all that each calls, a step; most first."""
     length = pl.col("end_ns") - pl.col("start_ns")
     return (
-        regions.group_by("name", "is_nested")
+        regions.with_columns(named_regions(regions["name"], compiler))
+        .group_by("name", "is_nested")
         .agg((pl.len() / num_steps).alias("num_calls"), (length.sum() / num_steps).alias("host_ns"))
         .sort("host_ns", "name", descending=[True, False])
     )

@@ -56,6 +56,7 @@ class CompilerSummary:
     cuda_graph_skips: tuple[Mapping[str, Any], ...]
     caches: Mapping[str, Mapping[str, int]]
     failures: tuple[Mapping[str, Any], ...]
+    """`reason`, `place`, `count`: what was given up, where no graph break says so already."""
     frames: tuple[Mapping[str, Any], ...]
     num_calls: int
     """Calls of kernels and library ops in the compiled code that was seen."""
@@ -93,7 +94,8 @@ def compiler_summary(
     stages = stages if isinstance(stages, dict) else {}
     graphs, calls = entries(report, "graphs"), _calls(report)
     seconds = _number(report.get("compile_seconds"))
-    recompiles = _recompiles(entries(report, "recompiles"))
+    breaks, dynamic = entries(report, "graph_breaks"), entries(report, "dynamic_dimensions")
+    recompiles = _recompiles(entries(report, "recompiles"), {str(e.get("source")): e.get("place") for e in dynamic})
     cuda_graphs, caches = report.get("cuda_graphs"), report.get("caches")
     return CompilerSummary(
         num_compiles=int(_number(report.get("num_compiles"))),
@@ -101,16 +103,16 @@ def compiler_summary(
         num_ops=sum(int(_number(graph.get("num_ops"))) for graph in graphs) if graphs else None,
         seconds=seconds,
         seconds_by_stage={stage: _number(stages[stage]) for stage in STAGES if stage in stages},
-        graph_breaks=_by_count(entries(report, "graph_breaks")),
+        graph_breaks=_by_count(breaks),
         recompiles=recompiles,
         limit_hits=_by_count(entries(report, "recompile_limit_hits")),
-        dynamic_dimensions=tuple(entries(report, "dynamic_dimensions")),
+        dynamic_dimensions=tuple(dynamic),
         cuda_graphs=cuda_graphs if isinstance(cuda_graphs, dict) else None,
         cuda_graph_skips=_by_count(entries(report, "cuda_graph_skips")),
         caches={name: counts for name, counts in caches.items() if isinstance(counts, dict)}
         if isinstance(caches, dict)
         else {},
-        failures=_by_count(entries(report, "failures")),
+        failures=_by_count([failure for failure in entries(report, "failures") if not _is_told(failure, breaks)]),
         frames=tuple(entries(report, "frames")),
         num_calls=len(calls),
         num_placed_calls=sum(module is not None for module in calls),
@@ -147,14 +149,17 @@ def _untold(report: Mapping[str, Any], recompiles: tuple[Recompiled, ...]) -> li
     return untold
 
 
-def _recompiles(found: list[dict[str, Any]]) -> tuple[Recompiled, ...]:
-    """One entry for a function and a guard: of the guards of all earlier compiles, the first is the latest one's."""
+def _recompiles(found: list[dict[str, Any]], places: Mapping[str, Any]) -> tuple[Recompiled, ...]:
+    """One entry for a function and a guard: of the guards of all earlier compiles, the first is the latest one's.
+
+    `places` tell where a size is first used, by its expression: of a tensor's guard torch says no line.
+    """
     groups: dict[tuple[str, str], list[tuple[list[str], str | None, bool]]] = {}
     for entry in found:
         guards = entry.get("failed_guards")
         first = str(guards[0]) if isinstance(guards, list) and guards else "torch does not say why"
         guard, values, is_size = split_guard(first)
-        place = entry.get("place")
+        place = entry.get("place") or places.get(_size_of(first) or "")
         group = groups.setdefault((str(entry.get("frame")), guard), [])
         group.append((values, str(place) if place else None, is_size))
     grouped = [
@@ -186,6 +191,27 @@ def split_guard(text: str) -> tuple[str, list[str], bool]:
     if match := _EQUAL.match(text):
         return match.group(1).strip(), [match.group(2).strip()], False
     return text, [], False
+
+
+def _size_of(guard: str) -> str | None:
+    """The expression of the size that a guard is about, as Dynamo writes it where it is made dynamic.
+
+    >>> _size_of("0/0: tensor 'x' size mismatch at index 1. expected 8, actual 9")
+    "L['x'].size()[1]"
+    """
+    match = _MISMATCH.search(guard)
+    if match is None or match.group(2) != "size":
+        return None
+    tensor = re.sub(r"^(?!L\[)\w+", lambda found: f"L['{found.group()}']", match.group(1))
+    return f"{tensor}.size()[{match.group(3)}]"
+
+
+def _is_told(failure: Mapping[str, Any], breaks: list[dict[str, Any]]) -> bool:
+    """Whether a graph break at the same line says already that its function runs eagerly."""
+    place = failure.get("place")
+    return place is not None and any(
+        entry.get("runs_eagerly") and str(entry.get("place")).startswith(f"{place} in ") for entry in breaks
+    )
 
 
 def _by_count(found: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepscope.analysis.comparison import SCHEMA_VERSION, Pair
-from stepscope.analysis.metrics import METRICS, TOO_FEW
-from stepscope.analysis.significance import MIN_SAMPLES
+from stepscope.analysis.metrics import FEWEST, METRICS, STEPS, TOO_FEW
 from stepscope.errors import UsageError
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
@@ -60,13 +59,13 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 fine, 3 a gate failed, 4 not comparable or, at a gate, too little to decide."""
+        """0 fine, 3 a gate failed, 4 not comparable, or too few samples: at a gate, else of the step's time."""
         statuses = {gate.status for gate in self.gates}
         if FAILED in statuses:
             return EXIT_FAILED
-        if UNDECIDED in statuses or not any(pair.changes for pair in self.pairs):
-            return EXIT_NOT_COMPARABLE
-        return EXIT_FINE
+        steps = [change for pair in self.pairs if (change := pair.change("step_time")) is not None]
+        is_compared = bool(statuses) or any(change.verdict != TOO_FEW for change in steps)
+        return EXIT_FINE if is_compared and UNDECIDED not in statuses else EXIT_NOT_COMPARABLE
 
     def to_json(self) -> dict[str, Any]:
         """One object of plain values (docs/compare.md)."""
@@ -115,15 +114,18 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
         return result(UNDECIDED, f"missing: {reason}")
     if change.verdict == TOO_FEW:
         counts = " and ".join(map(str, change.num_samples or ()))
-        return result(
-            UNDECIDED, f"too few samples: {counts}, where {MIN_SAMPLES} on each side are the least", change.share
-        )
+        unit = change.samples_are or STEPS
+        reason = f"too few samples: {counts} {unit}, where {FEWEST[unit]} on each side are the least"
+        return result(UNDECIDED, reason, change.share)
     if change.share is None:
         worse = change.is_worse
         return result(FAILED if worse else PASSED, "it was 0 before" if worse else "no worse")
     if change.is_significant is False and (change.detectable_share or 0.0) > gate.limit_share:
         shown = f"{100 * (change.detectable_share or 0):.1f} %"
-        reason = f"such samples show a change from {shown} on, which is more than the limit: record more steps"
+        reason = (
+            f"such samples show a change from {shown} on, which is more than the limit: record more "
+            f"{change.samples_are}"
+        )
         return result(UNDECIDED, reason, change.share)
     if not change.is_worse:
         return result(PASSED, "no worse", change.share)

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from stepscope.analysis.significance import MIN_SAMPLES, Difference, difference
+from stepscope.analysis.significance import MIN_RUNS, MIN_SAMPLES, Difference, difference, difference_of_runs
 from stepscope.analysis.statistics import quantile
 
 THRESHOLD_SHARE = 0.02
 """A change below this is of no practical use, however significant; `--threshold`."""
 NO_DIFFERENCE, TOO_FEW, SAME = "no difference shown", "too few samples", "same"
+STEPS, RUNS = "steps", "runs"
+FEWEST = {STEPS: MIN_SAMPLES, RUNS: MIN_RUNS}
+"""What a verdict takes on each side."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Measure:
     value: float
     samples: tuple[float, ...] | None = None
     """Times of single steps, in order, that the value follows from; None: one figure a run, with no test to it."""
+    of: str = STEPS
+    """What a sample is: a step, or a whole run, by its own value (of a rate, the inverse)."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,11 @@ class Change:
     """Lower end of the 95 % bootstrap interval of `share`; null for figures with no samples, or too few."""
     high: float | None
     p_value: float | None
-    """Two-sided Mann–Whitney test of the samples."""
+    """Two-sided: the Mann–Whitney test of steps; of runs, Student's t-test and, from 4 and 4 on, that as well."""
     num_samples: tuple[int, int] | None
     """In each; null: one figure a run."""
+    samples_are: str | None
+    """`steps`; `runs`, where a side has several; null where there are none."""
     detectable_share: float | None
     """The smallest change that would have been shown, four times out of five."""
     is_significant: bool | None
@@ -95,10 +102,13 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
     num_samples: tuple[int, int] | None = None
     if base.samples is not None and new.samples is not None:
         num_samples = len(base.samples), len(new.samples)
-        if min(num_samples) < MIN_SAMPLES:
+        if min(num_samples) < FEWEST[base.of]:
             verdict = TOO_FEW
         else:
-            found = difference(_costs(metric, base), _costs(metric, new))
+            if base.of == RUNS:
+                found = difference_of_runs(base.samples, new.samples)
+            else:
+                found = difference(_costs(metric, base), _costs(metric, new))
             is_large = share is not None and abs(share) > threshold_share
             verdict = word if found.is_significant and is_large else NO_DIFFERENCE
     else:
@@ -118,6 +128,7 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
         high=ends[1],
         p_value=None if found is None else found.p_value,
         num_samples=num_samples,
+        samples_are=None if num_samples is None else base.of,
         detectable_share=None if found is None else max(threshold_share, found.detectable_share),
         is_significant=None if found is None else found.is_significant,
         is_worse=(new.value > base.value) == metric.is_lower_better and new.value != base.value,

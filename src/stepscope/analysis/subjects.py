@@ -172,17 +172,19 @@ def point_subject(
         ):
             if value is not None:
                 measures[name] = Measure(value)
+    identity = {
+        "device": point.device_name,
+        "dtype": point.axes.get("dtype"),
+        "tokens": point.num_tokens,
+        "parameters": point.num_parameters,
+        "topology": environment.get("world_size"),
+        "flops": point.flops_formula or (None if row.get("flops_unseen") else point.flops_counted),
+    }
     return Subject(
         name=point.hash,
         measures=measures,
-        identity={
-            "device": point.device_name,
-            "dtype": point.axes.get("dtype"),
-            "tokens": point.num_tokens,
-            "parameters": point.num_parameters,
-            "topology": environment.get("world_size"),
-            "flops": point.flops_formula or (None if row.get("flops_unseen") else point.flops_counted),
-        },
+        # An op has neither parameters nor, it may be, tokens: what no row knows is nothing to be checked.
+        identity={aspect: value for aspect, value in identity.items() if value is not None},
         context={**point.axes, **environment_context(environment)},
         missing=lacks,
         notes=point.notes,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from stepscope.analysis.comparison import Parts, Subject
+from stepscope.analysis.comparison import ASPECTS, Parts, Subject
 from stepscope.analysis.memory import MemorySummary, at_peak_by
 from stepscope.analysis.metrics import Measure
 from stepscope.analysis.ops import module_groups
@@ -57,7 +57,7 @@ def trace_subject(analysis: Analysis, name: str) -> Subject:
     return Subject(
         name=name,
         measures=measures,
-        identity={"device": first.device_name, "topology": len(ranks)},
+        identity={**dict.fromkeys(ASPECTS), "device": first.device_name, "topology": len(ranks)},
         context={
             "ranks": ", ".join(str(rank.rank) for rank in ranks),
             "steps found by": first.step_source,

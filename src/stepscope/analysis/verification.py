@@ -55,8 +55,9 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     change, rounds = _change(plan, unit, before, after)
     status, reason = change.verdict, None
     p_value = _runs_p_value(rounds, status, unit, before, after)
-    if status in (FASTER, SLOWER) and len(rounds) < MIN_ROUNDS:
-        reason = f"the steps say {status}, but with fewer than {MIN_ROUNDS} rounds runs cannot be told from chance"
+    if status != TOO_FEW and len(rounds) < MIN_ROUNDS:
+        said = "show no difference" if status == NO_DIFFERENCE else f"say {status}"
+        reason = f"the steps {said}, but with fewer than {MIN_ROUNDS} rounds runs cannot be told from chance"
         status = TOO_FEW
     elif status in (FASTER, SLOWER) and p_value >= SIGNIFICANCE:
         status, reason = NO_DIFFERENCE, "runs with and without it overlap: what the steps show does not repeat itself"

@@ -5,12 +5,16 @@ two traces (a file, or a folder of ranks). A difference is called one when a Man
 interval of the median's change both show it and it is larger than --threshold. Runs on another device, in another
 dtype, of other tokens, parameters, ranks or FLOPs are refused, unless --allow says that the comparison is about that.
 
-The exit code is 0 when all is fine, 3 when a gate failed, 4 when the two are not comparable or a gate lacks data or
-samples, 2 for a mistake. A gate never passes on missing data.
+Two runs of the same thing differ too. --base and --new take several of each, three at the least: then whole runs are
+what is tested, and how far they are apart is in the interval.
+
+The exit code is 0 when all is fine, 3 when a gate failed, 4 when the two are not comparable or samples are too few, 2
+for a mistake. A gate never passes on missing data.
 
 examples:
   stepscope compare runs/main runs/mine
   stepscope compare runs/main runs/mine --fail-on step_time:3% --fail-on peak_memory:1%
+  stepscope compare --base runs/main-* --new runs/mine-* --fail-on step_time:3%
   stepscope compare runs/h100 runs/h200 --allow device
   stepscope compare before.json.gz after.json.gz --top 20
   stepscope compare runs/main runs/mine --fail-on tokens_per_second:3% --github-summary
@@ -35,8 +39,11 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("base", type=Path, metavar="BASE", help="a recording, a bench result, a trace")
-    parser.add_argument("new", type=Path, metavar="NEW", help="another of the same kind")
+    parser.add_argument(
+        "paths", nargs="*", type=Path, metavar="BASE NEW", help="two recordings, two bench results, two traces"
+    )
+    parser.add_argument("--base", nargs="+", type=Path, metavar="PATH", help="several runs in place of BASE")
+    parser.add_argument("--new", nargs="+", type=Path, metavar="PATH", help="several runs in place of NEW")
     parser.add_argument(
         "--fail-on",
         action="append",
@@ -69,6 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     if arguments.json and arguments.markdown:
         raise UsageError("--json and --markdown are two ways to print one answer: name one")
+    base, new = _sides(arguments)
     gates = [parse_gate(text) for text in _words(arguments.fail_on)]
     if arguments.fail_on and not gates:
         raise UsageError("--fail-on names no gate: write METRIC:LIMIT%, as in step_time:3%")
@@ -76,8 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         with Progress("reading") as progress:
             comparison = compare_paths(
-                arguments.base,
-                arguments.new,
+                base,
+                new,
                 arguments.threshold,
                 _words(arguments.allow),
                 gates,
@@ -91,6 +99,19 @@ def main(arguments: argparse.Namespace) -> int:
         _append(summary, comparison, arguments.top)
     _print(comparison, arguments)
     return comparison.exit_code
+
+
+def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    paths, base, new = arguments.paths, arguments.base, arguments.new
+    if base and new and not paths:
+        return base, new
+    if base or new:
+        raise UsageError("--base and --new belong together, and stand in place of BASE NEW")
+    if len(paths) != 2:
+        raise UsageError(
+            "name BASE and NEW, or several runs of each: --base runs/a1 runs/a2 … --new runs/b1 runs/b2 …"
+        )
+    return paths[:1], paths[1:]
 
 
 def _print(comparison: Comparison, arguments: argparse.Namespace) -> None:

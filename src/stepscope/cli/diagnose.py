@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a recording, a trace, a folder of ranks")
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
     parser.add_argument(
-        "--ignore", action="append", default=[], metavar="ID", help="a rule not to ask; may be given often"
+        "--ignore", action="append", default=[], metavar="ID", help="a rule not to ask; may be repeated"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object (docs/diagnose.md)")
     parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
@@ -39,7 +39,8 @@ def main(arguments: argparse.Namespace) -> int:
     from stepscope.cli.progress import Progress
     from stepscope.cli.settings import ignored_rules
 
-    ignored = {*ignored_rules(Path.cwd()), *arguments.ignore}
+    named = [name for names in arguments.ignore for name in names.split(",") if name]
+    ignored = {*ignored_rules(Path.cwd()), *named}
     with Progress("reading") as progress:
         diagnosis = diagnose(
             arguments.path,

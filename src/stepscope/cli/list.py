@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,8 @@ def _rules(arguments: argparse.Namespace) -> int:
         text = json.dumps({"rules": [{"id": name, "question": about} for name, about in wanted.items()]}, indent=2)
     else:
         width = max(map(len, wanted))
-        text = "\n".join(f"{name:<{width}}  {about}" for name, about in wanted.items())
+        lines = [_wrap(about, f"{name:<{width}}  ", " " * (width + 2)) for name, about in wanted.items()]
+        text = "\n".join(line for wrapped in lines for line in wrapped)
     write([text, "\n"])
     return 0
 
@@ -204,6 +206,7 @@ def _table(title: str, rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _wrap(text: str, head: str, indent: str) -> list[str]:
+    width = max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
     return textwrap.wrap(
-        text, WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
+        text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
     )

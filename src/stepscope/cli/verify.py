@@ -19,28 +19,17 @@ examples:
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from stepscope.cli.numbers import positive
 from stepscope.cli.output import print_result, tell, write
-from stepscope.errors import MissingDependencyError, UsageError
-
-if TYPE_CHECKING:
-    from stepscope.analysis.verified import Verification
-    from stepscope.findings.fixes import Chosen
-    from stepscope.sweep.rerun import Command
-    from stepscope.trace.recording import Recording
+from stepscope.cli.progress import Doing
+from stepscope.errors import UsageError
 
 LIST = "list"
 ANYWHERE = ("--fix", "--rounds", "--json")
 """Options that are Stepscope's also behind a script's name."""
-RESULT_FILE = "verify.json"
-RESTLESS_SHARE = 0.1
-"""How far the medians of runs without any fix may be apart before it is said."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +60,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Verify, print, and return the exit code that a job can go by."""
-    from stepscope.findings.fixes import parse_fix
-
     words = _own_options(arguments)
     if LIST in arguments.fix:
         from stepscope.cli.list import fixes_text
@@ -81,14 +68,21 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if not words:
         raise UsageError("name a recording or a script: stepscope verify runs/baseline --fix autocast")
-    if not arguments.fix:
-        raise UsageError("name a fix: --fix ID (stepscope list fixes says which there are)")
-    if arguments.warmup < 5:
-        raise UsageError(f"--warmup is {arguments.warmup}: a fix is made in the third step, so 5 are the least")
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError("a script is run again: pip install torch")
-    chosen = [parse_fix(text) for text in dict.fromkeys(arguments.fix)]
-    verification = _verify(words, chosen, arguments)
+    from stepscope.sweep.rerun import Options
+    from stepscope.verify_fixes import verify_fixes
+
+    with Doing() as doing:
+        verification = verify_fixes(
+            words,
+            arguments.fix,
+            is_module=bool(arguments.module),
+            rounds=arguments.rounds,
+            options=Options(warmup=arguments.warmup, clean=arguments.clean, timeout_s=arguments.timeout),
+            tolerance=arguments.tolerance,
+            output=arguments.output,
+            doing=doing,
+            warn=lambda warning: tell(f"stepscope verify: {warning}"),
+        )
 
     def to_text(colour: bool, width: int) -> str:
         from stepscope.report.verify_text import verify_text
@@ -97,79 +91,6 @@ def main(arguments: argparse.Namespace) -> int:
 
     print_result(verification.to_json, to_text, arguments.json)
     return verification.exit_code
-
-
-def _verify(words: list[str], chosen: list[Chosen], arguments: argparse.Namespace) -> Verification:
-    """Run everything, and write the answer beside the recordings."""
-    from stepscope.analysis.verification import medians_ns, step_ns, verify
-    from stepscope.analysis.verified import Plan, Verification
-    from stepscope.cli.verify_runs import environment_changes, expected_gains, run_all
-    from stepscope.sweep.rerun import Options, recorded_command, script_command
-    from stepscope.trace.recording import RECORDING_FILE, read_recording
-
-    path = Path(words[0])
-    recording: Recording | None = None
-    warnings: list[str] = []
-    if not arguments.module and (path / RECORDING_FILE).is_file():
-        recording = read_recording(path)
-        command, warnings = recorded_command(path, recording.facts)
-    else:
-        command = script_command(words, bool(arguments.module))
-    for warning in warnings:
-        tell(f"stepscope verify: {warning}")
-    folder = _folder(arguments.output, command)
-    plans = [
-        Plan(
-            each.text,
-            each.arithmetic,
-            [fix.lowers_to for fix in each.fixes if fix.lowers_to is not None],
-            arguments.tolerance,
-        )
-        for each in chosen
-    ]
-    options = Options(warmup=arguments.warmup, clean=arguments.clean, timeout_s=arguments.timeout)
-    before, after = run_all(command, plans, folder, options, arguments.rounds)
-    first = before[0].recording
-    assert first is not None
-    environment = first.facts.get("environment") or {}
-    warnings += environment_changes(recording, first)
-    expected = expected_gains(path, recording, environment.get("device_name"), chosen)
-    medians = medians_ns(before)
-    apart_share = max(medians) / min(medians) - 1
-    if apart_share > RESTLESS_SHARE:
-        warnings.append(
-            f"runs of the same script are {apart_share:.0%} apart: the machine is not at rest; --rounds "
-            f"{2 * arguments.rounds} shows smaller gains, a quiet machine more of them"
-        )
-    verification = Verification(
-        command=command.text,
-        folder=str(folder),
-        device_name=environment.get("device_name"),
-        torch=environment.get("torch"),
-        num_rounds=arguments.rounds,
-        step_ns=step_ns(before),
-        apart_share=apart_share,
-        fixes=tuple(verify(plan, before, after[plan.fix], expected.get(plan.fix)) for plan in plans),
-        warnings=tuple(warnings),
-    )
-    (folder / RESULT_FILE).write_text(json.dumps(verification.to_json(), indent=1) + "\n", encoding="utf-8")
-    return verification
-
-
-def _folder(given: Path | None, command: Command) -> Path:
-    """Where the runs go: absolute, as the script runs in a folder of its own."""
-    if given is not None:
-        if given.exists() and (not given.is_dir() or any(given.iterdir())):
-            raise UsageError(f"{given} is not empty: name another folder with -o")
-        return given.absolute()
-    word = next((word for word in command.words if word != "-m"), "script")
-    name = f"verify-{Path(word).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = Path("runs") / name
-    number = 1
-    while found.exists():
-        number += 1
-        found = Path("runs") / f"{name}-{number}"
-    return found.absolute()
 
 
 class _Rest(argparse.ArgumentParser):

@@ -28,7 +28,7 @@ from stepscope.findings.tables import TraceTables
 from stepscope.trace.find import find_traces
 from stepscope.trace.memory_file import MEMORY_FILE, read_memory
 from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
-from stepscope.trace.several import open_ranks, refuse_two_of_one_rank
+from stepscope.trace.several import RankTrace, open_ranks, refuse_two_of_one_rank
 from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03
@@ -49,11 +49,20 @@ class Case(TraceTables):
         rank: int = 0,
         recording: Recording | None = None,
         ranks: tuple[RankAccount, ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> None:
         super().__init__(trace, rank)
         self.path = path
+        self._notes = notes
         self._recording = recording
         self._ranks = ranks
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which of several traces this is, and whether it is whole."""
+        is_cut_off = self._trace is not None and self._trace.facts.is_cut_off
+        cut = ("the trace is cut off: GPU work is written last, and may be missing",) if is_cut_off else ()
+        return (*self._notes, *cut)
 
     @property
     def recording(self) -> Recording:
@@ -203,13 +212,18 @@ def open_case(
             raise
         return Case(path, None, 0, recording)
     refuse_two_of_one_rank(files, rank)
-    traces: dict[int, Trace] = {}
-    accounts = []
+    first: RankTrace | None = None
+    accounts, notes = [], []
+    is_known = True
     for opened in open_ranks(files, rank, use_cache, progress):
-        traces = {**traces, opened.rank: opened.trace} if not traces or opened.rank < min(traces) else traces
+        first = opened if first is None or opened.rank < first.rank else first
+        is_known = is_known and opened.is_known
         if len(files) > 1 and rank is None:
             accounts.append(account(opened.trace, opened.rank))
-    if not traces:
+    if first is None:
         raise UsageError(f"{path}: no trace")
-    first = min(traces)
-    return Case(path, traces[first], first, recording, tuple(accounts))
+    if accounts:
+        notes.append(f"of {len(files)} traces this is rank {first.rank}, {first.path.name}; --rank chooses another")
+    if accounts and not is_known:
+        notes.append("neither the traces nor their names say their ranks: of different runs, name one file at a time")
+    return Case(path, first.trace, first.rank, recording, tuple(accounts), tuple(notes))

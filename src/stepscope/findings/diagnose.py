@@ -163,5 +163,4 @@ def _warnings(case: Case) -> tuple[str, ...]:
         account = case.account
     except CannotCheck as reason:
         return (str(reason),)
-    cut = ("the trace is cut off: GPU work is written last, and may be missing",) if account.is_cut_off else ()
-    return (*cut, *account.warnings)
+    return (*case.notes, *account.warnings)

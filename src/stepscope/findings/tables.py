@@ -14,6 +14,7 @@ from stepscope.analysis.compiled_regions import compiled_regions, entering
 from stepscope.analysis.copies import copies
 from stepscope.analysis.idle import idle_gaps
 from stepscope.analysis.intervals import length_ns, spans, union
+from stepscope.analysis.kernels import kernel_sizes
 from stepscope.analysis.links import Linked, link
 from stepscope.analysis.logits import logits
 from stepscope.analysis.masks import mask_indexing
@@ -92,6 +93,11 @@ class TraceTables:
     def busy_ns(self) -> float:
         """How long the GPU was at work in a typical step, on any of its streams."""
         return length_ns(union(spans(self.work))) / self.num_steps
+
+    @cached_property
+    def kernel_sizes(self) -> pl.DataFrame:
+        """Kernels of a typical step by how long they are (`analysis/kernels.py`)."""
+        return kernel_sizes(self.work).with_columns(pl.col("num_kernels", "total_ns") / self.num_steps)
 
     @cached_property
     def idle(self) -> pl.DataFrame:

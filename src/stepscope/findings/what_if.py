@@ -29,6 +29,8 @@ class WhatIf:
     before: Replayed
     after: Replayed
     is_changed: bool
+    notes: tuple[str, ...] = ()
+    """Which of several traces this is, and whether it is whole."""
 
     def to_json(self) -> dict[str, Any]:
         """One object of plain values (docs/whatif.md)."""
@@ -44,6 +46,7 @@ class WhatIf:
             "before": milliseconds(self.before),
             "after": milliseconds(self.after),
             "saving_ms": (self.before.done_ns - self.after.done_ns) / 1e6,
+            "notes": list(self.notes),
         }
 
 
@@ -80,4 +83,5 @@ def what_if(
         before=before,
         after=replay.play(change),
         is_changed=bool(durations or gone or unwaited or host is not None),
+        notes=case.notes,
     )

@@ -66,6 +66,7 @@ class CompilerProbe:
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
 
     def start(self) -> None:
+        self._files = _numbered_files()
         self._listen("torch.__trace", self._structured)
         # These two are said as warnings only.
         self._listen("torch._dynamo.convert_frame", self._warning)
@@ -195,8 +196,10 @@ class CompilerProbe:
             self._stages[stage] += max(0.0, us - inner)
 
     def _compiled(self, metrics: dict[str, Any], frame: tuple[Any, Any]) -> None:
-        self.num_compiles += 1
         self._spent(metrics, FORWARD_STAGES)
+        if metrics.get("co_name") is None:
+            return  # at the recompile limit torch stops before it reads the function; `_warning` hears which it is
+        self.num_compiles += 1
         where = f"{metrics.get('co_name')} ({metrics.get('co_filename')}:{metrics.get('co_firstlineno')})"
         self._frames[where] += 1
         compile_id = _slashed(frame)
@@ -235,6 +238,12 @@ class CompilerProbe:
             place = place_of(text)
             reason = re.sub(r"\.? Found from :.*", "", first_line(text))
             self._skips[reason + (f", {place}" if place else "")] += 1
+
+
+def _numbered_files() -> dict[Any, str]:
+    """The names of files that torch has logged already, by their number: it does not say them again."""
+    structured = sys.modules.get("torch._logging.structured")
+    return {number: name for name, number in getattr(structured, "INTERN_TABLE", {}).items()}
 
 
 def _slashed(frame: tuple[Any, Any]) -> str:

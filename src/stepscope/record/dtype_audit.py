@@ -15,7 +15,7 @@ from torch import nn
 
 from stepscope.record import autocast_policy
 from stepscope.record.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER
-from stepscope.record.dtype_calls import Functions, ModuleDtypes, NormCall, short
+from stepscope.record.dtype_calls import Functions, ModuleDtypes, NormCall, logits_in, short, tensors_of
 from stepscope.record.dtype_ledger import DtypeLedger, OpKey
 from stepscope.record.model import parameter_facts
 from stepscope.record.precision import precision_settings
@@ -88,10 +88,11 @@ def audit_dtypes(
     functions, modules = Functions(device_type), ModuleDtypes(module)
     ledger = DtypeLedger(module, [], lambda: phase[-1], functions, device_type, autocast)
     found: dict[str, Any] = {"logits": None, "loss": None, "gradients": [], "optimizer_state": []}
+    of_logits = None
     with _as_it_was(module, inputs):
         if logits is not None:
             with torch.no_grad(), contexts():
-                found["logits"] = _dtype(_parts(logits())[0])
+                of_logits = logits_in(logits())
         modules.start()
         ledger.start()
         ledger.note_batch(tensors_in(inputs))
@@ -101,15 +102,14 @@ def audit_dtypes(
                 phase.append(FORWARD)
                 with functions, contexts():
                     out = forward()
-                    if loss is not None:
-                        found["logits"] = found["logits"] or _dtype(_parts(out)[0])
-                        out = loss(out)
-                made, number = _parts(out)
-                found["logits"] = found["logits"] or _dtype(made)
-                found["loss"] = _dtype(number)
+                    out = out if loss is None else loss(out)
+                number = _loss_in(out)
+                found["loss"] = None if number is None else short(number.dtype)
                 if has_backward:
                     phase.append(BACKWARD)
                     start = out if number is None else number
+                    if not any(tensor.requires_grad for tensor in tensors_of(start)):
+                        raise BadAudit("what the module returns needs no gradient: there is no backward to audit")
                     ledger.backward_begins(tensors=start)
                     with functions:
                         (backward or _backward)(start)
@@ -127,6 +127,8 @@ def audit_dtypes(
         finally:
             ledger.stop()
             modules.stop()
+    made = modules.logits if of_logits is None else of_logits.dtype
+    found["logits"] = None if made is None else short(made)
     low = autocast if autocast is not None else _low_dtype(module)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -224,9 +226,7 @@ def _has_fused(function: str, dtype: torch.dtype, device_type: str) -> bool:
 
 
 def _backward(out: Any) -> None:
-    outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-    if not outputs:
-        raise BadAudit("what the module returns needs no gradient: there is no backward to audit")
+    outputs = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
 
 
@@ -241,10 +241,9 @@ def _copies(module: nn.Module) -> list[torch.Tensor]:
     return copies
 
 
-def _parts(out: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What a module gave: the first floating-point tensor with dimensions, and the first without, a loss."""
-    found = [tensor for tensor in tensors_in(out) if tensor.is_floating_point()]
-    return next((t for t in found if t.dim()), None), next((t for t in found if not t.dim()), None)
+def _loss_in(out: Any) -> torch.Tensor | None:
+    """The first floating-point tensor without dimensions."""
+    return next((tensor for tensor in tensors_of(out) if tensor.is_floating_point() and not tensor.dim()), None)
 
 
 @contextmanager
@@ -266,10 +265,6 @@ def _as_it_was(module: nn.Module, inputs: Any) -> Iterator[None]:
             for buffer, value in buffers:
                 if buffer.shape == value.shape:
                     buffer.copy_(value)
-
-
-def _dtype(tensor: torch.Tensor | None) -> str | None:
-    return None if tensor is None else short(tensor.dtype)
 
 
 def _low_dtype(module: nn.Module) -> torch.dtype | None:

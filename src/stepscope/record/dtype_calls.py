@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,18 @@ _FUSED_NORMS = ("aten._fused_rms_norm", "aten.native_layer_norm")
 def short(dtype: torch.dtype) -> str:
     """`bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module takes or gives: in lists, dicts and, unlike an op's, dataclasses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, one.name) for one in fields(value)]
+    return tensors_in(value)
+
+
+def logits_in(output: Any) -> torch.Tensor | None:
+    """The first floating-point tensor with dimensions in what a module gave: one without is a loss."""
+    return next((tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.dim()), None)
 
 
 class Functions(TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
@@ -90,6 +102,8 @@ class ModuleDtypes:
         self._root = root
         self._handles: list[Handle] = []
         self.rows: dict[str, dict[str, Any]] = {}
+        self.logits: torch.dtype | None = None
+        """Of what the root gave besides a loss."""
 
     def start(self) -> None:
         for name, module in self._root.named_modules():
@@ -112,12 +126,14 @@ class ModuleDtypes:
     def _after(self, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             _add(self.rows[name]["outputs"], output)
+            if not name and (logits := logits_in(output)) is not None:
+                self.logits = logits.dtype
 
         return hook
 
 
 def _add(dtypes: list[str], given: Any) -> None:
-    for tensor in tensors_in(given):
+    for tensor in tensors_of(given):
         name = short(tensor.dtype)
         if name not in dtypes:
             dtypes.append(name)

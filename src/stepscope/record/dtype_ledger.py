@@ -98,6 +98,7 @@ class DtypeLedger(Ledger):
     ) -> None:
         super().__init__([root], optimizers, phase, callers=True)
         self._functions, self._device_type, self._autocast = functions, device_type, autocast
+        self._asked_by = caller()
         self.micro_batch = 0
         self.ops: dict[OpKey, OpCount] = {}
         self.casts: dict[CastKey, CastCount] = {}
@@ -138,10 +139,15 @@ class DtypeLedger(Ledger):
             self._note_op(op, given, made, phase)
         super()._count(op, func, args, kwargs, out)
 
+    def _caller(self) -> str | None:
+        """The model's line that is being run; None where the audit calls by itself, as it does the backward."""
+        who = caller() or self._backward_caller
+        return None if who == self._asked_by else who
+
     def _note_cast(self, op: Op, given: list[torch.Tensor], made: torch.Tensor, phase: str) -> None:
         source = given[-1] if op.name == "aten.copy_" else given[0]
         source_key = storage_key(source)
-        (function, autocast), who = self._functions.current(), caller() or self._backward_caller
+        (function, autocast), who = self._functions.current(), self._caller()
         is_weight = source_key in self._parameter_of
         by = self._who(function, autocast, phase, is_weight)
         of = WEIGHT if is_weight else GRADIENT if by == BY_BACKWARD else ACTIVATION
@@ -200,7 +206,7 @@ class DtypeLedger(Ledger):
         )
         entry = self.ops.get(key)
         if entry is None:
-            entry = self.ops[key] = OpCount(0, self.module(), caller() or self._backward_caller)
+            entry = self.ops[key] = OpCount(0, self.module(), self._caller())
         entry.num_calls += 1
         if phase == FORWARD and self._autocast is not None:
             low = {storage_key(tensor) for tensor in floating if tensor.dtype is self._autocast}

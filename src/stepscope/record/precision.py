@@ -112,7 +112,7 @@ def configure_precision(
             "matmul", lambda: torch.backends.cuda.matmul.allow_tf32, allow_tf32
         ):
             restore.append(_remembered_matmul())
-            torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+            _set_matmul(allow_tf32)
         if allow_tf32 is not None and not _agrees("cudnn", lambda: torch.backends.cudnn.allow_tf32, allow_tf32):
             restore.append(_remembered_cudnn())
             _set_cudnn(allow_tf32)
@@ -174,7 +174,7 @@ def _set_aside(places: tuple[tuple[str, str], ...], value: str) -> Iterator[None
         yield
     finally:
         for place, old in before.items():
-            set_to(*place, old)  # type: ignore[misc]
+            set_to(*place, old)  # type: ignore[misc]  # as above
 
 
 def _own(places: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], str]:
@@ -224,6 +224,13 @@ def _remembered_cudnn() -> Callable[[], None]:
         _put_back(own)
 
     return restore
+
+
+def _set_matmul(allowed: bool) -> None:
+    if allowed:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    else:  # `allow_tf32 = False` would leave oneDNN what "high" gave it, and torch then raises when it is asked
+        torch.set_float32_matmul_precision("highest")
 
 
 def _set_cudnn(allowed: bool) -> None:

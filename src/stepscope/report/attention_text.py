@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.attention_reasons import HALF, LARGEST_HEAD, Reason
+from stepscope.analysis import attention_reasons as analysis
+from stepscope.analysis.attention_reasons import BACK_ENDS, Reason
 from stepscope.report.attention import AttentionReport, AttentionRow
 from stepscope.report.text import average, duration, percent, plural, safe
 from stepscope.report.trace_tables import Column, shortened, table_lines
 
 _GLUE = "\N{NO-BREAK SPACE}"
-BACK_ENDS = {"cudnn": "cuDNN", "efficient": "efficient", "math": "math", "flash": "flash", "flex": "flex"}
 
 
 def attention_text(report: AttentionReport, most: int, width: int = 100) -> str:
@@ -45,7 +45,9 @@ def verdict(report: AttentionReport) -> str:
         backend = str(row.call["backend"])
         calls[backend] = calls.get(backend, 0.0) + float(row.call["num_calls"] or 0)
     where = ", ".join(f"{average(num)} on {BACK_ENDS.get(name, safe(name))}" for name, num in calls.items())
-    text = f"A step calls attention {average(sum(calls.values()))} times: {where}"
+    num = sum(calls.values())
+    caller = "A step" if report.num_steps else "The trace"
+    text = f"{caller} calls attention {average(num)} time{'' if num == 1 else 's'}: {where}"
     total = [row.call["total_ns"] for row in report.rows if row.call["total_ns"] is not None]
     if total:
         of = f", {percent(sum(total) / report.step_ns)} of a traced step" if report.step_ns else ""
@@ -84,7 +86,7 @@ def sizes(call: Mapping[str, Any]) -> str:
 
 def shape_of(mask: str | None) -> str:
     """A mask's shape, or that there is none."""
-    return "none" if mask is None else "×".join(safe(mask, 60).strip("[]").split(", "))
+    return safe(analysis.shape_of(mask), 60)
 
 
 def _yes(value: bool | None) -> str:
@@ -116,24 +118,7 @@ _SOURCES = {"torch": "PyTorch's words", "recorded": "seen in the process", "deri
 
 def in_words(reason: Reason, call: Mapping[str, Any]) -> str:
     """A reason in a sentence: torch's own, or one made from what the call was given."""
-    if reason.said is not None:
-        return safe(reason.said, 400)
-    backend = BACK_ENDS.get(call["backend"], str(call["backend"]))
-    return {
-        "mask": f"a mask of {shape_of(call.get('mask'))} is given: flash takes none but is_causal=True",
-        "dtype": f"the tensors are {call.get('dtype')}: flash takes {' and '.join(HALF)}",
-        "head_size": f"a head of {call.get('head_size')} is wider than {LARGEST_HEAD}",
-        "value_size": f"values are {call.get('value_size')} wide, queries {call.get('head_size')}",
-        "layout": "the last dimension of query, key or value is not in one piece",
-        "causal_lengths": f"is_causal with {call.get('num_queries')} queries and {call.get('num_keys')} keys",
-        "capability": "the device is older than compute capability 8.0",
-        "dropout": f"dropout of {call.get('dropout')}: the CPU's fused kernel has none",
-        "switched_off": "flash was switched off: sdpa_kernel(…) or torch.backends.cuda.enable_flash_sdp(False)",
-        "preferred": f"flash could run: PyTorch asks {backend} first on this device",
-        "unsaid": "PyTorch refuses it and does not say why",
-        "not_seen": f"nothing in the trace stands against flash: PyTorch prefers {backend} on this device, or a "
-        "setting or the program chose it",
-    }[str(reason.code)]
+    return safe(analysis.in_words(str(reason.code), call) if reason.said is None else reason.said, 400)
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:

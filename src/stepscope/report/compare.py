@@ -1,4 +1,4 @@
-"""From two paths to a comparison: tells what they are, reads both, pairs what belongs together."""
+"""From paths to a comparison: tells what they are, reads both sides, pairs what belongs together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.analysis.comparison import ASPECTS, NO_TRACE, Pair, Parts, Subject, compare_pair
 from stepscope.analysis.gates import Comparison, Gate, decide
 from stepscope.analysis.metrics import THRESHOLD_SHARE
+from stepscope.analysis.repeated_runs import one_side
 from stepscope.analysis.subjects import idle_ns, pair_points, point_subject, recording_subject
 from stepscope.analysis.sweeps import PointSummary, SweepSummary, varying_axes
 from stepscope.errors import MissingDependencyError, NotComparableError, RecordingError, StepscopeError, UsageError
@@ -28,33 +29,62 @@ Progress = Callable[[float], None]
 
 
 def compare_paths(
-    base: Path,
-    new: Path,
+    base: Path | Sequence[Path],
+    new: Path | Sequence[Path],
     threshold_share: float = THRESHOLD_SHARE,
     allow: Collection[str] = (),
     gates: Sequence[Gate] = (),
     use_cache: bool = True,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Compare two recordings, two bench results or two traces; NotComparableError for two of different kinds."""
+    """Compare two recordings, two bench results or two traces; NotComparableError for two of different kinds.
+
+    A side may be several recordings or traces of one thing: then whole runs are the samples.
+    """
     unknown = [aspect for aspect in allow if aspect not in ASPECTS]
     if unknown:
         raise UsageError(f"--allow {', '.join(unknown)}: it is one of {', '.join(ASPECTS)}")
-    kinds = kind_of(base), kind_of(new)
-    if kinds[0] != kinds[1]:
-        hint = "; a recording's own trace is in its folder trace/" if set(kinds) == {RECORDING, TRACE} else ""
-        raise NotComparableError(
-            f"{base} is {_IN_WORDS[kinds[0]]} and {new} is {_IN_WORDS[kinds[1]]}: name two of one kind{hint}"
-        )
-    read = _Reader(use_cache, progress)
+    sides = [[each] if isinstance(each, Path) else list(each) for each in (base, new)]
+    kind = _common_kind([path for side in sides for path in side])
+    has_runs = any(len(side) > 1 for side in sides)
+    read = _Reader(use_cache, progress, sum(map(len, sides)))
     only: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    if kinds[0] == BENCH:
-        pairs, only = _pairs_of_sweeps(base, new, threshold_share, allow, read)
+    if kind == BENCH:
+        if has_runs:
+            raise UsageError("of bench results name one on each side: only recordings and traces may be several")
+        pairs, only = _pairs_of_sweeps(sides[0][0], sides[1][0], threshold_share, allow, read)
     else:
-        side = read.recording if kinds[0] == RECORDING else read.trace
-        pairs = [compare_pair(side(base), side(new), threshold_share, allow)]
+        if has_runs:
+            _refuse_twice([path for side in sides for path in side])
+        subjects = [
+            [read.recording(path) if kind == RECORDING else read.trace(path) for path in side] for side in sides
+        ]
+        first, second = (one_side(side) if has_runs else side[0] for side in subjects)
+        pairs = [compare_pair(first, second, threshold_share, allow)]
     results = decide(gates, pairs, only[0])
-    return Comparison(kinds[0], str(base), str(new), threshold_share, tuple(pairs), *only, results)
+    names = [", ".join(map(str, side)) for side in sides]
+    return Comparison(kind, names[0], names[1], threshold_share, tuple(pairs), *only, results)
+
+
+def _common_kind(paths: Sequence[Path]) -> str:
+    kinds = [kind_of(path) for path in paths]
+    for path, kind in zip(paths, kinds):
+        if kind != kinds[0]:
+            hint = (
+                "; a recording's own trace is in its folder trace/" if {kind, kinds[0]} == {RECORDING, TRACE} else ""
+            )
+            raise NotComparableError(
+                f"{paths[0]} is {_IN_WORDS[kinds[0]]} and {path} is {_IN_WORDS[kind]}: name two of one kind{hint}"
+            )
+    return kinds[0]
+
+
+def _refuse_twice(runs: Sequence[Path]) -> None:
+    """UsageError for a run that is named twice: two of it would look like runs that agree."""
+    places = [path.resolve() for path in runs]
+    for number, path in enumerate(runs):
+        if places.index(places[number]) != number:
+            raise UsageError(f"{path} is named twice: of several runs each counts once")
 
 
 def kind_of(path: Path) -> str:
@@ -67,10 +97,10 @@ def kind_of(path: Path) -> str:
 
 
 class _Reader:
-    """Reads one side after the other; traces tell how far they are, each a half of the work."""
+    """Reads one path after the other; traces tell how far they are, each an equal part of the work."""
 
-    def __init__(self, use_cache: bool, progress: Progress | None) -> None:
-        self._use_cache, self._progress = use_cache, progress
+    def __init__(self, use_cache: bool, progress: Progress | None, num_paths: int) -> None:
+        self._use_cache, self._progress, self._num_paths = use_cache, progress, num_paths
         self._num_read = 0
 
     def analysis(self, path: Path, rank: int | None = None) -> Analysis:
@@ -81,12 +111,12 @@ class _Reader:
             if error.name not in ("polars", "msgspec"):
                 raise
             raise MissingDependencyError(f"{error.name} is missing: pip install polars msgspec") from None
-        before = min(self._num_read, 1) / 2
+        before = min(self._num_read, self._num_paths - 1) / self._num_paths
         self._num_read += 1
 
         def report(share: float) -> None:
             if self._progress is not None:
-                self._progress(before + share / 2)
+                self._progress(before + share / self._num_paths)
 
         return analyze_paths([path], rank=rank, use_cache=self._use_cache, progress=report)
 

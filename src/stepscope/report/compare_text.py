@@ -39,13 +39,18 @@ def compare_text(comparison: Comparison, most: int = 8, colour: bool = False, wi
     """The comparison for a terminal of so many columns; tables of names have `most` rows."""
     bold, dim, reset = (BOLD, DIM, RESET) if colour else ("", "", "")
     lines = [f"{bold}{row}{reset}" for row in _wrapped(safe(headline(comparison), 1000), width)]
-    lines += ["", f"  base  {safe(comparison.base)}", f"  new   {safe(comparison.new)}"]
+    lines.append("")
+    for head, paths in (("  base  ", comparison.base), ("  new   ", comparison.new)):
+        lines += textwrap.wrap(
+            safe(paths, 2000), width, initial_indent=head, subsequent_indent=" " * 8, break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
     is_one = len(comparison.pairs) == 1
     if comparison.gates:
         lines += ["", f"{bold}{gate_sentence(comparison)}{reset}", *_gates(comparison.gates, width)]
     detailed = comparison.pairs[0] if is_one else most_changed(comparison)
     if is_one and detailed is not None:
-        lines += _metrics(detailed, bold, reset)
+        lines += _metrics(detailed, bold, reset, width)
     else:
         lines += _points(comparison, bold, reset)
     if detailed is not None:
@@ -63,8 +68,8 @@ def compare_text(comparison: Comparison, most: int = 8, colour: bool = False, wi
     return "\n".join(lines)
 
 
-def _metrics(pair: Pair, bold: str, reset: str) -> list[str]:
-    """The metrics of one pair, one a line."""
+def _metrics(pair: Pair, bold: str, reset: str, width: int) -> list[str]:
+    """The metrics of one pair, one a line; on a narrow terminal without their intervals."""
     if not pair.changes:
         return []
     cells = [("", "base", "new", "change", "95 % interval", "")]
@@ -79,7 +84,13 @@ def _metrics(pair: Pair, bold: str, reset: str) -> list[str]:
         )
         for change in pair.changes
     ]
-    return ["", *_aligned(cells, bold, reset)]
+    verdicts = ["", *(change.verdict for change in pair.changes)]
+    short = [(*row[:5], verdict) for row, verdict in zip(cells, verdicts)]
+    for layout in (cells, short, [(*row[:4], "", row[5]) for row in short]):
+        lines = _aligned(layout, bold, reset)
+        if max(map(len, lines[1:])) <= width:
+            break
+    return ["", *lines]
 
 
 def _points(comparison: Comparison, bold: str, reset: str) -> list[str]:
@@ -107,6 +118,7 @@ def _aligned(cells: Sequence[Sequence[str]], bold: str, reset: str) -> list[str]
         texts = [
             text.ljust(width) if column in (0, 5) else text.rjust(width)
             for column, (text, width) in enumerate(zip(row, widths))
+            if width
         ]
         lines.append(f"  {'  '.join(texts)}".rstrip())
     return [f"{bold}{lines[0]}{reset}", *lines[1:]]
@@ -168,5 +180,5 @@ def _short(name: str) -> str:
 def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
     """Lines of at most that width; a number and its unit stay together."""
     kept = re.sub(r"(?<=\d) (?=%|ms\b|[KMG]iB\b)|(?<=[=<]) (?=\d)|(?<=\bp) (?=[=<])", "\u00a0", text)
-    lines = textwrap.wrap(kept, width, initial_indent=first, subsequent_indent=others)
+    lines = textwrap.wrap(kept, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
     return [line.replace("\u00a0", " ") for line in lines]

@@ -8,9 +8,9 @@ from typing import Any
 
 from stepscope.analysis.comparison import Differs, Pair, Table
 from stepscope.analysis.gates import UNDECIDED, Comparison
-from stepscope.analysis.metrics import METRICS, NO_DIFFERENCE, SAME, TOO_FEW, Change
+from stepscope.analysis.metrics import FEWEST, METRICS, NO_DIFFERENCE, RUNS, SAME, STEPS, TOO_FEW, Change
 from stepscope.analysis.phases import UNATTRIBUTED
-from stepscope.analysis.significance import MIN_SAMPLES, SIGNIFICANCE
+from stepscope.analysis.significance import SIGNIFICANCE
 from stepscope.report.text import average, milliseconds, percent, plural, significant, size
 
 MINUS = "−"
@@ -117,12 +117,12 @@ def _pair_sentence(pair: Pair, comparison: Comparison) -> str:
     what = "a traced step" if comparison.kind == "trace" else "a step"
     before, after = figure(change.base, change.unit), figure(change.new, change.unit)
     took = f"{what} takes {after} instead of {before}, {change_text(change)}"
+    counts, unit = " and ".join(map(str, change.num_samples or ())), change.samples_are or STEPS
     if change.verdict == TOO_FEW:
-        counts = " and ".join(map(str, change.num_samples or ()))
-        return (
-            f"Too few samples for a verdict: {counts} steps, where {MIN_SAMPLES} on each side are the least; {took}."
-        )
+        fewest = f"{FEWEST[unit]} on each side are the least"
+        return f"Too few samples for a verdict: {counts} {unit}, where {fewest}; {took}."
     tested = f"95 % interval {interval_text(change)}, {p_text(change.p_value or 0.0)}"
+    tested += f", {counts} runs" if unit == RUNS else ""
     if change.verdict == NO_DIFFERENCE:
         return f"No difference shown: {took} ({tested}). {_why_none(change, comparison.threshold_share)}"
     return f"{change.verdict.capitalize()}: {took} ({tested}){_mostly(pair)}."
@@ -176,7 +176,9 @@ def lacks(pair: Pair) -> list[str]:
     step = pair.change("step_time")
     is_quiet = step is not None and step.verdict == NO_DIFFERENCE
     told = [f"{title_of(each.what)}: {each.reason}" for each in pair.missing if each.what in METRICS or not is_quiet]
-    return told + [f"{aspect}: whether it is the same is not known of both" for aspect in pair.unchecked]
+    if pair.unchecked:
+        told.append(f"whether these are the same in both: {', '.join(pair.unchecked)}")
+    return told
 
 
 def table_title(table: Table) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ from stepscope.analysis.compiler import CompilerSummary, compiler_summary
 from stepscope.findings.case import Case
 from stepscope.findings.compile_log import compile_report
 from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules import recompiles
 
 SCHEMA_VERSION = 1
+TRACE_ALONE = "Why graphs broke, and which guard failed, a trace does not tell: `stepscope run train.py` does."
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Region:
     """Calls of compiled code in a typical traced step."""
 
     name: str
+    """`compiled region 0/0 (forward, model.py:12)`."""
     num_calls: float
     host_ns: float
     is_nested: bool
@@ -51,16 +55,24 @@ def compiler_report(case: Case) -> CompilerReport:
     """The report of a case."""
     report, notes = compile_report(case), []
     summary = compiler_summary(report, _clean_ns(case)) if report else None
-    regions = _regions(case)
+    regions = _regions(case, report)
     if summary is None:
-        is_recording = _is_recording(case)
-        if is_recording:
+        notes += seen_planning(case)
+        if _is_recording(case):
             notes.append("torch.compile compiled nothing in this run.")
         elif regions:
-            notes.append("Why graphs broke, and what was compiled again, a trace does not tell: stepscope run does.")
+            notes.append(TRACE_ALONE)
         else:
             notes.append("The trace shows no compiled code: torch.compile(model), then record again.")
     return CompilerReport(path=str(case.path), summary=summary, regions=regions, notes=tuple(notes))
+
+
+def seen_planning(case: Case) -> list[str]:
+    """What the trace itself shows of compiling, and of planning for shapes not seen before: a sentence, or none."""
+    try:
+        return [finding.sentence for finding in recompiles.check(case)]
+    except CannotCheck:
+        return []
 
 
 def _is_recording(case: Case) -> bool:
@@ -77,11 +89,11 @@ def _clean_ns(case: Case) -> float | None:
         return None
 
 
-def _regions(case: Case) -> tuple[Region, ...]:
+def _regions(case: Case, report: Mapping[str, Any]) -> tuple[Region, ...]:
     try:
         regions, num_steps = case.compiled_regions, case.num_steps
     except CannotCheck:
         return ()
     if regions.is_empty():
         return ()
-    return tuple(Region(**row) for row in regions_by_name(regions, num_steps).to_dicts())
+    return tuple(Region(**row) for row in regions_by_name(regions, num_steps, report).to_dicts())

@@ -36,7 +36,7 @@ def compiler_text(report: CompilerReport, most: int, width: int = 100) -> str:
         columns = [
             Column("calls/step", [average(region.num_calls) for region in shown]),
             Column("host/step", [duration(region.host_ns, 3) for region in shown]),
-            Column("called by another", ["yes" if region.is_nested else "" for region in shown], rank=1),
+            Column("nested", ["yes" if region.is_nested else "" for region in shown], rank=1),
         ]
         lines += ["", *table_lines("compiled regions in the trace", names, columns, width)]
     for note in report.notes:
@@ -81,12 +81,13 @@ def _seconds(summary: CompilerSummary) -> str:
 
 def break_even_words(summary: CompilerSummary) -> str | None:
     """What compiling costs against what it gains; None where a step's times are not known."""
-    if summary.compiled_ns is None:
+    if not summary.compiled_ns:
         return None
-    step = f"A compiled step takes {duration(summary.compiled_ns, 3)}"
+    taken = duration(summary.compiled_ns, 3)
     if summary.break_even is None or summary.eager_ns is None:
-        same = summary.seconds * 1e9 / summary.compiled_ns if summary.compiled_ns else math.inf
-        return f"{step}: compiling took as long as {count(round(same))} of them; an eager step's time is not known."
+        same = count(round(summary.seconds * 1e9 / summary.compiled_ns))
+        return f"A step takes {taken}: compiling took as long as {same} of them; an eager step's time is not known."
+    step = f"A compiled step takes {taken}"
     if math.isinf(summary.break_even):
         return f"{step}, an eager one {duration(summary.eager_ns, 3)}: compiling never pays here."
     steps = plural(max(1, math.ceil(summary.break_even)), "step")

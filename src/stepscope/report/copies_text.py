@@ -30,16 +30,16 @@ def copies_text(report: CopiesReport, most: int, width: int = 100) -> str:
         rows = [row for row in report.rows if (row["phase"] or "outside every phase") == phase]
         lines += ["", *_table(phase, rows, most, width)]
     if report.rows:
-        lines += [*_wrapped(_LEGEND, width, "  ")]
+        lines += [*_wrapped(_LEGEND + (_LEGEND_OF_GPU if report.is_on_gpu else ""), width, "  ")]
     if (text := weights_sentence(report)) is not None:
         lines += ["", *_wrapped(text, width)]
     lines += [line for note in report.notes for line in ("", *_wrapped(note, width))]
     return "\n".join(line.rstrip() for line in lines).rstrip("\n")
 
 
-_LEGEND = (
-    "a step; saves: how much shorter a step is without it, by the replay: less than its time where the GPU waits for "
-    "the host anyway, more where the host's time for it counts"
+_LEGEND = "a step; saves: how much shorter a step is without it, by the replay"
+_LEGEND_OF_GPU = (
+    ": less than its time where the GPU waits for the host anyway, more where the host's time for it counts"
 )
 
 
@@ -78,7 +78,7 @@ def _phases(report: CopiesReport) -> list[str]:
 
 def _table(phase: str, rows: Sequence[Mapping[str, Any]], most: int, width: int) -> Iterator[str]:
     shown, rest = rows[:most], rows[most:]
-    names = [source_name(row) for row in shown]
+    names = [_called(row) for row in shown]
     cells = [*shown]
     if rest:
         names.append(f"{len(rest):,} more")
@@ -98,20 +98,32 @@ def _table(phase: str, rows: Sequence[Mapping[str, Any]], most: int, width: int)
         Column("share", ["–" if row["share"] is None else percent(row["share"]) for row in cells], rank=3),
         Column("saves", ["–" if row["saving_ns"] is None else duration(row["saving_ns"], 3) for row in cells]),
     ]
-    yield from table_lines(phase, names, columns, width)
+    lines = table_lines(phase, names, columns, width)
+    yield from lines[: -len(cells)]  # the header, one line or two
+    for line, row in zip(lines[-len(cells) :], cells):
+        yield line
+        yield from _wrapped(_place(row), width, "      ")
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    """`in blocks.*.qkv at model.py:12`, or nothing."""
+    told = {"in": row.get("module"), "at": row.get("caller")}
+    return " ".join(f"{word} {safe(name, 200)}" for word, name in told.items() if name)
 
 
 def source_name(row: Mapping[str, Any]) -> str:
     """`to for linear in blocks.*.qkv`: what copies, for which op, in which module, called where."""
-    op, root = (_short(row[name]) for name in ("op", "root_op"))
+    return f"{_called(row)} {_place(row)}".rstrip()
+
+
+def _called(row: Mapping[str, Any]) -> str:
+    op, root = (short_op(row[name]) for name in ("op", "root_op"))
     text = op if root in (None, op) else f"{op} for {root}"
-    text = text or str(row["what"]).replace("_", " ")
-    if row["module"]:
-        text += f" in {safe(row['module'], 200)}"
-    return text + (f" at {safe(row['caller'], 200)}" if row["caller"] else "")
+    return text or str(row["what"]).replace("_", " ")
 
 
-def _short(op: str | None) -> str | None:
+def short_op(op: str | None) -> str | None:
+    """An op without `aten::`."""
     return None if op is None else safe(op, 200).removeprefix("aten::")
 
 

@@ -10,15 +10,18 @@ from typing import Any, NamedTuple
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.fixes import FIXES
-from stepscope.report.cells import cell, title_of
+from stepscope.report.cells import cell, is_numeric, title_of
 from stepscope.report.text import duration, percent, safe, size
 
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _NUM_ROWS = 3
 _STANDING = 0.5
 _LABEL = 10
+_NO_BREAK = "\u00a0"
 _NAME = 48
 """Characters of a name in a table of evidence."""
+_SHORT_NAME = 8
+"""The same where the terminal is narrow."""
 
 
 def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: str | None = None) -> str:
@@ -33,9 +36,11 @@ def diagnosis_text(diagnosis: Diagnosis, colour: bool, width: int, recording: st
     for warning in diagnosis.warnings:
         lines += _wrapped(f"Note: {safe(warning, 500)}.", width)
     if not diagnosis.findings:
-        lines += ["", f"{bold}{nothing_found(diagnosis)}{reset}"]
+        lines += ["", *(f"{bold}{line}{reset}" for line in _wrapped(nothing_found(diagnosis), width))]
     for number, finding in enumerate(diagnosis.findings, 1):
-        lines += ["", f"{bold}{number}  {finding.id}{reset}   {saving_text(finding, step_ns)}"]
+        title = f"{number}  {finding.id}"
+        first, *rest = _wrapped(f"{title}   {saving_text(finding, step_ns)}", width, indent="   ")
+        lines += ["", f"{bold}{title}{reset}{first[len(title) :]}", *rest]
         lines += _wrapped(safe(finding.sentence, 2000), width, "   ")
         fields = [("fix", finding.fix), ("derived", finding.derived), ("wrong if", finding.falsified_by)]
         if (command := proof_of(finding, recording)) is not None:
@@ -67,6 +72,12 @@ def nothing_found(diagnosis: Diagnosis) -> str:
     share = diagnosis.gpu_busy_share
     if share is not None and share < _STANDING:
         return f"The GPU stands for {percent(1 - share)} of the step, and no rule knows why: see stepscope analyze."
+    if share is None:
+        num_rules = len(diagnosis.clean) + len(diagnosis.unchecked)
+        return (
+            f"Nothing worth telling was found, and only {len(diagnosis.clean)} of {num_rules} rules could look: "
+            "that does not make it a healthy step."
+        )
     return "Nothing worth telling was found: the step is healthy as far as it could be checked."
 
 
@@ -124,18 +135,27 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], width: int) -> Iterable[str]:
-    """Rows under the names of their columns, cut to the width."""
+    """Rows under the names of their columns; where they are too wide, names are cut and figures kept."""
     names = list(rows[0])
     lines = [[title_of(name) for name in names]]
     lines += [[safe(cell(name, row.get(name)), _NAME) for name in names] for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    texts = [column for column, name in enumerate(names) if not is_numeric([row.get(name) for row in rows])]
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(texts, key=lambda column: widths[column], default=None)
+        if widest is None or widths[widest] <= _SHORT_NAME:
+            break
+        widths[widest] -= 1
     for line in lines:
-        text = "  ".join(word.ljust(space) for word, space in zip(line, widths)).rstrip()
+        words = [word if len(word) <= space else word[: space - 1] + "…" for word, space in zip(line, widths)]
+        text = "  ".join(word.ljust(space) for word, space in zip(words, widths)).rstrip()
         yield text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _wrapped(text: str, width: int, head: str = "", indent: str | None = None, dim: str = "") -> list[str]:
     """Lines of a text; escape codes in its head take no room."""
     indent = head if indent is None else indent
-    rows = textwrap.wrap(text, max(40, width - len(indent)), break_on_hyphens=False) or [""]
+    kept = text.replace("confidence ", f"confidence{_NO_BREAK}")
+    rows = textwrap.wrap(kept, max(40, width - len(indent)), break_on_hyphens=False) or [""]
+    rows = [row.replace(_NO_BREAK, " ") for row in rows]
     return [(head if number == 0 else indent) + row for number, row in enumerate(rows)]

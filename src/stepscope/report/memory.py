@@ -125,7 +125,7 @@ def _memory_file(path: Path, rank: int | None) -> Path:
     if not folder.is_dir():
         named = (re.fullmatch(r"rank(\d+)", entry.name) for entry in path.iterdir())
         ranks = sorted({0, *(int(found.group(1)) for found in named if found)})
-        raise UsageError(f"no rank {rank}: there are {', '.join(map(str, ranks))}")
+        raise UsageError(f"no rank {rank}: the ranks are {', '.join(map(str, ranks))}")
     if not (folder / MEMORY_FILE).is_file():
         raise RecordingError(
             f"{folder} has no {MEMORY_FILE}, as a run with --no-memory, or one that ended before its memory window "

@@ -93,20 +93,20 @@ def sentences(comparison: DtypeComparison) -> Iterator[str]:
         yield f"{REFERENCE} was not measured: there is nothing to hold the others against."
         return
     for row in comparison.rows:
+        if row.num_not_finite:
+            yield f"{plural(row.num_not_finite, 'element')} of {row.dtype}'s results are not finite."
         ratio = comparison.slowdown(row)
         if row is reference or ratio is None:
             continue
-        faster = ratio < 1
-        pace = (
-            f"{significant(1 / ratio if faster else ratio, 3)}× {'faster' if faster else 'slower'} than {REFERENCE}"
-        )
+        times = significant(max(ratio, 1 / ratio), 3)
+        pace = f"{times}× {'faster' if ratio < 1 else 'slower'} than {REFERENCE}"
+        if times == "1.00":
+            pace = f"as fast as {REFERENCE}"
         doubt = "" if comparison.is_different(row) else " (their 95 % intervals meet: no difference that counts)"
         changes = comparison.changes(row)[:NUM_CLASSES]
         told = ", ".join(f"{_CLASSES.get(one.name, one.name)} {_signed_time(one.change_ns)}" for one in changes)
         casts = f"; it casts {plural(row.num_casts, 'time')} a step" if row.num_casts else ""
         yield f"{row.dtype} is {pace}{doubt}{': ' + told if told else ''}{casts}."
-        if row.num_not_finite:
-            yield f"{plural(row.num_not_finite, 'element')} of {row.dtype}'s results are not finite."
 
 
 def _signed(value: float) -> str:

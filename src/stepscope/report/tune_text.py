@@ -72,7 +72,10 @@ def tuning_text(tuning: Tuning, colour: bool = False, width: int = 100) -> str:
 def _headline(tuning: Tuning) -> str:
     best = tuning.best
     if best is None or best.per_s is None:
-        return f"No point of {plural(len(tuning.points), 'point')} was right."
+        is_memory = bool(tuning.points) and all(each.is_pruned or each.status == "oom" for each in tuning.points)
+        return (
+            f"None of {plural(len(tuning.points), 'point')} {'fits into the memory' if is_memory else 'was right'}."
+        )
     speed = f"{_rate(best.per_s)} {tuning.unit}/s"
     if tuning.defaults is not None and best.hash == tuning.defaults.hash:
         return f"Nothing that was tried is shown to be faster than the defaults: {speed}, {_memory(best)}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope.findings.what_if import WhatIf
-from stepscope.report.text import duration, percent, plural
+from stepscope.report.text import duration, percent, plural, safe
 
 
 def whatif_text(answer: WhatIf) -> str:
@@ -26,4 +26,5 @@ def whatif_text(answer: WhatIf) -> str:
         word = "saves" if saved >= 0 else "costs"
         share = abs(saved) / answer.before.done_ns if answer.before.done_ns else 0.0
         lines.append(f"The change {word} {duration(abs(saved), 3)} a step ({percent(share)}).")
+    lines += [f"Note: {safe(note, 500)}." for note in answer.notes]
     return "\n".join(lines)

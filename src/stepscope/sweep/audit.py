@@ -49,7 +49,7 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
                 return ()
 
         facts = audit_dtypes(
-            _inner(built.module),
+            prepare.users_own(built.module),
             lambda: built.module(**batch),
             inputs=batch,
             autocast=prepare.AUTOCAST.get(str(run["dtype"])),
@@ -77,10 +77,3 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
         "mode": mode,
         "config": dict(point.config),
     }
-
-
-def _inner(module: torch.nn.Module) -> torch.nn.Module:
-    """A user's own module, without what Stepscope has put around it."""
-    children = list(module.children())
-    is_ours = type(module).__module__ in ("stepscope.workloads.factory", "stepscope.workloads.huggingface")
-    return children[0] if is_ours and len(children) == 1 else module

@@ -146,7 +146,7 @@ def _call(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run:
         out = module(**batch)
     if run["mode"] in ("forward+backward", "step"):
         is_loss = isinstance(out, torch.Tensor) and out.dim() == 0
-        starts = [out] if is_loss else prepare.differentiable(out)
+        starts = [out] if is_loss and out.requires_grad else prepare.differentiable(out)
         with contexts.attention():
             torch.autograd.backward(starts, None if is_loss else prepare.random_gradients(starts, int(run["seed"])))
     return out

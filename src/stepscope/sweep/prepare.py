@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import warnings
@@ -139,11 +140,23 @@ def weights_dtype(run: Mapping[str, Value]) -> torch.dtype:
 
 
 def compiled(module: nn.Module, run: Mapping[str, Value]) -> nn.Module:
-    """The module, compiled if the point says so."""
+    """The module, compiled if the point says so; of a user's own what the user wrote, not what is around it."""
     if run["compile"] == "off":
         return module
     mode = None if run["compile"] == "default" else run["compile"]
-    return torch.compile(module, mode=mode)
+    inner = users_own(module)
+    if inner is module:
+        return torch.compile(module, mode=mode)
+    around = copy.copy(module)
+    around._modules = {name: torch.compile(child, mode=mode) for name, child in module.named_children()}
+    return around
+
+
+def users_own(module: nn.Module) -> nn.Module:
+    """A user's own module, without what Stepscope has put around it."""
+    children = list(module.children())
+    is_ours = type(module).__module__ in ("stepscope.workloads.factory", "stepscope.workloads.huggingface")
+    return children[0] if is_ours and len(children) == 1 else module
 
 
 class Contexts:

@@ -34,9 +34,9 @@ class Command:
 class Options:
     """How every run is measured."""
 
-    warmup: int
-    clean: int
-    timeout_s: float
+    warmup: int = 8
+    clean: int = 20
+    timeout_s: float = 1800
 
 
 def recorded_command(folder: Path, facts: Mapping[str, Any]) -> tuple[Command, list[str]]:

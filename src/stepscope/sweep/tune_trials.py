@@ -237,4 +237,4 @@ def steady_ns(row: Mapping[str, Any]) -> float:
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):,.1f} MiB"
+    return f"{num_bytes / (1 << 20):,.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes / (1 << 10):,.1f} KiB"

@@ -55,7 +55,7 @@ def open_ranks(
                 return
         del trace  # before the next is read
     if rank is not None:
-        raise UsageError(f"no rank {rank}: there are {', '.join(map(str, sorted(numbers)))}")
+        raise UsageError(f"no rank {rank}: the ranks are {', '.join(map(str, sorted(numbers)))}")
 
 
 def refuse_two_of_one_rank(files: Sequence[TraceFile], rank: int | None = None) -> None:

@@ -147,6 +147,8 @@ class Workload(Generic[Config]):
     the plainest first; a value that is not listed is alone."""
     gate: Mapping[str, Value] = field(default_factory=dict)
     """Sizes, small enough for float64 on a CPU, at which a variant is held against the reference before timing."""
+    mode: str = "step"
+    """What is run where nobody says: what has no parameters takes no step."""
 
     def knobs(self) -> tuple[Knob, ...]:
         """Its knobs, in the order of the configuration's fields."""

@@ -7,13 +7,22 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.attention_reasons import LARGEST_HEAD, LEAST_CAPABILITY
+from stepscope.analysis.attention_reasons import LARGEST_HEAD, LEAST_CAPABILITY, against_flash, in_words
 from stepscope.analysis.reach import attention_ns
 from stepscope.findings.case import Case
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.wording import milliseconds, several
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
+_FIXES = {
+    "dtype": 'with torch.autocast("cuda", torch.bfloat16): …  # or q, k, v = (x.bfloat16() for x in (q, k, v))',
+    "head_size": f"more heads of at most {LARGEST_HEAD} each",
+    "layout": "give q, k, v as views whose stride(-1) is 1",
+    "causal_lengths": "attn_mask=torch.nn.attention.bias.causal_lower_right(queries, keys)  # not is_causal=True",
+    "mask": "F.scaled_dot_product_attention(q, k, v, is_causal=True)  # where the mask is causal",
+    "not_seen": "remove sdpa_kernel(…) and torch.backends.cuda.enable_flash_sdp(False)",
+}
+"""What to change for each thing that stands against flash, the first to be changed first."""
 
 
 def check(case: Case) -> list[Finding]:
@@ -54,7 +63,7 @@ def check(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"{several(num_calls, 'call')} of scaled_dot_product_attention a step run on the "
-            f"{worst['backend']} back end and not on flash, because {why}: {milliseconds(total_ns)} of "
+            f"{worst['backend']} back end and not on flash; {why}. They take {milliseconds(total_ns)} of "
             f"{milliseconds(case.step_ns)} for {worst['num_queries']:,} × {worst['num_keys']:,} scores of "
             f"{worst['num_heads']} heads of {worst['head_size']}.",
             fix=fix,
@@ -88,20 +97,6 @@ def _longest(case: Case, events: list[int]) -> list[int]:
 
 def _why(call: dict[str, Any]) -> tuple[str, str]:
     """What stands against flash, and what to change."""
-    if call["dtype"] not in _PEAKS:
-        return (
-            f"its tensors are {call['dtype']}" + (" and a mask is given" if call["mask"] else ""),
-            'with torch.autocast("cuda", torch.bfloat16): …  # or q, k, v = (x.bfloat16() for x in (q, k, v))',
-        )
-    if call["head_size"] > LARGEST_HEAD:
-        wide = f"a head of {call['head_size']} is wider than {LARGEST_HEAD}"
-        return wide, f"more heads of at most {LARGEST_HEAD} each"
-    if call["is_dense"] is False:
-        return "the last dimension of its inputs is not in one piece", "give q, k, v as views whose stride(-1) is 1"
-    if call["head_size"] % 8:
-        wider = -(-call["head_size"] // 8) * 8
-        return f"a head of {call['head_size']} is no multiple of 8", f"heads of {wider}"
-    return (
-        "the program or a setting chose it: dtype, head size, layout and mask allow flash",
-        "remove sdpa_kernel(…) and torch.backends.cuda.enable_flash_sdp(False)",
-    )
+    codes = against_flash(call, is_on_gpu=True) or ["not_seen"]
+    fix = next(fix for code, fix in _FIXES.items() if code in codes)
+    return "; ".join(in_words(code, call) for code in codes), fix

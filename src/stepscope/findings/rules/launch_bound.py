@@ -67,7 +67,7 @@ def check(case: Case) -> list[Finding]:
                         }
                     ],
                 ),
-                Evidence("kernels by size", case.account.kernel_sizes.to_dicts()),
+                Evidence("kernels of a step by size", case.kernel_sizes.to_dicts()),
             ),
         )
     ]

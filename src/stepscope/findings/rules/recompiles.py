@@ -8,6 +8,7 @@ from statistics import median
 
 import polars as pl
 
+from stepscope.analysis.compiler import split_guard
 from stepscope.analysis.op_calls import Tensor
 from stepscope.analysis.op_costs import operands
 from stepscope.analysis.replay import Change
@@ -119,13 +120,16 @@ def _given_up(case: Case) -> list[Finding]:
 
 
 def _guard(case: Case) -> str | None:
-    """The guard that failed most often, as torch.compile words it."""
-    failed = Counter(
+    """The guard that failed most often, as torch.compile words it, whatever the value and the compile."""
+    texts = [
         str(entry["failed_guards"][0])
         for entry in compile_entries(case, "recompiles")
         if isinstance(entry.get("failed_guards"), list) and entry["failed_guards"]
-    )
-    return failed.most_common(1)[0][0][:200] if failed else None
+    ]
+    if not texts:
+        return None
+    ((most, _),) = Counter(split_guard(text)[0] for text in texts).most_common(1)
+    return next(text for text in texts if split_guard(text)[0] == most)[:200]
 
 
 def _guards(case: Case) -> tuple[Evidence, ...]:

@@ -50,6 +50,6 @@ def check(case: Case) -> list[Finding]:
             confidence="medium",
             falsified_by="a step twice as long with twice the batch",
             places=case.places(short["event"]),
-            evidence=(Evidence("kernels by size", case.account.kernel_sizes.to_dicts()),),
+            evidence=(Evidence("kernels of a step by size", case.kernel_sizes.to_dicts()),),
         )
     ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from stepscope.analysis.attention_reasons import BACK_ENDS
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.attention import AttentionReport, attention_report
-from stepscope.report.attention_text import BACK_ENDS, in_words, shape_of, sizes, verdict
+from stepscope.report.attention_text import in_words, shape_of, sizes, verdict
 from stepscope.report.parts import Bars, Missing, Series, Table, Text
 from stepscope.report.source import Source
 from stepscope.report.text import percent
@@ -20,7 +21,16 @@ def parts(source: Source) -> tuple[Any, ...]:
     report = attention_report(source.case)
     if not report.rows:
         raise CannotCheck(NONE)
-    return (Text(verdict(report)), *_bars(report), _calls(report), *_reasons(report), *map(Missing, report.notes))
+    texts = [verdict(report), *_first_reason(report)]
+    return (*map(Text, texts), *_bars(report), _calls(report), *_reasons(report), *map(Missing, report.notes))
+
+
+def _first_reason(report: AttentionReport) -> Iterator[str]:
+    """What keeps the call that takes most time off flash."""
+    for row in report.rows[:1]:
+        for reason in row.reasons[:1]:
+            because = in_words(reason, row.call).rstrip(".")
+            yield f"{_name(row.call)} does not run on {BACK_ENDS[reason.backend]}: {because}."
 
 
 def _bars(report: AttentionReport) -> Iterator[Bars]:
@@ -59,6 +69,8 @@ def _calls(report: AttentionReport) -> Table:
         "module": [call["module"] for call in calls],
         "caller": [call["caller"] for call in calls],
     }
+    if not any(columns["dropout"]):
+        del columns["dropout"]
     where = "of GPU work" if report.is_on_gpu else "of the host"
     note = f"A step's, {where}; beside: what a call does on top of its kernel, such as a bias made of a mask."
     return Table("attention_calls", "Calls of attention", columns, note=note)

@@ -10,6 +10,7 @@ from stepscope.analysis.compiled_regions import regions_by_name
 from stepscope.analysis.compiler import CompilerSummary, compiler_summary
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
 from stepscope.findings.finding import CannotCheck
+from stepscope.report.compiler import TRACE_ALONE, seen_planning
 from stepscope.report.compiler_text import STAGES, break_even_words
 from stepscope.report.parts import Fact, Facts, Missing, Table, Text, Value
 from stepscope.report.sections.shared import mapping, plain, table_of
@@ -17,20 +18,24 @@ from stepscope.report.source import Source
 from stepscope.report.text import average, duration, percent, plural, significant
 
 _LISTS = {
-    "graph_breaks": ("graph breaks", {"place": "place", "reason": "reason"}, "num_times"),
+    "graph_breaks": (
+        "graph breaks",
+        {"place": "place", "reason": "reason", "runs_eagerly": "whole_function_runs_eagerly"},
+        "num_times",
+    ),
     "recompiles": (
         "recompiles",
         {"place": "place", "frame": "function", "failed_guards": "guards_that_failed"},
         None,
     ),
-    "recompile_limit_hits": ("given up: run eagerly from then on", {"frame": "function"}, "num_times"),
+    "recompile_limit_hits": ("functions given up at the recompile limit", {"frame": "function"}, "num_times"),
     "dynamic_dimensions": (
         "sizes compiled for any value",
         {"source": "size", "sizes": "seen_when_compiling", "place": "first_used_at"},
         None,
     ),
     "cuda_graph_skips": ("CUDA graphs left out", {"reason": "reason"}, "num_times"),
-    "failures": ("compiles that failed", {"reason": "reason"}, "num_times"),
+    "failures": ("compiles that failed", {"place": "place", "reason": "reason"}, "num_times"),
 }
 """Lists of `compile.json`: what each is, its fields under the names of a table's columns, and its count's."""
 
@@ -44,8 +49,7 @@ def parts(source: Source) -> tuple[Any, ...]:
     if regions:
         if source.is_recording:
             return regions
-        why = "why graphs broke, and what was compiled again: a trace does not tell, `stepscope run train.py` does"
-        return (*regions, Missing(why))
+        return (*regions, *map(Text, seen_planning(source.case)), Missing(TRACE_ALONE))
     if source.is_recording:
         path = shlex.quote(str(source.path))
         raise CannotCheck(
@@ -56,8 +60,8 @@ def parts(source: Source) -> tuple[Any, ...]:
 
 
 def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
-    entries = {name: compile_entries(source.case, name) for name in _LISTS}
     summary = compiler_summary(report, _clean_ns(source))
+    entries = {name: compile_entries(source.case, name) for name in _LISTS} | {"failures": [*summary.failures]}
     yield Facts((*_figures(report, entries), *_costs(summary)))
     if summary.seconds_by_stage:
         stages = summary.seconds_by_stage
@@ -83,12 +87,13 @@ def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
     if said or summary.untold:
         yield Text(" ".join([*said, *(f"Not told: {text}." for text in summary.untold)]))
     for name, (title, fields, count) in _LISTS.items():
-        if entries[name]:
-            columns = {shown: [_cell(entry.get(field)) for entry in entries[name]] for field, shown in fields.items()}
-            counts: dict[str, Sequence[Value]] = (
-                {count: [count_of(entry) for entry in entries[name]]} if count else {}
-            )
-            yield Table(name, title, columns | counts)
+        cells = {shown: [_cell(entry.get(field)) for entry in entries[name]] for field, shown in fields.items()}
+        told: dict[str, Sequence[Value]] = {
+            shown: values for shown, values in cells.items() if any(value is not None for value in values)
+        }
+        if told:
+            counts = {count: [count_of(entry) for entry in entries[name]]} if count else {}
+            yield Table(name, title, {**told, **counts})
     frames = compile_entries(source.case, "frames")
     if frames:
         names = [_cell(frame.get("frame")) for frame in frames]
@@ -109,7 +114,7 @@ def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
         )
 
 
-def _figures(report: Mapping[str, Any], entries: Mapping[str, list[dict[str, Any]]]) -> Iterator[Fact]:
+def _figures(report: Mapping[str, Any], entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Fact]:
     num, seconds = report.get("num_compiles"), report.get("compile_seconds")
     if isinstance(num, int):
         yield Fact("compiles", f"{num:,}")
@@ -148,10 +153,10 @@ def _clean_ns(source: Source) -> float | None:
         return None
 
 
-def _cell(value: Any) -> str | None:
+def _cell(value: Any) -> str | bool | None:
     if isinstance(value, list):
         return "; ".join(map(str, value))
-    return None if value is None else str(value)
+    return value if value is None or isinstance(value, bool) else str(value)
 
 
 def _regions(source: Source) -> Iterator[Any]:
@@ -172,7 +177,7 @@ def _regions(source: Source) -> Iterator[Any]:
         breaks = f"{average(num_nested / num_steps)} a step are called by another one: the graph broke there"
         rows.append(Fact("broken graphs", breaks, f"{duration(entering_ns, 3)} of the host a step to enter them"))
     yield Facts(tuple(rows), "in the trace")
-    table = regions_by_name(regions, num_steps)
+    table = regions_by_name(regions, num_steps, compile_report(case))
     names = {"name": "region", "is_nested": "is_called_by_another", "num_calls": "num_calls", "host_ns": "host_ns"}
     note = "of a typical traced step; host: with all that a region calls"
     yield table_of(table, "compiled_regions", "compiled regions", names, note=note)

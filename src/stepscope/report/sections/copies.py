@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.copies import CopiesReport
-from stepscope.report.copies_text import CAUSES, source_name, verdict, weights_sentence
+from stepscope.report.copies_text import CAUSES, short_op, source_name, verdict, weights_sentence
 from stepscope.report.parts import Bars, Missing, Series, Table, Text
 from stepscope.report.source import Source
 from stepscope.report.text import percent
@@ -45,6 +45,8 @@ def _table(report: CopiesReport) -> Table:
     rows = report.rows
     names = ("phase", "what", "op", "root_op", "module", "caller", "num_calls", "bytes", "total_ns", "share")
     columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in names}
+    columns["what"] = [str(what).replace("_", " ") for what in columns["what"]]
+    columns |= {name: [short_op(op) for op in columns[name]] for name in ("op", "root_op")}
     columns["cause"] = [CAUSES.get(row["cause"], row["cause"]) for row in rows]
     columns["saving_ns"] = [row["saving_ns"] for row in rows]
     order = ("phase", "what", "cause", "op", "root_op", *names[6:9], "saving_ns", "share", "module", "caller")

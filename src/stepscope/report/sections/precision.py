@@ -34,12 +34,11 @@ def _settings(source: Source) -> Iterator[Fact]:
     if not source.is_recording:
         return
     facts = source.card.recording.facts
-    setting = mapping(facts.get("environment")).get("float32_matmul")
-    if setting is not None:
-        yield Fact("float32 products", _MATMUL.get(str(setting), str(setting)), "torch.set_float32_matmul_precision")
+    environment = mapping(facts.get("environment"))
     if settings := mapping(facts.get("precision")):
-        on_gpu = mapping(facts.get("environment")).get("device") == "cuda"
-        yield Fact("switches", *precision_words(settings, on_gpu))
+        yield Fact("switches", *precision_words(settings, on_gpu=environment.get("device") == "cuda"))
+    elif (setting := environment.get("float32_matmul")) is not None:
+        yield Fact("float32 products", _MATMUL.get(str(setting), str(setting)), "torch.set_float32_matmul_precision")
     stored = mapping(mapping(facts.get("parameters")).get("bytes_by_dtype"))
     sizes = [f"{size(num)} {dtype}" for dtype, num in stored.items() if isinstance(num, (int, float))]
     yield Fact("parameters", ", ".join(sizes), "as the model keeps them")

@@ -283,6 +283,7 @@ WORKLOAD = Workload(
     config=AllReduceConfig,
     presets={"default": {}, "tiny": {"elements": 1024}},
     build=build,
+    mode="forward",
 )
 
 if __name__ == "__main__":

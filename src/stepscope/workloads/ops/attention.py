@@ -200,6 +200,7 @@ WORKLOAD = Workload(
     config=AttentionConfig,
     presets={"default": {}, "tiny": {"batch": 2, "seq_len": 64, "head_width": 16}},
     build=build,
+    mode="forward+backward",
     reference={"implementation": "naive"},
     gate={"batch": 2, "seq_len": 96},
 )

@@ -198,4 +198,5 @@ WORKLOAD = Workload(
         "tiny": {"terms": 100, "rows": 8},
     },
     build=build,
+    mode="forward",
 )

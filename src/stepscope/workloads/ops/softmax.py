@@ -86,6 +86,7 @@ WORKLOAD = Workload(
     config=SoftmaxConfig,
     presets={"default": {}, "tiny": {"batch": 2, "seq_len": 16, "width": 64}},
     build=build,
+    mode="forward+backward",
     reference={"implementation": "handwritten"},
     gate={"batch": 2, "seq_len": 16, "width": 128},
 )

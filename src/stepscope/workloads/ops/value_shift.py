@@ -118,6 +118,7 @@ WORKLOAD = Workload(
     config=ValueShiftConfig,
     presets={"hydra": {"seq_len": 4096, "width": 48}, "tiny": {"seq_len": 32, "width": 8}},
     build=build,
+    mode="forward+backward",
     reference={"implementation": "cat"},
     gate={"batch": 2, "seq_len": 33, "width": 8},
 )
