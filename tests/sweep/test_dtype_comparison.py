@@ -137,6 +137,15 @@ def test_slower_comes_with_its_reason():
     ]
 
 
+def test_less_work_that_is_no_shorter_step_is_explained():
+    starved = row("tf32", 9_900_000, [work("aten::mm", "nvjet", 2_000_000)])
+    (comparison,) = compare_dtypes([FP32, starved], {})
+
+    (sentence,) = sentences(comparison)
+    assert "products −4.0 ms" in sentence
+    assert "The GPU works for 2.00 ms of its 9.90 ms and waits for the host in the rest" in sentence
+
+
 def test_a_difference_within_the_noise_is_said_to_be_none():
     noisy = {**FP32, "samples_device_ns": [8_000_000, 9_000_000, 10_000_000, 10_100_000, 11_000_000, 12_000_000]}
     near = {**noisy, "run": {**noisy["run"], "dtype": "tf32"}, "samples_device_ns": noisy["samples_device_ns"][1:]}

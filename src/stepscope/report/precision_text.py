@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.dtype_comparison import CAST, REFERENCE, DtypeComparison
+from stepscope.analysis.dtype_comparison import CAST, REFERENCE, DtypeComparison, DtypeRow
 from stepscope.report.text import duration, plural, safe, significant, size
 
 NUM_CLASSES = 4
@@ -20,6 +20,8 @@ _OWNERS = {
     "parameter": "weights", "gradient": "gradients", "optimizer_state": "optimizer", "activation": "activations",
     "autocast_weight_cast": "weight casts", "temporary": "temporaries",
 }  # fmt: skip
+# A GPU that works less of a step than this waits for its host.
+BUSY_SHARE = 0.85
 
 
 def precision_text(comparisons: Sequence[DtypeComparison], width: int = 100) -> str:
@@ -106,7 +108,18 @@ def sentences(comparison: DtypeComparison) -> Iterator[str]:
         changes = comparison.changes(row)[:NUM_CLASSES]
         told = ", ".join(f"{_CLASSES.get(one.name, one.name)} {_signed_time(one.change_ns)}" for one in changes)
         casts = f"; it casts {plural(row.num_casts, 'time')} a step" if row.num_casts else ""
-        yield f"{row.dtype} is {pace}{doubt}{': ' + told if told else ''}{casts}."
+        yield f"{row.dtype} is {pace}{doubt}{': ' + told if told else ''}{casts}.{_waiting(comparison, row)}"
+
+
+def _waiting(comparison: DtypeComparison, row: DtypeRow) -> str:
+    """Why less work is no shorter step: a GPU that waits for its host."""
+    work_ns = sum(row.class_ns.values())
+    if comparison.device != "cuda" or not work_ns or row.time is None or work_ns > BUSY_SHARE * row.time.median:
+        return ""
+    return (
+        f" The GPU works for {duration(work_ns, 3)} of its {duration(row.time.median, 3)} and waits for the host in "
+        "the rest: less work is no shorter step there."
+    )
 
 
 def _signed(value: float) -> str:
