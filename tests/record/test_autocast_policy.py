@@ -28,8 +28,10 @@ def test_the_documented_lists_of_the_cpu(name, answer):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_nearly_every_listed_op_answers():
-    answers = [policy._asked(name, "cpu", torch.bfloat16) for name in policy._listed("cpu")]
+def test_every_listed_op_answers():
+    # The name of a dimension, which older versions of torch take, cannot be made up.
+    names = [name for name in policy._listed("cpu") if "dimname" not in name.lower()]
+    answers = [policy._asked(name, "cpu", torch.bfloat16) for name in names]
 
     assert len(answers) > 100 and policy.OTHER not in answers
 
