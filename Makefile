@@ -18,7 +18,7 @@ demo: $(VENV)/demo.installed
 test: lint chromium
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS)
 
-# With those that take minutes: whole studies, every fix of verify, the largest campaigns.
+# With those that take minutes: every fix of verify, compiled plans, the largest campaigns.
 test-all: lint chromium
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 

@@ -21,11 +21,6 @@ LONG = (
     "run/test_verify_compile.py",
     "run/test_verify_recording.py",
     "run/test_verify_trouble.py",
-    "studies/test_study_cs336.py",
-    "studies/test_study_hydra.py",
-    "studies/test_study_megalodon.py",
-    "studies/test_study_nano.py",
-    "studies/test_study_tsmoe.py",
     "trace/test_fuzz.py",
     "workloads/test_ema_triton.py",
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from stepscope.report.parts import Text
 from stepscope.studies.stored import Stored
+from stepscope.studies.study import Study
 
 
 def first_text(answer: Callable[[Stored], Any], stored: Stored) -> str:
@@ -30,3 +31,45 @@ def change_lines(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     for row in rows:
         change(row)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def canned(study: Study, stored: Stored, target: Path) -> list[str]:
+    """The questions whose answers, word for word, are the same when every figure is another."""
+    other = _disturbed(stored.folder, target)
+    told = {
+        question.title: [
+            [part.text for part in each.parts(question.answer) if isinstance(part, Text)] for each in (stored, other)
+        ]
+        for question in study.questions
+    }
+    return [title for title, (before, after) in told.items() if before == after]
+
+
+def _disturbed(studied: Path, target: Path) -> Stored:
+    """A copy of the study in which no figure is as it was: rows scaled, each otherwise, recordings swapped."""
+    copy = shutil.copytree(studied, target)
+    for path in copy.glob("*/results.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{name: row.get(name) for name in ("recording", "trace")} for row in rows]
+        for place, row in enumerate(rows):
+            row |= {name: _scaled(row[name], 2 + place) for name in row.keys() & _FIGURES}
+            row |= {name: value for name, value in kept[place - 1].items() if value is not None}
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in copy.glob("*/recordings/*/samples.jsonl"):
+        change_lines(path, lambda line: line.update({name: _scaled(line[name], 2) for name in line.keys() & _TIMES}))
+    return Stored(copy)
+
+
+_TIMES = {"wall_ns", "host_ns"}
+_FIGURES = {
+    "samples_device_ns", "samples_host_ns", "samples_phase_ns", "first_call_ns", "traced_ns", "layers", "loss",
+    "peak_allocated_bytes", "before_backward_bytes", "facts",
+}  # fmt: skip
+
+
+def _scaled(value: Any, factor: int) -> Any:
+    if isinstance(value, dict):
+        return {name: _scaled(each, factor) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_scaled(each, factor) for each in value]
+    return value * factor if isinstance(value, (int, float)) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Missing, Text
 from stepscope.studies import Question, Recordings, Study, Sweep
 from stepscope.studies.build import report_of_study
+from stepscope.studies.execute import begin, plan_of, run
 from stepscope.studies.figures import compared, crossing, growth
 from stepscope.studies.registry import find_study
-from stepscope.studies.stored import Stored
+from stepscope.studies.stored import Recorded, Stored
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "study_activation.py"
 
@@ -34,6 +36,20 @@ title = "How does a step grow with the width?"
 of = "widths"
 x = "width"
 y = "time_median_ns"
+"""
+
+
+ONE = """
+title = 'x'
+[[{}]]
+id = '{}'
+workload = 'w'
+quick = {{}}
+[[question]]
+title = 'q'
+of = 'a'
+x = 'b'
+y = 'c'
 """
 
 
@@ -124,8 +140,6 @@ def test_a_point_can_be_recorded_and_its_recording_asked(tmp_path):
 
     question = Question(title="How long?", answer=answer)
     study = Study(name="one", title="One", about="", measures=(measure,), questions=(question,))
-    from stepscope.studies.execute import begin, plan_of, run
-
     plan = plan_of(study, "quick", "cpu")
     begin(plan, tmp_path / "out", "one.py", "stepscope study one.py", False, "")
     told = []
@@ -145,11 +159,16 @@ def test_a_point_can_be_recorded_and_its_recording_asked(tmp_path):
         ("title = 'x'\nquestion = 3\n[[sweep]]\nid='a'\nworkload='w'\nquick={}", "[[question]]"),
         ("title = 'x'\n[[question]]\ntitle = 'a'\nof = 'b'\nx = 'c'\ny = 'd'", "measures nothing"),
         ("title = 'x'\n[[sweep]]\nid = 'a'\n[[question]]", "quick is missing"),
+        ("title = 5", 'title = 5 must be "text"'),
+        ("title = 'x'\nquestion = []\n[[sweep]]\nquick = 3", "quick = 3 must be { a table } or"),
+        ("title = 'x'\nquestion = []\n[[sweep]]\ntrace = 'no'", "trace = 'no' must be true or false"),
+        (ONE.format("recordings", "a"), "of = 'a' is no id of a [[sweep]]: there is none"),
+        (ONE.format("sweep", "lengths"), "of = 'a' is no id of a [[sweep]]: one of: lengths"),
     ],
 )
 def test_a_mistake_in_toml_is_one_line_with_the_key(tmp_path, text, message):
     (tmp_path / "s.toml").write_text(text)
-    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
+    with pytest.raises(UsageError, match=re.escape(message)):
         find_study(str(tmp_path / "s.toml"))
 
 
@@ -160,11 +179,79 @@ def test_a_study_that_is_not_there_is_one_line(name):
 
 
 def test_a_knob_that_is_not_there_is_told_before_anything_runs():
-    from stepscope.studies.execute import plan_of
-
     sweep = Sweep(id="a", workload="cs336", about="", quick=[{"seqlen": 16}], full=())
     with pytest.raises(UsageError, match="seq_len"):
         plan_of(Study(name="a", title="", about="", measures=(sweep,), questions=()), "quick", "cpu")
+
+
+@pytest.mark.parametrize(("ids", "grids"), [("aa", [{}]), (["report"], [{}]), (["../a"], [{}]), ("a", [])])
+def test_what_a_study_declares_is_checked_before_anything_runs(ids, grids):
+    """GIVEN one id twice, one that is the report's, one that leaves the folder, no point at all."""
+    measures = tuple(Sweep(id=id, workload="cs336", about="", quick=grids, full=()) for id in ids)
+    with pytest.raises(UsageError, match=r"folder's name|measures nothing with --quick"):
+        plan_of(Study(name="a", title="", about="", measures=measures, questions=()), "quick", "cpu")
+
+
+def test_one_grid_needs_no_brackets():
+    sweep = Sweep(id="a", workload="cs336", about="", quick={"seq_len": [16, 32]}, full=())
+    plan = plan_of(Study(name="a", title="", about="", measures=(sweep,), questions=()), "quick", "cpu")
+
+    assert [point.config["seq_len"] for point in plan.points["a"]] == [16, 32]
+
+
+def test_a_folder_that_cannot_be_one_and_that_of_another_study_are_one_line(tmp_path):
+    sweep = Sweep(id="a", workload="cs336", about="", quick=[{}], full=())
+    plan = plan_of(Study(name="a", title="", about="", measures=(sweep,), questions=()), "quick", "cpu")
+    (tmp_path / "file").write_text("")
+    begin(plan, tmp_path / "other", "b.py", "", False, "")
+
+    with pytest.raises(UsageError, match=r"cannot write to .*file"):
+        begin(plan, tmp_path / "file", "a.py", "", False, "")
+    with pytest.raises(UsageError, match=r"is of study b\.py, not a\.py"):  # and not: go on with --resume
+        begin(plan, tmp_path / "other", "a.py", "", False, "")
+
+
+def test_a_mistake_in_an_answer_costs_that_answer_alone(tmp_path):
+    (tmp_path / "study.json").write_text('{"study": "x"}')
+    told = []
+
+    def wrong(stored):
+        told.append(stored)
+        yield Text("Before it.")
+        {}["time_medain"]
+
+    def right(_stored):
+        yield Text("Right.")
+
+    questions = tuple(Question(title=answer.__name__, answer=answer) for answer in (wrong, right))
+    study = Study(name="x", title="", about="", measures=(), questions=questions)
+    stored = Stored(tmp_path)
+
+    report = report_of_study(study, stored)
+    assert report == report_of_study(study, stored) and len(told) == 1  # an answer is computed once
+    (missing,) = report.parts(Missing)
+    assert missing.text.startswith("Not answered: KeyError: 'time_medain' (test_study_core.py, line ")
+    assert [part.text for part in report.parts(Text)] == ["Before it.", "Right."]
+
+
+def test_what_was_taken_from_the_folder_costs_what_is_made_from_it_alone(studied, tmp_path):
+    """GIVEN a study without the rows of a measure, as a kill at its first point leaves it THEN the report says so."""
+    copy = shutil.copytree(studied, tmp_path / "copy")
+    (copy / "widths" / "results.jsonl").write_text("")
+
+    report = report_of_study(find_study(str(EXAMPLE)), Stored(copy))
+
+    assert ["no point of the sweep was finished" in part.text for part in report.parts(Missing)] == [True]
+    with pytest.raises(CannotCheck, match="is not here"):
+        Recorded({}, "ok", None, tmp_path / "gone").source  # noqa: B018
+
+
+def test_a_knob_that_no_row_has_is_told_with_the_nearest(studied, tmp_path):
+    (tmp_path / "s.toml").write_text(TOML.format(example=EXAMPLE).replace('x = "width"', 'x = "widht"'))
+
+    (missing,) = report_of_study(find_study(str(tmp_path / "s.toml")), Stored(studied)).parts(Missing)
+
+    assert "x = 'widht' is in no row: did you mean width?" in missing.text
 
 
 def test_a_damaged_study_is_one_line(tmp_path):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from quick_study import canned, changed, first_text
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Missing, Table, Text
-from stepscope.studies.build import report_of_study
 from stepscope.studies.cs336 import STUDY
 from stepscope.studies.cs336_attention import compiled, grid, squares
 from stepscope.studies.cs336_kernels import kernels, products, softmax
@@ -26,33 +26,13 @@ ANSWERS = (durations, warm_up, kernels, products, softmax, mixed_precision, exac
 GPU_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "h200" / "gpt2_eager.json.gz"
 
 
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("study") / "out"
-    command = [sys.executable, "-m", "stepscope", "study", "cs336", "--quick", "--device", "cpu", "-o", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def report(studied):
-    return report_of_study(STUDY, Stored(studied))
-
-
 def first(answer, folder):
-    return next(part.text for part in answer(Stored(folder)) if isinstance(part, Text))
+    return first_text(answer, Stored(folder))
 
 
 def altered(studied, tmp_path, measure, change):
     """A copy of the study whose rows of a measure are changed in place."""
-    copy = shutil.copytree(studied, tmp_path / "copy")
-    path = copy / measure / "results.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        change(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return copy
+    return changed(studied, tmp_path / "copy", measure, change).folder
 
 
 def test_every_file_it_promises_is_there_and_says_something(studied):
@@ -63,12 +43,16 @@ def test_every_file_it_promises_is_there_and_says_something(studied):
 
 
 def test_every_question_is_answered_and_no_column_is_empty(report):
-    assert not report.parts(Missing)
+    assert [part.text for part in report.parts(Missing)] == ["Not measured: no model was compiled: --full does"]
     assert len({section.id for section in report.sections}) == len(STUDY.questions) + 2
     for table in report.parts(Table):
         assert table.num_rows, table.id
         for name, values in table.columns.items():
             assert any(value is not None for value in values), f"{table.id}: {name}"
+
+
+def test_no_sentence_is_canned(stored, tmp_path):
+    assert canned(STUDY, stored, tmp_path / "other") == []
 
 
 def test_what_does_not_fit_is_a_row(studied, report):
@@ -158,18 +142,18 @@ def test_the_formula_meets_the_bytes_that_attention_holds(studied):
 def test_compiled_pays_after_as_many_passes_as_the_figures_say(studied, tmp_path):
     def change(row):
         if row["status"] == "ok":
-            is_compiled = row["run"]["compile"] != "off"
+            is_compiled = row["config"]["implementation"] == "compiled"
             row["samples_device_ns"] = [1_000_000 if is_compiled else 3_000_000] * 3
-            row["compile_ns"] = 10_000_000 if is_compiled else row.get("compile_ns")
+            row["first_call_ns"] = 10_000_000 if is_compiled else row["first_call_ns"]
 
-    text = first(compiled, altered(studied, tmp_path, "compiled", change))
+    text = first(compiled, altered(studied, tmp_path, "attention", change))
     assert "compiled is 3.00 times as fast as eager" in text and "10.0 ms of compiling after 5 passes" in text
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.__name__)
 def test_what_was_not_measured_is_said(studied, tmp_path, answer):
     copy = shutil.copytree(studied, tmp_path / "copy")
-    for measure in ("models", "recordings", "attention", "compiled", "precision"):
+    for measure in ("models", "recordings", "attention", "precision"):
         shutil.rmtree(copy / measure)
     with pytest.raises(CannotCheck):
         list(answer(Stored(copy)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import quick_study
+from quick_study import canned
+from quick_study import first_text as said
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Missing, Table, Text
 from stepscope.studies import hydra_step, hydra_variants
@@ -22,38 +23,10 @@ from stepscope.studies.stored import Stored
 NOT_NOTED = "the note's figures are of 100m"
 
 
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hydra") / "out"
-    words = [sys.executable, "-m", "stepscope", "study", "hydra", "--quick", "--device", "cpu", "-o", str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def report(studied):
-    return report_of_study(STUDY, Stored(studied))
-
-
 @pytest.fixture
 def changed(studied, tmp_path):
     """The study with the rows of a measure changed: `changed(measure, change)`."""
-
-    def make(measure, change):
-        folder = shutil.copytree(studied, tmp_path / measure)
-        path = folder / measure / "results.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            change(row)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return Stored(folder)
-
-    return make
-
-
-def said(answer, stored) -> str:
-    return next(part.text for part in answer(stored) if isinstance(part, Text))
+    return lambda measure, change: quick_study.changed(studied, tmp_path / measure, measure, change)
 
 
 def test_every_output_is_there_and_says_something(studied):
@@ -76,9 +49,13 @@ def test_every_question_is_answered_and_no_table_has_an_empty_column(report):
             assert any(value not in (None, "") for value in values), (table.id, name)
 
 
-def test_bottlenecks_are_exclusive(studied):
+def test_no_sentence_is_canned(stored, tmp_path):
+    assert canned(STUDY, stored, tmp_path / "other") == []
+
+
+def test_bottlenecks_are_exclusive(stored):
     """Parents and children are never counted twice: own times add up to the whole, those with inner ones do not."""
-    tables = {part.id: part for part in hydra_step.bottlenecks(Stored(studied)) if isinstance(part, Table)}
+    tables = {part.id: part for part in stored.parts(hydra_step.bottlenecks) if isinstance(part, Table)}
 
     assert sum(tables["bottlenecks"].columns["share"]) == pytest.approx(1)
     modules = tables["modules"].columns

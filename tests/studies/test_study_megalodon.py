@@ -7,18 +7,16 @@ import gzip
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from quick_study import canned, changed, first_text
 from stepscope.report.parts import Table, Text
 from stepscope.studies import megalodon_answers, megalodon_paths, megalodon_recordings
-from stepscope.studies.build import report_of_study
+from stepscope.studies.megalodon import STUDY
 from stepscope.studies.megalodon_files import SUMMARY
 from stepscope.studies.outputs import appended
-from stepscope.studies.registry import find_study
 from stepscope.studies.stored import Recorded, Stored
 from trace_builder import TraceBuilder
 
@@ -33,32 +31,6 @@ FILES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megalodon")
-    words = ["study", "megalodon", "--quick", "--device", "cpu", "-o", "out"]
-    done = subprocess.run(
-        [sys.executable, "-m", "stepscope", *words], cwd=folder, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "out"
-
-
-def changed(studied: Path, target: Path, measure: str, change) -> Stored:
-    """The same study with the rows of one measure changed."""
-    shutil.copytree(studied, target)
-    path = target / measure / "results.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        change(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Stored(target)
-
-
-def first_text(answer, stored: Stored) -> str:
-    return next(part.text for part in answer(stored) if isinstance(part, Text))
-
-
 def test_every_file_is_there_and_says_something(studied):
     sizes = {name: (studied / name).stat().st_size for name in FILES}
 
@@ -68,8 +40,7 @@ def test_every_file_is_there_and_says_something(studied):
             assert json.load(stream)["traceEvents"]
 
 
-def test_no_table_has_an_empty_column_and_every_question_an_answer(studied):
-    report = report_of_study(find_study("megalodon"), Stored(studied))
+def test_no_table_has_an_empty_column_and_every_question_an_answer(report):
     tables = report.parts(Table)
 
     assert {"proofs", "average", "paths", "part", "steps", "growth", "decode", "windows", "spans"} <= {
@@ -82,6 +53,13 @@ def test_no_table_has_an_empty_column_and_every_question_an_answer(studied):
         assert isinstance(section.parts[0], Text), section.title
 
 
+def test_no_sentence_is_canned(stored, tmp_path):
+    assert canned(STUDY, stored, tmp_path / "other") == [
+        "What happens to the rest when one point runs out of memory?",  # it tells statuses: below
+        "Which spans of the host are candidates for fusion?",  # it tells one trace: below
+    ]
+
+
 def test_a_point_that_ran_out_of_memory_is_a_row_and_not_the_end(studied):
     rows = list(csv.DictReader((studied / "summary.csv").read_text().splitlines()))
 
@@ -91,6 +69,16 @@ def test_a_point_that_ran_out_of_memory_is_a_row_and_not_the_end(studied):
     assert "1 point of 7 ran out of memory" in first_text(megalodon_answers.out_of_memory, Stored(studied))
 
 
+def test_points_that_failed_are_counted_from_the_rows(studied, tmp_path):
+    def crash(row):
+        if row["config"]["seq_len"] == 128:
+            row.update(status="crashed", reason="it fell over")
+
+    text = first_text(megalodon_answers.out_of_memory, changed(studied, tmp_path / "copy", "steps", crash))
+
+    assert "1 of the 4 points after it have a time" in text
+
+
 def test_the_summary_is_added_to_and_never_erased(studied, tmp_path):
     def slower(row):
         if row["config"]["seq_len"] == 128:
@@ -98,7 +86,7 @@ def test_the_summary_is_added_to_and_never_erased(studied, tmp_path):
             row["samples_host_ns"] = [7_000_000] * 3
 
     before = (studied / "summary.csv").read_text()
-    content = find_study("megalodon").files["summary.csv"]
+    content = STUDY.files["summary.csv"]
 
     assert content(Stored(studied)) == before  # the same rows again add nothing
     after = content(changed(studied, tmp_path / "again", "steps", slower))

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from quick_study import canned, changed, first_text
 from stepscope.report.parts import Lines, Table, Text
-from stepscope.studies.build import report_of_study
 from stepscope.studies.nano import STUDY, compares, faster, memory, sparsity
 from stepscope.studies.stored import Stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "nano"
-
-
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nano")
-    command = [sys.executable, "-m", "stepscope", "study", "nano", "--quick", "--device", "cpu", "-o", "out"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return folder / "out"
-
-
-def changed(studied, target, change, measure="attention"):
-    """A copy of the study whose rows were changed."""
-    copy = shutil.copytree(studied, target)
-    path = copy / measure / "results.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        change(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Stored(copy)
-
-
-def first_text(answer, stored):
-    return next(part.text for part in answer(stored) if isinstance(part, Text))
 
 
 def test_every_promised_file_is_there(studied):
@@ -48,8 +21,8 @@ def test_every_promised_file_is_there(studied):
     assert all((studied / name).read_bytes()[:4] == b"\x89PNG" for name in STUDY.files if name.endswith(".png"))
 
 
-def test_no_table_has_an_empty_column(studied):
-    tables = report_of_study(STUDY, Stored(studied)).parts(Table)
+def test_no_table_has_an_empty_column(report):
+    tables = report.parts(Table)
 
     assert len(tables) >= 5
     for found in tables:
@@ -57,11 +30,13 @@ def test_no_table_has_an_empty_column(studied):
         assert found.num_rows and not empty, (found.id, empty)
 
 
-def test_every_question_is_answered(studied):
-    report = report_of_study(STUDY, Stored(studied))
-
+def test_every_question_is_answered(report):
     for section in report.sections[1:-1]:
         assert isinstance(section.parts[0], Text), section.title
+
+
+def test_no_sentence_is_canned(stored, tmp_path):
+    assert canned(STUDY, stored, tmp_path / "other") == []
 
 
 def test_sparsity_is_one_minus_density(studied):
@@ -97,7 +72,7 @@ def test_the_answer_follows_the_times(studied, tmp_path):
         if row["config"]["attention"] == "dense":
             row["samples_device_ns"] = [10**10] * 5
 
-    stored = changed(studied, tmp_path / "slow", slow_dense)
+    stored = changed(studied, tmp_path / "slow", "attention", slow_dense)
 
     assert "it wins from 256 tokens on" in first_text(faster, stored)
     assert "it wins from 256 tokens on" not in first_text(faster, Stored(studied))
@@ -107,7 +82,7 @@ def test_the_answer_follows_the_memory(studied, tmp_path):
     def square(row):
         row["peak_allocated_bytes"] = row["config"]["seq_len"] ** 2
 
-    stored = changed(studied, tmp_path / "square", square)
+    stored = changed(studied, tmp_path / "square", "attention", square)
 
     assert "dense attention grows quadratically (power 2.00)" in first_text(memory, stored)
 
@@ -116,7 +91,7 @@ def test_the_answer_follows_the_profiler(studied, tmp_path):
     def slow_trace(row):
         row["traced_ns"] = 3 * sorted(row["samples_device_ns"])[len(row["samples_device_ns"]) // 2]
 
-    stored = changed(studied, tmp_path / "traced", slow_trace)
+    stored = changed(studied, tmp_path / "traced", "attention", slow_trace)
 
     assert "takes 3.00 times the median of clean calls" in first_text(compares, stored)
 
@@ -125,7 +100,7 @@ def test_dense_that_is_not_causal_would_be_told(studied, tmp_path):
     def full(row):
         row["facts"].update(density=1.0, causal_density=2.0)
 
-    text = first_text(compares, changed(studied, tmp_path / "full", full))
+    text = first_text(compares, changed(studied, tmp_path / "full", "attention", full))
 
     assert "Dense attention is not causal" in text
 

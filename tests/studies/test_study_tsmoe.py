@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from quick_study import canned, change_lines, changed, first_text
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Table, Text
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.build import report_of_study
 from stepscope.studies.stored import Stored
 from stepscope.studies.tsmoe import STUDY
 from stepscope.studies.tsmoe_amp import amp
@@ -33,40 +31,12 @@ COMPILE_REPORT = {
 
 
 @pytest.fixture(scope="module")
-def studied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tsmoe")
-    command = [sys.executable, "-m", "stepscope", "study", "tsmoe", "--quick", "--device", "cpu", "-o", "out"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290)
-    assert done.returncode == 0, done.stderr
-    return folder / "out"
-
-
-@pytest.fixture(scope="module")
-def report(studied):
-    return report_of_study(STUDY, Stored(studied))
-
-
-@pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory):
     """A study of which only the dispatch was measured, on an H200."""
     folder = tmp_path_factory.mktemp("h200")
     (folder / "study.json").write_text('{"study": "tsmoe", "mode": "full", "device": "cuda", "commands": []}')
     shutil.copytree(RESULTS, folder / "dispatch")
     return folder
-
-
-def changed(studied, target, measure, change):
-    """A copy of the study whose rows were changed."""
-    copy = shutil.copytree(studied, target)
-    change_lines(copy / measure / "results.jsonl", change)
-    return Stored(copy)
-
-
-def change_lines(path, change):
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for row in rows:
-        change(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def slowed(stored, factor, measure, **values):
@@ -80,10 +50,6 @@ def slowed(stored, factor, measure, **values):
 
     for recorded in stored.recordings(measure, **values):
         change_lines(recorded.folder / "samples.jsonl", longer)
-
-
-def first_text(answer, stored):
-    return next(part.text for part in answer(stored) if isinstance(part, Text))
 
 
 def table_of(answer, stored, id):
@@ -109,6 +75,12 @@ def test_no_table_has_an_empty_column(report):
 def test_all_but_the_compiler_is_answered(report):
     unanswered = [section.title for section in report.sections[1:-1] if not isinstance(section.parts[0], Text)]
     assert unanswered == ["What does the compiler do, and how often again?"]
+
+
+def test_no_sentence_is_canned(stored, tmp_path):
+    assert canned(STUDY, stored, tmp_path / "other") == [
+        "What does the compiler do, and how often again?"
+    ]  # not on a CPU
 
 
 def test_a_recording_knows_its_tokens_and_its_active_parameters(studied):

@@ -67,8 +67,9 @@ def main(arguments: argparse.Namespace) -> int:
     command, again = shlex.join(["stepscope", *sys.argv[1:]]), resume_command(folder)
     begin(plan, folder, _source(arguments.study), command, arguments.resume, again)
     from stepscope.cli.progress import Progress
+    from stepscope.report.text import plural
 
-    with Progress(f"{study.name}: {plan.num_points} points", silent_s=0.0) as progress:
+    with Progress(f"{study.name}: {plural(plan.num_points, 'point')}", silent_s=0.0) as progress:
 
         def on_row(measure: Measure, row: dict[str, Any] | None, num_done: int) -> None:
             progress.clear()
@@ -106,8 +107,9 @@ def _line(measure: Measure, row: dict[str, Any], num_done: int, plan: Plan) -> s
 
 def _dry_run(plan: Plan) -> int:
     from stepscope.cli.output import write
+    from stepscope.report.text import plural
 
-    lines = [f"{plan.study.title} ({plan.mode}, {plan.device}): {plan.num_points} points"]
+    lines = [f"{plan.study.title} ({plan.mode}, {plan.device}): {plural(plan.num_points, 'point')}"]
     for measure in plan.study.measures:
         lines.append(f"  {measure.id:<14} {len(plan.points.get(measure.id, ())):>4}  {measure.about}")
     write(["\n".join(lines), "\n"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from stepscope.errors import WRONG_KIND, RecordingError, TraceError, wrong_kind
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Fact, Facts, Missing, Report, Section, Table, Text, Value
 from stepscope.report.text import plural, safe
@@ -16,7 +15,7 @@ from stepscope.version import __version__
 
 def report_of_study(study: Study, stored: Stored) -> Report:
     """The report: every question a section, before them the answers in short, after them how it was measured."""
-    answered = [(question, _answer(question, stored)) for question in study.questions]
+    answered = [(question, stored.parts(question.answer)) for question in study.questions]
     measured = _measured(study, stored)
     sections = [
         Section("overview", "Overview", (_facts(study, stored), *_in_short(answered))),
@@ -26,20 +25,6 @@ def report_of_study(study: Study, stored: Stored) -> Report:
     verdict = next((part.text for _, parts in answered for part in parts if isinstance(part, Text)), "")
     facts: dict[str, Value] = {"source": str(stored.folder), "stepscope": __version__, "study": study.name}
     return Report(study.title, verdict or "Nothing was measured yet.", tuple(sections), facts)
-
-
-def _answer(question: Question, stored: Stored) -> tuple[Any, ...]:
-    """The parts of an answer, as far as they can be had: what is missing is said in its place."""
-    parts: list[Any] = []
-    try:
-        # One by one: what came before something that is missing stays.
-        for part in question.answer(stored):
-            parts.append(part)
-    except (CannotCheck, RecordingError, TraceError) as reason:
-        parts.append(Missing(f"Not measured: {reason}"))
-    except WRONG_KIND as error:
-        raise RecordingError(f"{question.title} cannot be answered: the rows have {wrong_kind(error)}") from error
-    return tuple(parts)
 
 
 def _in_short(answered: Iterable[tuple[Question, tuple[Any, ...]]]) -> tuple[Any, ...]:
@@ -57,7 +42,7 @@ def _facts(study: Study, stored: Stored) -> Facts:
     rows = [
         Fact("study", study.name, study.about),
         Fact("mode", stored.mode, f"on {safe(str(facts.get('device')))}"),
-        Fact("made by", commands[0] if commands else "–", f"stepscope {safe(str(facts.get('stepscope')))}"),
+        *(Fact("made by", command, f"stepscope {safe(str(facts.get('stepscope')))}") for command in commands),
     ]
     for text in _environments(study, stored):
         rows.append(Fact("ran on", text))
@@ -69,7 +54,7 @@ def _environments(study: Study, stored: Stored) -> list[str]:
     for measure in study.measures:
         try:
             environments = stored.sweep(measure.id).environments
-        except (CannotCheck, RecordingError):
+        except CannotCheck:
             continue
         for environment in environments.values():
             said = [f"{environment.get('device_name')}", f"torch {environment.get('torch')}"]

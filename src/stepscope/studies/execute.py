@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from stepscope.version import __version__
 from stepscope.workloads.registry import find
 
 SCHEMA_VERSION = 1
+_FOLDER = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +42,25 @@ class Plan:
 
 
 def plan_of(study: Study, mode: str, device: str) -> Plan:
-    """Every point of the study in this mode; a knob that is not there is a UsageError before anything runs."""
-    points = {}
+    """Every point of the study in this mode; a mistake in what it declares is a UsageError before anything runs."""
+    points: dict[str, list[Point]] = {}
     for measure in study.measures:
+        if not _FOLDER.fullmatch(measure.id) or measure.id in (*points, "report"):
+            raise UsageError(f"{study.name}: id={measure.id!r} is to be a folder's name that no other measure has")
         grids = measure.full if mode == FULL else measure.quick
         grid = Grid(find(measure.workload), {"device": device})
-        points[measure.id] = grid.points([_listed(axes) for axes in grids])
-    return Plan(
+        points[measure.id] = grid.points([_listed(axes) for axes in _grids(grids)])
+    plan = Plan(
         study=study, mode=mode, device=device, points={name: found for name, found in points.items() if found}
     )
+    if not plan.num_points:
+        raise UsageError(f"{study.name} measures nothing with --{mode}: its measures have no points there")
+    return plan
+
+
+def _grids(said: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """A list of grids, also where it is one without its brackets."""
+    return [said] if isinstance(said, Mapping) else said
 
 
 def _listed(axes: Mapping[str, Any]) -> Axes:
@@ -60,16 +72,15 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
     commands = [command]
     if is_study(folder):
         known = read_facts(folder)
-        if not resume:
-            raise UsageError(f"{folder} holds a study: go on with  {resume_command}")
         same = {"study": source, "mode": plan.mode, "device": plan.device}
         for name, value in same.items():
             if known.get(name) != value:
                 raise UsageError(f"{folder} is of {name} {known.get(name)}, not {value}: name another folder with -o")
+        if not resume:
+            raise UsageError(f"{folder} holds a study: go on with  {resume_command}")
         commands = [*known.get("commands", []), command]
     elif folder.is_dir() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty and holds no study: name another folder with -o")
-    folder.mkdir(parents=True, exist_ok=True)
     facts = {
         "schema_version": SCHEMA_VERSION,
         "study": source,
@@ -78,9 +89,13 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         "commands": commands,
         "stepscope": __version__,
     }
-    write_json(folder / STUDY_FILE, facts)
-    if source.endswith(".toml"):  # so that the report can be made again from the folder alone
-        shutil.copyfile(source, folder / TOML_FILE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / STUDY_FILE, facts)
+        if source.endswith(".toml"):  # so that the report can be made again from the folder alone
+            shutil.copyfile(source, folder / TOML_FILE)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; name another folder with -o") from None
 
 
 def run(

@@ -92,9 +92,14 @@ def in_words(power: float) -> str:
     """A power of growth for people.
 
     >>> in_words(0.98), in_words(2.1), in_words(0.1)
-    ('linearly (power 0.98)', 'quadratically (power 2.10)', 'hardly (power 0.10)')
+    ('linearly (power 0.98)', 'quadratically (power 2.10)', 'by next to nothing (power 0.10)')
     """
-    names = ((0.25, "hardly"), (0.8, "slower than linearly"), (1.2, "linearly"), (1.8, "faster than linearly"))
+    names = (
+        (0.25, "by next to nothing"),
+        (0.8, "slower than linearly"),
+        (1.2, "linearly"),
+        (1.8, "faster than linearly"),
+    )
     name = next((word for limit, word in names if power < limit), "quadratically" if power < 2.2 else "steeply")
     return f"{name} (power {power:.2f})"
 

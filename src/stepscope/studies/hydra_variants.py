@@ -63,19 +63,17 @@ def micro(stored: Stored) -> Iterator[Any]:
     best, *_, worst = sorted(forward.needed(), key=lambda record: float(record[TIME]))
     times = " and ".join(f"{said(TIME, each[TIME])} as {each['implementation']}" for each in (best, worst))
     sentences.append(f"The value shift takes {times} ({best['mode']}).")
-    recorded = main_point(stored)
-    if all(recorded.axes[name] == best[name] for name in ("batch", "seq_len")) and _used(forward) is not None:
-        step, used = step_record(recorded), _used(forward)
-        assert used is not None
-        share = used[TIME] * recorded.axes["blocks"] / step["step_ns"]
-        sentences.append(
-            f"The model shifts as {used['implementation']}, once in each of {recorded.axes['blocks']} blocks: "
-            f"{said('share', share)} of its step, forward alone."
-        )
     yield Text(" ".join(sentences))
     names = ("implementation", "mode", TIME, "time_p10_ns", "time_p90_ns", "speedup", PEAK)
     yield table("contiguity", "Convolutions on a slice", convs, *names)
     yield table("value_shift", "The value shift, five ways", shifts, *names)
+    recorded, used = main_point(stored), _used(forward)
+    if used is not None and all(recorded.axes[name] == used[name] for name in ("batch", "seq_len")):
+        share = used[TIME] * recorded.axes["blocks"] / step_record(recorded)["step_ns"]
+        yield Text(
+            f"The model shifts as {used['implementation']}, once in each of {recorded.axes['blocks']} blocks: "
+            f"{said('share', share)} of its step, forward alone."
+        )
     if is_noted(recorded):
         contiguous = convs.one(implementation="contiguous", mode=mode)[TIME] / sliced[TIME]
         ours = [{"what": "contiguous first", "times_sliced": contiguous}]

@@ -147,6 +147,7 @@ def out_of_memory(stored: Stored) -> Iterator[Any]:
     yield Text(
         f"{plural(len(failed), 'point')} of {len(rows)} ran out of memory ({first['seq_len']} tokens × "
         f"{first['batch']:,} sequences: {first['reason']}). {sum(r['status'] == 'ok' for r in after)} of the "
-        f"{len(after)} points after it have a time, and summary.csv has all {len(rows)} rows."
+        f"{len(after)} points after it have a time, and summary.csv has all {len(rows)} rows. The playbook's "
+        f"sweep would have lost these {len(after)} and the summary."
     )
     yield table("order", "In the order in which they ran", rows, "dtype", "seq_len", "batch", "status", TIME)

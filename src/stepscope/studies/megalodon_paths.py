@@ -43,7 +43,8 @@ def different(stored: Stored) -> Iterator[Any]:
     furthest = max(row[name] for row in found for name in ("outputs", "gradients") if row[name] is not None)
     yield Text(
         f"{num_proven} of {num_rows} rows prove that their path ran, and none is further than {furthest:.1e} of its "
-        f"norm from the sequential path in float64, gradients included. {_same_loss(stored)}"
+        f"norm from the sequential path in float64, gradients included. {_same_loss(stored)} The playbook's switch "
+        f"for the sequential path did nothing, so that it held {FFT} against {FFT}."
     )
     yield Text(" ".join(sentences))
     for row in found:
@@ -157,5 +158,8 @@ def _part_of_model(stored: Stored) -> Iterator[Any]:
         f"{said('share', row['model_share'])} ({row['path']}, {row['seq_len']} tokens, {row['mode']})"
         for row in (ends[0], ends[-1])
     )
-    yield Text(f"Alone, as often as the model has it, the average takes from {low} to {high} of the whole model.")
+    yield Text(
+        f"Alone, as often as the model has it, the average takes from {low} to {high} of the whole model. "
+        "The playbook's micro traces, meant to be of it alone, were of the whole."
+    )
     yield table("part", "The moving average alone beside the model", found, *found[0])

@@ -48,9 +48,16 @@ def schedule(stored: Stored) -> Iterator[Any]:
     asked, came, repeat, num = (
         sum(row[name] for row in schedules) for name in ("num_asked", "num_traced", "repeat", "num_windows")
     )
+    published = _published_schedules()
+    cut = [row for row in published if row["num_whole_cycles"] < row["repeat"]]
     sentences = [
         f"{came} of the {plural(asked, 'step')} that were to be traced were traced, in {num} of "
-        f"{plural(repeat, 'window')}."
+        f"{plural(repeat, 'window')}.",
+        *(
+            f"The playbook's loop runs {row['num_run']} steps of a schedule that needs {row['num_needed']}: cycle "
+            f"{row['num_whole_cycles'] + 1} of {row['repeat']} never comes to its end."
+            for row in cut
+        ),
     ]
     for length, known in medians.items():
         if len(known) > 1:
@@ -65,18 +72,18 @@ def schedule(stored: Stored) -> Iterator[Any]:
     if traced:
         note = "slowdown: a traced step ÷ a clean one"
         yield table("windows", "Every trace window", traced, *traced[0], note=note)
-    yield _published_schedules()
+    note = "it ran wait + warm-up + active · repeat steps; a cycle has wait + warm-up + active"
+    title = "What the playbook's loop runs of its schedules"
+    yield table("playbook-schedules", title, published, *published[0], note=note)
 
 
-def _published_schedules() -> Table:
+def _published_schedules() -> list[dict[str, int]]:
     rows = []
     for wait, warm_up, active, repeat in PUBLISHED_SCHEDULES:
         run, cycle = wait + warm_up + active * repeat, wait + warm_up + active
         row = {"wait": wait, "warm_up": warm_up, "active": active, "repeat": repeat, "num_run": run}
         rows.append(row | {"num_needed": cycle * repeat, "num_whole_cycles": min(repeat, run // cycle)})
-    note = "it ran wait + warm-up + active · repeat steps; a cycle has wait + warm-up + active"
-    title = "What the playbook's loop runs of its schedules"
-    return table("playbook-schedules", title, rows, *rows[0], note=note)
+    return rows
 
 
 def gemm_share(stored: Stored) -> Iterator[Any]:

@@ -122,11 +122,11 @@ def sparsity(stored: Stored) -> Iterator[Any]:
         same = list(at.where(fact_sparsity=value))
         left_out, density = said("share", value), said("share", same[0]["fact_density"])
         executed, needed = "fact_attention_executed_flops", "fact_attention_formula_flops"
-        times = ", ".join(f"{_path(record)} {record[executed] / record[needed]:.2f} times" for record in same)
+        times = ", ".join(f"{record[executed] / record[needed]:.2f} times by {_path(record)}" for record in same)
         sentences.append(
             f"At {longest} tokens the pattern has a sparsity of {left_out}: so much of all pairs is left out, those "
-            f"that are not causal among them. Its density, which the note prints under that name, is {density}. Of "
-            f"the FLOPs that it needs are executed: {times}."
+            f"that are not causal among them. Its density, which the note prints under that name, is {density}. The "
+            f"FLOPs that it needs are executed {times}."
         )
     yield Text(" ".join(sentences))
     unique = {(r["seq_len"], r["attention"], r["random"]): r for r in stored.rows("attention").ok}

@@ -20,7 +20,7 @@ def part(answer: Callable[[Stored], Iterable[Any]], kind: type[Part], id: str) -
     """The table or chart of that id among the parts of an answer."""
 
     def find(stored: Stored) -> Part:
-        for found in answer(stored):
+        for found in stored.parts(answer):
             if isinstance(found, kind) and getattr(found, "id", None) == id:
                 return found
         raise CannotCheck(f"there is no {id}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepscope.errors import UsageError
 from stepscope.studies.study import Study
+from stepscope.workloads.knobs import nearest
 
 STUDIES = ("cs336", "megalodon", "hydra", "nano", "tsmoe")
 
@@ -25,7 +26,7 @@ def find_study(name: str) -> Study:
         from stepscope.studies.toml_study import study_from_toml
 
         return study_from_toml(Path(name))
-    raise UsageError(f"there is no study {name!r}: {', '.join(STUDIES)}, or a file of your own (docs/studies.md)")
+    raise UsageError(f"there is no study {name!r}: {nearest(name, STUDIES)} Or a file.py or file.toml of your own")
 
 
 def _from_python(path: Path) -> Study:

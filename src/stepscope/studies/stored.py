@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.sweeps import OK
-from stepscope.errors import RecordingError
+from stepscope.errors import RecordingError, TraceError
 from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Missing
 from stepscope.report.sweeps import record_of, sweep_of
+from stepscope.report.text import safe
 from stepscope.trace.sweep_file import Sweep, is_sweep, read_sweep
 
 if TYPE_CHECKING:
@@ -94,6 +97,8 @@ class Recorded:
         """Its recording, opened: card, analysis, findings, memory."""
         if self.folder is None or self.status != OK:
             raise CannotCheck(f"{self.status}: {self.reason}")
+        if not self.folder.exists():
+            raise CannotCheck(f"the recording {self.folder.name} is not here: not kept with the rows")
         from stepscope.report.source import Source  # needs the read side; measuring does not
 
         return Source(self.folder)
@@ -111,12 +116,32 @@ class Stored:
         """`quick` or `full`."""
         return str(self.facts.get("mode"))
 
+    def parts(self, answer: Callable[[Stored], Iterable[Any]]) -> tuple[Any, ...]:
+        """The parts of an answer, as far as they can be had: what is missing is said in its place. Computed once."""
+        if answer not in self._answers:
+            parts: list[Any] = []
+            try:
+                # One by one: what came before something that is missing stays.
+                for part in answer(self):
+                    parts.append(part)
+            except (CannotCheck, RecordingError, TraceError) as reason:
+                parts.append(Missing(f"Not measured: {reason}"))
+            except Exception as error:  # a mistake in the answer, or a row of the wrong kind: the rest stands
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                said = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+                parts.append(Missing(f"Not answered: {safe(said, 300)}"))
+            self._answers[answer] = tuple(parts)
+        return self._answers[answer]
+
     def sweep(self, measure: str) -> Sweep:
         """The rows of a measure as written, and what they ran on; CannotCheck where there are none."""
         path = self.folder / measure
         if not is_sweep(path):
             raise CannotCheck(f"{measure} was not measured: --resume goes on with it")
-        return read_sweep(path)
+        try:
+            return read_sweep(path)
+        except RecordingError as error:  # one that has no row yet among them
+            raise CannotCheck(str(error)) from None
 
     def rows(self, measure: str) -> Rows:
         """The rows of a measure, summarised."""
@@ -164,6 +189,10 @@ class Stored:
             folder = self.folder / measure / str(name) if name else None
             self._recordings[key] = Recorded(axes, str(row["status"]), row.get("reason"), folder)
         return self._recordings[key]
+
+    @cached_property
+    def _answers(self) -> dict[Callable[[Stored], Iterable[Any]], tuple[Any, ...]]:
+        return {}
 
     @cached_property
     def _rows(self) -> dict[str, Rows]:

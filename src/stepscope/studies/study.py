@@ -33,14 +33,14 @@ class Measure:
     """Points of one workload, measured in one way."""
 
     id: str
-    """The folder of its rows, inside the study's."""
+    """The folder of its rows, inside the study's: letters, digits, - and _."""
     workload: str
     """A name, hf:path/to/config.json, my.module:build or path/to/file.py:build."""
     about: str
     """One line."""
-    quick: Sequence[Axes]
-    """The grids of --quick: seconds a point, also on a CPU."""
-    full: Sequence[Axes]
+    quick: Sequence[Axes] | Axes
+    """The grids of --quick, or the one: seconds a point, also on a CPU."""
+    full: Sequence[Axes] | Axes
     """Those of --full; () leaves the measure out."""
 
 

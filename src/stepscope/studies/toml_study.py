@@ -30,30 +30,41 @@ from stepscope.studies.figures import growth, in_words, lines, said, table
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Measure, Question, Recordings, Study, Sweep
 from stepscope.sweep.toml_file import read_toml
+from stepscope.workloads.knobs import nearest
 
 _OF_A_MEASURE = {"id", "workload", "about", "quick", "full"}
 _OF_A_QUESTION = {"title", "of", "x", "y", "by"}
+_TABLES = {"sweep", "recordings", "question"}
+_KINDS: dict[str, tuple[type, ...]] = {
+    "quick": (dict, list), "full": (dict, list), "trace": (bool,), "layers": (bool,), "options": (list,),
+    "loop": (list,),
+}  # fmt: skip
+"""Of every other key: text."""
+_WORDS = {dict: "{ a table }", list: "[a list]", bool: "true or false", str: '"text"'}
 
 
 def study_from_toml(path: Path, name: str | None = None) -> Study:
     """The study that the file declares, called like the file; UsageError names the table and key that is wrong."""
     declared = read_toml(path)
-    _check(path, "the file", declared, {"title", "about", "sweep", "recordings", "question"}, {"title", "question"})
+    _check(path, "the file", declared, {"title", "about"} | _TABLES, {"title", "question"})
     measures: list[Measure] = []
     for kind, made in (("sweep", Sweep), ("recordings", Recordings)):
         for entry in _tables(path, declared, kind):
-            extra = {"trace"} if made is Sweep else {"options"}
+            extra = {"trace", "layers"} if made is Sweep else {"options", "loop"}
             _check(path, f"[[{kind}]]", entry, _OF_A_MEASURE | extra, {"id", "workload", "quick"})
-            quick = _grids(entry["quick"])
-            rest = {"about": "", **{name: value for name, value in entry.items() if name not in ("quick", "full")}}
-            measures.append(made(quick=quick, full=_grids(entry.get("full", entry["quick"])), **rest))
+            fields: dict[str, Any] = {"about": "", "full": entry["quick"], **entry}
+            fields |= {name: tuple(map(str, entry[name])) for name in ("options", "loop") if name in entry}
+            measures.append(made(**fields))
     if not measures:
         raise UsageError(f"{path} measures nothing: give it a [[sweep]] or [[recordings]]")
     questions = []
     for entry in _tables(path, declared, "question"):
         _check(path, "[[question]]", entry, _OF_A_QUESTION, _OF_A_QUESTION - {"by"})
-        if entry["of"] not in {measure.id for measure in measures}:
-            raise UsageError(f"{path}, [[question]]: of = {entry['of']!r} is no id of a [[sweep]]")
+        sweeps = [measure.id for measure in measures if isinstance(measure, Sweep)]
+        if entry["of"] not in sweeps:
+            raise UsageError(
+                f"{path}, [[question]]: of = {entry['of']!r} is no id of a [[sweep]]: {nearest(entry['of'], sweeps)}"
+            )
         questions.append(Question(title=str(entry["title"]), answer=_answer(entry)))
     return Study(
         name=name or path.stem,
@@ -65,9 +76,13 @@ def study_from_toml(path: Path, name: str | None = None) -> Study:
 
 
 def _check(path: Path, where: str, entry: Mapping[str, Any], known: set[str], needed: set[str]) -> None:
-    for name in entry:
+    for name, value in entry.items():
         if name not in known:
             raise UsageError(f"{path}, {where}: there is no key {name!r}; there are {', '.join(sorted(known))}")
+        kinds = _KINDS.get(name, (str,))
+        if not isinstance(value, kinds) and name not in _TABLES:
+            said = " or ".join(_WORDS[kind] for kind in kinds)
+            raise UsageError(f"{path}, {where}: {name} = {value!r} must be {said}")
     for name in sorted(needed - entry.keys()):
         raise UsageError(f"{path}, {where}: {name} is missing")
 
@@ -79,15 +94,15 @@ def _tables(path: Path, declared: Mapping[str, Any], name: str) -> list[dict[str
     return found
 
 
-def _grids(said: Any) -> list[dict[str, Any]]:
-    return [said] if isinstance(said, dict) else list(said)
-
-
 def _answer(entry: Mapping[str, Any]) -> Any:
     x, y, by = str(entry["x"]), str(entry["y"]), str(entry.get("by", ""))
 
     def answer(stored: Stored) -> Iterator[Any]:
         rows = stored.rows(entry["of"]).needed()
+        fields = {name: None for record in rows for name in record}
+        for key, name in (("x", x), ("y", y), ("by", by)):
+            if name and name not in fields:
+                raise CannotCheck(f"{key} = {name!r} is in no row: {nearest(name, fields)} Mend it and --resume")
         yield Text(" ".join(_sentences(list(rows.ok), x, y, by)))
         names = [name for name in (x, by, y) if name]
         yield table(f"{entry['of']}-{y}", f"{title_of(y)} by {x}", rows, *names)

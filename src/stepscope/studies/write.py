@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from stepscope.errors import UsageError
+from stepscope.errors import RecordingError, TraceError, UsageError
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.files import need, write_texts, writing
 from stepscope.report.markdown.markdown import markdown_of
@@ -28,7 +28,7 @@ def write_study(study: Study, folder: Path) -> Path:
     for name, content in study.files.items():
         try:
             made = markdown_of(report) if content is REPORT else content(stored)
-        except CannotCheck:
+        except (CannotCheck, RecordingError, TraceError):
             continue  # the report says what was not measured
         several = made if isinstance(made, Mapping) else {"": made}
         for inner, text in several.items():
