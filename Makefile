@@ -19,10 +19,10 @@ test: lint chromium
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(PYTEST_ARGS)
 
 # With those that take minutes: every fix of verify, compiled plans, the largest campaigns.
-test-all: lint chromium
+test-all: lint chromium $(HTA)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-lint: $(VENV)/test.installed $(HTA)/installed
+lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -35,7 +35,8 @@ pytestmark = [
         not TRACES.is_dir(), reason="the real traces are not here: set STEPSCOPE_TRACES to their folder"
     ),
     pytest.mark.skipif(
-        not HTA_PYTHON.is_file(), reason="no HTA: `make test` installs it in .venv-hta, or set STEPSCOPE_HTA_PYTHON"
+        not HTA_PYTHON.is_file(),
+        reason="no HTA: `make test-all` installs it in .venv-hta, or set STEPSCOPE_HTA_PYTHON",
     ),
 ]
 
