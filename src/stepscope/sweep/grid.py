@@ -51,9 +51,8 @@ def make_point(workload: Workload[Any], values: Mapping[str, Value], preset: str
         **(presets[chosen] if chosen is not None else {}),
         **{name: value for name, value in values.items() if name in defaults},
     }
-    run = {knob.name: values.get(knob.name, knob.default) for knob in RUN_KNOBS} | (
-        {} if "mode" in values else {"mode": workload.mode}
-    )
+    asked = {"mode": workload.mode, **values}
+    run = {knob.name: asked.get(knob.name, knob.default) for knob in RUN_KNOBS}
     identity = {"workload": workload.name, "config": config, "run": run}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     return Point(

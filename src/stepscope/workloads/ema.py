@@ -11,7 +11,6 @@ one multiplication less for each state of each token. States enter and leave as 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepscope.workloads.workload import Evidence, Proof, ran
+from stepscope.workloads.workload import HAS_TRITON, Evidence, Proof, ran
 
 Path = Literal["fft", "sequential", "scan"]
 
@@ -28,8 +27,6 @@ CHUNK = 64
 
 Pair = tuple[Tensor, Tensor]
 """Real and imaginary parts."""
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Coefficients(NamedTuple):

@@ -7,17 +7,15 @@ the backward of the product that reads it, and its kernels move bytes at the mem
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from stepscope.workloads.workload import Evidence, Proof
+from stepscope.workloads.workload import HAS_TRITON, Evidence, Proof
 
 Gelu = Literal["torch", "kept"]
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def gelu_by(way: Gelu, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ Value = int | float | bool | str
 # Ops of the graphs that torch.compile was given stand beside those that were called, under names of their own: as
 # the program wrote them, and as they were handed to the compiler's back end, decomposed.
 CAPTURED, LOWERED = "captured ", "lowered "
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether kernels of our own can run on a GPU here; Triton itself is imported when one does."""
 
 Config = TypeVar("Config")
 Batch = Mapping[str, "torch.Tensor"]
