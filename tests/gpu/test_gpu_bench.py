@@ -90,6 +90,7 @@ def test_device_time_is_that_of_the_products_and_mfu_is_sane(bench):
         # The input needs no gradient: four products forward, seven backward.
         assert flops == 11 * 2 * 8192**3
         assert row["flops_counted_by_dtype"] == {row["run"]["dtype"]: flops}
+        assert 0.9 < row["gpu_busy_ns"] / median(row["samples_device_ns"]) < 1.2
     times = [median(row["samples_device_ns"]) for row in rows]
     assert times[0] < times[1] < times[2]
     rate = rows[0]["flops_counted"] / (times[0] / 1e9)
@@ -159,6 +160,7 @@ def test_compile_modes_are_proven_and_timed_apart(bench):
         assert row["compile_ns"] > 0 and row["first_call_ns"] > 20 * median(row["samples_device_ns"])
         assert row["compiler"]["compiler.num_graphs"] >= 1
     assert "CUDA graph" in rows[2]["proofs"]["compile=reduce-overhead"]
+    assert rows[2]["compiler"]["compiler.num_cuda_graphs"] >= 1
     assert "_fused_adamw" in rows[0]["proofs"]["optimizer=fused"]
 
 

@@ -334,6 +334,46 @@ def test_cuda_graphs_skips_and_sizes_are_told(tmp_path):
     assert compiler["compile_seconds"] > 0
 
 
+LOSS_INSIDE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x):
+        return (self.layers(x) - x).square().mean()
+
+torch.manual_seed(0)
+model = Model().cuda()
+fast = torch.compile(model, mode="reduce-overhead")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(64, 64, device="cuda")
+own = []
+for i in range(60):
+    torch.compiler.cudagraph_mark_step_begin()
+    loss = fast(x)
+    own.append(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("OWN", torch.stack(own).tolist())
+"""
+
+
+def test_a_loss_that_the_next_cuda_graph_overwrites_is_read(tmp_path):
+    card, folder, stdout = run(tmp_path, LOSS_INSIDE)
+    assert not [note for note in card["notes"] or [] if note["about"] == "recorder"], card["notes"]
+    assert card["compiler"]["cuda_graphs"]["num_recorded"] >= 1
+    assert (folder / "trace" / "rank0.json.gz").is_file()
+    own = json.loads(stdout.split("OWN")[1].splitlines()[0])
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert len(losses) > 20 and all(loss == own[step] for step, loss in losses.items())
+
+
 CHECKPOINTED = """
 import torch
 from torch import nn

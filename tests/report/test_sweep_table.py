@@ -144,3 +144,12 @@ def test_a_finished_row_in_one_line():
 def test_points_of_a_grid():
     points = [{"workload": "w", "preset": "p", "config": {"a": a}, "run": {"mode": "step"}} for a in (1, 2)]
     assert points_text(points, 80).split("\n") == ["a", "1", "2", "", "2 points", "all: w, preset=p, mode=step"]
+
+
+def test_a_row_says_how_busy_the_gpu_was_and_never_more_than_all_of_the_time():
+    busy = {0: 25_000_000, 1: 101_000_000, 2: None}
+    rows = [row(number, [100_000_000] * 7, "sdpa") | {"gpu_busy_ns": ns} for number, ns in busy.items()]
+    sweep = sweep_of(rows, {})
+    assert [point["gpu_busy_share"] for point in to_json(sweep)["points"]] == [0.25, 1.0, None]
+    text = sweep_text(sweep, 200)
+    assert "GPU busy" in text and "25.0 %" in text

@@ -135,6 +135,7 @@ def test_a_search_counts_and_goes_from_match_to_match(tab):
     assert first["label"] == "gemm_kernel" and first["name"] == "void gemm_kernel<float>(int)"
 
     tab.locator("canvas").focus()
+    tab.wait_for_timeout(200)  # until a search that still waits for more to be typed would have come
     tab.keyboard.press("n")
     second = tab.evaluate("window.stepscopeTimeline.selected")
     assert second["startNs"] == first["startNs"] + 12_000

@@ -108,6 +108,26 @@ for _ in range(12):
     loss_of(model, batch()).backward()
 """
 
+# As the result of a CUDA graph once the next has run: torch lets nobody read it.
+UNREADABLE_LOSSES = """
+from tiny import *
+import stepscope
+
+class Overwritten(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__float__:
+            raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+for _ in range(12):
+    loss = loss_of(model, batch())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    stepscope.step(loss=loss.as_subclass(Overwritten))
+"""
+
 FILL_THE_DISK = "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))"
 
 ENDINGS = {
@@ -121,6 +141,7 @@ ENDINGS = {
     "fills the disk": "import resource" + STEPS.format(step=4, action=FILL_THE_DISK),
     "catches errors": CATCHES,
     "steps inside backward": STEPS_INSIDE_BACKWARD,
+    "has losses that cannot be read": UNREADABLE_LOSSES,
     "never steps": "from tiny import *\nprint(torch.ones(2).sum().item())",
     "forks": FORKS,
     "spawns": SPAWNS,
@@ -347,3 +368,14 @@ def test_a_reader_that_goes_away_is_no_traceback(runs, script):
     with script.popen("-m", "stepscope", "card", runs["raises"].folder) as process:
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_loss_that_cannot_be_read_costs_only_itself(runs):
+    run = runs["has losses that cannot be read"]
+    assert run.exit_code == 0, run.stderr
+    notes = [note["text"] for note in run.recording.facts["notes"] if note["about"] == "recorder"]
+    assert notes == [
+        "while reading a loss: RuntimeError: accessing tensor output of CUDAGraphs that has been overwritten"
+    ]
+    assert (run.folder / "trace" / "rank0.json.gz").is_file() and run.recording.facts["flops"]
+    assert all(sample.loss is None for sample in run.recording.samples)

@@ -69,6 +69,8 @@ class PointSummary:
     num_tokens: int | None
     num_kernels: int | None
     num_kernel_launches: int | None
+    gpu_busy_share: float | None
+    """The GPU's busy time in a traced pass ÷ the median of clean ones. Well below 1, the host sets the pace."""
     max_batch: int | None
     facts: Mapping[str, float]
     compiler: Mapping[str, float]
@@ -168,6 +170,7 @@ def _point(
         num_tokens=tokens,
         num_kernels=row.get("num_kernels"),
         num_kernel_launches=row.get("num_kernel_launches"),
+        gpu_busy_share=_busy_share(row.get("gpu_busy_ns"), time),
         max_batch=row.get("max_batch"),
         facts=facts,
         compiler=row.get("compiler") or {},
@@ -187,6 +190,11 @@ def _model_flops(row: Mapping[str, Any], facts: Mapping[str, float]) -> int | No
 
 def _described(samples: Sequence[float] | None) -> Distribution | None:
     return describe(samples) if samples else None
+
+
+def _busy_share(busy_ns: int | None, time: Distribution | None) -> float | None:
+    """A traced kernel takes a little longer than a clean one: never more than all of the time."""
+    return None if busy_ns is None or time is None else min(1.0, busy_ns / time.median)
 
 
 def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:

@@ -73,10 +73,7 @@ class CompilerProbe:
         self._listen("torch._inductor.cudagraph_utils", self._warning)
 
     def stop(self) -> None:
-        try:
-            self._cuda_graphs = cuda_graphs()
-        except (AttributeError, RuntimeError, KeyError):
-            self._cuda_graphs = None  # the manager's inside differs between versions of torch
+        self._cuda_graphs = cuda_graphs()
         untold = _num_cuda_graph_skips() - sum(self._skips.values())
         if untold > 0:  # torch says why only where somebody asked for its cudagraphs log
             self._skips['torch did not say why: TORCH_LOGS="cudagraphs" does'] += untold
@@ -105,7 +102,7 @@ class CompilerProbe:
             "dynamic_dimensions": list(self._dynamic.values()),
             "caches": {name: dict(counts) for name, counts in self._caches.items()},
             "cuda_graph_skips": [{"reason": reason, "count": n} for reason, n in self._skips.items()],
-            "cuda_graphs": self._cuda_graphs,
+            "cuda_graphs": cuda_graphs() if self._handlers else self._cuda_graphs,
             "failures": list(self._failures.values()),
             "compiled_calls": self._provenance.graphs,
         }
@@ -261,7 +258,17 @@ def _num_cuda_graph_skips() -> int:
 
 
 def cuda_graphs() -> dict[str, int] | None:
-    """How many CUDA graphs Inductor holds and for how many distinct sizes at most; None when it has none."""
+    """How many CUDA graphs Inductor holds and for how many distinct sizes at most; None when it has none.
+
+    The manager's inside differs between versions of torch: None also where this does not know its way there.
+    """
+    try:
+        return _held_cuda_graphs()
+    except (AttributeError, RuntimeError, KeyError):
+        return None
+
+
+def _held_cuda_graphs() -> dict[str, int] | None:
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     torch = sys.modules["torch"]
     if trees is None or not torch.cuda.is_initialized():

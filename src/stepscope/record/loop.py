@@ -185,7 +185,7 @@ class Loop:
         self._backward_seen = True
         self._awaits_backward = False
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
-            self.facts.loss = tensors.detach()
+            self.facts.loss = _kept(tensors)
         if self.observer is not None:
             self.observer.backward_begins(create_graph, tensors)
 
@@ -275,7 +275,7 @@ class Loop:
             if tokens is not None:
                 self.facts.given_tokens = (self.facts.given_tokens or 0) + int(tokens)
             if loss is not None:
-                self.facts.loss = loss.detach() if isinstance(loss, torch.Tensor) else float(loss)
+                self.facts.loss = _kept(loss) if isinstance(loss, torch.Tensor) else float(loss)
         self._ended(self.finder.saw(EXPLICIT, EXPLICIT))
 
     @contextmanager
@@ -319,3 +319,9 @@ def _num_running(optimizer: Any) -> int:
             num_running += 1
         frame = frame.f_back
     return num_running
+
+
+def _kept(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that can be read later: what a CUDA graph of torch.compile gave, its next run overwrites."""
+    has_graphs = loss.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
+    return loss.detach().clone() if has_graphs else loss.detach()

@@ -47,7 +47,9 @@ class Probes:
 
     def note(self, about: str, text: str) -> None:
         """Something the reader of the card should know."""
-        self.facts.setdefault("notes", []).append({"about": about, "text": text})
+        note, notes = {"about": about, "text": text}, self.facts.setdefault("notes", [])
+        if note not in notes:
+            notes.append(note)
 
     def use_gpu(self, roots: Iterable[nn.Module]) -> None:
         """Time on the GPU and sample its counters, if the script uses one."""

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,8 +268,7 @@ class Session:
                 line["device_ns"] = device_ns
                 self._clock.recycle(step)
             if step.loss is not None:
-                loss = float(step.loss)
-                line["loss"] = loss if abs(loss) < float("inf") else str(loss)
+                self._probes.guard("reading a loss", partial(_read_loss, step, line))
             self._samples.append(json.dumps(line))
         self._pending.clear()
 
@@ -371,3 +371,8 @@ class Session:
             "environment": probes.environment_facts(),
         }
         files.write_json(self.folder / files.RECORDING_FILE, facts)
+
+
+def _read_loss(step: TimedStep, line: dict[str, Any]) -> None:
+    loss = float(step.loss)
+    line["loss"] = loss if abs(loss) < float("inf") else str(loss)

@@ -116,6 +116,7 @@ COLUMNS = (
     Column("dropped", _dropped),
     Column("peak", _of("peak_allocated_bytes", size)),
     Column("MFU", _of("mfu", lambda value: percent(value.share) + (" m" if value.is_measured else ""))),
+    Column("GPU busy", _of("gpu_busy_share", percent)),
     Column("p10–p90 ms", _spread),
     Column("loss", _loss),
     Column("before backward", _of("before_backward_bytes", size)),
@@ -186,7 +187,7 @@ def record_of(point: PointSummary) -> dict[str, Any]:
         "first_call_ns", "compile_ns", "tokens_per_s", "flops_counted", "flops_formula", "flops_coverage",
         "flops_per_s", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
         "before_backward_bytes", "loss", "final_loss", "num_parameters", "num_active_parameters", "num_tokens",
-        "num_kernels", "num_kernel_launches", "max_batch", "speedup", "break_even_steps",
+        "num_kernels", "num_kernel_launches", "gpu_busy_share", "max_batch", "speedup", "break_even_steps",
         "loss_deviation", "differs", "is_best", "is_tied", "is_noisy",
     ):  # fmt: skip
         figures[name] = getattr(point, name)

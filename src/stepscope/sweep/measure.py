@@ -18,7 +18,7 @@ import torch
 
 from stepscope.record.clock import BACKWARD
 from stepscope.record.ledger import Ledger
-from stepscope.record.trace import parse_nothing
+from stepscope.record.trace import parse_nothing, union_ns
 from stepscope.sweep.prepare import Pass
 
 BACKWARD_BEGINS = "stepscope.backward begins"
@@ -163,6 +163,8 @@ class Traced:
     kernels: dict[str, int]
     num_launches: int
     """Calls that launch work on the GPU; a CUDA graph is one."""
+    gpu_busy_ns: int
+    """So long the GPU had a kernel, a copy or a fill to work on."""
     traced_ns: int
     peak_bytes: int | None
     """On a CPU: the most bytes of tensors alive at once, the allocator's own count."""
@@ -199,31 +201,31 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
     if keep is not None:
         keep.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(keep))
-    ops, kernels = _names(events)
+    ops, gpu_work = _op_names(events), _gpu_work(events)
+    busy_ns = union_ns([(event.start_ns(), event.start_ns() + event.duration_ns()) for event in gpu_work])
     peak = base_bytes + max(_running_bytes(events, None)) if on_cpu else None
     marks = [event.start_ns() for event in events if event.name() == BACKWARD_BEGINS]
     at_backward = base_bytes + _running_bytes(events, marks[0])[-1] if on_cpu and marks else None
     launches = sum(
         count for name, count in ops.items() if any(part in name for part in LAUNCHES) and "::" not in name
     )
-    return Traced(ops, kernels, launches, traced_ns, peak, at_backward)
+    return Traced(ops, _kernel_names(gpu_work), launches, busy_ns, traced_ns, peak, at_backward)
 
 
-def _names(events: list[Any]) -> tuple[dict[str, int], dict[str, int]]:
-    ops: Counter[str] = Counter()
-    kernels: Counter[str] = Counter()
-    annotations: set[str] = set()
-    for event in events:
-        name = event.name()
-        if event.device_type() != torch.autograd.DeviceType.CPU:
-            kernels[name] += 1
-        elif name != "[memory]":
-            ops[name] += 1
-            if event.is_user_annotation():
-                annotations.add(name)
-    # The profiler repeats a range on the GPU's side, and copies and fills are not kernels.
-    real = {n: c for n, c in kernels.items() if n not in annotations and not n.startswith(("Memcpy", "Memset"))}
-    return dict(ops), real
+def _op_names(events: list[Any]) -> dict[str, int]:
+    on_host = (event.name() for event in events if event.device_type() == torch.autograd.DeviceType.CPU)
+    return dict(Counter(name for name in on_host if name != "[memory]"))
+
+
+def _gpu_work(events: list[Any]) -> list[Any]:
+    """Kernels, copies and fills; not the ranges of the host, which the profiler repeats on the GPU's side."""
+    ranges = {event.name() for event in events if event.is_user_annotation()}
+    return [e for e in events if e.device_type() != torch.autograd.DeviceType.CPU and e.name() not in ranges]
+
+
+def _kernel_names(gpu_work: list[Any]) -> dict[str, int]:
+    names = (event.name() for event in gpu_work)
+    return dict(Counter(name for name in names if not name.startswith(("Memcpy", "Memset"))))
 
 
 def _running_bytes(events: list[Any], until_ns: int | None) -> list[int]:

@@ -258,8 +258,8 @@ def _trace(
     device = str(run["device"])
     claims = [*getattr(built, "proofs", ()), *proofs.run_proofs(run)]
     keep = Path(request.trace_path) if request.trace_path else None
-    if not claims and keep is None and (device == "cuda" or whole):
-        return  # on a CPU the profiler is also what counts the memory of tensors
+    if not claims and keep is None and device != "cuda" and whole:
+        return  # of the rest it is also how busy the GPU is, and on a CPU the memory of tensors
     report.stage("trace")
     before = [] if whole else run_once.tensors()
     if not whole:
@@ -278,6 +278,7 @@ def _trace(
     if device == "cuda":
         fields["num_kernels"] = sum(traced.kernels.values())
         fields["num_kernel_launches"] = traced.num_launches
+        fields["gpu_busy_ns"] = traced.gpu_busy_ns
     elif not whole:
         fields["peak_allocated_bytes"] = traced.peak_bytes
         fields["before_backward_bytes"] = traced.before_backward_bytes

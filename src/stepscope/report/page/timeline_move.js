@@ -130,8 +130,7 @@ class TimelineMoving extends TimelineTelling {
       }
     });
     this.outer.addEventListener("keydown", (event) => this.key(event));
-    let waiting = 0;
-    this.input.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => this.search(), 120); });
+    this.input.addEventListener("input", () => { clearTimeout(this.waiting); this.waiting = setTimeout(() => this.search(), 120); });
     new ResizeObserver(() => {
       if (this.box.clientWidth === this.width && this.box.clientHeight === this.height) return;
       this.fit();

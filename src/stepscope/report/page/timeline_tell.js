@@ -164,6 +164,7 @@ class TimelineTelling extends TimelineDrawing {
   }
 
   search() {
+    clearTimeout(this.waiting); // what was typed is searched for now: not again, which would forget the match gone to
     const query = this.input.value.trim().toLowerCase(), { data } = this;
     this.current = -1;
     if (!query) { this.matches = null; this.count.textContent = ""; return this.redraw(); }
