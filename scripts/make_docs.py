@@ -91,7 +91,7 @@ def table(source: Path, class_name: str) -> str:
 
 def _text(node: ast.stmt | None) -> str:
     is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return " ".join(str(node.value.value).split()).replace("|", "or") if is_text else ""
+    return " ".join(str(node.value.value).split()).replace("|", "\\|") if is_text else ""
 
 
 def trace_table(described: schema.Table) -> str:
