@@ -153,3 +153,16 @@ def test_a_row_says_how_busy_the_gpu_was_and_never_more_than_all_of_the_time():
     assert [point["gpu_busy_share"] for point in to_json(sweep)["points"]] == [0.25, 1.0, None]
     text = sweep_text(sweep, 200)
     assert "GPU busy" in text and "25.0 %" in text
+
+
+def test_what_is_said_beside_a_preset_is_a_column():
+    pairs = [("tiny", 16, 2), ("small", 32, 4)]
+    points = [
+        {"workload": "cs336", "preset": preset, "config": {"seq_len": length, "layers": layers}, "run": RUN}
+        for preset, length, layers in pairs
+    ]
+    assert points_text(points, 100).splitlines()[:3] == ["preset  seq_len", "tiny    16", "small   32"]
+
+
+def test_the_line_of_a_row_has_the_median_of_the_table():
+    assert "57.50" in row_line(row(1, [57_000_000, 58_000_000], "naive"), ["attention"])

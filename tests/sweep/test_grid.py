@@ -144,6 +144,7 @@ def test_a_toml_file_has_common_values_and_grids_of_its_own(grid, tmp_path):
         ("[width]\na = 1", "a value, or a list of values"),
         ("[grid]\nwidth = 1", "two brackets"),
         ("zip = 1", "zip is true or false"),
+        ("[[grid]]\nzip = true\nwidth = [1, 2]", "above the first"),
     ],
 )
 def test_a_wrong_toml_file_is_refused(tmp_path, text, message):

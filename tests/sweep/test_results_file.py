@@ -51,12 +51,22 @@ def test_a_half_written_last_line_is_cut_off(tmp_path, length):
     assert [row["hash"] for row in heal(path)] == ["a", "c"]
 
 
-@pytest.mark.parametrize("damaged", ['{"ha', "[]", '{"hash": "b"}', '{"hash": 1, "status": "ok"}'])
+OF_WORDS = json.dumps(row_of("b", samples_host_ns="x"))
+
+
+@pytest.mark.parametrize("damaged", ['{"ha', "[]", '{"hash": "b"}', '{"hash": 1, "status": "ok"}', OF_WORDS])
 def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path, damaged):
     with opened(tmp_path):
         pass
     (tmp_path / "results.jsonl").write_text(f"{json.dumps(ROW)}\n{damaged}\n{json.dumps(ROW)}\n")
-    with pytest.raises(UsageError, match="line 2"):
+    with pytest.raises(UsageError, match=r"line 2.*take it out"):
+        opened(tmp_path, resume=True)
+
+
+def test_rows_of_a_newer_stepscope_are_left_to_it(tmp_path):
+    with opened(tmp_path) as results:
+        results.append(row_of("a", schema_version=99))
+    with pytest.raises(UsageError, match="line 1 was written by a newer stepscope"):
         opened(tmp_path, resume=True)
 
 

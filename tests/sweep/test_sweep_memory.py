@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stepscope.sweep import memory
+from stepscope.sweep import memory, rows
 
 GIB = 1 << 30
 
@@ -45,6 +45,15 @@ def test_a_host_error_says_what_was_asked_for():
     found = memory.read_error(error)
     assert found is not None and found.asked_bytes == 4096
     assert memory.read_error(MemoryError()) is not None
+
+
+def test_more_free_memory_than_was_asked_for_is_not_told():
+    """On the way from the failure to who reads it, what the step held has been freed."""
+    small = memory.read_error(RuntimeError("DefaultCPUAllocator: you tried to allocate 1 bytes. Error code 12"))
+    assert small == memory.OutOfMemory(1, None, small.total_bytes)
+    oom = {"asked_bytes": 1 << 28, "free_bytes": None, "total_bytes": 2 << 30}
+    told = rows._oom_reason({"oom": oom, "stage": "first call"})
+    assert told == "asked for 0.25 GiB more than there is of the 2.00 GiB it may have, in stage first call"
 
 
 def test_another_error_is_not_about_memory():

@@ -24,6 +24,11 @@ IMPLEMENTATION_KNOBS = ("bf16_reduction", "compile", "sdpa", "optimizer", "check
 PLAINEST = {"bf16_reduction": "auto", "compile": "off", "sdpa": "free", "optimizer": "adamw", "checkpoint": 0}
 # One update rule, three implementations.
 ADAMW = ("adamw", "fused", "handwritten")
+# What no preset says, or what somebody who says it beside a preset wants to see.
+BESIDE_PRESET = (
+    "workload", "batch", "seq_len", "mode", "dtype", "bf16_reduction", "compile", "sdpa", "optimizer", "warmup",
+    "steps", "seed", "device",
+)  # fmt: skip
 # What does not apply to a workload that is a whole step of the user's own loop.
 NOT_OF_A_WHOLE_STEP = ("mode", "dtype", "compile", "sdpa", "optimizer")
 # With fewer samples a median has no 95 % interval: all of n samples lie on one side of it with chance 2 ÷ 2ⁿ.
@@ -213,7 +218,8 @@ def varying_axes(axes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], di
     constants = {name: values[0] for name, values in seen.items() if len(set(values)) == 1}
     varying = [name for name in names if name not in constants]
     if "preset" in varying:
-        follows = [name for name in varying if name != "preset" and _follows(seen[name], seen["preset"])]
+        of_presets = [name for name in varying if name not in ("preset", *BESIDE_PRESET)]
+        follows = [name for name in of_presets if _follows(seen[name], seen["preset"])]
         varying = [name for name in varying if name not in follows]
     return tuple(varying), constants
 

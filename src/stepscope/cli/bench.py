@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", nargs="?", const="", metavar="MEMORY", help="find the largest batch that fits")
     parser.add_argument("--memory-limit", metavar="MEMORY", help="a point may have so much: 40GiB (default: all)")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="kill a point after (default 600)")
-    parser.add_argument("--trace", action="store_true", help="keep a trace of each point, count kernel launches")
+    parser.add_argument("--trace", action="store_true", help="keep a trace of each point")
     parser.add_argument("--start", choices=("fork", "spawn"), help="how points' processes start (default: fork)")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the sweep's folder (default: runs/…)")
     parser.add_argument("--resume", action="store_true", help="go on with a sweep that was interrupted")

@@ -82,6 +82,10 @@ class CompilerProbe:
         self._handlers.clear()
 
     @property
+    def _is_listening(self) -> bool:
+        return bool(self._handlers)
+
+    @property
     def used(self) -> bool:
         """Whether anything was compiled."""
         return self.num_compiles > 0
@@ -102,7 +106,7 @@ class CompilerProbe:
             "dynamic_dimensions": list(self._dynamic.values()),
             "caches": {name: dict(counts) for name, counts in self._caches.items()},
             "cuda_graph_skips": [{"reason": reason, "count": n} for reason, n in self._skips.items()],
-            "cuda_graphs": cuda_graphs() if self._handlers else self._cuda_graphs,
+            "cuda_graphs": cuda_graphs() if self._is_listening else self._cuda_graphs,
             "failures": list(self._failures.values()),
             "compiled_calls": self._provenance.graphs,
         }

@@ -324,4 +324,6 @@ def _num_running(optimizer: Any) -> int:
 def _kept(loss: torch.Tensor) -> torch.Tensor:
     """A loss that can be read later: what a CUDA graph of torch.compile gave, its next run overwrites."""
     has_graphs = loss.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
-    return loss.detach().clone() if has_graphs else loss.detach()
+    if has_graphs and not torch.cuda.is_current_stream_capturing():  # nothing of ours goes into somebody's graph
+        return loss.detach().clone()
+    return loss.detach()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ def sweep_markdown(sweep: SweepSummary, command: str | None = None) -> str:
     """The whole table as Markdown, with the command that made it."""
     columns = _shown(sweep)
     titles = [*map(escaped, sweep.varying), *(column.title for column in columns), "status", "hash"]
-    lines = [f"`{command}`", ""] if command else []
+    lines = [f"`{safe(command, 2000)}`", ""] if command else []
     lines += [f"| {' | '.join(titles)} |", f"|{'---|' * len(sweep.varying)}{'--:|' * len(columns)}---|---|"]
     for point in sweep.points:
         cells = [escaped(point.axes.get(name, "")) for name in sweep.varying]
@@ -220,8 +221,8 @@ def write_tables(folder: Path, sweep: SweepSummary, command: str) -> None:
 
 def row_line(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """A finished row in one line, for who watches: its status, its time or its reason, and the knobs named."""
-    samples = sorted(row.get("samples_device_ns") or ())
-    figure = milliseconds(samples[len(samples) // 2]) if samples else ""
+    samples = row.get("samples_device_ns")
+    figure = milliseconds(statistics.median(samples)) if samples else ""
     if row["status"] != OK:
         figure = row.get("reason") or ""
     axes = {"preset": row.get("preset"), **row["config"], **row["run"]}

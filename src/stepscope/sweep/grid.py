@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,6 +94,8 @@ class Grid:
         found: dict[str, Point] = {}
         for axes in grids:
             checked = {key: [self._value(key, value) for value in values] for key, values in axes.items()}
+            if not paired and math.prod(len(set(values)) for values in checked.values()) > MAX_POINTS:
+                raise UsageError(f"the grid has more than {MAX_POINTS:,} points")
             for values in _paired(checked) if paired else _product(checked):
                 preset = values.pop(PRESET, None)
                 point = make_point(self._workload, {**self._defaults, **values}, preset)
@@ -162,6 +165,8 @@ def _from_toml(path: Path) -> tuple[list[Axes], bool]:
     grids, paired = table.pop("grid", [{}]), table.pop("zip", False)
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
         raise UsageError(f"{path}: write [[grid]], with two brackets, once for each grid")
+    if any("zip" in grid for grid in grids):
+        raise UsageError(f"{path}: zip = true stands above the first [[grid]] and holds for all of them")
     if not isinstance(paired, bool):
         raise UsageError(f"{path}: zip is true or false")
     return [_listed({**table, **grid}) for grid in grids], paired

@@ -64,7 +64,9 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 def limit_process(num_bytes: int) -> int:
     """Let this process have that much data more than it has now; returns the limit. Too much then raises."""
-    limit = num_bytes + data_bytes()
+    global _held_bytes
+    _held_bytes = data_bytes()
+    limit = num_bytes + _held_bytes
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -92,6 +94,8 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+_held_bytes = 0
+"""What this process had when its limit was set: on top of that comes what it was given."""
 _AMOUNT = r"([0-9.]+) (bytes|[KMGT]iB)"
 _HOST_ERRORS = ("DefaultCPUAllocator", "Cannot allocate memory", "bad_alloc", "MemoryError", "bad allocation")
 _DEVICE_ERRORS = (
@@ -113,9 +117,13 @@ def read_error(error: BaseException) -> OutOfMemory | None:
         )
     if isinstance(error, MemoryError) or any(part in text for part in _HOST_ERRORS):
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-        total = None if limit == resource.RLIM_INFINITY else limit
-        free = available_bytes() if total is None else max(0, total - data_bytes())
-        return OutOfMemory(_amount(rf"tried to allocate {_AMOUNT}", text), free, total)
+        is_limited = limit != resource.RLIM_INFINITY
+        total = limit - _held_bytes if is_limited else None
+        free = available_bytes() if total is None else min(total, max(0, limit - data_bytes()))
+        asked = _amount(rf"tried to allocate {_AMOUNT}", text)
+        if asked is not None and free is not None and free >= asked:
+            free = None  # on the way here what the step held was freed
+        return OutOfMemory(asked, free, total)
     return None
 
 

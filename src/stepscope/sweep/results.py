@@ -170,8 +170,16 @@ def _row(line: bytes, number: int, path: Path) -> dict[str, Any]:
         row = json.loads(line)
         if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _OF_A_ROW.items()):
             raise ValueError
-    except (ValueError, RecursionError):
-        raise UsageError(f"{path}, line {number} is no row of a sweep: it was changed by hand or damaged") from None
+        for name in ("samples_device_ns", "samples_host_ns"):
+            if not all(isinstance(ns, (int, float)) for ns in row.get(name) or ()):
+                raise ValueError
+    except (ValueError, RecursionError, TypeError):
+        raise UsageError(
+            f"{path}, line {number} is no row of a sweep: it was changed by hand or damaged; take it out, and its "
+            "point is measured again"
+        ) from None
+    if row.get("schema_version", SCHEMA_VERSION) > SCHEMA_VERSION:
+        raise UsageError(f"{path}, line {number} was written by a newer stepscope: go on with that one")
     return row
 
 

@@ -88,6 +88,8 @@ def _oom_reason(fields: dict[str, Any]) -> str:
     text = f"asked for {_gib(asked)}" if asked is not None else "asked for an amount that was not said"
     if free is not None:
         text += f" where {_gib(free)}" + (f" of {_gib(total)}" if total is not None else "") + " was free"
+    elif total is not None:
+        text += f" more than there is of the {_gib(total)} it may have"
     return f"{text}, in stage {_stage(fields)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -156,13 +157,18 @@ class Workload(Generic[Config]):
 
     def knobs(self) -> tuple[Knob, ...]:
         """Its knobs, in the order of the configuration's fields."""
-        kinds = typing.get_type_hints(self.config)
-        return tuple(_knob(f, kinds[f.name]) for f in dataclasses.fields(self.config))  # type: ignore[arg-type]
+        return _knobs(self.config)  # type: ignore[arg-type]
 
     def configure(self, preset: str | None = None, **values: Value) -> Config:
         """The configuration of a preset with some knobs set otherwise; keys and values must have been checked."""
         chosen = next(iter(self.presets)) if preset is None else preset
         return self.config(**{**self.presets[chosen], **values})
+
+
+@functools.cache
+def _knobs(config: typing.Any) -> tuple[Knob, ...]:
+    kinds = typing.get_type_hints(config)
+    return tuple(_knob(declared, kinds[declared.name]) for declared in dataclasses.fields(config))
 
 
 def _knob(declared: dataclasses.Field[Any], hint: Any) -> Knob:
