@@ -13,7 +13,7 @@ import pytest
 
 from stepscope.errors import RecordingError, UsageError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Missing, Text
+from stepscope.report.parts import Facts, Missing, Text
 from stepscope.studies import Question, Recordings, Study, Sweep
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import begin, plan_of, run
@@ -258,6 +258,14 @@ def test_a_damaged_study_is_one_line(tmp_path):
     (tmp_path / "study.json").write_text("{")
     with pytest.raises(RecordingError, match=r"study\.json"):
         Stored(tmp_path)
+
+
+def test_a_command_that_was_given_twice_is_told_once(tmp_path):
+    (tmp_path / "study.json").write_text('{"study": "x", "commands": ["one --resume", "two", "one --resume"]}')
+    study = Study(name="x", title="", about="", measures=(), questions=())
+
+    rows = report_of_study(study, Stored(tmp_path)).parts(Facts)[0].rows
+    assert [row.value for row in rows if row.title == "made by"] == ["one --resume", "two"]
 
 
 def test_figures_of_sentences():

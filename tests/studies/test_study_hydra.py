@@ -14,7 +14,7 @@ from quick_study import canned
 from quick_study import first_text as said
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Missing, Table, Text
-from stepscope.studies import hydra_step, hydra_variants
+from stepscope.studies import hydra_data, hydra_ops, hydra_variants
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import plan_of
 from stepscope.studies.hydra import STUDY
@@ -55,7 +55,7 @@ def test_no_sentence_is_canned(stored, tmp_path):
 
 def test_bottlenecks_are_exclusive(stored):
     """Parents and children are never counted twice: own times add up to the whole, those with inner ones do not."""
-    tables = {part.id: part for part in stored.parts(hydra_step.bottlenecks) if isinstance(part, Table)}
+    tables = {part.id: part for part in stored.parts(hydra_ops.bottlenecks) if isinstance(part, Table)}
 
     assert sum(tables["bottlenecks"].columns["share"]) == pytest.approx(1)
     modules = tables["modules"].columns
@@ -75,6 +75,16 @@ def test_routing_follows_the_rows(studied, changed):
     executed = [row["facts"]["executed_fraction"] for row in Stored(studied).sweep("routing").rows]
     assert executed[0] == executed[2] == 1.0 and 0.3 < executed[1] < 0.9
     assert f"executes {100 * executed[1]:.1f} %" in before
+
+
+def test_a_dynamic_step_says_what_it_launches_and_who_sets_its_pace(changed):
+    def on_gpu(row):
+        row["num_kernels"], row["gpu_busy_ns"] = (7 if row["config"]["routing"] == "dynamic" else 5), 4000
+        row["samples_device_ns"] = [10_000 if row["config"]["routing"] == "dynamic" else 4000] * 10
+
+    text = said(hydra_variants.routing, changed("routing", on_gpu))
+    assert "takes 10.0 µs (the GPU is busy for 40.0 % of it: the host sets the pace), 2.50 times slower" in text
+    assert "with 7 kernels instead of 5; each of 3 blocks waits for the GPU" in text
 
 
 def test_two_sizes_are_no_comparison(changed):
@@ -104,9 +114,14 @@ def test_the_first_call_is_kept_apart_by_layer(studied, changed):
         others = row["layers"]["first_call_ns"]
         others["blocks.0"] = 20 * (others["blocks.1"] + others["blocks.2"])
 
-    assert " 40.0 times the median of the other layers" in said(
-        hydra_variants.first_call, changed("first_call", cold)
-    )
+    assert " 40.0 times the median of the other layers" in said(hydra_data.first_call, changed("first_call", cold))
+
+
+def test_another_time_of_the_same_step_is_told(changed):
+    def fast(row):
+        row["samples_device_ns"] = [1000] * 10
+
+    assert "The same step, recorded, takes" in said(hydra_data.first_call, changed("first_call", fast))
 
 
 def test_the_micro_benchmarks_follow_the_rows(changed):
@@ -114,7 +129,19 @@ def test_the_micro_benchmarks_follow_the_rows(changed):
         row["samples_device_ns"] = [9_000_000 if row["config"]["implementation"] == "contiguous" else 1_000_000] * 10
 
     assert "A contiguous copy first is 9.00 times slower than that" in said(
-        hydra_variants.micro, changed("contiguity", slow)
+        hydra_ops.micro, changed("contiguity", slow)
+    )
+
+
+def test_a_micro_benchmark_that_the_host_paces_says_so(changed):
+    def on_gpu(row):
+        row["num_kernels"], row["gpu_busy_ns"] = len(row["config"]["implementation"]), 1000
+        row["samples_device_ns"] = [10_000] * 10
+
+    text = said(hydra_ops.micro, changed("contiguity", on_gpu))
+    assert (
+        "They launch 6, 10 and 6 kernels, which take the GPU 1.00 µs, 1.00 µs and 1.00 µs: the rest is the host's"
+        in text
     )
 
 
@@ -128,10 +155,29 @@ def test_the_data_is_of_one_point_in_two_ways(studied, tmp_path):
             line["wall_ns"] += 900_000_000
     samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    table = next(part for part in hydra_variants.data(Stored(studied)) if isinstance(part, Table))
-    assert table.columns["data"] == ["one batch", "text"] and all(table.columns["data_wait_ns"])
-    after = said(hydra_variants.data, Stored(folder))
+    table = next(part for part in hydra_data.data(Stored(studied)) if isinstance(part, Table))
+    assert table.columns["data"] == ["one batch", "text"]
+    # A batch that is there already is not waited for, whatever the loop does before a forward.
+    assert table.columns["data_wait_ns"][0] is None and table.columns["data_wait_ns"][1] > 0
+    after = said(hydra_data.data, Stored(folder))
     assert "times slower than that" in after and "waits 9" in after
+    assert "of the difference" in after and "The rest" not in after  # all but what the two processes differ by
+
+
+def test_what_the_wait_does_not_explain_is_the_hosts_pace():
+    def step(data, step_ns, idle, **wait):
+        times = {f"{name}_ns": step_ns for name in ("step", "time_median", "time_ci_low", "time_ci_high")}
+        return {"batch": 4, "seq_len": 8, "data": data, "num_samples": 10, **times, **wait,
+                "gpu_idle_share": idle, "gpu_busy_share": 1 - idle}  # fmt: skip
+
+    text = step("text", 80_000_000, 0.5, data_wait_ns=600_000, wait_share=0.0075)
+    paced = hydra_data._data_sentence(step("one batch", 90_000_000, 0.6), text)
+    assert "1.12 times as fast as that; the wait is none of the difference" in paced
+    assert "the host's pace: the GPU has nothing to do for 60.0 % and 50.0 % of these steps" in paced
+    assert "do not say that text makes a step faster or slower" in paced
+    busy = hydra_data._data_sentence(step("one batch", 79_000_000, 0.02), text | {"gpu_busy_share": 0.98})
+    assert "tokens, where the GPU sets the pace, a step takes" in busy
+    assert "the wait is 60.0 % of the difference" in busy and "The rest" not in busy
 
 
 def test_the_notes_figures_stand_beside_ours_where_it_is_the_same_preset(studied, tmp_path):
@@ -141,7 +187,11 @@ def test_the_notes_figures_stand_beside_ours_where_it_is_the_same_preset(studied
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({**row, "preset": _noted(row["preset"])}) + "\n" for row in rows))
 
-    parts = [part for section in report_of_study(STUDY, Stored(folder)).sections for part in section.parts]
+    sections = [section.parts for section in report_of_study(STUDY, Stored(folder)).sections]
+    for section in sections:  # the difference is explained after the last of them
+        if any(getattr(part, "id", "").startswith("published-") for part in section):
+            assert isinstance(section[-1], Text), section[-1]
+    parts = [part for section in sections for part in section]
     beside = {part.id: part for part in parts if isinstance(part, Table) and part.id.startswith("published-")}
     assert beside.keys() == {
         f"published-{name}" for name in ("step_share", "step_ns", "memory_bytes", "own_share", "time_share",
@@ -162,8 +212,8 @@ def test_the_full_study_has_the_three_sizes_and_equal_topologies():
     points = plan_of(STUDY, "full", "cuda").points
 
     assert [point.preset for point in points["step"]] == ["100m", "100m", "500m", "1b"]
-    first = points["step"][0]
-    assert points["text"][0].hash == points["workers"][0].hash == first.hash
+    first_two = [point.hash for point in points["step"][:2]]
+    assert [p.hash for p in points["text"]] == [p.hash for p in points["workers"]] == first_two
     routed = [point for point in points["routing"] if point.preset == "100m"]
     shape = ("dim", "blocks", "recursions", "heads", "kv_heads", "vocab", "batch", "seq_len")
     assert len({tuple(point.config[name] for name in shape) for point in routed}) == 1
@@ -180,7 +230,7 @@ def test_a_gpus_own_times_are_told():
     recorded = SimpleNamespace(source=Source(path, use_cache=False), axes={"preset": "traced"})
     stored = SimpleNamespace(recording=lambda _measure: recorded)
 
-    assert "aten::copy_ 57.2 %" in said(hydra_step.bottlenecks, stored)
-    text = said(hydra_step.copies, stored)
+    assert "aten::copy_ 57.2 %" in said(hydra_ops.bottlenecks, stored)
+    text = said(hydra_ops.copies, stored)
     assert "57.2 % of the GPU's busy time" in text and "is contiguous (forward)" in text
     assert hydra_variants._patterns(recorded.source)["largest_op"] == "aten::copy_"

@@ -132,19 +132,27 @@ def test_a_path_without_proof_is_counted_as_one(studied, tmp_path):
     assert before.startswith("31 of 31 rows prove") and after.startswith("27 of 31 rows prove")
 
 
-def test_reduction_that_pays_is_told_beside_the_published_figure(studied, tmp_path):
+@pytest.mark.parametrize(
+    ("off_ns", "share", "beyond"),
+    [
+        ([2_000_000] * 6, "50.0 %", "at 512 tokens (2.00 times as fast as without)"),
+        ([995_000] * 6, "100.5 %", "at 512 tokens (0.5 % slower than without)"),
+        ([900_000] * 3 + [1_600_000] * 3, "80.0 %", "at none of them"),
+    ],
+)
+def test_what_reduction_changes_is_told_beside_the_published_figure(studied, tmp_path, off_ns, share, beyond):
     def measured(row):
-        reduction = row["run"]["bf16_reduction"]
         if row["run"]["dtype"] == "bf16":
             row.update(status="ok", reason=None, loss=5.5, peak_allocated_bytes=1000, num_tokens=64, num_parameters=9)
-            row["samples_device_ns"] = row["samples_host_ns"] = [2_000_000 if reduction == "off" else 1_000_000] * 6
+            is_off = row["run"]["bf16_reduction"] == "off"
+            row["samples_device_ns"] = row["samples_host_ns"] = off_ns if is_off else [1_000_000] * 6
             row["config"]["seq_len"] = 512
 
     stored = changed(studied, tmp_path / "changed", "steps", measured)
     parts = list(megalodon_answers.precision(changed_lengths(stored)))
-    text = parts[0].text
 
-    assert "reduction in bf16 makes a step 2.000 times as fast as without (their intervals do not meet)" in text
+    told = f"With reduction in bf16 a step at 512 tokens takes {share} of its time without; beyond noise: {beyond}."
+    assert told in parts[0].text
     beside = next(part for part in parts if isinstance(part, Table) and part.id.startswith("published"))
     assert list(beside.columns["published_off_over_on"]) == [1.25]
 
@@ -156,6 +164,65 @@ def changed_lengths(stored: Stored) -> Stored:
     rows[0]["config"]["seq_len"] = 512
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Stored(stored.folder)
+
+
+def test_the_answer_follows_the_memory(studied, tmp_path):
+    def square(row):
+        row["peak_allocated_bytes"] = 5 * row["config"]["seq_len"] ** 2
+
+    before, after = (
+        first_text(megalodon_answers.memory, stored)
+        for stored in (Stored(studied), changed(studied, tmp_path / "square", "steps", square))
+    )
+    assert after.startswith("The peak of a step (fp32) grows quadratically: 5.0 B for each pair of tokens; at 128")
+    num_linear, num_peaks = (int(after.split(" peaks over three")[0].split()[at]) for at in (-3, -1))
+    assert f"{num_linear + 1} of {num_peaks} peaks over three lengths or more have nothing for pairs" in before
+
+
+def other_size(row):
+    """What was measured of the shortest length, as if it were of the longest, and ten times as long as that takes."""
+    if row["config"]["seq_len"] == 4:
+        row["config"].update(seq_len=128, width=1024)
+        is_fft = row["config"]["path"] == "fft"
+        row["samples_device_ns"] = row["samples_host_ns"] = [50_000_000_000 if is_fft else 10_000_000_000] * 6
+
+
+def test_another_size_alone_is_told_and_not_taken_for_that_of_the_model(studied, tmp_path):
+    stored = changed(studied, tmp_path / "sizes", "average", other_size)
+    parts = list(megalodon_paths.fastest(stored))
+    text = " ".join(part.text for part in parts if isinstance(part, Text))
+
+    assert (
+        "Alone, 2 sequences of 128 tokens, width 1024, 4 states: scan is 5.00 times as fast as fft in forward and "
+        "5.00 times as fast as fft in forward+backward."
+    ) in text
+    tables = {part.id: part.columns for part in parts if isinstance(part, Table)}
+    assert set(tables["average-larger"]["width"]) == {1024}
+    assert max(tables["average"]["time_median_ns"]) < 10_000_000_000 > max(tables["part"]["alone_ns"])
+    kept = [part.text for part in megalodon_answers.cache(stored) if isinstance(part, Text)][-1]
+    assert kept.startswith("To keep the state") and " s " not in kept
+
+
+@pytest.mark.parametrize(
+    ("answer", "measure"),
+    [
+        (megalodon_paths.fastest, "average"),
+        (megalodon_paths.fastest, "paths"),
+        (megalodon_answers.precision, "steps"),
+        (megalodon_answers.cache, "decode"),
+    ],
+)
+def test_rows_in_which_the_gpu_waits_for_the_host_are_told(studied, tmp_path, answer, measure):
+    def waits(row):
+        if row.get("samples_device_ns"):
+            row["gpu_busy_ns"] = int(sorted(row["samples_device_ns"])[1] * 0.25)
+
+    before, after = (
+        " ".join(part.text for part in Stored(folder).parts(answer) if isinstance(part, Text))
+        for folder in (studied, changed(studied, tmp_path / "waits", measure, waits).folder)
+    )
+    assert "the GPU is busy for 25.0 % of the time: the host sets the pace there." in after
+    assert "the host sets the pace" not in before
 
 
 def test_every_cycle_came_and_one_that_did_not_would_be_told(studied, tmp_path):

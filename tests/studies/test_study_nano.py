@@ -9,10 +9,15 @@ import pytest
 
 from quick_study import canned, changed, first_text
 from stepscope.report.parts import Lines, Table, Text
-from stepscope.studies.nano import STUDY, compares, faster, memory, sparsity
+from stepscope.studies.nano import STUDY
+from stepscope.studies.nano_answers import compares, faster, faster_models, memory, models, sparsity
 from stepscope.studies.stored import Stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "nano"
+
+
+def all_text(answer, stored):
+    return " ".join(part.text for part in answer(stored) if isinstance(part, Text))
 
 
 def test_every_promised_file_is_there(studied):
@@ -60,31 +65,98 @@ def test_what_no_kernel_skips_is_not_ranked(studied):
     flex = stored.rows("attention").where(attention="sparse_flex")
     assert [record["status"] for record in flex] == ["unproven"]
 
-    text = first_text(faster, stored)
-    assert "1 row of sparse_flex not ranked: unproven" in text
+    assert "1 row of sparse_flex not ranked: unproven" in all_text(faster, stored)
     chart = next(part for part in faster(stored) if isinstance(part, Lines))
     (drawn,) = [series for series in chart.series if series.name == "sparse_flex"]
     assert drawn.y == [None] and drawn.gaps == ["unproven"]
 
 
-def test_the_answer_follows_the_times(studied, tmp_path):
-    def slow_dense(row):
-        if row["config"]["attention"] == "dense":
-            row["samples_device_ns"] = [10**10] * 5
+def timed(median_of):
+    """Six times of every row, so that medians have intervals: a function of its knobs gives them."""
 
+    def change(row):
+        low, high = median_of({**row["config"], **row["run"]})
+        row["samples_device_ns"] = [low, low, low, high, high, high]
+
+    return change
+
+
+def test_the_answer_follows_the_times(studied, tmp_path):
+    slow_dense = timed(lambda knobs: (10**9, 10**9) if knobs["attention"] == "dense" else (10**6, 10**6))
     stored = changed(studied, tmp_path / "slow", "attention", slow_dense)
 
-    assert "it wins from 256 tokens on" in first_text(faster, stored)
-    assert "it wins from 256 tokens on" not in first_text(faster, Stored(studied))
+    text = first_text(faster, stored)
+    assert text.startswith(
+        "Against dense attention, sparse_mask wins from 256 tokens on. At 1024 tokens sparse_mask is"
+    )
+    assert (
+        "1000.00 times as fast as dense in inference and 1000.00 times as fast as dense in forward+backward." in text
+    )
+    assert "wins from 256 tokens on" not in first_text(faster, Stored(studied))
+
+
+def test_a_win_within_noise_is_none(studied, tmp_path):
+    noise = timed(lambda knobs: (10**6, 3 * 10**6) if knobs["attention"] == "dense" else (10**6, 2 * 10**6))
+    stored = changed(studied, tmp_path / "noise", "attention", noise)
+
+    text = first_text(faster, stored)
+    assert "sparse_mask wins nowhere" in text and "not to be told from dense" in text
+
+
+def test_wins_that_depend_on_the_pass_are_told_by_pass(studied, tmp_path):
+    def median_of(knobs):
+        wins = knobs["attention"] != "dense" and (knobs["mode"] == "inference" or knobs["seq_len"] == 512)
+        return (10**6, 10**6) if wins else (10**7, 10**7)
+
+    stored = changed(studied, tmp_path / "passes", "attention", timed(median_of))
+
+    assert (
+        "sparse_mask wins from 256 tokens on in inference and at 512 tokens only in forward+backward."
+    ) in first_text(faster, stored)
+
+
+def test_the_model_may_be_slower_with_what_is_faster_alone(studied, tmp_path):
+    slow_sparse = timed(lambda knobs: (10**6, 10**6) if knobs["attention"] == "dense" else (3 * 10**6, 3 * 10**6))
+    stored = changed(studied, tmp_path / "slow", "models", slow_sparse)
+
+    text = first_text(faster_models, stored)
+    for length in (128, 256):
+        assert (
+            f"In tiny at {length} tokens sparse_mask is 3.00 times slower than dense in inference and 3.00 times "
+            "slower than dense in a step."
+        ) in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "measure"), [(faster, "attention"), (faster_models, "models"), (models, "models")]
+)
+def test_rows_in_which_the_gpu_waits_for_the_host_are_told(studied, tmp_path, answer, measure):
+    def waits(row):
+        if row.get("samples_device_ns"):
+            row["gpu_busy_ns"] = int(sorted(row["samples_device_ns"])[2] * 0.25)
+
+    stored = changed(studied, tmp_path / "waits", measure, waits)
+
+    assert "the GPU is busy for 25.0 % of the time: the host sets the pace there." in all_text(answer, stored)
+    assert "the host sets the pace" not in all_text(answer, Stored(studied))
 
 
 def test_the_answer_follows_the_memory(studied, tmp_path):
-    def square(row):
-        row["peak_allocated_bytes"] = row["config"]["seq_len"] ** 2
+    def made_of(row):
+        length = row["config"]["seq_len"]
+        row["peak_allocated_bytes"] = (
+            7 * length**2 if row["config"]["attention"] == "dense" else 4096 * row["num_tokens"]
+        )
 
-    stored = changed(studied, tmp_path / "square", "attention", square)
+    stored = changed(studied, tmp_path / "square", "attention", made_of)
 
-    assert "dense attention grows quadratically (power 2.00)" in first_text(memory, stored)
+    text = first_text(memory, stored)
+    assert (
+        "dense attention in inference grows quadratically: 7.0 B for each pair of tokens; at 1024 tokens the pairs "
+        "are 100.0 % of it."
+    ) in text
+    assert "sparse_mask attention in inference grows linearly: 4.00 KiB for each token, nothing for pairs." in text
+    assert "two lengths cannot tell linear from quadratic" in all_text(memory, stored)  # of the model
 
 
 def test_the_answer_follows_the_profiler(studied, tmp_path):
@@ -111,5 +183,5 @@ def test_rows_of_a_gpu_are_answered_too(tmp_path):
 
     text = first_text(faster, Stored(tmp_path))
 
-    assert "sparse_flex at 8192 tokens is" in text and "times as fast as dense" in text
+    assert "At 8192 tokens sparse_flex is" in text and "times as fast as dense in forward+backward" in text
     assert "sparse_flex scattered" in first_text(sparsity, Stored(tmp_path))

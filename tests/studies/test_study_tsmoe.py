@@ -12,9 +12,10 @@ from quick_study import canned, change_lines, changed, first_text
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Table, Text
 from stepscope.studies import tsmoe_note as note
+from stepscope.studies.execute import plan_of
 from stepscope.studies.stored import Stored
 from stepscope.studies.tsmoe import STUDY
-from stepscope.studies.tsmoe_amp import amp
+from stepscope.studies.tsmoe_amp import amp, amp_pace, amp_verdict
 from stepscope.studies.tsmoe_compiled import compiled
 from stepscope.studies.tsmoe_experts import grouped, half
 from stepscope.studies.tsmoe_training import mfu, step_of, training
@@ -134,8 +135,31 @@ def test_the_answer_to_amp_follows_the_times(studied, tmp_path):
 
     text = first_text(amp, Stored(copy))
 
-    assert "AMP pays for tiny, 475,113 parameters (" in text and "not pay for tiny, 122,921 parameters (" in text
+    assert "AMP pays for tiny (1 × 16), 475,113 parameters (" in text
+    assert "not pay for tiny (1 × 16), 122,921 parameters (" in text
     assert text != first_text(amp, Stored(studied))
+
+
+def test_why_amp_does_not_pay_where_the_host_sets_the_pace():
+    def step(ms, idle, kernels):
+        return {"model": "23m (1 × 512)", "step_ns": ms * 1e6, "gpu_idle_share": idle, "num_kernels": kernels}
+
+    plain, low = step(50, 0.90, 3320), step(60, 0.95, 4094)
+    assert amp_verdict([(plain, low)]) == (
+        "AMP does not pay for 23m (1 × 512) (1.20 times slower than fp32). There the GPU has nothing to do for "
+        "95.0 % of a step: the host sets the pace, and launches 4,094 kernels with AMP instead of 3,320."
+    )
+    assert "what AMP saves on the GPU is not seen" in amp_pace(plain, low)
+    assert "with one 2.00 times slower it would not pay" in amp_pace(step(120, 0.1, 1), low)
+    assert amp_pace(plain, step(20, 0.1, 1)) == amp_pace(plain, step(20, None, 1)) == ""
+
+
+def test_the_full_study_has_a_size_at_which_the_host_sets_the_pace():
+    points = plan_of(STUDY, "full", "cuda").points["training"]
+    sizes = [(p.preset, p.config["batch"], p.config["seq_len"], p.run["dtype"]) for p in points]
+
+    assert len(sizes) == len(set(sizes)) == 6
+    assert {("23m", 1, 512, dtype) for dtype in ("fp32", "autocast_bf16")} < set(sizes)
 
 
 def test_casts_are_counted_where_amp_makes_them(studied):
@@ -153,6 +177,7 @@ def test_an_inverted_mask_is_refused_and_the_right_one_is_not(studied):
     assert found["outputs_deviation"][1] < 1e-5 and found["outputs_deviation"][2] > 0.05
     assert dict(zip(found["mask"], found["time_median_ns"]))["inverted"] is None
     attention = table_of(mask, Stored(studied), "attention").columns
+    assert not {"not_seen", "mask", "dtype"} & set(attention["why_not_flash"])  # words, not codes
     assert attention["mask"] == ["causal", "given"] and attention["num_calls"] == [2, 2]
 
 
@@ -211,7 +236,16 @@ def test_rows_of_a_gpu_are_answered_too(on_gpu):
     assert "2,760 launches instead of 4,294 of loop" in first_text(grouped, stored)
     text = first_text(compiled, stored)
     assert "one graph without a break, 0 recompiles" in text and "paid back after 359 to 541 steps" in text
-    assert "loop compiled (default): 10 graphs, 10 breaks, 2 recompiles; unproven" in text
+    assert "loop compiled (default): 10 graphs, 10 breaks, 2 recompiles; unproven: nothing shows that it ran" in text
+    assert " (MFU " in first_text(dispatch, stored)
+
+
+def test_a_part_that_could_not_be_compiled_is_told(on_gpu, tmp_path):
+    def noted(row):
+        row["notes"] = ["torch could not compile a part, which ran as it is: bincount"]
+
+    text = first_text(compiled, changed(on_gpu, tmp_path / "copy", "dispatch", noted))
+    assert "2 recompiles; unproven: torch could not compile a part, which ran as it is: bincount." in text
 
 
 def test_recompiles_and_sizes_of_cuda_graphs_come_from_the_recordings(studied, on_gpu, tmp_path):
@@ -223,6 +257,32 @@ def test_recompiles_and_sizes_of_cuda_graphs_come_from_the_recordings(studied, o
 
     texts = [part.text for part in compiled(Stored(copy)) if isinstance(part, Text)]
 
-    assert "8 recompiles, 1 function at the limit, 51 CUDA graphs for 17 sizes" in texts[1]
+    assert "8 recompiles of forward (moe.py:3), 1 function at the limit, 51 CUDA graphs for 17 sizes" in texts[1]
     found = table_of(compiled, Stored(copy), "recompiles").columns
     assert found["num_times"][0] == 8 and found["values_seen"][0] == "0, 1, 2, 3, 4, 5, 6, 7"
+
+
+def test_a_compiled_run_that_crashed_tells_how_far_it_came(studied, on_gpu, tmp_path):
+    """GIVEN a recording without FLOPs, and one that crashed THEN both tell their recompiles, without our folders."""
+    copy = shutil.copytree(on_gpu, tmp_path / "copy")
+    shutil.copytree(studied / "training", copy / "compiled")
+    crash = {
+        "status": "crashed",
+        "reason": "AssertionError: a guard failed. A bug. # /home/me/src/moe/gelu.py:23 in x",
+    }
+    change_lines(
+        copy / "compiled" / "results.jsonl", lambda row: row.update(crash if row["run"]["dtype"] == "fp32" else {})
+    )
+    frame = {"frame": "forward (/home/me/src/moe/layers.py:3)", "failed_guards": ["0/0: x.size() == 1"]}
+    for recorded in Stored(copy).recordings("compiled"):
+        (recorded.folder / "compile.json").write_text(json.dumps({**COMPILE_REPORT, "recompiles": [frame] * 3}))
+        facts = json.loads((recorded.folder / "recording.json").read_text())
+        (recorded.folder / "recording.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "flops"}))
+
+    text = [part.text for part in compiled(Stored(copy)) if isinstance(part, Text)][1]
+    steps = len(Stored(copy).recording("compiled", dtype="autocast_bf16").source.card.recording.samples)
+
+    assert f"crashed after {steps} steps with 3 recompiles of forward (moe/layers.py:3)" in text
+    assert ": AssertionError: a guard failed. A bug." in text and "/home" not in text
+    assert "ms a step" in text  # of those that ended
+    assert "/home" not in str(table_of(compiled, Stored(copy), "compiled-training").columns)

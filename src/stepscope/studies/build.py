@@ -38,7 +38,7 @@ def _in_short(answered: Iterable[tuple[Question, tuple[Any, ...]]]) -> tuple[Any
 
 def _facts(study: Study, stored: Stored) -> Facts:
     facts = stored.facts
-    commands = [safe(str(command), 500) for command in facts.get("commands") or ()]
+    commands = dict.fromkeys(safe(str(command), 500) for command in facts.get("commands") or ())
     rows = [
         Fact("study", study.name, study.about),
         Fact("mode", stored.mode, f"on {safe(str(facts.get('device')))}"),

@@ -10,7 +10,7 @@ from stepscope.analysis.sweeps import MIN_INTERVAL_SAMPLES, OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import cell
 from stepscope.report.parts import Lines, Series, Table, Value
-from stepscope.report.text import safe
+from stepscope.report.text import plural, safe, significant
 
 Record = Mapping[str, Any]
 
@@ -104,6 +104,16 @@ def in_words(power: float) -> str:
     return f"{name} (power {power:.2f})"
 
 
+def listed(values: Iterable[Any]) -> str:
+    """Values in a row.
+
+    >>> listed([512, 2048, 8192]), listed([512])
+    ('512, 2048 and 8192', '512')
+    """
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def compared(time: float, other_time: float, other: str) -> str:
     """How fast something is beside another: what follows "it is".
 
@@ -117,20 +127,67 @@ def compared(time: float, other_time: float, other: str) -> str:
     return f"{time / other_time:.2f} times slower than {other}"
 
 
+def meet(record: Record, other: Record, time: str = "time") -> bool:
+    """Whether the 95 % intervals of two medians meet; False also where there are too few samples for an interval."""
+    low, high = f"{time}_ci_low_ns", f"{time}_ci_high_ns"
+    return _have_intervals(record, other) and record[low] <= other[high] and other[low] <= record[high]
+
+
+def _have_intervals(*records: Record) -> bool:
+    return all(record["num_samples"] >= MIN_INTERVAL_SAMPLES for record in records)
+
+
 def against(record: Record, other: Record, name: str, time: str = "time") -> str:
-    """`compared` of two rows with intervals, and that they cannot be told apart where these meet.
+    """`compared` of two rows with intervals: where these meet, that they cannot be told apart.
 
     >>> row = {"time_median_ns": 5, "time_ci_low_ns": 4, "time_ci_high_ns": 7, "num_samples": 10}
     >>> against(row, {**row, "time_median_ns": 6}, "GELU")
     'not to be told from GELU (the 95 % intervals of the medians meet)'
+    >>> low, high = ({f"time_{what}_ns": ns for what in ("median", "ci_low", "ci_high")} for ns in (1000, 1005))
+    >>> against({**row, **high}, {**row, **low}, "GELU")
+    '0.5 % slower than GELU'
     """
-    meets = (
-        record[f"{time}_ci_low_ns"] <= other[f"{time}_ci_high_ns"]
-        and other[f"{time}_ci_low_ns"] <= record[f"{time}_ci_high_ns"]
-    )
-    if meets and min(record["num_samples"], other["num_samples"]) >= MIN_INTERVAL_SAMPLES:
+    if meet(record, other, time):
         return f"not to be told from {name} (the 95 % intervals of the medians meet)"
+    ratio = record[f"{time}_median_ns"] / other[f"{time}_median_ns"]
+    if _have_intervals(record, other) and abs(ratio - 1) < 0.01:
+        return f"{significant(100 * abs(ratio - 1), 1)} % {'slower' if ratio > 1 else 'faster'} than {name}"
     return compared(record[f"{time}_median_ns"], other[f"{time}_median_ns"], name)
+
+
+HOST_PACED = 0.75
+"""Below this share of busy time a row's time is mostly the host's: another host, or a busier one, gives another."""
+
+
+def paced(record: Record) -> str:
+    """In brackets after a time: that the GPU waits for the host in it; nothing where it does not, or is not known.
+
+    >>> paced({"gpu_busy_share": 0.412}), paced({"gpu_busy_share": 0.98}), paced({})
+    (' (the GPU is busy for 41.2 % of it: the host sets the pace)', '', '')
+    """
+    share = record.get("gpu_busy_share")
+    if share is None or share >= HOST_PACED:
+        return ""
+    return f" (the GPU is busy for {said('share', share)} of it: the host sets the pace)"
+
+
+def host_paced(rows: Iterable[Record], where: str = "") -> list[str]:
+    """`paced` of many rows in one sentence; none where the GPU waits for the host in none, or it is not known.
+
+    >>> host_paced({"seq_len": n, "gpu_busy_share": share} for n, share in ((4, 0.09), (8, 0.412), (16, 0.98)))
+    ['In 2 rows (at 4 and 8 tokens) the GPU is busy for 9.0 % to 41.2 % of the time: the host sets the pace there.']
+    """
+    found = [record for record in rows if paced(record)]
+    if not found:
+        return []
+    shares = [record["gpu_busy_share"] for record in found]
+    busy = " to ".join(dict.fromkeys(said("share", share) for share in (min(shares), max(shares))))
+    lengths = listed(sorted({record["seq_len"] for record in found}))
+    begin = f"{where}, in" if where else "In"
+    return [
+        f"{begin} {plural(len(found), 'row')} (at {lengths} tokens) the GPU is busy for {busy} of the time: the host "
+        "sets the pace there."
+    ]
 
 
 def crossing(first: Sequence[Record], second: Sequence[Record], x: str, y: str) -> float | None:

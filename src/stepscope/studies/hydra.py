@@ -8,8 +8,10 @@ a slow layer, and what copies cost was concluded and not measured.
 from __future__ import annotations
 
 from stepscope.report.parts import Chart, Table
-from stepscope.studies.hydra_step import bottlenecks, copies, memory, model, shares
-from stepscope.studies.hydra_variants import data, first_call, losses, micro, routing, sizes
+from stepscope.studies.hydra_data import data, first_call
+from stepscope.studies.hydra_ops import bottlenecks, copies, micro
+from stepscope.studies.hydra_step import memory, model, shares
+from stepscope.studies.hydra_variants import losses, routing, sizes
 from stepscope.studies.outputs import csv, part, png, rows_json
 from stepscope.studies.study import REPORT, Question, Recordings, Study, Sweep
 
@@ -30,9 +32,9 @@ STEP = Recordings(
 TEXT = Recordings(
     id="text",
     workload="hydra",
-    about="the first of them on a text, read in the training process",
+    about="the first two of them on a text, read in the training process",
     quick=[TINY],
-    full=[{"preset": "100m", **NOTED}],
+    full=[{"preset": "100m", **NOTED}, {"preset": "100m", **LONG}],
     options=WINDOWS,
     loop=("--data", "text"),
 )
@@ -41,7 +43,7 @@ WORKERS = Recordings(
     workload="hydra",
     about="the same, read by two workers",
     quick=(),
-    full=[{"preset": "100m", **NOTED}],
+    full=[{"preset": "100m", **NOTED}, {"preset": "100m", **LONG}],
     options=WINDOWS,
     loop=("--data", "text", "--workers", "2"),
 )

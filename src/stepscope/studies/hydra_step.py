@@ -1,30 +1,18 @@
-"""Answers of the study `hydra` that come from recordings: where time, memory and copies of a step are."""
+"""Answers of the study `hydra` about the recorded step: its phases, the model, and what is in memory when."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepscope.analysis.sweeps import OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Table, Text
 from stepscope.report.text import plural, safe
-from stepscope.studies.figures import beside, said, table
+from stepscope.studies import hydra_note as note
+from stepscope.studies.figures import beside, paced, said, table
 from stepscope.studies.stored import Recorded, Stored
 
-if TYPE_CHECKING:
-    from stepscope.report.source import Source
-
-NOTE = "hydra-100m-notes, device not named"
-NOTED_PRESET = "100m"
-NOTED_PARAMETERS = 62_000_000
-"""Of the model that the note calls 100M: its misspelt keywords set nothing."""
-NOTED_RUN = "compiled with max-autotune-no-cudagraphs, every second layer checkpointed"
-NOTED_SHARES = {"forward": 0.35, "backward": 0.62, "optimizer": 0.03}
-NOTED_STEP = {"a step": 53_000_000}
-NOTED_BYTES = {"weights": 135e6, "activations of a layer": 645e6, "head and loss": 1.2e9, "peak": 5.4e9}
-NOTED_OPS = {"aten::mm": 0.36}
-NOTED_COPIES = {"copies": 0.19}
 PARTS = ("forward", "backward", "optimizer")
 
 
@@ -35,13 +23,17 @@ def main_point(stored: Stored) -> Recorded:
 
 def name_of(recorded: Recorded) -> str:
     """The point in a sentence."""
-    axes = recorded.axes
-    return f"{axes['preset']} ({axes['batch']} × {axes['seq_len']} tokens, {axes['dtype']})"
+    return f"{recorded.axes['preset']} ({shape_of(recorded)}, {recorded.axes['dtype']})"
+
+
+def shape_of(recorded: Recorded) -> str:
+    """Its batch and length in a sentence."""
+    return f"{recorded.axes['batch']} × {recorded.axes['seq_len']} tokens"
 
 
 def is_noted(recorded: Recorded) -> bool:
     """Whether the note has figures of it."""
-    return bool(recorded.axes["preset"] == NOTED_PRESET)
+    return bool(recorded.axes["preset"] == note.PRESET)
 
 
 def step_record(recorded: Recorded) -> dict[str, Any]:
@@ -63,7 +55,12 @@ def step_record(recorded: Recorded) -> dict[str, Any]:
         **{f"{name}_share": ns / whole_ns for name, ns in times.items()},
     }
     idle = [row.share for row in summary.rows if row.name == "idle"]
-    return record | ({"gpu_idle_share": idle[0]} if idle else {})
+    return record | ({"gpu_idle_share": idle[0], "gpu_busy_share": 1 - idle[0]} if idle else {})
+
+
+def recorded_steps(stored: Stored) -> list[dict[str, Any]]:
+    """The steps of all presets that have one."""
+    return [step_record(each) for each in stored.recordings("step") if each.status == OK]
 
 
 def shares(stored: Stored) -> Iterator[Any]:
@@ -76,9 +73,10 @@ def shares(stored: Stored) -> Iterator[Any]:
         f"{record['tokens_per_s']:,.0f} tokens/s: {parts}; all else {said('share', _rest(record))}."
     )
     if "gpu_idle_share" in record:
-        text += f" For {said('share', record['gpu_idle_share'])} of the step the GPU has nothing to do."
+        pace = ": the host sets the pace, which differs from process to process" if paced(record) else ""
+        text += f" For {said('share', record['gpu_idle_share'])} of the step the GPU has nothing to do{pace}."
     yield Text(text)
-    records = [step_record(each) for each in stored.recordings("step") if each.status == OK]
+    records = recorded_steps(stored)
     yield Bars(
         id="step_shares",
         title="Shares of a step",
@@ -92,21 +90,35 @@ def shares(stored: Stored) -> Iterator[Any]:
     idle = ("gpu_idle_share",) if "gpu_idle_share" in record else ()
     yield table("step_shares", "Steps by phase", records, *names, *idle)
     if not is_noted(recorded):
-        raise CannotCheck(f"the note's figures are of {NOTED_PRESET}, and this run has {recorded.axes['preset']}")
+        raise CannotCheck(f"the note's figures are of {note.PRESET}, and this run has {recorded.axes['preset']}")
     ours = [{"phase": name, "step_share": record[f"{name}_share"]} for name in PARTS]
-    yield beside(ours, NOTED_SHARES, "phase", "step_share", NOTE)
-    yield beside([{"what": "a step", "step_ns": record["step_ns"]}], NOTED_STEP, "what", "step_ns", NOTE)
-    axes, more = recorded.axes, record["num_parameters"] / NOTED_PARAMETERS
-    device = recorded.source.card.recording.facts.get("environment", {}).get("device_name")
-    yield Text(
-        f"The two differ in more than the device: the note's step is of {NOTED_PARAMETERS / 1e6:.0f} M parameters, "
-        f"{NOTED_RUN}; ours is of {record['num_parameters']:,} ({more:.2f} times as many), on "
-        f"{safe(str(device))}, with compile={axes['compile']} and checkpoint={axes['checkpoint']}."
-    )
+    yield beside(ours, note.SHARES, "phase", "step_share", note.NOTE)
+    yield beside([{"what": "a step", "step_ns": record["step_ns"]}], note.STEP, "what", "step_ns", note.NOTE)
+    yield Text(_step_differs(recorded, record))
 
 
 def _rest(record: Mapping[str, Any]) -> float:
     return 1 - sum(float(record[f"{name}_share"]) for name in PARTS)
+
+
+def _step_differs(recorded: Recorded, record: Mapping[str, Any]) -> str:
+    axes, number = recorded.axes, record["num_parameters"]
+    device = recorded.source.card.recording.facts.get("environment", {}).get("device_name")
+    text = (
+        f"The two differ in more than the device: the note's step is of {note.NUM_PARAMETERS / 1e6:.0f} M "
+        f"parameters, {note.RUN}; ours is of {number:,} ({number / note.NUM_PARAMETERS:.2f} times as many), on "
+        f"{safe(str(device))}, with compile={axes['compile']} and checkpoint={axes['checkpoint']}."
+    )
+    if paced(record):
+        busy_ns = record["gpu_busy_share"] * record["step_ns"]
+        text += f" The GPU's work in our step is {said('_ns', busy_ns)}: for the rest it waits for the host."
+    return text
+
+
+def other_model(recorded: Recorded) -> str:
+    """That the note's figures are of another model than ours."""
+    share = note.NUM_PARAMETERS / step_record(recorded)["num_parameters"]
+    return f"the note's model is compiled, checkpointed and has {share:.2f} times our parameters"
 
 
 def model(stored: Stored) -> Iterator[Any]:
@@ -116,16 +128,16 @@ def model(stored: Stored) -> Iterator[Any]:
     number = record["num_parameters"]
     text = f"{record['preset']} has {number:,} parameters, counted in the process that trained it."
     if is_noted(recorded):
-        less = 1 - NOTED_PARAMETERS / number
+        less = 1 - note.NUM_PARAMETERS / number
         text += (
-            f" The model that the note calls 100M had {NOTED_PARAMETERS / 1e6:.0f} M, {said('share', less)} fewer: "
-            f"its misspelt keywords were swallowed."
+            f" The model that the note calls 100M had {note.NUM_PARAMETERS / 1e6:.0f} M, {said('share', less)} "
+            "fewer: its misspelt keywords were swallowed."
         )
     knobs = [name for name in recorded.axes if name != "preset"]
     yield Text(f"{text} All {len(knobs)} knobs of the run are below as they were resolved.")
     columns = {"knob": knobs, "value": [str(recorded.axes[name]) for name in knobs]}
     yield Table("knobs", f"Every knob of {name_of(recorded)}", columns, 60)
-    found = {each["preset"]: each for each in map(step_record, stored.recordings("step"))}
+    found = {each["preset"]: each for each in recorded_steps(stored)}
     yield table("parameters", "Parameters by preset", found.values(), "preset", "dim", "blocks", "num_parameters")
 
 
@@ -166,18 +178,29 @@ def memory(stored: Stored) -> Iterator[Any]:
     wanted = ("memory_timeline", "memory_at_peak", "memory_stages")
     yield from (part for part in section.parts(recorded.source) if getattr(part, "id", None) in wanted)
     if is_noted(recorded):
-        weights, layer = owners.get("parameter", 0), sum(sizes) / len(sizes)
-        ours = zip(NOTED_BYTES, (weights, layer, kept[""].bytes, account.peak_bytes))
-        yield beside([{"what": w, "memory_bytes": n} for w, n in ours], NOTED_BYTES, "what", "memory_bytes", NOTE)
-        axes, number = recorded.axes, step_record(recorded)["num_parameters"]
-        num_logits = axes["batch"] * axes["seq_len"] * axes["vocab"]
-        of_loss = NOTED_BYTES["head and loss"]
-        yield Text(
-            f"The note's weights are {NOTED_BYTES['weights'] / NOTED_PARAMETERS:.1f} bytes a parameter, ours "
-            f"{weights / number:.1f}. {num_logits:,} logits in two bytes and again in four would be "
-            f"{said('bytes', 6 * num_logits)}: the note's {said('bytes', of_loss)} for its loss are "
-            f"{of_loss / (6 * num_logits):.2f} times that."
-        )
+        figures = (owners.get("parameter", 0), sum(sizes) / len(sizes), kept[""].bytes, account.peak_bytes)
+        ours = dict(zip(note.BYTES, figures))
+        rows_of = [{"what": what, "memory_bytes": size} for what, size in ours.items()]
+        yield beside(rows_of, note.BYTES, "what", "memory_bytes", note.NOTE)
+        yield Text(_memory_differs(recorded, ours, owners.get("optimizer_state", 0)))
+
+
+def _memory_differs(recorded: Recorded, ours: Mapping[str, float], state_bytes: float) -> str:
+    axes, number = recorded.axes, step_record(recorded)["num_parameters"]
+    num_logits = axes["batch"] * axes["seq_len"] * axes["vocab"]
+    theirs = note.BYTES
+    layers, of_loss = note.NUM_LAYERS * theirs["activations of a layer"], theirs["head and loss"]
+    whole = layers + theirs["weights"] + of_loss
+    return (
+        f"The note's weights are {theirs['weights'] / note.NUM_PARAMETERS:.1f} bytes a parameter, ours "
+        f"{ours['weights'] / number:.1f}. {num_logits:,} logits in two bytes and again in four would be "
+        f"{said('bytes', 6 * num_logits)}: the note's {said('bytes', of_loss)} for its loss are "
+        f"{of_loss / (6 * num_logits):.2f} times that. Its {note.NUM_LAYERS} layers, weights and loss are "
+        f"{said('bytes', whole)} together, and its peak is {said('bytes', theirs['peak'])}: with every second layer "
+        f"checkpointed they are not there at once. Ours has checkpoint={axes['checkpoint']}: its layers keep "
+        f"{said('bytes', axes['blocks'] * ours['activations of a layer'])}, and the optimizer's state is "
+        f"{said('bytes', state_bytes)}. A layer is not the same in both: {other_model(recorded)}."
+    )
 
 
 def _is_layer(name: str) -> bool:
@@ -187,90 +210,3 @@ def _is_layer(name: str) -> bool:
 
 def _range(name: str, low: float, high: float) -> str:
     return f"{said(name, low)} to {said(name, high)}"
-
-
-def own_times(source: Source) -> tuple[list[tuple[str | None, int, int]], str]:
-    """Every op with its calls and its own time, most first, and whose time it is; nothing is counted twice."""
-    rank = source.analysis.ranks[0]
-    where = "device" if rank.gpu_time.window_ns else "host"
-    rows = rank.ops.sort(f"{where}_self_ns", descending=True).select("op", "num_calls", f"{where}_self_ns")
-    return [row for row in rows.iter_rows() if row[2]], where
-
-
-def bottlenecks(stored: Stored) -> Iterator[Any]:
-    """Ops and modules by their own time, without what lies inside them."""
-    from stepscope.analysis.ops import module_groups
-
-    recorded = main_point(stored)
-    rows, where = own_times(recorded.source)
-    rank = recorded.source.analysis.ranks[0]
-    steps = max(1, rank.steps.height)
-    whole_ns = sum(ns for _, _, ns in rows)
-    if not whole_ns:
-        raise CannotCheck("the trace has no op with a time of its own")
-    of = "the GPU's work" if where == "device" else "the host's time in ops"
-    first = ", ".join(f"{op} {said('share', ns / whole_ns)}" for op, _, ns in rows[:3])
-    modules = rank.modules.filter(rank.modules["module"].is_not_null())
-    own_ns, inclusive_ns = (int(modules[f"{where}_{kind}_ns"].sum()) for kind in ("self", "total"))
-    text = f"By its own time: {first} of {of}. The own times of all {len(rows)} ops are 100 % of it."
-    if own_ns:
-        text += (
-            f" A table of modules with what lies inside each adds up to {inclusive_ns / own_ns:.2f} times the time "
-            f"there is: that is what counting parents and their children gives."
-        )
-    yield Text(text)
-    columns: dict[str, Any] = {
-        "op": [op or "no op" for op, _, _ in rows],
-        "num_calls": [calls / steps for _, calls, _ in rows],
-        "own_ns": [ns / steps for _, _, ns in rows],
-        "share": [ns / whole_ns for _, _, ns in rows],
-    }
-    shown = slice(12)
-    yield Bars(
-        id="bottlenecks", title="Ops by their own time", labels=columns["op"][shown], unit="own_ns",
-        series=(Series("own time", columns["own_ns"][shown]),),
-        caption=f"Together {said('share', sum(columns['share'][shown]))} of {of}.",
-    )  # fmt: skip
-    yield Table("bottlenecks", "Ops by their own time", columns, 15, f"a traced step's; the share is of {of}")
-    groups = module_groups(modules).sort(f"{where}_self_ns", descending=True)
-    by_module = {
-        "module": groups["module"].to_list(),
-        "num_modules": groups["num_modules"].to_list(),
-        "own_ns": [ns / steps for ns in groups[f"{where}_self_ns"]],
-        "own_share": [ns / max(1, own_ns) for ns in groups[f"{where}_self_ns"]],
-        "with_inner_ns": [ns / steps for ns in groups[f"{where}_total_ns"]],
-    }
-    note = "own: without modules inside; the column adds up to 100 %, that of with inner does not"
-    yield Table("modules", "Modules by their own time", by_module, 15, note)
-    if is_noted(recorded):
-        ours = [{"op": op, "own_share": ns / whole_ns} for op, _, ns in rows]
-        yield beside(ours, NOTED_OPS, "op", "own_share", NOTE)
-
-
-def copies(stored: Stored) -> Iterator[Any]:
-    """Where every copy comes from, and what a step would be without it."""
-    from stepscope.report.copies_text import source_name
-    from stepscope.report.sections import copies as section
-
-    recorded = main_point(stored)
-    parts = section.parts(recorded.source)
-    report = recorded.source.copies
-    total_ns = sum(row["total_ns"] for row in report.rows)
-    sums: dict[str, float] = {}
-    for row in report.rows:
-        sums[row["phase"] or "no phase"] = sums.get(row["phase"] or "no phase", 0.0) + row["total_ns"]
-    by_phase = ", ".join(f"{said('share', ns / total_ns)} in {name}" for name, ns in _most_first(sums))
-    largest = max(report.rows, key=lambda row: row["saving_ns"] or 0.0)
-    yield Text(
-        f"{parts[0].text} Of their time {by_phase}. The source whose removal would save most, "
-        f"{said('time_ns', largest['saving_ns'])}, is {source_name(largest)} ({largest['phase']}). A copy that "
-        f"the next op needs would come back inside it: the micro-benchmarks of the next section measure that."
-    )
-    yield from parts[1:]
-    if is_noted(recorded):
-        ours = [{"what": "copies", "time_share": total_ns / report.whole_ns}]
-        yield beside(ours, NOTED_COPIES, "what", "time_share", NOTE)
-
-
-def _most_first(sums: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(sums.items(), key=lambda item: -item[1])

@@ -21,6 +21,8 @@ PROFILE = {"preset": "profile", "batch": 4}
 # The average alone has the sizes that it has in the model, so that the one can be held against the other.
 ALONE_TINY = {"preset": "tiny", "batch": 2, "width": 64, "num_states": 4, "steps": 3, "warmup": 2}
 ALONE = {"batch": 4, "width": 384, "num_states": 8}
+# In that size the host sets the pace on a large GPU; in this one the GPU does.
+ALONE_LARGE = {"batch": 8, "width": 1024, "num_states": 16}
 
 STEPS = Sweep(
     id="steps",
@@ -38,7 +40,7 @@ STEPS = Sweep(
         {**PROFILE, "mode": "step", "seq_len": 8192, "batch": 512},
         {**PROFILE, "mode": "step", "seq_len": [512, 2048, 8192], "dtype": "bf16",
          "bf16_reduction": ["auto", "on", "off"]},
-        {**PROFILE, "mode": "step", "seq_len": 2048, "dtype": "autocast_bf16"},
+        {**PROFILE, "mode": "step", "seq_len": [2048, 8192], "dtype": "autocast_bf16"},
         {**PROFILE, "mode": "step", "seq_len": 32768, "dtype": "bf16"},
     ],
 )  # fmt: skip
@@ -54,6 +56,7 @@ ALONE_SWEEP = Sweep(
         {**ALONE, "path": [FFT, SCAN], "seq_len": [8, 64, 512, 2048, 8192], "mode": MODES},
         {**ALONE, "path": SEQUENTIAL, "seq_len": [8, 64, 512], "mode": MODES, "steps": 5},
         {**ALONE, "path": FFT, "seq_len": 8192, "mode": "forward", "last_state": False},
+        {**ALONE_LARGE, "path": [FFT, SCAN], "seq_len": 8192, "mode": MODES},
     ],
 )
 PATHS = Sweep(

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import plural
-from stepscope.studies.figures import beside, compared, growth, in_words, lines, said, table
-from stepscope.studies.megalodon_paths import FFT, PATHS, PEAK, PLACES, SCAN, TIME
+from stepscope.studies.figures import (
+    Record,
+    against,
+    beside,
+    growth,
+    host_paced,
+    in_words,
+    known,
+    lines,
+    listed,
+    meet,
+    paced,
+    said,
+    table,
+)
+from stepscope.studies.lengths import grown, grows
+from stepscope.studies.megalodon_paths import BUSY, FFT, PATHS, PEAK, PLACES, SCAN, SIZE, TIME, alone, place
 from stepscope.studies.megalodon_recordings import gemm_share
-from stepscope.studies.stored import Stored
+from stepscope.studies.stored import Rows, Stored
 
 HOW = {"on": "from the state", "off": "all tokens"}
 PUBLISHED_OFF_OVER_ON = {512: 1.25}
@@ -29,72 +44,83 @@ def precision(stored: Stored) -> Iterator[Any]:
         pairs = [(r, o) for r in plain.where(dtype=dtype) for o in plain.where(dtype="fp32", seq_len=r["seq_len"])]
         for record, other in sorted(pairs, key=lambda pair: pair[0]["seq_len"])[-1:]:
             sentences.append(
-                f"At {record['seq_len']} tokens a step in {dtype} takes {said(TIME, record[TIME])}, "
-                f"{compared(record[TIME], other[TIME], 'fp32')}, with {said('share', record[PEAK] / other[PEAK])} of "
-                f"its peak and a loss of {record['loss']:.3f} where fp32 has {other['loss']:.3f}."
+                f"At {record['seq_len']} tokens a step in {dtype} takes {said(TIME, record[TIME])} and is "
+                f"{against(record, other, 'fp32')}, with {said('share', record[PEAK] / other[PEAK])} of its peak and "
+                f"a loss of {record['loss']:.3f} where fp32 has {other['loss']:.3f}."
             )
-    ratios = []
-    for length in ok.values("seq_len"):
-        on, off = (list(ok.where(dtype="bf16", bf16_reduction=value, seq_len=length)) for value in ("on", "off"))
-        if on and off:
-            ratio = off[0][TIME] / on[0][TIME]
-            ratios.append({"seq_len": length, "off_over_on": ratio})
-            apart = on[0]["time_ci_high_ns"] < off[0]["time_ci_low_ns"] or (
-                off[0]["time_ci_high_ns"] < on[0]["time_ci_low_ns"]
-            )
-            noise = "their intervals do not meet" if apart else "their intervals meet: that may be noise"
-            sentences.append(
-                f"At {length} tokens reduction in bf16 makes a step {ratio:.3f} times as fast as without ({noise})."
-            )
+    bf16 = ok.where(dtype="bf16")
+    reduced = [
+        (on, off) for on in bf16.where(bf16_reduction="on")
+        for off in bf16.where(bf16_reduction="off", seq_len=on["seq_len"])
+    ]  # fmt: skip
+    sentences += [_reduction(reduced)] if reduced else []
     if not sentences:
         raise CannotCheck("no two dtypes were measured at one length")
-    yield Text(" ".join(sentences))
-    names = ("dtype", "bf16_reduction", "seq_len", "batch", TIME, "tokens_per_s", PEAK, "loss")
-    yield table("steps", "A training step", rows, *names)
+    yield Text(" ".join([*sentences, *host_paced(ok)]))
+    names = ("dtype", "bf16_reduction", "seq_len", "batch", TIME, BUSY, "tokens_per_s", PEAK, "loss")
+    yield table("steps", "A training step", rows, *known(rows, *names))
     yield lines("steps-time", "A training step", ok, "seq_len", TIME, ("dtype", "bf16_reduction"))
-    if not ratios:
+    if not reduced:
         reasons = {str(r["reason"]) for r in rows.where(dtype="bf16", bf16_reduction=("on", "off")) if r["reason"]}
         raise CannotCheck(f"reduction on against off: {'; '.join(sorted(reasons)) or 'no length has both'}")
+    ratios = [{"seq_len": on["seq_len"], "off_over_on": off[TIME] / on[TIME]} for on, off in reduced]
     yield beside(ratios, PUBLISHED_OFF_OVER_ON, "seq_len", "off_over_on", PUBLISHED_ON)
     yield from gemm_share(stored)
 
 
+def _reduction(pairs: Sequence[tuple[Record, Record]]) -> str:
+    """What reduction in bf16 changes over the lengths, and at which of them it is more than noise."""
+    shares = [on[TIME] / off[TIME] for on, off in pairs]
+    taken = " to ".join(dict.fromkeys(said("share", share) for share in (min(shares), max(shares))))
+    beyond = [f"at {on['seq_len']} tokens ({against(on, off, 'without')})" for on, off in pairs if not meet(on, off)]
+    lengths = listed(on["seq_len"] for on, _ in pairs)
+    return (
+        f"With reduction in bf16 a step at {lengths} tokens takes {taken} of its time without; beyond noise: "
+        f"{listed(beyond) if beyond else 'at none of them'}."
+    )
+
+
 def memory(stored: Stored) -> Iterator[Any]:
-    """The power of the length that peaks grow with, and what FFT's padding adds."""
-    sentences, found, parts = [], [], []
-    steps = stored.rows("steps").ok.where(bf16_reduction="auto")
+    """What peaks are made of, by the length, and what FFT's padding adds."""
+    sentences: list[str] = []
+    found, parts = [], []
+    steps = stored.rows("steps").ok.where(bf16_reduction="auto").needed()
+    steps = steps.where(batch=steps.values("batch")[0])
     groups = [("a step", dtype, steps.where(dtype=dtype)) for dtype in steps.values("dtype")]
     for measure, (knob, where) in PLACES.items():
-        rows = stored.rows(measure)
-        rows = rows.where(last_state=True) if knob == "path" else rows
+        rows = place(stored, measure)
         mode = rows.values("mode")[-1]
         of = rows.where(mode=mode)
         groups += [(f"{where}, {mode}", path, of.ok.where(**{knob: path})) for path in PATHS]
-        fft, scan = (
-            {record["seq_len"]: record[PEAK] for record in of.ok.where(**{knob: path})} for path in (FFT, SCAN)
-        )
-        for length in sorted(fft.keys() & scan.keys())[-1:]:
-            ratio = fft[length] / scan[length]
-            sentences.append(
-                f"{where.capitalize()}, fft takes {ratio:.2f} times the peak of scan at {length} tokens."
-            )
+        sentences += _more_than_scan(where, of.ok, knob)
         parts.append(lines(f"memory-{measure}", f"Peak {where}, {mode}", of, "seq_len", PEAK, knob))
-    for what, variant, rows in groups:
-        if len(rows.values("seq_len")) > 1:
-            first, last = sorted(rows, key=lambda record: record["seq_len"])[-2:]
-            more = (last[PEAK] - first[PEAK]) / (last["num_tokens"] - first["num_tokens"])
-            row = {"of": what, "variant": variant, "longest": last["seq_len"], "peak_bytes": last[PEAK]}
-            found.append(row | {"power": growth(rows, "seq_len", PEAK), "token_bytes": more})
-    if not found:
+    groups = [group for group in groups if len(group[2].values("seq_len")) > 1]
+    if not groups:
         raise CannotCheck("there are not two lengths of anything")
-    first = found[0]
+    for what, variant, rows in groups:
+        row = {"of": what, "variant": variant, "num_lengths": len(rows), "longest": max(rows.values("seq_len"))}
+        found.append(row | {"peak_bytes": max(record[PEAK] for record in rows)} | grown(rows, PEAK)._asdict())
+    what, variant, rows = groups[0]
+    fitted = [row for row in found if row["error_share"] is not None]
+    linear = [row for row in fitted if not row["pair_bytes"]]
     yield Text(
-        f"The peak of {first['of']} ({first['variant']}) grows {in_words(first['power'])} with the length, at the "
-        f"end by {said('bytes', first['token_bytes'])} a token. {' '.join(sentences)}"
+        f"The peak of {what} ({variant}) {grows(rows, PEAK)}; a token is one of the whole batch of "
+        f"{rows.values('batch')[0]}. {len(linear)} of {plural(len(fitted), 'peak')} over three lengths or more have "
+        f"nothing for pairs. {' '.join(sentences)}"
     )
-    note = "power: of the length, through all lengths; token: what a token more takes between the two longest"
+    note = (
+        "constant + token · tokens of the batch + pair · length²; pairs: their share at the longest length; error: "
+        "the largest. Two lengths cannot tell linear from quadratic: token is then what one more takes."
+    )
     yield table("growth", "Peaks over the length", found, *found[0], note=note)
     yield from parts
+
+
+def _more_than_scan(where: str, rows: Rows, knob: str) -> Iterator[str]:
+    fft, scan = ({record["seq_len"]: record[PEAK] for record in rows.where(**{knob: path})} for path in (FFT, SCAN))
+    for length in sorted(fft.keys() & scan.keys())[-1:]:
+        ratio = fft[length] / scan[length]
+        yield f"{where.capitalize()}, fft takes {ratio:.2f} times the peak of scan at {length} tokens."
 
 
 def cache(stored: Stored) -> Iterator[Any]:
@@ -108,31 +134,32 @@ def cache(stored: Stored) -> Iterator[Any]:
         raise CannotCheck(f"at {longest} tokens there is no time with and without a cache")
     best, again = on[0], f"all tokens again ({off[0]['ema']})"
     sentences.append(
-        f"After {longest} tokens the next one takes {said(TIME, best[TIME])} with the state ({best['ema']}), "
-        f"{compared(best[TIME], off[0][TIME], again)}."
+        f"After {longest} tokens the next one takes {said(TIME, best[TIME])} with the state ({best['ema']}) and "
+        f"is {against(best, off[0], again)}."
     )
-    others = [f"{record['ema']} {said(TIME, record[TIME])}" for record in on[1:]]
-    if others:
-        sentences.append(f"For one token the other paths take longer: {', '.join(others)}.")
+    sentences += [
+        f"With {record['ema']} it takes {said(TIME, record[TIME])}: {against(record, best, best['ema'])}."
+        for record in on[1:]
+    ]
     for value, what in (("on", "With the state"), ("off", "Without")):
         of = rows.ok.where(cache=value, ema=(best if value == "on" else off[0])["ema"])
         if len(of.values("seq_len")) > 1:
             sentences.append(
                 f"{what}, the time grows {in_words(growth(of, 'seq_len', TIME))} with the tokens before."
             )
-    yield Text(" ".join(sentences))
+    yield Text(" ".join([*sentences, *host_paced(rows.ok)]))
     told = [record | {"how": HOW[record["cache"]]} for record in rows]
     told = [record | {"num_computed": record.get("fact_num_computed_tokens")} for record in told]
-    yield table("decode", "The next token", told, "how", "ema", "seq_len", "num_computed", TIME, PEAK)
+    names = known(told, "how", "ema", "seq_len", "num_computed", TIME, BUSY, PEAK)
+    yield table("decode", "The next token", told, *names)
     yield lines("decode-time", "The next token", told, "seq_len", TIME, ("how", "ema"))
-    alone = stored.rows("average").ok
-    for without in alone.where(path=FFT, last_state=False):
-        kept = alone.where(path=FFT, last_state=True, mode=without["mode"], seq_len=without["seq_len"])
-        for record in kept:
+    for without in alone(stored, last_state=False).ok.where(path=FFT):
+        same = {name: without[name] for name in ("path", "mode", "seq_len", *SIZE)}
+        for record in alone(stored).ok.where(**same):
             yield Text(
-                f"To keep the state, fft computes it beside its outputs: at {record['seq_len']} tokens that makes "
-                f"the average {record[TIME] / without[TIME]:.2f} times as long ({said(TIME, record[TIME])} and "
-                f"{said(TIME, without[TIME])}, {record['mode']})."
+                f"To keep the state, fft computes it beside its outputs: at {record['seq_len']} tokens, "
+                f"{record['mode']}, that takes {said(TIME, record[TIME])}{paced(record)} and is "
+                f"{against(record, without, 'without')}, {said(TIME, without[TIME])}{paced(without)}."
             )
 
 

@@ -7,14 +7,26 @@ from typing import Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
-from stepscope.studies.figures import crossing, lines, said, table
-from stepscope.studies.stored import Stored
+from stepscope.studies.figures import against, crossing, host_paced, known, lines, listed, said, table
+from stepscope.studies.stored import Rows, Stored
 
 PATHS = ("fft", "sequential", "scan")
 FFT, SEQUENTIAL, SCAN = PATHS
-TIME, PEAK = "time_median_ns", "peak_allocated_bytes"
+TIME, PEAK, BUSY = "time_median_ns", "peak_allocated_bytes", "gpu_busy_share"
 PLACES = {"average": ("path", "alone"), "paths": ("ema", "in the model")}
 """Measure → the knob that is the path there, and where it is."""
+SIZE = ("batch", "width", "num_states")
+
+
+def alone(stored: Stored, last_state: bool = True) -> Rows:
+    """The average alone, in the size that it has in the model."""
+    model = stored.rows("paths")
+    return stored.rows("average").where(last_state=last_state, **{name: model.values(name) for name in SIZE})
+
+
+def place(stored: Stored, measure: str) -> Rows:
+    """The rows of one of PLACES that can be held against those of the other."""
+    return (alone(stored) if measure == "average" else stored.rows(measure)).needed()
 
 
 def different(stored: Stored) -> Iterator[Any]:
@@ -72,19 +84,18 @@ def fastest(stored: Stored) -> Iterator[Any]:
     """Which path wins where, alone and in the model, and what part of the model the average is."""
     meetings: list[dict[str, Any]] = []
     parts: list[Any] = []
+    waiting: list[str] = []
     for measure, (knob, where) in PLACES.items():
-        rows = stored.rows(measure).needed()
-        if knob == "path":
-            rows = rows.where(last_state=True)
+        rows = place(stored, measure)
         for mode in rows.values("mode"):
             of = rows.where(mode=mode)
             for one, other in ((SEQUENTIAL, FFT), (FFT, SCAN), (SEQUENTIAL, SCAN)):
                 found = _meeting(list(of.ok.where(**{knob: one})), list(of.ok.where(**{knob: other})), knob)
                 meetings += [{"where": where, "mode": mode} | row for row in found]
             parts.append(lines(f"{measure}-{mode}", f"{where.capitalize()}, {mode}", of, "seq_len", TIME, knob))
-        parts.append(
-            table(measure, where.capitalize(), rows, "mode", knob, "seq_len", TIME, "tokens_per_s", PEAK, "speedup")
-        )
+        names = known(rows, "mode", knob, "seq_len", TIME, BUSY, "tokens_per_s", PEAK, "speedup")
+        parts.append(table(measure, where.capitalize(), rows, *names))
+        waiting += host_paced(rows.ok, where.capitalize())
     yield Text(_winner(stored))
     if not meetings:
         raise CannotCheck("no two paths were measured at one length")
@@ -93,9 +104,10 @@ def fastest(stored: Stored) -> Iterator[Any]:
         for row in meetings
         if {row["faster"], row["than"]} == {FFT, SEQUENTIAL}
     )
-    yield Text(f"FFT and the sequential path: {'; '.join(told) or 'no length has both'}.")
+    yield Text(" ".join([f"FFT and the sequential path: {'; '.join(told) or 'no length has both'}.", *waiting]))
     note = "times faster: at the longest length that both have"
     yield table("crossings", "From which length one path is faster than another", meetings, *meetings[0], note=note)
+    yield from _larger(stored)
     yield from parts
     yield from _part_of_model(stored)
 
@@ -115,12 +127,34 @@ def _winner(stored: Stored) -> str:
         if path != best["ema"] and of:
             last = max(of, key=lambda record: record["seq_len"])
             same = rows.one(ema=best["ema"], seq_len=last["seq_len"])
-            times = last[TIME] / same[TIME]
-            behind.append(f"{path} takes {times:.2f} times as long at {last['seq_len']}")
+            behind.append(f"{path} is {against(last, same, best['ema'])} at {last['seq_len']}")
     return (
         f"In the model, {mode}, {best['ema']} is the fastest path at {best['seq_len']} tokens "
         f"({said(TIME, best[TIME])}); {' and '.join(behind) or 'no other was measured there'}."
     )
+
+
+def _larger(stored: Stored) -> Iterator[Any]:
+    """The average alone in other sizes than the model's."""
+    of_model = {record["hash"] for record in alone(stored)}
+    rows = [r for r in stored.rows("average").where(last_state=True) if r["hash"] not in of_model]
+    if not rows:
+        return
+    knobs = ("mode", "seq_len", *SIZE)
+    speeds: dict[tuple[Any, ...], list[str]] = {}
+    ok = Rows("average", rows).ok
+    for record in ok.where(path=SCAN):
+        for other in ok.where(path=FFT, **{name: record[name] for name in knobs}):
+            size = tuple(record[name] for name in knobs[1:])
+            speeds.setdefault(size, []).append(f"{against(record, other, FFT)} in {record['mode']}")
+    told = [
+        f"Alone, {batch} sequences of {length} tokens, width {width}, {num_states} states: scan is {listed(speed)}."
+        for (length, batch, width, num_states), speed in speeds.items()
+    ]
+    if told:
+        yield Text(" ".join([*told, *host_paced(ok, "In that size")]))
+    names = known(rows, *knobs, "path", TIME, BUSY, "tokens_per_s", PEAK, "speedup")
+    yield table("average-larger", "Alone, in other sizes than in the model", rows, *names)
 
 
 def _meeting(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], knob: str) -> list[dict[str, Any]]:
@@ -142,12 +176,11 @@ def _meeting(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]
 
 def _part_of_model(stored: Stored) -> Iterator[Any]:
     """The average alone, as often as the model has it, beside the whole model."""
-    alone, model = stored.rows("average").ok.where(last_state=True), stored.rows("paths").ok
+    rows = alone(stored).ok
     found: list[dict[str, Any]] = []
-    for whole in model:
-        same = alone.where(path=whole["ema"], seq_len=whole["seq_len"], mode=whole["mode"])
-        same = same.where(width=whole["width"], num_states=whole["num_states"], batch=whole["batch"])
-        for part in same:
+    for whole in stored.rows("paths").ok:
+        same = {name: whole[name] for name in ("seq_len", "mode", *SIZE)}
+        for part in rows.where(path=whole["ema"], **same):
             row = {"path": whole["ema"], "seq_len": whole["seq_len"], "mode": whole["mode"], "alone_ns": part[TIME]}
             row |= {"num_layers": whole["layers"], "model_ns": whole[TIME]}
             found.append(row | {"model_share": whole["layers"] * part[TIME] / whole[TIME]})
@@ -158,8 +191,9 @@ def _part_of_model(stored: Stored) -> Iterator[Any]:
         f"{said('share', row['model_share'])} ({row['path']}, {row['seq_len']} tokens, {row['mode']})"
         for row in (ends[0], ends[-1])
     )
+    apart = " (both were measured apart: a share can pass 100 %)" if ends[-1]["model_share"] > 1 else ""
     yield Text(
-        f"Alone, as often as the model has it, the average takes from {low} to {high} of the whole model. "
+        f"Alone, as often as the model has it, the average takes from {low} to {high} of the whole model{apart}. "
         "The playbook's micro traces, meant to be of it alone, were of the whole."
     )
     yield table("part", "The moving average alone beside the model", found, *found[0])

@@ -64,8 +64,9 @@ def schedule(stored: Stored) -> Iterator[Any]:
             short, long = known["short"], known["long"]
             sentences.append(
                 f"At {length} tokens the clean step is {said(TIME, short.median)} by {short.num_samples} steps and "
-                f"{said(TIME, long.median)} by {long.num_samples}, whose p90 and p10 are "
-                f"{said('share', (long.p90 - long.p10) / long.median)} of it apart."
+                f"{said(TIME, long.median)} by {long.num_samples}: they are "
+                f"{said('share', abs(short.median / long.median - 1))} apart, p90 and p10 of the longer schedule "
+                f"{said('share', (long.p90 - long.p10) / long.median)} apart."
             )
     yield Text(" ".join(sentences))
     yield table("schedules", "Steps that were to come, and that came", schedules, *schedules[0])
@@ -119,7 +120,9 @@ def fusion(stored: Stored) -> Iterator[Any]:
     if not inside:
         raise CannotCheck("the trace has no modules")
     first, host_ns = inside[0], sum(span["host_ns"] for span in spans)
+    note = "of a traced step: the profiler slows the host, not the GPU"
     if on_gpu:
+        note += "; (no module) in the backward has the wait of the thread that called it"
         bound = [span for span in inside if span["uncovered_ns"] > 0]
         yield Text(
             f"At {length} tokens the host takes longer than the GPU in {len(bound)} of {len(inside)} spans. Most in "
@@ -134,7 +137,7 @@ def fusion(stored: Stored) -> Iterator[Any]:
             f"the {first['phase']} of {first['module']}, {said('share', first['host_ns'] / host_ns)} of it in "
             f"{first['num_ops']:.0f} ops a step, {said(TIME, first['host_ns'] / max(1, first['num_ops']))} each."
         )
-    yield table("spans", "Spans of the host, a step", spans, *names, num_shown=20)
+    yield table("spans", "Spans of the host, a step", spans, *names, num_shown=20, note=note)
     found = [each for each in one.source.diagnosis.findings if each.id in ("unfused_elementwise", "launch_bound")]
     for finding in found:
         yield Text(finding.sentence)

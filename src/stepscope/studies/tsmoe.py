@@ -29,9 +29,10 @@ EVEN = {"routing": "balanced", "capacity_factor": 1.25}
 TRAINING = Recordings(
     id="training",
     workload="tsmoe",
-    about="AMP and fp32, a small and a large model",
+    about="AMP and fp32, a small and a large model, and the small one on few tokens",
     quick=[{**TINY, "dtype": [FP32, AMP]}, {**TINY, **LARGER, "dtype": [FP32, AMP]}],
     full=[
+        {"preset": "23m", "batch": 1, "seq_len": 512, "routing": "balanced", "dtype": [FP32, AMP]},
         {"preset": "23m", "batch": 4, "routing": "balanced", "dtype": [FP32, AMP]},
         {"preset": "538m", "routing": "balanced", "dtype": [FP32, AMP]},
     ],

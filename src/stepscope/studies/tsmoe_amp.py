@@ -11,9 +11,9 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Table, Text
 from stepscope.report.text import safe
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.figures import compared, known, said, table
+from stepscope.studies.figures import compared, known, listed, paced, said, table
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.tsmoe_training import step_of
+from stepscope.studies.tsmoe_training import size_of, step_of
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison import Pair
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NUM_PARTS = 5
 """Parts of a difference that are told by name."""
+LEAST_SHARE = 0.001
+"""Of a step: a smaller part is not worth a word."""
 
 
 def amp(stored: Stored) -> Iterator[Any]:
@@ -37,14 +39,7 @@ def amp(stored: Stored) -> Iterator[Any]:
         parts.append((one["model"], difference))
         for record, (num_casts, casts_ns) in zip((one, other), casts):
             records.append({**record, "num_casts": num_casts, "cast_time_ns": casts_ns})
-    won: list[str] = []
-    lost: list[str] = []
-    for one, other in zip(records[::2], records[1::2]):
-        told = f"{one['model']} ({compared(other['step_ns'], one['step_ns'], 'fp32')})"
-        (won if other["step_ns"] < one["step_ns"] else lost).append(told)
-    verdict = [f"AMP pays for {' and '.join(won)}."] if won else []
-    verdict += [f"AMP does not pay for {' and '.join(lost)}."] if lost else []
-    yield Text(" ".join(verdict))
+    yield Text(amp_verdict(list(zip(records[::2], records[1::2]))))
     for sentence in sentences:
         yield Text(sentence)
     yield _amp_chart(parts)
@@ -52,6 +47,30 @@ def amp(stored: Stored) -> Iterator[Any]:
     yield table("amp", "With AMP and without", records, *known(records, *names, "loss"))
     yield _amp_parts(parts)
     yield Text(_amp_note(records))
+
+
+def amp_verdict(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """For which models AMP pays; of those for which it does not, why, as far as the GPU's idle time tells it."""
+    sentences = []
+    for verdict, pays in (("AMP pays for", True), ("AMP does not pay for", False)):
+        found = [(fp32, low) for fp32, low in pairs if (low["step_ns"] < fp32["step_ns"]) == pays]
+        if found:
+            told = (f"{a['model']} ({compared(b['step_ns'], a['step_ns'], 'fp32')})" for a, b in found)
+            sentences.append(f"{verdict} {listed(told)}.")
+        sentences += [
+            f"There the GPU has nothing to do for {said('share', low['gpu_idle_share'])} of a step: the host sets "
+            f"the pace, and launches {low['num_kernels']:,.0f} kernels with AMP instead of "
+            f"{fp32['num_kernels']:,.0f}."
+            for fp32, low in found
+            if not pays and _waits(low)
+        ]
+    return " ".join(sentences)
+
+
+def _waits(record: Mapping[str, Any]) -> bool:
+    """Whether the GPU waits for the host in a step; False where that is not known."""
+    idle = record["gpu_idle_share"]
+    return idle is not None and bool(paced({"gpu_busy_share": 1 - idle}))
 
 
 def _amp_pairs(stored: Stored) -> list[tuple[Recorded, Recorded]]:
@@ -63,7 +82,7 @@ def _amp_pairs(stored: Stored) -> list[tuple[Recorded, Recorded]]:
             pairs.append((fp32[0], low))
     if not pairs:
         raise CannotCheck("no size was trained both with AMP and in fp32")
-    return pairs
+    return sorted(pairs, key=lambda pair: size_of(step_of(pair[0])))
 
 
 def pair_of(base: Path, new: Path, allow: Sequence[str] = ()) -> Pair:
@@ -112,7 +131,8 @@ def _amp_sentence(
         f"{fp32['model']}: a step takes {said('_ns', low['step_ns'])} with AMP and {said('_ns', fp32['step_ns'])} in "
         "fp32."
     )
-    named = [row for row in difference.rows if row.name != "unattributed"]
+    least_ns = LEAST_SHARE * fp32["step_ns"]
+    named = [row for row in difference.rows if row.name != "unattributed" and abs(row.delta) >= least_ns]
     more = [row for row in named if row.delta > 0][:2]
     less = [row for row in named if row.delta < 0][:2]
     if more:
@@ -127,9 +147,21 @@ def _amp_sentence(
         text += (
             f" A step launches {low['num_kernels']:,.0f} kernels instead of {fp32['num_kernels']:,.0f}, and the GPU "
             f"has nothing to do for {said('share', low['gpu_idle_share'])} of it instead of "
-            f"{said('share', fp32['gpu_idle_share'])}."
+            f"{said('share', fp32['gpu_idle_share'])}.{amp_pace(fp32, low)}"
         )
     return text
+
+
+def amp_pace(fp32: Mapping[str, Any], low: Mapping[str, Any]) -> str:
+    """What it means for AMP that the host sets the pace; nothing where the GPU does."""
+    if not _waits(low):
+        return ""
+    if _waits(fp32):
+        return " The host sets the pace of both: what AMP saves on the GPU is not seen, what it launches more is."
+    if low["step_ns"] >= fp32["step_ns"]:
+        return " With AMP the host sets the pace."
+    slower = fp32["step_ns"] / low["step_ns"]
+    return f" With AMP the host sets the pace: with one {slower:.2f} times slower it would not pay."
 
 
 def _deltas(rows: Sequence[Any]) -> str:
@@ -146,7 +178,7 @@ def _amp_chart(parts: Sequence[tuple[str, Parts]]) -> Bars:
     labels, columns = [], []
     for model, difference in parts:
         for side in ("base", "new"):
-            labels.append(f"{model.split(',')[0]} {model.split()[1]}, {'fp32' if side == 'base' else 'AMP'}")
+            labels.append(f"{model.removesuffix(' parameters')}, {'fp32' if side == 'base' else 'AMP'}")
             columns.append({row.name: max(0.0, float(getattr(row, side))) for row in difference.rows})
     series = [Series(safe(name, 60), [column.get(name, 0.0) for column in columns]) for name in largest]
     rest = [sum(ns for name, ns in column.items() if name not in largest) for column in columns]
@@ -178,6 +210,11 @@ def _amp_note(records: Sequence[Mapping[str, Any]]) -> str:
         f"AMP and {note.SMALL_AMP_MS:.0f} ms with it, {note.SMALL_AMP_MS / note.SMALL_FP32_MS:.2f} times as long, "
         f"and {note.SMALL_AMP_NO_CASTS_MS:.0f} ms after its casts to fp32 were taken out."
     )
+    size = (note.SMALL_PRESET, note.SMALL_BATCH, note.LENGTH)
+    small = [record for record in records if (record["preset"], record["batch"], record["seq_len"]) == size]
+    if small:
+        plain, low = (said("_ns", record["step_ns"]) for record in small)
+        text += f" At that size ours takes {plain} and {low}.{amp_pace(*small)}"
     large = max(records, key=lambda record: (record["num_parameters"], record["dtype"] == "fp32"))
     if (large["preset"], large["batch"]) != (note.PRESET, note.BATCH):
         return text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.sweeps import OK
 from stepscope.findings.finding import CannotCheck
@@ -12,9 +14,12 @@ from stepscope.report.parts import Text
 from stepscope.report.text import plural, safe
 from stepscope.studies import tsmoe_note as note
 from stepscope.studies.figures import known, said, table
-from stepscope.studies.stored import Stored
-from stepscope.studies.tsmoe_training import step_of
+from stepscope.studies.stored import Recorded, Stored
 from stepscope.studies.tsmoe_variants import TIME, name_of
+
+if TYPE_CHECKING:
+    from stepscope.analysis.compiler import CompilerSummary, Recompiled
+    from stepscope.report.source import Source
 
 COMPILER = ("num_graphs", "num_graph_breaks", "num_recompiles", "num_recompile_limit_hits", "num_cuda_graphs")
 
@@ -69,53 +74,103 @@ def _other_sentence(record: Mapping[str, Any]) -> str:
         f"{plural(record['num_recompiles'], 'recompile')}"
     )
     if record["status"] != OK:
-        return f"{text}; {record['status']}, {safe(str(record['reason']), 200)}."
+        return f"{text}; {record['status']}: {safe(without_folders(record['notes'] or record['reason']), 200)}."
     return f"{text}; {said(TIME, record[TIME])} a step."
 
 
+def without_folders(text: object) -> str:
+    """Paths by their last two parts: the folders before are of the machine where it ran.
+
+    >>> without_folders("9/6: it failed  # /home/me/src/stepscope/workloads/gelu.py:23 in gelu_by")
+    '9/6: it failed  # workloads/gelu.py:23 in gelu_by'
+    """
+    return re.sub(r"[^\s(]*/([^\s/]+/[^\s/]+)", r"\1", str(text))
+
+
 def _recompiles(stored: Stored) -> Iterator[Any]:
-    """What a router that sends every batch elsewhere makes of compiled code."""
+    """What a router that sends every batch elsewhere makes of compiled code, to the end or to the crash."""
     from stepscope.report.compiler import compiler_report
 
     records: list[dict[str, Any]] = []
     guards: list[dict[str, Any]] = []
     for recorded in stored.recordings("compiled"):
-        axes = recorded.axes
-        name = {"dispatch": axes["dispatch"], "compile": axes["compile"]}
+        name = {"dispatch": recorded.axes["dispatch"], "compile": recorded.axes["compile"]}
+        record = {**name, "status": recorded.status}
         if recorded.status != OK:
-            records.append({**name, "status": recorded.status, "what": safe(str(recorded.reason), 200)})
-            continue
-        summary = compiler_report(recorded.source.case).summary
-        if summary is None:
-            continue
-        graphs = summary.cuda_graphs or {}
-        records.append(
-            {**name, "status": OK, "step_ns": step_of(recorded)["step_ns"], "num_graphs": summary.num_graphs,
-             "num_graph_breaks": summary.num_graph_breaks, "num_recompiles": summary.num_recompiles,
-             "num_limit_hits": len(summary.limit_hits), "compile_ns": summary.seconds * 1e9,
-             "num_cuda_graphs": graphs.get("num_recorded"),
-             "num_cuda_graph_sizes": graphs.get("num_distinct_sizes")}
-        )  # fmt: skip
-        for again in summary.recompiles:
-            guards.append(
-                {**name, "function": safe(again.frame, 100), "guard": safe(again.guard, 80), "num_times": again.count,
-                 "values_seen": safe(", ".join(again.values), 100)}
-            )  # fmt: skip
+            record["what"] = safe(without_folders(recorded.reason), 200)
+        source = _source_of(recorded)
+        summary = None if source is None else compiler_report(source.case).summary
+        if source is not None and summary is not None:
+            again = [{**name, **_guard_record(each)} for each in summary.recompiles]
+            record |= _figures(source, summary, str(recorded.axes["device"])) | _most_often(again)
+            guards += again
+        if summary is not None or recorded.status != OK:
+            records.append(record)
     if not records:
         raise CannotCheck("no compiled training run was recorded")
-    sentences = [
-        f"{r['dispatch']} ({r['compile']}) with a router that learns: {plural(r['num_recompiles'], 'recompile')}, "
-        f"{plural(r['num_limit_hits'], 'function')} at the limit, "
-        f"{plural(r.get('num_cuda_graphs') or 0, 'CUDA graph')} for {r.get('num_cuda_graph_sizes') or 0} sizes."
-        for r in records
-        if r["status"] == OK
-    ]
     yield Text(
-        f"{' '.join(sentences)} The note's loop met the limit of {note.RECOMPILE_LIMIT} recompiles, and recorded "
-        f"CUDA graphs for {note.NUM_CUDA_GRAPH_SIZES} sizes."
+        f"With a router that learns: {' '.join(map(_recompiles_sentence, records))} The note's loop met the limit of "
+        f"{note.RECOMPILE_LIMIT} recompiles, and recorded CUDA graphs for {note.NUM_CUDA_GRAPH_SIZES} sizes."
     )
-    names = ("dispatch", "compile", "step_ns", "num_graphs", "num_graph_breaks", "num_recompiles", "num_limit_hits",
-             "compile_ns", "num_cuda_graphs", "num_cuda_graph_sizes", "what")  # fmt: skip
+    names = ("dispatch", "compile", "num_steps", "step_ns", "num_graphs", "num_graph_breaks", "num_recompiles",
+             "num_limit_hits", "compile_ns", "num_cuda_graphs", "num_cuda_graph_sizes", "what")  # fmt: skip
     yield table("compiled-training", "Compiled, with a router that learns", records, *known(records, *names))
     if guards:
         yield table("recompiles", "What was compiled again, and why", guards, *guards[0])
+
+
+def _source_of(recorded: Recorded) -> Source | None:
+    """The recording, also that of a run that crashed: what was compiled until then is in it."""
+    from stepscope.report.source import Source
+
+    if recorded.status == OK:
+        return recorded.source
+    return None if recorded.folder is None or not recorded.folder.exists() else Source(recorded.folder)
+
+
+def _figures(source: Source, summary: CompilerSummary, device: str) -> dict[str, Any]:
+    card, graphs = source.card, summary.cuda_graphs or {}
+    step = card.summary.step_ns
+    # Where the GPU's clock was not read, the host's tells only how long it took to launch.
+    is_timed = step is not None and card.summary.clock == ("device" if device == "cuda" else "host")
+    return {
+        "num_steps": len(card.recording.samples), "step_ns": step.median if step and is_timed else None,
+        "num_graphs": summary.num_graphs, "num_graph_breaks": summary.num_graph_breaks,
+        "num_recompiles": summary.num_recompiles, "num_limit_hits": len(summary.limit_hits),
+        "compile_ns": summary.seconds * 1e9, "num_cuda_graphs": graphs.get("num_recorded"),
+        "num_cuda_graph_sizes": graphs.get("num_distinct_sizes"),
+    }  # fmt: skip
+
+
+def _guard_record(again: Recompiled) -> dict[str, Any]:
+    return {
+        "function": safe(without_folders(again.frame), 100), "guard": safe(again.guard, 80), "num_times": again.count,
+        "values_seen": safe(", ".join(again.values), 100),
+    }  # fmt: skip
+
+
+def _most_often(guards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The function that was compiled again most often, and how often."""
+    counts: Counter[str] = Counter()
+    for each in guards:
+        counts[each["function"]] += each["num_times"]
+    return dict(zip(("most_often", "num_most_often"), counts.most_common(1)[0])) if counts else {}
+
+
+def _recompiles_sentence(record: Mapping[str, Any]) -> str:
+    text = f"{record['dispatch']} ({record['compile']})"
+    if "num_recompiles" not in record:
+        return f"{text} {record['status']}: {record['what']}."
+    again = plural(record["num_recompiles"], "recompile")
+    if "most_often" in record:
+        most = record["num_most_often"]
+        part = "" if most == record["num_recompiles"] else f", {most} of them"
+        again += f"{part} of {record['most_often']}"
+    if record["status"] != OK:
+        after, why = plural(record["num_steps"], "step"), ".".join(record["what"].split(".")[:2])
+        return f"{text} {record['status']} after {after} with {again}: {why}."
+    text += f": {again}, {plural(record['num_limit_hits'], 'function')} at the limit"
+    if record["num_cuda_graphs"]:
+        text += f", {plural(record['num_cuda_graphs'], 'CUDA graph')} for "
+        text += plural(record["num_cuda_graph_sizes"], "size")
+    return f"{text}." if record["step_ns"] is None else f"{text}, {said('step_ns', record['step_ns'])} a step."

@@ -34,6 +34,10 @@ HBM_UTIL = (58, 64, 62, 50, 48, 53, 52, 57)
 MEM_CTRL_UTIL = (58, 64, 62, 50, 48, 53, 52, 57)
 """Percent, line by line of the run that prints both."""
 
+MASKED_BACK_END, FLASH_BACK_END = "efficient", "flash"
+"""What its attention ran on: it names the kernel of the first, fmha_cutlassB."""
+
+SMALL_PRESET, SMALL_BATCH = "23m", 4
 SMALL_FP32_MS, SMALL_AMP_MS, SMALL_AMP_NO_CASTS_MS = 441.74, 566.63, 893.50
 """A step of the small model without AMP, with it, and with it after the author took all casts out."""
 OUT_OF_MEMORY_GIB = 79.19

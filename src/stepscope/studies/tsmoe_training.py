@@ -35,9 +35,10 @@ def step_of(recorded: Recorded) -> dict[str, Any]:
     peak = (facts.get("memory") or {}).get("peak_allocated_bytes")
     num_parameters = parameters.get("num_total")
     losses = [sample.loss for sample in source.card.recording.samples if sample.loss is not None]
+    axes = recorded.axes
     return {
-        **recorded.axes,
-        "model": f"{recorded.axes['preset']}, {num_parameters:,} parameters",
+        **axes,
+        "model": f"{axes['preset']} ({axes['batch']} × {axes['seq_len']}), {num_parameters:,} parameters",
         "step_ns": summary.step_ns.median,
         "tokens_per_s": summary.throughput.per_s,
         "flops_per_s": summary.flops.model_flops / summary.step_ns.median * 1e9,
@@ -61,7 +62,12 @@ def steps(stored: Stored) -> list[dict[str, Any]]:
     found = [step_of(each) for each in stored.recordings("training") if each.status == OK]
     if not found:
         raise CannotCheck("no training run was recorded: --resume goes on with it")
-    return sorted(found, key=lambda record: (record["num_parameters"], record["dtype"] != "fp32"))
+    return sorted(found, key=size_of)
+
+
+def size_of(record: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """What runs are sorted by: parameters, tokens, AMP last."""
+    return record["num_parameters"], record["batch"] * record["seq_len"], record["dtype"] != "fp32"
 
 
 def main_step(stored: Stored) -> dict[str, Any]:
@@ -82,13 +88,14 @@ def training(stored: Stored) -> Iterator[Any]:
     yield Text(
         f"{main['model']} ({main['num_active_parameters']:,} active), {main['dtype']}, on {main['device_name']}: "
         f"{said('step_ns', main['step_ns'])} a step, {main['tokens_per_s']:,.0f} tokens/s, "
-        f"{', '.join([said('flops_per_s', main['flops_per_s']), *figures])}; data is "
+        f"{', '.join([said('flops_per_s', main['flops_per_s']), *figures])}; data, a batch that is there already, is "
         f"{said('share', main['data_share'])} of a step, the peak {said('peak_bytes', main['peak_bytes'])}."
     )
     shown = known(records, *STEP)
     missing = [name for name in STEP if name not in shown]
-    why = f"Not offered by {main['device_name']}: {', '.join(missing)}." if missing else ""
-    yield table("training", "The training runs", records, *shown, note=why)
+    remark = "MFU is of the dense peak of each dtype; data is what the loop does before a forward"
+    remark += f"; not offered by {main['device_name']}: {', '.join(missing)}" if missing else ""
+    yield table("training", "The training runs", records, *shown, note=remark)
     same = sum(one == other for one, other in zip(note.HBM_UTIL, note.MEM_CTRL_UTIL))
     controller = main["memory_controller_busy_share"]
     yield Text(
@@ -160,7 +167,7 @@ def mfu(stored: Stored) -> Iterator[Any]:
         f"{said('flops_per_s', wrong['flops_per_s'])}, {said('share', wrong['mfu_share'])} of the peak with "
         f"sparsity. At 6·N and attention they are {said('flops_per_s', right['flops_per_s'])}, "
         f"{right['flops_per_s'] / wrong['flops_per_s']:.2f} times that, and {said('share', right['mfu_share'])} of "
-        f"the dense peak, {share:.2f} times that: so much is left of errors that cancel."
+        f"the dense peak, {share:.2f} times that: its errors work against each other."
     )
     first, last = rows[3], rows[5]
     text += f" This run: {said('flops_per_s', first['flops_per_s'])} the note's way, "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Text
 from stepscope.report.text import plural, safe
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.figures import Record, against, known, said, table
+from stepscope.studies.figures import Record, against, known, listed, said, table
 from stepscope.studies.stored import Stored
+
+if TYPE_CHECKING:
+    from stepscope.report.attention import AttentionRow
 
 TIME, PEAK, LAUNCHES = "time_median_ns", "peak_allocated_bytes", "num_kernel_launches"
 LOOP = "loop"
@@ -34,28 +37,43 @@ def mask(stored: Stored) -> Iterator[Any]:
 
 
 def _back_ends(stored: Stored, plain: Record, given: Record) -> Iterator[Any]:
+    from stepscope.analysis.attention_reasons import BACK_ENDS
     from stepscope.report.attention import attention_report
 
     sides: list[list[dict[str, Any]]] = []
     for record in (plain, given):
         side = []
         for row in attention_report(stored.traced("masks", record).case).rows:
-            refused = [reason.said or reason.code or "" for reason in row.reasons if reason.backend == "flash"]
-            why = "it is" if row.call["backend"] == "flash" else safe("; ".join(refused), 200) or "not said"
             times = {"attention_ns": float(row.call["total_ns"]), "step_ns": record[TIME]}
-            side.append({**row.call, "mask": record["mask"], **times, "why_not_flash": why})
+            side.append({**row.call, "mask": record["mask"], **times, "why_not_flash": _why_not_flash(row, record)})
         if not side:
             raise CannotCheck(f"the trace with mask={record['mask']} shows no attention")
         sides.append(side)
-    ends = [" and ".join(sorted({str(record["backend"]) for record in side})) for side in sides]
+    ends = [listed(sorted({BACK_ENDS.get(call["backend"], str(call["backend"])) for call in side})) for side in sides]
     without, with_mask = (sum(record["attention_ns"] for record in side) for side in sides)
     yield Text(
         f"With is_causal attention runs on {ends[0]} and takes {said('_ns', without)} of a traced step; with the "
-        f"mask it runs on {ends[1]} and takes {said('_ns', with_mask)}, {with_mask / without:.2f} times that."
+        f"mask it runs on {ends[1]} and takes {said('_ns', with_mask)}, {with_mask / without:.2f} times that. "
+        f"The note's ran on {note.FLASH_BACK_END} without and on {note.MASKED_BACK_END} with it, on "
+        f"{note.MASKED.device}."
     )
     names = ("mask", "backend", "dtype", "num_calls", "forward_ns", "backward_ns", "beside_ns", "attention_ns",
              "step_ns", "why_not_flash")  # fmt: skip
     yield table("attention", "Attention in a traced step", [*sides[0], *sides[1]], *names)
+
+
+def _why_not_flash(row: AttentionRow, record: Record) -> str:
+    """In words. What nothing in the trace speaks against, and no setting of the row, is torch's own choice."""
+    from stepscope.analysis.attention_reasons import in_words
+
+    if row.call["backend"] == "flash":
+        return "it is"
+    told = []
+    for reason in row.reasons:
+        code = "preferred" if reason.code == "not_seen" and record["sdpa"] == "free" else reason.code
+        if reason.backend == "flash":
+            told.append(reason.said or (in_words(code, row.call) if code else ""))
+    return safe("; ".join(told), 200) or "not said"
 
 
 def _inverted(stored: Stored) -> Iterator[Any]:
@@ -105,11 +123,10 @@ def dispatch(stored: Stored) -> Iterator[Any]:
     """The losses first, then the times."""
     same, other = same_model(stored)
     losses, off = [_loss(record) for record in same], max(record["loss_off_share"] for record in same)
-    spread = f"{min(losses):.5f} to {max(losses):.5f}, at most {off:.0e} of it from the loop's"
-    text = (
-        f"{plural(len(same), 'variant')} of one model: on the same weights and batch their losses are "
-        f"{spread if off else f'all {losses[0]:.5f}'}. "
-    )
+    spread = " to ".join(dict.fromkeys(f"{loss:.5f}" for loss in (min(losses), max(losses))))
+    furthest = f", at most {off:.0e} of it from the loop's" if off else ""
+    text = f"{plural(len(same), 'variant')} of one model: on the same weights and batch their losses are "
+    text += f"{spread}{furthest}. "
     if other:
         text += f"Not ranked, since their losses are others: {', '.join(name_of(record) for record in other)}. "
     plain = next(record for record in same if name_of(record) == LOOP)
@@ -120,7 +137,8 @@ def dispatch(stored: Stored) -> Iterator[Any]:
         if group:
             best, worst = min(group, key=lambda r: r[TIME]), max(group, key=lambda r: r[TIME])
             speed = "" if best is plain else f", {against(best, plain, 'the eager loop')}"
-            text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}{speed}; "
+            reached = "" if best["mfu_share"] is None else f" (MFU {said('share', best['mfu_share'])})"
+            text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}{reached}{speed}; "
             text += f"the slowest is {name_of(worst)} at {said(TIME, worst[TIME])}. "
     yield Text(text.rstrip())
     yield Text(
@@ -145,10 +163,11 @@ def dispatch(stored: Stored) -> Iterator[Any]:
          **{name: record.get(f"fact_{name}") for name in ("padded_share", "dropped_share")}}
         for record in stored.rows("dispatch")
     ]  # fmt: skip
-    names = ("dispatch", "compile", "optimizer", TIME, "tokens_per_s", "mfu_share", "speedup", "loss",
-             "loss_off_share", "gradients_deviation", PEAK, LAUNCHES, "padded_share",
-             "dropped_share")  # fmt: skip
-    yield table("dispatch", "Ways to dispatch", every, *known(every, *names))
+    names = ("dispatch", "compile", "optimizer", "status", TIME, "tokens_per_s", "mfu_share", "speedup", "loss",
+             "gradients_deviation", PEAK, "peak_reserved_bytes", LAUNCHES, "padded_share", "dropped_share",
+             "loss_off_share")  # fmt: skip
+    remarks = "; ".join(f"{name_of(record)}: {record['notes']}" for record in every if record.get("notes"))
+    yield table("dispatch", "Ways to dispatch", every, *known(every, *names), note=remarks)
 
 
 def name_of(record: Record) -> str:

@@ -1,0 +1,207 @@
+"""Answers of the study `hydra` about ops: the bottlenecks, the copies, and what copies are worth alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.report.parts import Bars, Series, Table, Text
+from stepscope.studies import hydra_note as note
+from stepscope.studies.figures import Record, against, beside, known, listed, paced, said, table
+from stepscope.studies.hydra_step import is_noted, main_point, other_model, step_record
+from stepscope.studies.stored import Rows, Stored
+
+if TYPE_CHECKING:
+    from stepscope.report.copies import CopiesReport
+    from stepscope.report.source import Source
+
+TIME, PEAK = "time_median_ns", "peak_allocated_bytes"
+LEAST_SHARE = 0.001
+"""A phase with less of the copies' time is not told by name."""
+
+
+def own_times(source: Source) -> tuple[list[tuple[str | None, int, int]], str]:
+    """Every op with its calls and its own time, most first, and whose time it is; nothing is counted twice."""
+    rank = source.analysis.ranks[0]
+    where = "device" if rank.gpu_time.window_ns else "host"
+    rows = rank.ops.sort(f"{where}_self_ns", descending=True).select("op", "num_calls", f"{where}_self_ns")
+    return [row for row in rows.iter_rows() if row[2]], where
+
+
+def bottlenecks(stored: Stored) -> Iterator[Any]:
+    """Ops and modules by their own time, without what lies inside them."""
+    from stepscope.analysis.ops import module_groups
+
+    recorded = main_point(stored)
+    rows, where = own_times(recorded.source)
+    rank = recorded.source.analysis.ranks[0]
+    steps = max(1, rank.steps.height)
+    whole_ns = sum(ns for _, _, ns in rows)
+    if not whole_ns:
+        raise CannotCheck("the trace has no op with a time of its own")
+    of = "the GPU's work" if where == "device" else "the host's time in ops"
+    first = ", ".join(f"{op} {said('share', ns / whole_ns)}" for op, _, ns in rows[:3])
+    modules = rank.modules.filter(rank.modules["module"].is_not_null())
+    own_ns, inclusive_ns = (int(modules[f"{where}_{kind}_ns"].sum()) for kind in ("self", "total"))
+    text = f"By its own time: {first} of {of}. The own times of all {len(rows)} ops are 100 % of it."
+    if own_ns:
+        text += (
+            f" A table of modules with what lies inside each adds up to {inclusive_ns / own_ns:.2f} times the time "
+            f"there is: that is what counting parents and their children gives."
+        )
+    yield Text(text)
+    columns: dict[str, Any] = {
+        "op": [op or "no op" for op, _, _ in rows],
+        "num_calls": [calls / steps for _, calls, _ in rows],
+        "own_ns": [ns / steps for _, _, ns in rows],
+        "share": [ns / whole_ns for _, _, ns in rows],
+    }
+    shown = slice(12)
+    yield Bars(
+        id="bottlenecks", title="Ops by their own time", labels=columns["op"][shown], unit="own_ns",
+        series=(Series("own time", columns["own_ns"][shown]),),
+        caption=f"Together {said('share', sum(columns['share'][shown]))} of {of}.",
+    )  # fmt: skip
+    yield Table("bottlenecks", "Ops by their own time", columns, 15, f"a traced step's; the share is of {of}")
+    groups = module_groups(modules).sort(f"{where}_self_ns", descending=True)
+    by_module = {
+        "module": groups["module"].to_list(),
+        "num_modules": groups["num_modules"].to_list(),
+        "own_ns": [ns / steps for ns in groups[f"{where}_self_ns"]],
+        "own_share": [ns / max(1, own_ns) for ns in groups[f"{where}_self_ns"]],
+        "with_inner_ns": [ns / steps for ns in groups[f"{where}_total_ns"]],
+    }
+    remark = "own: without modules inside; the column adds up to 100 %, that of with inner does not"
+    yield Table("modules", "Modules by their own time", by_module, 15, remark)
+    if is_noted(recorded):
+        ours = [{"op": op, "own_share": ns / whole_ns} for op, _, ns in rows]
+        yield beside(ours, note.OPS, "op", "own_share", note.NOTE)
+        yield Text(f"The note does not say what its share is of; ours is of {of}. And {other_model(recorded)}.")
+
+
+def copies(stored: Stored) -> Iterator[Any]:
+    """Where every copy comes from, and what a step would be without it."""
+    from stepscope.report.copies_text import source_name
+    from stepscope.report.sections import copies as section
+
+    recorded = main_point(stored)
+    parts = section.parts(recorded.source)
+    report = recorded.source.copies
+    total_ns = sum(row["total_ns"] for row in report.rows)
+    by_phase = ", ".join(f"{said('share', share)} in {name}" for name, share in _by(report, "phase").items())
+    largest = max(report.rows, key=lambda row: row["saving_ns"] or 0.0)
+    yield Text(
+        f"{parts[0].text}{_more_than_its_time(report, total_ns)} Of their time {by_phase}. The source whose removal "
+        f"would save most, {said('time_ns', largest['saving_ns'])}, is {source_name(largest)} ({largest['phase']}). "
+        "A copy that the next op needs would come back inside it: the micro-benchmarks of the next section measure "
+        "that."
+    )
+    yield from parts[1:]
+    if is_noted(recorded):
+        ours = [{"what": "copies", "time_share": total_ns / report.whole_ns}]
+        yield beside(ours, note.COPIES, "what", "time_share", note.NOTE)
+        kinds = listed(f"{said('share', share)} {name}" for name, share in _by(report, "what").items())
+        yield Text(
+            f"The note's share is of ops called aten::copy_; ours is of all copies: {kinds.replace('_', ' ')}. "
+            f"And {other_model(recorded)}."
+        )
+
+
+def _by(report: CopiesReport, column: str) -> dict[str, float]:
+    """The shares of the copies' time, most first."""
+    sums: dict[str, float] = {}
+    for row in report.rows:
+        name = str(row[column] or "no phase")
+        sums[name] = sums.get(name, 0.0) + row["total_ns"]
+    whole_ns = sum(sums.values())
+    found = {name: ns / whole_ns for name, ns in sorted(sums.items(), key=lambda item: -item[1])}
+    return {name: share for name, share in found.items() if share >= LEAST_SHARE}
+
+
+def _more_than_its_time(report: CopiesReport, total_ns: float) -> str:
+    """Why a step would be shorter by more than the copies take on the GPU; nothing where it would not."""
+    if not report.is_on_gpu or report.saving_ns <= total_ns:
+        return ""
+    num_calls = sum(row["num_calls"] for row in report.rows)
+    return (
+        f" That is more than they take on the GPU, which waits for the host in this step: what counts is the host's "
+        f"time to launch {num_calls:,.0f} copies."
+    )
+
+
+def micro(stored: Stored) -> Iterator[Any]:
+    """A copy in the open, in secret, or none; the shift of values in five ways."""
+    convs, shifts = (stored.rows(name).needed() for name in ("contiguity", "value_shift"))
+    mode = convs.values("mode")[-1]
+    sliced, *copied = (convs.one(implementation=name, mode=mode) for name in ("sliced", "contiguous", "padded"))
+    sentences = [f"The convolutions of the queries take {said(TIME, sliced[TIME])} on a transposed slice ({mode})."]
+    for record in copied:
+        sentences.append(f"A {record['implementation']} copy first is {against(record, sliced, 'that')}.")
+    sentences += _kernels((sliced, *copied))
+    forward = shifts.ok.where(mode=shifts.values("mode")[0])
+    best, *_, worst = sorted(forward.needed(), key=lambda record: float(record[TIME]))
+    times = " and ".join(f"{said(TIME, each[TIME])} as {each['implementation']}" for each in (best, worst))
+    sentences += [f"The value shift takes {times} ({best['mode']}).", *_kernels((best, worst))]
+    yield Text(" ".join(sentences))
+    names = (
+        "implementation",
+        "mode",
+        TIME,
+        "time_p10_ns",
+        "time_p90_ns",
+        "speedup",
+        "num_kernels",
+        "gpu_busy_share",
+        PEAK,
+    )
+    yield table("contiguity", "Convolutions on a slice", convs, *known(convs, *names))
+    yield table("value_shift", "The value shift, five ways", shifts, *known(shifts, *names))
+    recorded, used = main_point(stored), _used(forward)
+    if used is not None and all(recorded.axes[name] == used[name] for name in ("batch", "seq_len")):
+        share = used[TIME] * recorded.axes["blocks"] / step_record(recorded)["step_ns"]
+        yield Text(
+            f"The model shifts as {used['implementation']}, once in each of {recorded.axes['blocks']} blocks: "
+            f"{said('share', share)} of its step, forward alone."
+        )
+    if is_noted(recorded):
+        ours = [{"what": "contiguous first", "times_sliced": copied[0][TIME] / sliced[TIME]}]
+        yield beside(ours, note.CONTIGUOUS, "what", "times_sliced", note.NOTE)
+        yield beside([{"what": "value shift", "call_ns": best[TIME]}], note.SHIFT, "what", "call_ns", note.NOTE)
+        yield Text(_micro_differs(recorded.source.copies, sliced, copied[0], best))
+
+
+def _kernels(records: Sequence[Record]) -> list[str]:
+    """What they launch, how long that takes the GPU, and whether their times are made of it; nothing of a CPU."""
+    if any(record.get("num_kernels") is None for record in records):
+        return []
+    text = f"They launch {listed(record['num_kernels'] for record in records)} kernels"
+    if all(record.get("gpu_busy_share") is not None for record in records):
+        text += f", which take the GPU {listed(said('_ns', _gpu_ns(record)) for record in records)}"
+        text += ": the rest is the host's, and so may the difference be" if all(map(paced, records)) else ""
+    return [f"{text}."]
+
+
+def _gpu_ns(record: Record) -> float:
+    return float(record["gpu_busy_share"] * record[TIME])
+
+
+def _micro_differs(report: CopiesReport, sliced: Record, contiguous: Record, shift: Record) -> str:
+    """Why the note's ratio and its call are others."""
+    hidden = [row for row in report.rows if row["cause"] == "inside" and "convolution_backward" in str(row["op"])]
+    text = f"The note does not say whether its ratio has the backward in it; ours is of {sliced['mode']}."
+    if hidden:
+        text += f" There convolutions copy on their own: {sum(row['num_calls'] for row in hidden):,.0f} times in the "
+        text += "backward of a recorded step."
+    if sliced.get("gpu_busy_share") is not None and contiguous.get("gpu_busy_share") is not None:
+        text += f" On the GPU alone a contiguous copy first is {_gpu_ns(contiguous) / _gpu_ns(sliced):.2f} times the "
+        text += "slice's."
+    if shift.get("num_kernels") is not None:
+        text += f" Our value shift as {shift['implementation']} launches {shift['num_kernels']} kernels in "
+        text += f"{said(TIME, shift[TIME])}{paced(shift)}."
+    return text
+
+
+def _used(rows: Rows) -> dict[str, Any] | None:
+    """The implementation that is the model's own (`workloads/models/ccgqa.py`): pad and crop."""
+    return next(iter(rows.where(implementation="pad")), None)

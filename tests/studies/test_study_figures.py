@@ -1,0 +1,109 @@
+"""What sentences of studies are made of: how bytes grow with the length, times told apart, who sets the pace."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepscope.findings.finding import CannotCheck
+from stepscope.studies.figures import against, host_paced, meet, paced
+from stepscope.studies.lengths import EXACT_SHARE, Grown, grown, grows
+
+LENGTHS = (1024, 2048, 4096, 16384)
+
+
+def peaks(*lengths, constant=0.0, token=0.0, pair=0.0, batch=4):
+    """Rows of a batch whose peak is made of these."""
+    return [
+        {"seq_len": n, "num_tokens": batch * n, "peak_bytes": constant + token * batch * n + pair * n * n}
+        for n in lengths
+    ]
+
+
+def test_a_mask_of_three_bytes_a_pair_is_quadratic_though_its_power_is_near_one():
+    assert grows(peaks(*LENGTHS, token=8192, pair=3), "peak_bytes") == (
+        "grows quadratically: 3.0 B for each pair of tokens and 8.00 KiB for each token; at 16384 tokens the pairs "
+        "are 60.0 % of it"
+    )
+
+
+def test_what_is_linear_has_nothing_for_pairs_and_what_is_there_anyway_is_told():
+    assert grows(peaks(*LENGTHS, token=8192), "peak_bytes") == (
+        "grows linearly: 8.00 KiB for each token, nothing for pairs"
+    )
+    assert grows(peaks(*LENGTHS[:3], token=8192, constant=5 << 30), "peak_bytes") == (
+        "grows linearly: 8.00 KiB for each token and 5.00 GiB whatever the length, nothing for pairs"
+    )
+    assert grows(peaks(*LENGTHS, constant=5 << 30), "peak_bytes") == "does not grow: 5.00 GiB whatever the length"
+
+
+def test_two_lengths_say_what_a_token_takes_and_no_more():
+    rows = peaks(1024, 4096, token=8192, constant=100)
+
+    assert grown(rows, "peak_bytes") == Grown(None, 8192, None, None, None)
+    assert grows(rows, "peak_bytes") == (
+        "grows by 8.00 KiB for each token from 1024 to 4096 tokens (two lengths cannot tell linear from quadratic)"
+    )
+    with pytest.raises(CannotCheck, match="fewer than two lengths"):
+        grown(rows[:1] * 3, "peak_bytes")
+
+
+def test_three_lengths_are_not_fitted_by_three_terms_for_these_fit_everything():
+    found = grown(peaks(512, 1024, 2048, constant=1e6, token=300, pair=1), "peak_bytes")
+
+    assert found.error_share > 0 and 0 in found[:3]
+
+
+def test_a_peak_that_no_terms_explain_says_how_far_off_they_are():
+    rows = peaks(*LENGTHS, token=8192)
+    rows[1]["peak_bytes"] *= 1.5
+
+    assert grown(rows, "peak_bytes").error_share > 0.1
+    assert "% off)" in grows(rows, "peak_bytes") and "nothing for pairs" not in grows(rows, "peak_bytes")
+
+
+def test_a_step_of_an_allocator_is_no_square():
+    rows = peaks(256, 512, 1024, token=1177)
+    rows[-1]["peak_bytes"] *= 1.11
+
+    assert grows(rows, "peak_bytes").startswith("grows linearly: 1.19 KiB for each token (up to ")
+
+
+@given(*[st.floats(0, 1e10), st.floats(1, 1e7), st.floats(0, 100)])
+def test_what_is_made_of_the_three_is_explained_by_them(constant, token, pair):
+    rows = peaks(*LENGTHS, 65536, constant=constant, token=token, pair=pair)
+    found = grown(rows, "peak_bytes")
+
+    assert found.error_share <= EXACT_SHARE and min(found) >= 0
+    assert found.pairs_share == pytest.approx(pair * 65536**2 / rows[-1]["peak_bytes"], abs=0.05)
+
+
+def timed(median, low, high, num_samples=10):
+    return {"time_median_ns": median, "time_ci_low_ns": low, "time_ci_high_ns": high, "num_samples": num_samples}
+
+
+def test_times_whose_intervals_meet_are_not_told_apart():
+    one, other, far = timed(358, 307, 449), timed(394, 269, 568), timed(700, 690, 710)
+
+    assert meet(one, other) and meet(other, one) and not meet(one, far)
+    assert "not to be told from dense" in against(one, other, "dense")
+    assert against(far, one, "dense") == "1.96 times slower than dense"
+    assert not meet(one, timed(394, 269, 568, num_samples=5))  # too few for an interval
+
+
+def test_a_small_difference_beyond_noise_is_told_in_per_cent():
+    assert against(timed(1005, 1004, 1006), timed(1000, 999, 1001), "fp32") == "0.5 % slower than fp32"
+    assert against(timed(1000, 999, 1001), timed(1005, 1004, 1006), "fp32") == "0.5 % faster than fp32"
+    assert against(timed(1000, 999, 1001, 3), timed(1005, 1004, 1006, 3), "fp32") == "as fast as fp32"
+
+
+def test_rows_in_which_the_gpu_waits_are_one_sentence():
+    rows = [{"seq_len": 2048, "gpu_busy_share": share} for share in (0.41, 0.2, 0.9, None)]
+
+    assert [bool(paced(row)) for row in rows] == [True, True, False, False]
+    assert host_paced(rows, "Alone") == [
+        "Alone, in 2 rows (at 2048 tokens) the GPU is busy for 20.0 % to 41.0 % of the time: the host sets the pace "
+        "there."
+    ]
+    assert host_paced(rows[2:]) == []
