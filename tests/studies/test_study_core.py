@@ -284,3 +284,23 @@ def test_figures_of_sentences():
 def test_the_documentation_shows_the_example_as_it_is():
     page = (EXAMPLE.parents[1] / "docs" / "studies.md").read_text()
     assert EXAMPLE.read_text().rstrip() in page
+
+
+def test_the_method_counts_noise_and_names_what_failed_by_its_knobs(tmp_path):
+    run = {"mode": "step", "dtype": "fp32"}
+    rows = [
+        {"hash": "a", "workload": "w", "preset": None, "config": {"width": 1}, "run": run, "status": "ok",
+         "samples_device_ns": [100, 100, 130, 130], "num_parameters": 1},
+        {"hash": "b", "workload": "w", "preset": None, "config": {"width": 2}, "run": run, "status": "crashed",
+         "reason": "ValueError in /home/me/src/model/layers.py:3"},
+    ]  # fmt: skip
+    (tmp_path / "study.json").write_text('{"schema_version": 1, "study": "x", "mode": "quick"}')
+    (tmp_path / "widths").mkdir()
+    (tmp_path / "widths" / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sweep = Sweep(id="widths", workload="w", about="", quick=(), full=())
+    study = Study(name="x", title="", about="", measures=(sweep,), questions=())
+
+    measured, failed = report_of_study(study, Stored(tmp_path)).sections[-1].parts
+
+    assert (measured.columns["num_points"], measured.columns["num_noisy"]) == ([2], [1])
+    assert (failed.columns["point"], failed.columns["reason"]) == (["width=2"], ["ValueError in model/layers.py:3"])

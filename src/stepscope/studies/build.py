@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from stepscope.analysis.sweeps import NOISY_SHARE, OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Fact, Facts, Missing, Report, Section, Table, Text, Value
+from stepscope.report.sweeps import sweep_of
 from stepscope.report.text import plural, safe
+from stepscope.studies.figures import without_folders
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Question, Recordings, Study
 from stepscope.version import __version__
@@ -65,27 +68,30 @@ def _environments(study: Study, stored: Stored) -> list[str]:
 
 def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
     """What was run, and which of it has no result."""
-    columns: dict[str, list[Value]] = {"measure": [], "what": [], "num_points": [], "statuses": []}
+    columns: dict[str, list[Value]] = {"measure": [], "what": [], "num_points": [], "statuses": [], "num_noisy": []}
     failures: dict[str, list[Value]] = {"measure": [], "point": [], "status": [], "reason": []}
     for measure in study.measures:
         try:
-            rows = stored.sweep(measure.id).rows
+            sweep = stored.sweep(measure.id)
         except CannotCheck:
             continue
-        counts: dict[str, int] = {}
-        for row in rows:
-            counts[row["status"]] = counts.get(row["status"], 0) + 1
-            if row["status"] != "ok":
+        summary = sweep_of(list(sweep.rows), sweep.environments)
+        for point in summary.points:
+            if point.status != OK:
                 failures["measure"].append(measure.id)
-                failures["point"].append(row["hash"])
-                failures["status"].append(row["status"])
-                failures["reason"].append(safe(str(row.get("reason")), 300))
+                failures["point"].append(safe(" ".join(f"{n}={point.axes.get(n)}" for n in summary.varying), 300))
+                failures["status"].append(point.status)
+                failures["reason"].append(safe(without_folders(point.reason), 300))
         how = "stepscope run" if isinstance(measure, Recordings) else "stepscope bench"
         columns["measure"].append(measure.id)
         columns["what"].append(f"{measure.about} ({how} of {measure.workload})")
-        columns["num_points"].append(len(rows))
-        columns["statuses"].append(", ".join(f"{number} {status}" for status, number in counts.items()))
-    parts: list[Any] = [Table("measures", "What was measured", columns, 40)]
+        columns["num_points"].append(len(summary.points))
+        columns["statuses"].append(
+            ", ".join(f"{number} {status}" for status, number in summary.num_by_status.items())
+        )
+        columns["num_noisy"].append(sum(point.is_noisy for point in summary.points))
+    note = f"noisy: p90 − p10 of the samples is over {NOISY_SHARE:.0%} of their median"
+    parts: list[Any] = [Table("measures", "What was measured", columns, 40, note)]
     if failures["point"]:
         title = f"{plural(len(failures['point']), 'point')} without a result"
         parts.append(Table("failures", title, failures, 40))

@@ -13,6 +13,7 @@ from stepscope.report.text import plural
 from stepscope.studies import cs336_note as note
 from stepscope.studies.cs336_time import Record, model_of
 from stepscope.studies.figures import compared, growth, in_words, lines, said, table
+from stepscope.studies.lengths import grows
 from stepscope.studies.stored import Rows, Stored
 
 HELD, THEORY = "before_backward_bytes", "by_formula_bytes"
@@ -47,8 +48,8 @@ def grid(stored: Stored) -> Iterator[Any]:
     longest = max(of, key=lambda r: r["seq_len"])
     off = max(abs(r[HELD] / r[THEORY] - 1) for r in ok)
     text = (
-        f"At a width of {width} memory before the backward grows {in_words(growth(of, 'seq_len', HELD))} with the "
-        f"length, the forward's time {in_words(growth(of, 'seq_len', 'forward_ns'))}. At {longest['seq_len']} tokens "
+        f"At a width of {width} memory before the backward {grows(of, HELD)}; the forward's time grows "
+        f"{in_words(growth(of, 'seq_len', 'forward_ns'))} with the length. At {longest['seq_len']} tokens "
         f"{said(HELD, longest[HELD])} are held; the tensors by formula are {said(HELD, longest[THEORY])}, and over "
         f"the whole grid the two differ by at most {said('share', off)}."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -226,3 +227,12 @@ def beside(ours: Sequence[Record], published: Mapping[Any, float], key: str, nam
 def said(name: str, value: Any) -> str:
     """A figure as it stands in a sentence."""
     return cell(name, value)
+
+
+def without_folders(text: object) -> str:
+    """Paths by their last two parts: the folders before are of the machine where it ran.
+
+    >>> without_folders("9/6: it failed  # /home/me/src/stepscope/workloads/gelu.py:23 in gelu_by")
+    '9/6: it failed  # workloads/gelu.py:23 in gelu_by'
+    """
+    return re.sub(r"[^\s(]*/([^\s/]+/[^\s/]+)", r"\1", str(text))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import plural, safe
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.figures import known, said, table
+from stepscope.studies.figures import known, said, table, without_folders
 from stepscope.studies.stored import Recorded, Stored
 from stepscope.studies.tsmoe_variants import TIME, name_of
 
@@ -76,15 +75,6 @@ def _other_sentence(record: Mapping[str, Any]) -> str:
     if record["status"] != OK:
         return f"{text}; {record['status']}: {safe(without_folders(record['notes'] or record['reason']), 200)}."
     return f"{text}; {said(TIME, record[TIME])} a step."
-
-
-def without_folders(text: object) -> str:
-    """Paths by their last two parts: the folders before are of the machine where it ran.
-
-    >>> without_folders("9/6: it failed  # /home/me/src/stepscope/workloads/gelu.py:23 in gelu_by")
-    '9/6: it failed  # workloads/gelu.py:23 in gelu_by'
-    """
-    return re.sub(r"[^\s(]*/([^\s/]+/[^\s/]+)", r"\1", str(text))
 
 
 def _recompiles(stored: Stored) -> Iterator[Any]:
