@@ -167,6 +167,9 @@ def test_of_a_gpu_kernels_are_told(studied, tmp_path):
         shutil.copyfile(GPU_TRACE, trace)
     facts = json.loads((copy / "study.json").read_text())
     (copy / "study.json").write_text(json.dumps(facts | {"device": "cuda"}))
+    results = copy / "models" / "results.jsonl"
+    rows = [json.loads(line) | {"gpu_busy_ns": 1000} for line in results.read_text().splitlines()]
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stored = Stored(copy)
 
     text = next(part.text for part in products(stored) if isinstance(part, Text))
@@ -176,3 +179,4 @@ def test_of_a_gpu_kernels_are_told(studied, tmp_path):
     assert 0 < table.columns["nvjet_share"][0] < table.columns["training_share"][0]
     assert "Kernel2" in next(part.text for part in kernels(stored) if isinstance(part, Text))
     assert any(part.id == "busy" for part in durations(stored) if isinstance(part, Table))
+    assert any("the GPU waits for the host" in part.text for part in durations(stored) if isinstance(part, Text))

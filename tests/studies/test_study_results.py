@@ -1,4 +1,4 @@
-"""The studies that were run on a GPU, as they are kept under docs/results: their rows can be read and answered from."""
+"""The studies that were run on a GPU, as docs/results keeps them: their rows can be read and answered from."""
 
 from __future__ import annotations
 

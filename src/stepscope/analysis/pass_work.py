@@ -23,7 +23,7 @@ def pass_work(linked: Linked) -> pl.DataFrame:
     Of a trace with GPU work, its kernels and copies; else ops, each with the time that no op below accounts for, and
     of the class `gemm` or `other`.
     """
-    if has_gpu_work(linked):
+    if _has_gpu_work(linked):
         device = linked.device.sort("start_ns")
         named = device.select("name", "class", pl.col("op_name").alias("op"), "phase", "module", "duration_ns")
         return named.with_columns(pl.col("name", "class", "op", "phase", "module").cast(pl.String))
@@ -39,7 +39,7 @@ def pass_work(linked: Linked) -> pl.DataFrame:
     return named.with_columns(pl.when(product).then(pl.lit(GEMM)).otherwise(pl.lit(OTHER)).alias("class"))
 
 
-def has_gpu_work(linked: Linked) -> bool:
+def _has_gpu_work(linked: Linked) -> bool:
     """Whether the trace shows work of a GPU."""
     return not linked.device.is_empty()
 

@@ -37,14 +37,16 @@ MODELS = Sweep(
         {**QUICK, **ONCE, "batch": 1, "seq_len": NO_ROOM, "mode": "inference"},
     ],
     full=[
-        {**PASSES, "preset": "small", "seq_len": [128, 256, 512, 1024], "mode": ["inference", "step"]},
-        {**PASSES, "preset": "medium", "seq_len": [128, 512, 1024], "mode": "step"},
-        {**PASSES, "preset": ["large", "xl"], "seq_len": 128, "mode": "step"},
-        {**PASSES, "preset": ["medium", "large", "xl"], "seq_len": 128, "mode": "inference"},
-        {**PASSES, "preset": "2.7B", "seq_len": [128, 256, 512], "mode": ["inference", "step"], "dtype": BOTH},
+        {
+            **PASSES,
+            "preset": ["small", "medium", "large", "xl", "2.7B"],
+            "seq_len": [128, 256, 512, 1024],
+            "mode": ["inference", "step"],
+        },
+        {**PASSES, "preset": "2.7B", "seq_len": [128, 256, 512], "mode": ["inference", "step"], "dtype": AUTOCAST},
         {**ONCE, "preset": "2.7B", "seq_len": 256, "mode": "forward", "dtype": BOTH},
         {**ONCE, "preset": "2.7B", "seq_len": 256, "mode": "forward", "dtype": AUTOCAST, "linear": "linear"},
-        {**PASSES, "preset": ["small", "medium", "large"], "seq_len": 128, "mode": "step", "dtype": AUTOCAST},
+        {**PASSES, "preset": ["small", "medium", "large", "xl"], "seq_len": 128, "mode": "step", "dtype": AUTOCAST},
         {**PASSES, "preset": "10B", "seq_len": 1024, "mode": ["inference", "forward", "step"]},
     ],
 )

@@ -25,6 +25,18 @@ FORWARD_BACKWARD_NS = _ns({
     "small 128": 55.8, "small 256": 60.7, "small 512": 61.3, "small 1024": 158.3,
     "medium 128": 101.2, "medium 256": 106.9, "medium 512": 178.1, "large 128": 164.7, "large 256": 207.6,
 })  # fmt: skip
+NUM_PASSES = 15
+"""That its means are of: total ÷ average."""
+COLD_FORWARD_NS = _ns({
+    "small 128": 66.8, "small 256": 69.4, "small 512": 75.8, "small 1024": 100.6,
+    "medium 128": 79.6, "medium 256": 89.5, "medium 512": 108.6,
+    "large 128": 100.8, "large 256": 117.9, "xl 128": 127.9, "2.7B 128": 143.2,
+})  # fmt: skip
+"""Without warm-up."""
+COLD_FORWARD_BACKWARD_NS = _ns({
+    "small 128": 83.0, "small 256": 84.5, "small 512": 92.8, "small 1024": 189.3,
+    "medium 128": 130.5, "medium 256": 137.8, "medium 512": 212.4, "large 128": 199.5, "large 256": 241.2,
+})  # fmt: skip
 OUT_OF_MEMORY = (
     "medium 1024", "large 512", "large 1024", "xl 128", "xl 256", "xl 512", "xl 1024",
     "2.7B 128", "2.7B 256", "2.7B 512", "2.7B 1024",

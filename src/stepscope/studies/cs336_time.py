@@ -9,7 +9,7 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import heading
 from stepscope.report.parts import Table, Text
 from stepscope.studies import cs336_note as note
-from stepscope.studies.figures import beside, compared, lines, said, table
+from stepscope.studies.figures import beside, compared, lines, paced, said, table
 from stepscope.studies.stored import Rows, Stored
 
 Record = Mapping[str, Any]
@@ -19,8 +19,6 @@ MEAN, STD = "mean_ns", "std_ns"
 PASSES = ("inference", "forward", "forward+backward", "step")
 FEW_KERNELS = 10
 """So many the note looked at."""
-LAUNCH_BOUND = 0.7
-"""Below this share of a step in kernels, the GPU waits for most of what is gained or lost."""
 
 
 def model_of(record: Record) -> str:
@@ -116,34 +114,20 @@ def durations(stored: Stored) -> Iterator[Any]:
     if not any(r["model"] in note.FORWARD_NS for r in records):
         models = ", ".join(dict.fromkeys(key.split()[0] for key in note.FORWARD_NS))
         yield Text(f"None of the note's models ({models}) ran here: its figures have nothing beside them.")
-    yield from _why_different(stored, records)
+    yield from _why_different(records)
 
 
-def _why_different(stored: Stored, records: Sequence[Record]) -> Iterator[Any]:
+def _why_different(records: Sequence[Record]) -> Iterator[Any]:
     """How much of a step the device works: what a faster GPU can change, and what it cannot."""
-    rows, waiting = [], []
-    for record in records:
-        share = busy_share(stored, record) if record["pass"] == "step" and record[MEAN] else None
-        if share is not None:
-            rows.append({**record, "busy_share": share})
-            waiting += [f"{record['model']} ({said('share', share)})"] if share < LAUNCH_BOUND else []
-    if rows:
-        yield table("busy", "How much of a step the GPU works", rows, "model", "time_median_ns", "busy_share")
-        if waiting:
-            yield Text(
-                f"Kernels fill less than {said('share', LAUNCH_BOUND)} of a step of {', '.join(waiting)}: there the "
-                "host that launches them sets the time, and the difference to the note is between two hosts."
-            )
-
-
-def busy_share(stored: Stored, record: Record) -> float | None:
-    """How much of a clean step its kernels fill, by their durations in the traced one; None without a GPU."""
-    from stepscope.analysis.pass_work import has_gpu_work, pass_work
-
-    linked = stored.traced("models", record).case.linked
-    if not has_gpu_work(linked):
-        return None
-    return min(1.0, int(pass_work(linked)["duration_ns"].sum()) / float(record["time_median_ns"]))
+    steps = [r for r in records if r["pass"] == "step" and r[MEAN] and r.get("gpu_busy_share") is not None]
+    if steps:
+        yield table("busy", "How much of a step the GPU works", steps, "model", "time_median_ns", "gpu_busy_share")
+    waiting = [f"{r['model']} ({said('share', r['gpu_busy_share'])})" for r in steps if paced(r)]
+    if waiting:
+        yield Text(
+            f"In a step of {', '.join(waiting)} the GPU waits for the host, which sets the pace: there the "
+            "difference to the note is between two hosts."
+        )
 
 
 def warm_up(stored: Stored) -> Iterator[Any]:
@@ -178,6 +162,18 @@ def warm_up(stored: Stored) -> Iterator[Any]:
     names = ("preset", "seq_len", "pass", "num_warmup", MEAN, STD)
     text = "one run of each point: the same passes, cut after so many"
     yield table("warm-up", "Mean and spread by warm-up", records, *names, note=text, num_shown=48)
+    yield from _beside_cold([r for r in records if r["num_warmup"] == 0])
+
+
+def _beside_cold(records: Sequence[Record]) -> Iterator[Any]:
+    for name, published in (("forward", note.COLD_FORWARD_NS), ("forward+backward", note.COLD_FORWARD_BACKWARD_NS)):
+        ours = [r for r in records if r["pass"] == name]
+        yield from set_beside(ours, published, MEAN, f"published-cold-{name}", f"{name}, no warm-up")
+    if any(r["model"] in note.COLD_FORWARD_NS for r in records):
+        yield Text(
+            f"The note's means are over {note.NUM_PASSES} passes, ours over {records[0]['steps']}; both have the "
+            "first call in them, which counts the more the fewer they are."
+        )
 
 
 def mixed_precision(stored: Stored) -> Iterator[Any]:
@@ -186,13 +182,13 @@ def mixed_precision(stored: Stored) -> Iterator[Any]:
     records = []
     for wide in steps.where(dtype=FP32):
         for narrow in steps.where(dtype=AUTOCAST, preset=wide["preset"], seq_len=wide["seq_len"]):
-            busy = busy_share(stored, narrow)
             times = {name: (_pass_ns(wide, name), _pass_ns(narrow, name)) for name in PASSES[1:]}
             for name, (fp32_ns, autocast_ns) in times.items():
                 records.append(
                     {"model": model_of(wide), "preset": wide["preset"], "seq_len": wide["seq_len"], "pass": name,
                      "fp32_median_ns": fp32_ns, "autocast_median_ns": autocast_ns, "speedup": fp32_ns / autocast_ns,
-                     "fp32_loss": wide["loss"], "autocast_loss": narrow["loss"], "autocast_busy_share": busy}
+                     "fp32_loss": wide["loss"], "autocast_loss": narrow["loss"],
+                     "autocast_busy_share": narrow.get("gpu_busy_share")}
                 )  # fmt: skip
     if not records:
         raise CannotCheck("no model was trained in both precisions")
