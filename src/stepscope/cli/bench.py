@@ -22,6 +22,7 @@ import importlib.util
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -125,7 +126,12 @@ def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
     from stepscope.report.sweeps import sweep_of, sweep_text, to_json
 
     sweep = sweep_of(rows, environments)
-    return lambda: to_json(sweep), lambda _colour, width: sweep_text(sweep, width)
+
+    def to_text(_colour: bool, width: int) -> str:
+        # Sentences are wrapped; a table has use for all there is.
+        return sweep_text(sweep, max(width, shutil.get_terminal_size((width, 24)).columns))
+
+    return lambda: to_json(sweep), to_text
 
 
 def run_sweep(

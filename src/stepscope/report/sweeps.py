@@ -108,6 +108,9 @@ def _fact(name: str) -> Column:
     return Column(safe(name, 30), read)
 
 
+WRAPPED = 120
+"""Longer lines of text are hard to read."""
+
 # In the order in which they are given up when the terminal is narrow, last first.
 COLUMNS = (
     Column("time ms", _time),
@@ -149,7 +152,7 @@ def sweep_text(sweep: SweepSummary, width: int = 100) -> str:
         lines.append(_row_text(point, columns, sweep, width))
     lines.append("")
     for note in _notes(sweep, left_out):
-        lines += textwrap.wrap(note, width, subsequent_indent="  ")
+        lines += textwrap.wrap(note, min(width, WRAPPED), subsequent_indent="  ")
     return "\n".join(lines)
 
 
