@@ -68,4 +68,5 @@ def test_detect_anomaly_in_a_real_run(tmp_path: Path):
     assert finding.fix == "torch.autograd.set_detect_anomaly(False)"
     rows = finding.evidence[0].rows
     assert all(row["is_autograd"] for row in rows)
-    assert rows[0]["num_checks"] >= 2  # of a layer's product: its weight's gradient, its bias's, its input's
+    # Of a layer's product: its weight's gradient, its bias's, its input's. Which takes longest, the machine decides.
+    assert max(row["num_checks"] for row in rows) >= 2
