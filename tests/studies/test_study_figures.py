@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.studies.figures import against, host_paced, meet, paced
+from stepscope.studies.figures import HOST_SPREAD, against, host_paced, lines, loss_said, meet, paced, told_apart
 from stepscope.studies.lengths import EXACT_SHARE, Grown, grown, grows
 
 LENGTHS = (1024, 2048, 4096, 16384)
@@ -107,3 +107,41 @@ def test_rows_in_which_the_gpu_waits_are_one_sentence():
         "there."
     ]
     assert host_paced(rows[2:]) == []
+
+
+def test_where_the_host_sets_the_pace_two_processes_are_not_told_apart():
+    fast, slow, slower = (timed(ns, ns - 1, ns + 1) for ns in (1000, 1000 * HOST_SPREAD - 1, 1000 * HOST_SPREAD))
+    waits = {"gpu_busy_share": 0.4}
+
+    for one, other in ((fast | waits, slow), (fast, slow | waits), (slow, fast | waits)):
+        assert not told_apart(one, other)
+        assert against(one, other, "dense") == (
+            "not to be told from dense (the host sets the pace, and differs from process to process)"
+        )
+    assert told_apart(fast | waits, slower) and against(slower | waits, fast, "dense").startswith("1.25 times slower")
+    for busy in ({}, {"gpu_busy_share": None}, {"gpu_busy_share": 0.9}):
+        assert told_apart(fast | busy, slow | busy)
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "told"),
+    [
+        (11.0625, "bf16", "11.06 ± 0.03"),
+        (0.5, "bf16", "0.500 ± 0.002"),
+        (300.0, "bf16", "300 ± 1"),
+        (0.0, "bf16", "0.000"),
+        (5.6247, "autocast_bf16", "5.625"),
+    ],
+)
+def test_a_loss_has_the_digits_of_its_dtype(loss, dtype, told):
+    assert loss_said({"loss": loss, "dtype": dtype}) == told
+
+
+@pytest.mark.parametrize(("lengths", "factor", "logs"), [
+    ((64, 128), 3, (False, False)), ((64, 256), 3, (True, False)), ((64, 256), 4, (True, True)),
+    ((64, 128), 4, (False, False)), ((64, 128), 30, (False, True)),
+])  # fmt: skip
+def test_over_a_logarithmic_x_y_is_logarithmic_too(lengths, factor, logs):
+    chart = lines("t", "", [{"n": n, "t": t} for n, t in zip(lengths, (1, factor))], "n", "t")
+
+    assert (chart.log_x, chart.log_y) == logs

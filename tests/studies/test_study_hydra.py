@@ -13,7 +13,7 @@ import quick_study
 from quick_study import canned
 from quick_study import first_text as said
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Missing, Table, Text
+from stepscope.report.parts import Bars, Missing, Table, Text
 from stepscope.studies import hydra_data, hydra_ops, hydra_variants
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import plan_of
@@ -84,7 +84,45 @@ def test_a_dynamic_step_says_what_it_launches_and_who_sets_its_pace(changed):
 
     text = said(hydra_variants.routing, changed("routing", on_gpu))
     assert "takes 10.0 µs (the GPU is busy for 40.0 % of it: the host sets the pace), 2.50 times slower" in text
-    assert "with 7 kernels instead of 5; each of 3 blocks waits for the GPU" in text
+    assert " fewer FLOPs and 7 kernels instead of 5; each of 3 blocks waits for the GPU" in text
+
+
+def test_rows_that_compute_the_same_are_told_by_their_loss(changed):
+    def losses(row):
+        is_dynamic = row["config"]["routing"] == "dynamic"
+        row["loss"], row["facts"] = (
+            (12.5 if is_dynamic else 11.5),
+            {"executed_fraction": 0.334 if is_dynamic else 1.0},
+        )
+        row["samples_device_ns"] = [3000 if row["config"]["dispatch"] == "gather" else 2000] * 10
+
+    texts = [part.text for part in hydra_variants.routing(changed("routing", losses)) if isinstance(part, Text)]
+    assert texts[0].startswith("All at 2 × 64 tokens, fp32. tiny")
+    assert "the floor is 1 ÷ 3 recursions of the rows" in texts[1]
+    assert "At tiny the rows are at the floor" in texts[1]
+    assert "compute the same: dynamic (gather) and dynamic (mask) at tiny (12.5000). Static and dynamic" in texts[1]
+    assert "Of one function, dynamic (gather) is 1.50 times slower than dynamic (mask), 3.00 µs and 2.00" in texts[1]
+
+
+def test_a_time_that_spreads_says_how_far(changed):
+    def noisy(row):
+        row["samples_device_ns"] = [1000, 2000, 3000, 4000, 5000] * 4
+
+    assert "static takes 3.00 µs (p10 to p90: 1.00 µs to 5.00 µs)" in said(
+        hydra_variants.routing, changed("routing", noisy)
+    )
+
+
+def test_launches_explain_no_more_than_the_eager_step_is_idle(monkeypatch):
+    monkeypatch.setattr(hydra_variants, "step_record", lambda _recorded: {"gpu_idle_share": 0.2})
+    row = {"preset": "100m", "batch": 4, "seq_len": 8, "dtype": "fp32", "routing": "static", "capacity": 1.0}
+    eager = {**row, "time_median_ns": 3000, "num_kernels": 30, "compile": "off"}
+    compiled = {**row, "time_median_ns": 1200, "num_kernels": 12, "compile": "reduce-overhead"}
+    stored = SimpleNamespace(recording=lambda _measure, **_knobs: None)
+
+    text = hydra_variants._why_compiled(stored, compiled, eager)
+    assert "is 2.50 times as fast as eager" in text and "launches explain 1.25 times at most; the other 2.00" in text
+    assert "12 instead of 30: fewer and fused kernels are the most of it" in text
 
 
 def test_two_sizes_are_no_comparison(changed):
@@ -171,8 +209,10 @@ def test_what_the_wait_does_not_explain_is_the_hosts_pace():
                 "gpu_idle_share": idle, "gpu_busy_share": 1 - idle}  # fmt: skip
 
     text = step("text", 80_000_000, 0.5, data_wait_ns=600_000, wait_share=0.0075)
-    paced = hydra_data._data_sentence(step("one batch", 90_000_000, 0.6), text)
-    assert "1.12 times as fast as that; the wait is none of the difference" in paced
+    near = hydra_data._data_sentence(step("one batch", 90_000_000, 0.6), text)
+    assert "80.0 ms, not to be told from that" in near and "of the difference" not in near
+    paced = hydra_data._data_sentence(step("one batch", 120_000_000, 0.6), text)
+    assert "1.50 times as fast as that; the wait is none of the difference" in paced
     assert "the host's pace: the GPU has nothing to do for 60.0 % and 50.0 % of these steps" in paced
     assert "do not say that text makes a step faster or slower" in paced
     busy = hydra_data._data_sentence(step("one batch", 79_000_000, 0.02), text | {"gpu_busy_share": 0.98})
@@ -219,7 +259,7 @@ def test_the_full_study_has_the_three_sizes_and_equal_topologies():
     assert len({tuple(point.config[name] for name in shape) for point in routed}) == 1
 
 
-def test_a_gpus_own_times_are_told():
+def test_a_gpus_own_times_are_told(monkeypatch):
     """The answers from a trace of an H200: its ops by the GPU's time, its copies by the replay."""
     path = Path(__file__).parents[2] / "../shared/traces/h200/contiguous_copies.json.gz"
     if not path.is_file():
@@ -233,4 +273,12 @@ def test_a_gpus_own_times_are_told():
     assert "aten::copy_ 57.2 %" in said(hydra_ops.bottlenecks, stored)
     text = said(hydra_ops.copies, stored)
     assert "57.2 % of the GPU's busy time" in text and "is contiguous (forward)" in text
+    assert ", 0.0 % in optimizer" in text  # a phase without copies is told too
+    chart = next(part for part in hydra_ops.copies(stored) if isinstance(part, Bars))
+    assert chart.series[0].y == sorted(chart.series[0].y, reverse=True) and max(map(len, chart.labels)) <= 40
+    recorded.axes |= {"preset": "100m"}
+    monkeypatch.setattr(hydra_ops, "other_model", lambda _recorded: "it is another")
+    *_, beside, verdict = hydra_ops.copies(stored)
+    assert beside.columns["op"] == ["aten::copy_"] and round(beside.columns["time_share"][0], 3) == 0.572
+    assert "the optimizer has 0.0 % of their time" in verdict.text and "does not follow from our" in verdict.text
     assert hydra_variants._patterns(recorded.source)["largest_op"] == "aten::copy_"

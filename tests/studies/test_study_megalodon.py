@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import polars as pl
 import pytest
 
 from quick_study import canned, changed, first_text
@@ -155,6 +157,20 @@ def test_what_reduction_changes_is_told_beside_the_published_figure(studied, tmp
     assert told in parts[0].text
     beside = next(part for part in parts if isinstance(part, Table) and part.id.startswith("published"))
     assert list(beside.columns["published_off_over_on"]) == [1.25]
+    assert "and a loss of 5.50 ± 0.02 where fp32 has " in parts[0].text
+
+
+@pytest.mark.parametrize(("gemm_ns", "is_more"), [(10, True), (500, False)])
+def test_a_published_gain_is_held_against_what_the_products_take(gemm_ns, is_more):
+    work = pl.DataFrame({"total_ns": [800], "gemm_ns": [gemm_ns]})
+    account = SimpleNamespace(gemm_share=work, steps=SimpleNamespace(height=1))
+    summary = SimpleNamespace(step_ns=SimpleNamespace(median=1000))
+    source = SimpleNamespace(analysis=SimpleNamespace(ranks=[account]), card=SimpleNamespace(summary=summary))
+    one = SimpleNamespace(status="ok", axes={"seq_len": 512}, source=source)
+    stored = SimpleNamespace(recordings=lambda measure: [one])
+
+    (found,) = megalodon_recordings.gemm_share(stored, {512: 1.25})
+    assert ("The playbook's 1.25 times at this length is more than that" in found.text) == is_more
 
 
 def changed_lengths(stored: Stored) -> Stored:
@@ -177,6 +193,90 @@ def test_the_answer_follows_the_memory(studied, tmp_path):
     assert after.startswith("The peak of a step (fp32) grows quadratically: 5.0 B for each pair of tokens; at 128")
     num_linear, num_peaks = (int(after.split(" peaks over three")[0].split()[at]) for at in (-3, -1))
     assert f"{num_linear + 1} of {num_peaks} peaks over three lengths or more have nothing for pairs" in before
+
+
+def without_state(row):
+    """The rows by scan, as if they were by fft without its last state."""
+    config = row["config"]
+    if config["path"] == "scan":
+        config.update(path="fft", last_state=False)
+        row["samples_device_ns"] = row["samples_host_ns"] = [1_000] * 6
+
+
+def part_of(stored):
+    parts = list(megalodon_paths.fastest(stored))
+    text = " ".join(part.text for part in parts if isinstance(part, Text))
+    return text, {part.id: part.columns for part in parts if isinstance(part, Table)}
+
+
+def test_fft_is_held_against_the_model_without_the_state_that_the_model_does_not_compute(studied, tmp_path):
+    before, tables = part_of(Stored(studied))
+    assert "alone, forward, fft with its last state is faster than sequential" in before
+    assert "stands beside them with it (not every length has fft without) in forward and forward+backward." in before
+    used = list(zip(tables["part"]["path"], tables["part"]["seq_len"], tables["part"]["mode"]))
+    assert ("fft", 128, "forward") in used and ("fft with its last state", 128, "forward") not in used
+    assert ("fft with its last state", 32, "forward") in used and "3 rows of fft are with the state" in before
+
+    after, tables = part_of(changed(studied, tmp_path / "without", "average", without_state))
+    assert "stands beside them without it in forward and forward+backward." in after
+    assert "with its last state" not in tables["part"]["path"] and "of fft are with the state" not in after
+    assert {ns for path, ns in zip(tables["part"]["path"], tables["part"]["alone_ns"]) if path == "fft"} == {1_000}
+
+
+def test_the_kernels_show_whether_the_model_computes_the_state(studied, tmp_path):
+    numbers = {("fft", True): 94, ("fft", False): 57, ("scan", True): 16}
+
+    def counted(row):
+        row["num_kernels"] = numbers.get((row["config"]["path"], row["config"]["last_state"]))
+
+    def counted_in_model(row):
+        row["num_kernels"] = {"fft": 284, "scan": 200}.get(row["config"]["ema"])
+
+    stored = changed(studied, tmp_path / "alone", "average", counted)
+    stored = changed(stored.folder, tmp_path / "both", "paths", counted_in_model)
+
+    assert (
+        "a forward of 128 tokens by fft has 42 more than by scan in each layer of the model, alone 41 without the "
+        "state and 78 with it."
+    ) in part_of(stored)[0]
+    assert "The kernels show it" not in part_of(Stored(studied))[0]
+
+
+def test_sizes_of_the_check_stand_beside_what_it_found(studied):
+    text = first_text(megalodon_paths.different, Stored(studied))
+
+    assert "alone at 200 tokens × 2, width 16; in the model at 80 tokens × 2, width 64." in text
+
+
+@pytest.mark.parametrize(
+    ("long_ns", "told"),
+    [
+        (10_000_000, "It pays (1.25 times or more) from 128 tokens on; at 32 it brings little or nothing."),
+        (1_100_000, "At none of 32 and 128 tokens does that pay (1.25 times or more)."),
+    ],
+)
+def test_from_which_length_the_cache_pays_follows_the_rows(studied, tmp_path, long_ns, told):
+    def times(row):
+        again_ns = {32: 1_100_000, 128: long_ns}[row["config"]["seq_len"]]
+        ns = 1_000_000 if row["config"]["cache"] == "on" else again_ns
+        row["samples_device_ns"] = row["samples_host_ns"] = [ns] * 6
+
+    text = first_text(megalodon_answers.cache, changed(studied, tmp_path / "paid", "decode", times))
+
+    assert told in text and "After 32 tokens it takes 1.00 ms (" in text
+
+
+@pytest.mark.parametrize(("token_bytes", "are_views"), [(4 * 2 * (2 * (32 + 64) + 2 * 8 * 3), True), (100, False)])
+def test_what_views_keep_alive_is_told_from_the_state(studied, tmp_path, token_bytes, are_views):
+    def peaks(row):
+        row["peak_allocated_bytes"] = 1 << 20
+        row["peak_allocated_bytes"] += token_bytes * row["config"]["seq_len"]
+
+    stored = changed(studied, tmp_path / "peaks", "decode", peaks)
+    text = " ".join(part.text for part in megalodon_answers.cache(stored) if isinstance(part, Text))
+
+    assert "the state has keys and values of 31 of them" in text
+    assert ("the state is views of these" in text) == are_views
 
 
 def other_size(row):
@@ -239,6 +339,13 @@ def test_every_cycle_came_and_one_that_did_not_would_be_told(studied, tmp_path):
     assert text.startswith("3 of the 5 steps that were to be traced were traced, in 2 of 3 windows.")
 
 
+def test_two_processes_say_nothing_of_two_schedules(studied):
+    text = first_text(megalodon_recordings.schedule, Stored(studied))
+
+    assert "by 3 steps of one process and " in text and "by 10 of another: two processes are " in text
+    assert "Inside the longer one the first 3 clean steps have a median of " in text
+
+
 def test_the_playbooks_loop_never_comes_to_its_second_cycle(studied):
     tables = [part for part in megalodon_recordings.schedule(Stored(studied)) if isinstance(part, Table)]
     columns = tables[-1].columns
@@ -262,17 +369,21 @@ def test_a_span_that_keeps_the_host_longer_than_the_gpu_is_a_candidate(tmp_path,
 
     text, spans = next(parts).text, next(parts)
     assert text == (
-        "At 7 tokens the host takes longer than the GPU in 1 of 2 spans. Most in the forward of blocks.*.norm: 6 ops "
-        "launch 6 kernels a step, 12.0 µs of work that takes the host 200 µs."
+        "At 7 tokens, in a traced step, in which the profiler slows the host and not the GPU, the host takes longer "
+        "than the GPU in 1 of 2 spans. Most in the forward of blocks.*.norm: 6 ops launch 6 kernels, 12.0 µs of work "
+        "that takes the host 200 µs. The most GPU work is in head: 400 µs of 412 µs, 97.1 %."
     )
     assert "uncovered_ns" in spans.columns
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason="the real traces are not here: set STEPSCOPE_TRACES to their folder")
-def test_chains_of_a_gpu_trace_are_a_table(tmp_path):
+def test_chains_of_a_gpu_trace_say_what_they_could_save(tmp_path):
     trace = tmp_path / "trace.json.gz"
     shutil.copyfile(TRACES / "h200" / "gpt2_eager.json.gz", trace)
-    found = megalodon_recordings._chains(Recorded({}, "ok", None, trace))
+    one = Recorded({}, "ok", None, trace)
+    found = megalodon_recordings._chain_rows(one)
 
-    assert found.num_rows > 0
-    assert all(fused < moved for fused, moved in zip(found.columns["fused_bytes"], found.columns["bytes"]))
+    assert found and all(row["fused_bytes"] < row["bytes"] for row in found)
+    num_saved = sum(row["num_kernels"] - row["num_chains"] for row in found)
+    told = megalodon_recordings._saved(found, [{"num_kernels": 5000, "device_ns": 10**9}] * 2)
+    assert told.startswith(f"One kernel for each chain would save {num_saved:,.0f} of 10,000 launches a step, but ")

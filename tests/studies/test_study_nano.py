@@ -10,7 +10,8 @@ import pytest
 from quick_study import canned, changed, first_text
 from stepscope.report.parts import Lines, Table, Text
 from stepscope.studies.nano import STUDY
-from stepscope.studies.nano_answers import compares, faster, faster_models, memory, models, sparsity
+from stepscope.studies.nano_answers import faster, memory, sparsity
+from stepscope.studies.nano_models import compares, faster_models, models
 from stepscope.studies.stored import Stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "nano"
@@ -165,7 +166,26 @@ def test_the_answer_follows_the_profiler(studied, tmp_path):
 
     stored = changed(studied, tmp_path / "traced", "attention", slow_trace)
 
-    assert "takes 3.00 times the median of clean calls" in first_text(compares, stored)
+    text = first_text(compares, stored)
+    assert "from 3.00 times as long at " in text and "to 3.00 times as long at " in text
+
+
+def test_the_cost_of_a_profiled_call_and_of_a_first_one_are_told_in_time(studied, tmp_path):
+    def same_cost(row):
+        row["samples_device_ns"] = [row["config"]["seq_len"] * 1000] * 6
+        row["traced_ns"] = row["config"]["seq_len"] * 1000 + 5_000_000
+        row["first_call_ns"] = 7_000_000 if row["config"]["attention"] == "dense" else 9_000_000
+
+    text = first_text(compares, changed(studied, tmp_path / "traced", "attention", same_cost))
+
+    assert (
+        "takes 5.00 ms more than clean calls in the median (5.00 ms to 5.00 ms): from 5.88 times as long at 1024 "
+        "tokens (dense in inference) to 20.5 times as long at 256 tokens (dense in inference)."
+    ) in text
+    assert (
+        "The first call of a process takes 7.00 ms with dense, which loads its kernels and 9.00 ms with sparse_mask, "
+        "which loads its kernels."
+    ) in text
 
 
 def test_dense_that_is_not_causal_would_be_told(studied, tmp_path):
@@ -184,4 +204,40 @@ def test_rows_of_a_gpu_are_answered_too(tmp_path):
     text = first_text(faster, Stored(tmp_path))
 
     assert "At 8192 tokens sparse_flex is" in text and "times as fast as dense in forward+backward" in text
-    assert "sparse_flex scattered" in first_text(sparsity, Stored(tmp_path))
+    told = all_text(sparsity, Stored(tmp_path))
+    assert "sparse_flex scattered" in told and "Random keys one by one instead of in blocks, at 8192 tokens" in told
+
+
+def test_fewer_flops_are_held_against_the_time_that_they_save(studied, tmp_path):
+    def as_flex(row):
+        is_mask = row["config"]["attention"] == "sparse_mask"
+        row["config"]["attention"] = "sparse_flex" if is_mask else row["config"]["attention"]
+        row["facts"]["attention_executed_flops"] = 10**9 if is_mask else 8 * 10**9
+        row["samples_device_ns"] = [10**6 if is_mask else 2 * 10**6] * 6
+
+    assert (
+        "In inference at 1024 tokens sparse_flex executes 8.00 times fewer FLOPs than dense and is 2.00 times as "
+        "fast as it: it reaches 1.00 TFLOP/s, dense 4.00 TFLOP/s."
+    ) in all_text(sparsity, changed(studied, tmp_path / "flex", "attention", as_flex))
+
+
+def test_sizes_are_told_once(studied):
+    text = all_text(faster, Stored(studied))
+
+    assert text.count("heads of width") == text.count("The sparse pattern: fixed, a window of ") == 1
+    assert "tiny: 2 layers" in all_text(models, Stored(studied))
+
+
+@pytest.mark.parametrize(
+    ("sparse_ns", "told"),
+    [
+        (250_000, "could save at most 1.50 ms of 15.0 ms, 10.0 %: 1.00 ms − 250 µs alone (forward+backward), for 2"),
+        (2_000_000, "saves nothing: alone it is no faster."),
+    ],
+)
+def test_what_attention_could_save_in_a_model_is_bounded_by_what_it_saves_alone(studied, tmp_path, sparse_ns, told):
+    stored = changed(studied, tmp_path / "models", "models", timed(lambda knobs: (15_000_000, 15_000_000)))
+    alone = timed(lambda knobs: (10**6, 10**6) if knobs["attention"] == "dense" else (sparse_ns, sparse_ns))
+    stored = changed(stored.folder, tmp_path / "alone", "attention", alone)
+
+    assert f"In a step of tiny at 256 tokens sparse_mask {told}" in all_text(faster_models, stored)

@@ -10,7 +10,8 @@ import pytest
 
 from quick_study import canned, change_lines, changed, first_text
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Table, Text
+from stepscope.report.parts import Bars, Table, Text
+from stepscope.studies import tsmoe_amp, tsmoe_compiled, tsmoe_training
 from stepscope.studies import tsmoe_note as note
 from stepscope.studies.execute import plan_of
 from stepscope.studies.stored import Stored
@@ -103,12 +104,29 @@ def test_both_computations_of_the_mfu(studied):
     assert right["token_flops"] == per_token
     assert right["mfu_share"] == pytest.approx(134_339 * per_token / 989.4e12)
     assert "1.19 times that" in first_text(mfu, Stored(studied))
+    # Runs that were held against a typed peak: against the 756 TFLOP/s of that device.
+    at = found["run"].index(f"the note's run on {note.FLASH.device}, flash")
+    assert found["mfu_share"][at] == pytest.approx(note.FLASH.mfu_share, rel=0.001)
+    assert found["mfu_share"][at + 1] == pytest.approx(89_583 * per_token / 756e12)
+
+
+def test_what_keeps_the_mfu_low_is_told_from_the_kernels(monkeypatch):
+    times = {"gemm": 30e6, "elementwise": 40e6, "attention_forward": 10e6, "attention_backward": 10e6, "norm": 8e6}
+    monkeypatch.setattr(tsmoe_training, "_kernel_classes", lambda _stored, _main: dict(times))
+    main = {"step_ns": 100e6, "mfu_share": 0.2, "gpu_idle_share": 0.02}
+
+    (part,) = tsmoe_training._why_not_more(None, main)
+    assert "products take 30.0 ms and attention 20.0 ms, 50.0 % of a step" in part.text
+    assert "they reach 40.0 % of the peak" in part.text and "count, elementwise 40.0 ms and norm 8.00 ms" in part.text
+    assert part.text.endswith("and here that is not it.")
+    (waiting,) = tsmoe_training._why_not_more(None, main | {"gpu_idle_share": 0.5})
+    assert waiting.text.endswith("and here that is it.")
 
 
 def test_one_field_under_two_names(studied):
     texts = [part.text for part in training(as_the_note(studied)) if isinstance(part, Text)]
 
-    assert any("in 8 of its 8 lines they are the same number" in text for text in texts)
+    assert any("in 32 lines: in 32 of them they are the same number" in text for text in texts)
 
 
 def as_the_note(folder):
@@ -149,9 +167,26 @@ def test_why_amp_does_not_pay_where_the_host_sets_the_pace():
         "AMP does not pay for 23m (1 × 512) (1.20 times slower than fp32). There the GPU has nothing to do for "
         "95.0 % of a step: the host sets the pace, and launches 4,094 kernels with AMP instead of 3,320."
     )
+    assert "at which it does not; none of them is so small" in amp_verdict([(step(120, 0.1, 1), low)])
+    assert amp_verdict([(step(120, None, 1), low)]).endswith("No size was measured at which it does not.")
     assert "what AMP saves on the GPU is not seen" in amp_pace(plain, low)
     assert "with one 2.00 times slower it would not pay" in amp_pace(step(120, 0.1, 1), low)
     assert amp_pace(plain, step(20, 0.1, 1)) == amp_pace(plain, step(20, None, 1)) == ""
+
+
+def test_the_small_models_are_held_against_each_other_by_their_tokens():
+    small = {"d_ff": 192, "batch": 4, "seq_len": 4096, "step_ns": 1e8, "gpu_idle_share": 0.1}
+    rates = (note.SMALL_FP32_TOKENS_PER_S, note.SMALL_AMP_TOKENS_PER_S)
+
+    text = tsmoe_amp._small_said([{**small, "tokens_per_s": rate} for rate in (rates[0] / 2, rates[1] * 2)], rates)
+    assert "in fp32, 0.50 times the note's, and 217,560 with AMP, 2.00 times." in text
+    assert "d_ff=1536, ours 192" in text and "are 65,163 tokens a step, where its command has 16,384 and ours" in text
+
+
+def test_a_step_is_drawn_as_a_whole(studied):
+    chart = next(part for part in amp(Stored(studied)) if isinstance(part, Bars))
+
+    assert [sum(parts) for parts in zip(*(series.y for series in chart.series))] == pytest.approx([1.0] * 4)
 
 
 def test_the_full_study_has_a_size_at_which_the_host_sets_the_pace():
@@ -176,6 +211,8 @@ def test_an_inverted_mask_is_refused_and_the_right_one_is_not(studied):
     assert status == {"causal": "ok", "given": "ok", "inverted": "wrong"}
     assert found["outputs_deviation"][1] < 1e-5 and found["outputs_deviation"][2] > 0.05
     assert dict(zip(found["mask"], found["time_median_ns"]))["inverted"] is None
+    texts = [part.text for part in mask(Stored(studied)) if isinstance(part, Text)]
+    assert "(at the size of the check: d_model 32, 2 layers, 2 × 48): that row is not timed" in texts[1]
     attention = table_of(mask, Stored(studied), "attention").columns
     assert not {"not_seen", "mask", "dtype"} & set(attention["why_not_flash"])  # words, not codes
     assert attention["mask"] == ["causal", "given"] and attention["num_calls"] == [2, 2]
@@ -187,7 +224,9 @@ def test_the_cost_of_a_mask_follows_the_steps(studied, tmp_path):
 
     text = first_text(mask, changed(studied, tmp_path / "copy", "masks", timed))
 
-    assert "a step takes 3.00 ms instead of 2.00 ms, 1.50 times" in text and "it is 1.68 times" in text
+    assert "a step takes 3.00 ms instead of 2.00 ms, 1.50 times" in text
+    assert "Measured on tiny with 2 layers, 122,921 parameters, 1 × 16, routing=learned." in text
+    assert "with 12 layers, it is 1.68 times" in text
 
 
 def test_a_model_with_another_loss_is_not_ranked(studied, tmp_path):
@@ -238,6 +277,27 @@ def test_rows_of_a_gpu_are_answered_too(on_gpu):
     assert "one graph without a break, 0 recompiles" in text and "paid back after 359 to 541 steps" in text
     assert "loop compiled (default): 10 graphs, 10 breaks, 2 recompiles; unproven: nothing shows that it ran" in text
     assert " (MFU " in first_text(dispatch, stored)
+
+
+def test_what_cannot_be_told_apart_is_not_ranked(on_gpu, tmp_path):
+    def alike(row):
+        row["run"]["optimizer"] = "adamw" if row["run"]["compile"] != "reduce-overhead" else "fused"
+        eager_ns = 5000 if row["config"]["dispatch"] == "indexed" else 2000
+        row["samples_device_ns"] = [eager_ns if row["run"]["compile"] == "off" else 1000] * 10
+
+    text = first_text(dispatch, changed(on_gpu, tmp_path / "copy", "dispatch", alike))
+    assert "not to be told from " in text and "(the 95 % intervals of the medians meet; of these only " in text
+    assert "the eager ones differ by 0.0 % at most; the compiler makes one and the same 2.00 times as fast." in text
+
+
+def test_only_what_is_paid_back_is_told_to_be():
+    def row(dispatch, steps):
+        return {"dispatch": dispatch, "compile": "default", "time_median_ns": 1000, "num_recompiles": 0,
+                "num_break_even_steps": steps}  # fmt: skip
+
+    text = tsmoe_compiled._whole_sentence([row("capacity", 548.5), row("grouped", 576.4), row("tile", None)])
+    assert "paid back after 548 to 576 steps: capacity compiled (default) and grouped compiled (default)." in text
+    assert text.endswith("For tile compiled (default) there is no slower eager row with the same optimizer.")
 
 
 def test_a_part_that_could_not_be_compiled_is_told(on_gpu, tmp_path):

@@ -10,7 +10,7 @@ from stepscope.analysis.sweeps import OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Table, Text
 from stepscope.studies import hydra_note as note
-from stepscope.studies.figures import Record, against, beside, compared, known, listed, meet, paced, said, table
+from stepscope.studies.figures import Record, against, beside, compared, known, listed, paced, said, table, told_apart
 from stepscope.studies.hydra_step import is_noted, main_point, other_model, step_record
 from stepscope.studies.stored import Recorded, Stored
 
@@ -83,8 +83,8 @@ def _data_sentence(base: Record, *arms: Record) -> str:
             f"({said('share', record['wait_share'])} of it) and takes {said('step_ns', record['step_ns'])}, "
             f"{against(record, base, 'that')}"
         )
-        text += "." if meet(record, base) else f"; the wait is {_explained(record, base)} of the difference."
-    if all(meet(record, base) or _share_explained(record, base) >= MOSTLY for record in arms):
+        text += f"; the wait is {_explained(record, base)} of the difference." if told_apart(record, base) else "."
+    if all(_share_explained(record, base) >= MOSTLY for record in arms if told_apart(record, base)):
         return text
     text += " The rest is not the data"
     if all(map(paced, (base, *arms))):
@@ -131,10 +131,9 @@ def first_call(stored: Stored) -> Iterator[Any]:
         "warm_ns": [warm[name] for name in first],
         "ratio": [first[name] / warm[name] for name in first],
     }
-    more = [max(0, ns - columns["warm_ns"][place]) for place, ns in enumerate(columns["first_call_ns"])]
     yield Bars(
-        id="first_call", title="First call and later ones, by layer", labels=columns["layer"], unit="first_call_ns",
-        series=(Series("once warm", columns["warm_ns"]), Series("more in the first call", more)),
+        id="first_call", title="The first call, in times of a warm one, by layer", labels=columns["layer"],
+        series=(Series("first ÷ warm", columns["ratio"]),), unit="ratio",
     )  # fmt: skip
     remark = (
         "the forward of each layer, the device done with it before the next begins; warm: the median of later passes"
@@ -145,9 +144,9 @@ def first_call(stored: Stored) -> Iterator[Any]:
         yield beside(ours, note.FIRST, "layer", "beside_others", note.NOTE)
         longer_ns = row["first_call_ns"] - statistics.median(row["samples_device_ns"])
         yield Text(
-            f"The note lays it to JIT warm-up. Here compile={row['run']['compile']}: what a first call takes longer "
-            f"is to load and to choose kernels, {said('_ns', first[head] - warm[head])} in {head} of "
-            f"{said('_ns', longer_ns)} in the whole step, and that depends on torch and the machine."
+            f"The note lays it to JIT warm-up. Here compile={row['run']['compile']}: a first call takes "
+            f"{said('_ns', first[head] - warm[head])} longer in {head}, of {said('_ns', longer_ns)} in the whole "
+            "step; probably that is to load and to choose kernels, which was not measured apart."
         )
 
 

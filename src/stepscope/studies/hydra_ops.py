@@ -9,8 +9,8 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Table, Text
 from stepscope.studies import hydra_note as note
 from stepscope.studies.figures import Record, against, beside, known, listed, paced, said, table
-from stepscope.studies.hydra_step import is_noted, main_point, other_model, step_record
-from stepscope.studies.stored import Rows, Stored
+from stepscope.studies.hydra_step import PARTS, is_noted, main_point, other_model, step_record
+from stepscope.studies.stored import Recorded, Rows, Stored
 
 if TYPE_CHECKING:
     from stepscope.report.copies import CopiesReport
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 TIME, PEAK = "time_median_ns", "peak_allocated_bytes"
 LEAST_SHARE = 0.001
-"""A phase with less of the copies' time is not told by name."""
+"""What has less of the copies' time is not told by name, the phases of a step aside."""
+WORTH_SHARE = 0.05
+"""Of a step: what would save more is worth a change."""
+NUM_SOURCES = 12
+"""Of copies, in the chart."""
 
 
 def own_times(source: Source) -> tuple[list[tuple[str | None, int, int]], str]:
@@ -89,7 +93,7 @@ def copies(stored: Stored) -> Iterator[Any]:
     parts = section.parts(recorded.source)
     report = recorded.source.copies
     total_ns = sum(row["total_ns"] for row in report.rows)
-    by_phase = ", ".join(f"{said('share', share)} in {name}" for name, share in _by(report, "phase").items())
+    by_phase = ", ".join(f"{said('share', share)} in {name}" for name, share in _by(report, "phase", PARTS).items())
     largest = max(report.rows, key=lambda row: row["saving_ns"] or 0.0)
     yield Text(
         f"{parts[0].text}{_more_than_its_time(report, total_ns)} Of their time {by_phase}. The source whose removal "
@@ -97,26 +101,61 @@ def copies(stored: Stored) -> Iterator[Any]:
         "A copy that the next op needs would come back inside it: the micro-benchmarks of the next section measure "
         "that."
     )
-    yield from parts[1:]
+    yield _by_saving(report)
+    yield from (part for part in parts[1:] if not isinstance(part, Bars))
     if is_noted(recorded):
-        ours = [{"what": "copies", "time_share": total_ns / report.whole_ns}]
-        yield beside(ours, note.COPIES, "what", "time_share", note.NOTE)
-        kinds = listed(f"{said('share', share)} {name}" for name, share in _by(report, "what").items())
-        yield Text(
-            f"The note's share is of ops called aten::copy_; ours is of all copies: {kinds.replace('_', ' ')}. "
-            f"And {other_model(recorded)}."
-        )
+        rows, _ = own_times(recorded.source)
+        whole_ns = sum(ns for _, _, ns in rows)
+        ours = [{"op": op, "time_share": ns / whole_ns} for op, _, ns in rows]
+        yield beside(ours, note.COPIES, "op", "time_share", note.NOTE)
+        yield Text(_copies_verdict(recorded, total_ns))
 
 
-def _by(report: CopiesReport, column: str) -> dict[str, float]:
-    """The shares of the copies' time, most first."""
-    sums: dict[str, float] = {}
+def _by_saving(report: CopiesReport) -> Bars:
+    """The sources that would save most, named shortly: the end of the module, the kind of copy, the phase."""
+    rows = sorted(report.rows, key=lambda row: -(row["saving_ns"] or 0.0))[:NUM_SOURCES]
+    return Bars(
+        id="copies_by_source", title="What a step would save without each source of copies", unit="saving_ns",
+        labels=[_short_name(row) for row in rows], series=(Series("saving", [row["saving_ns"] for row in rows]),),
+        caption=f"By the replay; the first {len(rows)} of {len(report.rows)} sources.",
+    )  # fmt: skip
+
+
+def _short_name(row: Record) -> str:
+    """A source in few letters.
+
+    >>> _short_name({"module": "blocks.*.mlp.gate_up", "what": "cast", "phase": "forward"})
+    'mlp.gate_up: cast, forward'
+    """
+    words = [word for word in str(row["module"] or "no module").split(".") if word != "*"]
+    return f"{'.'.join(words[-2:])}: {str(row['what']).replace('_', ' ')}, {row['phase'] or 'no phase'}"
+
+
+def _copies_verdict(recorded: Recorded, total_ns: float) -> str:
+    """What the note says of the copies' sources, and its conclusion, beside our figures."""
+    report, phases = recorded.source.copies, _by(recorded.source.copies, "phase", PARTS)
+    kinds = listed(f"{said('share', share)} {name}" for name, share in _by(report, "what").items())
+    share = report.saving_ns / report.step_ns
+    verdict = "does not follow from" if share >= WORTH_SHARE else "fits"
+    return (
+        f"The note's share is of ops called aten::copy_. All copies are {said('share', total_ns / report.whole_ns)} "
+        f"here: {kinds.replace('_', ' ')}. It names as the main sources {note.COPIES_FROM}: here the optimizer has "
+        f"{said('share', phases['optimizer'])} of their time, the backward {said('share', phases['backward'])} and "
+        f'the forward {said("share", phases["forward"])}. Its conclusion, "{note.COPIES_CONCLUSION}", {verdict} '
+        f"our figures: without any copy a step would be {said('share', share)} shorter, without those that it needs "
+        f"less. And {other_model(recorded)}."
+    )
+
+
+def _by(report: CopiesReport, column: str, always: Sequence[str] = ()) -> dict[str, float]:
+    """The shares of the copies' time, most first; those that are asked for always also where they have none."""
+    sums: dict[str, float] = dict.fromkeys(always, 0.0)
     for row in report.rows:
         name = str(row[column] or "no phase")
         sums[name] = sums.get(name, 0.0) + row["total_ns"]
     whole_ns = sum(sums.values())
     found = {name: ns / whole_ns for name, ns in sorted(sums.items(), key=lambda item: -item[1])}
-    return {name: share for name, share in found.items() if share >= LEAST_SHARE}
+    return {name: share for name, share in found.items() if share >= LEAST_SHARE or name in always}
 
 
 def _more_than_its_time(report: CopiesReport, total_ns: float) -> str:

@@ -9,15 +9,19 @@ from stepscope.analysis.sweeps import OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Text
 from stepscope.studies import hydra_note as note
-from stepscope.studies.figures import Record, against, beside, known, listed, paced, said, table
+from stepscope.studies.figures import Record, against, beside, compared, known, listed, paced, said, table
 from stepscope.studies.hydra_ops import own_times
 from stepscope.studies.hydra_step import PARTS, step_record
-from stepscope.studies.stored import Recorded, Stored
+from stepscope.studies.stored import Recorded, Rows, Stored
 
 if TYPE_CHECKING:
     from stepscope.report.source import Source
 
 TIME, PEAK = "time_median_ns", "peak_allocated_bytes"
+SAME_LOSS = 1e-4
+"""Of the loss on one batch: rows that differ by less compute the same."""
+AT_FLOOR = 1.01
+"""So many times the fewest rows that can be executed, at most: nearly every token stops at once."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
 
 
@@ -27,7 +31,8 @@ def losses(stored: Stored) -> Iterator[Any]:
     full = rows.one(knob_loss="full")
     values = [record["loss"] for record in rows.ok]
     sentences = [
-        f"With all logits a step takes {said(TIME, full[TIME])} and {said(PEAK, full[PEAK])} at its peak.",
+        f"At {_shape(full)}, a step with all logits takes {said(TIME, full[TIME])} and {said(PEAK, full[PEAK])} at "
+        "its peak.",
     ]
     for record in rows.ok:
         if record is not full:
@@ -49,7 +54,7 @@ def losses(stored: Stored) -> Iterator[Any]:
 def routing(stored: Stored) -> Iterator[Any]:
     """Static against dynamic depth, of one model at one size, with what was really executed."""
     rows = stored.rows("routing").needed()
-    sentences: list[str] = []
+    sentences = [f"All at {_shape(next(iter(rows)))}."]
     times_static: dict[str, float] = {}
     for preset in rows.values("preset"):
         of = rows.where(preset=preset, compile="off")
@@ -61,16 +66,24 @@ def routing(stored: Stored) -> Iterator[Any]:
         sentences += [_variant_sentence(record, static) for record in variants]
         dynamic = of.ok.where(routing="dynamic", dispatch="gather", capacity=1.0)
         times_static |= {preset: next(iter(dynamic))[TIME] / static[TIME]} if len(dynamic) else {}
-    for record in rows.ok.where(compile=[name for name in rows.values("compile") if name != "off"]):
-        eager = rows.where(preset=record["preset"], compile="off").one(routing=record["routing"], capacity=1.0)
-        sentences.append(
-            f"Compiled with CUDA graphs ({record['compile']}), {record['routing']} takes {_told(record)}, "
-            f"{against(record, eager, 'eager')}."
-        )
+    pairs = [
+        (record, rows.where(preset=record["preset"], compile="off").one(routing=record["routing"], capacity=1.0))
+        for record in rows.ok.where(compile=[name for name in rows.values("compile") if name != "off"])
+    ]
+    sentences += [
+        f"Compiled with CUDA graphs ({record['compile']}), {record['routing']} takes {_told(record)}, "
+        f"{against(record, eager, 'eager')}."
+        for record, eager in pairs
+    ]
     yield Text(" ".join(sentences))
-    records = [record | {"executed_share": record.get("fact_executed_fraction")} for record in rows]
-    names = ("preset", "routing", "dispatch", "capacity", "compile", "executed_share", TIME, "tokens_per_s",
-             "num_kernels", "gpu_busy_share", PEAK, "peak_reserved_bytes", "num_parameters")  # fmt: skip
+    yield Text(" ".join([*_floor(rows), *_same_functions(rows)]))
+    records = [
+        record | {"executed_share": record.get("fact_executed_fraction"), "step_flops": record.get("flops_counted")}
+        for record in rows
+    ]
+    names = ("preset", "routing", "dispatch", "capacity", "compile", "loss", "executed_share", "step_flops", TIME,
+             "tokens_per_s", "mfu_share", "num_kernels", PEAK, "peak_reserved_bytes", "gpu_busy_share", "time_p10_ns",
+             "time_p90_ns", "num_parameters")  # fmt: skip
     remarks = "; ".join(f"{record['compile']}: {record['notes']}" for record in rows if record.get("notes"))
     yield table("routing", "Routing at equal topology", records, *known(records, *names), note=remarks)
     if note.PRESET in times_static:
@@ -82,23 +95,104 @@ def routing(stored: Stored) -> Iterator[Any]:
             f"The note's {note.ROUTING['dynamic']:.2f} is one model's step beside another's of another size. Of one "
             f"model, a dynamic step is {told}."
         )
+    for record, eager in pairs:
+        yield Text(_why_compiled(stored, record, eager))
+
+
+def _shape(record: Record) -> str:
+    """Batch, length and dtype in a sentence."""
+    return f"{record['batch']} × {record['seq_len']} tokens, {record['dtype']}"
+
+
+def _name(record: Record) -> str:
+    """A variant in a sentence."""
+    if record["capacity"] != 1:
+        return f"{record['routing']} (capacity {record['capacity']:g})"
+    if record["compile"] != "off":
+        return f"{record['routing']} (compiled)"
+    return str(record["routing"]) if record["routing"] == "static" else f"{record['routing']} ({record['dispatch']})"
 
 
 def _told(record: Record) -> str:
-    """A step's time with what it is made of."""
-    return f"{said(TIME, record[TIME])}{paced(record)}"
+    """A step's time with how it spreads, what it reaches and who sets its pace."""
+    text = said(TIME, record[TIME])
+    if record["is_noisy"]:
+        text += f" (p10 to p90: {said('_ns', record['time_p10_ns'])} to {said('_ns', record['time_p90_ns'])})"
+    if record.get("mfu_share") is not None:
+        text += f" at MFU {said('share', record['mfu_share'])}"
+    return f"{text}{paced(record)}"
+
+
+def _floor(rows: Rows) -> list[str]:
+    """How few rows there can be, and what it means that no router was trained; nothing where none routes."""
+    dynamic = rows.ok.where(routing="dynamic", dispatch="gather", capacity=1.0)
+    if not len(dynamic):
+        return []
+    depths = listed(dynamic.values("recursions"))
+    text = f"A token runs the MLP once at least: the floor is 1 ÷ {depths} recursions of the rows. No router here is "
+    text += "trained: where a trained one would stop tokens is not known."
+    lowest = [r for r in dynamic if r["fact_executed_fraction"] * r["recursions"] <= AT_FLOOR]
+    if lowest:
+        text += f" At {listed(r['preset'] for r in lowest)} the rows are at the floor, nearly every token stops at "
+        text += "once: what that saves is the most that dynamic depth can, and no trained router's saving."
+    return [text]
+
+
+def _same_functions(rows: Rows) -> list[str]:
+    """Which rows compute the same, by the loss on the same weights and batch, and which of those is faster."""
+    groups: list[list[Record]] = []
+    for record in rows.ok:
+        for group in groups:
+            first = group[0]
+            if record["preset"] == first["preset"] and abs(record["loss"] / first["loss"] - 1) < SAME_LOSS:
+                group.append(record)
+                break
+        else:
+            groups.append([record])
+    same = [group for group in groups if len(group) > 1]
+    told = [f"{listed(map(_name, group))} at {group[0]['preset']} ({group[0]['loss']:.4f})" for group in same]
+    sentences = [f"Rows with one loss compute the same: {'; '.join(told) or 'no two do'}."]
+    if all(len({record["routing"] for record in group}) == 1 for group in groups):
+        losses = listed(f"{group[0]['loss']:.4f} of {_name(group[0])} at {group[0]['preset']}" for group in groups)
+        sentences.append(f"Static and dynamic are no one function: the losses are {losses}.")
+    for gather, *rest in (group for group in same if group[0]["routing"] == "dynamic"):
+        sentences += [
+            f"Of one function, {_name(gather)} is {against(gather, other, _name(other))}, "
+            f"{said(TIME, gather[TIME])} and {said(TIME, other[TIME])}."
+            for other in rest
+        ]
+    return sentences
+
+
+def _why_compiled(stored: Stored, record: Record, eager: Record) -> str:
+    """How much of a compiled step's speed launches can explain: no more than the eager step is idle."""
+    knobs = ("preset", "batch", "seq_len", "dtype", "routing", "capacity")
+    idle = step_record(stored.recording("step", **{name: eager[name] for name in knobs})).get("gpu_idle_share")
+    if idle is None:
+        raise CannotCheck("how long the eager step is idle is not known on this device")
+    whole, by_launches = eager[TIME] / record[TIME], 1 / (1 - idle)
+    most = "fewer and fused kernels are" if whole / by_launches > by_launches else "what the host no longer does is"
+    return (
+        f"Why {_name(record)} at {record['preset']} is {compared(record[TIME], eager[TIME], 'eager')}: of the eager "
+        f"step, recorded, the GPU has nothing to do for {said('share', idle)}, so that launches explain "
+        f"{by_launches:.2f} times at most; the other {whole / by_launches:.2f} times are the kernels', "
+        f"{record['num_kernels']:,} instead of {eager['num_kernels']:,}: {most} the most of it."
+    )
 
 
 def _variant_sentence(record: Record, static: Record) -> str:
-    how = record["dispatch"] if record["capacity"] == 1 else f"capacity {record['capacity']:g}"
     text = (
-        f"{record['routing']} ({how}) executes {said('share', record['fact_executed_fraction'])} of the MLP's rows "
+        f"{_name(record)} executes {said('share', record['fact_executed_fraction'])} of the MLP's rows "
         f"and takes {_told(record)}, {against(record, static, 'static')}"
     )
-    if record.get("num_kernels") is None:
-        return f"{text}."
-    text += f", with {record['num_kernels']:,} kernels instead of {static['num_kernels']:,}"
-    if (record["routing"], record["dispatch"]) == ("dynamic", "gather"):
+    differs = []
+    if record.get("flops_counted") and record["flops_counted"] != static["flops_counted"]:
+        less = 1 - record["flops_counted"] / static["flops_counted"]
+        differs.append(f"{said('share', abs(less))} {'fewer' if less > 0 else 'more'} FLOPs")
+    if record.get("num_kernels") is not None:
+        differs.append(f"{record['num_kernels']:,} kernels instead of {static['num_kernels']:,}")
+    text += f", with {' and '.join(differs)}" if differs else ""
+    if record.get("num_kernels") is not None and (record["routing"], record["dispatch"]) == ("dynamic", "gather"):
         text += f"; each of {record['blocks']} blocks waits for the GPU to learn how many tokens go on"
     return f"{text}."
 
@@ -130,10 +224,6 @@ def sizes(stored: Stored) -> Iterator[Any]:
     idle = ("gpu_idle_share",) if "gpu_idle_share" in first else ()
     columns = ("preset", "num_parameters", "step_ns", "tokens_per_s", *names, *idle, "peak_bytes", "largest_op")
     yield table("sizes", "Presets at one number of tokens", records, *columns)
-    yield Bars(
-        id="sizes", title="Shares by preset", labels=[record["preset"] for record in records], unit="share",
-        series=tuple(Series(part, [r[f"{part}_share"] for r in records], colour=part) for part in PARTS),
-    )  # fmt: skip
 
 
 def _title(name: str) -> str:

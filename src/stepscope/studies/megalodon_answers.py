@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import plural
 from stepscope.studies.figures import (
+    HOST_SPREAD,
     Record,
     against,
     beside,
-    growth,
     host_paced,
-    in_words,
     known,
     lines,
     listed,
-    meet,
+    loss_said,
     paced,
     said,
     table,
+    told_apart,
 )
 from stepscope.studies.lengths import grown, grows
-from stepscope.studies.megalodon_paths import BUSY, FFT, PATHS, PEAK, PLACES, SCAN, SIZE, TIME, alone, place
+from stepscope.studies.megalodon_paths import BUSY, FFT, PATHS, PEAK, PLACES, SCAN, TIME, WITH_STATE, alone, place
 from stepscope.studies.megalodon_recordings import gemm_share
 from stepscope.studies.stored import Rows, Stored
 
 HOW = {"on": "from the state", "off": "all tokens"}
 PUBLISHED_OFF_OVER_ON = {512: 1.25}
 """The playbook's gain of bf16 reduction, by length; at 2048 it has "negligible impact", without a figure."""
+FP32_BYTES = 4
+VIEWS_ERROR = 0.05
+"""So near to each other are bytes that are taken for the same."""
 PUBLISHED_ON = "the playbook, which names no device"
 
 
@@ -46,7 +49,7 @@ def precision(stored: Stored) -> Iterator[Any]:
             sentences.append(
                 f"At {record['seq_len']} tokens a step in {dtype} takes {said(TIME, record[TIME])} and is "
                 f"{against(record, other, 'fp32')}, with {said('share', record[PEAK] / other[PEAK])} of its peak and "
-                f"a loss of {record['loss']:.3f} where fp32 has {other['loss']:.3f}."
+                f"a loss of {loss_said(record)} where fp32 has {loss_said(other)}."
             )
     bf16 = ok.where(dtype="bf16")
     reduced = [
@@ -65,14 +68,16 @@ def precision(stored: Stored) -> Iterator[Any]:
         raise CannotCheck(f"reduction on against off: {'; '.join(sorted(reasons)) or 'no length has both'}")
     ratios = [{"seq_len": on["seq_len"], "off_over_on": off[TIME] / on[TIME]} for on, off in reduced]
     yield beside(ratios, PUBLISHED_OFF_OVER_ON, "seq_len", "off_over_on", PUBLISHED_ON)
-    yield from gemm_share(stored)
+    yield from gemm_share(stored, PUBLISHED_OFF_OVER_ON)
 
 
 def _reduction(pairs: Sequence[tuple[Record, Record]]) -> str:
     """What reduction in bf16 changes over the lengths, and at which of them it is more than noise."""
     shares = [on[TIME] / off[TIME] for on, off in pairs]
     taken = " to ".join(dict.fromkeys(said("share", share) for share in (min(shares), max(shares))))
-    beyond = [f"at {on['seq_len']} tokens ({against(on, off, 'without')})" for on, off in pairs if not meet(on, off)]
+    beyond = [
+        f"at {on['seq_len']} tokens ({against(on, off, 'without')})" for on, off in pairs if told_apart(on, off)
+    ]
     lengths = listed(on["seq_len"] for on, _ in pairs)
     return (
         f"With reduction in bf16 a step at {lengths} tokens takes {taken} of its time without; beyond noise: "
@@ -91,9 +96,10 @@ def memory(stored: Stored) -> Iterator[Any]:
         rows = place(stored, measure)
         mode = rows.values("mode")[-1]
         of = rows.where(mode=mode)
-        groups += [(f"{where}, {mode}", path, of.ok.where(**{knob: path})) for path in PATHS]
+        found_rows = [of.ok.where(**{knob: path}) for path in PATHS]
+        groups += [(f"{where}, {mode}", each.values("variant")[0], each) for each in found_rows if len(each)]
         sentences += _more_than_scan(where, of.ok, knob)
-        parts.append(lines(f"memory-{measure}", f"Peak {where}, {mode}", of, "seq_len", PEAK, knob))
+        parts.append(lines(f"memory-{measure}", f"Peak {where}, {mode}", of, "seq_len", PEAK, "variant"))
     groups = [group for group in groups if len(group[2].values("seq_len")) > 1]
     if not groups:
         raise CannotCheck("there are not two lengths of anything")
@@ -119,47 +125,106 @@ def memory(stored: Stored) -> Iterator[Any]:
 def _more_than_scan(where: str, rows: Rows, knob: str) -> Iterator[str]:
     fft, scan = ({record["seq_len"]: record[PEAK] for record in rows.where(**{knob: path})} for path in (FFT, SCAN))
     for length in sorted(fft.keys() & scan.keys())[-1:]:
-        ratio = fft[length] / scan[length]
-        yield f"{where.capitalize()}, fft takes {ratio:.2f} times the peak of scan at {length} tokens."
+        name, ratio = rows.where(**{knob: FFT}).values("variant")[0], fft[length] / scan[length]
+        yield f"{where.capitalize()}, {name} takes {ratio:.2f} times the peak of scan at {length} tokens."
 
 
 def cache(stored: Stored) -> Iterator[Any]:
     """One token from the state against all tokens again, and what keeping the state costs."""
     rows = stored.rows("decode").needed()
-    sentences = []
-    longest = max(rows.ok.needed().values("seq_len"))
-    at = rows.ok.where(seq_len=longest)
-    on, off = (sorted(at.where(cache=value), key=lambda record: record[TIME]) for value in ("on", "off"))
-    if not on or not off:
-        raise CannotCheck(f"at {longest} tokens there is no time with and without a cache")
-    best, again = on[0], f"all tokens again ({off[0]['ema']})"
-    sentences.append(
+    lengths = {length: rows.ok.where(seq_len=length) for length in rows.ok.needed().values("seq_len")}
+    told = {length: _ways(at) for length, at in lengths.items()}
+    both = {length: (ways["on"], ways["off"]) for length, ways in told.items() if len(ways) == 2}
+    if not both:
+        raise CannotCheck("there is no length with a time with and without a cache")
+    longest = max(both)
+    (best, *others), (again, *_) = both[longest]
+    without = f"all tokens again ({again['ema']})"
+    sentences = [
         f"After {longest} tokens the next one takes {said(TIME, best[TIME])} with the state ({best['ema']}) and "
-        f"is {against(best, off[0], again)}."
-    )
-    sentences += [
-        f"With {record['ema']} it takes {said(TIME, record[TIME])}: {against(record, best, best['ema'])}."
-        for record in on[1:]
+        f"is {against(best, again, without)}.",
+        *(
+            f"With {record['ema']} it takes {said(TIME, record[TIME])}: {against(record, best, best['ema'])}."
+            for record in others
+        ),
+        *(
+            f"After {length} tokens it takes {_range(on)} with the state and {_range(off)} without."
+            for length, (on, off) in both.items()
+            if length != longest
+        ),
+        _pays({length: (on[0], off[0]) for length, (on, off) in both.items()}),
     ]
-    for value, what in (("on", "With the state"), ("off", "Without")):
-        of = rows.ok.where(cache=value, ema=(best if value == "on" else off[0])["ema"])
-        if len(of.values("seq_len")) > 1:
-            sentences.append(
-                f"{what}, the time grows {in_words(growth(of, 'seq_len', TIME))} with the tokens before."
-            )
     yield Text(" ".join([*sentences, *host_paced(rows.ok)]))
-    told = [record | {"how": HOW[record["cache"]]} for record in rows]
-    told = [record | {"num_computed": record.get("fact_num_computed_tokens")} for record in told]
-    names = known(told, "how", "ema", "seq_len", "num_computed", TIME, BUSY, PEAK)
-    yield table("decode", "The next token", told, *names)
-    yield lines("decode-time", "The next token", told, "seq_len", TIME, ("how", "ema"))
-    for without in alone(stored, last_state=False).ok.where(path=FFT):
-        same = {name: without[name] for name in ("path", "mode", "seq_len", *SIZE)}
-        for record in alone(stored).ok.where(**same):
+    records = [record | {"how": HOW[record["cache"]]} for record in rows]
+    records = [record | {"num_computed": record.get("fact_num_computed_tokens")} for record in records]
+    names = known(records, "how", "ema", "seq_len", "num_computed", TIME, BUSY, PEAK)
+    yield table("decode", "The next token", records, *names)
+    yield lines("decode-time", "The next token", records, "seq_len", TIME, ("how", "ema"))
+    yield from _held(rows.ok.where(cache="on", ema=best["ema"]))
+    yield from _kept(alone(stored).ok)
+
+
+def _ways(rows: Rows) -> dict[str, Sequence[Record]]:
+    """With and without a cache, as far as there are rows: the fastest path first."""
+    found: dict[str, Sequence[Record]]
+    found = {how: sorted(rows.where(cache=how), key=lambda record: record[TIME]) for how in HOW}
+    return {how: records for how, records in found.items() if records}
+
+
+def _range(records: Sequence[Record]) -> str:
+    """Of records by their time: from the fastest to the slowest path."""
+    return " to ".join(dict.fromkeys(f"{said(TIME, r[TIME])} ({r['ema']})" for r in (records[0], records[-1])))
+
+
+def _pays(fastest: Mapping[int, tuple[Record, Record]]) -> str:
+    """From which length the state is faster by more than two processes of one point may differ."""
+    paid = [on[TIME] * HOST_SPREAD <= off[TIME] and told_apart(on, off) for on, off in fastest.values()]
+    lengths = list(fastest)
+    num_paid = next((num for num, pays in enumerate(reversed(paid)) if not pays), len(paid))
+    if not num_paid:
+        return f"At none of {listed(lengths)} tokens does that pay ({HOST_SPREAD} times or more)."
+    little = lengths[:-num_paid]
+    before = f"; at {listed(little)} it brings little or nothing" if little else ", the fewest that were measured"
+    return f"It pays ({HOST_SPREAD} times or more) from {lengths[-num_paid]} tokens on{before}."
+
+
+def _held(rows: Rows) -> Iterator[Any]:
+    """Whether memory grows though the state does not, and whether that is what its views were cut from."""
+    ordered = sorted((record for record in rows if record[PEAK]), key=lambda record: record["seq_len"])
+    if len(ordered) < 2:
+        return
+    short, long = ordered[0], ordered[-1]
+    open_tokens = dict.fromkeys((record["seq_len"] - 1) % record["chunk"] for record in (short, long))
+    yield Text(
+        f"From the state ({long['ema']}) the peak is {said(PEAK, short[PEAK])} after {short['seq_len']} tokens and "
+        f"{said(PEAK, long[PEAK])} after {long['seq_len']}; the state has keys and values of {listed(open_tokens)} "
+        f"of them, those of the open chunk.{_views(long[PEAK] - short[PEAK], short, long)}"
+    )
+
+
+def _views(more_bytes: int, short: Record, long: Record) -> str:
+    """Whether bytes are what keys, values and two sums of each norm take for all tokens between two lengths."""
+    num_kept = long["layers"] * (long["z_width"] + long["value_width"]) + 2 * long["groups"] * (long["layers"] + 1)
+    all_bytes = FP32_BYTES * long["batch"] * num_kept * (long["seq_len"] - short["seq_len"])
+    if long["dtype"] != "fp32" or abs(more_bytes - all_bytes) > VIEWS_ERROR * all_bytes:
+        return ""
+    return (
+        f" The {said(PEAK, more_bytes)} more are as much as keys, values and the norms' sums of all tokens take: the "
+        "state is views of these, and keeps them alive. The step itself takes no more."
+    )
+
+
+def _kept(rows: Rows) -> Iterator[Any]:
+    """What fft takes longer with the state, at the longest length of each mode."""
+    for mode in rows.values("mode"):
+        without = {record["seq_len"]: record for record in rows.where(variant=FFT, mode=mode)}
+        kept = {record["seq_len"]: record for record in rows.where(variant=WITH_STATE, mode=mode)}
+        for length in sorted(kept.keys() & without.keys())[-1:]:
+            record, other = kept[length], without[length]
             yield Text(
-                f"To keep the state, fft computes it beside its outputs: at {record['seq_len']} tokens, "
-                f"{record['mode']}, that takes {said(TIME, record[TIME])}{paced(record)} and is "
-                f"{against(record, without, 'without')}, {said(TIME, without[TIME])}{paced(without)}."
+                f"To keep the state, fft computes it beside its outputs: at {length} tokens, {mode}, that takes "
+                f"{said(TIME, record[TIME])}{paced(record)} and is {against(record, other, 'without')}, "
+                f"{said(TIME, other[TIME])}{paced(other)}."
             )
 
 

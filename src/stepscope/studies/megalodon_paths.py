@@ -7,6 +7,7 @@ from typing import Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
+from stepscope.report.text import plural
 from stepscope.studies.figures import against, crossing, host_paced, known, lines, listed, said, table
 from stepscope.studies.stored import Rows, Stored
 
@@ -16,17 +17,39 @@ TIME, PEAK, BUSY = "time_median_ns", "peak_allocated_bytes", "gpu_busy_share"
 PLACES = {"average": ("path", "alone"), "paths": ("ema", "in the model")}
 """Measure → the knob that is the path there, and where it is."""
 SIZE = ("batch", "width", "num_states")
+WITH_STATE = "fft with its last state"
+"""What the model computes in decoding only: fft takes a second contraction for it; the others have it anyway."""
 
 
-def alone(stored: Stored, last_state: bool = True) -> Rows:
-    """The average alone, in the size that it has in the model."""
+def alone(stored: Stored) -> Rows:
+    """The average alone, in the size that it has in the model, each row with its `variant`."""
     model = stored.rows("paths")
-    return stored.rows("average").where(last_state=last_state, **{name: model.values(name) for name in SIZE})
+    found = stored.rows("average").where(**{name: model.values(name) for name in SIZE})
+    return Rows(
+        found.about,
+        [
+            record | {"variant": WITH_STATE if record["path"] == FFT and record["last_state"] else record["path"]}
+            for record in found
+        ],
+    )
 
 
 def place(stored: Stored, measure: str) -> Rows:
-    """The rows of one of PLACES that can be held against those of the other."""
-    return (alone(stored) if measure == "average" else stored.rows(measure)).needed()
+    """The rows of one of PLACES that can be held against those of the other, each with its `variant`.
+
+    Alone, fft is without its last state in a mode in which every length has it so, and with it in the others.
+    """
+    if measure != "average":
+        rows = stored.rows(measure).needed()
+        return Rows(rows.about, [record | {"variant": record["ema"]} for record in rows])
+    rows = alone(stored)
+    kept = {mode: _lengths(rows, WITH_STATE, mode) - _lengths(rows, FFT, mode) for mode in rows.values("mode")}
+    other = {mode: FFT if kept[mode] else WITH_STATE for mode in kept}
+    return Rows(rows.about, [record for record in rows if record["variant"] != other[record["mode"]]]).needed()
+
+
+def _lengths(rows: Rows, variant: str, mode: str) -> set[int]:
+    return set(rows.ok.where(variant=variant, mode=mode).values("seq_len"))
 
 
 def different(stored: Stored) -> Iterator[Any]:
@@ -47,16 +70,19 @@ def different(stored: Stored) -> Iterator[Any]:
             seen.append(f"{path} by {evidence} at {last['config']['seq_len']} tokens")
             worst = {kind: _worst(of, kind) for kind in ("outputs", "gradients")}
             row = {"where": where, "path": path, "num_rows": len(of), "num_proven": len(proven)}
-            found.append(row | {"longest": last["config"]["seq_len"], "evidence": evidence} | worst)
+            row |= {"longest": last["config"]["seq_len"], "evidence": evidence, "checked_at": _checked_at(of)}
+            found.append(row | worst)
         sentences.append(f"{where.capitalize()}, a traced pass shows {', '.join(seen)}.")
     if not found:
         raise CannotCheck("no path was measured")
     num_rows, num_proven = (sum(row[name] for row in found) for name in ("num_rows", "num_proven"))
+    checked = "; ".join(dict.fromkeys(f"{row['where']} at {row['checked_at']}" for row in found))
     furthest = max(row[name] for row in found for name in ("outputs", "gradients") if row[name] is not None)
     yield Text(
         f"{num_proven} of {num_rows} rows prove that their path ran, and none is further than {furthest:.1e} of its "
-        f"norm from the sequential path in float64, gradients included. {_same_loss(stored)} The playbook's switch "
-        f"for the sequential path did nothing, so that it held {FFT} against {FFT}."
+        f"norm from the sequential path in float64, gradients included, where that was checked: {checked}. "
+        f"{_same_loss(stored)} The playbook's switch for the sequential path did nothing, so that it held {FFT} "
+        f"against {FFT}."
     )
     yield Text(" ".join(sentences))
     for row in found:
@@ -67,6 +93,13 @@ def different(stored: Stored) -> Iterator[Any]:
 def _worst(rows: Sequence[Mapping[str, Any]], kind: str) -> float | None:
     found = [(row.get("gate") or {}).get("deviations", {}).get(kind) for row in rows]
     return max((value for value in found if value is not None), default=None)
+
+
+def _checked_at(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The sizes at which results were held against float64: smaller ones than those that were timed."""
+    sizes = [(row.get("gate") or {}).get("sizes") or {} for row in rows]
+    told = dict.fromkeys(f"{s['seq_len']} tokens × {s['batch']}, width {s['width']}" for s in sizes if s)
+    return listed(told) if told else "no size"
 
 
 def _same_loss(stored: Stored) -> str:
@@ -90,21 +123,25 @@ def fastest(stored: Stored) -> Iterator[Any]:
         for mode in rows.values("mode"):
             of = rows.where(mode=mode)
             for one, other in ((SEQUENTIAL, FFT), (FFT, SCAN), (SEQUENTIAL, SCAN)):
-                found = _meeting(list(of.ok.where(**{knob: one})), list(of.ok.where(**{knob: other})), knob)
+                found = _meeting(list(of.ok.where(**{knob: one})), list(of.ok.where(**{knob: other})))
                 meetings += [{"where": where, "mode": mode} | row for row in found]
-            parts.append(lines(f"{measure}-{mode}", f"{where.capitalize()}, {mode}", of, "seq_len", TIME, knob))
-        names = known(rows, "mode", knob, "seq_len", TIME, BUSY, "tokens_per_s", PEAK, "speedup")
-        parts.append(table(measure, where.capitalize(), rows, *names))
-        waiting += host_paced(rows.ok, where.capitalize())
+        every = alone(stored) if measure == "average" else rows
+        for mode in every.values("mode"):
+            of = every.where(mode=mode)
+            parts.append(lines(f"{measure}-{mode}", f"{where.capitalize()}, {mode}", of, "seq_len", TIME, "variant"))
+        names = known(every, "mode", "variant", "seq_len", TIME, BUSY, "tokens_per_s", PEAK, "speedup")
+        parts.append(table(measure, where.capitalize(), every, *names))
+        waiting += host_paced(every.ok, where.capitalize())
     yield Text(_winner(stored))
     if not meetings:
         raise CannotCheck("no two paths were measured at one length")
     told = (
         f"{row['where']}, {row['mode']}, {row['faster']} is faster than {row['than']} {row['from']}"
         for row in meetings
-        if {row["faster"], row["than"]} == {FFT, SEQUENTIAL}
+        if SCAN not in (row["faster"], row["than"])
     )
-    yield Text(" ".join([f"FFT and the sequential path: {'; '.join(told) or 'no length has both'}.", *waiting]))
+    yield Text(f"FFT and the sequential path: {'; '.join(told) or 'no length has both'}. {_sizes(stored)}")
+    yield Text(" ".join([_state(stored), *waiting]))
     note = "times faster: at the longest length that both have"
     yield table("crossings", "From which length one path is faster than another", meetings, *meetings[0], note=note)
     yield from _larger(stored)
@@ -134,6 +171,51 @@ def _winner(stored: Stored) -> str:
     )
 
 
+def _sizes(stored: Stored) -> str:
+    """What was measured, once."""
+    model = next(iter(stored.rows("paths").needed()))
+    dtypes = {record["dtype"] for measure in PLACES for record in stored.rows(measure)}
+    told = listed(f"{dtype} (TF32 off)" if dtype == "fp32" else dtype for dtype in sorted(dtypes))
+    return (
+        f"The model has {model['layers']} layers of width {model['width']} with {model['num_states']} states a "
+        f"channel and a batch of {model['batch']}; the average alone is one layer's, of the same sizes. All paths "
+        f"are in {told}."
+    )
+
+
+def _state(stored: Stored) -> str:
+    """Whether the average alone computes its last state, and whether it does so in the model."""
+    modes: dict[str, dict[str, None]] = {}
+    for record in place(stored, "average").where(path=FFT):
+        how = "with it (not every length has fft without)" if record["variant"] == WITH_STATE else "without it"
+        modes.setdefault(how, {})[record["mode"]] = None
+    told = "; ".join(f"{how} in {listed(of)}" for how, of in modes.items())
+    sentences = [
+        "The model in training does not ask for the last state of the average. Alone, scan and sequential compute it "
+        f"in any case; fft, which computes it apart, stands beside them {told}.",
+        *_kernels_of_state(stored),
+    ]
+    return " ".join(sentences)
+
+
+def _kernels_of_state(stored: Stored) -> Iterator[str]:
+    """By the kernels of a forward: as many more of fft than of scan in a layer of the model as alone without it."""
+    whole, rows = stored.rows("paths").ok, alone(stored).ok
+    for record in sorted(rows.where(variant=FFT, mode="forward"), key=lambda record: -record["seq_len"]):
+        at = {"mode": "forward", "seq_len": record["seq_len"]}
+        found = [whole.where(ema=path, **at) for path in (FFT, SCAN)]
+        found += [rows.where(variant=variant, **at) for variant in (FFT, WITH_STATE, SCAN)]
+        if all(len(of) and next(iter(of))["num_kernels"] for of in found):
+            model_fft, model_scan, fft, with_state, scan = (next(iter(of))["num_kernels"] for of in found)
+            layers = next(iter(found[0]))["layers"]
+            yield (
+                f"The kernels show it: a forward of {record['seq_len']} tokens by fft has "
+                f"{(model_fft - model_scan) / layers:.0f} more than by scan in each layer of the model, alone "
+                f"{fft - scan} without the state and {with_state - scan} with it."
+            )
+            return
+
+
 def _larger(stored: Stored) -> Iterator[Any]:
     """The average alone in other sizes than the model's."""
     of_model = {record["hash"] for record in alone(stored)}
@@ -157,7 +239,7 @@ def _larger(stored: Stored) -> Iterator[Any]:
     yield table("average-larger", "Alone, in other sizes than in the model", rows, *names)
 
 
-def _meeting(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], knob: str) -> list[dict[str, Any]]:
+def _meeting(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Which of two paths is the faster one in the end, and from which length on; [] where they share no length."""
     times = [{record["seq_len"]: record[TIME] for record in rows} for rows in (one, other)]
     both = sorted(times[0].keys() & times[1].keys())
@@ -171,17 +253,24 @@ def _meeting(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]
     else:
         where = f"from about {at:.0f} tokens on" if at > both[0] else f"from {both[0]} tokens, the shortest, on"
     ratio = max(times[0][last], times[1][last]) / min(times[0][last], times[1][last])
-    return [{"faster": fast[0][knob], "than": slow[0][knob], "from": where, "longest": last, "times_faster": ratio}]
+    found = {"faster": fast[0]["variant"], "than": slow[0]["variant"], "from": where}
+    return [found | {"longest": last, "times_faster": ratio}]
 
 
 def _part_of_model(stored: Stored) -> Iterator[Any]:
-    """The average alone, as often as the model has it, beside the whole model."""
+    """The average alone, as often as the model has it, beside the model; fft without its state where measured so."""
     rows = alone(stored).ok
     found: list[dict[str, Any]] = []
     for whole in stored.rows("paths").ok:
         same = {name: whole[name] for name in ("seq_len", "mode", *SIZE)}
-        for part in rows.where(path=whole["ema"], **same):
-            row = {"path": whole["ema"], "seq_len": whole["seq_len"], "mode": whole["mode"], "alone_ns": part[TIME]}
+        parts = sorted(rows.where(path=whole["ema"], **same), key=lambda record: record["variant"] == WITH_STATE)
+        for part in parts[:1]:
+            row = {
+                "path": part["variant"],
+                "seq_len": whole["seq_len"],
+                "mode": whole["mode"],
+                "alone_ns": part[TIME],
+            }
             row |= {"num_layers": whole["layers"], "model_ns": whole[TIME]}
             found.append(row | {"model_share": whole["layers"] * part[TIME] / whole[TIME]})
     if not found:
@@ -192,8 +281,13 @@ def _part_of_model(stored: Stored) -> Iterator[Any]:
         for row in (ends[0], ends[-1])
     )
     apart = " (both were measured apart: a share can pass 100 %)" if ends[-1]["model_share"] > 1 else ""
+    num_more = sum(row["path"] == WITH_STATE for row in found)
+    more = (
+        f"{plural(num_more, 'row')} of fft {'is' if num_more == 1 else 'are'} with the state, which the model does "
+        "not compute: more than its share. "
+    )
     yield Text(
         f"Alone, as often as the model has it, the average takes from {low} to {high} of the whole model{apart}. "
-        "The playbook's micro traces, meant to be of it alone, were of the whole."
+        f"{more if num_more else ''}The playbook's micro traces, meant to be of it alone, were of the whole."
     )
     yield table("part", "The moving average alone beside the model", found, *found[0])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Table, Text
+from stepscope.report.parts import Text
 from stepscope.report.text import plural
 from stepscope.studies.figures import said, table
 from stepscope.studies.megalodon_files import recorded, windows_of
@@ -14,6 +15,8 @@ from stepscope.studies.stored import Recorded, Stored
 
 PUBLISHED_SCHEDULES = ((1, 1, 2, 1), (1, 1, 1, 1), (2, 3, 3, 2))
 """Wait, warm-up, active, repeat: those of its commands."""
+SUSPECTED = "timestep_norm"
+"""The module that the playbook suspects of taking the GPU's time."""
 TIME = "time_ns"
 _CHAIN = ("num_chains", "num_kernels", "duration_ns", "bytes", "fused_bytes")
 
@@ -22,7 +25,7 @@ def schedule(stored: Stored) -> Iterator[Any]:
     """Steps that were asked for and steps that came, window by window; a short schedule beside a long one."""
     schedules: list[dict[str, Any]] = []
     traced: list[dict[str, Any]] = []
-    medians: dict[int, dict[str, Any]] = {}
+    measured: dict[int, dict[str, Any]] = {}
     for name, one in recorded(stored):
         summary, steps = one.source.card.summary, one.source.card.recording.facts["windows"]
         windows = list(windows_of(one))
@@ -42,7 +45,8 @@ def schedule(stored: Stored) -> Iterator[Any]:
                 row |= {"clean_step_ns": clean_ns, "slowdown": step_ns / clean_ns}
             traced.append(row)
         if summary.step_ns is not None:
-            medians.setdefault(one.axes["seq_len"], {})[name.split("_")[0]] = summary.step_ns
+            steps_ns = [sample.wall_ns for sample in one.source.card.recording.window("clean")]
+            measured.setdefault(one.axes["seq_len"], {})[name.split("_")[0]] = summary.step_ns, steps_ns
     if not schedules:
         raise CannotCheck("nothing was recorded")
     asked, came, repeat, num = (
@@ -59,14 +63,17 @@ def schedule(stored: Stored) -> Iterator[Any]:
             for row in cut
         ),
     ]
-    for length, known in medians.items():
+    for length, known in measured.items():
         if len(known) > 1:
-            short, long = known["short"], known["long"]
+            (short, _), (long, steps_ns) = known["short"], known["long"]
+            first_ns = median(steps_ns[: short.num_samples])
             sentences.append(
-                f"At {length} tokens the clean step is {said(TIME, short.median)} by {short.num_samples} steps and "
-                f"{said(TIME, long.median)} by {long.num_samples}: they are "
-                f"{said('share', abs(short.median / long.median - 1))} apart, p90 and p10 of the longer schedule "
-                f"{said('share', (long.p90 - long.p10) / long.median)} apart."
+                f"At {length} tokens the clean step is {said(TIME, short.median)} by {short.num_samples} steps of "
+                f"one process and {said(TIME, long.median)} by {long.num_samples} of another: two processes are "
+                f"{said('share', abs(short.median / long.median - 1))} apart, which says nothing of the schedules. "
+                f"Inside the longer one the first {short.num_samples} clean steps have a median of "
+                f"{said(TIME, first_ns)}, all {long.num_samples} of {said(TIME, median(steps_ns))}, and p90 − p10 is "
+                f"{said(TIME, long.p90 - long.p10)}."
             )
     yield Text(" ".join(sentences))
     yield table("schedules", "Steps that were to come, and that came", schedules, *schedules[0])
@@ -87,8 +94,8 @@ def _published_schedules() -> list[dict[str, int]]:
     return rows
 
 
-def gemm_share(stored: Stored) -> Iterator[Any]:
-    """How much of a step a matrix product can change at all."""
+def gemm_share(stored: Stored, published: Mapping[int, float]) -> Iterator[Any]:
+    """How much of a step matrix products can change at all; whether a published gain, by length, can be of them."""
     for one in stored.recordings("short"):
         if one.status != "ok":
             continue
@@ -98,10 +105,18 @@ def gemm_share(stored: Stored) -> Iterator[Any]:
             continue
         gemm_ns = gemm / max(1, account.steps.height)
         share = min(1.0, gemm_ns / summary.step_ns.median)
+        at_most = 1 / max(1e-9, 1 - share)
+        gain = published.get(one.axes["seq_len"])
+        more = ""
+        if gain is not None and gain > at_most:
+            more = (
+                f" The playbook's {gain:.2f} times at this length is more than that: it cannot be of the products in "
+                "such a step."
+            )
         yield Text(
             f"At {one.axes['seq_len']} tokens matrix products are {said('share', gemm / total)} of the GPU's work "
             f"and {said('share', share)} of a clean step of {said(TIME, summary.step_ns.median)}: were they free, "
-            f"the step would be {1 / max(1e-9, 1 - share):.2f} times as fast; how they are summed can bring no more."
+            f"the step would be {at_most:.2f} times as fast; how they are summed can bring no more.{more}"
         )
 
 
@@ -110,12 +125,11 @@ def fusion(stored: Stored) -> Iterator[Any]:
     from stepscope.analysis.host_spans import host_spans
 
     one = _longest(stored)
-    linked = one.source.case.linked
-    spans = host_spans(linked).to_dicts()
+    every = host_spans(one.source.case.linked).to_dicts()
     names = ["module", "phase", "num_ops", "num_kernels", "host_ns", "device_ns", "uncovered_ns"]
     length = one.axes["seq_len"]
-    on_gpu = any(span["num_kernels"] for span in spans)
-    spans = [span | {"module": span["module"] or "(no module)"} for span in spans if span["host_ns"] >= 1000]
+    on_gpu = any(span["num_kernels"] for span in every)
+    spans = [span | {"module": span["module"] or "(no module)"} for span in every if span["host_ns"] >= 1000]
     inside = [span for span in spans if span["module"] != "(no module)"]
     if not inside:
         raise CannotCheck("the trace has no modules")
@@ -125,10 +139,11 @@ def fusion(stored: Stored) -> Iterator[Any]:
         note += "; (no module) in the backward has the wait of the thread that called it"
         bound = [span for span in inside if span["uncovered_ns"] > 0]
         yield Text(
-            f"At {length} tokens the host takes longer than the GPU in {len(bound)} of {len(inside)} spans. Most in "
-            f"the {first['phase']} of {first['module']}: {first['num_ops']:.0f} ops launch "
-            f"{first['num_kernels']:.0f} kernels a step, {said(TIME, first['device_ns'])} of work that takes the "
-            f"host {said(TIME, first['host_ns'])}."
+            f"At {length} tokens, in a traced step, in which the profiler slows the host and not the GPU, the host "
+            f"takes longer than the GPU in {len(bound)} of {len(inside)} spans. Most in the {first['phase']} of "
+            f"{first['module']}: {first['num_ops']:.0f} ops launch {first['num_kernels']:.0f} kernels, "
+            f"{said(TIME, first['device_ns'])} of work that takes the host {said(TIME, first['host_ns'])}. "
+            f"{_most_work(spans)}"
         )
     else:
         names = [name for name in names if name not in ("num_kernels", "device_ns", "uncovered_ns")]
@@ -141,10 +156,38 @@ def fusion(stored: Stored) -> Iterator[Any]:
     found = [each for each in one.source.diagnosis.findings if each.id in ("unfused_elementwise", "launch_bound")]
     for finding in found:
         yield Text(finding.sentence)
-    yield _chains(one)
+    chains = _chain_rows(one)
+    yield Text(_saved(chains, every))
+    title = "Chains that one kernel could do, a step"
+    yield table("chains", title, chains, "module", "phase", "ops", *_CHAIN)
 
 
-def _chains(one: Recorded) -> Table:
+def _saved(chains: list[dict[str, Any]], spans: list[dict[str, Any]]) -> str:
+    """What one kernel for each chain would spare the host, and the GPU at the most."""
+    num_kernels, num_chains, chained_ns = (
+        sum(row[name] for row in chains) for name in ("num_kernels", "num_chains", "duration_ns")
+    )
+    num_all, device_ns = (sum(span[name] for span in spans) for name in ("num_kernels", "device_ns"))
+    return (
+        f"One kernel for each chain would save {num_kernels - num_chains:,.0f} of {num_all:,.0f} launches a step, "
+        f"but less than {said(TIME, chained_ns)} of {said(TIME, device_ns)} of the GPU's work."
+    )
+
+
+def _most_work(spans: list[dict[str, Any]]) -> str:
+    """The module with the most GPU work, all phases together."""
+    device_ns: dict[str, float] = {}
+    for span in spans:
+        device_ns[span["module"]] = device_ns.get(span["module"], 0) + span["device_ns"]
+    name, whole = max(device_ns, key=lambda module: device_ns[module]), sum(device_ns.values())
+    suspected = ", which the playbook suspected" if name.endswith(SUSPECTED) else ""
+    return (
+        f"The most GPU work is in {name}{suspected}: {said(TIME, device_ns[name])} of {said(TIME, whole)}, "
+        f"{said('share', device_ns[name] / whole)}."
+    )
+
+
+def _chain_rows(one: Recorded) -> list[dict[str, Any]]:
     """Chains of elementwise kernels by the module of their first: CannotCheck without GPU work."""
     from stepscope.analysis.memory_tree import starred
 
@@ -160,8 +203,7 @@ def _chains(one: Recorded) -> Table:
     if not groups:
         raise CannotCheck("no chain of three elementwise kernels or more is in the trace")
     rows = [dict(zip(("module", "phase", "ops"), key)) | row for key, row in groups.items()]
-    rows.sort(key=lambda row: -row["duration_ns"])
-    return table("chains", "Chains that one kernel could do, a step", rows, "module", "phase", "ops", *_CHAIN)
+    return sorted(rows, key=lambda row: -row["duration_ns"])
 
 
 def _longest(stored: Stored) -> Recorded:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from stepscope.report.parts import Chart, Table
 from stepscope.studies import nano_answers as answers
+from stepscope.studies import nano_models as models
 from stepscope.studies.nano_answers import DENSE, FLEX, MASK
 from stepscope.studies.outputs import csv, markdown, part, png, rows_json
 from stepscope.studies.study import REPORT, Question, Study, Sweep
@@ -57,10 +58,10 @@ STUDY = Study(
         Question(title="Is sparse attention faster, and from which length?", answer=answers.faster),
         Question(title="How sparse is it, and how much of it is skipped?", answer=answers.sparsity),
         Question(title="Does memory grow linearly or quadratically?", answer=answers.memory),
-        Question(title="Is sparse attention faster in a whole model too?", answer=answers.faster_models),
-        Question(title="What do the presets take?", answer=answers.models),
+        Question(title="Is sparse attention faster in a whole model too?", answer=models.faster_models),
+        Question(title="What do the presets take?", answer=models.models),
         Question(
-            title="Are dense and sparse comparable, and is one profiled call a latency?", answer=answers.compares
+            title="Are dense and sparse comparable, and is one profiled call a latency?", answer=models.compares
         ),
     ),
     files={
@@ -69,11 +70,11 @@ STUDY = Study(
         "attention_latency.png": png(part(answers.faster, Chart, "latency-inference")),
         "attention_memory.png": png(part(answers.memory, Chart, "memory-inference")),
         "attention_efficiency.png": png(part(answers.sparsity, Chart, "executed")),
-        "model_performance.png": png(part(answers.models, Chart, "models-step")),
+        "model_performance.png": png(part(models.models, Chart, "models-step")),
         "attention_summary.csv": csv(part(answers.faster, Table, "attention")),
         "attention_summary.md": markdown(part(answers.faster, Table, "attention")),
-        "model_summary.csv": csv(part(answers.models, Table, "models")),
-        "model_summary.md": markdown(part(answers.models, Table, "models")),
+        "model_summary.csv": csv(part(models.models, Table, "models")),
+        "model_summary.md": markdown(part(models.models, Table, "models")),
         "profiling_report.md": REPORT,
     },
 )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from stepscope.analysis.comparison import Table as Parts
     from stepscope.report.source import Source
 
-NUM_PARTS = 5
-"""Parts of a difference that are told by name."""
+NUM_PARTS, NUM_CHARTED = 5, 9
+"""Parts of a difference that are told by name, in the table and in the chart."""
 LEAST_SHARE = 0.001
 """Of a step: a smaller part is not worth a word."""
 
@@ -39,7 +39,7 @@ def amp(stored: Stored) -> Iterator[Any]:
         parts.append((one["model"], difference))
         for record, (num_casts, casts_ns) in zip((one, other), casts):
             records.append({**record, "num_casts": num_casts, "cast_time_ns": casts_ns})
-    yield Text(amp_verdict(list(zip(records[::2], records[1::2]))))
+    yield Text(f"{amp_verdict(list(zip(records[::2], records[1::2])))}{_fp32_said(records)}")
     for sentence in sentences:
         yield Text(sentence)
     yield _amp_chart(parts)
@@ -64,7 +64,22 @@ def amp_verdict(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
             for fp32, low in found
             if not pays and _waits(low)
         ]
+    if all(low["step_ns"] < fp32["step_ns"] for fp32, low in pairs):
+        on_gpu = all(fp32["gpu_idle_share"] is not None for fp32, _ in pairs)
+        small = on_gpu and not any(_waits(fp32) for fp32, _ in pairs)
+        sentences.append(
+            "No size was measured at which it does not"
+            + ("; none of them is so small that the host sets the pace in fp32 too." if small else ".")
+        )
     return " ".join(sentences)
+
+
+def _fp32_said(records: Sequence[Mapping[str, Any]]) -> str:
+    """What fp32 means here; nothing of a CPU."""
+    plain = [record for record in records if record["dtype"] == "fp32"]
+    if any((record["device"], record["float32_matmul"]) != ("cuda", "fp32") for record in plain):
+        return ""
+    return " fp32 is without TF32; with it nothing was measured."
 
 
 def _waits(record: Mapping[str, Any]) -> bool:
@@ -169,22 +184,27 @@ def _deltas(rows: Sequence[Any]) -> str:
 
 
 def _amp_chart(parts: Sequence[tuple[str, Parts]]) -> Bars:
-    """Every step as a bar, its largest parts by name."""
-    sums: dict[str, float] = {}
-    for _, difference in parts:
-        for row in difference.rows:
-            sums[row.name] = sums.get(row.name, 0.0) + max(row.base, row.new)
-    largest = sorted(sums, key=lambda name: -sums[name])[:NUM_PARTS]
+    """Every step as a bar of 100 %, its largest parts by name."""
     labels, columns = [], []
     for model, difference in parts:
         for side in ("base", "new"):
+            times = {row.name: max(0.0, float(getattr(row, side))) for row in difference.rows}
+            whole = sum(times.values()) or 1.0
             labels.append(f"{model.removesuffix(' parameters')}, {'fp32' if side == 'base' else 'AMP'}")
-            columns.append({row.name: max(0.0, float(getattr(row, side))) for row in difference.rows})
-    series = [Series(safe(name, 60), [column.get(name, 0.0) for column in columns]) for name in largest]
-    rest = [sum(ns for name, ns in column.items() if name not in largest) for column in columns]
+            columns.append({name: ns / whole for name, ns in times.items()})
+    names = {name for column in columns for name in column}
+    largest = sorted(names, key=lambda name: -sum(column.get(name, 0.0) for column in columns))[:NUM_CHARTED]
+    # Idle time has the colour of one class of kernels, which takes another here.
+    series = [
+        Series(safe(name, 60), [column.get(name, 0.0) for column in columns],
+               colour=None if name == "memset_memcpy" else name)
+        for name in largest
+    ]  # fmt: skip
+    rest = [sum(share for name, share in column.items() if name not in largest) for column in columns]
     return Bars(
-        id="amp-parts", title="Where a step goes", labels=labels, series=(*series, Series("all else", rest)),
-        unit="step_ns", caption=f"Of {parts[0][1].of}, by {parts[0][1].by.replace('_', ' ')}.",
+        id="amp-parts", title="Where a step goes", labels=labels, unit="share",
+        series=(*series, Series("all else", rest, colour="other")),
+        caption=f"Of {parts[0][1].of}, by {parts[0][1].by.replace('_', ' ')}; the steps' times are in the table.",
     )  # fmt: skip
 
 
@@ -204,17 +224,31 @@ def _amp_parts(parts: Sequence[tuple[str, Parts]]) -> Table:
     return table("amp-differences", title, rows, *rows[0])
 
 
+def _small_said(small: Sequence[Mapping[str, Any]], theirs: Sequence[float]) -> str:
+    """Our small model beside the note's, fp32 and AMP, and in what the two differ."""
+    plain, low = (record["tokens_per_s"] for record in small)
+    width, tokens = small[0]["d_ff"], small[0]["batch"] * small[0]["seq_len"]
+    told = note.SMALL_FP32_TOKENS_PER_S * note.SMALL_FP32_MS / 1e3
+    return (
+        f" Ours has {plain:,.0f} in fp32, {plain / theirs[0]:.2f} times the note's, and {low:,.0f} with AMP, "
+        f"{low / theirs[1]:.2f} times.{amp_pace(*small)} The two are not alike: the note's command has "
+        f"d_ff={note.SMALL_D_FF}, ours {width}; its tokens/s and {note.SMALL_FP32_MS:.0f} ms a step are {told:,.0f} "
+        f"tokens a step, where its command has {note.SMALL_BATCH * note.LENGTH:,} and ours {tokens:,}; it does "
+        "not say whether its float32 is without TF32."
+    )
+
+
 def _amp_note(records: Sequence[Mapping[str, Any]]) -> str:
+    theirs = (note.SMALL_FP32_TOKENS_PER_S, note.SMALL_AMP_TOKENS_PER_S)
     text = (
-        f"The note ({note.NOTE}, device not named) has {note.SMALL_FP32_MS:.0f} ms a step of its small model without "
-        f"AMP and {note.SMALL_AMP_MS:.0f} ms with it, {note.SMALL_AMP_MS / note.SMALL_FP32_MS:.2f} times as long, "
-        f"and {note.SMALL_AMP_NO_CASTS_MS:.0f} ms after its casts to fp32 were taken out."
+        f"The note ({note.NOTE}, device not named) has {theirs[0]:,} tokens/s of its small model without AMP, "
+        f"{theirs[1]:,} with it, {theirs[1] / theirs[0]:.2f} times as many, and {note.SMALL_NO_CASTS_TOKENS_PER_S:,} "
+        "after its casts to fp32 were taken out."
     )
     size = (note.SMALL_PRESET, note.SMALL_BATCH, note.LENGTH)
     small = [record for record in records if (record["preset"], record["batch"], record["seq_len"]) == size]
     if small:
-        plain, low = (said("_ns", record["step_ns"]) for record in small)
-        text += f" At that size ours takes {plain} and {low}.{amp_pace(*small)}"
+        text += _small_said(small, theirs)
     large = max(records, key=lambda record: (record["num_parameters"], record["dtype"] == "fp32"))
     if (large["preset"], large["batch"]) != (note.PRESET, note.BATCH):
         return text

@@ -12,9 +12,9 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import plural, safe
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.figures import known, said, table, without_folders
+from stepscope.studies.figures import known, listed, said, table, without_folders
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.tsmoe_variants import TIME, name_of
+from stepscope.studies.tsmoe_variants import TIME, name_of, size_said
 
 if TYPE_CHECKING:
     from stepscope.analysis.compiler import CompilerSummary, Recompiled
@@ -37,7 +37,7 @@ def compiled(stored: Stored) -> Iterator[Any]:
     whole = [r for r in records if r["status"] == OK and (r["num_graphs"], r["num_graph_breaks"]) == (1, 0)]
     sentences = [_whole_sentence(whole)] if whole else []
     sentences += [_other_sentence(record) for record in records if record not in whole]
-    yield Text(" ".join(sentences))
+    yield Text(f"Measured on {size_said(records[0])}. {' '.join(sentences)}")
     names = ("dispatch", "compile", TIME, "compile_ns", "num_break_even_steps", *COMPILER)
     yield table("compiled", "Compiled", records, *known(records, *names))
     yield from _recompiles(stored)
@@ -57,14 +57,26 @@ def _with_break_even(record: Mapping[str, Any], eager: Mapping[str, Any] | None)
 
 def _whole_sentence(records: Sequence[Mapping[str, Any]]) -> str:
     """Those that are one graph."""
-    times, steps = [r[TIME] for r in records], [r["num_break_even_steps"] for r in records]
-    paid = [round(number) for number in steps if number is not None]
+    times = [record[TIME] for record in records]
+    paid = [record for record in records if record["num_break_even_steps"] is not None]
     again = sum(record["num_recompiles"] for record in records)
     text = (
         f"{', '.join(name_of(record) for record in records)}: one graph without a break, "
         f"{plural(again, 'recompile')}; {said(TIME, min(times))} to {said(TIME, max(times))} a step"
     )
-    return f"{text}, paid back after {min(paid):,} to {max(paid):,} steps." if paid else f"{text}."
+    if not paid:
+        return f"{text}."
+    steps = [round(record["num_break_even_steps"]) for record in paid]
+    text += (
+        f"; paid back after {' to '.join(dict.fromkeys(f'{number:,}' for number in (min(steps), max(steps))))} steps"
+    )
+    others = [name_of(record) for record in records if record not in paid]
+    if not others:
+        return f"{text}."
+    return (
+        f"{text}: {listed(map(name_of, paid))}. For {listed(others)} there is no slower eager row with the same "
+        "optimizer."
+    )
 
 
 def _other_sentence(record: Mapping[str, Any]) -> str:
@@ -99,7 +111,8 @@ def _recompiles(stored: Stored) -> Iterator[Any]:
     if not records:
         raise CannotCheck("no compiled training run was recorded")
     yield Text(
-        f"With a router that learns: {' '.join(map(_recompiles_sentence, records))} The note's loop met the limit of "
+        f"With a router that learns ({size_said(stored.recordings('compiled')[0].axes)}): "
+        f"{' '.join(map(_recompiles_sentence, records))} The note's loop met the limit of "
         f"{note.RECOMPILE_LIMIT} recompiles, and recorded CUDA graphs for {note.NUM_CUDA_GRAPH_SIZES} sizes."
     )
     names = ("dispatch", "compile", "num_steps", "step_ns", "num_graphs", "num_graph_breaks", "num_recompiles",

@@ -11,7 +11,7 @@ from stepscope.report.text import safe
 from stepscope.studies.figures import against, said, table
 from stepscope.studies.stored import Stored
 from stepscope.studies.tsmoe_amp import pair_of, parts_of
-from stepscope.studies.tsmoe_variants import LAUNCHES, LOOP, TIME, same_model
+from stepscope.studies.tsmoe_variants import LAUNCHES, LOOP, TIME, same_model, size_said
 
 if TYPE_CHECKING:
     from stepscope.report.source import Source
@@ -37,10 +37,11 @@ def half(stored: Stored) -> Iterator[Any]:
     slots = slow["batch"] * slow["seq_len"] * slow["top_k"]
     unfilled = round(slots * slow["fact_padded_share"])
     yield Text(
-        f"{INDEXED} takes {said(TIME, slow[TIME])} a step and is {against(slow, fast, CAPACITY)}, with the same "
-        f"products over the same rows and losses of {slow['loss']:.5f} and {fast['loss']:.5f}. In a layer "
-        f"{unfilled:,} of {slots + unfilled:,} rows are nobody's and read token 0: the backward of x[index] adds "
-        f"their gradients to that one row in turn, {CAPACITY} never adds them."
+        f"Measured on {size_said(slow)}. {INDEXED} takes {said(TIME, slow[TIME])} a step and is "
+        f"{against(slow, fast, CAPACITY)}, with the same products over the same rows and losses of "
+        f"{slow['loss']:.5f} and {fast['loss']:.5f}. In a layer {unfilled:,} of {slots + unfilled:,} rows are "
+        "nobody's and read token 0: the backward of x[index] adds their gradients to that one row in turn, "
+        f"{CAPACITY} never adds them."
     )
     sources = [stored.traced("dispatch", record) for record in (slow, fast)]
     (slow_ops, of), (fast_ops, _) = (_op_times(source) for source in sources)
@@ -97,7 +98,7 @@ def grouped(stored: Stored) -> Iterator[Any]:
         sentences.append(f"{text}.")
     if not sentences:
         raise CannotCheck(f"{GROUPED} and what it is held against were not measured")
-    yield Text(" ".join(sentences))
+    yield Text(f"Measured on {size_said(same[0])}. {' '.join(sentences)}")
     eager = {record["dispatch"]: record for record in same if record["compile"] == "off"}
     base, new = (stored.traced("dispatch", eager[name]).path for name in (LOOP, GROUPED))
     difference = parts_of(pair_of(base, new))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.analysis.sweeps import OK
@@ -11,9 +11,11 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text, Value
 from stepscope.report.text import safe
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.figures import known, said, table
+from stepscope.studies.figures import known, listed, paced, said, table
 from stepscope.studies.stored import Recorded, Stored
 
+NUM_OTHERS = 4
+"""Classes of kernels besides products and attention that are told by name."""
 SPARSE = 2
 """A peak with sparsity is so many times the dense one."""
 STEP = (
@@ -35,7 +37,7 @@ def step_of(recorded: Recorded) -> dict[str, Any]:
     peak = (facts.get("memory") or {}).get("peak_allocated_bytes")
     num_parameters = parameters.get("num_total")
     losses = [sample.loss for sample in source.card.recording.samples if sample.loss is not None]
-    axes = recorded.axes
+    axes, environment = recorded.axes, facts.get("environment") or {}
     return {
         **axes,
         "model": f"{axes['preset']} ({axes['batch']} × {axes['seq_len']}), {num_parameters:,} parameters",
@@ -53,7 +55,8 @@ def step_of(recorded: Recorded) -> dict[str, Any]:
         "num_parameters": num_parameters,
         "num_active_parameters": summary.flops.num_active_parameters,
         "loss": losses[0] if losses else None,
-        "device_name": safe(str((facts.get("environment") or {}).get("device_name")), 80),
+        "device_name": safe(str(environment.get("device_name")), 80),
+        "float32_matmul": environment.get("float32_matmul"),
     }
 
 
@@ -70,9 +73,12 @@ def size_of(record: Mapping[str, Any]) -> tuple[int, int, bool]:
     return record["num_parameters"], record["batch"] * record["seq_len"], record["dtype"] != "fp32"
 
 
-def main_step(stored: Stored) -> dict[str, Any]:
-    """The run that the note is about: the largest model with AMP."""
-    return steps(stored)[-1]
+def _kernel_classes(stored: Stored, main: Mapping[str, Any]) -> dict[str, float]:
+    """The GPU's time in a traced step by class of kernel, most first; nothing of a CPU."""
+    knobs = ("preset", "d_model", "layers", "batch", "seq_len", "dtype")
+    rank = stored.recording("training", **{name: main[name] for name in knobs}).source.analysis.ranks[0]
+    num_steps = max(1, rank.steps.height)
+    return {row["class"]: row["total_ns"] / num_steps for row in rank.kernel_classes.to_dicts()}
 
 
 def training(stored: Stored) -> Iterator[Any]:
@@ -86,8 +92,8 @@ def training(stored: Stored) -> Iterator[Any]:
     }
     figures = [text for text, value in told.items() if value is not None]
     yield Text(
-        f"{main['model']} ({main['num_active_parameters']:,} active), {main['dtype']}, on {main['device_name']}: "
-        f"{said('step_ns', main['step_ns'])} a step, {main['tokens_per_s']:,.0f} tokens/s, "
+        f"{main['model']} ({main['num_active_parameters']:,} active), {main['dtype']}, routing={main['routing']}, on "
+        f"{main['device_name']}: {said('step_ns', main['step_ns'])} a step, {main['tokens_per_s']:,.0f} tokens/s, "
         f"{', '.join([said('flops_per_s', main['flops_per_s']), *figures])}; data, a batch that is there already, is "
         f"{said('share', main['data_share'])} of a step, the peak {said('peak_bytes', main['peak_bytes'])}."
     )
@@ -96,12 +102,12 @@ def training(stored: Stored) -> Iterator[Any]:
     remark = "MFU is of the dense peak of each dtype; data is what the loop does before a forward"
     remark += f"; not offered by {main['device_name']}: {', '.join(missing)}" if missing else ""
     yield table("training", "The training runs", records, *shown, note=remark)
-    same = sum(one == other for one, other in zip(note.HBM_UTIL, note.MEM_CTRL_UTIL))
     controller = main["memory_controller_busy_share"]
     yield Text(
-        f"The note prints hbm_util and mem_ctrl_util: in {same} of its {len(note.HBM_UTIL)} lines they are the same "
-        "number, since both are NVML's utilization.memory, the share of time in which memory was read or written at "
-        "all. Here it is one column, memory_controller_busy_share"
+        f"The note prints both hbm_util and mem_ctrl_util in {note.NUM_LINES_WITH_BOTH} lines: in "
+        f"{note.NUM_LINES_EQUAL} of them they are the same number, since both are NVML's utilization.memory, the "
+        "share of time in which memory was read or written at all. Here it is one column, "
+        "memory_controller_busy_share"
         + ("." if controller is None else f": {said('share', controller)}, while MFU is {_mfu_text(main)}.")
     )
     yield from _beside_note(main)
@@ -139,7 +145,10 @@ def _beside_note(main: Mapping[str, Any]) -> Iterator[Any]:
         flops = device.peak_flops["bf16"] / theirs.peak_flops["bf16"]
         bandwidth = device.bandwidth_bytes_per_s / theirs.bandwidth_bytes_per_s
         text += f", on a device with {flops:.2f} times the bf16 peak and {bandwidth:.2f} times the bandwidth"
-    yield Text(f"{text}; both dispatch by a loop over sorted tokens, and FLOP/s are by one formula for all rows.")
+    yield Text(
+        f"{text}; both dispatch by a loop over sorted tokens, the note's by a router that learns, ours with "
+        f"routing={main['routing']}. FLOP/s are by one formula for all rows."
+    )
     yield table("published-training", "Beside what was published", rows, *rows[0])
 
 
@@ -149,18 +158,18 @@ def _flops_per_token(num_active: float, layers: int, length: int, width: int) ->
 
 
 def mfu(stored: Stored) -> Iterator[Any]:
-    """As the note computes it, and as it is."""
-    main = main_step(stored)
-    ours = (main["tokens_per_s"], main["num_active_parameters"], main["layers"], main["seq_len"], main["d_model"])
-    theirs = (note.SXM.tokens_per_s, note.NUM_ACTIVE, note.LAYERS, note.LENGTH, note.WIDTH)
-    rows = [
-        *_formulas(f"the note's run on {note.SXM.device}", note.SXM.device, *theirs),
-        *_formulas(f"this run on {main['device_name']}", str(main["device_name"]), *ours),
-    ]
+    """As the note computes it, and as it is; what keeps it from being more."""
+    main = steps(stored)[-1]
+    sizes = (main["num_active_parameters"], main["layers"], main["seq_len"], main["d_model"])
+    device_name = str(main["device_name"])
+    ours = _formulas(f"this run on {device_name}", device_name, main["tokens_per_s"], *sizes)
+    shape = (note.NUM_ACTIVE, note.LAYERS, note.LENGTH, note.WIDTH)
+    best = _formulas(f"the note's run on {note.SXM.device}", note.SXM.device, note.SXM.tokens_per_s, *shape)
     counted = main["model_flops"] / (main["batch"] * main["seq_len"])
-    peak = _dense_peak(str(main["device_name"]))
-    rows.append(_formula(rows[-1]["run"], "counted op by op", counted, main["tokens_per_s"], peak))
-    wrong, right = rows[0], rows[2]
+    peak = _dense_peak(device_name)
+    ours.append(_formula(ours[-1]["run"], "counted op by op", counted, main["tokens_per_s"], peak))
+    typed = [row for line in (note.MASKED, note.FLASH) for row in _typed(line)]
+    wrong, right = best[0], best[2]
     share = right["mfu_share"] / wrong["mfu_share"]
     text = (
         f"The note's {note.SXM.tokens_per_s:,.0f} tokens/s at 12·N FLOPs a token are "
@@ -169,15 +178,54 @@ def mfu(stored: Stored) -> Iterator[Any]:
         f"{right['flops_per_s'] / wrong['flops_per_s']:.2f} times that, and {said('share', right['mfu_share'])} of "
         f"the dense peak, {share:.2f} times that: its errors work against each other."
     )
-    first, last = rows[3], rows[5]
+    first, last = ours[0], ours[2]
     text += f" This run: {said('flops_per_s', first['flops_per_s'])} the note's way, "
     text += f"{said('flops_per_s', last['flops_per_s'])} the right way"
     if last["mfu_share"] is not None:
         text += f"; MFU {said('share', first['mfu_share'])} and {said('share', last['mfu_share'])}"
     yield Text(f"{text}; counted op by op, a token takes {counted / last['token_flops']:.3f} times the formula.")
-    yield table("mfu", "Both computations", rows, *rows[0])
+    yield from _why_not_more(stored, main)
+    yield Text(
+        f"The note's two runs on {note.MASKED.device} are held against a peak of {note.MASKED.peak_tflops:,.0f} "
+        f"TFLOP/s, as it was typed in: what it gives as {_listed_mfu(typed[::2])} is {_listed_mfu(typed[1::2])} of "
+        "the dense peak, attention counted."
+    )
+    yield table("mfu", "Both computations", [*best, *typed, *ours], *wrong)
     if peak is None:
         raise CannotCheck(f"the peak of {main['device_name']} is not known: its own MFU is missing")
+
+
+def _why_not_more(stored: Stored, main: Mapping[str, Any]) -> Iterator[Text]:
+    """What a step is besides products and attention, whose FLOPs MFU counts; nothing of a CPU."""
+    times, idle = _kernel_classes(stored, main), main["gpu_idle_share"]
+    if not times or idle is None or main["mfu_share"] is None:
+        return
+    products_ns = times.pop("gemm", 0.0)
+    attention_ns = times.pop("attention_forward", 0.0) + times.pop("attention_backward", 0.0)
+    share = (products_ns + attention_ns) / main["step_ns"]
+    others = listed(f"{name} {said('_ns', ns)}" for name, ns in list(times.items())[:NUM_OTHERS])
+    blamed = "that is" if paced({"gpu_busy_share": 1 - idle}) else "that is not"
+    yield Text(
+        f"Why MFU is not more: of {said('_ns', main['step_ns'])} products take {said('_ns', products_ns)} and "
+        f"attention {said('_ns', attention_ns)}, {said('share', share)} of a step; while they run they reach "
+        f"{said('share', main['mfu_share'] / share)} of the peak. Of the rest, which MFU does not count, {others} "
+        f'are the most. The GPU has nothing to do for {said("share", idle)}: the note blames "{note.BLAMED}", and '
+        f"here {blamed} it."
+    )
+
+
+def _typed(line: note.Line) -> list[dict[str, Any]]:
+    """A run of the note by the peak that its author typed in, and by the dense one."""
+    run, peak = f"the note's run on {line.device}, {line.attention}", line.peak_tflops * 1e12
+    right = _flops_per_token(note.NUM_ACTIVE, note.LAYERS, note.LENGTH, note.WIDTH)
+    return [
+        _formula(run, "12·N, peak as typed", 12 * note.NUM_ACTIVE, line.tokens_per_s, peak),
+        _formula(run, "6·N + attention, dense peak", right, line.tokens_per_s, _dense_peak(line.device)),
+    ]
+
+
+def _listed_mfu(rows: Sequence[Mapping[str, Any]]) -> str:
+    return listed(said("share", row["mfu_share"]) for row in rows)
 
 
 def _dense_peak(device_name: str) -> float | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Text
 from stepscope.report.text import plural, safe
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.figures import Record, against, known, listed, said, table
+from stepscope.studies.figures import Record, against, known, listed, meet, said, table
 from stepscope.studies.stored import Stored
 
 if TYPE_CHECKING:
@@ -21,16 +21,30 @@ SAME_SHARE = 0.01
 """Models whose losses on the same weights and batch differ by more are not the same."""
 
 
+def size_said(record: Record) -> str:
+    """What a row is of, in a sentence.
+
+    >>> size_said({"preset": "538m", "layers": 4, "batch": 16, "seq_len": 4096, "routing": "balanced"})
+    '538m with 4 layers, 16 × 4096, routing=balanced (even by construction)'
+    """
+    number = record.get("num_parameters")
+    parameters = "" if number is None else f", {number:,} parameters"
+    size = f"{record['preset']} with {plural(record['layers'], 'layer')}{parameters}"
+    even = " (even by construction)" if record["routing"] == "balanced" else ""
+    return f"{size}, {record['batch']} × {record['seq_len']}, routing={record['routing']}{even}"
+
+
 def mask(stored: Stored) -> Iterator[Any]:
     """What a step takes with a mask; what an inverted one does; which back end ran, and for how long."""
     rows = stored.rows("masks").needed()
     plain, given = rows.one(mask="causal"), rows.one(mask="given")
     theirs = note.MASKED.step_ms / note.FLASH.step_ms
     yield Text(
-        f"With a mask that says the same as is_causal a step takes {said(TIME, given[TIME])} instead of "
-        f"{said(TIME, plain[TIME])}, {given[TIME] / plain[TIME]:.2f} times, and peaks at {said(PEAK, given[PEAK])} "
-        f"instead of {said(PEAK, plain[PEAK])}. On the note's {note.MASKED.device} it is {theirs:.2f} times "
-        f"({note.MASKED.step_ms:.0f} and {note.FLASH.step_ms:.0f} ms)."
+        f"Measured on {size_said(plain)}. With a mask that says the same as is_causal a step takes "
+        f"{said(TIME, given[TIME])} instead of {said(TIME, plain[TIME])}, {given[TIME] / plain[TIME]:.2f} times, "
+        f"and peaks at {said(PEAK, given[PEAK])} instead of {said(PEAK, plain[PEAK])}. On the note's "
+        f"{note.MASKED.device}, with {note.LAYERS} layers, it is {theirs:.2f} times ({note.MASKED.step_ms:.0f} and "
+        f"{note.FLASH.step_ms:.0f} ms)."
     )
     yield from _inverted(stored)
     yield from _back_ends(stored, plain, given)
@@ -92,12 +106,21 @@ def _inverted(stored: Stored) -> Iterator[Any]:
         figure = "no numbers" if off is None else f"off by {off:.2f} of their norm"
         yield Text(
             "SDPA shows a query the keys where a bool mask is True. With the mask the other way round, as the note "
-            f"has it, the outputs are {figure}{held}: that row is not timed."
+            f"has it, the outputs are {figure}{held}{_gate_size(gates[wrong[0]['hash']])}: that row is not timed."
         )
     elif wrong:
         yield Text(f"The inverted mask is {wrong[0]['status']}: {safe(str(wrong[0]['reason']), 200)}.")
     names = ("mask", "status", "outputs_deviation", "loss_deviation", "gradients_deviation", TIME, "loss", "what")
     yield table("masks", "Masks held against is_causal", records, *known(records, *names))
+
+
+def _gate_size(gate: Mapping[str, Any]) -> str:
+    """The small size at which a variant is held against the reference, in brackets."""
+    sizes = gate.get("sizes")
+    if not sizes:
+        return ""
+    size = f"{plural(sizes['layers'], 'layer')}, {sizes['batch']} × {sizes['seq_len']}"
+    return f" (at the size of the check: d_model {sizes['d_model']}, {size})"
 
 
 def _loss(record: Record) -> float:
@@ -125,8 +148,8 @@ def dispatch(stored: Stored) -> Iterator[Any]:
     losses, off = [_loss(record) for record in same], max(record["loss_off_share"] for record in same)
     spread = " to ".join(dict.fromkeys(f"{loss:.5f}" for loss in (min(losses), max(losses))))
     furthest = f", at most {off:.0e} of it from the loop's" if off else ""
-    text = f"{plural(len(same), 'variant')} of one model: on the same weights and batch their losses are "
-    text += f"{spread}{furthest}. "
+    text = f"{plural(len(same), 'variant')} of one model ({size_said(same[0])}): on the same weights "
+    text += f"and batch their losses are {spread}{furthest}. "
     if other:
         text += f"Not ranked, since their losses are others: {', '.join(name_of(record) for record in other)}. "
     plain = next(record for record in same if name_of(record) == LOOP)
@@ -138,9 +161,9 @@ def dispatch(stored: Stored) -> Iterator[Any]:
             best, worst = min(group, key=lambda r: r[TIME]), max(group, key=lambda r: r[TIME])
             speed = "" if best is plain else f", {against(best, plain, 'the eager loop')}"
             reached = "" if best["mfu_share"] is None else f" (MFU {said('share', best['mfu_share'])})"
-            text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}{reached}{speed}; "
-            text += f"the slowest is {name_of(worst)} at {said(TIME, worst[TIME])}. "
-    yield Text(text.rstrip())
+            text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}{reached}{speed}"
+            text += f"{_tied(best, group)}; the slowest is {name_of(worst)} at {said(TIME, worst[TIME])}. "
+    yield Text(f"{text}{_what_counts(same)}")
     yield Text(
         f"The note holds {note.CAPACITY_MS:.0f} ms against {note.SORTED_MS:.0f} ms of two models whose losses "
         f"are {note.LOSS_CAPACITY:.1f} and {note.LOSS_SORTED:.2f}, {note.LOSS_CAPACITY / note.LOSS_SORTED:.0f} times "
@@ -168,6 +191,38 @@ def dispatch(stored: Stored) -> Iterator[Any]:
              "loss_off_share")  # fmt: skip
     remarks = "; ".join(f"{name_of(record)}: {record['notes']}" for record in every if record.get("notes"))
     yield table("dispatch", "Ways to dispatch", every, *known(every, *names), note=remarks)
+
+
+def _tied(best: Record, group: Sequence[Record]) -> str:
+    """Those that the fastest cannot be told from, and in what it differs besides."""
+    tied = [record for record in group if record is not best and meet(best, record)]
+    if not tied:
+        return ""
+    text = f", not to be told from {listed(f'{name_of(r)} at {said(TIME, r[TIME])}' for r in tied)} "
+    text += "(the 95 % intervals of the medians meet"
+    alike = [record for record in (best, *tied) if record["optimizer"] == best["optimizer"]]
+    if len(alike) <= len(tied):
+        text += f"; of these only {listed(map(name_of, alike))} has optimizer={best['optimizer']}"
+    return f"{text})"
+
+
+def _what_counts(same: Sequence[Record]) -> str:
+    """How far eager ways are apart, the slowest aside, and what the compiler makes of one and the same."""
+    *near, slowest = sorted((r for r in same if r["compile"] == "off"), key=lambda r: float(r[TIME]))
+    if len(near) < 2:
+        return ""
+    text = f"Without {name_of(slowest)} the eager ones differ by {said('share', near[-1][TIME] / near[0][TIME] - 1)} "
+    text += "at most"
+    eager = {(record["dispatch"], record["optimizer"]): record[TIME] for record in (*near, slowest)}
+    gains = [
+        eager[key] / record[TIME]
+        for record in same
+        if record["compile"] != "off" and (key := (record["dispatch"], record["optimizer"])) in eager
+    ]
+    if not gains:
+        return f"{text}."
+    times = " to ".join(dict.fromkeys(f"{gain:.2f}" for gain in (min(gains), max(gains))))
+    return f"{text}; the compiler makes one and the same {times} times as fast."
 
 
 def name_of(record: Record) -> str:

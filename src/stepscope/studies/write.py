@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def write_study(study: Study, folder: Path) -> Path:
             with writing(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
             write_texts(target, [text])
+    for inner in ("tables", "charts"):  # of a report made before there may be more
+        shutil.rmtree(folder / REPORT_FOLDER / inner, ignore_errors=True)
     return write_report(report, folder / REPORT_FOLDER)
 
 
