@@ -145,6 +145,16 @@ def test_decoding_in_pieces_that_cross_chunks_equals_the_whole():
     torch.testing.assert_close(torch.cat(parts, dim=1), module(tokens), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("ema", ["fft", "sequential", "scan"])
+def test_the_state_keeps_nothing_alive_but_itself(ema):
+    """Views of the keys and sums of all tokens would be a state that grows with what was read."""
+    built = built_of(WORKLOAD, ema=ema, **SIZES)
+    with torch.no_grad():
+        state = built.module.decode(built.batch()["tokens"])[1]
+    for tensor in (*state.norm, *(part for block in state.blocks for part in (*block.norm, *block[1:]))):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 @pytest.mark.parametrize("checkpoint", [1, 2])
 def test_checkpointing_changes_no_number(checkpoint):
     plain = built_of(WORKLOAD, **SIZES)

@@ -54,6 +54,10 @@ class NormState(NamedTuple):
     mean: Tensor
     spread: Tensor
 
+    def copied(self) -> NormState:
+        """Apart from the sums over every token, of which it is the last and which it would keep alive."""
+        return NormState(self.mean.clone(), self.spread.clone())
+
 
 class BlockState(NamedTuple):
     """What a block keeps of the tokens it has seen; keys and values [B, heads, tokens, width] of the open chunk."""
@@ -137,7 +141,7 @@ class GatedAttention(nn.Module):
         assert last is not None
         open_tokens = key.shape[2] % self.chunk
         first = key.shape[2] - open_tokens
-        return out, BlockState(norm, last, key[:, :, first:], value[:, :, first:])
+        return out, BlockState(norm.copied(), last, key[:, :, first:].clone(), value[:, :, first:].clone())
 
     def _queries_and_keys(self, m: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
         """[B, heads, L, z_width ÷ heads] each, from one projection with two scales and shifts."""
@@ -249,7 +253,7 @@ class Megalodon(nn.Module):
             x, block_state = block.advance(x, turn, seen, None if state is None else state.blocks[index])
             after.append(block_state)
         x, norm = self.norm(x, seen, None if state is None else state.norm)
-        return self._head(x), State(seen + tokens.shape[1], tuple(after), norm)
+        return self._head(x), State(seen + tokens.shape[1], tuple(after), norm.copied())
 
     def _turn(self, x: Tensor, seen: int) -> Turn:
         config = self.config
