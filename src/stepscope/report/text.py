@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -96,6 +98,16 @@ def plural(number: int, noun: str) -> str:
     ('1 recompile', '3 recompiles')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Values in a row.
+
+    >>> listed([512, 2048, 8192]), listed(["width"])
+    ('512, 2048 and 8192', 'width')
+    """
+    texts = list(map(str, values))
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
 def flops(value: float, per: str = "") -> str:

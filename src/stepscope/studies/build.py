@@ -8,7 +8,6 @@ from typing import Any
 from stepscope.analysis.sweeps import NOISY_SHARE, OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Fact, Facts, Missing, Report, Section, Table, Text, Value
-from stepscope.report.sweeps import sweep_of
 from stepscope.report.text import plural, safe
 from stepscope.studies.figures import without_folders
 from stepscope.studies.stored import Stored
@@ -72,10 +71,9 @@ def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
     failures: dict[str, list[Value]] = {"measure": [], "point": [], "status": [], "reason": []}
     for measure in study.measures:
         try:
-            sweep = stored.sweep(measure.id)
+            summary = stored.summary(measure.id)
         except CannotCheck:
             continue
-        summary = sweep_of(list(sweep.rows), sweep.environments)
         for point in summary.points:
             if point.status != OK:
                 failures["measure"].append(measure.id)

@@ -11,6 +11,7 @@ from stepscope.analysis.sweeps import MIN_INTERVAL_SAMPLES, OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import cell
 from stepscope.report.parts import Lines, Series, Table, Value
+from stepscope.report.text import listed as listed  # also for who writes a study
 from stepscope.report.text import plural, safe, significant
 
 Record = Mapping[str, Any]
@@ -112,16 +113,6 @@ def in_words(power: float) -> str:
     )
     name = next((word for limit, word in names if power < limit), "quadratically" if power < 2.2 else "steeply")
     return f"{name} (power {power:.2f})"
-
-
-def listed(values: Iterable[Any]) -> str:
-    """Values in a row.
-
-    >>> listed([512, 2048, 8192]), listed([512])
-    ('512, 2048 and 8192', '512')
-    """
-    *others, last = map(str, values)
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def compared(time: float, other_time: float, other: str) -> str:

@@ -31,9 +31,6 @@ from stepscope.studies.stored import Rows, Stored
 HOW = {"on": "from the state", "off": "all tokens"}
 PUBLISHED_OFF_OVER_ON = {512: 1.25}
 """The playbook's gain of bf16 reduction, by length; at 2048 it has "negligible impact", without a figure."""
-FP32_BYTES = 4
-VIEWS_ERROR = 0.05
-"""So near to each other are bytes that are taken for the same."""
 PUBLISHED_ON = "the playbook, which names no device"
 
 
@@ -189,7 +186,7 @@ def _pays(fastest: Mapping[int, tuple[Record, Record]]) -> str:
 
 
 def _held(rows: Rows) -> Iterator[Any]:
-    """Whether memory grows though the state does not, and whether that is what its views were cut from."""
+    """Whether memory grows though the state does not."""
     ordered = sorted((record for record in rows if record[PEAK]), key=lambda record: record["seq_len"])
     if len(ordered) < 2:
         return
@@ -198,19 +195,7 @@ def _held(rows: Rows) -> Iterator[Any]:
     yield Text(
         f"From the state ({long['ema']}) the peak is {said(PEAK, short[PEAK])} after {short['seq_len']} tokens and "
         f"{said(PEAK, long[PEAK])} after {long['seq_len']}; the state has keys and values of {listed(open_tokens)} "
-        f"of them, those of the open chunk.{_views(long[PEAK] - short[PEAK], short, long)}"
-    )
-
-
-def _views(more_bytes: int, short: Record, long: Record) -> str:
-    """Whether bytes are what keys, values and two sums of each norm take for all tokens between two lengths."""
-    num_kept = long["layers"] * (long["z_width"] + long["value_width"]) + 2 * long["groups"] * (long["layers"] + 1)
-    all_bytes = FP32_BYTES * long["batch"] * num_kept * (long["seq_len"] - short["seq_len"])
-    if long["dtype"] != "fp32" or abs(more_bytes - all_bytes) > VIEWS_ERROR * all_bytes:
-        return ""
-    return (
-        f" The {said(PEAK, more_bytes)} more are as much as keys, values and the norms' sums of all tokens take: the "
-        "state is views of these, and keeps them alive. The step itself takes no more."
+        f"of them, those of the open chunk."
     )
 
 

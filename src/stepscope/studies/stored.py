@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.sweeps import OK
+from stepscope.analysis.sweeps import OK, SweepSummary
 from stepscope.errors import RecordingError, TraceError
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Missing
@@ -145,12 +145,16 @@ class Stored:
 
     def rows(self, measure: str) -> Rows:
         """The rows of a measure, summarised."""
-        known = self._rows.get(measure)
-        if known is None:
+        if measure not in self._rows:
+            self._rows[measure] = Rows(measure, [record_of(point) for point in self.summary(measure).points])
+        return self._rows[measure]
+
+    def summary(self, measure: str) -> SweepSummary:
+        """A measure as `stepscope bench` sums it up. Computed once."""
+        if measure not in self._summaries:
             sweep = self.sweep(measure)
-            summary = sweep_of(list(sweep.rows), sweep.environments)
-            known = self._rows[measure] = Rows(measure, [record_of(point) for point in summary.points])
-        return known
+            self._summaries[measure] = sweep_of(list(sweep.rows), sweep.environments)
+        return self._summaries[measure]
 
     def recordings(self, measure: str, **values: Any) -> list[Recorded]:
         """The recordings of a measure, those with these values of knobs."""
@@ -192,6 +196,10 @@ class Stored:
 
     @cached_property
     def _answers(self) -> dict[Callable[[Stored], Iterable[Any]], tuple[Any, ...]]:
+        return {}
+
+    @cached_property
+    def _summaries(self) -> dict[str, SweepSummary]:
         return {}
 
     @cached_property

@@ -157,7 +157,7 @@ class Workload(Generic[Config]):
 
     def knobs(self) -> tuple[Knob, ...]:
         """Its knobs, in the order of the configuration's fields."""
-        return _knobs(self.config)  # type: ignore[arg-type]
+        return _knobs(self.config)  # type: ignore[arg-type]  # a class of any kind can be hashed
 
     def configure(self, preset: str | None = None, **values: Value) -> Config:
         """The configuration of a preset with some knobs set otherwise; keys and values must have been checked."""

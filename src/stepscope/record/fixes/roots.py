@@ -87,10 +87,7 @@ class Compiled(Change):
         self.changed["compiled graphs"] = num_graphs
         if self.mode not in WITH_GRAPHS or not num_graphs:
             return
-        try:
-            graphs = cuda_graphs() if torch.cuda.is_initialized() else None
-        except (AttributeError, RuntimeError, KeyError):
-            graphs = None  # the manager's inside differs between versions of torch
+        graphs = cuda_graphs()
         self.changed["CUDA graphs recorded"] = graphs["num_recorded"] if graphs else 0
         if not self.changed["CUDA graphs recorded"]:
             why = "compile.json of its recording says why" if torch.cuda.is_initialized() else "there is no GPU"

@@ -11,7 +11,7 @@ from stepscope.report.cells import cell, title_of
 from stepscope.report.parts import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Text
 from stepscope.report.sections.sweep_axes import MOST_SERIES, Layout, label, value_text
 from stepscope.report.sweeps import BEST, NOISY, TIED, digits_of
-from stepscope.report.text import duration, plural, safe
+from stepscope.report.text import duration, listed, plural, safe
 
 MOST_FACETS = 6
 MOST_BARS = 24
@@ -34,10 +34,8 @@ class Measure:
     high: Callable[[PointSummary], float | None] | None = None
 
 
-def joined(names: Sequence[str]) -> str:
-    """Names in a row: `a, b and c`."""
-    texts = [safe(name, 60) for name in names]
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+def _named(axis: str) -> str:
+    return safe(axis, 60)
 
 
 def figure(measure: Measure, point: PointSummary) -> float | None:
@@ -97,7 +95,7 @@ def charts_of(sweep: SweepSummary, layout: Layout, measure: Measure) -> tuple[An
         parts += _facet(facets[values], points, layout, measure, key, f", {where}" if where else "")
     num_left = len(facets) - len(kept)
     if num_left and parts:
-        more = f"{plural(num_left, 'more combination')} of {joined(layout.facets)}"
+        more = f"{plural(num_left, 'more combination')} of {listed(map(_named, layout.facets))}"
         parts.append(Text(f"{more}: see the table of points."))
     return tuple(parts)
 
@@ -186,7 +184,7 @@ def _heat(points: list[PointSummary], layout: Layout, measure: Measure, key: str
     found = [[cells.get((row, column)) for column in columns] for row in rows]
     return Heat(
         id=key,
-        title=f"{measure.title} by {joined([*layout.series, x])}{where}",
+        title=f"{measure.title} by {listed(map(_named, [*layout.series, x]))}{where}",
         caption=_cells_caption(points, len(rows) * len(columns) - len(cells), measure),
         x_title=title_of(x),
         y_title=" · ".join(title_of(name) for name in layout.series),
@@ -243,7 +241,7 @@ def _bars(points: list[PointSummary], layout: Layout, measure: Measure, key: str
     )
     return Bars(
         id=key,
-        title=f"{measure.title} by {joined(names)}{where}",
+        title=f"{measure.title} by {listed(map(_named, names))}{where}",
         caption=caption.strip(),
         labels=[
             f"{label(point, names, False)} {_mark(point) if measure is TIME else ''}".rstrip() for point in shown
