@@ -16,37 +16,35 @@ GPU_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "h200" / "gpt2_eag
 
 
 def work(*rows):
-    """(module, op, ns) in order of time, all of the forward."""
-    names = [op for _, op, _ in rows]
-    return pl.DataFrame(
-        {
-            "module": [module for module, _, _ in rows],
-            "op": names,
-            "name": names,
-            "phase": ["forward"] * len(rows),
-            "duration_ns": [ns for *_, ns in rows],
-        },
-        schema_overrides={"module": pl.String},
-    )
+    """(op, ns) in order of time, all of the forward; a product of several kernels is a tuple of times."""
+    flat = [
+        (op, at, each) for at, (op, ns) in enumerate(rows) for each in (ns if isinstance(ns, tuple) else (ns,))
+    ]
+    names, places, times = zip(*flat)
+    columns = {"op": names, "op_row": places, "name": names, "duration_ns": times}
+    return pl.DataFrame(columns).with_columns(pl.lit("forward").alias("phase"))
+
+
+SOFTMAX_OPS = (("aten::amax", 3), ("aten::sub", 4), ("aten::exp", 5), ("aten::sum", 6), ("aten::div", 7))
+ATTENTION = (
+    ("aten::bmm", 1000), ("aten::mul", 500), ("aten::copy_", 8), ("aten::bmm", (9, 1)), ("aten::div", 1),
+    ("aten::where", 2), *SOFTMAX_OPS, ("aten::copy_", 20), ("aten::bmm", 11), ("aten::copy_", 2), ("aten::bmm", 1000),
+)  # fmt: skip
 
 
 def test_a_softmax_written_out_begins_with_its_maximum_and_ends_at_the_next_product():
-    inside = "blocks.0.attention"
-    rows = [
-        (f"{inside}.query", "aten::bmm", 1000), (inside, "aten::bmm", 10), (inside, "aten::div", 1),
-        (inside, "aten::where", 2), (inside, "aten::amax", 3), (inside, "aten::sub", 4), (inside, "aten::exp", 5),
-        (inside, "aten::sum", 6), (inside, "aten::div", 7), (inside, "aten::copy_", 20), (inside, "aten::bmm", 11),
-        (f"{inside}.output", "aten::bmm", 1000), ("blocks.1.attention", "aten::div", 30), (None, "aten::exp", 1000),
-    ]  # fmt: skip
+    once = {MATMUL: 21, SOFTMAX: 25, REST: 3, COPIES: 30}
 
-    assert attention_parts(work(*rows)) == {MATMUL: 21, SOFTMAX: 25, REST: 33, COPIES: 20}
+    assert attention_parts(work(*ATTENTION)) == once
+    assert attention_parts(work(*ATTENTION, *ATTENTION)) == {part: 2 * ns for part, ns in once.items()}
 
 
-def test_the_backward_and_other_modules_are_not_counted():
-    backward = work(("a.attention", "aten::amax", 5)).with_columns(pl.lit("backward").alias("phase"))
+def test_the_backward_and_the_softmax_of_a_loss_are_not_counted():
+    backward = work(*ATTENTION).with_columns(pl.lit("backward").alias("phase"))
 
     assert sum(attention_parts(backward).values()) == 0
-    assert sum(attention_parts(work(("a.attention_norm", "aten::amax", 5))).values()) == 0
+    assert sum(attention_parts(work(("aten::bmm", 9), *SOFTMAX_OPS)).values()) == 0
+    assert sum(attention_parts(work(*SOFTMAX_OPS, ("aten::bmm", 9))).values()) == 0
 
 
 @pytest.mark.skipif(not GPU_TRACE.is_file(), reason="the traces of the H200 are not here")

@@ -90,7 +90,9 @@ def test_device_time_is_that_of_the_products_and_mfu_is_sane(bench):
         # The input needs no gradient: four products forward, seven backward.
         assert flops == 11 * 2 * 8192**3
         assert row["flops_counted_by_dtype"] == {row["run"]["dtype"]: flops}
-        assert 0.9 < row["gpu_busy_ns"] / median(row["samples_device_ns"]) < 1.2
+        # All of the traced pass but its beginning. The samples are no measure of it: bf16 products reach the limit of
+        # power within a few passes (16.8 ms becomes 19.1 ms).
+        assert 0 <= row["traced_ns"] - row["gpu_busy_ns"] < 10_000_000
     times = [median(row["samples_device_ns"]) for row in rows]
     assert times[0] < times[1] < times[2]
     rate = rows[0]["flops_counted"] / (times[0] / 1e9)

@@ -89,6 +89,29 @@ def test_a_slow_first_call_is_seen_without_warm_up_only(studied, tmp_path):
     assert "67.47 times the 3.00 ms" in text and "within 10 % of that: 1." in text
 
 
+def test_a_point_whose_process_had_run_the_check_is_not_cold(studied, tmp_path):
+    """Of two lengths the first has run the gate for both: the means without warm-up are those of the second."""
+    assert "Step of tiny 96: " in first(warm_up, studied)
+
+    def change(row):
+        row["gate"] = {**(row["gate"] or {}), "run_by": "another"}
+
+    assert "Step of tiny 48: " in first(warm_up, altered(studied, tmp_path, "models", change))
+
+
+def test_the_work_of_the_gpu_is_told_apart_from_the_pace_of_the_host(studied, tmp_path):
+    """GIVEN steps of 10 ms of which the GPU works 6 ms in fp32 and 2 ms in bf16 THEN that is 3 times as fast."""
+
+    def change(row):
+        if row["status"] == "ok" and row["run"]["mode"] == "step":
+            row["samples_device_ns"] = [10_000_000] * len(row["samples_device_ns"])
+            row["gpu_busy_ns"] = 6_000_000 if row["run"]["dtype"] == "fp32" else 2_000_000
+
+    text = first(mixed_precision, altered(studied, tmp_path, "models", change))
+    assert "That of tiny 48 is not to be told from fp32: the host sets the pace" in text
+    assert "own work is done 3.00 (tiny 48) to 3.00 times (tiny 48) as fast" in text
+
+
 def test_autocast_is_as_fast_as_its_samples_say(studied, tmp_path):
     def change(row):
         if row["run"]["dtype"] == "autocast_bf16" and row["status"] == "ok":
@@ -101,7 +124,8 @@ def test_autocast_is_as_fast_as_its_samples_say(studied, tmp_path):
 
 
 def test_peaks_and_einsum_follow_the_rows(studied, tmp_path):
-    assert "against" in first(autocast, studied) and ": the same." in first(autocast, studied)
+    assert " in fp32; with functional.linear" in first(autocast, studied)
+    assert ": the same." in first(autocast, studied)
 
     def change(row):
         if row["config"]["linear"] == "linear":
@@ -136,7 +160,22 @@ def test_squares_are_counted_from_bytes(studied, tmp_path):
 
 
 def test_the_formula_meets_the_bytes_that_attention_holds(studied):
-    assert "differ by at most 0.0 %" in first(grid, studied)
+    assert "over the whole grid the two differ by 8 B." in first(grid, studied)
+
+
+def test_how_time_grows_is_told_of_lengths_where_the_gpu_sets_the_pace(studied, tmp_path):
+    """GIVEN a forward of 1 ms at any length, of which the GPU works a tenth, but at 128 and 256 tokens of n² ns."""
+
+    def change(row):
+        if row["status"] == "ok":
+            length = row["config"]["seq_len"]
+            row["facts"]["forward_ms"] = length**2 / 1e6 if length > 64 else 1.0
+            row["gpu_busy_ns"] = row["samples_device_ns"][0] * (1 if length > 64 else 0.1)
+            row["samples_device_ns"] = [row["samples_device_ns"][0]] * 3
+
+    text = first(grid, altered(studied, tmp_path, "attention", change))
+    assert "From 128 tokens on the forward's time grows quadratically (power 2.00)." in text
+    assert "In 1 row (at 64 tokens) the GPU is busy for 10.0 % of the time" in text
 
 
 def test_compiled_pays_after_as_many_passes_as_the_figures_say(studied, tmp_path):

@@ -50,6 +50,7 @@ class PointSummary:
     host: Distribution | None
     """Nanoseconds until the host had issued a step; on a CPU, until it was done."""
     first_call_ns: int | None
+    """Of the first pass. Where the point's own process ran the gate before (no `run_by` in it), it was not cold."""
     compile_ns: int | None
     """What torch says it spent compiling, in the first call and in the warm-up."""
     tokens_per_s: float | None
@@ -75,7 +76,8 @@ class PointSummary:
     num_kernels: int | None
     num_kernel_launches: int | None
     gpu_busy_share: float | None
-    """The GPU's busy time in a traced pass ÷ the median of clean ones. Well below 1, the host sets the pace."""
+    """The GPU's busy time in a traced pass ÷ the median of clean ones. Well below 1, the host sets the pace; a tenth
+    below it can also be a GPU at its limit of power, which one pass does not reach."""
     max_batch: int | None
     facts: Mapping[str, float]
     compiler: Mapping[str, float]

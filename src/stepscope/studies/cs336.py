@@ -144,6 +144,7 @@ STUDY = Study(
         "memory_step_autocast.png": png(timeline_of("step", AUTOCAST)),
         "peak_memory.csv": csv(part(peaks, Table, "peaks")),
         "largest_allocations.csv": csv(part(alive, Table, "largest-fp32")),
+        "largest_of_the_forward.csv": csv(part(alive, Table, "largest-forward-fp32")),
         "attention_grid.csv": csv(part(grid, Table, "attention-grid")),
         "attention_forward.png": png(part(grid, Chart, "attention-forward")),
         "attention_memory.png": png(part(grid, Chart, "attention-before-backward")),

@@ -12,7 +12,7 @@ from stepscope.report.parts import Table, Text
 from stepscope.report.text import plural
 from stepscope.studies import cs336_note as note
 from stepscope.studies.cs336_time import Record, model_of
-from stepscope.studies.figures import compared, growth, in_words, lines, said, table
+from stepscope.studies.figures import compared, growth, host_paced, in_words, lines, paced, said, span, table
 from stepscope.studies.lengths import grows
 from stepscope.studies.stored import Rows, Stored
 
@@ -46,13 +46,18 @@ def grid(stored: Stored) -> Iterator[Any]:
     width = min(r["head_width"] for r in ok)
     of = [r for r in ok if r["head_width"] == width]
     longest = max(of, key=lambda r: r["seq_len"])
-    off = max(abs(r[HELD] / r[THEORY] - 1) for r in ok)
+    timed = [r for r in of if not paced(r)]
     text = (
-        f"At a width of {width} memory before the backward {grows(of, HELD)}; the forward's time grows "
-        f"{in_words(growth(of, 'seq_len', 'forward_ns'))} with the length. At {longest['seq_len']} tokens "
+        f"At a width of {width} memory before the backward {grows(of, HELD)}. At {longest['seq_len']} tokens "
         f"{said(HELD, longest[HELD])} are held; the tensors by formula are {said(HELD, longest[THEORY])}, and over "
-        f"the whole grid the two differ by at most {said('share', off)}."
+        f"the whole grid the two differ by {span('bytes', [abs(r[HELD] - r[THEORY]) for r in ok])}."
     )
+    if len(timed) > 1:
+        since = min(r["seq_len"] for r in timed)
+        text += (
+            f" From {since} tokens on the forward's time grows {in_words(growth(timed, 'seq_len', 'forward_ns'))}."
+        )
+    text += "".join(f" {each}" for each in host_paced(of))
     failed = [r for r in records if r["status"] == "oom"]
     if failed:
         least = min(failed, key=lambda r: r["seq_len"])
@@ -106,7 +111,7 @@ def squares(stored: Stored) -> Iterator[Any]:
         f"At {length} tokens, beside queries, keys, values, the output and its gradient: "
         + "; ".join(
             f"attention {NAMES[r['implementation']]} holds {r['squares']:.2f} tensors of {length} × {length} a "
-            f"head ({said(HELD, r[HELD])}{r['mask']})"
+            f"head ({said(HELD, r[HELD])}{r['mask']}{_in_the_note(r)})"
             for r in records
         )
         + "."
@@ -115,6 +120,11 @@ def squares(stored: Stored) -> Iterator[Any]:
     yield table("squares", "Tensors of length × length that attention keeps", records, *names)
     yield lines("attention-held", "Memory before the backward by implementation",
                 rows.where(head_width=width), "seq_len", HELD, "implementation")  # fmt: skip
+
+
+def _in_the_note(record: Record) -> str:
+    theirs = record["squares_in_the_note"]
+    return "" if theirs is None or abs(theirs - record["squares"]) < 0.5 else f"; the note expected {theirs}"
 
 
 def compiled(stored: Stored) -> Iterator[Any]:

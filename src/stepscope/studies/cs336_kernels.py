@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import heading
-from stepscope.report.parts import Bars, Series, Text
+from stepscope.report.parts import Text
+from stepscope.report.text import plural
 from stepscope.studies import cs336_note as note
-from stepscope.studies.cs336_time import FEW_KERNELS, FP32, model_of, plain, set_beside
-from stepscope.studies.figures import said, table
+from stepscope.studies.cs336_time import AUTOCAST, FEW_KERNELS, FP32, Record, model_of, plain, set_beside
+from stepscope.studies.figures import lines, said, table
 from stepscope.studies.stored import Stored
 
 if TYPE_CHECKING:
@@ -23,16 +24,20 @@ SOFTMAX_FLOPS = 5
 
 
 def _works(stored: Stored) -> Iterator[tuple[Mapping[str, Any], pl.DataFrame]]:
-    """Every traced inference and step in fp32, with its work; the forward of inference is a pass of its own."""
+    """Every traced inference and step with its work; the forward of inference is a pass of its own."""
     import polars as pl
 
-    from stepscope.analysis.pass_work import pass_work
-
-    for record in plain(stored).ok.where(dtype=FP32, mode=("inference", "step")):
-        work = pass_work(stored.traced("models", record).case.linked)
+    for record in plain(stored).ok.where(mode=("inference", "step"), dtype=(FP32, AUTOCAST)):
+        work = _work(stored, record)
         if record["mode"] == "inference":
             work = work.filter(pl.col("phase") == "forward").with_columns(pl.lit("inference").alias("phase"))
         yield {**record, "model": model_of(record)}, work.filter(pl.col("phase") != "other")
+
+
+def _work(stored: Stored, record: Mapping[str, Any]) -> pl.DataFrame:
+    from stepscope.analysis.pass_work import pass_work
+
+    return pass_work(stored.traced("models", record).case.linked)
 
 
 def _what(stored: Stored) -> str:
@@ -48,7 +53,7 @@ def kernels(stored: Stored) -> Iterator[Any]:
     from stepscope.report.kernel_names import short_name
 
     what = _what(stored)
-    records, others, sentences = [], [], []
+    records, others = [], []
     for record, work in _works(stored):
         for name in ("inference", "forward", "backward", "optimizer"):
             of = work.filter(pl.col("phase") == name)
@@ -58,22 +63,29 @@ def kernels(stored: Stored) -> Iterator[Any]:
                 {**record, "pass": name, what: short_name(row["name"]), **{k: row[k] for k in _FIGURES}}
                 for row in top_kernels(of).iter_rows(named=True)
             ]
-            records += found[:NUM_KERNELS]
-            rest = [row for row in found if row["class"] != "gemm"]
-            others += rest[:1]
-            first = found[0]
-            text = f"{heading(name)} of {record['model']}: {first[what]} takes {said('share', first['share'])}"
-            if rest and rest[0] is not first:
-                text += f", and of what is no product {rest[0][what]} the most, {said('share', rest[0]['share'])}"
-            sentences.append((record["num_parameters"], record["seq_len"], f"{text}."))
-    if not sentences:
+            records += [{**row, "rank": rank} for rank, row in enumerate(found[:NUM_KERNELS])]
+            others += [row for row in found if row["class"] != "gemm"][:1]
+    if not records:
         raise CannotCheck("no pass was traced")
-    largest = max(sentence[:2] for sentence in sentences)
-    yield Text(" ".join(text for *key, text in sentences if tuple(key) == largest))
-    names = ("preset", "seq_len", "pass", what, "class", "num_calls", "total_ns", "share")
+    yield Text(" ".join(_longest(records, others, what)))
+    names = ("preset", "seq_len", "dtype", "pass", what, "class", "num_calls", "total_ns", "share")
     yield table("kernels-by-pass", f"The {NUM_KERNELS} longest {what}s of each pass", records, *names, num_shown=60)
     title = f"The longest {what} of each pass that is no product"
-    yield table("non-gemm", title, others, *names[:4], *names[5:], num_shown=60)
+    yield table("non-gemm", title, others, *names[:5], *names[6:], num_shown=60)
+
+
+def _longest(records: Sequence[Record], others: Sequence[Record], what: str) -> Iterator[str]:
+    """Of the largest model that was trained, or else of the largest, what each pass in fp32 spends its time on."""
+    in_fp32 = [row for row in records if row["dtype"] == FP32]
+    largest = max(in_fp32, key=lambda row: (row["mode"] == "step", row["num_parameters"], row["seq_len"]))["model"]
+    for row in in_fp32:
+        if row["model"] != largest or row["rank"]:
+            continue
+        text = f"{heading(row['pass'])} of {largest}: {row[what]} takes {said('share', row['share'])}"
+        rest = next((o for o in others if o["hash"] == row["hash"] and o["pass"] == row["pass"]), None)
+        if rest and rest[what] != row[what]:
+            text += f", and of what is no product {rest[what]} the most, {said('share', rest['share'])}"
+        yield f"{text}."
 
 
 _FIGURES = ("class", "num_calls", "total_ns", "share")
@@ -83,9 +95,10 @@ def products(stored: Stored) -> Iterator[Any]:
     """How much of the work is products of matrices."""
     import polars as pl
 
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for record, work in _works(stored):
-        entry = found.setdefault(record["model"], {"model": record["model"], **{k: record[k] for k in _KEYS}})
+        key = record["model"], record["dtype"]
+        entry = found.setdefault(key, {name: record[name] for name in _KEYS})
         if record["mode"] == "inference":
             entry["inference_share"] = _share(work)
             continue
@@ -96,49 +109,54 @@ def products(stored: Stored) -> Iterator[Any]:
         entry["ten_largest_share"] = _share(training, FEW_KERNELS)
         named = training.filter(pl.col("name").str.starts_with("nvjet"))
         entry["nvjet_share"] = int(named["duration_ns"].sum()) / max(1, int(training["duration_ns"].sum()))
-    both = [entry for entry in found.values() if "inference_share" in entry and "training_share" in entry]
+    entries = list(found.values())
+    both = [e for e in entries if e["dtype"] == FP32 and "inference_share" in e and "training_share" in e]
     if not both:
         raise CannotCheck("no model has both an inference and a step that were traced")
     at = max(both, key=lambda entry: (entry["num_parameters"], entry["seq_len"]))
     lower = sum(entry["training_share"] < entry["inference_share"] for entry in both)
+    hidden = max(both, key=lambda entry: entry["training_share"] - entry["ten_largest_share"])
     text = (
         f"Products take {said('share', at['inference_share'])} of the work of inference of {at['model']}, "
         f"{said('share', at['training_share'])} of forward and backward, {said('share', at['step_share'])} of a "
-        f"whole step. Training has the smaller share for {lower} of {len(both)} points. Counted among the "
-        f"{FEW_KERNELS} largest {_what(stored)}s alone, as in the note, training would have "
-        f"{said('share', at['ten_largest_share'])}."
+        f"whole step. Training has the smaller share for {lower} of {len(both)} points.{_by_length(both)} Counted "
+        f"among the {FEW_KERNELS} largest {_what(stored)}s alone, as in the note, training of {hidden['model']} has "
+        f"{said('share', hidden['ten_largest_share'])} in the place of {said('share', hidden['training_share'])}."
     )
-    names = [
-        "inference_share",
-        "forward_share",
-        "backward_share",
-        "training_share",
-        "step_share",
-        "ten_largest_share",
-    ]
+    passes = ("inference", "forward", "backward", "training", "step", "ten_largest")
+    names = ["model", "dtype", *(f"{name}_share" for name in passes)]
     if _what(stored) == "kernel":
         names.append("nvjet_share")
-        text += f" Kernels called nvjet, which it took for no products, are {said('share', at['nvjet_share'])} of it."
+        most = max((e for e in entries if "nvjet_share" in e), key=lambda entry: entry["nvjet_share"])
+        text += (
+            f" Kernels called nvjet, which it took for no products, are {said('share', at['nvjet_share'])} of the "
+            f"training of {at['model']} in {FP32}, and {said('share', most['nvjet_share'])} of that of "
+            f"{most['model']} in {most['dtype']}."
+        )
     yield Text(text)
-    yield table("gemm-share", "Products of matrices in the work", found.values(), "model", *names)
-    yield Bars(
-        id="gemm-share",
-        title="Products of matrices in the work",
-        labels=[f"{entry['model']}, {name}" for entry in both for name in _BARS],
-        series=(
-            Series("products", [entry[f"{name}_share"] for entry in both for name in _BARS]),
-            Series("the rest", [1 - entry[f"{name}_share"] for entry in both for name in _BARS]),
-        ),
-        unit="share",
-    )
-    pairs = (("inference_share", note.INFERENCE_GEMM_SHARE), ("training_share", note.TRAINING_GEMM_SHARE))
-    for name, published in pairs:
-        ours = [entry for entry in found.values() if name in entry]
-        yield from set_beside(ours, published, name, f"published-{name}", name.replace("_", " of "))
+    yield table("gemm-share", "Products of matrices in the work", entries, *names)
+    for name, id in (("inference", "gemm-share-inference"), ("training", "gemm-share")):
+        yield lines(id, f"Products in the work of {name}, fp32", both, "seq_len", f"{name}_share", "preset")
+    for name, published in (("inference", note.INFERENCE_GEMM_SHARE), ("training", note.TRAINING_GEMM_SHARE)):
+        ours = [entry for entry in entries if entry["dtype"] == FP32]
+        figure = f"{name}_share"
+        yield from set_beside(ours, published, figure, f"published-{figure}", f"share of products in {name}")
 
 
-_BARS = ("inference", "training")
-_KEYS = ("num_parameters", "seq_len")
+def _by_length(entries: Sequence[Record]) -> str:
+    """How the share changes with the length, for the first size that has two."""
+    for preset in dict.fromkeys(entry["preset"] for entry in entries):
+        of = sorted((e for e in entries if e["preset"] == preset), key=lambda entry: entry["seq_len"])
+        if len(of) > 1:
+            first, last = (said("share", e["inference_share"]) for e in (of[0], of[-1]))
+            return (
+                f" Of inference of {preset} it is {first} at {of[0]['seq_len']} tokens and {last} at "
+                f"{of[-1]['seq_len']}."
+            )
+    return ""
+
+
+_KEYS = ("model", "preset", "seq_len", "dtype", "num_parameters")
 
 
 def _share(work: pl.DataFrame, num_largest: int | None = None) -> float:
@@ -151,33 +169,50 @@ def _share(work: pl.DataFrame, num_largest: int | None = None) -> float:
 
 def softmax(stored: Stored) -> Iterator[Any]:
     """Softmax against the two products of attention, in time and in FLOPs."""
-    from stepscope.analysis.pass_work import MATMUL, SOFTMAX, attention_parts, pass_work
+    from stepscope.analysis.pass_work import MATMUL, SOFTMAX, attention_parts
 
-    records = []
-    for recorded in stored.recordings("recordings", mode="step", attention="naive"):
-        parts = attention_parts(pass_work(recorded.source.case.linked))
+    records: list[dict[str, Any]] = []
+    for row in plain(stored).ok.where(mode="step", dtype=(FP32, AUTOCAST)):
+        parts = attention_parts(_work(stored, row))
         if not parts[MATMUL] or not parts[SOFTMAX]:
             continue
-        axes = recorded.axes
-        head_width = axes["d_model"] // axes["heads"]
-        scores = axes["layers"] * axes["batch"] * axes["heads"] * axes["seq_len"] ** 2
+        head_width = row["d_model"] // row["heads"]
+        scores = row["layers"] * row["batch"] * row["heads"] * row["seq_len"] ** 2
         figures: dict[str, Any] = {f"{name.replace(' ', '_')}_ns": ns for name, ns in parts.items()}
         figures |= {"softmax_flops": SOFTMAX_FLOPS * scores, "matmul_flops": 4 * head_width * scores}
         figures |= {"time_ratio": parts[SOFTMAX] / parts[MATMUL], "flops_ratio": SOFTMAX_FLOPS / (4 * head_width)}
-        records.append({**axes, "model": model_of(axes), **figures})
+        records.append({**row, "model": model_of(row), **figures})
     if not records:
         raise CannotCheck("no traced step has attention written out")
-    sentences = [
-        f"In the forward of {r['model']} in {r['dtype']} softmax takes {said('softmax_ns', r['softmax_ns'])} and the "
-        f"two products of attention {said('matmul_ns', r['matmul_ns'])}: {r['time_ratio']:.2f} times their time for "
-        f"{r['flops_ratio']:.3f} times their FLOPs ({said('softmax_flops', r['softmax_flops'])} against "
-        f"{said('matmul_flops', r['matmul_flops'])}), {r['time_ratio'] / r['flops_ratio']:.1f} times as much a FLOP."
-        for r in records
-    ]
-    yield Text(" ".join(sentences))
-    names = ("matmul_ns", "softmax_ns", "scale_and_mask_ns", "layout_copies_ns", "time_ratio", "flops_ratio")
-    yield table("softmax", "Inside attention, forward", records, "preset", "seq_len", "dtype", *names)
+    yield Text(" ".join(_softmax_said([r for r in records if r["dtype"] == dtype]) for dtype in (FP32, AUTOCAST)))
+    names = ("matmul_ns", "softmax_ns", "scale_and_mask_ns", "copies_ns", "time_ratio", "flops_ratio")
+    text = "copies: to another layout or dtype, before, between and after the two products"
+    yield table("softmax", "Inside attention, forward", records, "model", "dtype", *names, note=text)
     in_fp32 = [r for r in records if r["dtype"] == FP32]
+    yield lines("softmax-ratio", "Softmax ÷ products of attention, fp32", in_fp32, "seq_len", "time_ratio", "preset")
     yield from set_beside(
         in_fp32, note.SOFTMAX_PER_MATMUL, "time_ratio", "published-softmax", "softmax time ÷ product time"
     )
+    if any(r["model"] in note.SOFTMAX_PER_MATMUL for r in in_fp32):
+        yield Text(note.SOFTMAX_RANGES)
+
+
+def _softmax_said(records: Sequence[Record]) -> str:
+    """The largest model at its longest, and between what the ratio lies."""
+    if not records:
+        return ""
+    at = max(records, key=lambda r: (r["num_parameters"], r["seq_len"]))
+    times = said("softmax_ns", at["softmax_ns"]), said("matmul_ns", at["matmul_ns"])
+    flops = said("softmax_flops", at["softmax_flops"]), said("matmul_flops", at["matmul_flops"])
+    text = (
+        f"In the forward of {at['model']} in {at['dtype']} softmax takes {times[0]} and the two products of "
+        f"attention {times[1]}: {at['time_ratio']:.2f} times their time for {at['flops_ratio']:.3f} times their "
+        f"FLOPs ({flops[0]} against {flops[1]}), {at['time_ratio'] / at['flops_ratio']:.1f} times as much a FLOP."
+    )
+    if len(records) > 1:
+        least, most = (choose(records, key=lambda r: r["time_ratio"]) for choose in (min, max))
+        text += (
+            f" Over {plural(len(records), 'point')} the ratio of times is {least['time_ratio']:.2f} "
+            f"({least['model']}) to {most['time_ratio']:.2f} ({most['model']})."
+        )
+    return text

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from stepscope.analysis.memory_account import Account
 
 PEAK, RESERVED = "peak_allocated_bytes", "peak_reserved_bytes"
-CAST = "autocast_weight_cast"
-"""The owner of a weight's cast copy, as recordings have it."""
-MODES = ("inference", "forward", "step")
+ACTIVATION, CAST = "activation", "autocast_weight_cast"
+"""Owners as recordings have them; the second of a weight's cast copy."""
+WORDS = {"inference": "inference", "forward": "a forward", "step": "a step"}
+MODES = tuple(WORDS)
 STAY = ("parameter", "gradient", "optimizer_state")
+MIN_SHARE = 0.01
+"""Of the peak, to be named in a sentence."""
 NUM_LARGEST = 10
-COLUMNS = ("op", "module", "each_bytes", "num_allocations", "num_at_peak", "shape", "dtype", "owner", "called_at")
+COLUMNS = ("op", "module", "each_bytes", "num_allocations", "shape", "dtype", "owner")
 """Of the largest allocations."""
 
 
@@ -62,7 +65,9 @@ def peaks(stored: Stored) -> Iterator[Any]:
             continue
         wide, narrow = (next(iter(found))[PEAK] for found in pair)
         change = f"{size(abs(narrow - wide))} {'more' if narrow > wide else 'less'}"
-        sentences.append(f"The peak of {mode} of {largest} at {at} tokens is {size(wide)}, under autocast {change}.")
+        sentences.append(
+            f"The peak of {WORDS[mode]} of {largest} at {at} tokens is {size(wide)}, under autocast {change}."
+        )
     sentences += [*_graph(of), *_reserved(of)]
     yield Text(" ".join(sentences) or "No model has a peak in both precisions.")
     names = ["preset", "seq_len", "mode", "dtype", PEAK]
@@ -100,7 +105,7 @@ def _residual(stored: Stored, rows: Rows) -> Table:
     axes, shape = step.axes, [step.axes["batch"], step.axes["seq_len"], step.axes["d_model"]]
     alike = [
         each for each in step.source.allocations["allocations"]
-        if each.get("shape") == shape and each.get("dtype") == "float32" and each.get("owner") == "activation"
+        if each.get("shape") == shape and each.get("dtype") == "float32" and each.get("owner") == ACTIVATION
     ]  # fmt: skip
     lengths = sorted({*rows.values("seq_len"), axes["seq_len"]})
     first = next(iter(rows))
@@ -143,7 +148,8 @@ def alive(stored: Stored) -> Iterator[Any]:
     model = model_of(recorded(stored, "step", FP32).axes)
     parts = {dtype: {part.name: part for part in found.live_at_peak.by_owner} for dtype, found in accounts.items()}
     first = accounts[FP32]
-    most = ", ".join(f"{_words(p.name)} {said('share', p.share)}" for p in first.live_at_peak.by_owner[:3])
+    owners_at_peak = [p for p in first.live_at_peak.by_owner if p.share >= MIN_SHARE]
+    most = ", ".join(f"{_words(p.name)} {said('share', p.share)}" for p in owners_at_peak)
     large = first.largest[0]
     where = f" at {large.caller}" if large.caller else ""
     yield Text(
@@ -159,10 +165,15 @@ def alive(stored: Stored) -> Iterator[Any]:
     from stepscope.report.sections.memory import largest
 
     for dtype, found in accounts.items():
-        rows = largest(found, NUM_LARGEST)
-        columns = {name: rows.columns[name] for name in COLUMNS if name in rows.columns}
-        title = f"The {NUM_LARGEST} largest allocations of a step, {dtype}"
-        yield replace(rows, id=f"largest-{dtype}", title=title, columns=columns)
+        forward = replace(found, largest=tuple(each for each in found.largest if each.phase == "forward"))
+        for of, id, what, more in (
+            (found, "largest", "a step", ("num_at_peak", "phase")),
+            (forward, "largest-forward", "its forward", ("called_at",)),
+        ):
+            rows = largest(of, NUM_LARGEST)
+            columns = {name: rows.columns[name] for name in (*COLUMNS, *more) if name in rows.columns}
+            title = f"The {NUM_LARGEST} largest allocations of {what}, {dtype}"
+            yield replace(rows, id=f"{id}-{dtype}", title=title, columns=columns)
     yield _by_module(accounts)
 
 
@@ -193,6 +204,7 @@ def autocast(stored: Stored) -> Iterator[Any]:
     point = recorded(stored, "step", AUTOCAST)
     found = point.source.memory.account
     casts = [each for each in point.source.allocations["allocations"] if each.get("owner") == CAST]
+    kept = [each for each in _alive_at_backward(point) if each.get("owner") == CAST]
     if not casts:
         raise CannotCheck("the recorded step under autocast has no cast copy of a weight")
     total, largest = sum(each["bytes"] for each in casts), max(each["bytes"] for each in casts)
@@ -203,12 +215,12 @@ def autocast(stored: Stored) -> Iterator[Any]:
     formula = f" = {width} × {hidden} in bf16, a matrix of the MLP" if is_mlp else ""
     text = (
         f"A step of {model_of(axes)} under autocast makes {len(casts)} bf16 copies of weights, {size(total)} in all; "
-        f"{_alive_at_backward(point, casts)} are still alive when the backward begins, {size(alive_bytes)} at the "
-        f"peak. The largest is {size(largest)}{formula}"
+        f"{len(kept)} are still alive when the backward begins, {size(alive_bytes)} at the peak. The largest is "
+        f"{size(largest)}{formula}"
     )
     if largest == note.EINSUM_CAST_BYTES:
         text += "; it is the one that the note laid to einsum"
-    yield Text(f"{text}. {_without_einsum(stored)} {_halved(stored)}")
+    yield Text(f"{text}. {_halved(stored, sum(each['bytes'] for each in kept))} {_without_einsum(stored)}")
     shapes: dict[tuple[Any, ...], list[Record]] = {}
     for each in casts:
         shapes.setdefault((each["bytes"], str(each.get("op"))), []).append(each)
@@ -221,38 +233,47 @@ def autocast(stored: Stored) -> Iterator[Any]:
     yield Table("weight-casts", "Copies of weights that autocast keeps", columns, 12)
 
 
-def _alive_at_backward(point: Recorded, allocations: Sequence[Record]) -> int:
+def _alive_at_backward(point: Recorded) -> list[Record]:
     stages = point.source.allocations.get("stages") or []
     begins = next((stage["event"] for stage in stages if stage["name"] == "backward"), None)
     if begins is None:
         raise CannotCheck("the recorded step has no backward")
-    return sum(each["born"] < begins and (each["died"] is None or each["died"] >= begins) for each in allocations)
+    return [
+        each for each in point.source.allocations["allocations"]
+        if (each["born"] is None or each["born"] < begins) and (each["died"] is None or each["died"] >= begins)
+    ]  # fmt: skip
 
 
-def _halved(stored: Stored) -> str:
-    """What of the peak is halved, and what stays."""
-    wide, narrow = (
-        {part.name: part.bytes for part in account_of(stored, "step", dtype).live_at_peak.by_owner}
-        for dtype in (FP32, AUTOCAST)
+def _halved(stored: Stored, cast_bytes: int) -> str:
+    """What is halved when the backward begins, and what stays at the peak."""
+    activations = {}
+    for dtype in (FP32, AUTOCAST):
+        there = _alive_at_backward(recorded(stored, "step", dtype))
+        activations[dtype] = sum(each["bytes"] for each in there if each["owner"] == ACTIVATION)
+    text = (
+        f"Activations are then {size(activations[AUTOCAST])} in the place of {size(activations[FP32])}, with the "
+        f"copies {size(activations[AUTOCAST] + cast_bytes)}."
     )
+    accounts = {dtype: account_of(stored, "step", dtype) for dtype in (FP32, AUTOCAST)}
+    wide, narrow = ({p.name: p.bytes for p in found.live_at_peak.by_owner} for found in accounts.values())
     same = [name for name in wide if name in STAY and narrow.get(name) == wide[name]]
-    text = f"Activations at the peak are {size(narrow.get('activation', 0))} in the place of "
-    text += size(wide.get("activation", 0))
     if same:
         kept = ", ".join(f"{_words(name)} {size(wide[name])}" for name in same)
-        text += f"; what stays as it is: {kept}"
-    return f"{text}."
+        text += f" The peak of a step is in {accounts[AUTOCAST].peak_stage}; what stays as it is there: {kept}."
+    return text
 
 
 def _without_einsum(stored: Stored) -> str:
     """The peak with functional.linear in the place of einsum."""
-    rows = stored.rows("models").ok.where(mode="forward", dtype=AUTOCAST)
-    for other in rows.where(linear="linear"):
-        for written in rows.where(linear="einsum", preset=other["preset"], seq_len=other["seq_len"]):
+    rows = stored.rows("models").ok.where(mode="forward")
+    for other in rows.where(linear="linear", dtype=AUTOCAST):
+        same = rows.where(linear="einsum", preset=other["preset"], seq_len=other["seq_len"])
+        for written in same.where(dtype=AUTOCAST):
             change = other[PEAK] - written[PEAK]
             how = "the same" if abs(change) < 0.01 * written[PEAK] else f"{change / written[PEAK]:+.1%}"
+            wide = [f", {size(record[PEAK])} in fp32" for record in same.where(dtype=FP32)]
             return (
-                f"With functional.linear in the place of einsum the peak of a forward of {model_of(other)} is "
-                f"{size(other[PEAK])} against {size(written[PEAK])}: {how}."
+                f"The peak of a forward of {model_of(other)} that keeps its graph is {size(written[PEAK])} under "
+                f"autocast{''.join(wide)}; with functional.linear in the place of einsum {size(other[PEAK])}: {how}."
             )
     return "Nothing was measured without einsum."

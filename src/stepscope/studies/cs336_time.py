@@ -9,7 +9,7 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import heading
 from stepscope.report.parts import Table, Text
 from stepscope.studies import cs336_note as note
-from stepscope.studies.figures import beside, compared, lines, paced, said, table
+from stepscope.studies.figures import beside, known, lines, listed, paced, said, span, table, told_apart
 from stepscope.studies.stored import Rows, Stored
 
 Record = Mapping[str, Any]
@@ -17,6 +17,7 @@ FP32, AUTOCAST = "fp32", "autocast_bf16"
 WARMUPS = (0, 1, 2, 5)
 MEAN, STD = "mean_ns", "std_ns"
 PASSES = ("inference", "forward", "forward+backward", "step")
+WARMED = "gate_ran_before"
 FEW_KERNELS = 10
 """So many the note looked at."""
 
@@ -45,7 +46,7 @@ def passes(stored: Stored) -> list[dict[str, Any]]:
         record = known.get(row["hash"])
         if record is None or (record["mode"] == "forward" and record["status"] == "ok"):
             continue
-        base = {**record, "model": model_of(record), "pass": record["mode"]}
+        base = {**record, "model": model_of(record), "pass": record["mode"], WARMED: _gate_ran_before(row)}
         found = list(by_warmup(row.get("samples_phase_ns") or {}, record["steps"], WARMUPS))
         if not found:
             records.append({**base, "num_warmup": max(WARMUPS), MEAN: None, STD: None})
@@ -54,6 +55,12 @@ def passes(stored: Stored) -> list[dict[str, Any]]:
             name = each.what if record["mode"] != "inference" else "inference"
             records.append({**base, "pass": name, "num_warmup": each.num_warmup, **figures})
     return records
+
+
+def _gate_ran_before(row: Record) -> bool:
+    """Whether the point's own process had checked its variant, so that its first call was not the first of all."""
+    gate = row.get("gate") or {}
+    return bool(gate) and not gate.get("run_by")
 
 
 def _warm(records: Sequence[Record]) -> list[Record]:
@@ -76,30 +83,17 @@ def set_beside(
 def durations(stored: Stored) -> Iterator[Any]:
     """Every size, length and pass."""
     records = _warm(passes(stored))
-    sentences = []
-    for preset in dict.fromkeys(r["preset"] for r in records):
-        steps = [r for r in records if r["preset"] == preset and r["pass"] == "step" and r[MEAN]]
-        if not steps:
-            continue
-        step = max(steps, key=lambda r: r["seq_len"])
-        parts = {r["pass"]: r[MEAN] for r in records if r["model"] == step["model"] and r[MEAN]}
-        shares = {
-            "forward": parts["forward"] / step[MEAN],
-            "backward": (parts["forward+backward"] - parts["forward"]) / step[MEAN],
-            "optimizer": 1 - parts["forward+backward"] / step[MEAN],
-        }
-        text = f"A step of {preset} at {step['seq_len']} tokens takes {said(MEAN, step[MEAN])} on average"
-        text += f" (standard deviation {said(STD, step[STD])}): "
-        text += ", ".join(f"{name} {said('share', share)}" for name, share in shares.items())
-        if "inference" in parts:
-            text += f"; inference takes {said(MEAN, parts['inference'])}"
-        sentences.append(f"{text}.")
-    failed = [f"{r['model']} ({r['pass']})" for r in records if r["status"] == "oom"]
+    sentences = [*_steps_said(records)]
+    failed = {r["model"]: [o["pass"] for o in records if o["model"] == r["model"] and o["status"] == "oom"]
+              for r in records if r["status"] == "oom"}  # fmt: skip
     if failed:
-        sentences.append(f"Out of memory here: {', '.join(failed)}.")
-    fits = [r["model"] for r in records if r["pass"] == "step" and r[MEAN] and r["model"] in note.OUT_OF_MEMORY]
+        named = [f"{model} ({', '.join(names)})" for model, names in failed.items()]
+        sentences.append(f"Out of memory here: {', '.join(named)}.")
+    fits = [r for r in records if r["pass"] == "step" and r[MEAN] and r["model"] in note.OUT_OF_MEMORY]
     if fits:
-        sentences.append(f"Out of memory in the note, and not here: {', '.join(fits)}.")
+        lengths = {r["preset"]: [o["seq_len"] for o in fits if o["preset"] == r["preset"]] for r in fits}
+        named = [f"{preset} at {listed(values)}" for preset, values in lengths.items()]
+        sentences.append(f"Out of memory in the note, and not here: {'; '.join(named)} tokens.")
     yield Text(" ".join(sentences) or "No step was measured.")
     names = ("preset", "num_parameters", "seq_len", "pass", MEAN, STD, "median_ns")
     text = (
@@ -115,6 +109,27 @@ def durations(stored: Stored) -> Iterator[Any]:
         models = ", ".join(dict.fromkeys(key.split()[0] for key in note.FORWARD_NS))
         yield Text(f"None of the note's models ({models}) ran here: its figures have nothing beside them.")
     yield from _why_different(records)
+
+
+def _steps_said(records: Sequence[Record]) -> Iterator[str]:
+    """A step of each size at its longest: its time, what it consists of, and inference beside it."""
+    steps = [r for r in records if r["pass"] == "step" and r[MEAN]]
+    of = [max((r for r in steps if r["preset"] == preset), key=lambda r: r["seq_len"])
+          for preset in dict.fromkeys(r["preset"] for r in steps)]  # fmt: skip
+    if not of:
+        return
+    times = [{r["pass"]: r[MEAN] for r in records if r["model"] == step["model"] and r[MEAN]} for step in of]
+    shares = {
+        "forward": [each["forward"] / each["step"] for each in times],
+        "backward": [(each["forward+backward"] - each["forward"]) / each["step"] for each in times],
+        "optimizer": [1 - each["forward+backward"] / each["step"] for each in times],
+    }
+    means = listed(f"{said(MEAN, step[MEAN])} ({step['model']})" for step in of)
+    made_of = ", ".join(f"{name} {span('share', values)}" for name, values in shares.items())
+    spread = said("share", max(step[STD] / step[MEAN] for step in of))
+    yield f"A step takes {means} on average, with standard deviations of up to {spread}: {made_of}."
+    if inference := [each["inference"] for each in times if "inference" in each]:
+        yield f"Inference takes {listed(said(MEAN, ns) for ns in inference)}."
 
 
 def _why_different(records: Sequence[Record]) -> Iterator[Any]:
@@ -133,22 +148,8 @@ def _why_different(records: Sequence[Record]) -> Iterator[Any]:
 def warm_up(stored: Stored) -> Iterator[Any]:
     """What the first passes do to a mean."""
     records = [r for r in passes(stored) if r[MEAN]]
-    sentences: dict[str, str] = {}
-    for name in PASSES:
-        of = [r for r in records if r["pass"] == name]
-        if not of:
-            continue
-        first = of[0]
-        by = {r["num_warmup"]: r for r in of if r["model"] == first["model"]}
-        if set(WARMUPS) <= by.keys():
-            cold, warm = by[0], by[max(WARMUPS)]
-            close = [n for n in WARMUPS if all(abs(by[m][MEAN] / warm[MEAN] - 1) <= 0.1 for m in WARMUPS if m >= n)]
-            sentences[name] = (
-                f"{heading(name)} of {first['model']}: {said(MEAN, cold[MEAN])} on average without warm-up (standard "
-                f"deviation {said(STD, cold[STD])}), {cold[MEAN] / warm[MEAN]:.2f} times the "
-                f"{said(MEAN, warm[MEAN])} ({said(STD, warm[STD])}) after {max(WARMUPS)} passes of it; "
-                f"the fewest that bring it within 10 % of that: {close[0]}."
-            )
+    cold = [r for r in records if not r[WARMED]]
+    sentences = {name: text for name in PASSES if (text := _warm_up_said([r for r in cold if r["pass"] == name]))}
     if not sentences:
         raise CannotCheck("no run is long enough for five passes of warm-up")
     worst = max(note.PROFILED_FORWARD_NS, key=lambda key: note.PROFILED_FORWARD_NS[key] / note.FORWARD_NS[key])
@@ -161,8 +162,35 @@ def warm_up(stored: Stored) -> Iterator[Any]:
     yield Text(" ".join(sentences.values()))
     names = ("preset", "seq_len", "pass", "num_warmup", MEAN, STD)
     text = "one run of each point: the same passes, cut after so many"
-    yield table("warm-up", "Mean and spread by warm-up", records, *names, note=text, num_shown=48)
-    yield from _beside_cold([r for r in records if r["num_warmup"] == 0])
+    warmed = list(dict.fromkeys(f"{r['mode']} of {r['model']}" for r in records if r[WARMED]))
+    if warmed:
+        text += f"; left out: {listed(warmed)}, whose process had checked the variant before and was not cold"
+    yield table("warm-up", "Mean and spread by warm-up", cold, *names, note=text, num_shown=48)
+    yield from _beside_cold([r for r in cold if r["num_warmup"] == 0])
+
+
+def _warm_up_said(records: Sequence[Record]) -> str:
+    """Of one pass: the first model's means, and over all models what no warm-up adds."""
+    by_model = {r["model"]: {o["num_warmup"]: o for o in records if o["model"] == r["model"]} for r in records}
+    by_model = {model: by for model, by in by_model.items() if set(WARMUPS) <= by.keys()}
+    if not by_model:
+        return ""
+    # One whose passes the GPU sets the pace of, where there is one: the host's noise is no warm-up.
+    model, by = min(by_model.items(), key=lambda item: bool(paced(item[1][0])))
+    cold, warm = by[0], by[max(WARMUPS)]
+    close = [n for n in WARMUPS if all(abs(by[m][MEAN] / warm[MEAN] - 1) <= 0.1 for m in WARMUPS if m >= n)]
+    text = (
+        f"{heading(warm['pass'])} of {model}: {said(MEAN, cold[MEAN])} on average without warm-up (standard "
+        f"deviation {said(STD, cold[STD])}), {cold[MEAN] / warm[MEAN]:.2f} times the "
+        f"{said(MEAN, warm[MEAN])} ({said(STD, warm[STD])}) after {max(WARMUPS)} passes of it; "
+        f"the fewest that bring it within 10 % of that: {close[0]}."
+    )
+    if len(by_model) > 1:
+        ratios = {of[0][MEAN] / of[max(WARMUPS)][MEAN]: model for model, of in by_model.items()}
+        least, most = min(ratios), max(ratios)
+        text += f" Over {len(by_model)} points it is {least:.2f} ({ratios[least]}) to {most:.2f} times "
+        text += f"({ratios[most]})."
+    return text
 
 
 def _beside_cold(records: Sequence[Record]) -> Iterator[Any]:
@@ -179,41 +207,76 @@ def _beside_cold(records: Sequence[Record]) -> Iterator[Any]:
 def mixed_precision(stored: Stored) -> Iterator[Any]:
     """Whether bf16 is slower."""
     steps = plain(stored).ok.where(mode="step")
-    records = []
-    for wide in steps.where(dtype=FP32):
-        for narrow in steps.where(dtype=AUTOCAST, preset=wide["preset"], seq_len=wide["seq_len"]):
-            times = {name: (_pass_ns(wide, name), _pass_ns(narrow, name)) for name in PASSES[1:]}
-            for name, (fp32_ns, autocast_ns) in times.items():
-                records.append(
-                    {"model": model_of(wide), "preset": wide["preset"], "seq_len": wide["seq_len"], "pass": name,
-                     "fp32_median_ns": fp32_ns, "autocast_median_ns": autocast_ns, "speedup": fp32_ns / autocast_ns,
-                     "fp32_loss": wide["loss"], "autocast_loss": narrow["loss"],
-                     "autocast_busy_share": narrow.get("gpu_busy_share")}
-                )  # fmt: skip
-    if not records:
-        raise CannotCheck("no model was trained in both precisions")
-    sentences = [
-        f"A step of {r['model']} under bf16 autocast is "
-        f"{compared(r['autocast_median_ns'], r['fp32_median_ns'], 'in fp32')} "
-        f"({said('time_ns', r['autocast_median_ns'])} against {said('time_ns', r['fp32_median_ns'])}, medians of the "
-        f"device's time; losses {r['autocast_loss']:.3f} and {r['fp32_loss']:.3f})."
-        for r in records
-        if r["pass"] == "step"
+    pairs = [
+        (wide, narrow)
+        for wide in steps.where(dtype=FP32)
+        for narrow in steps.where(dtype=AUTOCAST, preset=wide["preset"], seq_len=wide["seq_len"])
     ]
-    slower = sum(r["speedup"] < 1 for r in records)
-    theirs = [value for published in note.BF16_SPEEDUP.values() for value in published.values()]
-    sentences.append(
-        f"On the device autocast is slower in {slower} of {len(records)} passes; the note, from means of the host's "
-        f"time, had it slower in {sum(value < 1 for value in theirs)} of {len(theirs)}."
-    )
-    yield Text(" ".join(sentences))
-    names = ["preset", "seq_len", "pass", "fp32_median_ns", "autocast_median_ns", "speedup"]
-    names += ["autocast_busy_share"] if any(r["autocast_busy_share"] is not None for r in records) else []
-    yield table("mixed-precision", "fp32 against bf16 autocast", records, *names, num_shown=48)
+    if not pairs:
+        raise CannotCheck("no model was trained in both precisions")
+    records = [_in_both(wide, narrow, name) for wide, narrow in pairs for name in PASSES[1:]]
+    yield Text(" ".join(_bf16_said(pairs, records)))
+    names = ["model", "pass", "fp32_median_ns", "autocast_median_ns", "speedup"]
+    names += known(records, "fp32_busy_share", "autocast_busy_share", "work_speedup")
+    text = "busy: the GPU in a whole step; work: what it is busy for, fp32 ÷ autocast"
+    yield table("mixed-precision", "fp32 against bf16 autocast", records, *names, note=text, num_shown=48)
     for name, published in note.BF16_SPEEDUP.items():
         ours = [r for r in records if r["pass"] == name]
         at_128 = {f"{preset} 128": value for preset, value in published.items()}
         yield from set_beside(ours, at_128, "speedup", f"published-bf16-{name}", f"speed-up of {name}")
+
+
+def _in_both(wide: Record, narrow: Record, name: str) -> dict[str, Any]:
+    """One pass of a model in fp32 and under autocast."""
+    fp32_ns, autocast_ns = _pass_ns(wide, name), _pass_ns(narrow, name)
+    record = {"model": model_of(wide), "preset": wide["preset"], "seq_len": wide["seq_len"], "pass": name,
+              "fp32_median_ns": fp32_ns, "autocast_median_ns": autocast_ns, "speedup": fp32_ns / autocast_ns,
+              "gpu_busy_share": narrow.get("gpu_busy_share")}  # fmt: skip
+    fp32_busy, autocast_busy = (each.get("gpu_busy_share") for each in (wide, narrow))
+    if name == "step" and fp32_busy and autocast_busy:
+        record |= {"fp32_busy_share": fp32_busy, "autocast_busy_share": autocast_busy,
+                   "work_speedup": fp32_busy * fp32_ns / (autocast_busy * autocast_ns)}  # fmt: skip
+    return record
+
+
+def _bf16_said(pairs: Sequence[tuple[Record, Record]], records: Sequence[Record]) -> Iterator[str]:
+    """Steps that can be told apart, those that cannot, the GPU's own work, and how many passes are slower."""
+    apart = [pair for pair in pairs if told_apart(*pair)]
+    if apart:
+        times = (
+            f"{wide['time_median_ns'] / narrow['time_median_ns']:.2f} ({model_of(wide)}: "
+            f"{said('time_ns', narrow['time_median_ns'])} against {said('time_ns', wide['time_median_ns'])})"
+            for wide, narrow in apart
+        )
+        yield f"A step under bf16 autocast has {listed(times)} times the speed of fp32."
+    alike = [pair for pair in pairs if pair not in apart]
+    if alike:
+        models = listed(model_of(wide) for wide, _ in alike)
+        waits = any(paced(record) for pair in alike for record in pair)
+        why = "the host sets the pace, and differs from one process to the next" if waits else "the samples overlap"
+        yield f"That of {models} is not to be told from fp32: {why}."
+    works = [r for r in records if "work_speedup" in r]
+    if works:
+        least, most = (choose(works, key=lambda r: r["work_speedup"]) for choose in (min, max))
+        yield (
+            f"The GPU's own work is done {least['work_speedup']:.2f} ({least['model']}) to "
+            f"{most['work_speedup']:.2f} times ({most['model']}) as fast."
+        )
+    losses = max(abs(wide["loss"] - narrow["loss"]) for wide, narrow in pairs)
+    yield f"Losses differ by at most {losses:.1g}."
+    slower = [r for r in records if r["speedup"] < 1]
+    theirs = [value for published in note.BF16_SPEEDUP.values() for value in published.values()]
+    text = f"On the device autocast is slower in {len(slower)} of {len(records)} passes"
+    if slower:
+        text += f" ({listed(r['pass'] + ' of ' + r['model'] for r in slower)}"
+        if all(paced(r) for r in slower):
+            shares = span("share", [r["gpu_busy_share"] for r in slower])
+            text += f", in whose steps the GPU is busy for {shares}: the host sets the pace"
+        text += ")"
+    yield (
+        f"{text}; the note, from means of the host's time, had it slower in {sum(value < 1 for value in theirs)} of "
+        f"{len(theirs)}."
+    )
 
 
 def _pass_ns(record: Record, name: str) -> float:

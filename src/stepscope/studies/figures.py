@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from stepscope.analysis.sweeps import MIN_INTERVAL_SAMPLES, OK
@@ -201,8 +201,7 @@ def host_paced(rows: Iterable[Record], where: str = "") -> list[str]:
     found = [record for record in rows if paced(record)]
     if not found:
         return []
-    shares = [record["gpu_busy_share"] for record in found]
-    busy = " to ".join(dict.fromkeys(said("share", share) for share in (min(shares), max(shares))))
+    busy = span("share", [record["gpu_busy_share"] for record in found])
     lengths = listed(sorted({record["seq_len"] for record in found}))
     begin = f"{where}, in" if where else "In"
     return [
@@ -251,6 +250,15 @@ def beside(ours: Sequence[Record], published: Mapping[Any, float], key: str, nam
 def said(name: str, value: Any) -> str:
     """A figure as it stands in a sentence."""
     return cell(name, value)
+
+
+def span(name: str, values: Collection[float]) -> str:
+    """From the least to the most of some figures; one where they read the same.
+
+    >>> span("share", [0.31, 0.092, 0.2]), span("share", [0.3, 0.3])
+    ('9.2 % to 31.0 %', '30.0 %')
+    """
+    return " to ".join(dict.fromkeys(said(name, value) for value in (min(values), max(values))))
 
 
 def loss_said(record: Record) -> str:

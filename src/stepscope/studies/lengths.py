@@ -25,7 +25,7 @@ class Grown(NamedTuple):
     token_bytes: float
     pair_bytes: float | None
     pairs_share: float | None
-    """Of all bytes at the longest length."""
+    """Of the sum at the longest length."""
     error_share: float | None
     """How far it is from a measured figure at the most."""
 
@@ -56,7 +56,8 @@ def grown(rows: Iterable[Record], name: str) -> Grown:
     limit = max(EXACT_SHARE, 2 * _least_error(fits))
     found, error = min((fit for fit in fits if fit[1] <= limit), key=lambda fit: (len(fit[0]), fit[1]))
     constant, token, pair = (found.get(at, 0.0) for at in range(3))
-    return Grown(constant, token, pair, pair * longest**2 / most, error)
+    of_pairs = pair * longest**2
+    return Grown(constant, token, pair, of_pairs / (constant + token * most_tokens + of_pairs), error)
 
 
 Fit = tuple[dict[int, float], float]
