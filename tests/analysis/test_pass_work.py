@@ -17,9 +17,7 @@ GPU_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "h200" / "gpt2_eag
 
 def work(*rows):
     """(op, ns) in order of time, all of the forward; a product of several kernels is a tuple of times."""
-    flat = [
-        (op, at, each) for at, (op, ns) in enumerate(rows) for each in (ns if isinstance(ns, tuple) else (ns,))
-    ]
+    flat = [(op, at, each) for at, (op, ns) in enumerate(rows) for each in (ns if isinstance(ns, tuple) else (ns,))]
     names, places, times = zip(*flat)
     columns = {"op": names, "op_row": places, "name": names, "duration_ns": times}
     return pl.DataFrame(columns).with_columns(pl.lit("forward").alias("phase"))

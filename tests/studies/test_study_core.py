@@ -13,13 +13,13 @@ import pytest
 
 from stepscope.errors import RecordingError, UsageError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Facts, Missing, Text
+from stepscope.report.parts import Facts, Missing, Table, Text
 from stepscope.studies import Question, Recordings, Study, Sweep
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import begin, plan_of, run
 from stepscope.studies.figures import compared, crossing, growth
 from stepscope.studies.registry import find_study
-from stepscope.studies.stored import Recorded, Stored
+from stepscope.studies.stored import Recorded, Rows, Stored
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "study_activation.py"
 
@@ -232,6 +232,55 @@ def test_a_mistake_in_an_answer_costs_that_answer_alone(tmp_path):
     (missing,) = report.parts(Missing)
     assert missing.text.startswith("Not answered: KeyError: 'time_medain' (test_study_core.py, line ")
     assert [part.text for part in report.parts(Text)] == ["Before it.", "Right."]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("a string", "yields parts of stepscope.report.parts, such as Text, not str"),
+        (None, "not NoneType"),
+        (Table("../x", "", {"a": [1]}, 9), "the id '../x' is to be the name of a file"),
+        (SystemExit(0), "SystemExit: 0"),
+    ],
+)
+def test_what_is_no_part_of_a_report_costs_itself_alone(tmp_path, part, message):
+    (tmp_path / "study.json").write_text('{"study": "x"}')
+
+    def answer(_stored):
+        yield Table("before", "", {"a": [1]}, 9)
+        if isinstance(part, SystemExit):
+            raise part
+        yield part
+
+    study = Study(name="x", title="", about="", measures=(), questions=(Question(title="x", answer=answer),))
+    report = report_of_study(study, Stored(tmp_path))
+
+    (missing,) = report.parts(Missing)
+    assert message in missing.text and report.verdict == missing.text
+    assert [table.id for table in report.parts(Table)] == ["before", "measures"]
+
+
+def test_the_only_row_is_only_one_and_a_knob_is_spelt_right():
+    rows = Rows("widths", [{"width": 1, "norm": name, "status": "ok"} for name in ("layer", "rms")])
+
+    assert rows.one(norm="rms")["norm"] == "rms"
+    with pytest.raises(CannotCheck, match="there are 2 rows of widths with width=1"):
+        rows.one(width=1)
+    with pytest.raises(CannotCheck, match="there is no row of widths with width=2"):
+        rows.one(width=2)
+    with pytest.raises(CannotCheck, match="widths has no 'wdith': did you mean width"):
+        rows.where(wdith=1)
+    assert not len(Rows("widths", []).where(wdith=1))  # of nothing nothing is known
+
+
+def test_a_study_that_moved_with_its_folder_goes_on(tmp_path):
+    sweep = Sweep(id="a", workload="cs336", about="", quick=[{}], full=())
+    plan = plan_of(Study(name="a", title="", about="", measures=(sweep,), questions=()), "quick", "cpu")
+    begin(plan, tmp_path / "out", "/there/mine.py", "", False, "")
+    begin(plan, tmp_path / "out", "/here/mine.py", "", True, "")
+
+    facts = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert facts["study"] == "/here/mine.py" and facts["num_points"] == {"a": 1}
 
 
 def test_what_was_taken_from_the_folder_costs_what_is_made_from_it_alone(studied, tmp_path):

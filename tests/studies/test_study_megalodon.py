@@ -118,8 +118,34 @@ def test_the_cross_over_follows_the_rows(studied, tmp_path):
         for each in (Stored(studied), stored)
     )
     assert "sequential is the fastest path at 128 tokens" in text
-    assert "in the model, forward+backward, sequential is faster than fft from 32 tokens, the shortest, on" in text
+    assert (
+        "in the model, forward and forward+backward, sequential is faster than fft from 32 tokens, the shortest, on"
+    ) in text
     assert text != before
+
+
+@pytest.mark.parametrize(
+    ("short_ns", "busy_share", "told"),
+    [
+        (400, None, "from 8 tokens, the shortest, on"),
+        (900, None, "from 8 tokens, the shortest, on"),
+        (900, 0.05, "from 64 tokens on"),
+        (4000, None, "from about 18 tokens on"),
+    ],
+)
+def test_a_path_is_faster_from_where_it_is_so_beyond_noise(short_ns, busy_share, told):
+    def rows(variant, times):
+        return [
+            {"variant": variant, "seq_len": length, "num_samples": 10, "gpu_busy_share": busy_share}
+            | {f"time_{name}_ns": ns for name in ("median", "ci_low", "ci_high")}
+            for length, ns in times.items()
+        ]
+
+    slow, fast = rows("sequential", {8: 1000, 64: 9000}), rows("fft", {8: short_ns, 64: 1000})
+    (found,) = megalodon_paths._meeting(slow, fast)
+    assert found == {"faster": "fft", "than": "sequential", "from": told, "longest": 64, "times_faster": 9.0}
+    (equal,) = megalodon_paths._meeting(slow, rows("fft", {8: 1000, 64: 9000}))
+    assert equal["from"] == "nowhere beyond noise"
 
 
 def test_a_path_without_proof_is_counted_as_one(studied, tmp_path):
@@ -135,14 +161,15 @@ def test_a_path_without_proof_is_counted_as_one(studied, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("off_ns", "share", "beyond"),
+    ("off_ns", "times", "beyond"),
     [
-        ([2_000_000] * 6, "50.0 %", "at 512 tokens (2.00 times as fast as without)"),
-        ([995_000] * 6, "100.5 %", "at 512 tokens (0.5 % slower than without)"),
-        ([900_000] * 3 + [1_600_000] * 3, "80.0 %", "at none of them"),
+        ([2_000_000] * 6, "0.50", "at 512 tokens (2.00 times as fast as without)"),
+        ([980_000] * 6, "1.02", "at 512 tokens (1.02 times slower than without)"),
+        ([995_000] * 6, "1.01", "at none of them"),
+        ([900_000] * 3 + [1_600_000] * 3, "0.80", "at none of them"),
     ],
 )
-def test_what_reduction_changes_is_told_beside_the_published_figure(studied, tmp_path, off_ns, share, beyond):
+def test_what_reduction_changes_is_told_beside_the_published_figure(studied, tmp_path, off_ns, times, beyond):
     def measured(row):
         if row["run"]["dtype"] == "bf16":
             row.update(status="ok", reason=None, loss=5.5, peak_allocated_bytes=1000, num_tokens=64, num_parameters=9)
@@ -153,11 +180,11 @@ def test_what_reduction_changes_is_told_beside_the_published_figure(studied, tmp
     stored = changed(studied, tmp_path / "changed", "steps", measured)
     parts = list(megalodon_answers.precision(changed_lengths(stored)))
 
-    told = f"With reduction in bf16 a step at 512 tokens takes {share} of its time without; beyond noise: {beyond}."
-    assert told in parts[0].text
+    told = f"With reduction in bf16 a step at 512 tokens takes {times} times as long as without; beyond noise: "
+    assert f"{told}{beyond}." in parts[0].text
     beside = next(part for part in parts if isinstance(part, Table) and part.id.startswith("published"))
     assert list(beside.columns["published_off_over_on"]) == [1.25]
-    assert "and a loss of 5.50 ± 0.02 where fp32 has " in parts[0].text
+    assert "At 512 tokens a step in fp32 takes " in parts[0].text and "a loss of 5.50 ± 0.02." in parts[0].text
 
 
 @pytest.mark.parametrize(("gemm_ns", "is_more"), [(10, True), (500, False)])
@@ -211,7 +238,7 @@ def part_of(stored):
 
 def test_fft_is_held_against_the_model_without_the_state_that_the_model_does_not_compute(studied, tmp_path):
     before, tables = part_of(Stored(studied))
-    assert "alone, forward, fft with its last state is faster than sequential" in before
+    assert "fft with its last state is faster than sequential" in before
     assert "stands beside them with it (not every length has fft without) in forward and forward+backward." in before
     used = list(zip(tables["part"]["path"], tables["part"]["seq_len"], tables["part"]["mode"]))
     assert ("fft", 128, "forward") in used and ("fft with its last state", 128, "forward") not in used
@@ -251,8 +278,8 @@ def test_sizes_of_the_check_stand_beside_what_it_found(studied):
 @pytest.mark.parametrize(
     ("long_ns", "told"),
     [
-        (10_000_000, "It pays (1.25 times or more) from 128 tokens on; at 32 it brings little or nothing."),
-        (1_100_000, "At none of 32 and 128 tokens does that pay (1.25 times or more)."),
+        (10_000_000, "It pays (2 times or more) from 128 tokens on; at 32 it brings little or nothing."),
+        (1_100_000, "At none of 32 and 128 tokens does that pay (2 times or more)."),
     ],
 )
 def test_from_which_length_the_cache_pays_follows_the_rows(studied, tmp_path, long_ns, told):
@@ -263,7 +290,20 @@ def test_from_which_length_the_cache_pays_follows_the_rows(studied, tmp_path, lo
 
     text = first_text(megalodon_answers.cache, changed(studied, tmp_path / "paid", "decode", times))
 
-    assert told in text and "After 32 tokens it takes 1.00 ms (" in text
+    assert told in text and "After 32 tokens it takes 1.00 ms (" in text and "the GPU's work" not in text
+
+
+def test_rows_that_compute_the_same_show_how_far_the_host_sets_them_apart(studied, tmp_path):
+    def waits(row):
+        is_short = row["config"]["seq_len"] == 32
+        slow = is_short and row["config"]["ema"] == "scan"
+        row["samples_device_ns"] = row["samples_host_ns"] = [3_000_000 if slow else 1_000_000] * 6
+        row["gpu_busy_ns"] = 100_000
+
+    text = first_text(megalodon_answers.cache, changed(studied, tmp_path / "waits", "decode", waits))
+
+    assert "yet scan takes 1.00 ms after 128 and 3.00 ms after 32, so that paths less than 3.00 times apart" in text
+    assert "The GPU's work is 100 µs (fft), " in text
 
 
 def test_the_peak_of_decoding_stands_beside_what_the_state_has(studied, tmp_path):
@@ -291,8 +331,8 @@ def test_another_size_alone_is_told_and_not_taken_for_that_of_the_model(studied,
     text = " ".join(part.text for part in parts if isinstance(part, Text))
 
     assert (
-        "Alone, 2 sequences of 128 tokens, width 1024, 4 states: scan is 5.00 times as fast as fft in forward and "
-        "5.00 times as fast as fft in forward+backward."
+        "Alone, 2 sequences of 128 tokens, width 1024, 4 states: scan is 5.00 times as fast as fft with its last "
+        "state in forward and 5.00 times as fast as fft with its last state in forward+backward."
     ) in text
     tables = {part.id: part.columns for part in parts if isinstance(part, Table)}
     assert set(tables["average-larger"]["width"]) == {1024}

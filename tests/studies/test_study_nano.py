@@ -229,15 +229,42 @@ def test_sizes_are_told_once(studied):
 
 
 @pytest.mark.parametrize(
-    ("sparse_ns", "told"),
+    ("alone_ns", "model_ns", "told"),
     [
-        (250_000, "could save at most 1.50 ms of 15.0 ms, 10.0 %: 1.00 ms − 250 µs alone (forward+backward), for 2"),
-        (2_000_000, "saves nothing: alone it is no faster."),
+        (250_000, 13_000_000, "1.50 ms (10.0 %) of 15.0 ms in a step (the model takes 2.00 ms less)"),
+        (250_000, 15_000_000, "1.50 ms (10.0 %) of 15.0 ms in a step (the model is not to be told from dense)"),
+        (2_000_000, 19_000_000, "nothing of 15.0 ms in a step (the model takes 4.00 ms more)"),
     ],
 )
-def test_what_attention_could_save_in_a_model_is_bounded_by_what_it_saves_alone(studied, tmp_path, sparse_ns, told):
-    stored = changed(studied, tmp_path / "models", "models", timed(lambda knobs: (15_000_000, 15_000_000)))
-    alone = timed(lambda knobs: (10**6, 10**6) if knobs["attention"] == "dense" else (sparse_ns, sparse_ns))
-    stored = changed(stored.folder, tmp_path / "alone", "attention", alone)
+def test_what_attention_saves_alone_stands_beside_what_the_model_takes_less(
+    studied, tmp_path, alone_ns, model_ns, told
+):
+    def medians(dense_ns, sparse_ns):
+        return timed(lambda knobs: (dense_ns,) * 2 if knobs["attention"] == "dense" else (sparse_ns,) * 2)
 
-    assert f"In a step of tiny at 256 tokens sparse_mask {told}" in all_text(faster_models, stored)
+    stored = changed(studied, tmp_path / "models", "models", medians(15_000_000, model_ns))
+    stored = changed(stored.folder, tmp_path / "alone", "attention", medians(1_000_000, alone_ns))
+
+    text = all_text(faster_models, stored)
+    assert "in tiny at 256 tokens sparse_mask would save " in text and told in text
+
+
+def test_a_difference_of_models_says_where_nothing_tells_who_sets_the_pace(studied, tmp_path):
+    def busy(row):
+        if row["config"]["seq_len"] == 256:
+            row["gpu_busy_ns"] = min(row["samples_device_ns"])
+
+    *_, short, long = first_text(faster_models, changed(studied, tmp_path / "busy", "models", busy)).split("In tiny")
+    assert short.endswith("(how busy the GPU is there was not measured). ") and "not measured" not in long
+    assert "was not measured" not in first_text(faster_models, Stored(studied))  # a CPU
+
+
+def test_presets_are_told_at_the_longest_length_that_all_have_and_at_their_own(studied, tmp_path):
+    def another(row):
+        if row["config"]["seq_len"] == 128:
+            row["preset"] = "small"
+
+    told = first_text(models, Stored(studied))
+    assert " at 256 tokens: inference" in told and " at 128 tokens: inference" not in told
+    apart = first_text(models, changed(studied, tmp_path / "apart", "models", another))
+    assert "small (" in apart and " at 128 tokens: inference" in apart and " at 256 tokens: inference" in apart

@@ -162,11 +162,15 @@ def test_why_amp_does_not_pay_where_the_host_sets_the_pace():
     def step(ms, idle, kernels):
         return {"model": "23m (1 × 512)", "step_ns": ms * 1e6, "gpu_idle_share": idle, "num_kernels": kernels}
 
-    plain, low = step(50, 0.90, 3320), step(60, 0.95, 4094)
+    plain, low = step(20, 0.90, 3320), step(60, 0.95, 4094)
     assert amp_verdict([(plain, low)]) == (
-        "AMP does not pay for 23m (1 × 512) (1.20 times slower than fp32). There the GPU has nothing to do for "
+        "AMP does not pay for 23m (1 × 512) (3.00 times slower than fp32). There the GPU has nothing to do for "
         "95.0 % of a step: the host sets the pace, and launches 4,094 kernels with AMP instead of 3,320."
     )
+    for near in (step(55, 0.90, 3320), step(65, 0.90, 3320)):  # no more than one process differs from another
+        text = amp_verdict([(near, low)])
+        assert text.startswith("For 23m (1 × 512) it cannot be told: 60.0 ms with AMP and ") and "pay" not in text
+        assert f"the GPU's work is 3.00 ms instead of {near['step_ns'] / 1e7:.2f} ms." in text
     assert "at which it does not; none of them is so small" in amp_verdict([(step(120, 0.1, 1), low)])
     assert amp_verdict([(step(120, None, 1), low)]).endswith("No size was measured at which it does not.")
     assert "what AMP saves on the GPU is not seen" in amp_pace(plain, low)
@@ -286,8 +290,12 @@ def test_what_cannot_be_told_apart_is_not_ranked(on_gpu, tmp_path):
         row["samples_device_ns"] = [eager_ns if row["run"]["compile"] == "off" else 1000] * 10
 
     text = first_text(dispatch, changed(on_gpu, tmp_path / "copy", "dispatch", alike))
-    assert "not to be told from " in text and "(the 95 % intervals of the medians meet; of these only " in text
-    assert "the eager ones differ by 0.0 % at most; the compiler makes one and the same 2.00 times as fast." in text
+    assert "not to be told from " in text
+    assert (
+        "intervals of the medians meet; capacity compiled (reduce-overhead) has optimizer=fused, the loop adamw"
+        in text
+    )
+    assert "the eager ones differ by 0.0 % at most; the compiler makes one and the same way 2.00 times" in text
 
 
 def test_only_what_is_paid_back_is_told_to_be():
@@ -342,7 +350,7 @@ def test_a_compiled_run_that_crashed_tells_how_far_it_came(studied, on_gpu, tmp_
     text = [part.text for part in compiled(Stored(copy)) if isinstance(part, Text)][1]
     steps = len(Stored(copy).recording("compiled", dtype="autocast_bf16").source.card.recording.samples)
 
-    assert f"crashed after {steps} steps with 3 recompiles of forward (moe/layers.py:3)" in text
+    assert text.count(f"crashed after {steps} steps with 3 recompiles of forward (moe/layers.py:3)") == 1  # of two
     assert ": AssertionError: a guard failed. A bug." in text and "/home" not in text
     assert "ms a step" in text  # of those that ended
     assert "/home" not in str(table_of(compiled, Stored(copy), "compiled-training").columns)

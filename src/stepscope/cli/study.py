@@ -58,6 +58,8 @@ def main(arguments: argparse.Namespace) -> int:
     from stepscope.studies.registry import find_study
 
     fill_closed_streams()
+    if arguments.device == "cuda" and default_device() != "cuda":
+        raise UsageError("--device cuda: PyTorch sees no CUDA device here; --device cpu runs on the CPU")
     with users_code():
         study = find_study(arguments.study)
         plan = plan_of(study, arguments.mode or "quick", arguments.device or default_device())
@@ -84,7 +86,9 @@ def main(arguments: argparse.Namespace) -> int:
             tell(f"stepscope: interrupted; go on with  {again}")
             return EXIT_INTERRUPTED
     if arguments.no_report:
-        tell(f"stepscope: measured; stepscope report {shlex.quote(str(folder))} makes the report")
+        own = arguments.study.endswith(".py")
+        makes = again.replace(" --no-report", "") if own else f"stepscope report {shlex.quote(str(folder))}"
+        tell(f"stepscope: measured; {makes} makes the report")
         return 0
     from stepscope.studies.write import write_study
 

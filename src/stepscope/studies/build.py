@@ -24,9 +24,10 @@ def report_of_study(study: Study, stored: Stored) -> Report:
         *(Section(question.id, question.title, parts) for question, parts in answered),
         Section("method", "Method", measured),
     ]
-    verdict = next((part.text for _, parts in answered for part in parts if isinstance(part, Text)), "")
+    said = [part for _, parts in answered for part in parts if isinstance(part, (Text, Missing))]
+    verdict = min(said, key=lambda part: isinstance(part, Missing), default=Text("The study asks no question.")).text
     facts: dict[str, Value] = {"source": str(stored.folder), "stepscope": __version__, "study": study.name}
-    return Report(study.title, verdict or "Nothing was measured yet.", tuple(sections), facts)
+    return Report(study.title, verdict, tuple(sections), facts)
 
 
 def _in_short(answered: Iterable[tuple[Question, tuple[Any, ...]]]) -> tuple[Any, ...]:
@@ -67,7 +68,10 @@ def _environments(study: Study, stored: Stored) -> list[str]:
 
 def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
     """What was run, and which of it has no result."""
-    columns: dict[str, list[Value]] = {"measure": [], "what": [], "num_points": [], "statuses": [], "num_noisy": []}
+    planned = stored.facts.get("num_points")
+    columns: dict[str, list[Value]] = {
+        "measure": [], "what": [], "num_planned": [], "num_points": [], "statuses": [], "num_noisy": []
+    }  # fmt: skip
     failures: dict[str, list[Value]] = {"measure": [], "point": [], "status": [], "reason": []}
     for measure in study.measures:
         try:
@@ -83,11 +87,14 @@ def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
         how = "stepscope run" if isinstance(measure, Recordings) else "stepscope bench"
         columns["measure"].append(measure.id)
         columns["what"].append(f"{measure.about} ({how} of {measure.workload})")
+        columns["num_planned"].append(planned.get(measure.id) if isinstance(planned, dict) else None)
         columns["num_points"].append(len(summary.points))
         columns["statuses"].append(
             ", ".join(f"{number} {status}" for status, number in summary.num_by_status.items())
         )
         columns["num_noisy"].append(sum(point.is_noisy for point in summary.points))
+    if not any(columns["num_planned"]):  # measured before a study said it
+        del columns["num_planned"]
     note = f"noisy: p90 − p10 of the samples is over {NOISY_SHARE:.0%} of their median"
     parts: list[Any] = [Table("measures", "What was measured", columns, 40, note)]
     if failures["point"]:

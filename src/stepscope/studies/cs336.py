@@ -11,7 +11,8 @@ from stepscope.report.parts import Chart, Table
 from stepscope.studies.cs336_attention import compiled, grid, squares
 from stepscope.studies.cs336_kernels import kernels, products, softmax
 from stepscope.studies.cs336_memory import alive, autocast, peaks, timeline_of
-from stepscope.studies.cs336_time import AUTOCAST, FP32, durations, exactness, mixed_precision, warm_up
+from stepscope.studies.cs336_precision import exactness, mixed_precision
+from stepscope.studies.cs336_time import AUTOCAST, FP32, durations, warm_up
 from stepscope.studies.outputs import csv, markdown, part, png
 from stepscope.studies.study import REPORT, Question, Recordings, Study, Sweep
 

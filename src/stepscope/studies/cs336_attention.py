@@ -20,7 +20,7 @@ HELD, THEORY = "before_backward_bytes", "by_formula_bytes"
 ITEM_BYTES = {"fp32": 4, "bf16": 2}
 TENSOR, BYTES = "fact_tensor_", "_bytes"
 NAMES = {"naive": "written out", "builtin": "with torch.softmax", "custom": "with a backward of its own",
-         "efficient": "by the memory-efficient kernel", "flash": "by flash"}  # fmt: skip
+         "compiled": "compiled", "efficient": "by the memory-efficient kernel", "flash": "by flash"}  # fmt: skip
 
 
 def _with_phases(rows: Rows) -> list[dict[str, Any]]:
@@ -57,11 +57,16 @@ def grid(stored: Stored) -> Iterator[Any]:
         text += (
             f" From {since} tokens on the forward's time grows {in_words(growth(timed, 'seq_len', 'forward_ns'))}."
         )
-    text += "".join(f" {each}" for each in host_paced(of))
+    text += "".join(f" {each}" for each in host_paced(ok))
     failed = [r for r in records if r["status"] == "oom"]
     if failed:
         least = min(failed, key=lambda r: r["seq_len"])
-        text += f" {least['seq_len']} tokens at a width of {least['head_width']} are out of memory."
+        more = (least["seq_len"] / longest["seq_len"]) ** 2
+        peak = longest["peak_allocated_bytes"]
+        text += (
+            f" {least['seq_len']} tokens at a width of {least['head_width']} are out of memory: {more:,.0f} times "
+            f"the peak at {longest['seq_len']}, {said(HELD, peak)}, would be {said(HELD, more * peak)}."
+        )
     yield Text(text)
     names = ("seq_len", "head_width", "forward_ns", "backward_ns", HELD, THEORY)
     yield table("attention-grid", "Attention written out, fp32, causal", records, *names, num_shown=48)
@@ -105,13 +110,19 @@ def squares(stored: Stored) -> Iterator[Any]:
             mask = (r.get("fact_tensor_mask_bytes") or 0) / square
             masked = f", {mask:.2f} of it the mask" if mask else ""
             records.append(
-                {**r, THEORY: r["fact_theory_bytes"], "squares": num, "squares_in_the_note": theirs, "mask": masked}
+                {
+                    **r,
+                    THEORY: r.get("fact_theory_bytes"),
+                    "squares": num,
+                    "squares_in_the_note": theirs,
+                    "mask": masked,
+                }
             )
     yield Text(
         f"At {length} tokens, beside queries, keys, values, the output and its gradient: "
         + "; ".join(
-            f"attention {NAMES[r['implementation']]} holds {r['squares']:.2f} tensors of {length} × {length} a "
-            f"head ({said(HELD, r[HELD])}{r['mask']}{_in_the_note(r)})"
+            f"attention {NAMES[r['implementation']]} in {r['dtype']} holds {r['squares']:.2f} tensors of {length} × "
+            f"{length} a head ({said(HELD, r[HELD])}{r['mask']}{_in_the_note(r)})"
             for r in records
         )
         + "."
@@ -156,7 +167,7 @@ def compiled(stored: Stored) -> Iterator[Any]:
         )  # fmt: skip
         sentences.append(
             f"{heading(r['mode'])} of {r['what']} compiled is {compared(r['compiled_ns'], r['eager_ns'], 'eager')}, "
-            f"has {r['compiled_peak_bytes'] / r['eager_peak_bytes']:.2f} times its peak, and {after}."
+            f"has {r['compiled_peak_bytes'] / r['eager_peak_bytes']:.2f} times its peak, and {after}{r['work']}."
         )
     yield Text(" ".join(sentences))
     names = ("what", "mode", "dtype", "eager_ns", "compiled_ns", "speedup", "compiling_ns", "eager_peak_bytes",
@@ -168,7 +179,12 @@ def compiled(stored: Stored) -> Iterator[Any]:
 
 
 def _pair(what: str, eager: Record, fused: Record, compiling_ns: int) -> dict[str, Any]:
+    work = ""
+    if paced(eager) and fused.get("gpu_busy_share"):
+        eager_ns, fused_ns = (each["gpu_busy_share"] * each["time_median_ns"] for each in (eager, fused))
+        work = f"; the GPU's own work is done {eager_ns / fused_ns:.2f} times as fast, the rest is eager's host"
     return {
+        "work": work,
         "what": what, "mode": eager["mode"], "dtype": eager["dtype"], "eager_ns": eager["time_median_ns"],
         "compiled_ns": fused["time_median_ns"], "speedup": eager["time_median_ns"] / fused["time_median_ns"],
         "compiling_ns": compiling_ns, "eager_peak_bytes": eager["peak_allocated_bytes"],

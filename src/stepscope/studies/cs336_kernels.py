@@ -10,8 +10,8 @@ from stepscope.report.cells import heading
 from stepscope.report.parts import Text
 from stepscope.report.text import plural
 from stepscope.studies import cs336_note as note
-from stepscope.studies.cs336_time import AUTOCAST, FEW_KERNELS, FP32, Record, model_of, plain, set_beside
-from stepscope.studies.figures import lines, said, table
+from stepscope.studies.cs336_time import AUTOCAST, FEW_KERNELS, FP32, Record, model_of, plain, set_beside, work_of
+from stepscope.studies.figures import lines, said, span, table
 from stepscope.studies.stored import Stored
 
 if TYPE_CHECKING:
@@ -28,16 +28,10 @@ def _works(stored: Stored) -> Iterator[tuple[Mapping[str, Any], pl.DataFrame]]:
     import polars as pl
 
     for record in plain(stored).ok.where(mode=("inference", "step"), dtype=(FP32, AUTOCAST)):
-        work = _work(stored, record)
+        work = work_of(stored, record)
         if record["mode"] == "inference":
             work = work.filter(pl.col("phase") == "forward").with_columns(pl.lit("inference").alias("phase"))
         yield {**record, "model": model_of(record)}, work.filter(pl.col("phase") != "other")
-
-
-def _work(stored: Stored, record: Mapping[str, Any]) -> pl.DataFrame:
-    from stepscope.analysis.pass_work import pass_work
-
-    return pass_work(stored.traced("models", record).case.linked)
 
 
 def _what(stored: Stored) -> str:
@@ -106,7 +100,7 @@ def products(stored: Stored) -> Iterator[Any]:
         for phase in ("forward", "backward"):
             entry[f"{phase}_share"] = _share(training.filter(pl.col("phase") == phase))
         entry["training_share"], entry["step_share"] = _share(training), _share(work)
-        entry["ten_largest_share"] = _share(training, FEW_KERNELS)
+        entry["ten_largest_share"] = _share(work, FEW_KERNELS)
         named = training.filter(pl.col("name").str.starts_with("nvjet"))
         entry["nvjet_share"] = int(named["duration_ns"].sum()) / max(1, int(training["duration_ns"].sum()))
     entries = list(found.values())
@@ -115,13 +109,10 @@ def products(stored: Stored) -> Iterator[Any]:
         raise CannotCheck("no model has both an inference and a step that were traced")
     at = max(both, key=lambda entry: (entry["num_parameters"], entry["seq_len"]))
     lower = sum(entry["training_share"] < entry["inference_share"] for entry in both)
-    hidden = max(both, key=lambda entry: entry["training_share"] - entry["ten_largest_share"])
     text = (
         f"Products take {said('share', at['inference_share'])} of the work of inference of {at['model']}, "
         f"{said('share', at['training_share'])} of forward and backward, {said('share', at['step_share'])} of a "
-        f"whole step. Training has the smaller share for {lower} of {len(both)} points.{_by_length(both)} Counted "
-        f"among the {FEW_KERNELS} largest {_what(stored)}s alone, as in the note, training of {hidden['model']} has "
-        f"{said('share', hidden['ten_largest_share'])} in the place of {said('share', hidden['training_share'])}."
+        f"whole step. Training has the smaller share for {lower} of {len(both)} points.{_by_length(both)}"
     )
     passes = ("inference", "forward", "backward", "training", "step", "ten_largest")
     names = ["model", "dtype", *(f"{name}_share" for name in passes)]
@@ -129,18 +120,33 @@ def products(stored: Stored) -> Iterator[Any]:
         names.append("nvjet_share")
         most = max((e for e in entries if "nvjet_share" in e), key=lambda entry: entry["nvjet_share"])
         text += (
-            f" Kernels called nvjet, which it took for no products, are {said('share', at['nvjet_share'])} of the "
-            f"training of {at['model']} in {FP32}, and {said('share', most['nvjet_share'])} of that of "
-            f"{most['model']} in {most['dtype']}."
+            f" Kernels called nvjet, which the note took for no products, are {said('share', at['nvjet_share'])} of "
+            f"the training of {at['model']} in {FP32}, and {said('share', most['nvjet_share'])} of that of "
+            f"{most['model']} in {most['dtype']}, where without them "
+            f"{said('share', most['training_share'] - most['nvjet_share'])} would be products."
         )
     yield Text(text)
     yield table("gemm-share", "Products of matrices in the work", entries, *names)
     for name, id in (("inference", "gemm-share-inference"), ("training", "gemm-share")):
         yield lines(id, f"Products in the work of {name}, fp32", both, "seq_len", f"{name}_share", "preset")
     for name, published in (("inference", note.INFERENCE_GEMM_SHARE), ("training", note.TRAINING_GEMM_SHARE)):
-        ours = [entry for entry in entries if entry["dtype"] == FP32]
         figure = f"{name}_share"
-        yield from set_beside(ours, published, figure, f"published-{figure}", f"share of products in {name}")
+        yield from set_beside(both, published, figure, f"published-{figure}", f"share of products in {name}")
+    what = f"share of products among the {FEW_KERNELS} largest {_what(stored)}s of a step"
+    published = note.TRAINING_GEMM_SHARE
+    yield from set_beside(both, published, "ten_largest_share", "published-ten-largest", what)
+    yield Text(_ten_largest_said([e for e in both if e["model"] in published] or both, _what(stored)))
+
+
+def _ten_largest_said(entries: Sequence[Record], what: str) -> str:
+    """What is lost where products are looked for among ten names, as the note did."""
+    lost = max(entries, key=lambda entry: entry["step_share"] - entry["ten_largest_share"])
+    return (
+        f"The note counted products among the {FEW_KERNELS} largest {what}s, with the optimizer's, it seems: so "
+        f"counted, ours are {span('share', [e['ten_largest_share'] for e in entries])} in the place of "
+        f"{span('share', [e['training_share'] for e in entries])} of forward and backward. Of a step of "
+        f"{lost['model']} that misses {said('share', lost['step_share'] - lost['ten_largest_share'])}."
+    )
 
 
 def _by_length(entries: Sequence[Record]) -> str:
@@ -173,7 +179,7 @@ def softmax(stored: Stored) -> Iterator[Any]:
 
     records: list[dict[str, Any]] = []
     for row in plain(stored).ok.where(mode="step", dtype=(FP32, AUTOCAST)):
-        parts = attention_parts(_work(stored, row))
+        parts = attention_parts(work_of(stored, row))
         if not parts[MATMUL] or not parts[SOFTMAX]:
             continue
         head_width = row["d_model"] // row["heads"]
@@ -181,20 +187,33 @@ def softmax(stored: Stored) -> Iterator[Any]:
         figures: dict[str, Any] = {f"{name.replace(' ', '_')}_ns": ns for name, ns in parts.items()}
         figures |= {"softmax_flops": SOFTMAX_FLOPS * scores, "matmul_flops": 4 * head_width * scores}
         figures |= {"time_ratio": parts[SOFTMAX] / parts[MATMUL], "flops_ratio": SOFTMAX_FLOPS / (4 * head_width)}
+        figures["wide_ratio"] = parts[SOFTMAX] / (sum(parts.values()) - parts[SOFTMAX])
         records.append({**row, "model": model_of(row), **figures})
     if not records:
         raise CannotCheck("no traced step has attention written out")
     yield Text(" ".join(_softmax_said([r for r in records if r["dtype"] == dtype]) for dtype in (FP32, AUTOCAST)))
-    names = ("matmul_ns", "softmax_ns", "scale_and_mask_ns", "copies_ns", "time_ratio", "flops_ratio")
-    text = "copies: to another layout or dtype, before, between and after the two products"
+    names = ("matmul_ns", "softmax_ns", "scale_and_mask_ns", "copies_ns", "time_ratio", "wide_ratio", "flops_ratio")
+    text = (
+        "copies: to another layout or dtype, before, between and after the two products; time ratio: softmax ÷ "
+        "matmul; wide: softmax ÷ (matmul, scale, mask and copies)"
+    )
     yield table("softmax", "Inside attention, forward", records, "model", "dtype", *names, note=text)
     in_fp32 = [r for r in records if r["dtype"] == FP32]
     yield lines("softmax-ratio", "Softmax ÷ products of attention, fp32", in_fp32, "seq_len", "time_ratio", "preset")
     yield from set_beside(
         in_fp32, note.SOFTMAX_PER_MATMUL, "time_ratio", "published-softmax", "softmax time ÷ product time"
     )
-    if any(r["model"] in note.SOFTMAX_PER_MATMUL for r in in_fp32):
-        yield Text(note.SOFTMAX_RANGES)
+    what = "softmax time ÷ the rest of attention"
+    yield from set_beside(in_fp32, note.SOFTMAX_PER_MATMUL, "wide_ratio", "published-softmax-wide", what)
+    of = [(r, note.SOFTMAX_PER_MATMUL[r["model"]]) for r in in_fp32 if r["model"] in note.SOFTMAX_PER_MATMUL]
+    if of:
+        near, wide = (
+            sorted(theirs / r[name] for r, theirs in of)[len(of) // 2] for name in ("time_ratio", "wide_ratio")
+        )
+        yield Text(
+            f"The note's ratio is {near:.2f} times ours in the middle, {wide:.2f} times where scaling, masking and "
+            "copies count to the products: its ranges seem to have them in."
+        )
 
 
 def _softmax_said(records: Sequence[Record]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,15 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Lines, Table, Text, Value
 from stepscope.studies import cs336_note as note
 from stepscope.studies.cs336_time import AUTOCAST, FP32, Record, model_of, plain
-from stepscope.studies.figures import said, table
+from stepscope.studies.figures import listed, said, table
 from stepscope.studies.stored import Recorded, Rows, Stored
 
 if TYPE_CHECKING:
     from stepscope.analysis.memory_account import Account
 
 PEAK, RESERVED = "peak_allocated_bytes", "peak_reserved_bytes"
-ACTIVATION, CAST = "activation", "autocast_weight_cast"
-"""Owners as recordings have them; the second of a weight's cast copy."""
+ACTIVATION, TEMPORARY, CAST = "activation", "temporary", "autocast_weight_cast"
+"""Owners as recordings have them; the last of a weight's cast copy."""
 WORDS = {"inference": "inference", "forward": "a forward", "step": "a step"}
 MODES = tuple(WORDS)
 STAY = ("parameter", "gradient", "optimizer_state")
@@ -94,8 +95,9 @@ def _reserved(rows: Rows) -> Iterator[str]:
     if known:
         worst = max(known, key=lambda record: record[RESERVED] - record[PEAK])
         yield (
-            f"Reserved segments, which the note read for a peak, are up to {size(worst[RESERVED] - worst[PEAK])} "
-            f"above it ({worst['mode']} of {model_of(worst)} in {worst['dtype']})."
+            "Reserved segments, which the note read for a peak when its snapshot was written, are up to "
+            f"{size(worst[RESERVED] - worst[PEAK])} above it ({worst['mode']} of {model_of(worst)} in "
+            f"{worst['dtype']})."
         )
 
 
@@ -148,14 +150,16 @@ def alive(stored: Stored) -> Iterator[Any]:
     model = model_of(recorded(stored, "step", FP32).axes)
     parts = {dtype: {part.name: part for part in found.live_at_peak.by_owner} for dtype, found in accounts.items()}
     first = accounts[FP32]
-    owners_at_peak = [p for p in first.live_at_peak.by_owner if p.share >= MIN_SHARE]
-    most = ", ".join(f"{_words(p.name)} {said('share', p.share)}" for p in owners_at_peak)
-    large = first.largest[0]
-    where = f" at {large.caller}" if large.caller else ""
+    alike = [each for each in first.largest if each.bytes == first.largest[0].bytes]
+    counts: Counter[str | None] = Counter()
+    for each in alike:
+        counts[each.owner] += each.num_at_peak
+    alive_now = listed(f"{number} {_words(owner)}" for owner, number in counts.most_common() if number)
     yield Text(
-        f"At the peak of a step of {model}, {size(first.peak_bytes)} in {first.peak_stage}: {most}. The largest "
-        f"single allocation is {size(large.bytes)} ({large.op}, {_words(large.owner)}{where}); of "
-        f"such there are {large.num_allocations} in a step, {large.num_at_peak} of them alive at the peak."
+        f"{' '.join(_peaks_said(stored))} The largest single allocations have {size(alike[0].bytes)}: "
+        f"{sum(each.num_allocations for each in alike)} of them in a step of {model}, {counts.total()} alive at the "
+        f"peak{f' ({alive_now})' if alive_now else ''}. An owner is what a tensor is for, by what made and holds it; "
+        "the note's categories hung on line numbers."
     )
     owners = list(dict.fromkeys(name for found in parts.values() for name in found))
     columns: dict[str, Sequence[Value]] = {"owner": [_words(name) for name in owners]}
@@ -174,29 +178,47 @@ def alive(stored: Stored) -> Iterator[Any]:
             columns = {name: rows.columns[name] for name in (*COLUMNS, *more) if name in rows.columns}
             title = f"The {NUM_LARGEST} largest allocations of {what}, {dtype}"
             yield replace(rows, id=f"{id}-{dtype}", title=title, columns=columns)
-    yield _by_module(accounts)
+    title = "The largest single allocation of each module, forward"
+    yield _in_both(accounts, "largest-by-module", title, "module")
+    title = "The largest single allocation of each op of a module, forward"
+    yield _in_both(accounts, "largest-by-op", title, "module", "op")
+
+
+def _peaks_said(stored: Stored) -> Iterator[str]:
+    """Of every recorded step in fp32, where its peak is and what is alive there."""
+    for step in stored.recordings("recordings", mode="step", dtype=FP32):
+        found = step.source.memory.account
+        parts = [part for part in found.live_at_peak.by_owner if part.share >= MIN_SHARE]
+        most = ", ".join(f"{_words(part.name)} {said('share', part.share)}" for part in parts)
+        text = (
+            f"The peak of a step of {model_of(step.axes)} is {size(found.peak_bytes)}, in {found.peak_stage}: {most}"
+        )
+        made = [each for each in found.largest if each.owner == TEMPORARY and each.num_at_peak]
+        if made and any(part.name == TEMPORARY for part in parts):
+            text += f", the most of the temporary by {max(made, key=lambda each: each.bytes * each.num_at_peak).op}"
+        yield f"{text}."
 
 
 def _words(name: str | None) -> str:
     return "not known" if name is None else name.replace("_", " ")
 
 
-def _by_module(accounts: dict[str, Account]) -> Table:
-    """The largest single allocation of each module that made one in both."""
-    most: dict[str, dict[str, int]] = {}
+def _in_both(accounts: dict[str, Account], id: str, title: str, *names: str) -> Table:
+    """The largest single allocation in the forward of what made one in both precisions, by these names."""
+    most: dict[tuple[str, ...], dict[str, int]] = {}
     for dtype, found in accounts.items():
         for large in found.largest:
             if large.module and large.phase == "forward":
-                of = most.setdefault(large.module, {})
+                of = most.setdefault(tuple(str(getattr(large, name)) for name in names), {})
                 of[dtype] = max(of.get(dtype, 0), large.bytes)
-    shared = {module: of for module, of in most.items() if len(of) == len(accounts)}
-    columns: dict[str, Sequence[Value]] = {
-        "module": list(shared),
+    shared = {key: of for key, of in most.items() if len(of) == len(accounts)}
+    columns: dict[str, Sequence[Value]] = {name: [key[at] for key in shared] for at, name in enumerate(names)}
+    columns |= {
         "fp32_bytes": [of[FP32] for of in shared.values()],
         "autocast_bytes": [of[AUTOCAST] for of in shared.values()],
         "ratio": [of[AUTOCAST] / of[FP32] for of in shared.values()],
     }
-    return Table("largest-by-module", "The largest single allocation of each module, forward", columns, 24)
+    return Table(id, title, columns, 24)
 
 
 def autocast(stored: Stored) -> Iterator[Any]:

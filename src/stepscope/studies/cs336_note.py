@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-WHERE = "CS336 systems report, RTX 5090"
+DEVICE = "RTX 5090"
+WHERE = f"CS336 systems report, {DEVICE}"
 
 
 def _ns(milliseconds: Mapping[str, float]) -> dict[str, float]:
@@ -63,10 +64,6 @@ SOFTMAX_PER_MATMUL = {
     "medium 128": 0.480, "medium 256": 0.509, "medium 512": 0.739,
     "large 128": 0.620, "large 256": 0.509, "xl 128": 0.533, "2.7B 128": 0.550,
 }  # fmt: skip
-SOFTMAX_RANGES = (
-    "Ours are times of kernels. The note's are of ranges around calls: softmax of small takes 0.70 ms there at 128 "
-    "tokens and 0.75 ms at 256, four times the work, so that short ones measure the launches."
-)
 BF16_SPEEDUP = {
     "forward": {"small": 0.96, "medium": 0.92, "large": 0.94, "xl": 0.98, "2.7B": 0.25},
     "forward+backward": {"small": 0.81, "medium": 0.85, "large": 0.87},

@@ -1,16 +1,19 @@
-"""Answers of the study `cs336` about time: passes, warm-up, kernels, products, softmax, mixed precision."""
+"""Answers of the study `cs336` about time: passes by size and length, and what warm-up changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import heading
 from stepscope.report.parts import Table, Text
 from stepscope.studies import cs336_note as note
-from stepscope.studies.figures import beside, known, lines, listed, paced, said, span, table, told_apart
+from stepscope.studies.figures import HOST_PACED, beside, lines, listed, paced, said, span, table
 from stepscope.studies.stored import Rows, Stored
+
+if TYPE_CHECKING:
+    import polars as pl
 
 Record = Mapping[str, Any]
 FP32, AUTOCAST = "fp32", "autocast_bf16"
@@ -18,6 +21,7 @@ WARMUPS = (0, 1, 2, 5)
 MEAN, STD = "mean_ns", "std_ns"
 PASSES = ("inference", "forward", "forward+backward", "step")
 WARMED = "gate_ran_before"
+SIZES = ("layers", "d_model", "d_ff", "heads", "vocab", "batch")
 FEW_KERNELS = 10
 """So many the note looked at."""
 
@@ -34,6 +38,25 @@ def model_of(record: Record) -> str:
 def plain(stored: Stored) -> Rows:
     """The rows of models as the note had them: attention and products written out."""
     return stored.rows("models").where(attention="naive", linear="einsum").needed()
+
+
+def work_of(stored: Stored, record: Record) -> pl.DataFrame:
+    """What a traced row of a model spent its time on."""
+    from stepscope.analysis.pass_work import pass_work
+
+    return pass_work(stored.traced("models", record).case.linked)
+
+
+def gpu_work_ns(stored: Stored, record: Record) -> dict[str, int]:
+    """By phase, for how long the GPU works; nothing without a GPU, or where the trace was not kept."""
+    if stored.facts.get("device") == "cpu":
+        return {}
+    try:
+        work = work_of(stored, record)
+    except CannotCheck:
+        return {}
+    phases = work.partition_by("phase", as_dict=True)
+    return {str(name): int(of["duration_ns"].sum()) for (name,), of in phases.items()}
 
 
 def passes(stored: Stored) -> list[dict[str, Any]]:
@@ -67,10 +90,6 @@ def _warm(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record["num_warmup"] == max(WARMUPS)]
 
 
-def _one(records: Sequence[Record], **values: Any) -> Record | None:
-    return next((r for r in records if all(r.get(name) == value for name, value in values.items())), None)
-
-
 def set_beside(
     ours: Sequence[Record], published: Mapping[str, float], name: str, id: str, what: str
 ) -> Iterator[Any]:
@@ -93,8 +112,14 @@ def durations(stored: Stored) -> Iterator[Any]:
     if fits:
         lengths = {r["preset"]: [o["seq_len"] for o in fits if o["preset"] == r["preset"]] for r in fits}
         named = [f"{preset} at {listed(values)}" for preset, values in lengths.items()]
-        sentences.append(f"Out of memory in the note, and not here: {'; '.join(named)} tokens.")
+        sentences.append(
+            f"Forward and backward of {'; '.join(named)} tokens did not fit the note's {note.DEVICE}; a step fits "
+            "here."
+        )
     yield Text(" ".join(sentences) or "No step was measured.")
+    sizes = {r["preset"]: r for r in records}.values()
+    text = "fp32 is without TF32"
+    yield table("sizes", "The models", sizes, "preset", "num_parameters", *SIZES, note=text)
     names = ("preset", "num_parameters", "seq_len", "pass", MEAN, STD, "median_ns")
     text = (
         "after five passes; the parts of a step are marked in passes of their own, the device waited for after each"
@@ -108,7 +133,7 @@ def durations(stored: Stored) -> Iterator[Any]:
     if not any(r["model"] in note.FORWARD_NS for r in records):
         models = ", ".join(dict.fromkeys(key.split()[0] for key in note.FORWARD_NS))
         yield Text(f"None of the note's models ({models}) ran here: its figures have nothing beside them.")
-    yield from _why_different(records)
+    yield from _why_different(stored, records)
 
 
 def _steps_said(records: Sequence[Record]) -> Iterator[str]:
@@ -126,23 +151,47 @@ def _steps_said(records: Sequence[Record]) -> Iterator[str]:
     }
     means = listed(f"{said(MEAN, step[MEAN])} ({step['model']})" for step in of)
     made_of = ", ".join(f"{name} {span('share', values)}" for name, values in shares.items())
-    spread = said("share", max(step[STD] / step[MEAN] for step in of))
-    yield f"A step takes {means} on average, with standard deviations of up to {spread}: {made_of}."
+    yield f"A step takes {means} on average: {made_of}."
     if inference := [each["inference"] for each in times if "inference" in each]:
         yield f"Inference takes {listed(said(MEAN, ns) for ns in inference)}."
-
-
-def _why_different(records: Sequence[Record]) -> Iterator[Any]:
-    """How much of a step the device works: what a faster GPU can change, and what it cannot."""
-    steps = [r for r in records if r["pass"] == "step" and r[MEAN] and r.get("gpu_busy_share") is not None]
-    if steps:
-        yield table("busy", "How much of a step the GPU works", steps, "model", "time_median_ns", "gpu_busy_share")
-    waiting = [f"{r['model']} ({said('share', r['gpu_busy_share'])})" for r in steps if paced(r)]
-    if waiting:
-        yield Text(
-            f"In a step of {', '.join(waiting)} the GPU waits for the host, which sets the pace: there the "
-            "difference to the note is between two hosts."
+    if len(steps) > len(of):
+        most = max(steps, key=lambda r: r[STD] / r[MEAN])
+        yield (
+            f"Over all {len(steps)} points the standard deviation of a step is up to "
+            f"{said('share', most[STD] / most[MEAN])} of it ({most['model']})."
         )
+
+
+def _why_different(stored: Stored, records: Sequence[Record]) -> Iterator[Any]:
+    """How much of a pass the GPU works: what a faster one can change, and what it cannot."""
+    means = {r["model"]: r[MEAN] for r in records if r["pass"] == "forward" and r[MEAN]}
+    steps = []
+    for r in records:
+        work = gpu_work_ns(stored, r) if r["pass"] == "step" and r["model"] in means else {}
+        if work:
+            share = work["forward"] / means[r["model"]]
+            steps.append({**r, "forward_ns": means[r["model"]], "forward_busy_share": share})
+    if not steps:
+        return
+    names = ("forward_ns", "forward_busy_share", "time_median_ns", "gpu_busy_share")
+    text = "the forward is waited for, which takes longer than one in a step that runs freely"
+    yield table("busy", "How much of a forward and of a step the GPU works", steps, "model", *names, note=text)
+    known = [r for r in steps if r["model"] in note.FORWARD_NS]
+    waits = [r for r in known if r["forward_busy_share"] < HOST_PACED]
+    rest = [r for r in known if r not in waits]
+    sentences = []
+    if waits:
+        shares = span("share", [r["forward_busy_share"] for r in waits])
+        sentences.append(
+            f"In the forward of {listed(r['model'] for r in waits)} the GPU works for {shares} of the time and waits "
+            "for the host, which sets the pace: there the difference to the note is between two hosts."
+        )
+    if rest:
+        ratios = [note.FORWARD_NS[r["model"]] / r["forward_ns"] for r in rest]
+        sentences.append(
+            f"Where the GPU sets it, the {note.DEVICE} takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
+        )
+    yield Text(" ".join(sentences))
 
 
 def warm_up(stored: Stored) -> Iterator[Any]:
@@ -152,12 +201,13 @@ def warm_up(stored: Stored) -> Iterator[Any]:
     sentences = {name: text for name in PASSES if (text := _warm_up_said([r for r in cold if r["pass"] == name]))}
     if not sentences:
         raise CannotCheck("no run is long enough for five passes of warm-up")
-    worst = max(note.PROFILED_FORWARD_NS, key=lambda key: note.PROFILED_FORWARD_NS[key] / note.FORWARD_NS[key])
-    theirs, warm_ns = note.PROFILED_FORWARD_NS[worst], note.FORWARD_NS[worst]
+    ratios = {model: ns / note.FORWARD_NS[model] for model, ns in note.PROFILED_FORWARD_NS.items()}
+    first, theirs = next(iter(note.PROFILED_FORWARD_NS.items()))
     step = sentences.pop("step", "")
     yield Text(
-        f"{step} The note's profiler averages had the first call in them: {said(MEAN, theirs)} for {worst}, which "
-        f"its own benchmark took {said(MEAN, warm_ns)} for, {theirs / warm_ns:.1f} times as much.".strip()
+        f"{step} The note's profiler averages had the first call in them: {said(MEAN, theirs)} for the forward of "
+        f"{first}, which its own benchmark took {said(MEAN, note.FORWARD_NS[first])} for, {ratios[first]:.1f} times "
+        f"as much; of all its models {min(ratios.values()):.1f} to {max(ratios.values()):.1f} times.".strip()
     )
     yield Text(" ".join(sentences.values()))
     names = ("preset", "seq_len", "pass", "num_warmup", MEAN, STD)
@@ -180,8 +230,8 @@ def _warm_up_said(records: Sequence[Record]) -> str:
     cold, warm = by[0], by[max(WARMUPS)]
     close = [n for n in WARMUPS if all(abs(by[m][MEAN] / warm[MEAN] - 1) <= 0.1 for m in WARMUPS if m >= n)]
     text = (
-        f"{heading(warm['pass'])} of {model}: {said(MEAN, cold[MEAN])} on average without warm-up (standard "
-        f"deviation {said(STD, cold[STD])}), {cold[MEAN] / warm[MEAN]:.2f} times the "
+        f"{heading(warm['pass'])} of {model}: {said(MEAN, cold[MEAN])} over {cold['steps']} passes without warm-up "
+        f"(standard deviation {said(STD, cold[STD])}), {cold[MEAN] / warm[MEAN]:.2f} times the "
         f"{said(MEAN, warm[MEAN])} ({said(STD, warm[STD])}) after {max(WARMUPS)} passes of it; "
         f"the fewest that bring it within 10 % of that: {close[0]}."
     )
@@ -202,113 +252,3 @@ def _beside_cold(records: Sequence[Record]) -> Iterator[Any]:
             f"The note's means are over {note.NUM_PASSES} passes, ours over {records[0]['steps']}; both have the "
             "first call in them, which counts the more the fewer they are."
         )
-
-
-def mixed_precision(stored: Stored) -> Iterator[Any]:
-    """Whether bf16 is slower."""
-    steps = plain(stored).ok.where(mode="step")
-    pairs = [
-        (wide, narrow)
-        for wide in steps.where(dtype=FP32)
-        for narrow in steps.where(dtype=AUTOCAST, preset=wide["preset"], seq_len=wide["seq_len"])
-    ]
-    if not pairs:
-        raise CannotCheck("no model was trained in both precisions")
-    records = [_in_both(wide, narrow, name) for wide, narrow in pairs for name in PASSES[1:]]
-    yield Text(" ".join(_bf16_said(pairs, records)))
-    names = ["model", "pass", "fp32_median_ns", "autocast_median_ns", "speedup"]
-    names += known(records, "fp32_busy_share", "autocast_busy_share", "work_speedup")
-    text = "busy: the GPU in a whole step; work: what it is busy for, fp32 ÷ autocast"
-    yield table("mixed-precision", "fp32 against bf16 autocast", records, *names, note=text, num_shown=48)
-    for name, published in note.BF16_SPEEDUP.items():
-        ours = [r for r in records if r["pass"] == name]
-        at_128 = {f"{preset} 128": value for preset, value in published.items()}
-        yield from set_beside(ours, at_128, "speedup", f"published-bf16-{name}", f"speed-up of {name}")
-
-
-def _in_both(wide: Record, narrow: Record, name: str) -> dict[str, Any]:
-    """One pass of a model in fp32 and under autocast."""
-    fp32_ns, autocast_ns = _pass_ns(wide, name), _pass_ns(narrow, name)
-    record = {"model": model_of(wide), "preset": wide["preset"], "seq_len": wide["seq_len"], "pass": name,
-              "fp32_median_ns": fp32_ns, "autocast_median_ns": autocast_ns, "speedup": fp32_ns / autocast_ns,
-              "gpu_busy_share": narrow.get("gpu_busy_share")}  # fmt: skip
-    fp32_busy, autocast_busy = (each.get("gpu_busy_share") for each in (wide, narrow))
-    if name == "step" and fp32_busy and autocast_busy:
-        record |= {"fp32_busy_share": fp32_busy, "autocast_busy_share": autocast_busy,
-                   "work_speedup": fp32_busy * fp32_ns / (autocast_busy * autocast_ns)}  # fmt: skip
-    return record
-
-
-def _bf16_said(pairs: Sequence[tuple[Record, Record]], records: Sequence[Record]) -> Iterator[str]:
-    """Steps that can be told apart, those that cannot, the GPU's own work, and how many passes are slower."""
-    apart = [pair for pair in pairs if told_apart(*pair)]
-    if apart:
-        times = (
-            f"{wide['time_median_ns'] / narrow['time_median_ns']:.2f} ({model_of(wide)}: "
-            f"{said('time_ns', narrow['time_median_ns'])} against {said('time_ns', wide['time_median_ns'])})"
-            for wide, narrow in apart
-        )
-        yield f"A step under bf16 autocast has {listed(times)} times the speed of fp32."
-    alike = [pair for pair in pairs if pair not in apart]
-    if alike:
-        models = listed(model_of(wide) for wide, _ in alike)
-        waits = any(paced(record) for pair in alike for record in pair)
-        why = "the host sets the pace, and differs from one process to the next" if waits else "the samples overlap"
-        yield f"That of {models} is not to be told from fp32: {why}."
-    works = [r for r in records if "work_speedup" in r]
-    if works:
-        least, most = (choose(works, key=lambda r: r["work_speedup"]) for choose in (min, max))
-        yield (
-            f"The GPU's own work is done {least['work_speedup']:.2f} ({least['model']}) to "
-            f"{most['work_speedup']:.2f} times ({most['model']}) as fast."
-        )
-    losses = max(abs(wide["loss"] - narrow["loss"]) for wide, narrow in pairs)
-    yield f"Losses differ by at most {losses:.1g}."
-    slower = [r for r in records if r["speedup"] < 1]
-    theirs = [value for published in note.BF16_SPEEDUP.values() for value in published.values()]
-    text = f"On the device autocast is slower in {len(slower)} of {len(records)} passes"
-    if slower:
-        text += f" ({listed(r['pass'] + ' of ' + r['model'] for r in slower)}"
-        if all(paced(r) for r in slower):
-            shares = span("share", [r["gpu_busy_share"] for r in slower])
-            text += f", in whose steps the GPU is busy for {shares}: the host sets the pace"
-        text += ")"
-    yield (
-        f"{text}; the note, from means of the host's time, had it slower in {sum(value < 1 for value in theirs)} of "
-        f"{len(theirs)}."
-    )
-
-
-def _pass_ns(record: Record, name: str) -> float:
-    if name == "step":
-        return float(record["time_median_ns"])
-    phases = {"forward": ("forward",), "forward+backward": ("forward", "backward")}[name]
-    return sum(float(record[f"fact_{phase}_ms"]) * 1e6 for phase in phases)
-
-
-def exactness(stored: Stored) -> Iterator[Any]:
-    """Running sums, and dtypes under autocast."""
-    rows = stored.rows("precision").ok.needed()
-    sums = rows.where(experiment="accumulate")
-    texts = [
-        f"{r['terms']} times 0.01 added up in {r['accumulate_dtype']} from {r['value_dtype']} is "
-        f"{r['fact_result']:.4f} (exact {r['fact_exact']:.4f})"
-        for r in sums
-    ]
-    yield Text(f"{'; '.join(texts)}.")
-    names = ("value_dtype", "accumulate_dtype", "result", "relative_error")
-    figures = [{**r, **{name: r[f"fact_{name}"] for name in names[2:]}} for r in sums]
-    text = f"{sums.values('terms')[0]} times; the exact sum is {next(iter(sums))['fact_exact']:g}"
-    yield table("running-sums", "0.01 added one by one", figures, *names, note=text)
-    kinds = ("linear", "norm", "residual", "softmax", "loss")
-    records = [
-        {"autocast": r["value_dtype"], **{kind: _dtype_of(r, kind) for kind in kinds}}
-        for r in rows.where(experiment="audit")
-    ]
-    if records:
-        yield table("autocast-dtypes", "What each kind of op answers in, under autocast", records, "autocast", *kinds)
-
-
-def _dtype_of(record: Record, kind: str) -> str | None:
-    prefix = f"fact_{kind}_"
-    return ", ".join(name.removeprefix(prefix) for name in record if name.startswith(prefix)) or None

@@ -74,7 +74,8 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         known = read_facts(folder)
         same = {"study": source, "mode": plan.mode, "device": plan.device}
         for name, value in same.items():
-            if known.get(name) != value:
+            # A study of one's own may have moved, with its folder: to another machine, say.
+            if str(known.get(name)).rpartition("/")[2] != value.rpartition("/")[2]:
                 raise UsageError(f"{folder} is of {name} {known.get(name)}, not {value}: name another folder with -o")
         if not resume:
             raise UsageError(f"{folder} holds a study: go on with  {resume_command}")
@@ -86,6 +87,7 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         "study": source,
         "mode": plan.mode,
         "device": plan.device,
+        "num_points": {name: len(points) for name, points in plan.points.items()},
         "commands": commands,
         "stepscope": __version__,
     }

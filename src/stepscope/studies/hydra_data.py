@@ -24,7 +24,7 @@ ALIKE = 0.05
 def data(stored: Stored) -> Iterator[Any]:
     """One batch that is there already against a text that a DataLoader reads, at each size that has both."""
     groups = _groups(stored)
-    yield Text(" ".join(_data_sentence(*group) for group in groups))
+    yield from (Text(_data_sentence(*group)) for group in groups)
     records = [record for group in groups for record in group]
     names = ("batch", "seq_len", "data", "step_ns", "tokens_per_s", "data_wait_ns", "wait_share", "gpu_idle_share")
     remark = "the wait is on the host's clock; there is none for a batch that is there already"
@@ -79,11 +79,13 @@ def _data_sentence(base: Record, *arms: Record) -> str:
     )
     for record in arms:
         text += (
-            f" On {record['data']} it waits {said('time_ns', record['data_wait_ns'])} for data "
-            f"({said('share', record['wait_share'])} of it) and takes {said('step_ns', record['step_ns'])}, "
+            f" On {record['data']} the host waits {said('time_ns', record['data_wait_ns'])} for data "
+            f"({said('share', record['wait_share'])} of a step) and it takes {said('step_ns', record['step_ns'])}, "
             f"{against(record, base, 'that')}"
         )
         text += f"; the wait is {_explained(record, base)} of the difference." if told_apart(record, base) else "."
+    if all("gpu_busy_share" in record and not paced(record) for record in (base, *arms)):
+        return f"{text} {_hidden(base, *arms)}"
     if all(_share_explained(record, base) >= MOSTLY for record in arms if told_apart(record, base)):
         return text
     text += " The rest is not the data"
@@ -94,6 +96,19 @@ def _data_sentence(base: Record, *arms: Record) -> str:
         )
         text += "process to process"
     return f"{text}. So these times do not say that {TEXT} makes a step faster or slower: what it costs is the wait."
+
+
+def _hidden(base: Record, *arms: Record) -> str:
+    """Where the GPU sets the pace: how much of a wait of the host's it waits too, by its idle time."""
+    before, *idle = ((1 - record["gpu_busy_share"]) * record["step_ns"] for record in (base, *arms))
+    times = listed(f"{said('_ns', ns)} on {record['data']}" for ns, record in zip(idle, arms))
+    waits = [record["data_wait_ns"] for record in arms]
+    shared = [min(wait, max(0.0, ns - before)) for wait, ns in zip(waits, idle)]
+    rest = ", the rest passes while it works" if sum(shared) < sum(waits) else ""
+    return (
+        f"The GPU has nothing to do for {said('_ns', before)} of a step on {ONE_BATCH}, {times}: at most "
+        f"{listed(said('_ns', ns) for ns in shared)} of these waits are the GPU's too{rest}."
+    )
 
 
 def _share_explained(record: Record, base: Record) -> float:

@@ -175,13 +175,13 @@ def micro(stored: Stored) -> Iterator[Any]:
     mode = convs.values("mode")[-1]
     sliced, *copied = (convs.one(implementation=name, mode=mode) for name in ("sliced", "contiguous", "padded"))
     sentences = [f"The convolutions of the queries take {said(TIME, sliced[TIME])} on a transposed slice ({mode})."]
-    for record in copied:
-        sentences.append(f"A {record['implementation']} copy first is {against(record, sliced, 'that')}.")
-    sentences += _kernels((sliced, *copied))
+    sentences += _on_gpu((sliced, *copied)) or [
+        f"A {record['implementation']} copy first is {against(record, sliced, 'that')}." for record in copied
+    ]
     forward = shifts.ok.where(mode=shifts.values("mode")[0])
     best, *_, worst = sorted(forward.needed(), key=lambda record: float(record[TIME]))
     times = " and ".join(f"{said(TIME, each[TIME])} as {each['implementation']}" for each in (best, worst))
-    sentences += [f"The value shift takes {times} ({best['mode']}).", *_kernels((best, worst))]
+    sentences += [f"The value shift takes {times} ({best['mode']}).", *_on_gpu(list(forward))]
     yield Text(" ".join(sentences))
     names = (
         "implementation",
@@ -204,25 +204,34 @@ def micro(stored: Stored) -> Iterator[Any]:
             f"{said('share', share)} of its step, forward alone."
         )
     if is_noted(recorded):
-        ours = [{"what": "contiguous first", "times_sliced": copied[0][TIME] / sliced[TIME]}]
+        time_of = _gpu_ns if all(map(paced, (sliced, copied[0]))) else _time_ns
+        ours = [{"what": "contiguous first", "times_sliced": time_of(copied[0]) / time_of(sliced)}]
         yield beside(ours, note.CONTIGUOUS, "what", "times_sliced", note.NOTE)
         yield beside([{"what": "value shift", "call_ns": best[TIME]}], note.SHIFT, "what", "call_ns", note.NOTE)
         yield Text(_micro_differs(recorded.source.copies, sliced, copied[0], best))
 
 
-def _kernels(records: Sequence[Record]) -> list[str]:
-    """What they launch, how long that takes the GPU, and whether their times are made of it; nothing of a CPU."""
-    if any(record.get("num_kernels") is None for record in records):
+def _on_gpu(records: Sequence[Record]) -> list[str]:
+    """Where the host sets the pace of all of them: that, and what they take the GPU; nothing where it does not."""
+    if not all(map(paced, records)):
         return []
-    text = f"They launch {listed(record['num_kernels'] for record in records)} kernels"
-    if all(record.get("gpu_busy_share") is not None for record in records):
-        text += f", which take the GPU {listed(said('_ns', _gpu_ns(record)) for record in records)}"
-        text += ": the rest is the host's, and so may the difference be" if all(map(paced, records)) else ""
-    return [f"{text}."]
+    shares = sorted(record["gpu_busy_share"] for record in records)
+    told = listed(
+        f"{said('_ns', _gpu_ns(record))} as {record['implementation']} ({record['num_kernels']} kernels)"
+        for record in sorted(records, key=_gpu_ns)
+    )
+    return [
+        f"But the host sets the pace, and differs from process to process: the GPU is busy for "
+        f"{said('share', shares[0])} to {said('share', shares[-1])} of the time. Its work is {told}."
+    ]
 
 
 def _gpu_ns(record: Record) -> float:
     return float(record["gpu_busy_share"] * record[TIME])
+
+
+def _time_ns(record: Record) -> float:
+    return float(record[TIME])
 
 
 def _micro_differs(report: CopiesReport, sliced: Record, contiguous: Record, shift: Record) -> str:
@@ -232,9 +241,8 @@ def _micro_differs(report: CopiesReport, sliced: Record, contiguous: Record, shi
     if hidden:
         text += f" There convolutions copy on their own: {sum(row['num_calls'] for row in hidden):,.0f} times in the "
         text += "backward of a recorded step."
-    if sliced.get("gpu_busy_share") is not None and contiguous.get("gpu_busy_share") is not None:
-        text += f" On the GPU alone a contiguous copy first is {_gpu_ns(contiguous) / _gpu_ns(sliced):.2f} times the "
-        text += "slice's."
+    if all(map(paced, (sliced, contiguous))):
+        text += " Ours is of the GPU's work, since the host sets the pace of both."
     if shift.get("num_kernels") is not None:
         text += f" Our value shift as {shift['implementation']} launches {shift['num_kernels']} kernels in "
         text += f"{said(TIME, shift[TIME])}{paced(shift)}."

@@ -55,7 +55,8 @@ def routing(stored: Stored) -> Iterator[Any]:
     """Static against dynamic depth, of one model at one size, with what was really executed."""
     rows = stored.rows("routing").needed()
     sentences = [f"All at {_shape(next(iter(rows)))}."]
-    times_static: dict[str, float] = {}
+    times_static: dict[str, tuple[float, Record]] = {}
+    others: list[str] = []
     for preset in rows.values("preset"):
         of = rows.where(preset=preset, compile="off")
         static = of.one(routing="static", capacity=1.0)
@@ -63,9 +64,10 @@ def routing(stored: Stored) -> Iterator[Any]:
         if any(record["num_parameters"] != static["num_parameters"] for record in variants):
             raise CannotCheck(f"{preset}: a variant has another number of parameters than static")
         sentences.append(f"{preset}, {static['num_parameters']:,} parameters: static takes {_told(static)}.")
-        sentences += [_variant_sentence(record, static) for record in variants]
-        dynamic = of.ok.where(routing="dynamic", dispatch="gather", capacity=1.0)
-        times_static |= {preset: next(iter(dynamic))[TIME] / static[TIME]} if len(dynamic) else {}
+        for record in variants:
+            is_main = (record["routing"], record["dispatch"], record["capacity"]) == ("dynamic", "gather", 1)
+            (sentences if is_main else others).append(_variant_sentence(record, static))
+            times_static |= {preset: (record[TIME] / static[TIME], record)} if is_main else {}
     pairs = [
         (record, rows.where(preset=record["preset"], compile="off").one(routing=record["routing"], capacity=1.0))
         for record in rows.ok.where(compile=[name for name in rows.values("compile") if name != "off"])
@@ -76,7 +78,7 @@ def routing(stored: Stored) -> Iterator[Any]:
         for record, eager in pairs
     ]
     yield Text(" ".join(sentences))
-    yield Text(" ".join([*_floor(rows), *_same_functions(rows)]))
+    yield Text(" ".join([*others, *_floor(rows), *_same_functions(rows)]))
     records = [
         record | {"executed_share": record.get("fact_executed_fraction"), "step_flops": record.get("flops_counted")}
         for record in rows
@@ -87,10 +89,13 @@ def routing(stored: Stored) -> Iterator[Any]:
     remarks = "; ".join(f"{record['compile']}: {record['notes']}" for record in rows if record.get("notes"))
     yield table("routing", "Routing at equal topology", records, *known(records, *names), note=remarks)
     if note.PRESET in times_static:
-        ours = [{"routing": "dynamic", "times_static": times_static[note.PRESET]}]
+        ours = [{"routing": "dynamic", "times_static": times_static[note.PRESET][0]}]
         where = f"{note.NOTE}; there two sizes were compared, with routing switched off"
         yield beside(ours, note.ROUTING, "routing", "times_static", where)
-        told = listed(f"{times:.2f} times static's at {preset}" for preset, times in times_static.items())
+        told = listed(
+            f"{times:.2f} times static's at {preset}{paced(record)}"
+            for preset, (times, record) in times_static.items()
+        )
         yield Text(
             f"The note's {note.ROUTING['dynamic']:.2f} is one model's step beside another's of another size. Of one "
             f"model, a dynamic step is {told}."
@@ -194,6 +199,9 @@ def _variant_sentence(record: Record, static: Record) -> str:
     text += f", with {' and '.join(differs)}" if differs else ""
     if record.get("num_kernels") is not None and (record["routing"], record["dispatch"]) == ("dynamic", "gather"):
         text += f"; each of {record['blocks']} blocks waits for the GPU to learn how many tokens go on"
+    if paced(record) and static.get("gpu_busy_share") is not None:
+        work, other = (said("_ns", each["gpu_busy_share"] * each[TIME]) for each in (record, static))
+        text += f"; the GPU's work is {work} instead of {other}"
     return f"{text}."
 
 

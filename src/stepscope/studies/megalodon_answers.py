@@ -39,15 +39,7 @@ def precision(stored: Stored) -> Iterator[Any]:
     rows = stored.rows("steps").needed()
     ok = rows.ok.where(batch=rows.ok.needed().values("batch")[0])
     plain = ok.where(bf16_reduction="auto")
-    sentences = []
-    for dtype in [name for name in plain.values("dtype") if name != "fp32"]:
-        pairs = [(r, o) for r in plain.where(dtype=dtype) for o in plain.where(dtype="fp32", seq_len=r["seq_len"])]
-        for record, other in sorted(pairs, key=lambda pair: pair[0]["seq_len"])[-1:]:
-            sentences.append(
-                f"At {record['seq_len']} tokens a step in {dtype} takes {said(TIME, record[TIME])} and is "
-                f"{against(record, other, 'fp32')}, with {said('share', record[PEAK] / other[PEAK])} of its peak and "
-                f"a loss of {loss_said(record)} where fp32 has {loss_said(other)}."
-            )
+    sentences = list(_dtypes(plain))
     bf16 = ok.where(dtype="bf16")
     reduced = [
         (on, off) for on in bf16.where(bf16_reduction="on")
@@ -68,16 +60,36 @@ def precision(stored: Stored) -> Iterator[Any]:
     yield from gemm_share(stored, PUBLISHED_OFF_OVER_ON)
 
 
+def _dtypes(rows: Rows) -> Iterator[str]:
+    """Each dtype beside fp32, at the longest length that both have."""
+    lengths: dict[int, list[Record]] = {}
+    for dtype in [name for name in rows.values("dtype") if name != "fp32"]:
+        of = [r for r in rows.where(dtype=dtype) if len(rows.where(dtype="fp32", seq_len=r["seq_len"]))]
+        for record in sorted(of, key=lambda record: record["seq_len"])[-1:]:
+            lengths.setdefault(record["seq_len"], []).append(record)
+    for length, records in lengths.items():
+        plain = rows.one(dtype="fp32", seq_len=length)
+        others = (
+            f"in {record['dtype']} {said(TIME, record[TIME])}, {against(record, plain, 'that')}, with "
+            f"{said('share', record[PEAK] / plain[PEAK])} of the peak and a loss of {loss_said(record)}"
+            for record in records
+        )
+        yield (
+            f"At {length} tokens a step in fp32 takes {said(TIME, plain[TIME])}, with a peak of "
+            f"{said(PEAK, plain[PEAK])} and a loss of {loss_said(plain)}; {'; '.join(others)}."
+        )
+
+
 def _reduction(pairs: Sequence[tuple[Record, Record]]) -> str:
     """What reduction in bf16 changes over the lengths, and at which of them it is more than noise."""
-    shares = [on[TIME] / off[TIME] for on, off in pairs]
-    taken = " to ".join(dict.fromkeys(said("share", share) for share in (min(shares), max(shares))))
+    times = [on[TIME] / off[TIME] for on, off in pairs]
+    taken = " to ".join(dict.fromkeys(f"{each:.2f}" for each in (min(times), max(times))))
     beyond = [
         f"at {on['seq_len']} tokens ({against(on, off, 'without')})" for on, off in pairs if told_apart(on, off)
     ]
     lengths = listed(on["seq_len"] for on, _ in pairs)
     return (
-        f"With reduction in bf16 a step at {lengths} tokens takes {taken} of its time without; beyond noise: "
+        f"With reduction in bf16 a step at {lengths} tokens takes {taken} times as long as without; beyond noise: "
         f"{listed(beyond) if beyond else 'at none of them'}."
     )
 
@@ -135,26 +147,19 @@ def cache(stored: Stored) -> Iterator[Any]:
     if not both:
         raise CannotCheck("there is no length with a time with and without a cache")
     longest = max(both)
-    (best, *others), (again, *_) = both[longest]
-    without = f"all tokens again ({again['ema']})"
+    (best, *_), (again, *_) = both[longest]
+    times = {length: f"{_range(on)} with the state and {_range(off)} without" for length, (on, off) in both.items()}
     sentences = [
-        f"After {longest} tokens the next one takes {said(TIME, best[TIME])} with the state ({best['ema']}) and "
-        f"is {against(best, again, without)}.",
-        *(
-            f"With {record['ema']} it takes {said(TIME, record[TIME])}: {against(record, best, best['ema'])}."
-            for record in others
-        ),
-        *(
-            f"After {length} tokens it takes {_range(on)} with the state and {_range(off)} without."
-            for length, (on, off) in both.items()
-            if length != longest
-        ),
+        f"After {longest} tokens the next one takes {times[longest]}, from all tokens again: the state "
+        f"({best['ema']}) is {against(best, again, 'that')}.",
+        *(f"After {length} tokens it takes {told}." for length, told in times.items() if length != longest),
         _pays({length: (on[0], off[0]) for length, (on, off) in both.items()}),
+        *_same_work(rows.ok.where(cache="on")),
     ]
     yield Text(" ".join([*sentences, *host_paced(rows.ok)]))
     records = [record | {"how": HOW[record["cache"]]} for record in rows]
     records = [record | {"num_computed": record.get("fact_num_computed_tokens")} for record in records]
-    names = known(records, "how", "ema", "seq_len", "num_computed", TIME, BUSY, PEAK)
+    names = known(records, "how", "ema", "seq_len", "num_computed", TIME, BUSY, "num_kernels", PEAK)
     yield table("decode", "The next token", records, *names)
     yield lines("decode-time", "The next token", records, "seq_len", TIME, ("how", "ema"))
     yield from _held(rows.ok.where(cache="on", ema=best["ema"]))
@@ -173,16 +178,31 @@ def _range(records: Sequence[Record]) -> str:
     return " to ".join(dict.fromkeys(f"{said(TIME, r[TIME])} ({r['ema']})" for r in (records[0], records[-1])))
 
 
+def _same_work(rows: Rows) -> Iterator[str]:
+    """How far the host's pace alone sets apart rows that compute the same: one token, whatever the length."""
+    paths = [sorted(rows.where(ema=path), key=lambda record: record[TIME]) for path in rows.values("ema")]
+    paths = [of for of in paths if len(of) > 1 and all(map(paced, of))]
+    if not paths:
+        return
+    low, *_, high = max(paths, key=lambda of: of[-1][TIME] / of[0][TIME])
+    work = listed(f"{said(TIME, first[TIME] * first[BUSY])} ({first['ema']})" for first, *_ in paths)
+    yield (
+        f"With the state one token is computed whatever the length: yet {low['ema']} takes {said(TIME, low[TIME])} "
+        f"after {low['seq_len']} and {said(TIME, high[TIME])} after {high['seq_len']}, so that paths less than "
+        f"{high[TIME] / low[TIME]:.2f} times apart are not to be told from each other. The GPU's work is {work}."
+    )
+
+
 def _pays(fastest: Mapping[int, tuple[Record, Record]]) -> str:
     """From which length the state is faster by more than two processes of one point may differ."""
     paid = [on[TIME] * HOST_SPREAD <= off[TIME] and told_apart(on, off) for on, off in fastest.values()]
     lengths = list(fastest)
     num_paid = next((num for num, pays in enumerate(reversed(paid)) if not pays), len(paid))
     if not num_paid:
-        return f"At none of {listed(lengths)} tokens does that pay ({HOST_SPREAD} times or more)."
+        return f"At none of {listed(lengths)} tokens does that pay ({HOST_SPREAD:g} times or more)."
     little = lengths[:-num_paid]
     before = f"; at {listed(little)} it brings little or nothing" if little else ", the fewest that were measured"
-    return f"It pays ({HOST_SPREAD} times or more) from {lengths[-num_paid]} tokens on{before}."
+    return f"It pays ({HOST_SPREAD:g} times or more) from {lengths[-num_paid]} tokens on{before}."
 
 
 def _held(rows: Rows) -> Iterator[Any]:
@@ -201,16 +221,21 @@ def _held(rows: Rows) -> Iterator[Any]:
 
 def _kept(rows: Rows) -> Iterator[Any]:
     """What fft takes longer with the state, at the longest length of each mode."""
+    told = []
     for mode in rows.values("mode"):
         without = {record["seq_len"]: record for record in rows.where(variant=FFT, mode=mode)}
         kept = {record["seq_len"]: record for record in rows.where(variant=WITH_STATE, mode=mode)}
         for length in sorted(kept.keys() & without.keys())[-1:]:
             record, other = kept[length], without[length]
-            yield Text(
-                f"To keep the state, fft computes it beside its outputs: at {length} tokens, {mode}, that takes "
-                f"{said(TIME, record[TIME])}{paced(record)} and is {against(record, other, 'without')}, "
-                f"{said(TIME, other[TIME])}{paced(other)}."
+            kernels = ""
+            if record.get("num_kernels") and other.get("num_kernels"):
+                kernels = f", with {record['num_kernels']:,} kernels instead of {other['num_kernels']:,}"
+            told.append(
+                f"{said(TIME, record[TIME])}{paced(record)} in {mode} at {length} tokens, "
+                f"{against(record, other, 'without')}, {said(TIME, other[TIME])}{paced(other)}{kernels}"
             )
+    if told:
+        yield Text(f"To keep the state, fft computes it beside its outputs: alone that takes {'; '.join(told)}.")
 
 
 def out_of_memory(stored: Stored) -> Iterator[Any]:

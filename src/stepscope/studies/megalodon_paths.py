@@ -8,7 +8,19 @@ from typing import Any
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import plural
-from stepscope.studies.figures import against, crossing, host_paced, known, lines, listed, said, table
+from stepscope.studies.figures import (
+    Record,
+    against,
+    crossing,
+    host_paced,
+    known,
+    lines,
+    listed,
+    paced,
+    said,
+    table,
+    told_apart,
+)
 from stepscope.studies.stored import Rows, Stored
 
 PATHS = ("fft", "sequential", "scan")
@@ -24,12 +36,15 @@ WITH_STATE = "fft with its last state"
 def alone(stored: Stored) -> Rows:
     """The average alone, in the size that it has in the model, each row with its `variant`."""
     model = stored.rows("paths")
-    found = stored.rows("average").where(**{name: model.values(name) for name in SIZE})
+    return _varied(stored.rows("average").where(**{name: model.values(name) for name in SIZE}))
+
+
+def _varied(rows: Rows) -> Rows:
     return Rows(
-        found.about,
+        rows.about,
         [
             record | {"variant": WITH_STATE if record["path"] == FFT and record["last_state"] else record["path"]}
-            for record in found
+            for record in rows
         ],
     )
 
@@ -135,11 +150,12 @@ def fastest(stored: Stored) -> Iterator[Any]:
     yield Text(_winner(stored))
     if not meetings:
         raise CannotCheck("no two paths were measured at one length")
-    told = (
-        f"{row['where']}, {row['mode']}, {row['faster']} is faster than {row['than']} {row['from']}"
-        for row in meetings
-        if SCAN not in (row["faster"], row["than"])
-    )
+    modes: dict[tuple[str, str], list[str]] = {}
+    for row in meetings:
+        if SCAN not in (row["faster"], row["than"]):
+            met = f"{row['faster']} is faster than {row['than']} {row['from']}"
+            modes.setdefault((row["where"], met), []).append(row["mode"])
+    told = (f"{where}, {listed(of)}, {met}" for (where, met), of in modes.items())
     yield Text(f"FFT and the sequential path: {'; '.join(told) or 'no length has both'}. {_sizes(stored)}")
     yield Text(" ".join([_state(stored), *waiting]))
     note = "times faster: at the longest length that both have"
@@ -219,7 +235,7 @@ def _kernels_of_state(stored: Stored) -> Iterator[str]:
 def _larger(stored: Stored) -> Iterator[Any]:
     """The average alone in other sizes than the model's."""
     of_model = {record["hash"] for record in alone(stored)}
-    rows = [r for r in stored.rows("average").where(last_state=True) if r["hash"] not in of_model]
+    rows = [record for record in _varied(stored.rows("average")) if record["hash"] not in of_model]
     if not rows:
         return
     knobs = ("mode", "seq_len", *SIZE)
@@ -228,33 +244,43 @@ def _larger(stored: Stored) -> Iterator[Any]:
     for record in ok.where(path=SCAN):
         for other in ok.where(path=FFT, **{name: record[name] for name in knobs}):
             size = tuple(record[name] for name in knobs[1:])
-            speeds.setdefault(size, []).append(f"{against(record, other, FFT)} in {record['mode']}")
+            speed = f"{against(record, other, other['variant'])} in {record['mode']}{paced(record)}"
+            speeds.setdefault(size, []).append(speed)
     told = [
         f"Alone, {batch} sequences of {length} tokens, width {width}, {num_states} states: scan is {listed(speed)}."
         for (length, batch, width, num_states), speed in speeds.items()
     ]
     if told:
-        yield Text(" ".join([*told, *host_paced(ok, "In that size")]))
-    names = known(rows, *knobs, "path", TIME, BUSY, "tokens_per_s", PEAK, "speedup")
+        yield Text(" ".join(told))
+    names = known(rows, *knobs, "variant", TIME, BUSY, "tokens_per_s", PEAK, "speedup")
     yield table("average-larger", "Alone, in other sizes than in the model", rows, *names)
 
 
 def _meeting(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Which of two paths is the faster one in the end, and from which length on; [] where they share no length."""
-    times = [{record["seq_len"]: record[TIME] for record in rows} for rows in (one, other)]
-    both = sorted(times[0].keys() & times[1].keys())
+    by_length = [{record["seq_len"]: record for record in rows} for rows in (one, other)]
+    both = sorted(by_length[0].keys() & by_length[1].keys())
     if not both:
         return []
     last = both[-1]
-    slow, fast = (one, other) if times[1][last] < times[0][last] else (other, one)
-    at = crossing(slow, fast, "seq_len", TIME)
-    if at is None:  # they are equal
-        where = "nowhere"
-    else:
-        where = f"from about {at:.0f} tokens on" if at > both[0] else f"from {both[0]} tokens, the shortest, on"
-    ratio = max(times[0][last], times[1][last]) / min(times[0][last], times[1][last])
-    found = {"faster": fast[0]["variant"], "than": slow[0]["variant"], "from": where}
-    return [found | {"longest": last, "times_faster": ratio}]
+    slow, fast = sorted(by_length, key=lambda rows: -rows[last][TIME])
+    found = {"faster": fast[last]["variant"], "than": slow[last]["variant"], "from": _from(slow, fast, both)}
+    return [found | {"longest": last, "times_faster": slow[last][TIME] / fast[last][TIME]}]
+
+
+def _from(slow: Mapping[int, Record], fast: Mapping[int, Record], lengths: Sequence[int]) -> str:
+    """From which length on the one is faster beyond noise; where before it is slower, about where they meet."""
+    won = [fast[at][TIME] < slow[at][TIME] and told_apart(fast[at], slow[at]) for at in lengths]
+    if not won[-1]:
+        return "nowhere beyond noise"
+    if all(won):
+        return f"from {lengths[0]} tokens, the shortest, on"
+    first = len(won) - won[::-1].index(False)
+    before = lengths[first - 1]
+    if fast[before][TIME] > slow[before][TIME]:
+        at = crossing([slow[at] for at in lengths], [fast[at] for at in lengths], "seq_len", TIME)
+        return f"from about {at:.0f} tokens on"
+    return f"from {lengths[first]} tokens on"
 
 
 def _part_of_model(stored: Stored) -> Iterator[Any]:
@@ -272,22 +298,22 @@ def _part_of_model(stored: Stored) -> Iterator[Any]:
                 "alone_ns": part[TIME],
             }
             row |= {"num_layers": whole["layers"], "model_ns": whole[TIME]}
-            found.append(row | {"model_share": whole["layers"] * part[TIME] / whole[TIME]})
+            found.append(row | {"alone_over_model": whole["layers"] * part[TIME] / whole[TIME]})
     if not found:
         raise CannotCheck("no length was measured alone and in the model")
-    ends = sorted(found, key=lambda row: row["model_share"])
+    ends = sorted(found, key=lambda row: row["alone_over_model"])
     low, high = (
-        f"{said('share', row['model_share'])} ({row['path']}, {row['seq_len']} tokens, {row['mode']})"
+        f"{row['alone_over_model']:.2f} times ({row['path']}, {row['seq_len']} tokens, {row['mode']})"
         for row in (ends[0], ends[-1])
     )
-    apart = " (both were measured apart: a share can pass 100 %)" if ends[-1]["model_share"] > 1 else ""
     num_more = sum(row["path"] == WITH_STATE for row in found)
     more = (
         f"{plural(num_more, 'row')} of fft {'is' if num_more == 1 else 'are'} with the state, which the model does "
         "not compute: more than its share. "
     )
     yield Text(
-        f"Alone, as often as the model has it, the average takes from {low} to {high} of the whole model{apart}. "
+        f"Alone, as often as the model has it, the average takes from {low} to {high} as long as the whole model, "
+        "measured in a process of its own. "
         f"{more if num_more else ''}The playbook's micro traces, meant to be of it alone, were of the whole."
     )
     yield table("part", "The moving average alone beside the model", found, *found[0])

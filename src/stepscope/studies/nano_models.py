@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import plural
-from stepscope.studies.figures import Record, host_paced, known, lines, listed, loss_said, said, table
+from stepscope.studies.figures import Record, host_paced, known, lines, listed, loss_said, said, table, told_apart
 from stepscope.studies.nano_answers import (
     BUSY,
     DENSE,
@@ -33,18 +33,14 @@ ALONE_MODES = {"inference": "inference", "step": "forward+backward"}
 def models(stored: Stored) -> Iterator[Any]:
     """What inference and training of the presets take."""
     rows = stored.rows("models").needed()
+    presets = {preset: pairs for preset in rows.values("preset") if (pairs := _pairs(rows, preset))}
+    shared = set.intersection(*map(set, presets.values())) if presets else set()
     sentences = []
-    for preset in rows.values("preset"):
-        of = rows.ok.where(preset=preset, attention=DENSE)
-        pairs = [
-            (step, run)
-            for step in of.where(mode="step")
-            for run in of.where(mode="inference", seq_len=step["seq_len"])
-        ]
-        if pairs:
-            step, run = max(pairs, key=lambda pair: pair[0]["seq_len"])
+    for preset, pairs in presets.items():
+        for length in dict.fromkeys((max(shared or pairs), max(pairs))):
+            step, run = pairs[length]
             sentences.append(
-                f"{preset} ({step['num_parameters']:,} parameters) at {step['seq_len']} tokens: inference "
+                f"{preset} ({step['num_parameters']:,} parameters) at {length} tokens: inference "
                 f"{said(TIME, run[TIME])}, a training step {said(TIME, step[TIME])} "
                 f"({step[TIME] / run[TIME]:.1f} times that), peak {said(PEAK, step[PEAK])}, loss {loss_said(step)}."
             )
@@ -57,6 +53,16 @@ def models(stored: Stored) -> Iterator[Any]:
         yield lines(
             f"models-{mode}", f"Models, {mode}", rows.where(mode=mode), "seq_len", TIME, ("preset", "attention")
         )
+
+
+def _pairs(rows: Rows, preset: str) -> dict[int, tuple[Record, Record]]:
+    """By length: a training step of a preset with dense attention, and its inference."""
+    of = rows.ok.where(preset=preset, attention=DENSE)
+    return {
+        step["seq_len"]: (step, run)
+        for step in of.where(mode="step")
+        for run in of.where(mode="inference", seq_len=step["seq_len"])
+    }
 
 
 def _sizes(rows: Rows) -> Iterator[str]:
@@ -81,43 +87,55 @@ def faster_models(stored: Stored) -> Iterator[Any]:
     groups: dict[tuple[Any, ...], list[tuple[Record, Record]]] = {}
     for record, dense in pairs:
         groups.setdefault((record["preset"], record["seq_len"], record["attention"]), []).append((record, dense))
+    on_gpu = bool(known(rows, BUSY))
     sentences = [
-        f"In {preset} at {length} tokens {name} is {speed(of)}." for (preset, length, name), of in groups.items()
+        f"In {preset} at {length} tokens {name} is {speed(of)}{_not_known(of) if on_gpu else ''}."
+        for (preset, length, name), of in groups.items()
     ]
     yield Text(" ".join([*sentences, *host_paced(record for pair in pairs for record in pair)]))
-    at_most = [text for record, dense in pairs for text in _at_most(stored, record, dense)]
-    if at_most:
-        yield Text(" ".join(at_most))
+    told = [text for of in groups.values() if (text := _beside_alone(stored, of))]
+    if told:
+        yield Text(f"By what attention takes alone, in the model's layers and batch: {'; '.join(told)}.")
     records = [{**record, "dense_ns": dense[TIME], "speedup": dense[TIME] / record[TIME]} for record, dense in pairs]
-    names = ("preset", "seq_len", "batch", "mode", "attention", TIME, "dense_ns", "speedup")
-    yield table("faster-models", "Models with sparse attention beside dense", records, *names)
+    names = ("preset", "seq_len", "batch", "mode", "attention", TIME, "dense_ns", "speedup", BUSY)
+    yield table("faster-models", "Models with sparse attention beside dense", records, *known(records, *names))
 
 
-def _at_most(stored: Stored, record: Record, dense: Record) -> Iterator[str]:
-    """What the attention of a model would save if it were as it is alone, by the batch."""
+def _not_known(pairs: Sequence[tuple[Record, Record]]) -> str:
+    """In brackets: that nothing says who sets the pace of such a difference."""
+    missing = any(record.get(BUSY) is None for pair in pairs for record in pair)
+    return " (how busy the GPU is there was not measured)" if missing else ""
+
+
+def _beside_alone(stored: Stored, pairs: Sequence[tuple[Record, Record]]) -> str:
+    """What a sparse attention would save in a model if it were as it is alone, and what the model takes less."""
+    told = []
+    for record, dense in pairs:
+        for saved in _saved_alone(stored, record):
+            gain = dense[TIME] - record[TIME]
+            would = "nothing" if saved <= 0 else f"{said(TIME, saved)} ({said('share', saved / dense[TIME])})"
+            taken = f"takes {said(TIME, abs(gain))} {'less' if gain > 0 else 'more'}"
+            if not told_apart(record, dense):
+                taken = f"is not to be told from {DENSE}"
+            told.append(f"{would} of {said(TIME, dense[TIME])} {in_mode(record['mode'])} (the model {taken})")
+    first, _ = pairs[0]
+    where = f"in {first['preset']} at {first['seq_len']} tokens {first['attention']}"
+    return f"{where} would save {listed(told)}" if told else ""
+
+
+def _saved_alone(stored: Stored, record: Record) -> Iterator[float]:
+    """What one layer's attention takes less than dense alone, times the layers, by the batch."""
     knobs = ("preset", "heads", "head_width", "seq_len", "dtype", "window", "global_tokens", "random_keys")
     same = {name: record[name] for name in knobs} | {"mode": ALONE_MODES[record["mode"]]}
-    alone = stored.rows("attention").ok.where(**same)
-    for one, other in beside_dense(alone, str(record["attention"])):
-        scale = record["layers"] * record["batch"] / one["batch"]
-        saved = scale * (other[TIME] - one[TIME])
-        sizes = f"{record['layers']} layers, scaled from {plural(one['batch'], 'sequence')} to {record['batch']}"
-        begin = f"{in_mode(record['mode']).capitalize()} of {record['preset']} at {record['seq_len']} tokens"
-        if saved <= 0:
-            yield f"{begin} {one['attention']} saves nothing: alone it is no faster."
-            continue
-        yield (
-            f"{begin} {one['attention']} could save at most {said(TIME, saved)} of {said(TIME, dense[TIME])}, "
-            f"{said('share', saved / dense[TIME])}: {said(TIME, other[TIME])} − {said(TIME, one[TIME])} alone "
-            f"({one['mode']}), for {sizes}."
-        )
+    for one, other in beside_dense(stored.rows("attention").ok.where(**same), str(record["attention"])):
+        yield record["layers"] * record["batch"] / one["batch"] * (other[TIME] - one[TIME])
 
 
 def compares(stored: Stored) -> Iterator[Any]:
     """Whether dense and sparse are the same but for the pattern, and what a call inside a profiler says."""
     rows = stored.rows("attention").ok.needed()
     longest = max(rows.where(attention=DENSE).needed().values("seq_len"))
-    dense = rows.where(attention=DENSE, seq_len=longest).one()
+    dense = next(iter(rows.where(attention=DENSE, seq_len=longest)))
     density, causal = (said("share", dense[name]) for name in ("fact_density", "fact_causal_density"))
     is_causal = "is causal too" if abs(dense["fact_causal_density"] - 1) < 0.01 else "is not causal"
     sentences = [

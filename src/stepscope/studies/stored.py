@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from stepscope.analysis.sweeps import OK, SweepSummary
 from stepscope.errors import RecordingError, TraceError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Missing
+from stepscope.report.parts import Chart, Facts, Findings, Missing, Table, Text
 from stepscope.report.sweeps import record_of, sweep_of
 from stepscope.report.text import safe
 from stepscope.trace.sweep_file import Sweep, is_sweep, read_sweep
+from stepscope.workloads.knobs import nearest
 
 if TYPE_CHECKING:
     from stepscope.report.source import Source
@@ -25,6 +27,7 @@ STUDY_FILE = "study.json"
 TOML_FILE = "study.toml"
 """A copy of what a user declared in TOML."""
 QUICK, FULL = "quick", "full"
+_NAME = re.compile(r"[\w+-][\w.+-]*")
 RECORDING, TRACE = "recording", "trace"
 """The fields of a row that name its recording and its trace, relative to the rows."""
 
@@ -51,6 +54,11 @@ class Rows:
     def where(self, **values: Any) -> Rows:
         """Rows with these values; a tuple or list lists several."""
 
+        for name in values:
+            names = dict.fromkeys(known for record in self for known in record)
+            if names and name not in names:
+                raise CannotCheck(f"{self.about} has no {name!r}: {nearest(name, names)}")
+
         def holds(record: Mapping[str, Any], name: str, value: Any) -> bool:
             return bool(
                 record.get(name) in value if isinstance(value, (tuple, list, set)) else record.get(name) == value
@@ -66,10 +74,11 @@ class Rows:
         return sorted(found) if all(isinstance(value, (int, float)) for value in found) else found
 
     def one(self, **values: Any) -> dict[str, Any]:
-        """The only row with these values; CannotCheck where there is none, or where it has no time."""
+        """The only row with these values; CannotCheck where there is none, or several, or where it has no time."""
         found = self.where(**values)
-        if not len(found):
-            raise CannotCheck(f"there is no row of {found.about}")
+        if len(found) != 1:
+            number = f"there are {len(found)} rows" if len(found) else "there is no row"
+            raise CannotCheck(f"{number} of {found.about}")
         record = next(iter(found))
         if record["status"] != OK:
             raise CannotCheck(f"{found.about}: {record['status']}, {record['reason']}")
@@ -123,10 +132,10 @@ class Stored:
             try:
                 # One by one: what came before something that is missing stays.
                 for part in answer(self):
-                    parts.append(part)
+                    parts.append(_checked(part))
             except (CannotCheck, RecordingError, TraceError) as reason:
                 parts.append(Missing(f"Not measured: {reason}"))
-            except Exception as error:  # a mistake in the answer, or a row of the wrong kind: the rest stands
+            except (Exception, SystemExit) as error:  # a mistake in the answer, or an odd row: the rest stands
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 said = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
                 parts.append(Missing(f"Not answered: {safe(said, 300)}"))
@@ -213,6 +222,15 @@ class Stored:
     @cached_property
     def _recordings(self) -> dict[str, Recorded]:
         return {}
+
+
+def _checked(part: Any) -> Any:
+    """A part of a report that can be written."""
+    if not isinstance(part, (Chart, Facts, Findings, Missing, Table, Text)):
+        raise TypeError(f"an answer yields parts of stepscope.report.parts, such as Text, not {type(part).__name__}")
+    if isinstance(part, (Chart, Table)) and not _NAME.fullmatch(part.id):
+        raise ValueError(f"the id {part.id!r} is to be the name of a file: letters, digits, - + _ and .")
+    return part
 
 
 def is_study(path: Path) -> bool:

@@ -11,7 +11,7 @@ from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Table, Text
 from stepscope.report.text import safe
 from stepscope.studies import tsmoe_note as note
-from stepscope.studies.figures import compared, known, listed, paced, said, table
+from stepscope.studies.figures import HOST_SPREAD, compared, known, listed, paced, said, table
 from stepscope.studies.stored import Recorded, Stored
 from stepscope.studies.tsmoe_training import size_of, step_of
 
@@ -52,8 +52,13 @@ def amp(stored: Stored) -> Iterator[Any]:
 def amp_verdict(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
     """For which models AMP pays; of those for which it does not, why, as far as the GPU's idle time tells it."""
     sentences = []
+    alike = [pair for pair in pairs if _is_alike(*pair)]
     for verdict, pays in (("AMP pays for", True), ("AMP does not pay for", False)):
-        found = [(fp32, low) for fp32, low in pairs if (low["step_ns"] < fp32["step_ns"]) == pays]
+        found = [
+            (fp32, low)
+            for fp32, low in pairs
+            if not _is_alike(fp32, low) and (low["step_ns"] < fp32["step_ns"]) == pays
+        ]
         if found:
             told = (f"{a['model']} ({compared(b['step_ns'], a['step_ns'], 'fp32')})" for a, b in found)
             sentences.append(f"{verdict} {listed(told)}.")
@@ -64,7 +69,15 @@ def amp_verdict(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
             for fp32, low in found
             if not pays and _waits(low)
         ]
-    if all(low["step_ns"] < fp32["step_ns"] for fp32, low in pairs):
+    sentences += [
+        f"For {fp32['model']} it cannot be told: {said('_ns', low['step_ns'])} with AMP and "
+        f"{said('_ns', fp32['step_ns'])} in fp32, where the GPU has nothing to do for "
+        f"{said('share', low['gpu_idle_share'])} and {said('share', fp32['gpu_idle_share'])} of a step: the host "
+        f"sets the pace of both, and differs from process to process. It launches {low['num_kernels']:,.0f} kernels "
+        f"instead of {fp32['num_kernels']:,.0f}, and the GPU's work is {_work(low)} instead of {_work(fp32)}."
+        for fp32, low in alike
+    ]
+    if not alike and all(low["step_ns"] < fp32["step_ns"] for fp32, low in pairs):
         on_gpu = all(fp32["gpu_idle_share"] is not None for fp32, _ in pairs)
         small = on_gpu and not any(_waits(fp32) for fp32, _ in pairs)
         sentences.append(
@@ -72,6 +85,16 @@ def amp_verdict(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
             + ("; none of them is so small that the host sets the pace in fp32 too." if small else ".")
         )
     return " ".join(sentences)
+
+
+def _is_alike(fp32: Mapping[str, Any], low: Mapping[str, Any]) -> bool:
+    """Whether two steps differ by no more than one does from process to process, where the host sets the pace."""
+    short, long = sorted((fp32["step_ns"], low["step_ns"]))
+    return _waits(fp32) and _waits(low) and long < HOST_SPREAD * short
+
+
+def _work(record: Mapping[str, Any]) -> str:
+    return said("_ns", (1 - record["gpu_idle_share"]) * record["step_ns"])
 
 
 def _fp32_said(records: Sequence[Mapping[str, Any]]) -> str:
@@ -172,7 +195,7 @@ def amp_pace(fp32: Mapping[str, Any], low: Mapping[str, Any]) -> str:
     if not _waits(low):
         return ""
     if _waits(fp32):
-        return " The host sets the pace of both: what AMP saves on the GPU is not seen, what it launches more is."
+        return " The host sets the pace of both: what AMP saves on the GPU is not seen."
     if low["step_ns"] >= fp32["step_ns"]:
         return " With AMP the host sets the pace."
     slower = fp32["step_ns"] / low["step_ns"]
@@ -231,7 +254,7 @@ def _small_said(small: Sequence[Mapping[str, Any]], theirs: Sequence[float]) -> 
     told = note.SMALL_FP32_TOKENS_PER_S * note.SMALL_FP32_MS / 1e3
     return (
         f" Ours has {plain:,.0f} in fp32, {plain / theirs[0]:.2f} times the note's, and {low:,.0f} with AMP, "
-        f"{low / theirs[1]:.2f} times.{amp_pace(*small)} The two are not alike: the note's command has "
+        f"{low / theirs[1]:.2f} times. The two are not alike: the note's command has "
         f"d_ff={note.SMALL_D_FF}, ours {width}; its tokens/s and {note.SMALL_FP32_MS:.0f} ms a step are {told:,.0f} "
         f"tokens a step, where its command has {note.SMALL_BATCH * note.LENGTH:,} and ours {tokens:,}; it does "
         "not say whether its float32 is without TF32."

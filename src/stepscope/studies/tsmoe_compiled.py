@@ -112,7 +112,7 @@ def _recompiles(stored: Stored) -> Iterator[Any]:
         raise CannotCheck("no compiled training run was recorded")
     yield Text(
         f"With a router that learns ({size_said(stored.recordings('compiled')[0].axes)}): "
-        f"{' '.join(map(_recompiles_sentence, records))} The note's loop met the limit of "
+        f"{' '.join(_recompiles_sentences(records))} The note's loop met the limit of "
         f"{note.RECOMPILE_LIMIT} recompiles, and recorded CUDA graphs for {note.NUM_CUDA_GRAPH_SIZES} sizes."
     )
     names = ("dispatch", "compile", "num_steps", "step_ns", "num_graphs", "num_graph_breaks", "num_recompiles",
@@ -160,10 +160,17 @@ def _most_often(guards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(zip(("most_often", "num_most_often"), counts.most_common(1)[0])) if counts else {}
 
 
-def _recompiles_sentence(record: Mapping[str, Any]) -> str:
-    text = f"{record['dispatch']} ({record['compile']})"
+def _recompiles_sentences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What became of each run; of those that went alike, once."""
+    names: dict[str, list[str]] = {}
+    for record in records:
+        names.setdefault(_fate(record), []).append(f"{record['dispatch']} ({record['compile']})")
+    yield from (f"{listed(of)}{fate}" for fate, of in names.items())
+
+
+def _fate(record: Mapping[str, Any]) -> str:
     if "num_recompiles" not in record:
-        return f"{text} {record['status']}: {record['what']}."
+        return f" {record['status']}: {record['what']}."
     again = plural(record["num_recompiles"], "recompile")
     if "most_often" in record:
         most = record["num_most_often"]
@@ -171,8 +178,8 @@ def _recompiles_sentence(record: Mapping[str, Any]) -> str:
         again += f"{part} of {record['most_often']}"
     if record["status"] != OK:
         after, why = plural(record["num_steps"], "step"), ".".join(record["what"].split(".")[:2])
-        return f"{text} {record['status']} after {after} with {again}: {why}."
-    text += f": {again}, {plural(record['num_limit_hits'], 'function')} at the limit"
+        return f" {record['status']} after {after} with {again}: {why}."
+    text = f": {again}, {plural(record['num_limit_hits'], 'function')} at the limit"
     if record["num_cuda_graphs"]:
         text += f", {plural(record['num_cuda_graphs'], 'CUDA graph')} for "
         text += plural(record["num_cuda_graph_sizes"], "size")

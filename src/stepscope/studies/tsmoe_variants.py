@@ -162,7 +162,7 @@ def dispatch(stored: Stored) -> Iterator[Any]:
             speed = "" if best is plain else f", {against(best, plain, 'the eager loop')}"
             reached = "" if best["mfu_share"] is None else f" (MFU {said('share', best['mfu_share'])})"
             text += f"{what}, {name_of(best)} is the fastest at {said(TIME, best[TIME])}{reached}{speed}"
-            text += f"{_tied(best, group)}; the slowest is {name_of(worst)} at {said(TIME, worst[TIME])}. "
+            text += f"{_tied(best, group, plain)}; the slowest is {name_of(worst)} at {said(TIME, worst[TIME])}. "
     yield Text(f"{text}{_what_counts(same)}")
     yield Text(
         f"The note holds {note.CAPACITY_MS:.0f} ms against {note.SORTED_MS:.0f} ms of two models whose losses "
@@ -193,16 +193,16 @@ def dispatch(stored: Stored) -> Iterator[Any]:
     yield table("dispatch", "Ways to dispatch", every, *known(every, *names), note=remarks)
 
 
-def _tied(best: Record, group: Sequence[Record]) -> str:
-    """Those that the fastest cannot be told from, and in what it differs besides."""
+def _tied(best: Record, group: Sequence[Record], plain: Record) -> str:
+    """Those that the fastest cannot be told from, and which of them have another optimizer than the loop."""
     tied = [record for record in group if record is not best and meet(best, record)]
     if not tied:
         return ""
     text = f", not to be told from {listed(f'{name_of(r)} at {said(TIME, r[TIME])}' for r in tied)} "
     text += "(the 95 % intervals of the medians meet"
-    alike = [record for record in (best, *tied) if record["optimizer"] == best["optimizer"]]
-    if len(alike) <= len(tied):
-        text += f"; of these only {listed(map(name_of, alike))} has optimizer={best['optimizer']}"
+    for record in (best, *tied):
+        if record["optimizer"] != plain["optimizer"]:
+            text += f"; {name_of(record)} has optimizer={record['optimizer']}, the loop {plain['optimizer']}"
     return f"{text})"
 
 
@@ -222,7 +222,7 @@ def _what_counts(same: Sequence[Record]) -> str:
     if not gains:
         return f"{text}."
     times = " to ".join(dict.fromkeys(f"{gain:.2f}" for gain in (min(gains), max(gains))))
-    return f"{text}; the compiler makes one and the same {times} times as fast."
+    return f"{text}; the compiler makes one and the same way {times} times as fast."
 
 
 def name_of(record: Record) -> str:

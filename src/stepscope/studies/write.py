@@ -44,9 +44,11 @@ def write_study(study: Study, folder: Path) -> Path:
 
 def study_of(folder: Path) -> Study:
     """The study that a folder is of. What somebody declared in Python is not run for a report of their folder."""
-    name = str(read_facts(folder)["study"])
+    facts = read_facts(folder)
+    name = str(facts["study"])
     if name in STUDIES:
         return find_study(name)
     if (folder / TOML_FILE).is_file():
         return study_from_toml(folder / TOML_FILE, Path(name).stem)
-    raise UsageError(f"{folder} is of a study of your own: stepscope study {Path(name).name} -o {folder} --resume")
+    options = f"--{facts.get('mode')} --device {facts.get('device')} -o {folder} --resume"
+    raise UsageError(f"{folder} is of a study of your own: stepscope study {Path(name).name} {options}")
