@@ -21,7 +21,7 @@ WARMUPS = (0, 1, 2, 5)
 MEAN, STD = "mean_ns", "std_ns"
 PASSES = ("inference", "forward", "forward+backward", "step")
 WARMED = "gate_ran_before"
-SIZES = ("layers", "d_model", "d_ff", "heads", "vocab", "batch")
+SIZES = ("preset", "num_parameters", "layers", "d_model", "d_ff", "heads", "vocab", "batch")
 FEW_KERNELS = 10
 """So many the note looked at."""
 
@@ -117,9 +117,8 @@ def durations(stored: Stored) -> Iterator[Any]:
             "here."
         )
     yield Text(" ".join(sentences) or "No step was measured.")
-    sizes = {r["preset"]: r for r in records}.values()
-    text = "fp32 is without TF32"
-    yield table("sizes", "The models", sizes, "preset", "num_parameters", *SIZES, note=text)
+    sizes = {r["preset"]: {name: r[name] for name in SIZES} for r in records}.values()
+    yield table("sizes", "The models", sizes, *SIZES, note="fp32 is without TF32")
     names = ("preset", "num_parameters", "seq_len", "pass", MEAN, STD, "median_ns")
     text = (
         "after five passes; the parts of a step are marked in passes of their own, the device waited for after each"

@@ -213,7 +213,7 @@ def _amp_chart(parts: Sequence[tuple[str, Parts]]) -> Bars:
         for side in ("base", "new"):
             times = {row.name: max(0.0, float(getattr(row, side))) for row in difference.rows}
             whole = sum(times.values()) or 1.0
-            labels.append(f"{model.removesuffix(' parameters')}, {'fp32' if side == 'base' else 'AMP'}")
+            labels.append(f"{model.partition(', ')[0]}, {'fp32' if side == 'base' else 'AMP'}")
             columns.append({name: ns / whole for name, ns in times.items()})
     names = {name for column in columns for name in column}
     largest = sorted(names, key=lambda name: -sum(column.get(name, 0.0) for column in columns))[:NUM_CHARTED]

@@ -21,6 +21,8 @@ from stepscope.sweep.rows import TIMEOUT, identity
 
 RECORDING_FOLDER = "recordings"
 RECORDING = "recording"
+ASKED_BY = "STEPSCOPE_ASKED_BY"
+"""The variable that says which process waits for a run: without it a run ends."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
 
@@ -40,7 +42,7 @@ def record_point(
     words += [*_tokens(point), *options]
     words += ["-m", "stepscope.sweep.train", json.dumps(asked), *loop]
     started_at, began = now(), time.monotonic()
-    failure = run_process(words, Path.cwd(), dict(os.environ), log, timeout_s)
+    failure = run_process(words, Path.cwd(), {**os.environ, ASKED_BY: str(os.getpid())}, log, timeout_s)
     has_left = (recording / "recording.json").is_file()
     return {
         **identity(point),

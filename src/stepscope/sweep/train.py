@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 
 from stepscope.errors import UsageError
 from stepscope.record import current
 from stepscope.sweep import prepare
+from stepscope.sweep.recorded import ASKED_BY
 from stepscope.sweep.text_data import text_batches
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built
@@ -46,7 +48,10 @@ def main(argv: list[str]) -> int:
     if words.data == "text":
         vocab = point["config"].get("vocab", 0)
         batches = text_batches(one_pass.batch, vocab, MAX_STEPS, words.workers, device)
+    asked_by = os.environ.get(ASKED_BY)
     for one_pass.batch in batches:
+        if asked_by and asked_by != str(os.getppid()):
+            return 0  # it was killed: nobody waits for the rest
         one_pass()
         if one_pass.optimizer is None and current.session is not None:
             current.session.explicit_step()
