@@ -66,6 +66,18 @@ def kernels(stored: Stored) -> Iterator[Any]:
     yield table("kernels-by-pass", f"The {NUM_KERNELS} longest {what}s of each pass", records, *names, num_shown=60)
     title = f"The longest {what} of each pass that is no product"
     yield table("non-gemm", title, others, *names[:5], *names[6:], num_shown=60)
+    longest = [row for row in records if row["dtype"] == FP32 and not row["rank"]]
+    for name, published in note.TOP_KERNEL_SHARE.items():
+        ours = [row for row in longest if row["pass"] == name]
+        yield from set_beside(ours, published, "share", f"published-longest-{name}", f"longest {what} of {name}")
+    ours = [row for row in others if row["dtype"] == FP32 and row["pass"] == "inference"]
+    title = f"longest {what} of inference that is no product"
+    yield from set_beside(ours, note.TOP_OTHER_SHARE, "share", "published-longest-other", title)
+    if any(row["model"] in note.TOP_OTHER_SHARE for row in longest):
+        yield Text(
+            "A share of one name says which kernels the library chose on that device as much as what the model does: "
+            "the shares of all products are in the next section."
+        )
 
 
 def _longest(records: Sequence[Record], others: Sequence[Record], what: str) -> Iterator[str]:
@@ -203,6 +215,14 @@ def softmax(stored: Stored) -> Iterator[Any]:
     yield from set_beside(
         in_fp32, note.SOFTMAX_PER_MATMUL, "time_ratio", "published-softmax", "softmax time ÷ product time"
     )
+    faster = [
+        {"model": r["model"], "speedup": r["matmul_ns"] / narrow["matmul_ns"]}
+        for r in in_fp32 for narrow in records if narrow["dtype"] == AUTOCAST and narrow["model"] == r["model"]
+    ]  # fmt: skip
+    yield from set_beside(
+        faster, note.BF16_ATTENTION_SPEEDUP, "speedup", "published-bf16-attention",
+        "products of attention, fp32 ÷ bf16 autocast; the note's are of the scores",
+    )  # fmt: skip
     what = "softmax time ÷ the rest of attention"
     yield from set_beside(in_fp32, note.SOFTMAX_PER_MATMUL, "wide_ratio", "published-softmax-wide", what)
     of = [(r, note.SOFTMAX_PER_MATMUL[r["model"]]) for r in in_fp32 if r["model"] in note.SOFTMAX_PER_MATMUL]

@@ -49,6 +49,28 @@ PROFILED_FORWARD_NS = _ns({
     "large 128": 113.67, "large 256": 128.50, "xl 128": 141.89, "2.7B 128": 154.74,
 })  # fmt: skip
 """The profiler's averages of the same forward: they include the first call."""
+TOP_KERNEL_SHARE = {
+    "inference": {
+        "small 128": 0.582, "small 256": 0.525, "small 512": 0.721, "small 1024": 0.408,
+        "medium 128": 0.486, "medium 256": 0.566, "medium 512": 0.505,
+        "large 128": 0.561, "large 256": 0.600, "xl 128": 0.604, "2.7B 128": 0.932,
+    },
+    "forward": {
+        "small 128": 0.583, "small 256": 0.526, "small 512": 0.710, "small 1024": 0.413,
+        "medium 128": 0.492, "medium 256": 0.562, "medium 512": 0.488, "large 128": 0.555, "large 256": 0.596,
+    },
+    "backward": {
+        "small 128": 0.170, "small 256": 0.240, "small 512": 0.256, "small 1024": 0.152,
+        "medium 128": 0.294, "medium 256": 0.257, "medium 512": 0.269, "large 128": 0.296, "large 256": 0.252,
+    },
+}  # fmt: skip
+"""Of the longest kernel, a product in all of them."""
+TOP_OTHER_SHARE = {
+    "small 128": 0.019, "small 256": 0.023, "small 512": 0.040, "small 1024": 0.131,
+    "medium 128": 0.021, "medium 256": 0.022, "medium 512": 0.053,
+    "large 128": 0.017, "large 256": 0.020, "xl 128": 0.015, "2.7B 128": 0.010,
+}  # fmt: skip
+"""Of the longest kernel of a forward that is no product."""
 INFERENCE_GEMM_SHARE = {
     "small 128": 0.880, "small 256": 0.846, "small 512": 0.800, "small 1024": 0.537,
     "medium 128": 0.870, "medium 256": 0.854, "medium 512": 0.771,
@@ -69,6 +91,8 @@ BF16_SPEEDUP = {
     "forward+backward": {"small": 0.81, "medium": 0.85, "large": 0.87},
 }
 """fp32 ÷ bf16 autocast at 128 tokens: of means of the host's time, called medians, with no wait for the GPU."""
+BF16_ATTENTION_SPEEDUP = {"small 128": 1.35, "medium 128": 1.27, "large 128": 2.02, "xl 128": 3.07, "2.7B 128": 3.34}
+"""Of the scores of attention, in the same way."""
 SQUARE_TENSORS = {"naive": 3, "builtin": 2, "custom": 1, "flash": 0}
 """Of seq_len × seq_len, that attention keeps for the backward."""
 EINSUM_CAST_BYTES = 50 * 2**20
