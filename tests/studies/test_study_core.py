@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from stepscope.errors import RecordingError, UsageError
 from stepscope.findings.finding import CannotCheck
@@ -107,7 +109,27 @@ def test_what_is_done_is_not_done_again(studied):
 def test_a_report_does_not_run_somebody_elses_program(studied, tmp_path):
     done = stepscope("report", studied, cwd=tmp_path)
 
-    assert done.returncode == 2 and "study_activation.py" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    command = f"stepscope study study_activation.py --quick --device cpu -o {studied} --resume"
+    assert command in " ".join(done.stderr.split())
+
+
+def test_the_command_that_makes_the_report_of_what_was_only_measured_is_one_that_works(studied, tmp_path):
+    measured = shutil.copytree(studied, tmp_path / "out")
+    words = ("study", EXAMPLE, "--quick", "--device", "cpu", "--no-report", "-o", measured, "--resume")
+    (told,) = stepscope(*words, cwd=tmp_path).stderr.strip().splitlines()[-1:]
+
+    command = told.partition("measured; stepscope ")[2].removesuffix(" makes the report")
+    assert "--no-report" not in command
+    assert stepscope(*shlex.split(command), cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_one_line_before_anything_runs(tmp_path):
+    done = stepscope("study", "nano", "--quick", "--device", "cuda", "-o", "out", cwd=tmp_path)
+
+    assert done.returncode == 2 and "--device cuda: PyTorch sees no CUDA device here" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_study_in_toml_is_reported_again_from_its_folder_alone(tmp_path):
