@@ -116,7 +116,7 @@ def test_the_work_of_the_gpu_is_told_apart_from_the_pace_of_the_host(studied, tm
 
     text = first(mixed_precision, altered(studied, tmp_path, "models", change))
     assert (
-        "in a step 3.00 (tiny 48) to 3.00 times (tiny 48) the speed of fp32. It is slower in 0 of 3 passes." in text
+        "in the step 3.00 (tiny 48) to 3.00 (tiny 48) times the speed of fp32. It is slower in 0 of 3 passes." in text
     )
     assert "In that of tiny 48 the host sets the pace, and the clock says 1.00." in text
 

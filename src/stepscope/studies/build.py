@@ -24,8 +24,9 @@ def report_of_study(study: Study, stored: Stored) -> Report:
         *(Section(question.id, question.title, parts) for question, parts in answered),
         Section("method", "Method", measured),
     ]
-    said = [part for _, parts in answered for part in parts if isinstance(part, (Text, Missing))]
-    verdict = min(said, key=lambda part: isinstance(part, Missing), default=Text("The study asks no question.")).text
+    found = [part for _, parts in answered for part in parts]
+    said = [part.text for kind in (Text, Missing) for part in found if isinstance(part, kind)]
+    verdict = said[0] if said else "The study asks no question."
     facts: dict[str, Value] = {"source": str(stored.folder), "stepscope": __version__, "study": study.name}
     return Report(study.title, verdict, tuple(sections), facts)
 

@@ -12,7 +12,7 @@ from stepscope.report.parts import Table, Text
 from stepscope.report.text import plural
 from stepscope.studies import cs336_note as note
 from stepscope.studies.cs336_time import Record, model_of
-from stepscope.studies.figures import compared, growth, host_paced, in_words, lines, paced, said, span, table
+from stepscope.studies.figures import busy_ns, compared, growth, host_paced, in_words, lines, paced, said, span, table
 from stepscope.studies.lengths import grows
 from stepscope.studies.stored import Rows, Stored
 
@@ -181,8 +181,8 @@ def compiled(stored: Stored) -> Iterator[Any]:
 def _pair(what: str, eager: Record, fused: Record, compiling_ns: int) -> dict[str, Any]:
     work = ""
     if paced(eager) and fused.get("gpu_busy_share"):
-        eager_ns, fused_ns = (each["gpu_busy_share"] * each["time_median_ns"] for each in (eager, fused))
-        work = f"; the GPU's own work is done {eager_ns / fused_ns:.2f} times as fast, the rest is eager's host"
+        faster = busy_ns(eager) / busy_ns(fused)
+        work = f"; the GPU's own work is done {faster:.2f} times as fast, the rest is eager's host"
     return {
         "work": work,
         "what": what, "mode": eager["mode"], "dtype": eager["dtype"], "eager_ns": eager["time_median_ns"],

@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Any
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import heading
 from stepscope.report.parts import Text
-from stepscope.report.text import plural
 from stepscope.studies import cs336_note as note
-from stepscope.studies.cs336_time import AUTOCAST, FEW_KERNELS, FP32, Record, model_of, plain, set_beside, work_of
+from stepscope.studies.cs336_time import (
+    AUTOCAST,
+    FEW_KERNELS,
+    FP32,
+    Record,
+    ends,
+    model_of,
+    plain,
+    set_beside,
+    work_of,
+)
 from stepscope.studies.figures import lines, said, span, table
 from stepscope.studies.stored import Stored
 
@@ -249,9 +258,5 @@ def _softmax_said(records: Sequence[Record]) -> str:
         f"FLOPs ({flops[0]} against {flops[1]}), {at['time_ratio'] / at['flops_ratio']:.1f} times as much a FLOP."
     )
     if len(records) > 1:
-        least, most = (choose(records, key=lambda r: r["time_ratio"]) for choose in (min, max))
-        text += (
-            f" Over {plural(len(records), 'point')} the ratio of times is {least['time_ratio']:.2f} "
-            f"({least['model']}) to {most['time_ratio']:.2f} ({most['model']})."
-        )
+        text += f" Over {len(records)} points the ratio of times is {ends(records, 'time_ratio')}."
     return text

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from stepscope.analysis.warmups import PASSES
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.studies import cs336_note as note
-from stepscope.studies.cs336_time import AUTOCAST, FP32, PASSES, Record, gpu_work_ns, model_of, plain, set_beside
+from stepscope.studies.cs336_time import AUTOCAST, FP32, Record, ends, gpu_work_ns, model_of, plain, set_beside
 from stepscope.studies.figures import known, listed, paced, said, table
 from stepscope.studies.stored import Stored
-
-WORK = {"forward": ("forward",), "forward+backward": ("forward", "backward"),
-        "step": ("forward", "backward", "optimizer")}  # fmt: skip
-"""The phases whose work is a pass's."""
 
 
 def mixed_precision(stored: Stored) -> Iterator[Any]:
@@ -48,12 +45,12 @@ def mixed_precision(stored: Stored) -> Iterator[Any]:
 def _in_both(stored: Stored, wide: Record, narrow: Record) -> Iterator[dict[str, Any]]:
     """Each pass of a model in fp32 and under autocast, by the clock and by the GPU's work."""
     works = gpu_work_ns(stored, wide), gpu_work_ns(stored, narrow)
-    for name in PASSES[1:]:
+    for name, phases in PASSES.items():
         fp32_ns, autocast_ns = _pass_ns(wide, name), _pass_ns(narrow, name)
         record = {"model": model_of(wide), "pass": name, "fp32_median_ns": fp32_ns, "autocast_median_ns": autocast_ns,
                   "speedup": fp32_ns / autocast_ns}  # fmt: skip
         if all(works):
-            fp32_work, autocast_work = (sum(work[phase] for phase in WORK[name]) for work in works)
+            fp32_work, autocast_work = (sum(work[phase] for phase in phases) for work in works)
             record |= {"fp32_work_ns": fp32_work, "autocast_work_ns": autocast_work,
                        "work_speedup": fp32_work / autocast_work}  # fmt: skip
         yield record
@@ -63,17 +60,9 @@ def _bf16_said(pairs: Sequence[tuple[Record, Record]], records: Sequence[Record]
     """By the GPU's work, where that is known; by the clock, apart where the host sets the pace; and the note's."""
     works = [r for r in records if "work_speedup" in r]
     if works:
-        ranges = []
-        for name in WORK:
-            of = [r for r in works if r["pass"] == name]
-            least, most = (choose(of, key=lambda r: r["work_speedup"]) for choose in (min, max))
-            what = "a step" if name == "step" else f"the {name}"
-            ranges.append(
-                f"in {what} {least['work_speedup']:.2f} ({least['model']}) to {most['work_speedup']:.2f} times "
-                f"({most['model']})"
-            )
+        ranges = [f"in the {name} {ends([r for r in works if r['pass'] == name], 'work_speedup')}" for name in PASSES]
         slower = sum(r["work_speedup"] < 1 for r in works)
-        yield f"Under bf16 autocast the GPU's work has {', '.join(ranges)} the speed of fp32."
+        yield f"Under bf16 autocast the GPU's work has {listed(ranges)} times the speed of fp32."
         yield f"It is slower in {slower} of {len(works)} passes."
     free = [pair for pair in pairs if not any(map(paced, pair))]
     if free:
@@ -104,8 +93,7 @@ def _bf16_said(pairs: Sequence[tuple[Record, Record]], records: Sequence[Record]
 def _pass_ns(record: Record, name: str) -> float:
     if name == "step":
         return float(record["time_median_ns"])
-    phases = {"forward": ("forward",), "forward+backward": ("forward", "backward")}[name]
-    return sum(float(record[f"fact_{phase}_ms"]) * 1e6 for phase in phases)
+    return sum(float(record[f"fact_{phase}_ms"]) * 1e6 for phase in PASSES[name])
 
 
 def exactness(stored: Stored) -> Iterator[Any]:

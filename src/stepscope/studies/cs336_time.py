@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stepscope.analysis.warmups import by_warmup
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.cells import heading
 from stepscope.report.parts import Table, Text
@@ -35,6 +36,16 @@ def model_of(record: Record) -> str:
     return f"{record['preset']} {record['seq_len']}"
 
 
+def ends(records: Sequence[Record], name: str) -> str:
+    """The least and the most of a ratio, each with its model.
+
+    >>> ends([{"model": "small 128", "ratio": 2.0}, {"model": "xl 128", "ratio": 1.5}], "ratio")
+    '1.50 (xl 128) to 2.00 (small 128)'
+    """
+    found = (choose(records, key=lambda record: record[name]) for choose in (min, max))
+    return " to ".join(f"{record[name]:.2f} ({record['model']})" for record in found)
+
+
 def plain(stored: Stored) -> Rows:
     """The rows of models as the note had them: attention and products written out."""
     return stored.rows("models").where(attention="naive", linear="einsum").needed()
@@ -61,8 +72,6 @@ def gpu_work_ns(stored: Stored, record: Record) -> dict[str, int]:
 
 def passes(stored: Stored) -> list[dict[str, Any]]:
     """A record for every pass and number of warm-up passes; a point that failed has one, with its status."""
-    from stepscope.analysis.warmups import by_warmup
-
     records = []
     known = {record["hash"]: record for record in plain(stored).where(dtype=FP32)}
     for row in stored.sweep("models").rows:
@@ -190,7 +199,8 @@ def _why_different(stored: Stored, records: Sequence[Record]) -> Iterator[Any]:
         sentences.append(
             f"Where the GPU sets it, the {note.DEVICE} takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
         )
-    yield Text(" ".join(sentences))
+    if sentences:
+        yield Text(" ".join(sentences))
 
 
 def warm_up(stored: Stored) -> Iterator[Any]:
@@ -235,10 +245,10 @@ def _warm_up_said(records: Sequence[Record]) -> str:
         f"the fewest that bring it within 10 % of that: {close[0]}."
     )
     if len(by_model) > 1:
-        ratios = {of[0][MEAN] / of[max(WARMUPS)][MEAN]: model for model, of in by_model.items()}
-        least, most = min(ratios), max(ratios)
-        text += f" Over {len(by_model)} points it is {least:.2f} ({ratios[least]}) to {most:.2f} times "
-        text += f"({ratios[most]})."
+        ratios = [
+            {"model": of[0]["model"], "ratio": of[0][MEAN] / of[max(WARMUPS)][MEAN]} for of in by_model.values()
+        ]
+        text += f" Over {len(ratios)} points it is {ends(ratios, 'ratio')} times."
     return text
 
 

@@ -191,6 +191,11 @@ def paced(record: Record) -> str:
     return f" (the GPU is busy for {said('share', share)} of it: the host sets the pace)"
 
 
+def busy_ns(record: Record) -> float:
+    """For how long the GPU works in a row that tells it, whoever sets the pace."""
+    return float(record["gpu_busy_share"] * record["time_median_ns"])
+
+
 def host_paced(rows: Iterable[Record], where: str = "") -> list[str]:
     """`paced` of many rows in one sentence; none where the GPU waits for the host in none, or it is not known.
 

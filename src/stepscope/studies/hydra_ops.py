@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Table, Text
 from stepscope.studies import hydra_note as note
-from stepscope.studies.figures import Record, against, beside, known, listed, paced, said, table
+from stepscope.studies.figures import Record, against, beside, busy_ns, known, listed, paced, said, span, table
 from stepscope.studies.hydra_step import PARTS, is_noted, main_point, other_model, step_record
 from stepscope.studies.stored import Recorded, Rows, Stored
 
@@ -204,7 +204,7 @@ def micro(stored: Stored) -> Iterator[Any]:
             f"{said('share', share)} of its step, forward alone."
         )
     if is_noted(recorded):
-        time_of = _gpu_ns if all(map(paced, (sliced, copied[0]))) else _time_ns
+        time_of = busy_ns if all(map(paced, (sliced, copied[0]))) else _time_ns
         ours = [{"what": "contiguous first", "times_sliced": time_of(copied[0]) / time_of(sliced)}]
         yield beside(ours, note.CONTIGUOUS, "what", "times_sliced", note.NOTE)
         yield beside([{"what": "value shift", "call_ns": best[TIME]}], note.SHIFT, "what", "call_ns", note.NOTE)
@@ -215,19 +215,14 @@ def _on_gpu(records: Sequence[Record]) -> list[str]:
     """Where the host sets the pace of all of them: that, and what they take the GPU; nothing where it does not."""
     if not all(map(paced, records)):
         return []
-    shares = sorted(record["gpu_busy_share"] for record in records)
     told = listed(
-        f"{said('_ns', _gpu_ns(record))} as {record['implementation']} ({record['num_kernels']} kernels)"
-        for record in sorted(records, key=_gpu_ns)
+        f"{said('_ns', busy_ns(record))} as {record['implementation']} ({record['num_kernels']} kernels)"
+        for record in sorted(records, key=busy_ns)
     )
     return [
         f"But the host sets the pace, and differs from process to process: the GPU is busy for "
-        f"{said('share', shares[0])} to {said('share', shares[-1])} of the time. Its work is {told}."
+        f"{span('share', [record['gpu_busy_share'] for record in records])} of the time. Its work is {told}."
     ]
-
-
-def _gpu_ns(record: Record) -> float:
-    return float(record["gpu_busy_share"] * record[TIME])
 
 
 def _time_ns(record: Record) -> float:

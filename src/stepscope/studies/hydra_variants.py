@@ -9,7 +9,7 @@ from stepscope.analysis.sweeps import OK
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Bars, Series, Text
 from stepscope.studies import hydra_note as note
-from stepscope.studies.figures import Record, against, beside, compared, known, listed, paced, said, table
+from stepscope.studies.figures import Record, against, beside, busy_ns, compared, known, listed, paced, said, table
 from stepscope.studies.hydra_ops import own_times
 from stepscope.studies.hydra_step import PARTS, step_record
 from stepscope.studies.stored import Recorded, Rows, Stored
@@ -200,7 +200,7 @@ def _variant_sentence(record: Record, static: Record) -> str:
     if record.get("num_kernels") is not None and (record["routing"], record["dispatch"]) == ("dynamic", "gather"):
         text += f"; each of {record['blocks']} blocks waits for the GPU to learn how many tokens go on"
     if paced(record) and static.get("gpu_busy_share") is not None:
-        work, other = (said("_ns", each["gpu_busy_share"] * each[TIME]) for each in (record, static))
+        work, other = (said("_ns", busy_ns(each)) for each in (record, static))
         text += f"; the GPU's work is {work} instead of {other}"
     return f"{text}."
 

@@ -13,6 +13,7 @@ from stepscope.studies.figures import (
     Record,
     against,
     beside,
+    busy_ns,
     host_paced,
     known,
     lines,
@@ -185,7 +186,7 @@ def _same_work(rows: Rows) -> Iterator[str]:
     if not paths:
         return
     low, *_, high = max(paths, key=lambda of: of[-1][TIME] / of[0][TIME])
-    work = listed(f"{said(TIME, first[TIME] * first[BUSY])} ({first['ema']})" for first, *_ in paths)
+    work = listed(f"{said(TIME, busy_ns(first))} ({first['ema']})" for first, *_ in paths)
     yield (
         f"With the state one token is computed whatever the length: yet {low['ema']} takes {said(TIME, low[TIME])} "
         f"after {low['seq_len']} and {said(TIME, high[TIME])} after {high['seq_len']}, so that paths less than "

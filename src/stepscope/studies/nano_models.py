@@ -9,7 +9,18 @@ from typing import Any
 from stepscope.findings.finding import CannotCheck
 from stepscope.report.parts import Text
 from stepscope.report.text import plural
-from stepscope.studies.figures import Record, host_paced, known, lines, listed, loss_said, said, table, told_apart
+from stepscope.studies.figures import (
+    Record,
+    host_paced,
+    known,
+    lines,
+    listed,
+    loss_said,
+    said,
+    span,
+    table,
+    told_apart,
+)
 from stepscope.studies.nano_answers import (
     BUSY,
     DENSE,
@@ -178,6 +189,6 @@ def _first_calls(rows: Rows) -> str:
     for name in rows.values("attention"):
         times = [record["first_call_ns"] for record in rows.where(attention=name)]
         why = "is compiled in it" if name == FLEX else "loads its kernels"
-        taken = " to ".join(dict.fromkeys(said(TIME, ns) for ns in (min(times), max(times))))
+        taken = span(TIME, times)
         told.append(f"{taken} with {name}, which {why}")
     return f"The first call of a process takes {listed(told)}."

@@ -55,8 +55,8 @@ class Rows:
         """Rows with these values; a tuple or list lists several."""
 
         for name in values:
-            names = dict.fromkeys(known for record in self for known in record)
-            if names and name not in names:
+            if len(self) and not any(name in record for record in self):
+                names = (known for record in self for known in record)
                 raise CannotCheck(f"{self.about} has no {name!r}: {nearest(name, names)}")
 
         def holds(record: Mapping[str, Any], name: str, value: Any) -> bool:
