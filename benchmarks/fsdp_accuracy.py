@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepscope.devices.peaks import find_device
-from stepscope.plan.prediction import Planner
-from stepscope.plan.sharded import units
+from stepscope.planner.emulation.fsdp import units
+from stepscope.planner.prediction import Planner
 from stepscope.sweep import measure, prepare
 from stepscope.sweep.grid import Point
 from stepscope.workloads.registry import find

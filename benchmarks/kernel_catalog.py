@@ -3,7 +3,7 @@
     python benchmarks/kernel_catalog.py catalog.json   # on a GPU, about a minute
     python benchmarks/kernel_catalog.py --check        # on a CPU: does every case build and run?
 
-Each case is one labelled piece of work with the class expected of its slowest kernel, in alternatives `a|b` where
+Each case is one labeled piece of work with the class expected of its slowest kernel, in alternatives `a|b` where
 torch may choose. The file is a list of {case, expected_class, op, kernel, kind, num_calls, duration_ns}, one row per
 distinct kernel of a case.
 """
@@ -605,9 +605,9 @@ def batches(chosen: list[Case]) -> list[list[Case]]:
 
 
 def record(chosen: list[Case], path: Path, budget_s: float) -> list[str]:
-    """Writes the catalogue; returns what did not work. Compiled cases stop when the time is up."""
+    """Writes the catalog; returns what did not work. Compiled cases stop when the time is up."""
     machine, began = Machine("cuda", small=False), time.monotonic()
-    catalogue: list[dict[str, Any]] = []
+    catalog: list[dict[str, Any]] = []
     failures: list[str] = []
     try:
         for batch in batches(chosen):
@@ -626,10 +626,10 @@ def record(chosen: list[Case], path: Path, budget_s: float) -> list[str]:
                 if one.name in runs and one.name not in kernels:
                     failures.append(f"{one.name}: no kernel")
                 for row in kernels.get(one.name, ()):
-                    catalogue.append({"case": one.name, "expected_class": one.expected_class, **row})
+                    catalog.append({"case": one.name, "expected_class": one.expected_class, **row})
             print(f"{time.monotonic() - began:.0f} s: {batch[0].name} … {batch[-1].name}", file=sys.stderr)
     finally:
-        path.write_text(json.dumps(catalogue, indent=0) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(catalog, indent=0) + "\n", encoding="utf-8")
     return failures
 
 

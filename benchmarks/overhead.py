@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stepscope.record.session import Session
-from stepscope.record.windows import Windows
+from stepscope.recorder.session import Session
+from stepscope.recorder.windows import Windows
 
 STEPS_PER_BLOCK = 10
 

@@ -5,7 +5,7 @@
 
 For each plant: NAME.slow.json.gz and NAME.fixed.json.gz, two steps each of torch.profiler with shapes and memory,
 and a line in truth.json with the clean steps and peaks of both, taken without a profiler, one step in turns: a host
-that others share may be twice as slow a second later, so the saving is the median difference of neighbours, and its
+that others share may be twice as slow a second later, so the saving is the median difference of neighbors, and its
 quartiles are beside it.
 """
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from stepscope.report.parts import Text
+from stepscope.document.model import Text
 from stepscope.studies import Question, Study, Sweep
 from stepscope.studies.figures import compared, table
 

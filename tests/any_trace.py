@@ -1,4 +1,4 @@
-"""Random traces of everything that an analysis looks at: nested or not, labelled or not, linked or not."""
+"""Random traces of everything that an analysis looks at: nested or not, labeled or not, linked or not."""
 
 from __future__ import annotations
 

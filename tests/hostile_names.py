@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.findings.diagnose import Diagnosis, Unchecked
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.report.parts import (
+from stepscope.document.model import (
     Bars,
     Dot,
     Fact,
@@ -23,6 +21,8 @@ from stepscope.report.parts import (
     Text,
     Tree,
 )
+from stepscope.findings.diagnose import Diagnosis, Unchecked
+from stepscope.findings.finding import Evidence, Finding
 
 NAMES = (
     "<script>alert(1)</script>",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepscope.report.parts import Text
+from stepscope.document.model import Text
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Study
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.findings.diagnose import Diagnosis, Unchecked
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.report.explorer import Axis, Explorer, Figure
-from stepscope.report.parts import (
+from stepscope.document.explorer import Axis, Explorer, Figure
+from stepscope.document.model import (
     Bars,
     Dot,
     Fact,
@@ -24,6 +22,8 @@ from stepscope.report.parts import (
     Text,
     Tree,
 )
+from stepscope.findings.diagnose import Diagnosis, Unchecked
+from stepscope.findings.finding import Evidence, Finding
 
 MS = 1_000_000
 _MARKUP = (
@@ -70,11 +70,11 @@ def charts(name: str) -> tuple[Section, ...]:
     line = Series(
         name, y, times, low=[2.5 * MS, None, 0.5 * MS], high=[4.0 * MS, None, 2.0 * MS], gaps=["", name, ""]
     )
-    areas = tuple(Series(owner, [1 << 20, 2 << 20, 1 << 20], times, colour=owner) for owner in ("gradient", name))
+    areas = tuple(Series(owner, [1 << 20, 2 << 20, 1 << 20], times, color=owner) for owner in ("gradient", name))
     nodes = (Node("", "", name, 0),) if not name else (
         Node("all", "", name, 10 * MS),
         Node(f"all/{name}", "all", name, 6 * MS),
-        Node("all/head", "all", "head", 4 * MS, colour="forward"),
+        Node("all/head", "all", "head", 4 * MS, color="forward"),
     )  # fmt: skip
     heat = Heat(id="heat", title=name, caption=name, x_title=name, y_title=name, x_labels=["128", name],
                 y_labels=["small", name], unit="tokens_per_s", values=[[1e3, 2e3], [3e3, None]],
@@ -85,7 +85,7 @@ def charts(name: str) -> tuple[Section, ...]:
     every = {
         "bars": Bars(id="bars", title=name, labels=["a", name], unit="total_ns", series=(Series(name, y[::2]),)),
         "parts": Bars(id="parts", title=name, labels=[name], unit="total_ns",
-                      series=(Series(name, [MS]), Series("forward", [2 * MS], colour="forward"))),
+                      series=(Series(name, [MS]), Series("forward", [2 * MS], color="forward"))),
         "lines": Lines(id="lines", title=name, x="time_ns", y="step_ns", series=(line,), marks=(Mark(5 * MS, name),)),
         "areas": Lines(id="areas", title=name, x="time_ns", y="live_bytes", series=areas, style="areas"),
         "dots": Lines(id="dots", title=name, x="num_steps", y="step_ns", style="dots", series=(line,)),

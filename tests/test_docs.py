@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stepscope
-from stepscope.record.windows import Windows
+from stepscope.recorder.windows import Windows
 from stepscope.trace.recording import RecordingFacts, StepSample
 
 ROOT = Path(__file__).parents[1]

@@ -79,12 +79,12 @@ def test_the_test_above_can_see_torch():
 def test_record_is_callable_before_and_after_its_modules_are_imported():
     done, _ = run(
         "import stepscope; a = stepscope.record('x')\n"
-        "    import stepscope.record.clock; b = stepscope.record('x')\n"
+        "    import stepscope.recorder.clock; b = stepscope.record('x')\n"
         "    from stepscope import record; c = record('x')\n"
-        "    print(type(a) is type(b) is type(c), type(a).__name__, stepscope.record.clock.__name__)"
+        "    print(type(a) is type(b) is type(c), type(a).__name__, stepscope.recorder.clock.__name__)"
     )
 
-    assert done.stdout.split() == ["True", "Recorder", "stepscope.record.clock"], done.stderr
+    assert done.stdout.split() == ["True", "Recorder", "stepscope.recorder.clock"], done.stderr
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from stepscope.analysis.links import Linked, link
-from stepscope.analysis.rank import RankAccount, account
+from stepscope.analysis.ranks.rank_account import RankAccount, account
+from stepscope.analysis.structure.links import Linked, link
 from stepscope.trace.reader import read_trace
 from stepscope.trace.tables import Trace
 

@@ -237,8 +237,8 @@ def loss_read(device: torch.device, small: bool = False) -> tuple[Step, str]:
 
 
 PLANTS: dict[str, Callable[..., Plant]] = {
-    "synchronisation": gradient_norms,
-    "synchronisation_boolean_index": boolean_index,
+    "synchronization": gradient_norms,
+    "synchronization_boolean_index": boolean_index,
     "device_round_trip": round_trip,
     "pageable_copies": pageable_batch,
     "allocator_churn": emptied_cache,

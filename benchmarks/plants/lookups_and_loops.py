@@ -148,8 +148,8 @@ def heads_one_by_one(device: torch.device, small: bool = False) -> Plant:
 
 
 PLANTS: dict[str, Callable[..., Plant]] = {
-    "serialised_scatter": advanced_indexing,
-    "serialised_scatter_kinds": kinds_of_tokens,
+    "serialized_scatter": advanced_indexing,
+    "serialized_scatter_kinds": kinds_of_tokens,
     "small_gemms": expert_loop,
     "small_gemms_masked": experts_by_mask,
     "small_gemms_batched": heads_one_by_one,

@@ -50,8 +50,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Importing stepscope in a training script costs nothing until something of it is used.
-    if name in ("record", "report"):
-        return importlib.import_module(f"stepscope.{name}")  # a package that can be called
     if name in __all__:
         return getattr(importlib.import_module("stepscope.api"), name)
     raise AttributeError(f"module 'stepscope' has no attribute {name!r}")

@@ -11,22 +11,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from stepscope.errors import MissingDependencyError, RecordingError, UsageError
-from stepscope.record import current
+from stepscope.recorder import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from stepscope.analysis.gates import Comparison
-    from stepscope.analysis.traces import Analysis
-    from stepscope.analysis.verified import Verification
+    from stepscope.analysis.comparison.gates import Comparison
+    from stepscope.analysis.comparison.verified import Verification
+    from stepscope.analysis.ranks.all_ranks import Analysis
+    from stepscope.document.card import Card
+    from stepscope.document.model import Report
+    from stepscope.document.text.audit_text import Audit
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
-    from stepscope.record.precision import PrecisionChange
-    from stepscope.record.session import Session
-    from stepscope.record.windows import Windows
-    from stepscope.report.audit_text import Audit
-    from stepscope.report.card import Card
-    from stepscope.report.parts import Report
+    from stepscope.recorder.precision.settings import PrecisionChange
+    from stepscope.recorder.session import Session
+    from stepscope.recorder.windows import Windows
 
 
 def is_disabled() -> bool:
@@ -54,7 +54,7 @@ def phase(name: str) -> AbstractContextManager[None]:
 
 def read(folder: str | os.PathLike[str]) -> Card:
     """The card of a recording: figures as attributes, text as `str()`, a table in a notebook."""
-    from stepscope.report.card import Card
+    from stepscope.document.card import Card
 
     return Card.of(Path(folder))
 
@@ -71,8 +71,8 @@ def analyze(
     `progress` is told the share of the work that is done.
     """
     need_read_side()
-    from stepscope.report.notebook import with_html
-    from stepscope.report.traces import analyze_paths
+    from stepscope.render.notebook import with_html
+    from stepscope.session.traces import analyze_paths
 
     return with_html(analyze_paths([Path(path) for path in paths], step, rank, use_cache, progress))
 
@@ -92,9 +92,9 @@ def compare(
     `threshold` is the share below which a change is none. `allow` names what the comparison is about (`device`,
     `dtype` …), `fail_on` gates as on the command line (`step_time:3%`): see `.gates` and `.exit_code`.
     """
-    from stepscope.analysis.gates import parse_gate
-    from stepscope.report.compare import compare_paths
-    from stepscope.report.notebook import with_html
+    from stepscope.analysis.comparison.gates import parse_gate
+    from stepscope.render.notebook import with_html
+    from stepscope.session.compare_paths import compare_paths
 
     gates = [parse_gate(text) for text in ([fail_on] if isinstance(fail_on, str) else fail_on)]
     sides = [
@@ -115,9 +115,9 @@ def diagnose(
 ) -> Diagnosis:
     """What is wrong with a step of a recording or a trace: `.findings`, those that save most first."""
     need_read_side()
-    from stepscope.findings.case import open_case
     from stepscope.findings.diagnose import diagnose as ask
-    from stepscope.report.notebook import with_html
+    from stepscope.render.notebook import with_html
+    from stepscope.session.case import open_case
 
     ignored = [ignore] if isinstance(ignore, str) else ignore
     return with_html(ask(open_case(Path(path), rank, use_cache, progress), ignored))
@@ -137,9 +137,9 @@ def what_if(
 ) -> WhatIf:
     """What a step would take with a change, as `stepscope whatif`: `scale` is pairs of work and factor."""
     need_read_side()
-    from stepscope.findings.case import open_case
     from stepscope.findings.what_if import what_if as replay
-    from stepscope.report.notebook import with_html
+    from stepscope.render.notebook import with_html
+    from stepscope.session.case import open_case
 
     case = open_case(Path(path), rank, use_cache, progress)
     return with_html(replay(case, scale, drop_launches, host, waits, clean))
@@ -189,7 +189,7 @@ def report(
     The path's ending says as what: .html, .md, .json, or a folder with all of them, tables as CSV and charts as PNG.
     """
     need_read_side()
-    from stepscope.report.build import report_of
+    from stepscope.document.build import report_of
 
     ignored = [ignore] if isinstance(ignore, str) else ignore
     return report_of(Path(path), rank, ignored, use_cache, progress)
@@ -209,7 +209,7 @@ def configure_precision(
     is `torch.set_float32_matmul_precision`.
     """
     _need_torch()
-    from stepscope.record.precision import configure_precision as configure
+    from stepscope.recorder.precision.settings import configure_precision as configure
 
     reductions = (allow_bf16_reduced_precision_reduction, allow_fp16_reduced_precision_reduction)
     try:
@@ -233,8 +233,8 @@ def audit(
     number of what it returns. `optimizer` (AdamW) gets copies of the parameters: the module stays as it was.
     """
     _need_torch()
-    from stepscope.record.dtype_audit import BadAudit, audit_module
-    from stepscope.report.audit_text import Audit
+    from stepscope.document.text.audit_text import Audit
+    from stepscope.recorder.precision.dtype_audit import BadAudit, audit_module
 
     try:
         return Audit(audit_module(module, inputs, named_inputs, autocast, loss, optimizer, micro_batches))
@@ -278,10 +278,10 @@ class Recorder(ContextDecorator):
             return self  # under `stepscope run` the steps of this block go to its recording
         if current.session is not None:
             raise UsageError(f"already recording to {current.session.folder}: one recording at a time in a process")
-        from stepscope.record.files import prepare_folder
-        from stepscope.record.origin import run_facts
-        from stepscope.record.session import Session
-        from stepscope.record.windows import Windows
+        from stepscope.recorder.files import prepare_folder
+        from stepscope.recorder.origin import run_facts
+        from stepscope.recorder.session import Session
+        from stepscope.recorder.windows import Windows
 
         try:
             prepare_folder(self.folder, self._force)
@@ -303,8 +303,8 @@ class Recorder(ContextDecorator):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._session is not None:
-            from stepscope.record.files import STATUS_FAILED, STATUS_FINISHED, STATUS_INTERRUPTED
-            from stepscope.record.origin import now
+            from stepscope.recorder.files import STATUS_FAILED, STATUS_FINISHED, STATUS_INTERRUPTED
+            from stepscope.recorder.origin import now
 
             status = STATUS_FINISHED if error is None else STATUS_FAILED
             self._session.close(STATUS_INTERRUPTED if kind is KeyboardInterrupt else status, finished_at=now())

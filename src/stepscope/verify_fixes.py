@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stepscope.analysis.subjects import environment_context
-from stepscope.analysis.verification import medians_ns, refusal, step_ns, verify
-from stepscope.analysis.verified import Attempt, Expected, Plan, Verification
+from stepscope.analysis.comparison.subjects import environment_context
+from stepscope.analysis.comparison.verification import medians_ns, refusal, step_ns, verify
+from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
 from stepscope.errors import MissingDependencyError, RecordingError, StepscopeError, UsageError
 from stepscope.findings.fixes import Chosen, parse_fix
 from stepscope.sweep.rerun import Command, Options, recorded_command, run_again, script_command
@@ -174,9 +174,9 @@ def _expected_gains(
         reason = f"it was recorded on {was}: what is expected there says nothing here"
         return {each.text: Expected(None, None, False, None, reason) for each in chosen}
     try:
-        from stepscope.findings.case import open_case
         from stepscope.findings.diagnose import diagnose
         from stepscope.findings.expected import expected_of
+        from stepscope.session.case import open_case
 
         diagnosis = diagnose(open_case(path))
     except ModuleNotFoundError as error:

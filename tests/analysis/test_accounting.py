@@ -14,10 +14,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.analysis.idle import idle_causes, idle_gaps
-from stepscope.analysis.kernels import launches, top_kernels
-from stepscope.analysis.links import Linked, link
-from stepscope.analysis.rank import RankAccount, account, phase_table, step_table
+from stepscope.analysis.kernels.kernels import launches, top_kernels
+from stepscope.analysis.ranks.rank_account import RankAccount, account, phase_table, step_table
+from stepscope.analysis.structure.links import Linked, link
+from stepscope.analysis.time.idle import idle_causes, idle_gaps
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, PUBLIC, TraceBuilder, needs_traces
 
@@ -377,5 +377,5 @@ def test_the_forward_of_resnet50_v100_torch1_9_is_its_convolutions():
 
 
 @needs_traces
-def test_a_trace_whose_steps_are_labelled_on_another_thread_has_its_phases():
+def test_a_trace_whose_steps_are_labeled_on_another_thread_has_its_phases():
     assert real("triton_example").device["phase"].to_list() == ["forward"]

@@ -42,7 +42,7 @@ pytestmark = [
 
 # Where HTA counts other events than the GPU's own; the page says which and why.
 HTA_COUNTS_OTHERWISE = {
-    "public/event_sync_multi_stream_a100": "a synchronisation record is counted as GPU work",
+    "public/event_sync_multi_stream_a100": "a synchronization record is counted as GPU work",
     "public/resnet_act_checkpoint_mi300": "GPU events whose launch is not in the trace are dropped",
     "public/trace_diff/test": "GPU events whose launch is not in the trace are dropped",
     "public/triton_example": "host ops with a stream are counted as kernels",

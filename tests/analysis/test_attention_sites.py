@@ -7,9 +7,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.analysis.attention_reasons import against_flash, reasons
-from stepscope.analysis.attention_sites import attention_sites, attention_summary
-from stepscope.analysis.links import link
+from stepscope.analysis.attention.reasons import against_flash, reasons
+from stepscope.analysis.attention.sites import attention_sites, attention_summary
+from stepscope.analysis.structure.links import link
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, TRACES, TraceBuilder, needs_traces
 

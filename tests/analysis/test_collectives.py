@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.collectives import (
+from stepscope.analysis.ranks.collectives import (
     SCHEMA,
     _exposed,
     bus_factor,
@@ -22,9 +22,9 @@ from stepscope.analysis.collectives import (
     dtype_name,
     tensor_sizes,
 )
-from stepscope.analysis.gpu_time import gpu_time
-from stepscope.analysis.intervals import union
-from stepscope.analysis.links import Linked, link
+from stepscope.analysis.structure.intervals import union
+from stepscope.analysis.structure.links import Linked, link
+from stepscope.analysis.time.gpu_time import gpu_time
 from stepscope.trace.reader import read_trace
 
 TRACES = Path(os.environ.get("STEPSCOPE_TRACES", Path(__file__).parents[2].parent / "shared" / "traces")) / "public"

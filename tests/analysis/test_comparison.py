@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handmade import MS, cpu_recording, gpu_recording, sample
-from stepscope.analysis.comparison import Parts, Subject, compare_pair
-from stepscope.analysis.gates import Comparison, Gate, decide, parse_gate
-from stepscope.analysis.metrics import METRICS, Measure, neighbours_correlation
-from stepscope.analysis.statistics import quantile
-from stepscope.analysis.subjects import pair_points
-from stepscope.analysis.sweeps import summarise
+from stepscope.analysis.comparison.compare import Parts, Subject, compare_pair
+from stepscope.analysis.comparison.gates import Comparison, Gate, decide, parse_gate
+from stepscope.analysis.comparison.metrics import METRICS, Measure, neighbors_correlation
+from stepscope.analysis.comparison.subjects import pair_points
+from stepscope.analysis.comparison.sweeps import summarize
+from stepscope.analysis.time.statistics import quantile
 from stepscope.api import compare
 from stepscope.errors import UsageError
 from trace_builder import TraceBuilder
@@ -161,7 +161,7 @@ def test_what_one_side_lacks_is_said_with_what_to_run():
 def test_a_machine_that_is_not_at_rest_is_told():
     drifting = tuple(10.0 * MS + i * MS / 10 for i in range(20))
 
-    assert neighbours_correlation([1.0] * 9) == 0.0
+    assert neighbors_correlation([1.0] * 9) == 0.0
     assert any("not at rest" in note for note in compare_pair(subject(drifting), subject()).notes)
     shuffled = tuple(STEADY[i * 7 % 20] for i in range(20))
     assert compare_pair(subject(shuffled), subject(shuffled)).notes == ()
@@ -236,7 +236,7 @@ def points(*configs):
         }
         for config in configs
     ]
-    return summarise(rows, {}, lambda name: (None, None)).points
+    return summarize(rows, {}, lambda name: (None, None)).points
 
 
 def test_points_are_paired_by_hash_and_then_by_what_the_comparison_is_about():

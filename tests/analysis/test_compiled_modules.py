@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.analysis.links import link
+from stepscope.analysis.structure.links import link
 from stepscope.trace.find import find_traces
 from stepscope.trace.several import open_ranks
 from trace_builder import AUTOGRAD, TraceBuilder

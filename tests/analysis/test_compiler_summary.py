@@ -8,10 +8,10 @@ import math
 import pytest
 
 from handmade import gpu_recording
-from stepscope.analysis.compiler import break_even, compiler_summary, split_guard
-from stepscope.findings.case import open_case
-from stepscope.report.compiler import compiler_report
-from stepscope.report.compiler_text import break_even_words, compiler_text
+from stepscope.analysis.compiler.compile_summary import break_even, compiler_summary, split_guard
+from stepscope.document.text.compiler_text import break_even_words, compiler_text
+from stepscope.session.case import open_case
+from stepscope.session.compiler_view import compiler_report
 
 REPORT = {
     "num_compiles": 4,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_trace import any_trace
-from stepscope.analysis.copies import KINDS, copies, copies_summary
-from stepscope.analysis.gpu_time import gpu_time
-from stepscope.analysis.links import link
+from stepscope.analysis.kernels.copies import KINDS, copies, copies_summary
+from stepscope.analysis.structure.links import link
+from stepscope.analysis.time.gpu_time import gpu_time
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 

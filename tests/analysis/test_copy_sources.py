@@ -9,8 +9,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.analysis.copy_sources import CAUSES, copy_sources, copy_summary, weight_casts
-from stepscope.analysis.links import link
+from stepscope.analysis.kernels.copy_sources import CAUSES, copy_sources, copy_summary, weight_casts
+from stepscope.analysis.structure.links import link
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from handmade import flops_facts, op_flops
-from stepscope.analysis.flops import step_flops, utilisation
+from stepscope.analysis.costs.flops import step_flops, utilization
 from stepscope.devices import Ceilings, Device
 
 DEVICE = Device(
@@ -123,7 +123,7 @@ def test_a_lower_bound_says_why(facts, trace, said):
 
 
 def test_the_share_is_flops_by_time_by_peak():
-    found = utilisation({"fp32": 5 * 10**9}, 10_000_000, DEVICE, None, "model")
+    found = utilization({"fp32": 5 * 10**9}, 10_000_000, DEVICE, None, "model")
 
     assert (found.share, found.flops_per_s) == (0.5, 5 * 10**11)
     assert "fp32 1 TFLOP/s" in found.limit and "dense peak of Imaginary 1" in found.limit
@@ -132,14 +132,14 @@ def test_the_share_is_flops_by_time_by_peak():
 
 
 def test_several_dtypes_take_each_their_own_time_at_the_peak():
-    found = utilisation({"fp32": 10**9, "bf16": 16 * 10**9}, 10_000_000, DEVICE, None, "model")
+    found = utilization({"fp32": 10**9, "bf16": 16 * 10**9}, 10_000_000, DEVICE, None, "model")
 
     assert found.share == pytest.approx((0.001 + 0.004) / 0.01)
     assert found.limit.startswith("bf16 4 TFLOP/s, fp32 1 TFLOP/s")  # the larger part first
 
 
 def test_a_measured_ceiling_stands_in_for_an_unknown_peak_and_says_so():
-    found = utilisation({"fp32": 5 * 10**9}, 10_000_000, None, CEILINGS, "model")
+    found = utilization({"fp32": 5 * 10**9}, 10_000_000, None, CEILINGS, "model")
 
     assert found.share == 1.0
     assert "measured" in found.limit and "2026-01-01" in found.source
@@ -158,4 +158,4 @@ def test_a_measured_ceiling_stands_in_for_an_unknown_peak_and_says_so():
     ],
 )
 def test_without_a_limit_there_is_no_share(flops, step_ns, device, ceilings):
-    assert utilisation(flops, step_ns, device, ceilings, "model") is None
+    assert utilization(flops, step_ns, device, ceilings, "model") is None

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.gpu_time import GpuTime, gpu_time
+from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
 from stepscope.trace.reader import read_trace
 from stepscope.trace.schema import DEVICE_TABLE
 from trace_builder import PUBLIC, TraceBuilder, needs_traces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.host_spans import host_spans
+from stepscope.analysis.structure.host_spans import host_spans
 from trace_builder import TraceBuilder
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 
 from any_trace import any_trace
 from call_count import num_calls
-from stepscope.analysis.gpu_time import gpu_time
-from stepscope.analysis.idle import CAUSES, idle_causes, idle_gaps
-from stepscope.analysis.links import Linked, link
-from stepscope.analysis.traces import Analysis
+from stepscope.analysis.ranks.all_ranks import Analysis
+from stepscope.analysis.structure.links import Linked, link
+from stepscope.analysis.time.gpu_time import gpu_time
+from stepscope.analysis.time.idle import CAUSES, idle_causes, idle_gaps
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, PUBLIC, TraceBuilder, needs_traces
 
@@ -59,8 +59,8 @@ def test_a_gpu_that_never_waits_has_no_cause():
         "hipMemcpyWithStream",
     ],
 )
-def test_a_call_that_waits_for_the_gpu_is_synchronisation(name):
-    assert causes_of(gap().call(name, 120, 30)) == {"synchronisation": 30_000, "launch": 5_000, "python": 60_000}
+def test_a_call_that_waits_for_the_gpu_is_synchronization(name):
+    assert causes_of(gap().call(name, 120, 30)) == {"synchronization": 30_000, "launch": 5_000, "python": 60_000}
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_data_is_a_matter_of_the_main_thread():
 @pytest.mark.parametrize(
     ("outer", "inner", "cause"),
     [
-        ("aten::item", "cudaStreamSynchronize", "synchronisation"),
+        ("aten::item", "cudaStreamSynchronize", "synchronization"),
         ("aten::empty", "cudaMalloc", "allocator"),
-        ("cudaMalloc", "cudaDeviceSynchronize", "synchronisation"),
-        (DATA, "cudaStreamSynchronize", "synchronisation"),
+        ("cudaMalloc", "cudaDeviceSynchronize", "synchronization"),
+        (DATA, "cudaStreamSynchronize", "synchronization"),
         (DATA, "cudaHostAlloc", "allocator"),
         (DATA, "c10d::barrier", "other_ranks"),
         (DATA, "aten::stack", "data"),
@@ -234,11 +234,11 @@ def test_an_op_that_launches_nothing_by_itself_does_not_plan():
     assert causes_of(planning(2_000, launches=False)) == {"launch": 2_010_000, "python": 10_000}
 
 
-def test_a_synchronisation_inside_a_long_op_is_none_of_its_planning():
+def test_a_synchronization_inside_a_long_op_is_none_of_its_planning():
     trace = TraceBuilder().launch("first", 90, (100, 10)).op("aten::nonzero", 120, 2_002, id=5)
     trace.call("cudaStreamSynchronize", 130, 1_900).launch("second", 2_120, (2_130, 5), id=5)
 
-    assert causes_of(trace) == {"synchronisation": 1_900_000, "launch": 110_000, "python": 10_000}
+    assert causes_of(trace) == {"synchronization": 1_900_000, "launch": 110_000, "python": 10_000}
 
 
 def long_launch(took: float, *, call: str = "cudaLaunchKernel", at: float = 120) -> TraceBuilder:
@@ -267,7 +267,7 @@ def test_a_long_launch_of_another_kernel_before_the_gap_ends_loads_code_too():
     ("call", "causes"),
     [
         ("cudaGraphLaunch", {"launch": 2_012_000, "python": 8_000}),
-        ("cudaDeviceSynchronize", {"synchronisation": 2_000_000, "launch": 12_000, "python": 8_000}),
+        ("cudaDeviceSynchronize", {"synchronization": 2_000_000, "launch": 12_000, "python": 8_000}),
         ("cudaMallocAsync", {"allocator": 2_000_000, "launch": 12_000, "python": 8_000}),
     ],
 )
@@ -334,7 +334,7 @@ def cause_at(events: list[Event], time: int, is_data: bool) -> str:
     ends = [start for name, _, start, _ in events if name == "cudaStreamEndCapture"]
     is_captured = max(ends, default=0) > time and any(not any(b <= end <= time for end in ends) for b in begins)
     for cause, applies in (
-        ("synchronisation", SYNC in names),
+        ("synchronization", SYNC in names),
         ("allocator", ALLOCATE in names),
         ("compile", is_captured or any(name.startswith(COMPILE) for name in names)),
         ("other_ranks", any(name.startswith(RANKS) for name in names)),

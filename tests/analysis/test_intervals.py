@@ -8,7 +8,7 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.intervals import complement, intersect, length_ns, sweep, union
+from stepscope.analysis.structure.intervals import complement, intersect, length_ns, sweep, union
 
 pairs = st.tuples(st.integers(-20, 40), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1]))
 sets = st.lists(pairs, max_size=12)

@@ -15,8 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.kernel_classes import KERNEL_CLASSES, UNCLASSIFIED, classify, classify_kernels, fused_ops
-from stepscope.analysis.kernel_rules import OP_CLASSES, OPS_BY_CLASS, VIEWS
+from stepscope.analysis.kernels.kernel_classes import (
+    KERNEL_CLASSES,
+    UNCLASSIFIED,
+    classify,
+    classify_kernels,
+    fused_ops,
+)
+from stepscope.analysis.kernels.kernel_rules import OP_CLASSES, OPS_BY_CLASS, VIEWS
 
 DATA = Path(__file__).parent / "data"
 CATALOG = DATA / "kernel_catalog_h200.json"
@@ -347,7 +353,9 @@ def test_a_table_without_any_op():
 
 def test_a_name_is_looked_at_once_however_many_rows_have_it(monkeypatch):
     calls = []
-    monkeypatch.setattr("stepscope.analysis.kernel_classes.classify", lambda *key: calls.append(key) or "gemm")
+    monkeypatch.setattr(
+        "stepscope.analysis.kernels.kernel_classes.classify", lambda *key: calls.append(key) or "gemm"
+    )
     once = pl.DataFrame({"name": ["a", "b"], "op": [None, "aten::mm"], "kind": ["kernel", "kernel"]})
 
     classify_kernels(pl.concat([once] * 1000))
@@ -399,7 +407,7 @@ def catalog() -> dict[str, list[dict[str, str | int]]]:
 
 @pytest.mark.skipif(not CATALOG.is_file(), reason="benchmarks/kernel_catalog.py has not been run on a GPU")
 @pytest.mark.parametrize("case", catalog().items(), ids=lambda case: case[0])
-def test_the_slowest_kernel_of_each_catalogued_work_has_its_class(case):
+def test_the_slowest_kernel_of_each_catalogd_work_has_its_class(case):
     expected = str(case[1][0]["expected_class"]).split("|")
     classed = [(classify(row["kernel"], row["op"], row["kind"]), row) for row in case[1]]
     if "copy_cast" not in expected:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 
 from any_trace import any_trace
-from stepscope.analysis.gpu_time import gpu_time
-from stepscope.analysis.kernels import (
+from stepscope.analysis.kernels.kernels import (
     SIZES,
     device_phases,
     gemm_share_by_phase,
@@ -17,7 +16,8 @@ from stepscope.analysis.kernels import (
     queue_depth_over_time,
     top_kernels,
 )
-from stepscope.analysis.rank import step_table
+from stepscope.analysis.ranks.rank_account import step_table
+from stepscope.analysis.time.gpu_time import gpu_time
 from trace_builder import TraceBuilder
 
 COPY = "Memcpy HtoD"

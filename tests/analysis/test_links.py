@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from any_trace import any_trace
-from stepscope.analysis.links import Linked, Share, link
+from stepscope.analysis.structure.links import Linked, Share, link
 from trace_builder import AUTOGRAD, TraceBuilder
 
 NODE = "autograd::engine::evaluate_function: MmBackward0"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memories import a_step, tensor
-from stepscope.analysis.memory_account import BEFORE_THE_WINDOW, PARTS, REMAINDER, Account, Part, account
-from stepscope.analysis.memory_timeline import Point, thinned
-from stepscope.analysis.memory_tree import frontier
+from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, PARTS, REMAINDER, Account, Part, account
+from stepscope.analysis.memory.module_tree import frontier
+from stepscope.analysis.memory.timeline import Point, thinned
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +223,8 @@ def test_rows_of_modules_hold_all_the_bytes(sizes):
 
 
 def test_it_needs_nothing_but_the_standard_library():
-    program = (
-        "import sys, stepscope.analysis.memory_account, stepscope.report.memory, stepscope.report.memory_picture\n"
-    )
+    program = "import sys, stepscope.analysis.memory.account, stepscope.session.memory_view\n"
+    program += "import stepscope.render.memory_picture\n"
     program += "print([name for name in ('torch', 'polars', 'msgspec', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 

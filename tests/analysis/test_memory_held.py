@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stepscope.analysis.memory_account import account
-from stepscope.report.memory import RECORDING, MemoryAnalysis, MemoryReport
-from stepscope.report.memory_text import memory_text
+from stepscope.analysis.memory.account import account
+from stepscope.document.text.memory_text import memory_text
+from stepscope.session.memory_view import RECORDING, MemoryAnalysis, MemoryReport
 
 LOSSES, SEEN = "train.py:9 losses", "train.py:12 seen"
 

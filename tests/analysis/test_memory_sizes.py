@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from memories import FF, B, D, H, S, V, transformer
-from stepscope.analysis.memory_account import account
-from stepscope.analysis.memory_growth import growth
-from stepscope.analysis.memory_sizes import find_symbols, formula
+from stepscope.analysis.memory.account import account
+from stepscope.analysis.memory.growth import growth
+from stepscope.analysis.memory.size_formulas import find_symbols, formula
 from stepscope.errors import UsageError
 from stepscope.trace.memory_file import read_memory
 

@@ -10,11 +10,11 @@ from hypothesis import given
 
 from any_trace import any_trace
 from memories import MIB, TRAIN, snapshot
-from stepscope.analysis.links import link
-from stepscope.analysis.memory import memory_summary
-from stepscope.analysis.memory_account import BEFORE_THE_WINDOW, Account, account
-from stepscope.analysis.snapshot_memory import SnapshotEnd, devices_of, snapshot_memory
-from stepscope.analysis.trace_memory import trace_memory
+from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, Account, account
+from stepscope.analysis.memory.allocator_events import memory_summary
+from stepscope.analysis.memory.snapshot import SnapshotEnd, devices_of, snapshot_memory
+from stepscope.analysis.memory.trace_events import trace_memory
+from stepscope.analysis.structure.links import link
 from stepscope.errors import TraceError
 from stepscope.trace.reader import read_trace
 from stepscope.trace.snapshot import read_snapshot

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from memories import tensor
-from stepscope.analysis.memory_growth import growth
-from stepscope.analysis.memory_sizes import find_symbols, formula
+from stepscope.analysis.memory.growth import growth
+from stepscope.analysis.memory.size_formulas import find_symbols, formula
 
 
 def made(shape: list[int], owner: str = "activation", **fields: Any) -> dict[str, Any]:

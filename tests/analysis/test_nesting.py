@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.nesting import ancestor
+from stepscope.analysis.structure.nesting import ancestor
 from stepscope.trace import nesting
 from stepscope.trace.nesting import nest
 from stepscope.trace.schema import HOST

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from stepscope.analysis.op_calls import _SCALAR_TYPES, FORMULAS, ITEM_BYTES
-from stepscope.analysis.op_costs import _DTYPES, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
-from stepscope.analysis.op_traffic import FREE
+from stepscope.analysis.costs.op_calls import _SCALAR_TYPES, FORMULAS, ITEM_BYTES
+from stepscope.analysis.costs.op_costs import _DTYPES, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
+from stepscope.analysis.costs.op_traffic import FREE
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 _COMPOSITE = """
@@ -710,7 +710,7 @@ def test_a_row_that_repeats_is_worked_out_once(monkeypatch):
         calls[name] += 1
         return op_cost(name, *texts, **options)
 
-    monkeypatch.setattr("stepscope.analysis.op_costs.op_cost", counted)
+    monkeypatch.setattr("stepscope.analysis.costs.op_costs.op_cost", counted)
 
     costs = op_costs(pl.concat([frame([MM, ADD])] * 1000))
 

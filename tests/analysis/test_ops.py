@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 
 from any_trace import any_trace
-from stepscope.analysis.links import Linked
-from stepscope.analysis.ops import module_groups, modules, ops
+from stepscope.analysis.kernels.ops import module_groups, modules, ops
+from stepscope.analysis.structure.links import Linked
 from trace_builder import AUTOGRAD, TraceBuilder
 
 NODE = "autograd::engine::evaluate_function: MmBackward0"

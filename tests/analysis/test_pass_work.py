@@ -7,9 +7,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.analysis.kernels import gemm_share_by_phase
-from stepscope.analysis.links import link
-from stepscope.analysis.pass_work import COPIES, MATMUL, REST, SOFTMAX, attention_parts, pass_work
+from stepscope.analysis.kernels.kernels import gemm_share_by_phase
+from stepscope.analysis.structure.links import link
+from stepscope.analysis.time.pass_work import COPIES, MATMUL, REST, SOFTMAX, attention_parts, pass_work
 from stepscope.trace.reader import read_trace
 
 GPU_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "h200" / "gpt2_eager.json.gz"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.phases import PHASES, Phase, data_is_named, mean_phases, phase_of, rows
+from stepscope.analysis.time.phases import PHASES, Phase, data_is_named, mean_phases, phase_of, rows
 from stepscope.trace.recording import StepSample
 
 

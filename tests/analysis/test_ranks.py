@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-from stepscope.analysis import ranks as analysis
-from stepscope.analysis.collectives import SCHEMA, collectives
-from stepscope.analysis.gpu_time import GpuTime, gpu_time
-from stepscope.analysis.links import link
-from stepscope.analysis.ranks import REASONS, clock_alignment, match_collectives, rank_table, stragglers
+from stepscope.analysis.ranks import side_by_side as analysis
+from stepscope.analysis.ranks.collectives import SCHEMA, collectives
+from stepscope.analysis.ranks.side_by_side import REASONS, clock_alignment, match_collectives, rank_table, stragglers
+from stepscope.analysis.structure.links import link
+from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
 from stepscope.trace.reader import read_trace
 
 PUBLIC = Path(os.environ.get("STEPSCOPE_TRACES", Path(__file__).parents[2].parent / "shared" / "traces")) / "public"

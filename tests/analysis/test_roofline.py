@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_trace import any_trace
-from stepscope.analysis.links import Linked, link
-from stepscope.analysis.roofline import BOUNDS, RooflineSummary, roofline, roofline_summary
+from stepscope.analysis.costs.roofline import BOUNDS, RooflineSummary, roofline, roofline_summary
+from stepscope.analysis.structure.links import Linked, link
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 

@@ -12,9 +12,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from stepscope.analysis.metrics import METRICS, Measure, change_of
-from stepscope.analysis.significance import MIN_SAMPLES, difference, difference_of_runs, mann_whitney, student
-from stepscope.analysis.statistics import quantile
+from stepscope.analysis.comparison.metrics import METRICS, Measure, change_of
+from stepscope.analysis.comparison.significance import (
+    MIN_SAMPLES,
+    difference,
+    difference_of_runs,
+    mann_whitney,
+    student,
+)
+from stepscope.analysis.time.statistics import quantile
 
 REAL_US = json.loads((Path(__file__).parent / "data" / "step_times.json").read_text())["step_us"]
 NUM_TRIALS = 1000
@@ -178,7 +184,7 @@ def test_the_interval_of_runs_is_wider_the_further_they_are_apart():
 
 @pytest.mark.parametrize("num_runs", [3, 4, 5])
 def test_runs_on_a_machine_that_is_not_at_rest_are_seldom_called_different(num_runs):
-    """Runs of 30 neighbouring steps from anywhere in a real, restless hour: by steps alone, half would differ."""
+    """Runs of 30 neighboring steps from anywhere in a real, restless hour: by steps alone, half would differ."""
     generator = random.Random(5)
     by_runs = by_steps = 0
     for _ in range(NUM_TRIALS):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.statistics import describe, quantile
+from stepscope.analysis.time.statistics import describe, quantile
 
 SAMPLES = st.lists(st.integers(1, 10**12), min_size=1, max_size=40)
 

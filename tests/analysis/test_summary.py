@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from handmade import MS, WINDOWS, cpu_facts, cpu_recording, gpu_recording, sample, steps_of, write_recording
-from stepscope.analysis.summary import summarise
+from stepscope.analysis.time.summary import summarize
 from stepscope.devices import Device
 from stepscope.trace.recording import read_recording
 
@@ -13,7 +13,7 @@ H200 = Device("NVIDIA H200", {"bf16": 989_400_000_000_000}, 1 << 37, 10**12, "a 
 
 
 def summary_of(folder, device=None):
-    return summarise(read_recording(folder), device, None)
+    return summarize(read_recording(folder), device, None)
 
 
 def written(folder, samples, counters=None, **facts):

@@ -1,4 +1,4 @@
-"""Synchronisations: who waited for whom and what it cost, exact on small traces, never counted twice on any."""
+"""Synchronizations: who waited for whom and what it cost, exact on small traces, never counted twice on any."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_trace import any_trace
-from stepscope.analysis.gpu_time import gpu_time
-from stepscope.analysis.links import link
-from stepscope.analysis.syncs import KINDS, syncs, syncs_summary
+from stepscope.analysis.structure.links import link
+from stepscope.analysis.time.gpu_time import gpu_time
+from stepscope.analysis.time.syncs import KINDS, syncs, syncs_summary
 from stepscope.trace.reader import read_trace
 from trace_builder import MAIN, TRACES, TraceBuilder, needs_traces, us
 
@@ -37,7 +37,7 @@ def copy(
 
 
 def report(trace: TraceBuilder, name: str, ts: float, dur: float, **args: Any) -> TraceBuilder:
-    """What the driver says of a synchronisation."""
+    """What the driver says of a synchronization."""
     return trace.raw(ph="X", cat="cuda_sync", name=name, pid=0, tid=7, ts=ts, dur=dur, args={"device": 0, **args})
 
 
@@ -113,7 +113,7 @@ def test_every_runtimes_synchronize_is_a_wait(call):
 
 
 @pytest.mark.parametrize("call", ["cudaLaunchKernel", "cudaEventQuery", "cudaEventRecord", "cudaMemsetAsync"])
-def test_what_does_not_wait_is_not_a_synchronisation(call):
+def test_what_does_not_wait_is_not_a_synchronization(call):
     assert rows(TraceBuilder().op("aten::mm", 0, 1).call(call, 5, 1)) == []
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.rank import account
-from stepscope.analysis.roofline import time_at_limit
+from stepscope.analysis.costs.roofline import time_at_limit
+from stepscope.analysis.ranks.rank_account import account
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_trace import any_trace
-from stepscope.analysis.links import Linked, link
-from stepscope.analysis.memory import (
+from stepscope.analysis.memory.allocator_events import (
     MemorySummary,
     at_peak_by,
     memory_devices,
     memory_summary,
     memory_timeline,
 )
+from stepscope.analysis.structure.links import Linked, link
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 

@@ -193,7 +193,7 @@ def test_a_zero_grad_between_forward_and_backward_takes_only_its_own_time():
     ]
 
 
-def test_steps_labelled_on_a_thread_without_ops_leave_the_main_thread_to_the_ops():
+def test_steps_labeled_on_a_thread_without_ops_leave_the_main_thread_to_the_ops():
     trace = TraceBuilder().annotation("ProfilerStep#1", 0, 100, thread=99).op("aten::mm", 10, 20)
 
     assert phases_of(trace.linked()) == [("other", 0, 10), ("forward", 10, 30), ("other", 30, 100)]

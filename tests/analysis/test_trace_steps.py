@@ -1,4 +1,4 @@
-"""Steps, whoever labelled them or nobody; and on any trace, that steps and phases tile the time."""
+"""Steps, whoever labeled them or nobody; and on any trace, that steps and phases tile the time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 
 from any_trace import any_trace
-from stepscope.analysis.gpu_time import gpu_time
-from stepscope.analysis.links import Linked
-from stepscope.analysis.phases import PHASES
-from stepscope.analysis.rank import phase_table, step_table
+from stepscope.analysis.ranks.rank_account import phase_table, step_table
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.time.gpu_time import gpu_time
+from stepscope.analysis.time.phases import PHASES
 from trace_builder import AUTOGRAD, TraceBuilder, phases_of
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"

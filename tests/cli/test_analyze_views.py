@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from analyze_verb import analyze
 
-from stepscope.findings.case import open_case
-from stepscope.report.attention import attention_report
-from stepscope.report.attention_text import attention_text
-from stepscope.report.compiler import compiler_report
-from stepscope.report.compiler_text import compiler_text
-from stepscope.report.copies import copies_report
-from stepscope.report.copies_text import copies_text
+from stepscope.document.text.attention_text import attention_text
+from stepscope.document.text.compiler_text import compiler_text
+from stepscope.document.text.copies_text import copies_text
+from stepscope.session.attention_view import attention_report
+from stepscope.session.case import open_case
+from stepscope.session.compiler_view import compiler_report
+from stepscope.session.copies_view import copies_report
 from trace_builder import TRACES, TraceBuilder
 
 

@@ -12,7 +12,7 @@ import pytest
 from analyze_verb import training
 
 from stepscope.cli.main import main
-from stepscope.report.card import Card
+from stepscope.document.card import Card
 from trace_builder import TRACES, needs_traces
 
 TRAIN = """
@@ -269,7 +269,7 @@ def test_markdown_and_the_summary_of_a_job(runs, tmp_path, compare, monkeypatch)
     [
         (("--fail-on", "speed:3%"), "no metric 'speed'; there are step_time"),
         (("--fail-on", "step_time:3"), "step_time:3%"),
-        (("--allow", "colour"), "device, dtype, tokens"),
+        (("--allow", "color"), "device, dtype, tokens"),
         (("--threshold", "two"), "write it as 2%"),
         (("--json", "--markdown"), "name one"),
     ],

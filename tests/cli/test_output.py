@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from handmade import cpu_recording
-from stepscope.cli.output import print_result, write
-from stepscope.report.card import Card
-from stepscope.report.traces import analyze_paths
+from stepscope.cli.support.output import print_result, write
+from stepscope.document.card import Card
+from stepscope.session.traces import analyze_paths
 from trace_builder import PUBLIC, TRACES, needs_traces
 
 
 @pytest.mark.parametrize("value", [Path("a"), {1, 2}, b"bytes", object(), float("nan")])
 def test_what_is_no_json_value_is_not_made_one_in_silence(value):
     with pytest.raises((TypeError, ValueError)):
-        print_result(lambda: {"value": value}, lambda colour, width: "", True, io.StringIO())
+        print_result(lambda: {"value": value}, lambda color, width: "", True, io.StringIO())
 
 
 def test_a_card_is_made_of_plain_values(tmp_path):
@@ -44,7 +44,7 @@ def test_a_card_is_made_of_plain_values(tmp_path):
 def test_an_analysis_is_made_of_plain_values(path):
     stream = io.StringIO()
     analysis = analyze_paths([path], use_cache=False)
-    print_result(lambda: analysis.to_json(5), lambda colour, width: "", True, stream)
+    print_result(lambda: analysis.to_json(5), lambda color, width: "", True, stream)
 
     assert json.loads(stream.getvalue()) == analysis.to_json(5)
 

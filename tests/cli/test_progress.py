@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from stepscope.cli import progress
-from stepscope.cli.progress import Progress
+from stepscope.cli.support import progress
+from stepscope.cli.support.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -7,7 +7,7 @@ from typing import Any
 
 from host_cases import H200, case_of
 
-from stepscope.findings.case import Case
+from stepscope.session.case import Case
 from trace_builder import AUTOGRAD, MAIN, TraceBuilder
 
 BF16, FP32, INT64, BOOL = "c10::BFloat16", "float", "long int", "bool"

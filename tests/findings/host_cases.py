@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handmade import gpu_recording
-from stepscope.findings.case import Case
+from stepscope.session.case import Case
 from stepscope.trace.recording import read_recording
 from trace_builder import TraceBuilder
 

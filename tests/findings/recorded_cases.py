@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from handmade import MS, cpu_facts, sample, write_recording
-from stepscope.findings.case import Case, open_case
+from stepscope.session.case import Case, open_case
 
 GPU = {"device": "cuda", "device_name": "NVIDIA H200", "torch": "2.11.0", "rank": 0, "world_size": 1}
 

@@ -7,7 +7,7 @@ from host_cases import case_of, kernel, recorded, steps
 
 from handmade import gpu_facts
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import allocator_churn
+from stepscope.findings.rules.memory import allocator_churn
 from trace_builder import TraceBuilder
 
 

@@ -10,9 +10,10 @@ from host_cases import case_of, copy, kernel, steps
 from torch import nn
 
 import stepscope
-from stepscope.findings.case import open_case
-from stepscope.findings.rules import anomaly_detection, synchronisation
-from stepscope.record.windows import Windows
+from stepscope.findings.rules.host import anomaly_detection
+from stepscope.findings.rules.host import synchronization as synchronization
+from stepscope.recorder.windows import Windows
+from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
 
 
@@ -40,7 +41,7 @@ def test_checks_of_ones_own():
     assert finding.saving_ns == pytest.approx(4_850_000 - left, abs=5_000)
     assert "the program looks for NaN 4 times a step" in finding.sentence
     assert "3.92 ms of the host" in finding.sentence  # from 50 to 1,030, four times
-    assert synchronisation.check(case) == []
+    assert synchronization.check(case) == []
 
 
 def test_one_look_at_the_loss_is_healthy():

@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import attention_backend, attention_mask
+from stepscope.findings.rules.kernels import attention_backend, attention_mask
 
 LENGTH, SIZE = 2048, 128
 SDPA = "aten::scaled_dot_product_attention"

@@ -6,7 +6,8 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import autocast_cost, launch_bound
+from stepscope.findings.rules.host import launch_bound
+from stepscope.findings.rules.kernels import autocast_cost
 
 ROWS, WIDTH = 1 << 20, 64
 DOWN, UP = [BF16, FP32, "Scalar"], [FP32, BF16, "Scalar"]

@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import checkpointing_with_free_memory
+from stepscope.findings.rules.memory import checkpointing_with_free_memory
 
 GIB = 1 << 30
 X, W = [8192, 1024], [1024, 4096]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import communication, stragglers
+from stepscope.findings.rules.machine import communication, stragglers
+from stepscope.session.case import open_case
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 SAYS = {"Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 20,

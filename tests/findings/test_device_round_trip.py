@@ -6,7 +6,8 @@ import pytest
 from host_cases import case_of, copy, kernel, steps
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import device_round_trip, pageable_copies, synchronisation
+from stepscope.findings.rules.host import device_round_trip, pageable_copies
+from stepscope.findings.rules.host import synchronization as synchronization
 from trace_builder import TraceBuilder
 
 MIB = 1 << 20
@@ -37,7 +38,7 @@ def test_the_trip_is_found_once_and_with_the_hosts_time():
     assert "1 tensor a step, the largest of 4.0 MiB" in finding.sentence
     assert "6.93 ms from one copy to the other" in finding.sentence
     assert finding.upper_bound and finding.confidence == "high"
-    assert pageable_copies.check(case) == [] and synchronisation.check(case) == []
+    assert pageable_copies.check(case) == [] and synchronization.check(case) == []
 
 
 def test_kernels_in_between_keep_the_hosts_time():

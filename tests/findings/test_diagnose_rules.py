@@ -13,11 +13,11 @@ from recorded_cases import recorded
 import stepscope.findings
 from any_trace import any_trace
 from call_count import num_calls
+from stepscope.document.text.findings_text import diagnosis_text, saving_of, saving_text
 from stepscope.errors import UsageError
-from stepscope.findings.case import Case, open_case
 from stepscope.findings.diagnose import Diagnosis, Unchecked, all_rules, diagnose
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.report.findings_text import diagnosis_text, saving_of, saving_text
+from stepscope.session.case import Case, open_case
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 DOCS = Path(__file__).parents[2] / "docs" / "findings"
@@ -167,7 +167,7 @@ def test_other_peoples_traces(path):
     for finding in diagnosis.findings:
         assert finding.sentence and finding.fix and finding.evidence and finding.falsified_by
         assert finding.saving_ns is None or finding.saving_ns <= (diagnosis.step_ns or 0)
-        if finding.id in ("launch_bound", "synchronisation"):  # what a host makes the GPU wait for is idle time
+        if finding.id in ("launch_bound", "synchronization"):  # what a host makes the GPU wait for is idle time
             assert finding.saving_ns <= (1 - diagnosis.gpu_busy_share) * diagnosis.step_ns + 1
         for start, end in finding.places:
             assert start < end

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.experts import Router, looped_experts, routers
-from stepscope.findings.case import open_case
+from stepscope.analysis.kernels.experts import Router, looped_experts, routers
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules.expert_imbalance import check
+from stepscope.findings.rules.kernels.expert_imbalance import check
+from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
 
 

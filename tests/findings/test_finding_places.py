@@ -9,13 +9,14 @@ import pytest
 from host_cases import case_of, recorded, steps
 from test_pageable_copies import batch_first
 from test_planted_causes import H200, PLANTED, needs_h200
-from test_synchronisation import read_in_the_middle
+from test_synchronization import read_in_the_middle
 
-from stepscope.analysis.intervals import intersect, length_ns, spans, union
-from stepscope.findings.case import Case, open_case
+from stepscope.analysis.structure.intervals import intersect, length_ns, spans, union
 from stepscope.findings.diagnose import Diagnosis, diagnose
-from stepscope.findings.places import MOST_PLACES, places_of_stretches, places_of_work, places_without_work
-from stepscope.findings.rules import pageable_copies, synchronisation
+from stepscope.findings.rules.host import pageable_copies
+from stepscope.findings.rules.host import synchronization as synchronization
+from stepscope.session.case import Case, open_case
+from stepscope.session.places import MOST_PLACES, places_of_stretches, places_of_work, places_without_work
 
 MS = 1_000_000
 OF_WORK = {
@@ -83,7 +84,7 @@ def test_the_optimizers_kernels_are_one_stretch_of_a_step():
 
 def test_waits_and_copies_are_shown_where_they_are():
     (copied,) = pageable_copies.check(case_of(steps(batch_first)))
-    (waited,) = synchronisation.check(case_of(steps(read_in_the_middle)))
+    (waited,) = synchronization.check(case_of(steps(read_in_the_middle)))
 
     assert copied.places == ((10_000, 5_010_000), (8_160_000, 13_160_000))
     # From the call to the next work: the host stands, then the GPU.
@@ -107,7 +108,7 @@ WORK = pl.DataFrame(
 )
 
 
-def test_neighbours_are_one_stretch_and_other_work_divides():
+def test_neighbors_are_one_stretch_and_other_work_divides():
     is_meant = pl.Series([True, True, False, True, True, True])
 
     # The first two with nothing between; then one behind other work; one after a long pause; one of the next step.

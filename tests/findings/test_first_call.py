@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from recorded_cases import recorded
 
-from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules.first_call import check
+from stepscope.findings.rules.host.first_call import check
+from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from device_cases import BF16, FP32, Program
 
-from stepscope.analysis.reach import GEMM_SHARE
+from stepscope.analysis.costs.attainable_rates import GEMM_SHARE
 from stepscope.devices import find_device
-from stepscope.findings.case import Case
+from stepscope.document.text.findings_text import proof_of
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import fp32_matmul
-from stepscope.report.findings_text import proof_of
+from stepscope.findings.rules.kernels import fp32_matmul
+from stepscope.session.case import Case
 from trace_builder import PUBLIC, needs_traces
 
 SIZE = 4096

@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, FP32, INT64, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import full_logits
+from stepscope.findings.rules.memory import full_logits
 
 TOKENS, WIDTH, WORDS = 8192, 1024, 65536
 LOGITS = [TOKENS, WORDS]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.findings.case import open_case
 from stepscope.findings.diagnose import diagnose
+from stepscope.session.case import open_case
 
 TRACES = Path(__file__).parents[1] / "traces"
 

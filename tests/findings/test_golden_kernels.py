@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.findings.case import open_case
 from stepscope.findings.diagnose import Diagnosis, diagnose
+from stepscope.session.case import open_case
 
 TRACES = Path(__file__).parents[1] / "traces"
 PLANTED = {
-    "serialised_scatter": "serialised_scatter",
+    "serialized_scatter": "serialized_scatter",
     "small_gemms": "small_gemms",
     "small_gemms_batched": "small_gemms",
     "small_gemms_masked": "small_gemms",
@@ -24,11 +24,11 @@ PLANTED = {
 # What is told of the steps without the plant was looked at one by one, and is so.
 TRUE_OF_FIXED = {
     # The mean of squares over half a million rows: 4.3 ms with its backward, 0.6 ms compiled.
-    "serialised_scatter": {"unfused_elementwise"},
+    "serialized_scatter": {"unfused_elementwise"},
     # What is left of 16 and 34 ms is 2 to 4 ms of launches.
     "small_gemms": {"launch_bound"},
     "small_gemms_batched": {"launch_bound"},
-    "small_gemms_masked": {"launch_bound", "synchronisation"},
+    "small_gemms_masked": {"launch_bound", "synchronization"},
     # The step asked torch.compile for the loss anew in every step: 4 ms of the host.
     "full_logits": {"launch_bound", "host_stall"},
 }

@@ -11,9 +11,9 @@ from host_cases import case_of, kernel, recorded, steps
 from torch import nn
 
 import stepscope
-from stepscope.findings.case import open_case
-from stepscope.findings.rules import graph_breaks
-from stepscope.record.windows import Windows
+from stepscope.findings.rules.compiler import graph_breaks
+from stepscope.recorder.windows import Windows
+from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
 
 BREAK = {"reason": "Data-dependent branching.", "place": "model.py:12 in forward", "count": 3}

@@ -6,7 +6,8 @@ import pytest
 from device_cases import BF16, BOOL, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import full_logits, handwritten_attention, unfused_elementwise
+from stepscope.findings.rules.kernels import handwritten_attention, unfused_elementwise
+from stepscope.findings.rules.memory import full_logits
 
 HEADS, LENGTH, SIZE = 64, 2048, 128
 SCORES = [4, 16, LENGTH, LENGTH]

@@ -6,7 +6,7 @@ import pytest
 from host_cases import case_of, kernel, steps
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import host_stall
+from stepscope.findings.rules.host import host_stall
 from trace_builder import AUTOGRAD, TraceBuilder
 
 MS = 1000.0

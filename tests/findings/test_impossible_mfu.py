@@ -8,17 +8,17 @@ import pytest
 from recorded_cases import GPU, recorded
 
 from handmade import flops_facts, op_flops, sample
-from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
 from stepscope.findings.gemms import gemm_calls
-from stepscope.findings.rules.impossible_mfu import check
+from stepscope.findings.rules.machine.impossible_mfu import check
+from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
 
 PEAK = 989_400_000_000_000
 """Of the H200 in bf16, a second."""
 
 
-def utilised(folder, share, dtype="bf16", peak=PEAK, formula_share=1.0, is_gpu=True, environment=GPU):
+def utilized(folder, share, dtype="bf16", peak=PEAK, formula_share=1.0, is_gpu=True, environment=GPU):
     """Steps of 10 ms with so much of a peak's FLOPs, by an op-by-op count and by the formula."""
     total = round(share * peak / 100)
     per_token = 2 * 512
@@ -35,7 +35,7 @@ def utilised(folder, share, dtype="bf16", peak=PEAK, formula_share=1.0, is_gpu=T
 
 
 def test_mfu_above_one(tmp_path):
-    (finding,) = check(utilised(tmp_path, 1.5))
+    (finding,) = check(utilized(tmp_path, 1.5))
 
     assert finding.sentence.startswith("MFU is 150%, which cannot be: 1.48e+03 TFLOP/s against bf16 989.4 TFLOP/s")
     assert "The peak or the FLOPs are wrong" in finding.sentence
@@ -43,25 +43,25 @@ def test_mfu_above_one(tmp_path):
 
 
 def test_the_clock_of_a_host_that_runs_ahead(tmp_path):
-    case = utilised(tmp_path, 1.5, is_gpu=False)
+    case = utilized(tmp_path, 1.5, is_gpu=False)
 
     assert "The time is wrong: 10 ms is the host's" in check(case)[0].sentence
 
 
 def test_float32_that_must_have_been_tf32(tmp_path):
-    (finding,) = check(utilised(tmp_path, 2.0, dtype="fp32", peak=66_900_000_000_000))
+    (finding,) = check(utilized(tmp_path, 2.0, dtype="fp32", peak=66_900_000_000_000))
 
     assert "The dtype is wrong" in finding.sentence
 
 
 def test_flops_that_are_more_than_the_formula_s(tmp_path):
-    (finding,) = check(utilised(tmp_path, 1.5, formula_share=0.5))
+    (finding,) = check(utilized(tmp_path, 1.5, formula_share=0.5))
 
     assert "The FLOPs are wrong: 2.0 times what 6·N·tokens gives" in finding.sentence
 
 
 def test_half_of_the_peak(tmp_path):
-    assert check(utilised(tmp_path, 0.5)) == []
+    assert check(utilized(tmp_path, 0.5)) == []
 
 
 def traced(duration_us):

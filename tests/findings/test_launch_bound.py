@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from host_cases import case_of, kernel, steps
 
-from stepscope.findings.rules import launch_bound
+from stepscope.findings.rules.host import launch_bound
 from trace_builder import TraceBuilder
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from recorded_cases import TRAINING, recorded, run_script, tensor
 
-from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules.memory_growth import check
+from stepscope.findings.rules.memory.memory_growth import check
+from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
 
 MODEL = tensor(8000, owner="parameter")

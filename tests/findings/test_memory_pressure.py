@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from recorded_cases import GPU, recorded
 
-from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import allocator_churn
-from stepscope.findings.rules.memory_pressure import check
+from stepscope.findings.rules.memory import allocator_churn
+from stepscope.findings.rules.memory.memory_pressure import check
+from stepscope.session.case import open_case
 
 GIB = 1 << 30
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from device_cases import BF16, FP32, Program
 
-from stepscope.findings.rules import needless_copies
+from stepscope.findings.rules.kernels import needless_copies
 
 SHAPE = [4096, 4096]
 

@@ -8,7 +8,7 @@ import pytest
 from recorded_cases import TRAINING, recorded, run_script
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules.noisy_steps import check
+from stepscope.findings.rules.host.noisy_steps import check
 
 
 def every(period, num_steps, slow_ms=60.0):

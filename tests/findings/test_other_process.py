@@ -6,7 +6,7 @@ import pytest
 from recorded_cases import recorded
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules.other_process import check
+from stepscope.findings.rules.machine.other_process import check
 
 GIB = 1 << 30
 MEMORY = {"peak_reserved_bytes": 10 * GIB, "driver_used_bytes": 14 * GIB, "peak_resident_bytes": GIB}

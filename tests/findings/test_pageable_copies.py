@@ -6,7 +6,8 @@ import pytest
 from host_cases import case_of, copy, kernel, steps
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import pageable_copies, synchronisation
+from stepscope.findings.rules.host import pageable_copies
+from stepscope.findings.rules.host import synchronization as synchronization
 from trace_builder import TraceBuilder
 
 BYTES = 50_000_000
@@ -34,7 +35,7 @@ def test_a_batch_from_pageable_memory():
     )
     assert "47.7 MiB a step" in finding.sentence and "1 copy at 10.0 GB/s" in finding.sentence
     assert "pin_memory=True" in finding.fix and "50 GB/s" in finding.derived
-    assert synchronisation.check(case) == []
+    assert synchronization.check(case) == []
 
 
 def test_pinned_memory_is_clean():

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from stepscope.findings.case import open_case
 from stepscope.findings.diagnose import diagnose
+from stepscope.session.case import open_case
 from trace_builder import TRACES
 
 H200 = TRACES / "h200"

@@ -10,7 +10,7 @@ from host_cases import case_of, steps
 
 from handmade import MS, gpu_facts, sample, write_recording
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import recompiles
+from stepscope.findings.rules.compiler import recompiles
 from trace_builder import TraceBuilder
 
 GUARD = "0/0: tensor 'x' size mismatch at index 1. expected 640, actual 648"

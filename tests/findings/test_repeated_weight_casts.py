@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import autocast_cost, repeated_weight_casts
+from stepscope.findings.rules.kernels import autocast_cost, repeated_weight_casts
 
 DOWN = [BF16, FP32, "Scalar"]
 

@@ -7,7 +7,7 @@ from device_cases import Program
 from host_cases import H200, case_of
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import small_batch
+from stepscope.findings.rules.host import small_batch
 from trace_builder import TraceBuilder
 
 GIB = 1 << 30

@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import small_gemms
+from stepscope.findings.rules.kernels import small_gemms
 
 WIDTH, INNER = 1024, 4096
 

@@ -7,7 +7,7 @@ from recorded_cases import recorded
 
 from handmade import MS
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules.throttling import check
+from stepscope.findings.rules.machine.throttling import check
 
 
 def held_back(folder, mhz, *reasons, first_mhz=1980, **limits):

@@ -6,7 +6,7 @@ import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules import needless_copies, unfused_elementwise
+from stepscope.findings.rules.kernels import needless_copies, unfused_elementwise
 
 SHAPE = [8192, 3060]
 """25 million elements: 100,270,080 bytes in float32."""

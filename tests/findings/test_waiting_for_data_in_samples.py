@@ -6,9 +6,9 @@ import pytest
 from recorded_cases import GPU, recorded
 
 from handmade import MS, cpu_facts, sample, write_recording
-from stepscope.findings.case import open_case
 from stepscope.findings.finding import CannotCheck
-from stepscope.findings.rules.waiting_for_data import check
+from stepscope.findings.rules.host.waiting_for_data import check
+from stepscope.session.case import open_case
 
 
 def phases(folder, data_ms, label="data", device_data_ms=None):

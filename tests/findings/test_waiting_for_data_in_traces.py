@@ -6,7 +6,7 @@ import pytest
 from host_cases import case_of, kernel, steps
 
 from stepscope.findings.diagnose import diagnose
-from stepscope.findings.rules import host_stall, launch_bound, waiting_for_data
+from stepscope.findings.rules.host import host_stall, launch_bound, waiting_for_data
 from trace_builder import AUTOGRAD, TraceBuilder
 
 

@@ -97,8 +97,8 @@ def test_without_a_mask_flash_is_refused_nothing(tmp_path):
 def test_the_report_of_a_fresh_run_names_the_mask(tmp_path):
     pytest.importorskip("polars")
     pytest.importorskip("msgspec")
-    from stepscope.findings.case import open_case
-    from stepscope.report.attention import attention_report
+    from stepscope.session.attention_view import attention_report
+    from stepscope.session.case import open_case
 
     report = attention_report(open_case(recorded(tmp_path, "mask")))
 

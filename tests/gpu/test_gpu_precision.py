@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 import stepscope  # noqa: E402  torch may be missing
-from stepscope.record import autocast_policy as policy  # noqa: E402
-from stepscope.record import dtype_audit  # noqa: E402
+from stepscope.recorder.precision import autocast_policy as policy  # noqa: E402
+from stepscope.recorder.precision import dtype_audit  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

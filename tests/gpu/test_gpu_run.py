@@ -279,8 +279,8 @@ def test_lightning(tmp_path):
     assert all(named[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
 
 
-def test_no_synchronisation_is_added(tmp_path):
-    """torch raises at every synchronising call once told to: a clean step must pass."""
+def test_no_synchronization_is_added(tmp_path):
+    """torch raises at every synchronizing call once told to: a clean step must pass."""
     text = """
 import torch
 from torch import nn

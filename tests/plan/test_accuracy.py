@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 
 from step_bytes import measured_bytes  # noqa: E402  torch may be missing
 
-from stepscope.analysis.memory_account import account  # noqa: E402
+from stepscope.analysis.memory.account import account  # noqa: E402
 from stepscope.devices.peaks import find_device  # noqa: E402
-from stepscope.plan import ghosts  # noqa: E402
-from stepscope.plan.prediction import Planner  # noqa: E402
-from stepscope.record.clock import BACKWARD, OPTIMIZER  # noqa: E402
-from stepscope.record.ledger import Ledger  # noqa: E402
+from stepscope.planner.emulation import dataless as ghosts  # noqa: E402
+from stepscope.planner.prediction import Planner  # noqa: E402
+from stepscope.recorder.clock import BACKWARD, OPTIMIZER  # noqa: E402
+from stepscope.recorder.ledger.ledger import Ledger  # noqa: E402
 from stepscope.sweep import prepare  # noqa: E402
 from stepscope.sweep.grid import Grid, Point  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402

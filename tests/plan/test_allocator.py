@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from stepscope.plan.allocator import MIB, Allocator, OutOfMemory
+from stepscope.planner.allocator import MIB, Allocator, OutOfMemory
 
 
 def test_small_requests_share_a_segment_of_two_mib():
@@ -48,7 +48,7 @@ def test_the_smallest_block_that_is_large_enough_serves():
     assert heap.reserved_bytes == 96 * MIB
 
 
-def test_neighbours_that_are_free_join():
+def test_neighbors_that_are_free_join():
     heap = Allocator()
     blocks = [heap.allocate(4 * MIB) for _ in range(5)]
     assert heap.reserved_bytes == 20 * MIB

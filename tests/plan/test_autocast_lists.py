@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.plan import autocast  # noqa: E402
-from stepscope.plan.ghosts import Ghosts  # noqa: E402
-from stepscope.plan.manners import Manners  # noqa: E402
+from stepscope.planner.emulation import autocast  # noqa: E402
+from stepscope.planner.emulation.cuda_dispatch import Manners  # noqa: E402
+from stepscope.planner.emulation.dataless import Ghosts  # noqa: E402
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from step_bytes import measured_bytes  # noqa: E402  torch may be missing
 
 from stepscope.devices.peaks import find_device  # noqa: E402
 from stepscope.errors import UsageError  # noqa: E402
-from stepscope.plan.compiled import ERROR_BAR  # noqa: E402
-from stepscope.plan.prediction import Planner  # noqa: E402
+from stepscope.planner.compiled.graphs import ERROR_BAR  # noqa: E402
+from stepscope.planner.prediction import Planner  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 

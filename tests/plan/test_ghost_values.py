@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.plan.ghosts import DataNeeded, Ghosts  # noqa: E402  torch may be missing
-from stepscope.plan.manners import Manners  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.cuda_dispatch import Manners  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.dataless import DataNeeded, Ghosts  # noqa: E402  torch may be missing
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_count_can_be_logged_and_nothing_is_as_long_as_it_says(mode):
             make(correct)
 
 
-def test_draws_of_an_initialisation_are_within_its_limits(mode):
+def test_draws_of_an_initialization_are_within_its_limits(mode):
     weight = torch.nn.init.trunc_normal_(torch.empty(8, 8), std=0.02)
     assert weight.is_cuda
     with pytest.raises(DataNeeded):

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.plan.ghosts import DataNeeded, Ghosts  # noqa: E402  torch may be missing
-from stepscope.plan.manners import Manners  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.cuda_dispatch import Manners  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.dataless import DataNeeded, Ghosts  # noqa: E402  torch may be missing
 
 functional = torch.nn.functional
 

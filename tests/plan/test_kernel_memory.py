@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepscope.devices.peaks import find_device, known_devices  # noqa: E402
-from stepscope.plan.allocator import rounded  # noqa: E402
-from stepscope.plan.attention import choose  # noqa: E402
-from stepscope.plan.hardware import Hardware, hardware_of, usable_bytes  # noqa: E402
-from stepscope.plan.temporaries import kept_workspaces, temporary_bytes  # noqa: E402
+from stepscope.planner.allocator import rounded  # noqa: E402
+from stepscope.planner.emulation.attention_backend import choose  # noqa: E402
+from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes  # noqa: E402
+from stepscope.planner.kernel_scratch import kept_workspaces, temporary_bytes  # noqa: E402
 
 H200 = Hardware((9, 0), 132)
 aten = torch.ops.aten

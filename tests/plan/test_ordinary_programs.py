@@ -15,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack  # noqa: E402  torc
 
 from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.plan.prediction import Planner  # noqa: E402  torch may be missing
+from stepscope.planner.prediction import Planner  # noqa: E402  torch may be missing
 from stepscope.sweep import measure  # noqa: E402  torch may be missing
 from stepscope.sweep.grid import Grid, changed  # noqa: E402  torch may be missing
 from stepscope.workloads.registry import find  # noqa: E402  torch may be missing

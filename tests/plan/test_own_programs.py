@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.plan.prediction import Planner  # noqa: E402  torch may be missing
-from stepscope.record import storages  # noqa: E402  torch may be missing
+from stepscope.planner.prediction import Planner  # noqa: E402  torch may be missing
+from stepscope.recorder.ledger import storages  # noqa: E402  torch may be missing
 from stepscope.sweep.grid import Grid  # noqa: E402  torch may be missing
 from stepscope.workloads.registry import find  # noqa: E402  torch may be missing
 

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
-from stepscope.plan import padding  # noqa: E402
-from stepscope.plan.compiled import ERROR_BAR, PADDED_ERROR_BAR  # noqa: E402
-from stepscope.plan.prediction import Planner  # noqa: E402
+from stepscope.planner.compiled import gemm_padding as padding  # noqa: E402
+from stepscope.planner.compiled.graphs import ERROR_BAR, PADDED_ERROR_BAR  # noqa: E402
+from stepscope.planner.prediction import Planner  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.plan.allocator import MIB, rounded
-from stepscope.plan.replay import MAX_REPEATS, Events, live_at_peak, replay
+from stepscope.planner.allocator import MIB, rounded
+from stepscope.planner.allocator_replay import MAX_REPEATS, Events, live_at_peak, replay
 
 
 def events_of(steps, build=(), period=1):

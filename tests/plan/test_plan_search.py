@@ -13,10 +13,10 @@ pytest.importorskip("torch")
 
 from stepscope.cli.main import main
 from stepscope.errors import UsageError
-from stepscope.plan import tracing
-from stepscope.plan.largest import Search
-from stepscope.plan.prediction import FITS, GROWS, NOT_KNOWN, TOO_LARGE
-from stepscope.sweep.search import HIGHEST, largest
+from stepscope.planner import tracing
+from stepscope.planner.largest import Search
+from stepscope.planner.prediction import FITS, GROWS, NOT_KNOWN, TOO_LARGE
+from stepscope.sweep.tuning.largest_passing import HIGHEST, largest
 
 ROOM = 10**10
 SHAPES = {

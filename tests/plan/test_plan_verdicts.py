@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from stepscope.devices.peaks import find_device, known_devices  # noqa: E402
 from stepscope.errors import UsageError  # noqa: E402
-from stepscope.plan import prediction  # noqa: E402
-from stepscope.plan.hardware import CONTEXT_BYTES, usable_bytes  # noqa: E402
-from stepscope.plan.prediction import Planner  # noqa: E402
+from stepscope.planner import prediction  # noqa: E402
+from stepscope.planner.hardware import CONTEXT_BYTES, usable_bytes  # noqa: E402
+from stepscope.planner.prediction import Planner  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
 from stepscope.errors import UsageError  # noqa: E402
-from stepscope.plan.prediction import Planner  # noqa: E402
+from stepscope.planner.prediction import Planner  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 

@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from stepscope.cli.main import main  # noqa: E402
 from stepscope.devices.peaks import find_device  # noqa: E402
-from stepscope.plan.allocator import Allocator  # noqa: E402
-from stepscope.plan.hardware import hardware_of  # noqa: E402
-from stepscope.plan.prediction import Planner  # noqa: E402
-from stepscope.plan.sharded import ERROR_BAR, units  # noqa: E402
-from stepscope.plan.tracing import trace  # noqa: E402
+from stepscope.planner.allocator import Allocator  # noqa: E402
+from stepscope.planner.emulation.fsdp import ERROR_BAR, units  # noqa: E402
+from stepscope.planner.hardware import hardware_of  # noqa: E402
+from stepscope.planner.prediction import Planner  # noqa: E402
+from stepscope.planner.tracing import trace  # noqa: E402
 from stepscope.sweep import measure, prepare  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
@@ -197,7 +197,7 @@ def test_the_text_and_the_json_say_whose_memory_it_is(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "one rank of 4, on NVIDIA H100" in text and f"error bar ±{ERROR_BAR:.0%}" in text
     assert "unsharded parameters" in text
-    assert f"not modelled, or assumed: FSDP2: an approximation, ±{ERROR_BAR:.0%}" in text
+    assert f"not modeled, or assumed: FSDP2: an approximation, ±{ERROR_BAR:.0%}" in text
 
     assert main(["plan", "nano", "--preset", "tiny", "--fsdp", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

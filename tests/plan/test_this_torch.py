@@ -29,7 +29,7 @@ def test_a_part_that_is_missing_is_named_with_the_version(monkeypatch, capsys):
 @pytest.mark.parametrize("module", ["torch.testing._internal.distributed.fake_pg"])
 def test_a_module_that_is_missing_is_named_with_the_version(monkeypatch, capsys, module):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "stepscope.plan.sharded", raising=False)
+    monkeypatch.delitem(sys.modules, "stepscope.planner.emulation.fsdp", raising=False)
 
     assert f"torch {torch.__version__} has not all that a plan uses" in said(capsys, "--fsdp", "2")
 

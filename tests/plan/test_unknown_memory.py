@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepscope.devices.peaks import find_device  # noqa: E402  torch may be missing
-from stepscope.plan.hardware import CONTEXT_BYTES  # noqa: E402
-from stepscope.plan.prediction import FITS, MARGIN, TOO_CLOSE, Planner  # noqa: E402
+from stepscope.planner.hardware import CONTEXT_BYTES  # noqa: E402
+from stepscope.planner.prediction import FITS, MARGIN, TOO_CLOSE, Planner  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 

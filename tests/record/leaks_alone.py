@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stepscope.record import leaks
-from stepscope.record.leaks import find_left_alive
-from stepscope.record.model import CallHooks
-from stepscope.record.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
+from stepscope.recorder.ledger import leaks
+from stepscope.recorder.ledger.leaks import find_left_alive
+from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
+from stepscope.recorder.model import CallHooks
 
 if not SHOWS_SAVED_TENSORS:
     pytest.skip("this torch does not show saved tensors", allow_module_level=True)

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
-from stepscope.record import attention_calls  # noqa: E402
-from stepscope.record.attention_calls import AttentionCalls, reasons  # noqa: E402
+from stepscope.recorder.precision import attention_calls  # noqa: E402
+from stepscope.recorder.precision.attention_calls import AttentionCalls, reasons  # noqa: E402
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  torch may be missing
 
-from stepscope.record import autocast_policy as policy  # noqa: E402
+from stepscope.recorder.precision import autocast_policy as policy  # noqa: E402
 
 # From torch.amp's documentation, CPU: ops of which every version since 2.4 says the same.
 CPU = {

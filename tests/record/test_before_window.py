@@ -8,9 +8,9 @@ import inspect
 import torch
 from torch import nn
 
-from stepscope.record import memory
-from stepscope.record.ledger import Ledger
-from stepscope.record.memory import MemoryProbe
+from stepscope.recorder.ledger import memory_window as memory
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.memory_window import MemoryProbe
 
 FLOAT = 4
 
@@ -121,7 +121,7 @@ def test_of_too_many_tensors_the_largest_are_there_and_it_is_said(tmp_path, monk
 
 
 def test_a_formula_that_fails_costs_no_bytes(monkeypatch):
-    from stepscope.record import flop_tally
+    from stepscope.recorder.ledger import flop_tally
 
     def fails(*_):
         raise TypeError("another signature")

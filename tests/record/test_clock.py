@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.record import clock as clock_module
-from stepscope.record.clock import Clock, TimedStep, name_between, read_device_ns
+from stepscope.recorder import clock as clock_module
+from stepscope.recorder.clock import Clock, TimedStep, name_between, read_device_ns
 
 
 class FakeTime:

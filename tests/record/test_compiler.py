@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.record import compiler as compiler_module
-from stepscope.record.compiler import CompilerProbe
+from stepscope.recorder.compiler import compile_watch as compiler_module
+from stepscope.recorder.compiler.compile_watch import CompilerProbe
 
 TRACE = "torch.__trace"
 NEW_BREAK = """Graph break in user code at /home/me/model.py:12

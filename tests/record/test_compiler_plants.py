@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 import planted_for_compiler as planted  # noqa: E402
 
-from stepscope.analysis.compiler import compiler_summary  # noqa: E402
-from stepscope.record.compiler import CompilerProbe  # noqa: E402
+from stepscope.analysis.compiler.compile_summary import compiler_summary  # noqa: E402
+from stepscope.recorder.compiler.compile_watch import CompilerProbe  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 SOURCE = Path(planted.__file__)

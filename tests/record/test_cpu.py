@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from stepscope.record.cpu import cpu_name, last_level_cache_bytes
+from stepscope.recorder.cpu import cpu_name, last_level_cache_bytes
 
 
 def test_the_name_is_the_kernels(tmp_path):

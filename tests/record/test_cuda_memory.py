@@ -12,9 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from stepscope.record import cuda_memory, files
-from stepscope.record.cuda_memory import AllocatorCounters, AllocatorHistory, is_out_of_memory, write_snapshot
-from stepscope.record.memory import MemoryProbe
+from stepscope.recorder import files
+from stepscope.recorder.ledger import cuda_memory
+from stepscope.recorder.ledger.cuda_memory import (
+    AllocatorCounters,
+    AllocatorHistory,
+    is_out_of_memory,
+    write_snapshot,
+)
+from stepscope.recorder.ledger.memory_window import MemoryProbe
 
 SNAPSHOT = {"segments": [{"address": 1, "blocks": []}], "device_traces": [[{"action": "alloc", "size": 512}]]}
 
@@ -75,7 +81,7 @@ def test_counters_are_the_windows_own_and_a_lower_peak_is_said(cuda, peak, lower
 def test_history_begins_with_cuda_and_ends_with_the_warm_up(cuda, monkeypatch):
     history = AllocatorHistory()
     history.start_with_cuda()
-    assert cuda.asked == []  # CUDA is the script's to initialise
+    assert cuda.asked == []  # CUDA is the script's to initialize
     cuda.queued[0]()
     history.stop()
     history.stop()
@@ -88,7 +94,7 @@ def test_history_begins_with_cuda_and_ends_with_the_warm_up(cuda, monkeypatch):
     assert len(cuda.asked) == 2
 
 
-def test_a_history_that_cannot_be_kept_is_not_the_scripts_failure_to_initialise_cuda(cuda, monkeypatch):
+def test_a_history_that_cannot_be_kept_is_not_the_scripts_failure_to_initialize_cuda(cuda, monkeypatch):
     def refuses(**_options):
         raise RuntimeError("not with this allocator")
 

@@ -15,7 +15,7 @@ from torch.nn import functional  # noqa: E402
 
 import stepscope  # noqa: E402
 from stepscope.errors import UsageError  # noqa: E402
-from stepscope.record import dtype_audit  # noqa: E402
+from stepscope.recorder.precision import dtype_audit  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul", "ignore:Mismatch dtype")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "toy_precision.py"

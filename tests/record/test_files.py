@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import stepscope
-from stepscope.record import files
-from stepscope.record.files import LineFile, prepare_folder, write_json, write_json_gz
-from stepscope.record.windows import Windows
+from stepscope.recorder import files
+from stepscope.recorder.files import LineFile, prepare_folder, write_json, write_json_gz
+from stepscope.recorder.windows import Windows
 
 
 def content(folder: Path) -> dict[str, str]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stepscope.record.flops import count_flops
-from stepscope.record.ledger import Ledger
+from stepscope.recorder.ledger.flops import count_flops
+from stepscope.recorder.ledger.ledger import Ledger
 
 ATEN = torch.ops.aten
 B, H, S, T, D = 2, 4, 16, 32, 8  # batch, heads, queries, keys, head width

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepscope.record import storages
-from stepscope.record.ledger import Ledger
+from stepscope.recorder.ledger import storages
+from stepscope.recorder.ledger.ledger import Ledger
 
 FLOAT = 4
 

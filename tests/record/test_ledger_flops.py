@@ -10,8 +10,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from stepscope.analysis.flops import step_flops
-from stepscope.record.ledger import Ledger
+from stepscope.analysis.costs.flops import step_flops
+from stepscope.recorder.ledger.ledger import Ledger
 
 BATCH, WIDTH = 4, 8
 LAYER = 2 * BATCH * WIDTH * WIDTH

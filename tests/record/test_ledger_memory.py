@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stepscope.record import nodes
-from stepscope.record.ledger import Ledger
-from stepscope.record.storages import Storages, storage_key
+from stepscope.recorder.ledger import nodes
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.storages import Storages, storage_key
 
 FLOAT, BATCH, WIDTH = 4, 4, 8
 ROWS = BATCH * WIDTH * FLOAT  # bytes of one activation
@@ -219,7 +219,7 @@ def test_a_graph_nobody_thought_of_is_a_gap_and_not_a_crash(monkeypatch):
     def broken(*_args, **_kwargs):
         raise TypeError("not a node")
 
-    monkeypatch.setattr("stepscope.record.ledger.saved_bytes", broken)
+    monkeypatch.setattr("stepscope.recorder.ledger.ledger.saved_bytes", broken)
     ledger = Ledger([], [], lambda: None)
     ledger.backward_begins(tensors=torch.ones(1, requires_grad=True) * 2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepscope.record.model import (
+from stepscope.recorder.model import (
     CalledRoots,
     CallHooks,
     batch_size,
@@ -17,7 +17,7 @@ from stepscope.record.model import (
     parameter_facts,
     visible_modules,
 )
-from stepscope.record.patches import Patch
+from stepscope.recorder.patches import Patch
 
 
 class Inner(nn.Module):

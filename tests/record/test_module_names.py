@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from stepscope.record.ledger import Ledger
-from stepscope.record.model import CalledRoots, named_modules, plain_name
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.model import CalledRoots, named_modules, plain_name
 
 WIDTH = 4
 

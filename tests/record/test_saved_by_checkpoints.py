@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  torch may be missing
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from stepscope.record.clock import FORWARD  # noqa: E402
-from stepscope.record.ledger import Ledger  # noqa: E402
-from stepscope.record.nodes import SHOWS_SAVED_TENSORS  # noqa: E402
+from stepscope.recorder.clock import FORWARD  # noqa: E402
+from stepscope.recorder.ledger.ledger import Ledger  # noqa: E402
+from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS  # noqa: E402
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.record.steps import EXPLICIT, FORWARD, MAX_STEPS_OF_ONE, OPTIMIZER, Boundary, StepFinder
+from stepscope.recorder.steps import EXPLICIT, FORWARD, MAX_STEPS_OF_ONE, OPTIMIZER, Boundary, StepFinder
 
 SHORT = {Boundary.NONE: ".", Boundary.END: "E", Boundary.RESTART: "R"}
 

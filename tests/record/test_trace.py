@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stepscope
-from stepscope.record import trace as trace_module
-from stepscope.record.trace import _named, summarise, trim, union_ns
-from stepscope.record.windows import Windows
+from stepscope.recorder import trace as trace_module
+from stepscope.recorder.trace import _named, summarize, trim, union_ns
+from stepscope.recorder.windows import Windows
 
 CPU, CUDA = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
 
 @dataclass
 class Event:
-    """What summarise() asks of one of Kineto's events."""
+    """What summarize() asks of one of Kineto's events."""
 
     label: str
     start: int
@@ -72,7 +72,7 @@ def one_step(*events: Event) -> dict:
         phase("optimizer", 80),
         phase("between", 90),
     ]
-    return summarise([*ranges, *events], num_steps=1)
+    return summarize([*ranges, *events], num_steps=1)
 
 
 def test_gpu_time_belongs_to_the_phase_that_launched_it():
@@ -142,7 +142,7 @@ def test_graph_launches_templates_and_ops_are_counted():
 
 
 def test_an_empty_window_is_zeros():
-    facts = summarise([], 0)
+    facts = summarize([], 0)
     assert facts["gpu_busy_ns"] == facts["num_kernels"] == facts["window_ns"] == 0
     assert facts["gpu_busy_ns_by_phase"] == {}
 
@@ -151,7 +151,7 @@ def test_a_step_that_was_cut_off_is_not_in_the_summary():
     """GIVEN a script that ended inside the second traced step THEN only the first whole step is summed up."""
     first = [Event("ProfilerStep#0", 0, 100, user=True), phase("forward", 0), launch(1, 10), kernel(1, 20, 5)]
     cut = [Event("ProfilerStep#1", 100, 50, user=True), phase("forward", 100), launch(2, 110), kernel(2, 120, 5)]
-    facts = summarise(first + cut, num_steps=1)
+    facts = summarize(first + cut, num_steps=1)
 
     assert (facts["window_ns"], facts["gpu_busy_ns"], facts["num_kernels"]) == (100, 5, 1)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.record import windows as names
-from stepscope.record.windows import Windows
+from stepscope.recorder import windows as names
+from stepscope.recorder.windows import Windows
 
 ANY = st.builds(
     Windows,

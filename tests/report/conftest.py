@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stepscope.report.parts import Report
+from stepscope.document.model import Report
 
 CHROMIUM = os.environ.get("STEPSCOPE_CHROMIUM") or shutil.which("chromium")
 
@@ -42,7 +42,7 @@ class Opened:
         found: list[str] = self.page.eval_on_selector_all("main > section", "all => all.map(one => one.id)")
         return found
 
-    def colour(self, selector: str, which: str = "backgroundColor") -> str:
+    def color(self, selector: str, which: str = "backgroundColor") -> str:
         found: str = self.page.eval_on_selector(selector, f"one => getComputedStyle(one).{which}")
         return found
 

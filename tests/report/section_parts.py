@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.report.parts import Facts
+from stepscope.document.model import Facts
 
 EVIL = "<script>alert('1')</script>\u202e\n\x1b[2J\"=1+1"
 

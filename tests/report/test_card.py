@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from handmade import MS, cpu_facts, cpu_recording, gpu_facts, gpu_recording, sample, write_recording
-from stepscope.cli.output import print_card
-from stepscope.report.card import Card
+from stepscope.cli.support.output import print_card
+from stepscope.document.card import Card
 
 GOLDEN = Path(__file__).parent / "golden"
 COMPILER = {
@@ -69,15 +69,15 @@ def test_the_printed_shares_sum_to_a_hundred_per_cent():
         assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) >= 6
 
 
-def test_plain_where_nobody_looks_and_colour_on_request():
+def test_plain_where_nobody_looks_and_color_on_request():
     card = Card.of(cpu_recording(Path("run")))
 
     assert "\x1b" not in printed(card)
-    coloured = card.text(colour=True)
+    colored = card.text(color=True)
     for mark in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
-        assert mark in coloured
-        coloured = coloured.replace(mark, "")
-    assert [line.rstrip() for line in coloured.splitlines()] == [line.rstrip() for line in card.text().splitlines()]
+        assert mark in colored
+        colored = colored.replace(mark, "")
+    assert [line.rstrip() for line in colored.splitlines()] == [line.rstrip() for line in card.text().splitlines()]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])

@@ -9,9 +9,9 @@ import pytest
 from test_card import COMPILER
 
 from handmade import flops_facts, gpu_facts, sample, write_recording
-from stepscope.analysis import statistics
+from stepscope.analysis.time import statistics
+from stepscope.document.card import Card
 from stepscope.errors import RecordingError
-from stepscope.report.card import Card
 
 NONSENSE = (None, "text", [], {}, -1, 0)
 WINDOWS = ("warmup", "clean", "clean", "trace", "memory")

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from stepscope.analysis.comparison import Parts, Subject, compare_pair
-from stepscope.analysis.gates import Comparison, decide, parse_gate
-from stepscope.analysis.metrics import Measure
-from stepscope.report.compare_text import compare_text
-from stepscope.report.markdown.comparison import compare_markdown, escaped
+from stepscope.analysis.comparison.compare import Parts, Subject, compare_pair
+from stepscope.analysis.comparison.gates import Comparison, decide, parse_gate
+from stepscope.analysis.comparison.metrics import Measure
+from stepscope.document.text.compare_text import compare_text
+from stepscope.render.markdown.comparison import compare_markdown, escaped
 
 MS = 1_000_000
 BASE_NS = tuple(float(10 * MS + i * 100) for i in (3, 1, 4, 0, 5, 9, 2, 6, 8, 7))

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile_names import NAMES
-from stepscope.report.csv_tables import csv_of, csv_text
-from stepscope.report.parts import Table
-from stepscope.report.sweeps import sweep_csv, sweep_of
+from stepscope.document.model import Table
+from stepscope.document.text.sweeps import sweep_csv, sweep_of
+from stepscope.render.csv import csv_of, csv_text
 
 RUNS = re.compile(r"""[\s"'`]*[=+\-@＝＋－＠]""")
 

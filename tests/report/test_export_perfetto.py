@@ -11,12 +11,12 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from stepscope.analysis.links import Linked, link
+from stepscope.analysis.structure.links import Linked, link
+from stepscope.exporters.perfetto import LARGEST_EXACT_NS, perfetto_texts
+from stepscope.exporters.selection import select
+from stepscope.exporters.tracks import lanes
 from stepscope.findings.finding import Finding
-from stepscope.report.export.perfetto import LARGEST_EXACT_NS, perfetto_texts
-from stepscope.report.export.selection import select
-from stepscope.report.export.tracks import lanes
-from stepscope.report.files import write_texts
+from stepscope.render.files import write_texts
 from stepscope.trace.reader import read_trace
 from stepscope.trace.schema import DEVICE_TABLE
 from stepscope.trace.schema import HOST as HOST_TABLE

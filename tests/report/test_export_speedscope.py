@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from stepscope.analysis.links import Linked, link
-from stepscope.report.export.selection import select
-from stepscope.report.export.speedscope import SCHEMA, Speedscope
+from stepscope.analysis.structure.links import Linked, link
+from stepscope.exporters.selection import select
+from stepscope.exporters.speedscope import SCHEMA, Speedscope
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 

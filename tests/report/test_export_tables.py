@@ -9,10 +9,10 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from stepscope.analysis.rank import account
+from stepscope.analysis.ranks.rank_account import account
+from stepscope.exporters.selection import select
+from stepscope.exporters.tables import write_tables
 from stepscope.findings.finding import Finding
-from stepscope.report.export.selection import select
-from stepscope.report.export.tables import write_tables
 from trace_builder import TraceBuilder
 
 FORMULA = '=HYPERLINK("http://x";"y")'

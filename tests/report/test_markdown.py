@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 from hostile_names import NAMES, charts, report
-from stepscope.report.markdown.charts import chart_lines
-from stepscope.report.markdown.markdown import MOST_CHARACTERS, markdown_of
-from stepscope.report.markdown.text import code, escaped, in_summary, prose
-from stepscope.report.parts import Bars, Heat, Lines, Missing, Report, Section, Series, Table, Text
-from stepscope.report.text import safe
+from stepscope.document.model import Bars, Heat, Lines, Missing, Report, Section, Series, Table, Text
+from stepscope.formatting import safe
+from stepscope.render.markdown.charts import chart_lines
+from stepscope.render.markdown.markdown import MOST_CHARACTERS, markdown_of
+from stepscope.render.markdown.text import code, escaped, in_summary, prose
 
 OURS = {"details", "summary", "b", "sub", "br"}
 MADE = {"p", "h2", "h3", "ul", "ol", "li", "strong", "code", "table", "thead", "tbody", "tr", "th", "td", "a", "img"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memories import a_step, tensor, write_memory
-from stepscope.analysis.memory_account import account
-from stepscope.report.memory import analyze_memory
-from stepscope.report.memory_text import memory_text
+from stepscope.analysis.memory.account import account
+from stepscope.document.text.memory_text import memory_text
+from stepscope.session.memory_view import analyze_memory
 
 
 def left(num_bytes: int, frame: str | None = "train.py:9 losses") -> dict:

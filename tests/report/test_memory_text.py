@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from memories import S, a_step, snapshot, tensor, transformer, write_memory
-from stepscope.analysis.memory_account import REMAINDER, account
-from stepscope.report.memory import analyze_memory
-from stepscope.report.memory_picture import timeline_svg
-from stepscope.report.memory_text import memory_text
+from stepscope.analysis.memory.account import REMAINDER, account
+from stepscope.document.text.memory_text import memory_text
+from stepscope.render.memory_picture import timeline_svg
+from stepscope.session.memory_view import analyze_memory
 
 EVIL = "evil\x1b[31m\x1b]0;title\x07\x9b2J‮</text><script>alert('&')</script>\r\n"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,14 +12,14 @@ import pytest
 import stepscope
 from handmade import cpu_recording
 from memories import a_step, write_memory
+from stepscope.document.text.compare_text import compare_text
+from stepscope.document.text.findings_text import diagnosis_text
+from stepscope.document.text.memory_text import memory_text
+from stepscope.document.text.sweeps import sweep_of, sweep_text
+from stepscope.document.text.trace_text import analysis_text
+from stepscope.document.text.whatif_text import whatif_text
 from stepscope.findings.finding import Finding
-from stepscope.report.compare_text import compare_text
-from stepscope.report.findings_text import diagnosis_text
-from stepscope.report.memory import analyze_memory
-from stepscope.report.memory_text import memory_text
-from stepscope.report.sweeps import sweep_of, sweep_text
-from stepscope.report.trace_text import analysis_text
-from stepscope.report.whatif_text import whatif_text
+from stepscope.session.memory_view import analyze_memory
 from trace_builder import TraceBuilder
 
 NASTY = "</pre><script>alert(1)</script>\"'\n\u202e\x1b[31m<img src=x onerror=alert(1)>" + "y" * 5000

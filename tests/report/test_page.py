@@ -12,14 +12,14 @@ import pytest
 
 from handmade import cpu_recording
 from report_samples import EVIL, SHOWN, charts, sample_report, table
+from stepscope.document.build import report_of
+from stepscope.document.model import Bars, Chart, Node, Report, Section, Series, Tree
 from stepscope.errors import MissingDependencyError
-from stepscope.report.build import report_of
-from stepscope.report.page import page as page_module
-from stepscope.report.page.elements import table_data, with_code
-from stepscope.report.page.figures import figure_of
-from stepscope.report.page.page import page_of
-from stepscope.report.page.trees import MOST_NODES
-from stepscope.report.parts import Bars, Chart, Node, Report, Section, Series, Tree
+from stepscope.render.page import page as page_module
+from stepscope.render.page.elements import table_data, with_code
+from stepscope.render.page.figures import figure_of
+from stepscope.render.page.page import page_of
+from stepscope.render.page.trees import MOST_NODES
 
 ELEMENTS = {"html", "head", "meta", "title", "style", "script", "body", "header", "h1", "nav", "a", "div", "button",
             "dialog", "h3", "dl", "dt", "dd", "main", "p", "section", "h2", "span", "small", "article", "b", "h4",

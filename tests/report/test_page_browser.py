@@ -13,12 +13,12 @@ import pytest
 from conftest import opened_page
 from handmade import cpu_facts, cpu_recording, gpu_recording, write_recording
 from report_samples import EVIL, SHOWN, sample_report, table
-from stepscope.analysis import statistics
-from stepscope.report.build import report_of
-from stepscope.report.cells import cell
-from stepscope.report.csv_tables import csv_of
-from stepscope.report.parts import Report, Section, Table
-from stepscope.report.timeline.timeline import timeline_of
+from stepscope.analysis.time import statistics
+from stepscope.document.build import report_of
+from stepscope.document.cells import cell
+from stepscope.document.model import Report, Section, Table
+from stepscope.document.timeline.timeline import timeline_of
+from stepscope.render.csv import csv_of
 from trace_builder import PUBLIC, TRACES, TraceBuilder, needs_traces
 
 SWEEP = Path(__file__).parents[2] / "docs" / "results" / "h200" / "cs336"
@@ -219,23 +219,23 @@ def test_tables_sort_by_figures_filter_and_show_all(sample):
 def test_dark_and_light_follow_the_system_and_the_button(sample):
     paper = "section#bars .main-svg"
 
-    def colours(scheme: str | None = None) -> tuple[str, str]:
+    def colors(scheme: str | None = None) -> tuple[str, str]:
         if scheme is not None:
             sample.page.emulate_media(color_scheme=scheme)
-        return sample.colour("body"), sample.colour(paper, "background")
+        return sample.color("body"), sample.color(paper, "background")
 
     sample.section("bars")
-    light, dark = colours("light"), colours("dark")
+    light, dark = colors("light"), colors("dark")
     assert light[0] != dark[0] and light[1] != dark[1]
     sample.page.click("#theme")
-    assert colours() == light
+    assert colors() == light
     sample.page.keyboard.press("t")
-    assert colours() == dark
+    assert colors() == dark
     sample.section("overview")  # a chart that is out of sight when the theme turns
     sample.page.keyboard.press("t")
     sample.section("bars")
     sample.page.wait_for_function(
-        "colour => getComputedStyle(document.querySelector('section#bars .main-svg')).background === colour",
+        "color => getComputedStyle(document.querySelector('section#bars .main-svg')).background === color",
         arg=light[1],
     )
     sample.page.emulate_media(color_scheme="light")

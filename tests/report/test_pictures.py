@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile_names import charts
+from stepscope.document.model import Bars, Heat, Lines, Scatter, Series, Tree
 from stepscope.errors import MissingDependencyError
-from stepscope.report.page.figures import figure_of
-from stepscope.report.parts import Bars, Heat, Lines, Scatter, Series, Tree
-from stepscope.report.pictures.trees import Tile, squarified
+from stepscope.render.page.figures import figure_of
+from stepscope.render.png.trees import Tile, squarified
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from matplotlib.figure import Figure  # noqa: E402
 
-from stepscope.report.pictures.charts import draw_lines  # noqa: E402
-from stepscope.report.pictures.pictures import drawn, drawn_apart, png_of  # noqa: E402
+from stepscope.render.png.charts import draw_lines  # noqa: E402
+from stepscope.render.png.pictures import drawn, drawn_apart, png_of  # noqa: E402
 
 
 def size_of(png: bytes) -> tuple[int, int]:

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 from hostile_names import NAMES, report
-from stepscope.report.explorer import Axis, Explorer, Figure
-from stepscope.report.parts import Report, Section, Table
-from stepscope.report.plain import plain_of
-from stepscope.report.timeline.timeline import Timeline
-from stepscope.report.write import write_report
+from stepscope.document.explorer import Axis, Explorer, Figure
+from stepscope.document.model import Report, Section, Table
+from stepscope.document.timeline.timeline import Timeline
+from stepscope.render.json_values import plain_of
+from stepscope.render.write import write_report
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "report.md"
 

@@ -10,12 +10,12 @@ import pytest
 import stepscope
 from handmade import cpu_recording
 from report_samples import sample_report
-from stepscope.analysis import statistics
+from stepscope.analysis.time import statistics
 from stepscope.cli.main import main
 from stepscope.cli.report import default_target
+from stepscope.document.model import Report
 from stepscope.errors import MissingDependencyError, UsageError
-from stepscope.report import files, write
-from stepscope.report.parts import Report
+from stepscope.render import files, write
 from trace_builder import TraceBuilder
 
 SWEEP = Path(__file__).parents[2] / "docs" / "results" / "h200" / "cross_entropy"

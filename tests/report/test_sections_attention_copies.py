@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
+from stepscope.document.model import Bars, Table, Text
+from stepscope.document.sections import attention, copies
+from stepscope.document.text.copies_text import copies_text
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.copies_text import copies_text
-from stepscope.report.parts import Bars, Table, Text
-from stepscope.report.sections import attention, copies
-from stepscope.report.source import Source
+from stepscope.session.source import Source
 from trace_builder import TraceBuilder
 
 SIZES, HALF = [2, 4, 64, 16], "c10::BFloat16"

@@ -10,14 +10,14 @@ from test_card import COMPILER
 
 from handmade import MS, cpu_facts, cpu_recording, gpu_facts, gpu_recording, sample, write_recording
 from memories import a_step, write_memory
-from stepscope.analysis import statistics
-from stepscope.analysis.phases import PHASES, UNATTRIBUTED
-from stepscope.analysis.summary import clean_step_ns
+from stepscope.analysis.time import statistics
+from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
+from stepscope.analysis.time.summary import clean_step_ns
+from stepscope.document.build import section_of
+from stepscope.document.model import Bars, Chart, Lines, Missing, Table, Text
+from stepscope.document.sections import compiler, counters, precision, ranks, steps
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.build import section_of
-from stepscope.report.parts import Bars, Chart, Lines, Missing, Table, Text
-from stepscope.report.sections import compiler, counters, precision, ranks, steps
-from stepscope.report.source import Source
+from stepscope.session.source import Source
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 

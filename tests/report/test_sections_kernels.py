@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stepscope.report.parts import Bars, Chart, Facts, Lines, Missing, Table, Text
-from stepscope.report.sections.kernels import parts, titles_of
-from stepscope.report.source import Source
+from stepscope.document.model import Bars, Chart, Facts, Lines, Missing, Table, Text
+from stepscope.document.sections.kernels import parts, titles_of
+from stepscope.session.source import Source
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
 HOSTILE = "void <script>alert(1)</script>\u202e\n'" + "x" * 10_000

@@ -9,11 +9,11 @@ import pytest
 
 from handmade import write_recording
 from memories import a_step, tensor, transformer, write_memory
-from stepscope.analysis.memory_account import account
+from stepscope.analysis.memory.account import account
+from stepscope.document.model import Bars, Facts, Lines, Missing, Table, Text, Tree
+from stepscope.document.sections.memory import parts
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Bars, Facts, Lines, Missing, Table, Text, Tree
-from stepscope.report.sections.memory import parts
-from stepscope.report.source import Source
+from stepscope.session.source import Source
 from trace_builder import PUBLIC, TRACES, TraceBuilder, needs_traces
 
 HOSTILE = "</script><script>alert(1)\u202e\n=cmd()" + "y" * 10_000

@@ -9,10 +9,10 @@ import pytest
 
 from handmade import write_recording
 from memories import a_step, tensor, write_memory
-from stepscope.report.parts import Missing, Node, Table, Text, Tree
-from stepscope.report.sections.modules import OUTSIDE, parts
-from stepscope.report.sections.trees import MAX_DEPTH, Branch, module_path
-from stepscope.report.source import Source
+from stepscope.document.model import Missing, Node, Table, Text, Tree
+from stepscope.document.sections.modules import OUTSIDE, parts
+from stepscope.document.sections.trees import MAX_DEPTH, Branch, module_path
+from stepscope.session.source import Source
 from trace_builder import AUTOGRAD, PUBLIC, TraceBuilder, needs_traces
 
 HOSTILE = '</script><b onload="x">\u202e\n=1+1'
@@ -79,7 +79,7 @@ def test_forward_and_backward_are_apart_and_all_gpu_work_is_there(tmp_path):
         "/GPU work/backward/blocks/0/mlp": 20_000,
         f"/GPU work/{OUTSIDE}": 10_000,
     }
-    assert {node.colour for node in chart.nodes if node.name == "mlp"} == {"forward", "backward"}
+    assert {node.color for node in chart.nodes if node.name == "mlp"} == {"forward", "backward"}
     assert "35.00 µs (53.8 %) are the modules' forward" in chart.caption
     assert "10.00 µs (15.4 %) belong to no module" in chart.caption
 

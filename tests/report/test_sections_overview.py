@@ -9,14 +9,14 @@ import pytest
 from section_parts import EVIL, facts_in, of
 
 from handmade import WINDOWS, cpu_facts, cpu_recording, gpu_recording, sample, write_recording
-from stepscope.analysis import statistics
+from stepscope.analysis.time import statistics
+from stepscope.document.build import SECTIONS, report_of, section_of, title_of, verdict_of
+from stepscope.document.card import Card
+from stepscope.document.model import Bars, Facts, Findings, Missing, Table, Text
+from stepscope.document.sections import overview
+from stepscope.document.sections.shared import MOST_POINTS, thinned, thinning
 from stepscope.errors import TraceError
-from stepscope.report.build import SECTIONS, report_of, section_of, title_of, verdict_of
-from stepscope.report.card import Card
-from stepscope.report.parts import Bars, Facts, Findings, Missing, Table, Text
-from stepscope.report.sections import overview
-from stepscope.report.sections.shared import MOST_POINTS, thinned, thinning
-from stepscope.report.source import Source
+from stepscope.session.source import Source
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
 MINE = ("overview", "steps", "compiler", "precision", "counters", "ranks")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from stepscope.devices import Ceilings, find_device, save_ceilings
-from stepscope.report.parts import Bars, Facts, Missing, Scatter, Table, Text
-from stepscope.report.sections.roofline import LEAST_SHARE, MOST_DOTS, parts
-from stepscope.report.source import Source
+from stepscope.document.model import Bars, Facts, Missing, Scatter, Table, Text
+from stepscope.document.sections.roofline import LEAST_SHARE, MOST_DOTS, parts
+from stepscope.session.source import Source
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
 H200 = "NVIDIA H200"

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from hostile_names import NAMES
+from stepscope.document.build import report_of
+from stepscope.document.explorer import Explorer
+from stepscope.document.model import Bars, Chart, Facts, Heat, Lines, Missing, Scatter, Table, Text
+from stepscope.document.sections.sweep import sweep_report
+from stepscope.document.sections.sweep_axes import layout_of
+from stepscope.document.text.sweeps import hash_of, sweep_of
 from stepscope.errors import RecordingError
-from stepscope.report.build import report_of
-from stepscope.report.explorer import Explorer
-from stepscope.report.markdown.markdown import markdown_of
-from stepscope.report.page.page import page_of
-from stepscope.report.parts import Bars, Chart, Facts, Heat, Lines, Missing, Scatter, Table, Text
-from stepscope.report.plain import plain_of
-from stepscope.report.sections.sweep import sweep_report
-from stepscope.report.sections.sweep_axes import layout_of
-from stepscope.report.sweeps import hash_of, sweep_of
+from stepscope.render.json_values import plain_of
+from stepscope.render.markdown.markdown import markdown_of
+from stepscope.render.page.page import page_of
 from stepscope.trace.sweep_file import Sweep, read_sweep
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200"

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from stepscope.report.sweeps import (
+from stepscope.document.text.sweeps import (
     points_text,
     row_line,
     sweep_csv,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.report.text import average, count, duration, flops, milliseconds, percent, safe, significant, size
+from stepscope.formatting import average, count, duration, flops, milliseconds, percent, safe, significant, size
 
 
 @pytest.mark.parametrize(

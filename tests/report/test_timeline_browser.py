@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import stepscope.report.page
-from stepscope.report.timeline.timeline import Timeline, timeline_of
+import stepscope.render.page
+from stepscope.document.timeline.timeline import Timeline, timeline_of
 from trace_builder import TraceBuilder
 
-FOLDER = Path(stepscope.report.page.__file__).parent
+FOLDER = Path(stepscope.render.page.__file__).parent
 SCRIPTS = [FOLDER / f"timeline{part}.js" for part in ("_data", "_draw", "_tell", "_move", "")]
 EVIL = "</script><img src=x onerror=window.evil=1>\u202e<b>bold</b>"
 PAGE = """<!doctype html><meta charset="utf-8"><title>timeline</title>

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 
 from any_trace import any_trace
-from stepscope.analysis.links import Linked, link
-from stepscope.report.timeline.bytes import Bytes
-from stepscope.report.timeline.timeline import Timeline, timeline_of
-from stepscope.report.timeline.tracks import MOST_TRACKS, lanes_of
+from stepscope.analysis.structure.links import Linked, link
+from stepscope.document.timeline.bytes import Bytes
+from stepscope.document.timeline.timeline import Timeline, timeline_of
+from stepscope.document.timeline.tracks import MOST_TRACKS, lanes_of
 from stepscope.trace.reader import read_trace
 from trace_builder import AUTOGRAD, TRACES, TraceBuilder, needs_traces
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.rank import account
-from stepscope.analysis.traces import Analysis
-from stepscope.report.trace_text import analysis_text
-from stepscope.report.trace_verdict import trace_verdict
+from stepscope.analysis.ranks.all_ranks import Analysis
+from stepscope.analysis.ranks.rank_account import account
+from stepscope.document.text.trace_text import analysis_text
+from stepscope.document.trace_verdict import trace_verdict
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from handmade import MS, cpu_facts, cpu_recording, gpu_recording, sample, write_recording
-from stepscope.report.card import Card
-from stepscope.report.verdict import verdict
+from stepscope.document.card import Card
+from stepscope.document.verdict import verdict
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stepscope.report.card import Card
+from stepscope.document.card import Card
 from stepscope.trace.recording import Recording, read_recording
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"

@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import stepscope
 from stepscope.errors import RecordingError, UsageError
-from stepscope.record.windows import Windows
+from stepscope.recorder.windows import Windows
 
 WINDOWS = Windows(warmup=2, clean=4, trace=1)
 NUM_STEPS = WINDOWS.num_steps + 3

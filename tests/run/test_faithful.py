@@ -130,8 +130,8 @@ def test_a_script_in_another_folder_has_that_folder_on_its_path(lab):
     script = lab.script()
     folder = script.folder / "deeper"
     folder.mkdir()
-    (folder / "neighbour.py").write_text("NAME = 'neighbour'")
-    (folder / "other.py").write_text("import os, sys, neighbour\nprint(sys.argv, sys.path[0], os.getcwd())")
+    (folder / "neighbor.py").write_text("NAME = 'neighbor'")
+    (folder / "other.py").write_text("import os, sys, neighbor\nprint(sys.argv, sys.path[0], os.getcwd())")
     bare = script.python("deeper/other.py", "x")
     run = script.stepscope("run", "-o", "recording", "--quiet", "deeper/other.py", "x")
     assert (run.exit_code, run.stdout) == (0, bare.stdout)

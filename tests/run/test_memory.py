@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from stepscope.record import files
-from stepscope.record.nodes import SHOWS_SAVED_TENSORS
+from stepscope.recorder import files
+from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS
 
 # Two warm-up steps, three clean, two for the trace, one for memory and FLOPs.
 SHORT = ("--warmup", "2", "--clean", "3", "--trace", "1")

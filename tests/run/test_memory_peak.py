@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from stepscope.record import files
-from stepscope.record.nodes import SHOWS_SAVED_TENSORS
-from stepscope.report.memory import analyze_memory
-from stepscope.report.memory_text import memory_text
+from stepscope.document.text.memory_text import memory_text
+from stepscope.recorder import files
+from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS
+from stepscope.session.memory_view import analyze_memory
 
 SHORT = ("--warmup", "2", "--clean", "2", "--trace", "0", "--memory")
 NUM_STEPS_BEFORE = 4

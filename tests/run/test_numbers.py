@@ -5,8 +5,8 @@ from statistics import median
 
 import pytest
 
-from stepscope.analysis.phases import phase_of
-from stepscope.report.card import Card
+from stepscope.analysis.time.phases import phase_of
+from stepscope.document.card import Card
 
 # Every phase sleeps for a time of its own; the script has a stopwatch: {phase: [seconds of step 0, of step 1, ...]}.
 SLEEPER = """
@@ -86,7 +86,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 import stepscope
-from stepscope.record.windows import Windows
+from stepscope.recorder.windows import Windows
 
 B, S, D, H, FF, L, V = 2, 24, 16, 4, 40, 3, 50
 

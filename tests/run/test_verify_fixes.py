@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from stepscope.findings.diagnose import all_rules
 from stepscope.findings.fixes import FIXES
-from stepscope.record.fixes import applied as module
-from stepscope.record.fixes.applied import CHANGES, AppliedFixes
-from stepscope.record.model import is_compiled
+from stepscope.recorder.fixes import applied as module
+from stepscope.recorder.fixes.applied import CHANGES, AppliedFixes
+from stepscope.recorder.model import is_compiled
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.analysis.losses import check_losses
-from stepscope.analysis.verification import verify
-from stepscope.analysis.verified import Attempt, Expected, Plan, Verification
+from stepscope.analysis.comparison.losses import check_losses
+from stepscope.analysis.comparison.verification import verify
+from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
+from stepscope.document.text.verify_text import losses_sentence, verify_text
 from stepscope.errors import UsageError
 from stepscope.findings.fixes import parse_fix
-from stepscope.report.verify_text import losses_sentence, verify_text
 from stepscope.trace.recording import Recording, StepSample
 
 FALLING = {step: 4.0 / (step + 1) for step in range(8)}

@@ -10,10 +10,10 @@ import pytest
 
 from stepscope.cli import verify
 from stepscope.cli.main import main
+from stepscope.document.text.findings_text import diagnosis_text
 from stepscope.errors import RecordingError, UsageError
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding
-from stepscope.report.findings_text import diagnosis_text
 from stepscope.sweep.rerun import Command, Options, recorded_command, run_again
 
 

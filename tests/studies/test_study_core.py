@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from stepscope.document.model import Facts, Missing, Table, Text
 from stepscope.errors import RecordingError, UsageError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Facts, Missing, Table, Text
 from stepscope.studies import Question, Recordings, Study, Sweep
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import begin, plan_of, run
@@ -259,7 +259,7 @@ def test_a_mistake_in_an_answer_costs_that_answer_alone(tmp_path):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("a string", "yields parts of stepscope.report.parts, such as Text, not str"),
+        ("a string", "yields parts of stepscope.document.model, such as Text, not str"),
         (None, "not NoneType"),
         (Table("../x", "", {"a": [1]}, 9), "the id '../x' is to be the name of a file"),
         (SystemExit(0), "SystemExit: 0"),

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from quick_study import canned, changed, first_text
+from stepscope.document.model import Missing, Table, Text
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Missing, Table, Text
-from stepscope.studies import cs336_precision
-from stepscope.studies.cs336 import STUDY
-from stepscope.studies.cs336_attention import compiled, grid, squares
-from stepscope.studies.cs336_kernels import kernels, products, softmax
-from stepscope.studies.cs336_memory import alive, autocast, peaks
-from stepscope.studies.cs336_precision import exactness, mixed_precision
-from stepscope.studies.cs336_time import durations, warm_up
+from stepscope.studies.cs336 import precision as cs336_precision
+from stepscope.studies.cs336.attention import compiled, grid, squares
+from stepscope.studies.cs336.kernels import kernels, products, softmax
+from stepscope.studies.cs336.memory import alive, autocast, peaks
+from stepscope.studies.cs336.precision import exactness, mixed_precision
+from stepscope.studies.cs336.study import STUDY
+from stepscope.studies.cs336.time import durations, warm_up
 from stepscope.studies.stored import Stored
 
 ANSWERS = (durations, warm_up, kernels, products, softmax, mixed_precision, exactness, peaks, alive, autocast, grid,

@@ -12,12 +12,14 @@ import pytest
 import quick_study
 from quick_study import canned
 from quick_study import first_text as said
+from stepscope.document.model import Bars, Missing, Table, Text
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Bars, Missing, Table, Text
-from stepscope.studies import hydra_data, hydra_ops, hydra_variants
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import plan_of
-from stepscope.studies.hydra import STUDY
+from stepscope.studies.hydra import data as hydra_data
+from stepscope.studies.hydra import ops as hydra_ops
+from stepscope.studies.hydra import variants as hydra_variants
+from stepscope.studies.hydra.study import STUDY
 from stepscope.studies.stored import Stored
 
 NOT_NOTED = "the note's figures are of 100m"
@@ -271,7 +273,7 @@ def test_a_gpus_own_times_are_told(monkeypatch):
     if not path.is_file():
         pytest.skip("../shared/traces is not there")
     pytest.importorskip("polars")
-    from stepscope.report.source import Source
+    from stepscope.session.source import Source
 
     recorded = SimpleNamespace(source=Source(path, use_cache=False), axes={"preset": "traced"})
     stored = SimpleNamespace(recording=lambda _measure: recorded)

@@ -14,10 +14,12 @@ import polars as pl
 import pytest
 
 from quick_study import canned, changed, first_text
-from stepscope.report.parts import Table, Text
-from stepscope.studies import megalodon_answers, megalodon_paths, megalodon_recordings
-from stepscope.studies.megalodon import STUDY
-from stepscope.studies.megalodon_files import SUMMARY
+from stepscope.document.model import Table, Text
+from stepscope.studies.megalodon import answers as megalodon_answers
+from stepscope.studies.megalodon import paths as megalodon_paths
+from stepscope.studies.megalodon import recordings as megalodon_recordings
+from stepscope.studies.megalodon.files import SUMMARY
+from stepscope.studies.megalodon.study import STUDY
 from stepscope.studies.outputs import appended
 from stepscope.studies.stored import Recorded, Stored
 from trace_builder import TraceBuilder

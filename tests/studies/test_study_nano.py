@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from quick_study import canned, changed, first_text
-from stepscope.report.parts import Lines, Table, Text
-from stepscope.studies.nano import STUDY
-from stepscope.studies.nano_answers import faster, memory, sparsity
-from stepscope.studies.nano_models import compares, faster_models, models
+from stepscope.document.model import Lines, Table, Text
+from stepscope.studies.nano.answers import faster, memory, sparsity
+from stepscope.studies.nano.models import compares, faster_models, models
+from stepscope.studies.nano.study import STUDY
 from stepscope.studies.stored import Stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "nano"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.report.parts import Missing, Text
+from stepscope.document.model import Missing, Text
 from stepscope.studies.build import report_of_study
 from stepscope.studies.stored import Stored
 from stepscope.studies.write import study_of

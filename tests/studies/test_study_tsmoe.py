@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 
 from quick_study import canned, change_lines, changed, first_text
+from stepscope.document.model import Bars, Table, Text
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Bars, Table, Text
-from stepscope.studies import tsmoe_amp, tsmoe_compiled, tsmoe_training
-from stepscope.studies import tsmoe_note as note
 from stepscope.studies.execute import plan_of
 from stepscope.studies.stored import Stored
-from stepscope.studies.tsmoe import STUDY
-from stepscope.studies.tsmoe_amp import amp, amp_pace, amp_verdict
-from stepscope.studies.tsmoe_compiled import compiled
-from stepscope.studies.tsmoe_experts import grouped, half
-from stepscope.studies.tsmoe_training import mfu, step_of, training
-from stepscope.studies.tsmoe_variants import dispatch, mask
+from stepscope.studies.tsmoe import amp as tsmoe_amp
+from stepscope.studies.tsmoe import compiled as tsmoe_compiled
+from stepscope.studies.tsmoe import note
+from stepscope.studies.tsmoe import training as tsmoe_training
+from stepscope.studies.tsmoe.amp import amp, amp_pace, amp_verdict
+from stepscope.studies.tsmoe.compiled import compiled
+from stepscope.studies.tsmoe.experts import grouped, half
+from stepscope.studies.tsmoe.study import STUDY
+from stepscope.studies.tsmoe.training import mfu, step_of, training
+from stepscope.studies.tsmoe.variants import dispatch, mask
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "tsmoe"
 COMPILE_REPORT = {
@@ -268,7 +270,7 @@ def half_parts(stored):
     try:
         yield from half(stored)
     except CannotCheck as reason:
-        assert "serialised_scatter" in str(reason)
+        assert "serialized_scatter" in str(reason)
 
 
 def test_rows_of_a_gpu_are_answered_too(on_gpu):

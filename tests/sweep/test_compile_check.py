@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 from stepscope.cli import compile_check as verb  # noqa: E402
 from stepscope.cli.main import main  # noqa: E402
-from stepscope.report.compile_check_text import check_json, check_text  # noqa: E402
-from stepscope.sweep import compile_check, prepare  # noqa: E402
+from stepscope.document.text.compile_check_text import check_json, check_text  # noqa: E402
+from stepscope.sweep import prepare  # noqa: E402
+from stepscope.sweep.checks import compile_check  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
 from stepscope.sweep.point_process import Report, Request, run_point  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402

@@ -11,11 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.analysis.dtype_comparison import class_ns, compare_dtypes  # noqa: E402  torch may be missing
+from stepscope.analysis.precision.dtype_comparison import class_ns, compare_dtypes  # noqa: E402  torch may be missing
 from stepscope.cli.main import main  # noqa: E402
-from stepscope.report.precision_text import precision_text, sentences  # noqa: E402
+from stepscope.document.text.precision_text import precision_text, sentences  # noqa: E402
+from stepscope.sweep.checks.precision_probe import at_peak, deviation  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.sweep.precision_probe import at_peak, deviation  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.sweep import gate  # noqa: E402
+from stepscope.sweep.checks import gate  # noqa: E402
 from stepscope.workloads import optimizers  # noqa: E402
 from stepscope.workloads.workload import Built, Workload, knob  # noqa: E402
 

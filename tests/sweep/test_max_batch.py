@@ -10,8 +10,8 @@ from sweep_runs import ODD, gated, rows_in
 
 from stepscope.errors import UsageError
 from stepscope.sweep.grid import Grid
-from stepscope.sweep.max_batch import MaxBatch, max_batch_point
 from stepscope.sweep.runner import Options
+from stepscope.sweep.tuning.max_batch import MaxBatch, max_batch_point
 
 
 class Pretended:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from sweep_runs import bench_words, quiet_environment, rows_in
 
-from stepscope.sweep.refused import heard, refusal
+from stepscope.sweep.checks.refused_backends import heard, refusal
 
 torch = pytest.importorskip("torch")
 from stepscope.workloads.ops import attention  # noqa: E402

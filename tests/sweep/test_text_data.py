@@ -11,7 +11,7 @@ import torch
 from stepscope.errors import UsageError
 from stepscope.sweep import train
 from stepscope.sweep.grid import Grid
-from stepscope.sweep.text_data import Windows, text_batches, tokenised
+from stepscope.sweep.text_data import Windows, text_batches, tokenized
 from stepscope.workloads.registry import find
 
 
@@ -21,7 +21,7 @@ def like(batch: int, length: int) -> dict[str, torch.Tensor]:
 
 def test_the_text_is_small_and_plain():
     text = files("stepscope.sweep").joinpath("text.txt").read_text(encoding="utf-8")
-    words = tokenised(text, vocab=100_000)
+    words = tokenized(text, vocab=100_000)
 
     assert text.isascii() and len(text) < 200_000
     assert len(words) > 2_000 and len(words.unique()) > 400
@@ -29,7 +29,7 @@ def test_the_text_is_small_and_plain():
 
 
 def test_rare_words_share_the_last_number():
-    assert tokenised("a a a b b c d", vocab=3).tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert tokenized("a a a b b c d", vocab=3).tolist() == [0, 0, 0, 1, 1, 2, 2]
 
 
 def test_a_window_goes_round_the_end_and_its_targets_are_the_next_tokens():

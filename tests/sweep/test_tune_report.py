@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from stepscope.analysis.tuning import tuning_of
-from stepscope.report.tune_text import trial_line, tuning_text
+from stepscope.analysis.comparison.tuning import tuning_of
+from stepscope.document.text.tune_text import trial_line, tuning_text
 
 RUN = {"mode": "step", "dtype": "fp32", "compile": "off", "device": "cpu"}
 SPREAD = (0.97, 0.98, 0.99, 1.0, 1.0, 1.01, 1.02, 1.03)

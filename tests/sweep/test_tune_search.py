@@ -10,14 +10,14 @@ pytest.importorskip("torch")
 
 from sweep_runs import gated
 
-from stepscope.analysis.significance import difference
+from stepscope.analysis.comparison.significance import difference
 from stepscope.errors import UsageError
 from stepscope.sweep.grid import Grid
 from stepscope.sweep.results import Results
 from stepscope.sweep.runner import Options
-from stepscope.sweep.tune import Search
-from stepscope.sweep.tune_space import search_space
-from stepscope.sweep.tune_trials import Clock, Forecast, Trials
+from stepscope.sweep.tuning.descent import Search
+from stepscope.sweep.tuning.space import search_space
+from stepscope.sweep.tuning.trials import Clock, Forecast, Trials
 from stepscope.workloads.registry import find
 
 CPU = {"device": "cpu", "steps": 8, "warmup": 2}

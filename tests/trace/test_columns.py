@@ -105,7 +105,7 @@ def test_ranges_on_the_device(seed):
     assert seed.device_ranges.rows() == [(18, "ProfilerStep#1", 0, 7, 20_001, 69_999, 1)]
 
 
-def test_synchronisations_say_what_waited_for_what(seed):
+def test_synchronizations_say_what_waited_for_what(seed):
     assert seed.syncs.rows() == [(19, "Event Sync", 0, 7, 91_000, 2_000, 13, None, 8, 12)]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.errors import TraceError, UsageError
-from stepscope.record import files
+from stepscope.recorder import files
 from stepscope.trace import find
 from stepscope.trace.find import TraceFile, find_traces, ranks_of
 from stepscope.trace.source import Source

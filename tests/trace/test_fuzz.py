@@ -143,7 +143,7 @@ REAL = [
 
 
 def some_events(text: bytes, near: int, num: int = 6) -> bytes:
-    """A few neighbouring events of a trace, as they stand in it."""
+    """A few neighboring events of a trace, as they stand in it."""
     start = text.rindex(b"{", 0, text.index(b'"ph"', near))
     end = start
     for _ in range(num):

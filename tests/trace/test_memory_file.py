@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memories import a_step, tensor, write_memory
-from stepscope.analysis.memory_account import account
+from stepscope.analysis.memory.account import account
 from stepscope.errors import RecordingError
 from stepscope.trace import memory_file
 from stepscope.trace.memory_file import read_memory

@@ -129,7 +129,7 @@ def test_fields_that_older_writers_did_not_have_get_their_defaults(tmp_path):
 def test_fields_that_newer_writers_add_are_passed_over(tmp_path):
     recording = read(
         tmp_path / "run",
-        lines({**sample(0), "colour": "blue"}, {"event": "something new"}),
+        lines({**sample(0), "color": "blue"}, {"event": "something new"}),
         counters_jsonl=lines({"t_ns": 1, "temperature": 60, "power_watts": 3.5}, {"no time": 1}),
     )
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from stepscope.errors import UsageError
-from stepscope.workloads.factory import normalised, user_factory
+from stepscope.workloads.factory import normalized, user_factory
 from stepscope.workloads.workload import Built, WholeStep
 
 MODEL = """
     from typing import Literal
     import torch
     from torch import nn
-    from neighbour import WIDTH
+    from neighbor import WIDTH
 
     def build(
         width: int = WIDTH, dropout: float = 0, kind: Literal["a", "b"] = "a", name="x", flag=False, pair=(1, 2)
@@ -37,7 +37,7 @@ MODEL = """
 
 @pytest.fixture
 def mine(tmp_path):
-    (tmp_path / "neighbour.py").write_text("WIDTH = 4\n")
+    (tmp_path / "neighbor.py").write_text("WIDTH = 4\n")
     path = tmp_path / "mine.py"
     path.write_text(textwrap.dedent(MODEL))
     return path
@@ -171,7 +171,7 @@ class Returns(nn.Module):
     ],
 )
 def test_whatever_has_a_loss_gives_that_loss(shape, batch):
-    built = normalised((Returns(shape), batch), "mine")
+    built = normalized((Returns(shape), batch), "mine")
 
     loss = built.module(**built.batch())
 
@@ -181,9 +181,9 @@ def test_whatever_has_a_loss_gives_that_loss(shape, batch):
 
 
 def test_outputs_without_a_loss_are_tensors():
-    one = normalised((Returns(lambda loss, x: x), lambda: torch.ones(2)), "mine")
-    named = normalised((Returns(lambda loss, x: {"a": x, "b": None, "loss": None}), lambda: torch.ones(2)), "mine")
-    several = normalised((Returns(lambda loss, x: (x, x + 1, "text")), lambda: torch.ones(2)), "mine")
+    one = normalized((Returns(lambda loss, x: x), lambda: torch.ones(2)), "mine")
+    named = normalized((Returns(lambda loss, x: {"a": x, "b": None, "loss": None}), lambda: torch.ones(2)), "mine")
+    several = normalized((Returns(lambda loss, x: (x, x + 1, "text")), lambda: torch.ones(2)), "mine")
 
     assert one.module(**one.batch()).shape == (2,)
     assert [t.tolist() for t in named.module(**named.batch())] == [[1, 1]]
@@ -201,19 +201,19 @@ def test_outputs_without_a_loss_are_tensors():
 )
 def test_what_is_neither_is_refused(made, words):
     with pytest.raises(UsageError, match=words):
-        normalised(made, "mine")
+        normalized(made, "mine")
 
 
 @pytest.mark.parametrize("batch", [1, {"x": 1}, (torch.ones(1), None)])
 def test_a_batch_of_something_else_is_refused(batch):
-    built = normalised((Returns(lambda loss, x: loss), lambda: batch), "mine")
+    built = normalized((Returns(lambda loss, x: loss), lambda: batch), "mine")
 
     with pytest.raises(UsageError, match="mine: a batch is a tensor"):
         built.batch()
 
 
 def test_an_output_without_tensors_is_refused():
-    built = normalised((Returns(lambda loss, x: None), lambda: torch.ones(2)), "mine")
+    built = normalized((Returns(lambda loss, x: None), lambda: torch.ones(2)), "mine")
 
     with pytest.raises(UsageError, match="NoneType"):
         built.module(**built.batch())
@@ -222,4 +222,4 @@ def test_an_output_without_tensors_is_refused():
 def test_what_is_ready_is_taken_as_it_is():
     step = WholeStep(lambda: 1, num_tokens=7)
 
-    assert normalised(step, "mine") is step
+    assert normalized(step, "mine") is step

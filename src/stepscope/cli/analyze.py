@@ -29,7 +29,7 @@ import os
 from pathlib import Path
 
 from stepscope.cli import analyze_views
-from stepscope.cli.numbers import positive
+from stepscope.cli.support.numbers import positive
 from stepscope.errors import StepscopeError, UsageError
 
 
@@ -63,8 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.output:
         raise UsageError("-o draws memory over time: it goes with --memory")
     from stepscope.api import analyze
-    from stepscope.cli.output import print_result
-    from stepscope.cli.progress import Progress
+    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.progress import Progress
 
     with Progress("reading") as progress:
         analysis = analyze(
@@ -75,8 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
 
-    def to_text(colour: bool, width: int) -> str:
-        from stepscope.report.trace_text import analysis_text
+    def to_text(color: bool, width: int) -> str:
+        from stepscope.document.text.trace_text import analysis_text
 
         return analysis_text(analysis, arguments.top, width)
 
@@ -85,9 +85,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from stepscope.cli.output import print_result
-    from stepscope.cli.progress import Progress
-    from stepscope.report.memory import analyze_memory
+    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.progress import Progress
+    from stepscope.session.memory_view import analyze_memory
 
     output: Path | None = arguments.output
     if arguments.step is not None:
@@ -101,15 +101,15 @@ def _memory(arguments: argparse.Namespace) -> int:
     with Progress("reading") as progress:
         analysis = analyze_memory(arguments.paths, arguments.rank, not arguments.no_cache, progress)
     if output is not None:
-        from stepscope.report.memory_picture import timeline_svg
+        from stepscope.render.memory_picture import timeline_svg
 
         try:
             output.write_text(timeline_svg(analysis.reports[0].account), encoding="utf-8")
         except OSError as error:
             raise StepscopeError(f"{output} could not be written: {error.strerror or error}") from None
 
-    def to_text(colour: bool, width: int) -> str:
-        from stepscope.report.memory_text import memory_text
+    def to_text(color: bool, width: int) -> str:
+        from stepscope.document.text.memory_text import memory_text
 
         return memory_text(analysis, arguments.top, width)
 

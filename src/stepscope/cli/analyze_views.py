@@ -23,8 +23,8 @@ def asked(arguments: argparse.Namespace) -> str | None:
 def show(arguments: argparse.Namespace, view: str) -> int:
     """Read, work out the view and print it."""
     from stepscope.api import need_read_side
-    from stepscope.cli.output import print_result
-    from stepscope.cli.progress import Progress
+    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.progress import Progress
 
     if len(arguments.paths) > 1:
         raise UsageError(f"--{view} reads one path: {len(arguments.paths)} were named")
@@ -38,12 +38,12 @@ def show(arguments: argparse.Namespace, view: str) -> int:
     if not path.exists():
         raise UsageError(f"there is no {path}")
     need_read_side()
-    from stepscope.findings.case import open_case
+    from stepscope.session.case import open_case
 
     with Progress("reading") as progress:
         case = open_case(path, arguments.rank, not arguments.no_cache, progress)
-    make: Any = getattr(import_module(f"stepscope.report.{view}"), f"{view}_report")
-    text_of: Any = getattr(import_module(f"stepscope.report.{view}_text"), f"{view}_text")
+    make: Any = getattr(import_module(f"stepscope.session.{view}_view"), f"{view}_report")
+    text_of: Any = getattr(import_module(f"stepscope.document.text.{view}_text"), f"{view}_text")
     report = make(case, arguments.step) if view == "attention" else make(case)
-    print_result(report.to_json, lambda colour, width: text_of(report, arguments.top, width), arguments.json)
+    print_result(report.to_json, lambda color, width: text_of(report, arguments.top, width), arguments.json)
     return 0

@@ -17,9 +17,9 @@ import argparse
 import importlib.util
 import warnings
 
-from stepscope.cli.output import print_result
-from stepscope.cli.points import add_point_arguments, find_workload, typed_axes
-from stepscope.cli.users_code import users_code
+from stepscope.cli.support.output import print_result
+from stepscope.cli.support.points import add_point_arguments, find_workload, typed_axes
+from stepscope.cli.support.users_code import users_code
 from stepscope.errors import MissingDependencyError, UsageError
 
 FLAGS = ("mode", "dtype", "sdpa", "optimizer", "seed", "device")
@@ -39,10 +39,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Audit and print."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch")
-    from stepscope.analysis.dtype_audit import DtypeAudit
+    from stepscope.analysis.precision.dtype_audit import DtypeAudit
     from stepscope.cli.bench import default_device
-    from stepscope.report.audit_text import audit_text
-    from stepscope.sweep.audit import audit_point
+    from stepscope.document.text.audit_text import audit_text
+    from stepscope.sweep.checks.audit import audit_point
     from stepscope.sweep.grid import Grid
 
     for name in ("micro_batches", "rows"):
@@ -56,5 +56,5 @@ def main(arguments: argparse.Namespace) -> int:
     with users_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the model's own ops: they are no part of the answer
         audit = DtypeAudit(audit_point(workload, points[0], arguments.micro_batches))
-    print_result(audit.to_json, lambda _colour, width: audit_text(audit, width, arguments.rows), arguments.json)
+    print_result(audit.to_json, lambda _color, width: audit_text(audit, width, arguments.rows), arguments.json)
     return 0

@@ -28,9 +28,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.output import print_result, tell
-from stepscope.cli.points import RUN_FLAGS, add_point_arguments, find_workload, typed_axes
-from stepscope.cli.users_code import users_code
+from stepscope.cli.support.output import print_result, tell
+from stepscope.cli.support.points import RUN_FLAGS, add_point_arguments, find_workload, typed_axes
+from stepscope.cli.support.users_code import users_code
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.version import __version__
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stepscope.workloads.workload import Workload
 
     Answer = tuple[Callable[[], Any], Callable[[bool, int], str]]
-    """What is printed: as JSON values, and as text by colour and width."""
+    """What is printed: as JSON values, and as text by color and width."""
 
 EXIT_NOT_ALL_OK = 1
 EXIT_INTERRUPTED = 130
@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     points = _points(workload, arguments)
     if arguments.max_batch is not None:
-        from stepscope.sweep.max_batch import max_batch_point
+        from stepscope.sweep.tuning.max_batch import max_batch_point
 
         points = [max_batch_point(point, limit_bytes) for point in points]
     if not points:
@@ -123,11 +123,11 @@ def default_device() -> str:
 
 
 def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
-    from stepscope.report.sweeps import sweep_of, sweep_text, to_json
+    from stepscope.document.text.sweeps import sweep_of, sweep_text, to_json
 
     sweep = sweep_of(rows, environments)
 
-    def to_text(_colour: bool, width: int) -> str:
+    def to_text(_color: bool, width: int) -> str:
         # Sentences are wrapped; a table has use for all there is.
         return sweep_text(sweep, max(width, shutil.get_terminal_size((width, 24)).columns))
 
@@ -146,13 +146,13 @@ def run_sweep(
     fine: Sequence[str] = ("ok",),
 ) -> int:
     """Run the points that have no row yet and print the `answer` to all rows; 0 when each row's status is `fine`."""
-    from stepscope.cli.progress import Progress
-    from stepscope.report.sweeps import sweep_of, write_tables
-    from stepscope.report.text import plural
-    from stepscope.sweep.max_batch import MaxBatch
+    from stepscope.cli.support.progress import Progress
+    from stepscope.document.text.sweeps import sweep_of, write_tables
+    from stepscope.formatting import plural
     from stepscope.sweep.results import Results
     from stepscope.sweep.runner import Runner, run_points
     from stepscope.sweep.server import Server, default_start
+    from stepscope.sweep.tuning.max_batch import MaxBatch
 
     folder = arguments.output or default_folder(verb, arguments.workload)
     command = shlex.join(["stepscope", *sys.argv[1:]])
@@ -201,14 +201,14 @@ class _Teller:
     """A line a finished point on standard error."""
 
     def __init__(self, points: list[Point], quiet: bool) -> None:
-        from stepscope.analysis.sweeps import varying_axes
+        from stepscope.analysis.comparison.sweeps import varying_axes
 
         self._num_points = len(points)
         self._varying = varying_axes([{"preset": p.preset, **p.config, **p.run} for p in points])[0]
         self._quiet = quiet
 
     def finished(self, row: dict[str, Any], num_done: int) -> None:
-        from stepscope.report.sweeps import row_line
+        from stepscope.document.text.sweeps import row_line
 
         if not self._quiet:
             tell(f"{num_done}/{self._num_points}  {row_line(row, self._varying)}")
@@ -219,13 +219,13 @@ class _Teller:
 
 
 def _dry_run(points: list[Point], as_json: bool) -> int:
-    from stepscope.report.sweeps import points_text
+    from stepscope.document.text.sweeps import points_text
 
     listed = [
         {"hash": p.hash, "workload": p.workload, "preset": p.preset, "config": dict(p.config), "run": dict(p.run)}
         for p in points
     ]
-    print_result(lambda: {"points": listed}, lambda _colour, width: points_text(listed, width), as_json)
+    print_result(lambda: {"points": listed}, lambda _color, width: points_text(listed, width), as_json)
     return 0
 
 

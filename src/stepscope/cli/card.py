@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from stepscope.cli.output import print_card
-    from stepscope.report.card import Card
+    from stepscope.cli.support.output import print_card
+    from stepscope.document.card import Card
 
     print_card(Card.of(arguments.recording), arguments.json)
     return 0

@@ -28,11 +28,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope.cli.numbers import positive
+from stepscope.cli.support.numbers import positive
 from stepscope.errors import NotComparableError, StepscopeError, UsageError
 
 if TYPE_CHECKING:
-    from stepscope.analysis.gates import Comparison
+    from stepscope.analysis.comparison.gates import Comparison
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
@@ -68,11 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit code that a job can go by."""
-    from stepscope.analysis.gates import EXIT_NOT_COMPARABLE, parse_gate
-    from stepscope.cli.output import tell
-    from stepscope.cli.progress import Progress
-    from stepscope.report.compare import compare_paths
-    from stepscope.report.text import safe
+    from stepscope.analysis.comparison.gates import EXIT_NOT_COMPARABLE, parse_gate
+    from stepscope.cli.support.output import tell
+    from stepscope.cli.support.progress import Progress
+    from stepscope.formatting import safe
+    from stepscope.session.compare_paths import compare_paths
 
     if arguments.json and arguments.markdown:
         raise UsageError("--json and --markdown are two ways to print one answer: name one")
@@ -115,18 +115,18 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 
 def _print(comparison: Comparison, arguments: argparse.Namespace) -> None:
-    from stepscope.cli.output import print_result, write
+    from stepscope.cli.support.output import print_result, write
 
     if arguments.markdown:
-        from stepscope.report.markdown.comparison import compare_markdown
+        from stepscope.render.markdown.comparison import compare_markdown
 
         write([compare_markdown(comparison, arguments.top)])
         return
 
-    def to_text(colour: bool, width: int) -> str:
-        from stepscope.report.compare_text import compare_text
+    def to_text(color: bool, width: int) -> str:
+        from stepscope.document.text.compare_text import compare_text
 
-        return compare_text(comparison, arguments.top, colour, width)
+        return compare_text(comparison, arguments.top, color, width)
 
     print_result(comparison.to_json, to_text, arguments.json)
 
@@ -141,7 +141,7 @@ def _summary_file() -> Path:
 
 
 def _append(file: Path, comparison: Comparison, most: int) -> None:
-    from stepscope.report.markdown.comparison import compare_markdown
+    from stepscope.render.markdown.comparison import compare_markdown
 
     try:
         with file.open("a", encoding="utf-8") as stream:

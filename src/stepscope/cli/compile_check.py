@@ -24,9 +24,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.numbers import positive
-from stepscope.cli.output import print_result
-from stepscope.cli.points import add_point_arguments, find_workload, typed_axes
+from stepscope.cli.support.numbers import positive
+from stepscope.cli.support.output import print_result
+from stepscope.cli.support.points import add_point_arguments, find_workload, typed_axes
 from stepscope.errors import MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch")
     from stepscope.cli.bench import default_device
-    from stepscope.report.compile_check_text import check_json, check_text
+    from stepscope.document.text.compile_check_text import check_json, check_text
     from stepscope.sweep.grid import Grid
 
     if not 0 < arguments.timeout < math.inf:
@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
     rows = _run(workload, points, asked, arguments.timeout)
     print_result(
         lambda: {"checks": [check_json(row) for row in rows]},
-        lambda _colour, width: check_text(rows, arguments.top, width),
+        lambda _color, width: check_text(rows, arguments.top, width),
         arguments.json,
     )
     return 0 if all(row["status"] == "ok" for row in rows) else EXIT_NOT_WELL
@@ -107,9 +107,9 @@ def shapes_of(point: Point, asked: tuple[str, list[int]] | None) -> list[dict[st
 def _run(
     workload: Workload[Any], points: list[Point], asked: tuple[str, list[int]] | None, timeout_s: float
 ) -> list[dict[str, Any]]:
-    from stepscope.cli.progress import Progress
-    from stepscope.record.origin import now
-    from stepscope.report.text import plural
+    from stepscope.cli.support.progress import Progress
+    from stepscope.formatting import plural
+    from stepscope.recorder.origin import now
     from stepscope.sweep.point_process import Request
     from stepscope.sweep.rows import row_of
     from stepscope.sweep.server import Server, default_start

@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Diagnose and print."""
     from stepscope.api import diagnose
-    from stepscope.cli.output import print_result
-    from stepscope.cli.progress import Progress
-    from stepscope.cli.settings import ignored_rules
+    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.progress import Progress
+    from stepscope.cli.support.settings import ignored_rules
 
     named = [name for names in arguments.ignore for name in names.split(",") if name]
     ignored = {*ignored_rules(Path.cwd()), *named}
@@ -50,12 +50,12 @@ def main(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
 
-    def to_text(colour: bool, width: int) -> str:
-        from stepscope.report.findings_text import diagnosis_text
+    def to_text(color: bool, width: int) -> str:
+        from stepscope.document.text.findings_text import diagnosis_text
         from stepscope.trace.recording import RECORDING_FILE
 
         is_recording = (arguments.path / RECORDING_FILE).is_file()
-        return diagnosis_text(diagnosis, colour, width, str(arguments.path) if is_recording else None)
+        return diagnosis_text(diagnosis, color, width, str(arguments.path) if is_recording else None)
 
     print_result(diagnosis.to_json, to_text, arguments.json)
     return 0

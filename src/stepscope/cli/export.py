@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from stepscope.errors import UsageError
 
 if TYPE_CHECKING:
-    from stepscope.analysis.links import Linked
-    from stepscope.report.export.selection import Selection
-    from stepscope.report.source import Source
+    from stepscope.analysis.structure.links import Linked
+    from stepscope.exporters.selection import Selection
+    from stepscope.session.source import Source
 
 FORMS = ("perfetto", "speedscope", "csv", "parquet")
 
@@ -48,18 +48,18 @@ def main(arguments: argparse.Namespace) -> int:
     """Write the part that was asked for, and say where it is and what it lacks."""
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")  # as analyze does
     from stepscope.api import need_read_side
-    from stepscope.cli.output import tell
-    from stepscope.cli.progress import Progress
-    from stepscope.cli.settings import ignored_rules
-    from stepscope.report.text import plural, safe
+    from stepscope.cli.support.output import tell
+    from stepscope.cli.support.progress import Progress
+    from stepscope.cli.support.settings import ignored_rules
+    from stepscope.formatting import plural, safe
 
     if not arguments.path.exists():
         raise UsageError(f"there is no {arguments.path}")
     target: Path = arguments.output or default_target(arguments.path, arguments.form)
     need_read_side()
     _check(target, arguments.form, arguments.force)
-    from stepscope.report.export.selection import select
-    from stepscope.report.source import Source
+    from stepscope.exporters.selection import select
+    from stepscope.session.source import Source
 
     with Progress("reading") as progress:
         source = Source(arguments.path, arguments.rank, ignored_rules(Path.cwd()), not arguments.no_cache, progress)
@@ -77,15 +77,15 @@ def main(arguments: argparse.Namespace) -> int:
 
 def default_target(path: Path, form: str) -> Path:
     """Where it goes when nobody says: here, under the trace's own name."""
-    from stepscope.report.files import stem_of
+    from stepscope.render.files import stem_of
 
     endings = {"perfetto": ".perfetto.json.gz", "speedscope": ".speedscope.json"}
     return Path(f"{stem_of(path)}{endings.get(form, f'-{form}')}")
 
 
 def _check(target: Path, form: str, force: bool) -> None:
-    from stepscope.report.export import perfetto, speedscope
-    from stepscope.report.files import check_file, check_folder
+    from stepscope.exporters import perfetto, speedscope
+    from stepscope.render.files import check_file, check_folder
 
     if form in ("csv", "parquet"):
         return check_folder(target, force)
@@ -109,7 +109,7 @@ def _check_step(linked: Linked, step: int | None) -> None:
 def _check_module(linked: Linked, module: str | None) -> None:
     if module is None:
         return
-    from stepscope.report.export.selection import matching, module_names
+    from stepscope.exporters.selection import matching, module_names
     from stepscope.workloads.knobs import nearest
 
     names = module_names(linked)
@@ -121,10 +121,10 @@ def _check_module(linked: Linked, module: str | None) -> None:
 
 def _write(source: Source, selection: Selection, target: Path, form: str) -> list[str]:
     """Write it; what has to be said of it."""
-    from stepscope.report.export.perfetto import perfetto_texts
-    from stepscope.report.export.speedscope import Speedscope
-    from stepscope.report.export.tables import write_tables
-    from stepscope.report.files import write_texts
+    from stepscope.exporters.perfetto import perfetto_texts
+    from stepscope.exporters.speedscope import Speedscope
+    from stepscope.exporters.tables import write_tables
+    from stepscope.render.files import write_texts
 
     notes = []
     if selection.host.is_empty() and selection.device.is_empty():

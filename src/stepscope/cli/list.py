@@ -19,8 +19,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.output import write
-from stepscope.cli.users_code import users_code
+from stepscope.cli.support.output import write
+from stepscope.cli.support.users_code import users_code
 from stepscope.errors import MissingDependencyError, UsageError
 
 if TYPE_CHECKING:

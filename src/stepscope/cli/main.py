@@ -7,9 +7,9 @@ import importlib
 import sys
 from typing import NoReturn
 
-from stepscope.cli.output import tell
+from stepscope.cli.support.output import tell
 from stepscope.errors import StepscopeError
-from stepscope.report.text import safe
+from stepscope.formatting import safe
 from stepscope.version import __version__
 
 # One line a verb: its module is imported only when it is the one asked for, so that

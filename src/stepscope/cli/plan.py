@@ -20,15 +20,15 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.output import print_result
-from stepscope.cli.points import add_point_arguments, find_workload, typed_axes
-from stepscope.cli.users_code import users_code
+from stepscope.cli.support.output import print_result
+from stepscope.cli.support.points import add_point_arguments, find_workload, typed_axes
+from stepscope.cli.support.users_code import users_code
 from stepscope.devices.peaks import Device, find_device, known_devices, nearest_names
 from stepscope.errors import MissingDependencyError, UsageError
-from stepscope.report.text import safe
+from stepscope.formatting import safe
 
 if TYPE_CHECKING:
-    from stepscope.plan.prediction import Planner, Prediction
+    from stepscope.planner.prediction import Planner, Prediction
     from stepscope.sweep.grid import Point
     from stepscope.workloads.workload import Workload
 
@@ -54,12 +54,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the predictions."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch (a CPU build is enough)")
-    from stepscope.cli.progress import Doing
-    from stepscope.plan.this_torch import this_torch
+    from stepscope.cli.support.progress import Doing
+    from stepscope.planner.emulation.torch_support import this_torch
 
     with this_torch():
-        from stepscope.plan.prediction import Planner
-    from stepscope.report.plans import plans_text
+        from stepscope.planner.prediction import Planner
+    from stepscope.document.text.plans import plans_text
     from stepscope.sweep.grid import Grid
 
     devices = [_device(name) for name in dict.fromkeys(name.strip() for name in arguments.device.split(","))]
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     with Doing() as doing:
         plans = _Plans(workload, Planner(workload, _num_ranks(arguments.fsdp)), doing)
         rows = [plans.row(point, device, arguments) for point in points for device in devices]
-    print_result(lambda: _json(rows), lambda _colour, width: plans_text(rows, width), arguments.json)
+    print_result(lambda: _json(rows), lambda _color, width: plans_text(rows, width), arguments.json)
     return 0
 
 
@@ -123,7 +123,7 @@ class _Plans:
         return row
 
     def _predict(self, point: Point, device: Device | None, **changes: int) -> Prediction:
-        from stepscope.plan.this_torch import this_torch
+        from stepscope.planner.emulation.torch_support import this_torch
         from stepscope.sweep.grid import changed
 
         said = " ".join((point.preset or "", *(f"{name}={value}" for name, value in changes.items())))
@@ -133,7 +133,7 @@ class _Plans:
             return self._planner.predict(changed(self._workload, point, **changes) if changes else point, device)
 
     def _largest(self, point: Point, device: Device | None, knob: str) -> tuple[int | None, str | None]:
-        from stepscope.plan.largest import Search
+        from stepscope.planner.largest import Search
 
         if knob not in point.config:
             raise UsageError(f"{point.workload} has no knob '{knob}': there is nothing to search")

@@ -19,7 +19,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.points import add_point_arguments, find_workload, typed_axes
+from stepscope.cli.support.points import add_point_arguments, find_workload, typed_axes
 from stepscope.errors import MissingDependencyError, UsageError
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
-    from stepscope.analysis.dtype_comparison import compare_dtypes
-    from stepscope.report.precision_text import precision_text
+    from stepscope.analysis.precision.dtype_comparison import compare_dtypes
+    from stepscope.document.text.precision_text import precision_text
 
     found = compare_dtypes(rows, environments)
 
@@ -70,4 +70,4 @@ def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
         listed = [one.to_json() for one in found]
         return {**listed[0], "comparisons": listed} if listed else {"comparisons": []}
 
-    return to_json, lambda _colour, width: precision_text(found, width)
+    return to_json, lambda _color, width: precision_text(found, width)

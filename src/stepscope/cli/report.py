@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Make the report and say where it is."""
     from stepscope.api import need_read_side
-    from stepscope.cli.output import tell
-    from stepscope.cli.progress import Progress
-    from stepscope.cli.settings import ignored_rules
-    from stepscope.report.build import report_of
-    from stepscope.report.write import check_target, write_report
+    from stepscope.cli.support.output import tell
+    from stepscope.cli.support.progress import Progress
+    from stepscope.cli.support.settings import ignored_rules
+    from stepscope.document.build import report_of
+    from stepscope.render.write import check_target, write_report
     from stepscope.studies.stored import is_study
 
     if arguments.path is None and arguments.rows is None:
@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _study(folder: Path) -> int:
     """Make a study's report and files again, inside its folder."""
-    from stepscope.cli.output import tell
+    from stepscope.cli.support.output import tell
     from stepscope.studies.write import study_of, write_study
 
     tell(f"stepscope: {write_study(study_of(folder), folder)}")
@@ -82,7 +82,7 @@ def default_target(path: Path) -> Path:
     >>> default_target(Path("traces/rank0.pt.trace.json.gz")).as_posix()
     'rank0.report.html'
     """
-    from stepscope.report.files import stem_of
+    from stepscope.render.files import stem_of
     from stepscope.trace.recording import RECORDING_FILE
     from stepscope.trace.sweep_file import is_sweep
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
 
 if TYPE_CHECKING:
-    from stepscope.record.fixes.applied import AppliedFixes
-    from stepscope.record.launch import Program
-    from stepscope.record.session import Session
+    from stepscope.recorder.fixes.applied import AppliedFixes
+    from stepscope.recorder.launch import Program
+    from stepscope.recorder.session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from stepscope.record import launch
-    from stepscope.record.windows import Windows
+    from stepscope.recorder import launch
+    from stepscope.recorder.windows import Windows
 
     words = arguments.module or arguments.script
     if not words:
@@ -124,8 +124,8 @@ class _Run:
 
     def prepare(self, program: Program) -> None:
         """Make the folder and write down what is going to run; ValueError when it cannot be written."""
-        from stepscope.record import files, fixes
-        from stepscope.record.origin import file_hash, run_facts
+        from stepscope.recorder import files, fixes
+        from stepscope.recorder.origin import file_hash, run_facts
 
         self._fix = os.environ.pop(fixes.VARIABLE, None)  # of `stepscope verify`; no concern of the script's
         rank = int(os.environ.get("RANK", "0"))
@@ -150,10 +150,10 @@ class _Run:
         """Begin to record: the script has just imported torch."""
         if self._session is not None or not self._facts:
             return
-        from stepscope.record.session import Session
+        from stepscope.recorder.session import Session
 
         if self._fix is not None:
-            from stepscope.record.fixes.applied import AppliedFixes
+            from stepscope.recorder.fixes.applied import AppliedFixes
 
             self._fixes = AppliedFixes(self._fix)
         self._session = Session(
@@ -171,7 +171,7 @@ class _Run:
 
     def finish(self, outcome: BaseException | None) -> None:
         """Write the last words of the recording."""
-        from stepscope.record import files
+        from stepscope.recorder import files
 
         status = files.STATUS_FINISHED
         facts: dict[str, Any] = {
@@ -198,7 +198,7 @@ class _Run:
             self._write(status)
 
     def _write(self, status: str) -> None:
-        from stepscope.record import files
+        from stepscope.recorder import files
 
         facts = {**self._facts, "schema_version": files.SCHEMA_VERSION, "status": status}
         files.write_json(self.folder / files.RECORDING_FILE, facts)
@@ -235,8 +235,8 @@ def _flush() -> None:
 
 
 def _show(folder: Path, as_json: bool, stream: TextIO) -> None:
-    from stepscope.cli.output import print_card
-    from stepscope.report.card import Card
+    from stepscope.cli.support.output import print_card
+    from stepscope.document.card import Card
 
     if int(os.environ.get("RANK", "0")):
         return

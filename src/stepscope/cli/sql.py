@@ -23,10 +23,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepscope.cli.numbers import positive
-from stepscope.cli.output import is_terminal, tell, write
+from stepscope.cli.support.numbers import positive
+from stepscope.cli.support.output import is_terminal, tell, write
 from stepscope.errors import MissingDependencyError, UsageError
-from stepscope.report.text import plural, safe, significant
+from stepscope.formatting import plural, safe, significant
 
 if TYPE_CHECKING:
     import polars as pl
@@ -109,7 +109,7 @@ def tables_at(path: Path, use_cache: bool, rank: int | None = None) -> dict[str,
     import polars as pl
     import polars.selectors as cs
 
-    from stepscope.cli.progress import Progress
+    from stepscope.cli.support.progress import Progress
     from stepscope.trace.find import find_traces
     from stepscope.trace.schema import TABLES
     from stepscope.trace.several import open_ranks

@@ -52,8 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.timeout < math.inf:
         raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0, and an end")
     from stepscope.cli.bench import default_device, default_folder, fill_closed_streams, resume_command
-    from stepscope.cli.output import tell
-    from stepscope.cli.users_code import users_code
+    from stepscope.cli.support.output import tell
+    from stepscope.cli.support.users_code import users_code
     from stepscope.studies.execute import begin, plan_of, run
     from stepscope.studies.registry import find_study
 
@@ -68,8 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
     folder = arguments.output or default_folder("study", arguments.study)
     command, again = shlex.join(["stepscope", *sys.argv[1:]]), resume_command(folder)
     begin(plan, folder, _source(arguments.study), command, arguments.resume, again)
-    from stepscope.cli.progress import Progress
-    from stepscope.report.text import plural
+    from stepscope.cli.support.progress import Progress
+    from stepscope.formatting import plural
 
     with Progress(f"{study.name}: {plural(plan.num_points, 'point')}", silent_s=0.0) as progress:
 
@@ -101,8 +101,8 @@ def _source(name: str) -> str:
 
 
 def _line(measure: Measure, row: dict[str, Any], num_done: int, plan: Plan) -> str:
-    from stepscope.analysis.sweeps import varying_axes
-    from stepscope.report.sweeps import row_line
+    from stepscope.analysis.comparison.sweeps import varying_axes
+    from stepscope.document.text.sweeps import row_line
 
     points = plan.points[measure.id]
     names = varying_axes([{"preset": p.preset, **p.config, **p.run} for p in points])[0]
@@ -110,8 +110,8 @@ def _line(measure: Measure, row: dict[str, Any], num_done: int, plan: Plan) -> s
 
 
 def _dry_run(plan: Plan) -> int:
-    from stepscope.cli.output import write
-    from stepscope.report.text import plural
+    from stepscope.cli.support.output import write
+    from stepscope.formatting import plural
 
     lines = [f"{plan.study.title} ({plan.mode}, {plan.device}): {plural(plan.num_points, 'point')}"]
     for measure in plan.study.measures:

@@ -28,18 +28,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.bench import default_device, default_folder, fill_closed_streams, resume_command
-from stepscope.cli.output import print_result, tell
-from stepscope.cli.points import RUN_FLAGS, add_point_arguments, find_workload, typed_axes
+from stepscope.cli.support.output import print_result, tell
+from stepscope.cli.support.points import RUN_FLAGS, add_point_arguments, find_workload, typed_axes
 from stepscope.errors import MissingDependencyError, UsageError
-from stepscope.report.text import safe
+from stepscope.formatting import safe
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
-    from stepscope.analysis.tuning import Tuning
+    from stepscope.analysis.comparison.tuning import Tuning
     from stepscope.sweep.results import Results
-    from stepscope.sweep.tune import Search
-    from stepscope.sweep.tune_space import Space
-    from stepscope.sweep.tune_trials import Clock
+    from stepscope.sweep.tuning.descent import Search
+    from stepscope.sweep.tuning.space import Space
+    from stepscope.sweep.tuning.trials import Clock
 
 FLAGS = ("mode", "dtype", "compile", "sdpa", "optimizer", "device")
 WARMUP, STEPS = 2, 8
@@ -81,9 +81,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _space(arguments: argparse.Namespace) -> Space:
-    from stepscope.analysis.significance import MIN_SAMPLES
+    from stepscope.analysis.comparison.significance import MIN_SAMPLES
     from stepscope.sweep.grid import Grid
-    from stepscope.sweep.tune_space import search_space
+    from stepscope.sweep.tuning.space import search_space
 
     workload = find_workload(arguments)
     grid = Grid(workload, {"warmup": WARMUP, "steps": STEPS, "device": default_device()})
@@ -97,10 +97,10 @@ def _space(arguments: argparse.Namespace) -> Space:
 
 
 def _run(space: Space, budget: int | None, arguments: argparse.Namespace) -> int:
-    from stepscope.report.tune_text import tuning_text
+    from stepscope.document.text.tune_text import tuning_text
     from stepscope.sweep.results import Results
-    from stepscope.sweep.tune import INTERRUPTED, TIME
-    from stepscope.sweep.tune_trials import Clock
+    from stepscope.sweep.tuning.descent import INTERRUPTED, TIME
+    from stepscope.sweep.tuning.trials import Clock
 
     folder = arguments.output or default_folder("tune", arguments.workload)
     facts = {"command": shlex.join(["stepscope", *sys.argv[1:]]), "working_folder": str(Path.cwd())}
@@ -118,7 +118,7 @@ def _run(space: Space, budget: int | None, arguments: argparse.Namespace) -> int
             f"stepscope tune: the defaults were not done in {arguments.minutes:g} minutes: --minutes gives them more"
         )
         return EXIT_NOTHING_RIGHT
-    print_result(lambda: asdict(tuning), lambda colour, width: tuning_text(tuning, colour, width), arguments.json)
+    print_result(lambda: asdict(tuning), lambda color, width: tuning_text(tuning, color, width), arguments.json)
     tell(f"stepscope: all rows in {folder}/results.jsonl, .csv, .md; the answer in {folder}/{TUNE_FILE}")
     if tuning.stopped in (TIME, INTERRUPTED):
         said = "the time was over" if tuning.stopped == TIME else "interrupted"
@@ -129,14 +129,14 @@ def _run(space: Space, budget: int | None, arguments: argparse.Namespace) -> int
 
 
 def _tuned(space: Space, budget: int | None, results: Results, clock: Clock, arguments: argparse.Namespace) -> Tuning:
-    from stepscope.analysis.significance import difference
-    from stepscope.cli.progress import Progress
+    from stepscope.analysis.comparison.significance import difference
+    from stepscope.cli.support.progress import Progress
     from stepscope.cli.tune_forecast import Forecaster
-    from stepscope.report.tune_text import trial_line, tuning_from
+    from stepscope.document.text.tune_text import trial_line, tuning_from
     from stepscope.sweep.runner import Options, Runner
     from stepscope.sweep.server import Server, default_start
-    from stepscope.sweep.tune import Search
-    from stepscope.sweep.tune_trials import Trials
+    from stepscope.sweep.tuning.descent import Search
+    from stepscope.sweep.tuning.trials import Trials
 
     def is_faster(before: list[float], after: list[float], least: float) -> bool:
         found = difference(before, after)
@@ -189,8 +189,8 @@ def _tuned(space: Space, budget: int | None, results: Results, clock: Clock, arg
 
 
 def _write(results: Results, tuning: Tuning, command: str) -> None:
-    from stepscope.record.files import write_json
-    from stepscope.report.sweeps import sweep_of, write_tables
+    from stepscope.document.text.sweeps import sweep_of, write_tables
+    from stepscope.recorder.files import write_json
 
     with results.writing():
         write_json(results.folder / TUNE_FILE, asdict(tuning))

@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from stepscope.cli.users_code import users_code
+from stepscope.cli.support.users_code import users_code
 from stepscope.devices.peaks import Device, find_device
 from stepscope.errors import UsageError
-from stepscope.plan.hardware import CONTEXT_BYTES, hardware_of, usable_bytes
-from stepscope.plan.prediction import TOO_LARGE, Planner
-from stepscope.report.text import safe, size
+from stepscope.formatting import safe, size
+from stepscope.planner.hardware import CONTEXT_BYTES, hardware_of, usable_bytes
+from stepscope.planner.prediction import TOO_LARGE, Planner
 from stepscope.sweep.grid import Point
 from stepscope.sweep.memory import SPARE_SHARE, available_bytes
-from stepscope.sweep.tune_space import BATCH, COMPILE
-from stepscope.sweep.tune_trials import Forecast, memory_bytes
+from stepscope.sweep.tuning.space import BATCH, COMPILE
+from stepscope.sweep.tuning.trials import Forecast, memory_bytes
 from stepscope.workloads.workload import Workload
 
 NEAR = 8

@@ -22,9 +22,9 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from stepscope.cli.numbers import positive
-from stepscope.cli.output import print_result, tell, write
-from stepscope.cli.progress import Doing
+from stepscope.cli.support.numbers import positive
+from stepscope.cli.support.output import print_result, tell, write
+from stepscope.cli.support.progress import Doing
 from stepscope.errors import UsageError
 
 LIST = "list"
@@ -84,10 +84,10 @@ def main(arguments: argparse.Namespace) -> int:
             warn=lambda warning: tell(f"stepscope verify: {warning}"),
         )
 
-    def to_text(colour: bool, width: int) -> str:
-        from stepscope.report.verify_text import verify_text
+    def to_text(color: bool, width: int) -> str:
+        from stepscope.document.text.verify_text import verify_text
 
-        return verify_text(verification, colour, width)
+        return verify_text(verification, color, width)
 
     print_result(verification.to_json, to_text, arguments.json)
     return verification.exit_code

@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Replay and print."""
     from stepscope.api import what_if
-    from stepscope.cli.output import print_result
-    from stepscope.cli.progress import Progress
+    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.progress import Progress
 
     with Progress("reading") as progress:
         answer = what_if(
@@ -63,8 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
 
-    def to_text(colour: bool, width: int) -> str:
-        from stepscope.report.whatif_text import whatif_text
+    def to_text(color: bool, width: int) -> str:
+        from stepscope.document.text.whatif_text import whatif_text
 
         return whatif_text(answer)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck
+from stepscope.session.case import Case
 
 _WORTH_SHARE = 0.05
 """Of the peak: what saves less memory is not worth a finding."""

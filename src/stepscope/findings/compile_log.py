@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck
+from stepscope.session.case import Case
 from stepscope.trace.compile_file import count_of, entries
 
 __all__ = ["compile_entries", "compile_report", "count_of"]

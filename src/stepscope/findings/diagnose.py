@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
 from stepscope.errors import WRONG_KIND, UsageError, wrong_kind
 from stepscope.findings import rules
-from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck, Finding
+from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
 _BOUND_BY_GPU = 0.9
@@ -78,9 +78,10 @@ class Diagnosis:
 
 def all_rules() -> Iterator[Rule]:
     """Every rule, by name."""
-    for found in sorted(iter_modules(rules.__path__), key=lambda module: module.name):
-        module = import_module(f"{rules.__name__}.{found.name}")
-        yield Rule(found.name, (module.__doc__ or "").strip().splitlines()[0], module)
+    found = [module.name for module in walk_packages(rules.__path__, f"{rules.__name__}.") if not module.ispkg]
+    for name in sorted(found, key=lambda name: name.rpartition(".")[2]):
+        module = import_module(name)
+        yield Rule(name.rpartition(".")[2], (module.__doc__ or "").strip().splitlines()[0], module)
 
 
 def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.analysis.verified import Expected
+from stepscope.analysis.comparison.verified import Expected
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.fixes import Chosen
 

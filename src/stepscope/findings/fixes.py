@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stepscope.analysis.losses import NOT_COMPARABLE, REDUCED, REORDERED, SAME
+from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, SAME
 from stepscope.errors import UsageError
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
@@ -22,7 +22,7 @@ class Fix:
     about: str
     """What it does to the script."""
     arithmetic: str
-    """How its losses may differ: `same`, `reordered`, `reduced` or `not comparable` (analysis/losses.py)."""
+    """How its losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/losses.py`)."""
     values: tuple[str, ...] = ()
     """What may stand behind `=`, the default first; `N` for a number of one's own."""
     lowers_to: str | None = None

@@ -6,10 +6,10 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.op_calls import ITEM_BYTES, Tensor
-from stepscope.analysis.op_costs import operands
-from stepscope.findings.case import Case
+from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
+from stepscope.analysis.costs.op_costs import operands
 from stepscope.findings.finding import CannotCheck
+from stepscope.session.case import Case
 
 LOADED_BYTES = 16
 """What a tensor core's operand is loaded in."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepscope.findings.case import Case
 from stepscope.findings.finding import CannotCheck
+from stepscope.session.case import Case
 
 _RETRIES_A_STEP = 0.5
 """One when the cache first fills is nobody's fault."""

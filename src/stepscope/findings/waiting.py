@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.findings.case import Case
+from stepscope.session.case import Case
 
 STAGED_BYTES = 64 * 1024
 """What the driver copies from pageable memory without making the host wait; also what a batch is larger than."""
@@ -19,8 +19,8 @@ def waits_of(case: Case, owner: str) -> pl.DataFrame:
     """The rows of `case.waits` that are the business of one rule.
 
     Of `anomaly_detection`, where NaN is looked for again and again; of `device_round_trip`, at either end of a trip;
-    of `pageable_copies`, for a large copy from pageable memory; all others of `synchronisation`, but for a
-    synchronisation by the program itself that waits for nothing, or after which its step gives the GPU no more work:
+    of `pageable_copies`, for a large copy from pageable memory; all others of `synchronization`, but for a
+    synchronization by the program itself that waits for nothing, or after which its step gives the GPU no more work:
     so a step is timed; or before which the trace has no kernel's launch: so a profiler begins.
     """
     if case.work.is_empty():
@@ -41,7 +41,7 @@ def waits_of(case: Case, owner: str) -> pl.DataFrame:
         .then(pl.lit("pageable_copies"))
         .when(is_timing)
         .then(pl.lit("nobody"))
-        .otherwise(pl.lit("synchronisation"))
+        .otherwise(pl.lit("synchronization"))
     )
     return case.waits.filter(whose == owner)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.replay import Change, Replayed
-from stepscope.analysis.whatif import choose, stretches
+from stepscope.analysis.time.replay import Change, Replayed
+from stepscope.analysis.time.whatif import choose, stretches
 from stepscope.errors import UsageError
-from stepscope.findings.case import Case
+from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from stepscope.analysis.sweeps import NOISY_SHARE, OK
+from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK
+from stepscope.document.model import Fact, Facts, Missing, Report, Section, Table, Text, Value
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Fact, Facts, Missing, Report, Section, Table, Text, Value
-from stepscope.report.text import plural, safe
+from stepscope.formatting import plural, safe
 from stepscope.studies.figures import without_folders
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Question, Recordings, Study

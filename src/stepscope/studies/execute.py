@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepscope.document.text.sweeps import sweep_of, write_tables
 from stepscope.errors import UsageError
-from stepscope.record.files import write_json
-from stepscope.report.sweeps import sweep_of, write_tables
+from stepscope.recorder.files import write_json
 from stepscope.studies.stored import FULL, STUDY_FILE, TOML_FILE, is_study, read_facts
 from stepscope.studies.study import Measure, Recordings, Study, Sweep
 from stepscope.sweep.grid import Axes, Grid, Point

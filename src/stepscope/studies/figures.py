@@ -7,12 +7,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from stepscope.analysis.sweeps import MIN_INTERVAL_SAMPLES, OK
+from stepscope.analysis.comparison.sweeps import MIN_INTERVAL_SAMPLES, OK
+from stepscope.document.cells import cell
+from stepscope.document.model import Lines, Series, Table, Value
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.cells import cell
-from stepscope.report.parts import Lines, Series, Table, Value
-from stepscope.report.text import listed as listed  # also for who writes a study
-from stepscope.report.text import plural, safe
+from stepscope.formatting import listed as listed  # also for who writes a study
+from stepscope.formatting import plural, safe
 
 Record = Mapping[str, Any]
 

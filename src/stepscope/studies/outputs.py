@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from stepscope.document.model import Chart, Report, Section, Table
 from stepscope.errors import UsageError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Chart, Report, Section, Table
 from stepscope.studies.stored import Stored
 
 Part = TypeVar("Part")
@@ -32,7 +32,7 @@ def png(chart: Callable[[Stored], Chart]) -> Content:
     """A chart as a picture."""
 
     def content(stored: Stored) -> bytes:
-        from stepscope.report.pictures.pictures import png_of
+        from stepscope.render.png.pictures import png_of
 
         return png_of(chart(stored))
 
@@ -43,7 +43,7 @@ def csv(table: Callable[[Stored], Table]) -> Content:
     """A table as CSV."""
 
     def content(stored: Stored) -> str:
-        from stepscope.report.csv_tables import csv_of
+        from stepscope.render.csv import csv_of
 
         return csv_of(table(stored))
 
@@ -54,7 +54,7 @@ def markdown(table: Callable[[Stored], Table]) -> Content:
     """A table as Markdown."""
 
     def content(stored: Stored) -> str:
-        from stepscope.report.markdown.markdown import markdown_of
+        from stepscope.render.markdown.markdown import markdown_of
 
         found = table(stored)
         return markdown_of(Report(found.title, "", (Section(found.id, found.title, (found,)),)))
@@ -66,7 +66,7 @@ def appended(name: str, table: Callable[[Stored], Table]) -> Content:
     """A table as CSV under what the file of that name already has: lines are added, none is ever taken away."""
 
     def content(stored: Stored) -> str:
-        from stepscope.report.csv_tables import csv_of
+        from stepscope.render.csv import csv_of
 
         path = stored.folder / name
         header, *lines = csv_of(table(stored)).splitlines()

@@ -17,7 +17,7 @@ STUDIES = ("cs336", "megalodon", "hydra", "nano", "tsmoe")
 def find_study(name: str) -> Study:
     """The study of that name, or of that file: path/to/study.py with a STUDY in it, or path/to/study.toml."""
     if name in STUDIES:
-        study = importlib.import_module(f"stepscope.studies.{name}").STUDY
+        study = importlib.import_module(f"stepscope.studies.{name}.study").STUDY
         assert isinstance(study, Study)
         return study
     if name.endswith(".py"):

@@ -11,17 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.sweeps import OK, SweepSummary
+from stepscope.analysis.comparison.sweeps import OK, SweepSummary
+from stepscope.document.model import Chart, Facts, Findings, Missing, Table, Text
+from stepscope.document.text.sweeps import record_of, sweep_of
 from stepscope.errors import RecordingError, TraceError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.parts import Chart, Facts, Findings, Missing, Table, Text
-from stepscope.report.sweeps import record_of, sweep_of
-from stepscope.report.text import safe
+from stepscope.formatting import safe
 from stepscope.trace.sweep_file import Sweep, is_sweep, read_sweep
 from stepscope.workloads.knobs import nearest
 
 if TYPE_CHECKING:
-    from stepscope.report.source import Source
+    from stepscope.session.source import Source
 
 STUDY_FILE = "study.json"
 TOML_FILE = "study.toml"
@@ -108,7 +108,7 @@ class Recorded:
             raise CannotCheck(f"{self.status}: {self.reason}")
         if not self.folder.exists():
             raise CannotCheck(f"the recording {self.folder.name} is not here: not kept with the rows")
-        from stepscope.report.source import Source  # needs the read side; measuring does not
+        from stepscope.session.source import Source  # needs the read side; measuring does not
 
         return Source(self.folder)
 
@@ -153,7 +153,7 @@ class Stored:
             raise CannotCheck(str(error)) from None
 
     def rows(self, measure: str) -> Rows:
-        """The rows of a measure, summarised."""
+        """The rows of a measure, summarized."""
         if measure not in self._rows:
             self._rows[measure] = Rows(measure, [record_of(point) for point in self.summary(measure).points])
         return self._rows[measure]
@@ -190,7 +190,7 @@ class Stored:
             path = self.folder / measure / str(name)
             if not name or not path.is_file():
                 raise CannotCheck(f"the trace of {key} is not here: measured without one, or not kept with the rows")
-            from stepscope.report.source import Source  # needs the read side; measuring does not
+            from stepscope.session.source import Source  # needs the read side; measuring does not
 
             self._traces[key] = Source(path)
         return self._traces[key]
@@ -227,7 +227,9 @@ class Stored:
 def _checked(part: Any) -> Any:
     """A part of a report that can be written."""
     if not isinstance(part, (Chart, Facts, Findings, Missing, Table, Text)):
-        raise TypeError(f"an answer yields parts of stepscope.report.parts, such as Text, not {type(part).__name__}")
+        raise TypeError(
+            f"an answer yields parts of stepscope.document.model, such as Text, not {type(part).__name__}"
+        )
     if isinstance(part, (Chart, Table)) and not _NAME.fullmatch(part.id):
         raise ValueError(f"the id {part.id!r} is to be the name of a file: letters, digits, - + _ and .")
     return part

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepscope.document.cells import title_of
+from stepscope.document.model import Text
 from stepscope.errors import UsageError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.cells import title_of
-from stepscope.report.parts import Text
 from stepscope.studies.figures import growth, in_words, lines, said, table
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Measure, Question, Recordings, Study, Sweep

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from stepscope.errors import RecordingError, TraceError, UsageError
 from stepscope.findings.finding import CannotCheck
-from stepscope.report.files import need, write_texts, writing
-from stepscope.report.markdown.markdown import markdown_of
-from stepscope.report.write import write_report
+from stepscope.render.files import need, write_texts, writing
+from stepscope.render.markdown.markdown import markdown_of
+from stepscope.render.write import write_report
 from stepscope.studies.build import report_of_study
 from stepscope.studies.registry import STUDIES, find_study
 from stepscope.studies.stored import TOML_FILE, Stored, read_facts

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from stepscope.record.model import CallHooks
+from stepscope.recorder.model import CallHooks
 from stepscope.sweep.measure import synchronize
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from stepscope.record.clock import BACKWARD
-from stepscope.record.ledger import Ledger
-from stepscope.record.trace import parse_nothing, union_ns
+from stepscope.recorder.clock import BACKWARD
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.trace import parse_nothing, union_ns
 from stepscope.sweep.prepare import Pass
 
 BACKWARD_BEGINS = "stepscope.backward begins"

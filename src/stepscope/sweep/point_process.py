@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepscope.record.files import write_json
-from stepscope.sweep import refused
+from stepscope.recorder.files import write_json
+from stepscope.sweep.checks import refused_backends as refused
 
 # Not imported here, so that the process that only spawns points need not have it: torch.
 
@@ -45,11 +45,11 @@ class Request:
     """Only find out whether it fits: no gate, no FLOPs, no trace."""
     timeout_s: float = 600.0
     compares_dtypes: bool = False
-    """Whether it is also asked what `sweep/precision_probe.py` asks."""
+    """Whether it is also asked what `sweep/checks/precision_probe.py` asks."""
     layers: bool = False
     """Time each layer in the first call and once warm; no gate, which would warm the process up."""
     shapes: list[dict[str, Any]] | None = None
-    """Knobs of the shapes at which compiled code is only held against eager code (`sweep/compile_check.py`)."""
+    """Knobs of the shapes at which compiled code is only held against eager code (`compile_check.py`)."""
 
 
 class Report:
@@ -81,13 +81,14 @@ def run_point(request: Request) -> None:
 
 def _run(request: Request, report: Report) -> None:
     if request.shapes is not None:
-        from stepscope.sweep.compile_check import check
+        from stepscope.sweep.checks.compile_check import check
 
         return check(request, report)
-    from stepscope.record.compiler import CompilerProbe
-    from stepscope.record.environment import Environment
-    from stepscope.sweep import gate, memory, prepare
-    from stepscope.sweep.compiled_graphs import CompiledGraphs
+    from stepscope.recorder.compiler.compile_watch import CompilerProbe
+    from stepscope.recorder.environment import Environment
+    from stepscope.sweep import memory, prepare
+    from stepscope.sweep.checks import gate
+    from stepscope.sweep.checks.compiled_graphs import CompiledGraphs
     from stepscope.sweep.measure import clear_dynamo
     from stepscope.workloads.registry import find
     from stepscope.workloads.workload import Built
@@ -230,7 +231,7 @@ def _time_phases(fields: dict[str, Any], phases: Any, run_once: Any, num_steps: 
 
 
 def _compare_dtypes(request: Request, report: Report, run_once: Any) -> None:
-    from stepscope.sweep import precision_probe
+    from stepscope.sweep.checks import precision_probe
     from stepscope.workloads.registry import find
 
     fields = report.fields
@@ -251,7 +252,8 @@ def _trace(
     compiler: Any,
     graph_ops: Mapping[str, int],
 ) -> None:
-    from stepscope.sweep import measure, proofs
+    from stepscope.sweep import measure
+    from stepscope.sweep.checks import proofs
     from stepscope.workloads.workload import Evidence
 
     run, fields = request.run, report.fields

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stepscope.errors import UsageError
-from stepscope.record.clock import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, WholeStep
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepscope.record.origin import now
+from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point
 from stepscope.sweep.point_process import CRASHED, OK, OOM, SKIPPED
 from stepscope.sweep.rerun import Failure, run_process

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import RecordingError, UsageError
-from stepscope.record import fixes
-from stepscope.record.origin import file_hash, git_revision
+from stepscope.recorder import fixes
+from stepscope.recorder.origin import file_hash, git_revision
 
 
 @dataclass(frozen=True)

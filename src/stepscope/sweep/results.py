@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import RecordingError, UsageError
-from stepscope.record.files import write_json
+from stepscope.recorder.files import write_json
 
 SCHEMA_VERSION = 1
 

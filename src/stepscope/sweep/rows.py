@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from stepscope.record.origin import now
+from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point
 from stepscope.sweep.point_process import CRASHED, OOM, Request
 from stepscope.sweep.results import SCHEMA_VERSION

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.record.origin import now
+from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point
 from stepscope.sweep.point_process import Request
 from stepscope.sweep.results import LOG_FOLDER, TRACE_FOLDER, Results

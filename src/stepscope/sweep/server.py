@@ -256,13 +256,13 @@ def _children() -> list[int]:
 
 def _import_torch() -> None:
     """Import what points need, without running an op: threads do not survive a fork, nor does CUDA."""
-    # The usual test whether there is a GPU initialises CUDA; this one asks the driver's library instead.
+    # The usual test whether there is a GPU initializes CUDA; this one asks the driver's library instead.
     variable = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     # torch._dynamo: every optimizer's step wants it, and it takes as long as torch itself.
     names = ["torch._dynamo", "torch.profiler", "torch.utils.flop_counter", "stepscope.workloads.registry"]
-    names += [f"stepscope.record.{name}" for name in ("compiler", "environment", "ledger")]
+    names += [f"stepscope.recorder.{name}" for name in ("compiler", "environment", "ledger")]
     names += [f"stepscope.sweep.{name}" for name in ("compiled_graphs", "gate", "measure", "prepare", "proofs")]
     for name in names:
         importlib.import_module(name)
@@ -275,7 +275,7 @@ def _import_torch() -> None:
 
 
 def _has_touched_cuda() -> bool:
-    """Whether CUDA was initialised in this process: a fork of it could not use the GPU."""
+    """Whether CUDA was initialized in this process: a fork of it could not use the GPU."""
     import torch
 
     return bool(torch.cuda.is_initialized()) or any(map(_is_cuda_memory, Path("/proc/self/fd").iterdir()))

@@ -1,4 +1,4 @@
-"""A small text as training data: read, tokenised and cut into windows by a DataLoader, as a real pipeline does it.
+"""A small text as training data: read, tokenized and cut into windows by a DataLoader, as a real pipeline does it.
 
 The text (text.txt) was written for the purpose. A token is a word or a mark of punctuation; its number is its rank by
 frequency, so that a few tokens are most of the text, as in every text. Windows begin anywhere and go round the end.
@@ -20,10 +20,10 @@ from stepscope.workloads.workload import Batch
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
-def tokenised(text: str, vocab: int) -> torch.Tensor:
+def tokenized(text: str, vocab: int) -> torch.Tensor:
     """The tokens of a text by rank, the most frequent 0; what is rarer than the vocabulary is large has its last.
 
-    >>> tokenised("The cart, the scale: the weight.", vocab=4).tolist()
+    >>> tokenized("The cart, the scale: the weight.", vocab=4).tolist()
     [0, 1, 2, 0, 3, 3, 0, 3, 3]
     """
     words = _TOKEN.findall(text.lower())
@@ -50,7 +50,7 @@ def text_batches(like: Batch, vocab: int, num_batches: int, num_workers: int, de
     if vocab < 1 or set(like) != {"tokens", "targets"} or like["tokens"].dim() != 2:
         raise UsageError("--data text is for training a language model: a knob vocab, batches of tokens and targets")
     batch, length = like["tokens"].shape
-    words = tokenised(files(__package__).joinpath("text.txt").read_text(encoding="utf-8"), vocab)
+    words = tokenized(files(__package__).joinpath("text.txt").read_text(encoding="utf-8"), vocab)
     windows = Windows(words, length)
     loader = DataLoader(
         windows,

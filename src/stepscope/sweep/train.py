@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 
 from stepscope.errors import UsageError
-from stepscope.record import current
+from stepscope.recorder import current
 from stepscope.sweep import prepare
 from stepscope.sweep.recorded import ASKED_BY
 from stepscope.sweep.text_data import text_batches

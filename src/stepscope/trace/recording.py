@@ -1,4 +1,4 @@
-"""A recording's folder as typed data, whole or cut off; the reader's half of `record/files.py`."""
+"""A recording's folder as typed data, whole or cut off; the reader's half of `recorder/files.py`."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ DEVICE_RANGES = Table(
 
 SYNCS = Table(
     "syncs",
-    "Synchronisations as the driver reported them (only where the profiler was asked for them).",
+    "Synchronizations as the driver reported them (only where the profiler was asked for them).",
     (
         EVENT,
         NAME,

@@ -39,7 +39,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class MixtureOfExperts(nn.Module):
-    """Σ over the chosen experts of softmax(router x) · W2 gelu(W1 x), not renormalised, + a gated shared expert."""
+    """Σ over the chosen experts of softmax(router x) · W2 gelu(W1 x), not renormalized, + a gated shared expert."""
 
     def __init__(
         self,

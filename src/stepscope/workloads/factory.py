@@ -47,7 +47,7 @@ def user_factory(name: str) -> Workload[Any]:
         about=(inspect.getdoc(function) or "a factory of your own").splitlines()[0],
         config=_config_of(function, name),
         presets={"default": {}},
-        build=lambda config: normalised(function(**vars_of(config)), name),
+        build=lambda config: normalized(function(**vars_of(config)), name),
     )
 
 
@@ -74,7 +74,7 @@ def _check_file(path: Path) -> None:
 
 def _from_file(path: Path) -> ModuleType:
     _check_file(path)
-    # The file's neighbours can be imported, as when Python runs it.
+    # The file's neighbors can be imported, as when Python runs it.
     folder_text = str(path.resolve().parent)
     if folder_text not in sys.path:
         sys.path.insert(0, folder_text)
@@ -121,7 +121,7 @@ def _config_of(function: Callable[..., Any], name: str) -> type[Any]:
     return dataclasses.make_dataclass("UserConfig", fields, frozen=True, kw_only=True, slots=True)
 
 
-def normalised(made: object, name: str) -> Built | WholeStep:
+def normalized(made: object, name: str) -> Built | WholeStep:
     """What a factory returned as what a sweep runs; UsageError when it is neither of the two."""
     from torch import nn
 

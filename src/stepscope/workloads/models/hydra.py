@@ -176,7 +176,7 @@ class Block(nn.Module):
 
 
 def _router(dim: int, bias: bool) -> nn.Linear:
-    """dim → 1, with scores of standard deviation 1 on a normalised stream, so that tokens differ from the start."""
+    """dim → 1, with scores of standard deviation 1 on a normalized stream, so that tokens differ from the start."""
     router = nn.Linear(dim, 1, bias=bias)
     nn.init.normal_(router.weight, std=dim**-0.5)
     if bias:

@@ -33,7 +33,7 @@ class MegalodonConfig:
     ffn_width: int = knob(2560, "hidden width of the feed-forward layer")
     chunk: int = knob(2048, "tokens that see each other in attention; its cost is seq_len × chunk")
     num_states: int = knob(16, "complex states of a channel in the moving average")
-    groups: int = knob(32, "groups of channels normalised together over time; width must be a multiple")
+    groups: int = knob(32, "groups of channels normalized together over time; width must be a multiple")
     ffn: Literal["plain", "swiglu"] = knob("plain", "plain: two matrices with biases; swiglu: three without")
     ema: Literal["fft", "sequential", "scan"] = knob(
         "fft", "fft: convolution with the kernel; sequential: a loop over tokens; scan: one Triton kernel on a GPU"
@@ -77,7 +77,7 @@ class State(NamedTuple):
 
 
 class TimestepNorm(nn.Module):
-    """Each group of channels normalised by its mean and variance over all tokens so far, in float32 or wider."""
+    """Each group of channels normalized by its mean and variance over all tokens so far, in float32 or wider."""
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class TimestepNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, seen: int = 0, state: NormState | None = None) -> tuple[Tensor, NormState]:
-        """The normalised x [B, L, D] and the state after it; `seen` tokens are already in the incoming state."""
+        """The normalized x [B, L, D] and the state after it; `seen` tokens are already in the incoming state."""
         with torch.autocast(device_type=x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             grouped = x.to(dtype).unflatten(-1, (self.groups, -1))
@@ -106,7 +106,7 @@ class TimestepNorm(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """Wh1 m + Wh2 (attention · R), where m is the normalised moving average of the normalised input."""
+    """Wh1 m + Wh2 (attention · R), where m is the normalized moving average of the normalized input."""
 
     def __init__(self, config: MegalodonConfig) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormConfig:
-    """x [batch, seq_len, width] → the same shape, every row of `width` normalised."""
+    """x [batch, seq_len, width] → the same shape, every row of `width` normalized."""
 
     batch: int = knob(8, "sequences in a batch")
     seq_len: int = knob(2048, "rows in a sequence")
@@ -37,9 +37,9 @@ def handwritten_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def handwritten_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """(x − mean) ÷ √(variance + eps) × weight + bias over the last dimension, wide inside as RMS norm is."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = wide - wide.mean(dim=-1, keepdim=True)
-    scale = torch.rsqrt(centred.pow(2).mean(dim=-1, keepdim=True) + EPS)
-    return (centred * scale * weight + bias).to(x.dtype)
+    centered = wide - wide.mean(dim=-1, keepdim=True)
+    scale = torch.rsqrt(centered.pow(2).mean(dim=-1, keepdim=True) + EPS)
+    return (centered * scale * weight + bias).to(x.dtype)
 
 
 class Norm(nn.Module):

@@ -1,0 +1,282 @@
+"""Whether two installations of Stepscope give the same figures for the same inputs: the check of a refactoring.
+
+    python benchmarks/same_figures.py --old "OLD/bin/stepscope" --new "NEW/bin/stepscope" \\
+        --traces DIR... --recordings DIR... --results DIR... --keep FOLDER
+
+It runs these verbs with each of the two commands and compares the JSON they give:
+
+    analyze and its views, diagnose, report   every trace, folder of ranks (and its first rank) and recording
+    card                                      every recording
+    compare                                   neighboring traces and recordings, sweeps that share a point
+    report                                    every sweep; every study, remade in a copy
+    plan                                      a few small points
+
+Every number, true, false and null is a figure. Whole numbers must be equal, others within 1e-9 of their size. Text is
+not compared. In a report, tables and charts are found by their id, wherever they stand, and each column or series is
+compared as a bag of values, so that sections and rows may move. Elsewhere a figure is found by its path; entries of a
+list that have an id are found by that. Keys and ids that one side alone has are listed; a figure that the new side adds
+is no difference. An input that the old side refuses counts only if the new side stops in another way.
+
+Without --new only the old side runs. Its answers stay in KEEP/old and are used again: delete that folder when the
+inputs or the old side change. The new side's go to KEEP/new each time. The exit code is 1 if there is a difference.
+
+    --rename card=show                             a word of the command line that the new side calls otherwise
+    --rename-key synchronisation=synchronization   a part of keys and ids that the new side spells otherwise
+    --only diagnose                                only cases with this text in their name; may be repeated
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Not figures: the version of the JSON, rows that Markdown shows, how a chart is drawn. Times of day, durations of the
+# reading itself, versions and paths need no entry: where verbs give them they are text, or are read from the input.
+SKIPPED = {"schema_version", "num_shown", "log_x", "log_y", "is_chart"}
+VIEWS = ("", "--memory", "--attention", "--copies", "--compiler")
+ALLOW = "device,dtype,tokens,parameters,topology,flops"
+POINTS = (
+    "cs336 --preset tiny; cs336 --preset tiny --dtype autocast_bf16 --max-batch; cs336 --preset tiny --fsdp 2; "
+    "cs336 --preset small; hydra --preset debug; nano --preset decoder_tiny; tsmoe --preset 23m; "
+    "megalodon --preset profile"
+)
+CHART_DATA = ("series", "points", "nodes", "values")
+TEXT = "text"  # in place of any text
+Figures = dict[str, Any]  # by path; a list of figures for a column of a table or a series of a chart
+
+
+class Case(NamedTuple):
+    name: str
+    argv: list[str]  # {out} is a file or, of a study, a copy of its folder
+    study: Path | None = None
+
+
+def cases_of(traces: list[Path], recordings: list[Path], results: list[Path]) -> Iterator[Case]:
+    by_folder: dict[Path, list[Path]] = defaultdict(list)
+    for path in (path for folder in traces for path in sorted(folder.rglob("*.json*")) if is_trace(path)):
+        by_folder[path.parent].append(path)
+    inputs: list[Path] = []
+    for folder, files in by_folder.items():  # the files of ranks differ in numbers alone
+        is_ranks = len(files) > 1 and len({re.sub(r"\d+", "", path.name) for path in files}) == 1
+        inputs += [folder, files[0]] if is_ranks else files
+    runs = folders_with("recording.json", recordings)
+    for path in inputs + runs:
+        for view in VIEWS:
+            yield Case(f"analyze {view} {label(path)}", ["analyze", *view.split(), "--json", "--no-cache", str(path)])
+        yield Case(f"diagnose {label(path)}", ["diagnose", "--json", "--no-cache", str(path)])
+        yield Case(f"report {label(path)}", ["report", "--no-cache", str(path), "-o", "{out}"])
+        if path in runs:
+            yield Case(f"card {label(path)}", ["card", "--json", str(path)])
+    pairs = [*pairwise(runs), *(pair for files in by_folder.values() for pair in zip(files[::2], files[1::2]))]
+    points: dict[Path, set[str]] = {}
+    for sweep in folders_with("results.jsonl", results):
+        yield Case(f"report {label(sweep)}", ["report", str(sweep), "-o", "{out}"])
+        lines = (sweep / "results.jsonl").read_text(encoding="utf-8").splitlines()
+        points[sweep] = {str(json.loads(line).get("hash")) for line in lines if line.strip()}
+        pairs += [(other, sweep) for other in points if points[other] & points[sweep]]  # itself, too
+    for one, other in pairs:
+        argv = ["compare", "--json", "--no-cache", "--allow", ALLOW, str(one), str(other)]
+        yield Case(f"compare {label(one)} {label(other)}", argv)
+    for study in folders_with("study.json", results):
+        yield Case(f"report {label(study)}", ["report", "{out}"], study)
+    for point in POINTS.split("; "):
+        yield Case(f"plan {point}", ["plan", *point.split(), "--device", "NVIDIA H200", "--json"])
+
+
+def is_trace(path: Path) -> bool:
+    """Not what Stepscope keeps beside a trace, nor other JSON."""
+    if path.parent.suffix == ".stepscope" or not path.name.endswith((".json", ".json.gz")):
+        return False
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        return any(b'"traceEvents"' in line for line in stream)
+
+
+def folders_with(name: str, roots: list[Path]) -> list[Path]:
+    return sorted({path.parent for root in roots for path in root.rglob(name)})
+
+
+def label(path: Path) -> str:
+    return "/".join(path.parts[-2:])
+
+
+def answer(case: Case, command: str, renames: dict[str, str], store: Path, reuse: bool) -> dict[str, Any]:
+    """The exit code, the JSON and the last line of errors of a case, from `store` or by running it."""
+    key = hashlib.blake2b(f"{case.argv} {case.study}".encode(), digest_size=4).hexdigest()
+    kept = store / f"{re.sub('[^A-Za-z0-9]+', '-', case.name)[:90]}-{key}.json.gz"
+    if reuse and kept.is_file():
+        return json.loads(gzip.decompress(kept.read_bytes()))
+    with tempfile.TemporaryDirectory() as scratch:  # neither side sees a cache, ceilings or settings
+        out = Path(scratch) / ("study" if case.study else "report.json")
+        if case.study:
+            shutil.copytree(case.study, out, ignore=shutil.ignore_patterns("*.png", "*.html"))
+        argv = shlex.split(command) + [renames.get(word, word).replace("{out}", str(out)) for word in case.argv]
+        environment = os.environ | {"XDG_CACHE_HOME": scratch, "STEPSCOPE_CACHE": scratch}
+        done = subprocess.run(argv, cwd=scratch, env=environment, capture_output=True)
+        try:
+            if case.study:  # its report, and the files that it promises
+                made = [
+                    out / "report" / "report.json",
+                    *(path for path in out.glob("*.json") if path.stem != "study"),
+                ]
+                result = {path.name: json.loads(path.read_bytes()) for path in made}
+            else:
+                result = json.loads(out.read_bytes() if "{out}" in case.argv else done.stdout)
+        except (OSError, ValueError):
+            result = None
+    errors = done.stderr.decode(errors="replace").strip().splitlines()
+    given = {"rc": done.returncode, "result": result, "error": errors[-1] if errors else ""}
+    store.mkdir(parents=True, exist_ok=True)
+    kept.write_bytes(gzip.compress(json.dumps(given).encode()))
+    return given
+
+
+def figures_of(result: Any, case: Case, renames: dict[str, str]) -> Figures:
+    if case.argv[0] != "report":
+        return walk(result, "", {}, renames)
+    found: Figures = {}
+    files = dict(result or {}) if case.study else {"report.json": result}
+    for name, part in parts_of(files.pop("report.json", None)):
+        if name == "findings":
+            walk(part, name, found, renames)
+            continue
+        bags: dict[str, list[Any]] = defaultdict(list)
+        for path, figure in walk(part, rename(name, renames), {}, renames).items():
+            bags[re.sub(r"\[[^]]*\]", "[]", path)].append(figure)
+        for path, values in bags.items():
+            if any(isinstance(one, (int, float)) for one in values):  # a column of names has no figures
+                found[path] = found.get(path, []) + [one for one in values if one is not TEXT]
+    return walk(files, "", found, renames)
+
+
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The tables, charts and findings of a report, in whatever it wraps them."""
+    if isinstance(value, dict) and "id" in value and isinstance(value.get("columns"), dict):
+        yield f"table {value['id']}", value["columns"]
+    elif isinstance(value, dict) and "id" in value and any(isinstance(value.get(key), list) for key in CHART_DATA):
+        yield f"chart {value['id']}", value
+    elif isinstance(value, dict) and "findings" in value and "clean" in value:
+        yield "findings", value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from parts_of(inner)
+
+
+def walk(value: Any, path: str, found: Figures, renames: dict[str, str]) -> Figures:
+    """`found` with the figures in `value` added."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in SKIPPED:
+                walk(inner, f"{path}.{rename(key, renames)}", found, renames)
+    elif isinstance(value, list):
+        seen: Counter[str] = Counter()
+        for index, inner in enumerate(value):
+            name = inner.get("id") if isinstance(inner, dict) else inner
+            is_id = isinstance(name, str) and re.fullmatch(r"[a-z]\w*", name)
+            key = rename(name, renames) if is_id else str(index)
+            seen[key] += 1
+            walk(inner, f"{path}[{key}]" if seen[key] == 1 else f"{path}[{key}#{seen[key]}]", found, renames)
+    else:
+        found[path] = TEXT if isinstance(value, str) else value
+    return found
+
+
+def rename(name: str, renames: dict[str, str]) -> str:
+    for old, new in renames.items():
+        name = name.replace(old, new)
+    return name
+
+
+def compare(old: Figures, new: Figures) -> tuple[int, list[str]]:
+    """How many figures of the old side were compared, and the differences."""
+    figures = {path: one for path, one in old.items() if one is not TEXT and (one is not None or path in new)}
+    differences = []
+    for path, one in figures.items():
+        if path not in new:
+            differences.append(f"{path}: {str(one)[:60]} is missing")
+        elif isinstance(one, list) and not same_bag(one, new[path]):
+            lost, added = ([*(Counter(a) - Counter(b)).elements()] for a, b in ((one, new[path]), (new[path], one)))
+            differences.append(f"{path}: {len(one)} → {len(new[path])} values; {lost[:3]} → {added[:3]}")
+        elif not isinstance(one, list) and not same(one, new[path]):
+            differences.append(f"{path}: {one} → {new[path]}")
+    return sum(len(one) if isinstance(one, list) else 1 for one in figures.values()), differences
+
+
+def same(one: Any, other: Any) -> bool:
+    if {type(one), type(other)} in ({float}, {int, float}):
+        return math.isclose(one, other, rel_tol=1e-9)
+    return type(one) is type(other) and one == other
+
+
+def same_bag(one: list[Any], other: list[Any]) -> bool:
+    left, right = (sorted(bag, key=lambda it: (it is None, isinstance(it, bool), it or 0)) for bag in (one, other))
+    return len(left) == len(right) and all(same(*pair) for pair in zip(left, right))
+
+
+def names_in(paths: Iterable[str]) -> set[str]:
+    return {name for path in paths for name in re.split(r"[.\[\]]+", path) if not re.fullmatch(r"[\d#]*", name)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--old", required=True, metavar="COMMAND")
+    parser.add_argument("--new", metavar="COMMAND")
+    for name in ("--traces", "--recordings", "--results"):
+        parser.add_argument(name, type=lambda text: Path(text).resolve(), nargs="+", default=[], metavar="DIR")
+    parser.add_argument("--keep", type=Path, default=Path("same_figures"), metavar="FOLDER")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases at a time")
+    parser.add_argument("--show", type=int, default=5, metavar="N", help="differences shown of a case")
+    for name in ("--rename", "--rename-key", "--only"):
+        parser.add_argument(name, action="append", default=[])
+    options = parser.parse_args()
+    renames, keys = (dict(word.split("=", 1) for word in words) for words in (options.rename, options.rename_key))
+    cases = list(cases_of(options.traces, options.recordings, options.results))
+    cases = [case for case in cases if not options.only or any(text in case.name for text in options.only)]
+
+    def both(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+        old = answer(case, options.old, {}, options.keep / "old", reuse=True)
+        return old, answer(case, options.new, renames, options.keep / "new", reuse=False) if options.new else old
+
+    names: dict[str, Counter[str]] = {"old": Counter(), "new": Counter()}
+    totals: Counter[str] = Counter()
+    print(f"{'figures':>9} {'differ':>7}  case", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for case, (old, new) in zip(cases, pool.map(both, cases)):
+            is_refused = old["result"] is None
+            before = {} if is_refused else figures_of(old["result"], case, keys)
+            after = figures_of(new["result"], case, {}) if options.new else before
+            num_figures, differences = compare(before, after)
+            if new["rc"] != old["rc"] and not (is_refused and new["rc"] == 0):
+                differences.insert(0, f"exit code {old['rc']} → {new['rc']}: {new['error']}")
+            shown = "refused" if is_refused else f"{num_figures:,}"
+            print(f"{shown:>9} {len(differences):7,}  {case.name}", flush=True)
+            for line in differences[: options.show]:
+                print(f"{'':18} {line}", flush=True)
+            totals.update(figures=num_figures, differences=len(differences), refused=is_refused)
+            names["old"].update(names_in(before) - names_in(after))
+            names["new"].update(names_in(after) - names_in(before))
+    for side, some in names.items():
+        listed = ", ".join(f"{name} ({count})" for name, count in some.most_common(60))
+        print(f"keys and ids of the {side} side alone: {listed or 'none'}")
+    print(f"{len(cases)} cases, {totals['refused']} refused by the old side", end="; ")
+    print(f"{totals['figures']:,} figures, {totals['differences']:,} differences")
+    return 1 if totals["differences"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Scaled dot-product attention as it ran: which back end, with which mask, how much arithmetic."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import polars as pl
+
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import COLUMNS, argument_values, operands
+from stepscope.analysis.structure.links import Linked
+
+BACK_ENDS = ("flash", "cudnn", "efficient", "math")
+DISPATCHER = "aten::scaled_dot_product_attention"
+"""What a program calls."""
+_SCHEMA = pl.Schema(
+    {
+        "call": pl.UInt32(), "phase": pl.String(), "module": pl.String(), "direction": pl.String(),
+        "backend": pl.String(), "dtype": pl.String(), "batch": pl.Int64(), "num_heads": pl.Int64(),
+        "num_queries": pl.Int64(), "num_keys": pl.Int64(), "head_size": pl.Int64(), "mask": pl.String(),
+        "full_flops": pl.Int64(), "is_causal": pl.Boolean(), "is_dense": pl.Boolean(), "duration_ns": pl.Int64(),
+        "events": pl.List(pl.Int64()),
+    }
+)  # fmt: skip
+
+
+class _Op(NamedTuple):
+    backend: str
+    direction: str
+    query: int
+    """Where the query is among the op's inputs; key and value follow it."""
+    mask: int | None
+    sequence: int
+    """The axis of a query that counts its positions."""
+
+    @property
+    def num_products(self) -> int:
+        """Products of matrices: two forward; the backward makes the first again and two for each of them."""
+        return {"forward": 2, "backward": 5, "both": 7}[self.direction]
+
+
+_OPS = {
+    "aten::_flash_attention_forward": _Op("flash", "forward", 0, None, 1),
+    "aten::_flash_attention_backward": _Op("flash", "backward", 1, None, 1),
+    "aten::_efficient_attention_forward": _Op("efficient", "forward", 0, 3, 1),
+    "aten::_efficient_attention_backward": _Op("efficient", "backward", 1, 4, 1),
+    "aten::_cudnn_attention_forward": _Op("cudnn", "forward", 0, 3, 2),
+    "aten::_cudnn_attention_backward": _Op("cudnn", "backward", 1, 8, 2),
+    "aten::_scaled_dot_product_cudnn_attention": _Op("cudnn", "forward", 0, 3, 2),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _Op("cudnn", "backward", 1, 8, 2),
+    DISPATCHER: _Op("math", "both", 0, 3, 2),
+}
+
+
+def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
+    """Calls of attention in order of time, a forward and its backward apart.
+
+    `call` (the op's row), `phase`, `module`, `direction`, `backend` (one of `BACK_ENDS`), `dtype`; `batch`,
+    `num_heads`, `num_queries`, `num_keys`, `head_size`; `mask`, the shape of the mask that was given or null;
+    `full_flops` without a causal mask's saving; `is_causal` and `is_dense`, whether query, key and value have their
+    last dimension in one piece, as the program called it: null where the trace does not say; `duration_ns` on the
+    device and `events`, the GPU work. A call whose shapes the trace does not say has nulls. The math back end is many
+    kernels: its `call` is the dispatching op, and its backward stands with it in one row.
+    """
+    names = work["op"].cast(pl.String)
+    fused = work.filter(names.is_in([name for name in _OPS if name != DISPATCHER]))
+    is_math = (pl.col("root_op").cast(pl.String) == DISPATCHER) & ~pl.col("root").is_in(fused["root"].implode())
+    rows = []
+    for key, part in (("call", fused), ("root", work.filter(is_math))):
+        calls = part.group_by(key, maintain_order=True).agg(
+            pl.col("event"),
+            pl.col("duration_ns").sum(),
+            pl.col("phase", "module").cast(pl.String).first(),
+            pl.col("root").alias("dispatcher").first(),
+        )
+        for call, events, duration_ns, phase, module, dispatcher in calls.iter_rows():
+            texts = linked.host[call].select("name", "shapes", "dtypes").row(0)
+            rows.append((call, phase, module, *_facts(*texts), *_asked(linked, dispatcher), duration_ns, events))
+    return pl.DataFrame(rows, schema=_SCHEMA, orient="row").sort("call")
+
+
+def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, ...]:
+    op = _OPS.get(name, _OPS[DISPATCHER])
+    tensors = operands(shapes, dtypes)
+    query, key = (tensors[i] if i < len(tensors) else None for i in (op.query, op.query + 1))
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and len(query.shape) == len(key.shape) == 4):
+        return (op.direction, op.backend, *(None,) * 8)
+    batch, head_size = query.shape[0], query.shape[3]
+    num_queries, num_keys, num_heads = query.shape[op.sequence], key.shape[op.sequence], query.shape[3 - op.sequence]
+    mask = tensors[op.mask] if op.mask is not None and op.mask < len(tensors) else None
+    flops = 2 * op.num_products * batch * num_heads * num_queries * num_keys * head_size
+    if flops >= 2**63:  # nobody's attention
+        return (op.direction, op.backend, *(None,) * 8)
+    return (
+        op.direction, op.backend, query.dtype, batch, num_heads, num_queries, num_keys, head_size,
+        str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None, flops,
+    )  # fmt: skip
+
+
+def _asked(linked: Linked, dispatcher: int | None) -> tuple[bool | None, bool | None]:
+    """Whether the program asked for a causal mask, and gave tensors whose last dimension is in one piece."""
+    if dispatcher is None:
+        return None, None
+    name, shapes, dtypes, strides, inputs = linked.host[dispatcher].select(COLUMNS).row(0)
+    if name != DISPATCHER:
+        return None, None
+    values = argument_values(inputs)
+    is_causal = None if values is None or len(values) < 6 else values[5] == "True"
+    given = [one for one in operands(shapes, dtypes, strides)[:3] if isinstance(one, Tensor) and one.strides]
+    return is_causal, all(one.strides and one.strides[-1] == 1 for one in given) if given else None

@@ -1,0 +1,87 @@
+"""Attention written by hand: products, softmax and masks over tensors of queries × keys, forward and backward."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.attention.backends import DISPATCHER
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.structure.tensor_sizes import product
+
+LEAST_KEYS = 64
+_SOFTMAX = ("aten::_softmax", "aten::exp", "aten::exp_")
+_MASKING = ("aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::tril", "aten::tril_")
+_ADDING = ("aten::add", "aten::add_", "aten::baddbmm", "aten::baddbmm_")
+_SCHEMA = pl.Schema(
+    {
+        "num_elements": pl.Int64(), "num_queries": pl.Int64(), "num_keys": pl.Int64(), "head_size": pl.Int64(),
+        "event": pl.Int64(), "op": pl.String(), "phase": pl.String(), "duration_ns": pl.Int64(),
+        "flops": pl.Int64(), "peak_dtype": pl.String(), "is_mask": pl.Boolean(), "is_softmax": pl.Boolean(),
+    }
+)  # fmt: skip
+
+
+def squares(sized: pl.DataFrame) -> pl.DataFrame:
+    """The GPU work of hand-written attention, one row a piece, from work with its sizes (`with_sizes`).
+
+    Found where a product makes a tensor of queries × keys, a softmax (or an exponential) goes over it, and a product
+    takes it: all work on tensors of that size and those last dimensions belongs to it. `num_elements` of the tensor,
+    `num_queries`, `num_keys`, `head_size`; `event`, `op`, `phase`, `duration_ns`; `flops` and `peak_dtype` of
+    products, null for the rest; `is_mask`, whether it puts a mask on the scores, `is_softmax`.
+    """
+    rows = [
+        row
+        for row in sized.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
+        if row["shape"] and row["root_op"] != DISPATCHER and row["phase"] != "optimizer"
+    ]
+    found: list[tuple[Any, ...]] = []
+    for (num_elements, queries, keys), head_size in _attentions(rows).items():
+        for row in rows:
+            shape = row["shape"]
+            if prod(shape) != num_elements or len(shape) < 3 or sorted(shape[-2:]) != sorted((queries, keys)):
+                continue
+            is_product = product(row["op"], operands(row["shapes"], None)) is not None
+            found.append(
+                (
+                    num_elements, queries, keys, head_size, row["event"], row["op"], row["phase"],
+                    row["duration_ns"], row["flops"] if is_product else None,
+                    row["peak_dtype"] if is_product else None, _is_mask(row, num_elements, keys),
+                    row["op"] in _SOFTMAX,
+                )
+            )  # fmt: skip
+    return pl.DataFrame(found, schema=_SCHEMA, orient="row")
+
+
+def _attentions(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], int]:
+    """Elements, queries and keys of each kind of score tensor, with the size of a head."""
+    soft = {
+        (prod(row["shape"]), *row["shape"][-2:])
+        for row in rows
+        if row["op"] in _SOFTMAX and len(row["shape"]) >= 3 and min(row["shape"][-2:]) >= LEAST_KEYS
+    }
+    makes: dict[tuple[int, int, int], int] = {}
+    takes = set()
+    for row in rows:
+        sizes = product(row["op"], operands(row["shapes"], None))
+        if sizes is None:
+            continue
+        batch, num_rows, inner, columns = sizes
+        if inner < columns:
+            makes.setdefault((batch * num_rows * columns, num_rows, columns), inner)
+        if columns < inner:
+            takes.add((batch * num_rows * inner, num_rows, inner))
+    return {key: head_size for key, head_size in makes.items() if key in soft & takes}
+
+
+def _is_mask(row: dict[str, Any], num_elements: int, num_keys: int) -> bool:
+    if row["op"] in _MASKING:
+        return True
+    tensors = [one for one in operands(row["shapes"], row["dtypes"]) if isinstance(one, Tensor)]
+    # A mask that is added is there once for all heads.
+    return row["op"] in _ADDING and any(
+        len(one.shape) >= 2 and one.shape[-1] == num_keys and one.num_elements < num_elements for one in tensors[:2]
+    )

@@ -1,0 +1,255 @@
+"""Where a program calls scaled dot-product attention: back end, shape, mask, module, time forward and backward.
+
+Read from the ops on the host, so a trace without GPU work has them too. `backends.py` has the GPU kernels one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from stepscope.analysis.attention.backends import DISPATCHER
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import argument_values, operands
+from stepscope.analysis.memory.module_tree import starred
+from stepscope.analysis.structure.callers import python_callers
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import ancestor, outermost
+
+FLEX = "flex"
+_FLEX_KERNEL = r"(?i)flex_(attention|decoding)"
+SIGNATURE = (
+    "backend", "dtype", "batch", "num_heads", "num_key_heads", "num_queries", "num_keys", "head_size", "value_size",
+    "mask", "is_causal", "dropout", "is_dense",
+)  # fmt: skip
+"""The columns that say what a call was given."""
+_CALLS = pl.Schema(
+    {
+        "row": pl.Int64(), "direction": pl.String(), "step": pl.Int64(), "phase": pl.String(),
+        "module": pl.String(), "caller": pl.String(), "backend": pl.String(), "dtype": pl.String(),
+        "batch": pl.Int64(), "num_heads": pl.Int64(), "num_key_heads": pl.Int64(), "num_queries": pl.Int64(),
+        "num_keys": pl.Int64(), "head_size": pl.Int64(), "value_size": pl.Int64(), "mask": pl.String(),
+        "is_causal": pl.Boolean(), "dropout": pl.Float64(), "is_dense": pl.Boolean(),
+        "forward_ns": pl.Int64(), "backward_ns": pl.Int64(), "beside_ns": pl.Int64(),
+    }
+)  # fmt: skip
+
+
+class _Op(NamedTuple):
+    backend: str
+    query: int = 0
+    """Where the query is among the op's inputs; key and value follow it."""
+    mask: int | None = None
+    dropout: int | None = None
+    causal: int | None = None
+
+
+_FORWARD = {
+    DISPATCHER: _Op("math", 0, 3, 4, 5),
+    "aten::_scaled_dot_product_attention_math": _Op("math", 0, 3, 4, 5),
+    "aten::_scaled_dot_product_flash_attention": _Op("flash", 0, None, 3, 4),
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _Op("flash", 0, 5, 3, 4),
+    "aten::_scaled_dot_product_efficient_attention": _Op("efficient", 0, 3, 5, 6),
+    "aten::_scaled_dot_product_cudnn_attention": _Op("cudnn", 0, 3, 5, 6),
+    "aten::_flash_attention_forward": _Op("flash"),
+    "aten::_efficient_attention_forward": _Op("efficient"),
+    "aten::_cudnn_attention_forward": _Op("cudnn", 0, 3, 9, 10),
+    "flex_attention": _Op(FLEX),
+}
+_BACKWARD = {
+    "aten::_scaled_dot_product_flash_attention_backward": _Op("flash", 1, None, 10, 11),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Op("flash", 1, 8, 6, 7),
+    "aten::_scaled_dot_product_efficient_attention_backward": _Op("efficient", 1, 4, 9, 11),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _Op("cudnn", 1, 8, 13, 14),
+    "aten::_flash_attention_backward": _Op("flash", 1),
+    "aten::_efficient_attention_backward": _Op("efficient", 1),
+    "aten::_cudnn_attention_backward": _Op("cudnn", 1, 8, 13, 14),
+}
+_PACKED = ("aten::_flash_attention_", "aten::_efficient_attention_")
+"""Ops whose tensors have their positions before their heads, or sequences of many lengths in one."""
+
+
+def attention_sites(linked: Linked) -> pl.DataFrame:
+    """Calls of attention in order of time; a backward stands with its forward where the trace links them.
+
+    `row` of the host table; `direction`, `forward`, or `backward` of one that is linked to no forward, as in compiled
+    code; `step`, `phase`, `module`; `caller`, the user's function where the trace has stacks; `backend`, `dtype`,
+    `batch`, `num_heads`, `num_key_heads`, `num_queries`, `num_keys`, `head_size`, `value_size`; `mask`, the shape of
+    the mask given, or null; `is_causal`, `dropout`, `is_dense` (the last dimension of query, key and value is in one
+    piece), null where the trace does not say. `forward_ns` and `backward_ns` on the GPU, of a trace without GPU work
+    on the host; `beside_ns`, what the call did on top of its kernel: a mask made a bias, padding.
+    """
+    host = linked.host
+    is_on_gpu = linked.device.height > 0
+    forward, backward = _rows_of(host, _FORWARD), _rows_of(host, _BACKWARD)
+    sites = _outer(host, forward, _FORWARD)
+    orphans = _outer(host, backward, _BACKWARD)
+    pieces = (
+        linked.device.select(pl.col("op").alias("row"), "duration_ns").drop_nulls("row")
+        if is_on_gpu
+        else host.filter(pl.col("kind") == "op").select("row", pl.col("self_ns").alias("duration_ns"))
+    )
+    innermost = ancestor(host, host["row"].is_in(forward.implode()))
+    inside = innermost.gather(pieces["row"])
+    of_forward = innermost.gather(host["forward"].gather(pieces["row"]))
+    in_backward = ancestor(host, host["row"].is_in(backward.implode())).gather(pieces["row"])
+    is_kernel = host["name"].gather(inside).cast(pl.String) != DISPATCHER
+    is_math = pl.Series(
+        [sites.get(row) is not None and sites[row][1].backend == "math" for row in inside.to_list()], dtype=pl.Boolean
+    )
+    pieces = pieces.with_columns(
+        _site(inside, sites).alias("site"),
+        _site(of_forward, sites).alias("backward_of"),
+        _site(in_backward, orphans).alias("orphan"),
+        (is_kernel | is_math).fill_null(False).alias("is_kernel"),
+    )
+    inner = pieces.filter(pl.col("site").is_not_null())
+    forward_ns = _sums(inner.filter("is_kernel"), "site")
+    beside_ns = _sums(inner.filter(~pl.col("is_kernel")), "site")
+    rest = pieces.filter(pl.col("site").is_null())
+    backward_ns = _sums(rest, "backward_of")
+    orphan_ns = _sums(rest.filter(pl.col("backward_of").is_null()), "orphan")
+    rows = []
+    for site, op, kernel in _distinct(sites):
+        times = (forward_ns.get(site, 0), backward_ns.get(site, 0), beside_ns.get(site, 0))
+        rows.append((*_place(host, site, "forward"), op.backend, *_facts(host, site, kernel, op), *times))
+    for site, op, kernel in _distinct(orphans):
+        if site in orphan_ns:
+            facts = _facts(host, site, kernel, op)
+            rows.append((*_place(host, site, "backward"), op.backend, *facts, 0, orphan_ns[site], 0))
+    rows += _flex(linked, sites) if is_on_gpu else []
+    callers = python_callers(host, pl.Series([row[0] for row in rows], dtype=pl.UInt32))
+    table = pl.DataFrame(rows, schema=_CALLS, orient="row")
+    return table.with_columns(callers.alias("caller")).sort("row")
+
+
+def attention_summary(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:
+    """Calls that are given the same and made by modules that differ in a number alone, most time first, a step.
+
+    The columns of `SIGNATURE`, `module` (`blocks.*`), `caller`, `num_calls`, `forward_ns`, `backward_ns`,
+    `beside_ns`, `total_ns`.
+    """
+    modules = pl.Series("module", [starred(name) for name in calls["module"]], dtype=pl.String)
+    sums = [pl.col(name).sum() / max(1, num_steps) for name in ("forward_ns", "backward_ns", "beside_ns")]
+    is_forward = pl.col("direction") == "forward"
+    table = (
+        calls.with_columns(modules)
+        .group_by(*SIGNATURE, "module", "caller", maintain_order=True)
+        .agg((is_forward.sum() / max(1, num_steps)).alias("num_calls"), *sums)
+    )
+    total = pl.sum_horizontal("forward_ns", "backward_ns", "beside_ns").alias("total_ns")
+    return _joined(table).with_columns(total).sort("total_ns", descending=True, maintain_order=True)
+
+
+def _joined(table: pl.DataFrame) -> pl.DataFrame:
+    """A backward that is linked to no forward goes to the one row of a forward that was given the same."""
+    keys = [name for name in SIGNATURE if name not in ("is_causal", "dropout", "is_dense")]
+    alone = table.filter(pl.col("num_calls") == 0)
+    if alone.is_empty():
+        return table
+    with_forward = table.filter(pl.col("num_calls") > 0).with_row_index("place")
+    only = with_forward.filter(pl.len().over(keys) == 1).select(*keys, "place")
+    found = alone.join(only, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    added = found.drop_nulls("place").group_by("place").agg(pl.col("backward_ns").sum().alias("added_ns"))
+    with_forward = with_forward.join(added, on="place", how="left", maintain_order="left")
+    with_forward = with_forward.with_columns(pl.col("backward_ns") + pl.col("added_ns").fill_null(0))
+    left = found.filter(pl.col("place").is_null()).select(table.columns)
+    return pl.concat([with_forward.select(table.columns), left])
+
+
+def _rows_of(host: pl.DataFrame, ops: Mapping[str, _Op]) -> pl.Series:
+    known = pl.Series(sorted(ops), dtype=host.schema["name"]).implode()
+    return host.filter((pl.col("kind") == "op") & host["name"].is_in(known))["row"]
+
+
+def _outer(host: pl.DataFrame, rows: pl.Series, ops: Mapping[str, _Op]) -> dict[int, tuple[int, _Op, int]]:
+    """By the row of an op: the outermost one around it, and of that call the kernel's op and row."""
+    outer = outermost(host, rows, frozenset(ops)).to_list()
+    names = host["name"].gather(rows).cast(pl.String).to_list()
+    kernels: dict[int, tuple[str, int]] = {}
+    for row, site, name in zip(rows.to_list(), outer, names):  # parents have lower rows: they come first
+        if site not in kernels or (kernels[site][0] == DISPATCHER and name != DISPATCHER):
+            kernels[site] = (name, row)
+    return {row: (site, ops[kernels[site][0]], kernels[site][1]) for row, site in zip(rows.to_list(), outer)}
+
+
+def _distinct(sites: Mapping[int, tuple[int, _Op, int]]) -> Iterable[tuple[int, _Op, int]]:
+    return {found[0]: found for found in sites.values()}.values()
+
+
+def _site(rows: pl.Series, sites: Mapping[int, tuple[int, _Op, int]]) -> pl.Series:
+    return pl.Series([sites[row][0] if row in sites else None for row in rows.to_list()], dtype=pl.Int64)
+
+
+def _sums(pieces: pl.DataFrame, key: str) -> dict[int, int]:
+    return dict(pieces.drop_nulls(key).group_by(key).agg(pl.col("duration_ns").sum()).iter_rows())
+
+
+def _place(host: pl.DataFrame, row: int, direction: str) -> tuple[Any, ...]:
+    step, phase, module = host.select("step", pl.col("phase", "module").cast(pl.String)).row(row)
+    return row, direction, step, phase, module, None
+
+
+def _facts(host: pl.DataFrame, site: int, kernel: int, op: _Op) -> tuple[Any, ...]:
+    """dtype to is_dense: of the kernel's op; mask, causal, dropout and layout as the program gave them."""
+    name, shapes, dtypes, _, inputs = _texts(host, kernel)
+    if name.startswith(_PACKED):
+        return (operands_dtype(shapes, dtypes, op.query), *(None,) * 11)
+    tensors = operands(shapes, dtypes)
+    query, key, value = (tensors[op.query + i] if op.query + i < len(tensors) else None for i in range(3))
+    if not all(isinstance(one, Tensor) and len(one.shape) >= 3 for one in (query, key, value)):
+        return (None,) * 12
+    assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    given = _FORWARD.get(_texts(host, site)[0]) or op
+    _, shapes, dtypes, strides, inputs = _texts(host, site if given is not op else kernel)
+    given_tensors = operands(shapes, dtypes, strides)
+    mask = given_tensors[given.mask] if given.mask is not None and given.mask < len(given_tensors) else None
+    dense = [one for one in given_tensors[given.query : given.query + 3] if isinstance(one, Tensor) and one.strides]
+    values = argument_values(inputs) or ()
+    causal = values[given.causal] if given.causal is not None and given.causal < len(values) else None
+    dropout = values[given.dropout] if given.dropout is not None and given.dropout < len(values) else None
+    heads = [one.shape[-3] for one in (query, key)]
+    batch = query.shape[0] if len(query.shape) > 3 else 1
+    return (
+        query.dtype, batch, *heads, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1],
+        str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None,
+        None if causal not in ("True", "False") else causal == "True", _number(dropout),
+        all(one.strides and one.strides[-1] == 1 for one in dense) if dense else None,
+    )  # fmt: skip
+
+
+def operands_dtype(shapes: str | None, dtypes: str | None, place: int) -> str | None:
+    """The dtype of one of an op's tensors."""
+    tensors = operands(shapes, dtypes)
+    found = tensors[place] if place < len(tensors) else None
+    return found.dtype if isinstance(found, Tensor) else None
+
+
+def _texts(host: pl.DataFrame, row: int) -> tuple[str, str | None, str | None, str | None, str | None]:
+    found = host.select(pl.col("name", "shapes", "dtypes", "strides", "inputs").cast(pl.String)).row(row)
+    return str(found[0]), found[1], found[2], found[3], found[4]
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _flex(linked: Linked, sites: Mapping[int, Any]) -> list[tuple[Any, ...]]:
+    """FlexAttention's kernels that no op in the trace stands for: compiled ones say what they are by their name."""
+    kernels = linked.device.filter(matches(linked.device["name"], _FLEX_KERNEL))
+    rows: list[tuple[Any, ...]] = []
+    for row, name, duration_ns in kernels.select("op", pl.col("name").cast(pl.String), "duration_ns").iter_rows():
+        if row is None or row in sites:
+            continue
+        is_backward = "backward" in name
+        direction = "backward" if is_backward else "forward"
+        facts = _facts(linked.host, row, row, _Op(FLEX))
+        times = (0, duration_ns, 0) if is_backward else (duration_ns, 0, 0)
+        rows.append((*_place(linked.host, row, direction), FLEX, *facts, *times))
+    return rows

@@ -1,0 +1,163 @@
+"""What can be measured of a run, and how much of it changed: figures, and the verdict on samples."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from stepscope.analysis.comparison.significance import (
+    MIN_RUNS,
+    MIN_SAMPLES,
+    Difference,
+    difference,
+    difference_of_runs,
+)
+from stepscope.analysis.time.statistics import quantile
+
+THRESHOLD_SHARE = 0.02
+"""A change below this is of no practical use, however significant; `--threshold`."""
+NO_DIFFERENCE, TOO_FEW, SAME = "no difference shown", "too few samples", "same"
+STEPS, RUNS = "steps", "runs"
+FEWEST = {STEPS: MIN_SAMPLES, RUNS: MIN_RUNS}
+"""What a verdict takes on each side."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that `--fail-on` can name."""
+
+    name: str
+    title: str
+    unit: str
+    """`ns`, `bytes`, `per_s`, `share` or `count`."""
+    is_lower_better: bool
+    words: tuple[str, str]
+    """The verdict when it fell, and when it rose."""
+    is_rate: bool = False
+    """Whether it is the inverse of a time: its samples are times all the same."""
+
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("step_time", "step time", "ns", True, ("faster", "slower")),
+        Metric("tokens_per_second", "tokens/s", "per_s", False, ("slower", "faster"), is_rate=True),
+        Metric("samples_per_second", "samples/s", "per_s", False, ("slower", "faster"), is_rate=True),
+        Metric("mfu", "MFU", "share", False, ("lower", "higher"), is_rate=True),
+        Metric("gpu_busy_time", "GPU busy", "ns", True, ("less", "more")),
+        Metric("kernels", "kernels a step", "count", True, ("fewer", "more")),
+        Metric("peak_memory", "peak allocated", "bytes", True, ("less", "more")),
+        Metric("peak_reserved_memory", "peak reserved", "bytes", True, ("less", "more")),
+        Metric("peak_resident_memory", "peak resident, host", "bytes", True, ("less", "more")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One metric of one side."""
+
+    value: float
+    samples: tuple[float, ...] | None = None
+    """Times of single steps, in order, that the value follows from; None: one figure a run, with no test to it."""
+    of: str = STEPS
+    """What a sample is: a step, or a whole run, by its own value (of a rate, the inverse)."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One metric in both."""
+
+    metric: str
+    unit: str
+    """`ns`, `bytes`, `per_s`, `share` or `count`."""
+    base: float
+    new: float
+    delta: float
+    """`new` − `base`."""
+    share: float | None
+    """`delta` ÷ `base`; null where that is 0."""
+    low: float | None
+    """Lower end of the 95 % bootstrap interval of `share`; null for figures with no samples, or too few."""
+    high: float | None
+    p_value: float | None
+    """Two-sided: the Mann–Whitney test of steps; of runs, Student's t-test and, from 4 and 4 on, that as well."""
+    num_samples: tuple[int, int] | None
+    """In each; null: one figure a run."""
+    samples_are: str | None
+    """`steps`; `runs`, where a side has several; null where there are none."""
+    detectable_share: float | None
+    """The smallest change that would have been shown, four times out of five."""
+    is_significant: bool | None
+    """p < 0.05, and the interval excludes 0."""
+    is_worse: bool
+    """Whether it changed for the worse, by however little."""
+    verdict: str
+    """`faster` or `slower` (of others `less`, `more`, `fewer`, `higher`, `lower`) where the change is significant and
+    beyond the threshold. Else `no difference shown`, `too few samples`, or, of single figures, `same`."""
+
+
+def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: float) -> Change:
+    """One metric's change and its verdict."""
+    share = new.value / base.value - 1 if base.value else None
+    fell, rose = metric.words
+    word = rose if new.value > base.value else fell
+    found: Difference | None = None
+    num_samples: tuple[int, int] | None = None
+    if base.samples is not None and new.samples is not None:
+        num_samples = len(base.samples), len(new.samples)
+        if min(num_samples) < FEWEST[base.of]:
+            verdict = TOO_FEW
+        else:
+            if base.of == RUNS:
+                found = difference_of_runs(base.samples, new.samples)
+            else:
+                found = difference(_costs(metric, base), _costs(metric, new))
+            is_large = share is not None and abs(share) > threshold_share
+            verdict = word if found.is_significant and is_large else NO_DIFFERENCE
+    else:
+        is_large = new.value != base.value and (share is None or abs(share) > threshold_share)
+        verdict = word if is_large else SAME
+    ends: tuple[float | None, float | None] = (None, None)
+    if found is not None:
+        ends = (1 / found.high - 1, 1 / found.low - 1) if metric.is_rate else (found.low - 1, found.high - 1)
+    return Change(
+        metric=metric.name,
+        unit=metric.unit,
+        base=base.value,
+        new=new.value,
+        delta=new.value - base.value,
+        share=share,
+        low=ends[0],
+        high=ends[1],
+        p_value=None if found is None else found.p_value,
+        num_samples=num_samples,
+        samples_are=None if num_samples is None else base.of,
+        detectable_share=None if found is None else max(threshold_share, found.detectable_share),
+        is_significant=None if found is None else found.is_significant,
+        is_worse=(new.value > base.value) == metric.is_lower_better and new.value != base.value,
+        verdict=verdict,
+    )
+
+
+def _costs(metric: Metric, measure: Measure) -> list[float]:
+    """Samples whose median is the value, of a rate its inverse: tokens a step and FLOPs may differ between sides."""
+    samples = list(measure.samples or ())
+    middle = quantile(sorted(samples), 0.5)
+    scale = (1 / measure.value if metric.is_rate else measure.value) / middle
+    return [sample * scale for sample in samples]
+
+
+def neighbors_correlation(samples: Sequence[float]) -> float:
+    """The correlation of each sample's rank with that of the next; 0 where all are equal.
+
+    >>> neighbors_correlation([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) > 0.4
+    True
+    """
+    ordered = sorted(samples)
+    middle = (len(samples) - 1) / 2
+    ranks = [(bisect_left(ordered, sample) + bisect_right(ordered, sample) - 1) / 2 - middle for sample in samples]
+    spread = sum(rank * rank for rank in ranks)
+    return sum(one * other for one, other in pairwise(ranks)) / spread if spread else 0.0

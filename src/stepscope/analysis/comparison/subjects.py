@@ -1,0 +1,228 @@
+"""Recordings and points of sweeps as what `comparison.py` compares. Every figure is the card's or the sweep's own."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from stepscope.analysis.comparison.compare import Parts, Subject
+from stepscope.analysis.comparison.metrics import Measure
+from stepscope.analysis.comparison.sweeps import OK, PointSummary
+from stepscope.analysis.memory.account import Account
+from stepscope.analysis.time.counters import CounterSummary
+from stepscope.analysis.time.phases import IDLE, rows
+from stepscope.analysis.time.summary import Summary, clean_step_ns
+from stepscope.trace.recording import Recording
+
+GPU_TIME, DEVICE_TIME, HOST_TIME = "a clean step, GPU busy and idle", "a clean step, device time", "a clean step"
+PEAK = "peak allocated"
+UNKNOWN = "unknown"
+# Said elsewhere, or of no weight for a comparison.
+_NOT_CONTEXT = ("device", "rank", "variables")
+
+
+def recording_subject(
+    recording: Recording, summary: Summary, memory: Account | None, missing: Mapping[str, str]
+) -> Subject:
+    """A recording; `missing` says why there is no account of its memory, by table."""
+    measures: dict[str, Measure] = {}
+    lacks = dict(missing)
+    samples = tuple(float(ns) for ns in clean_step_ns(recording))
+    if summary.step_ns is None or summary.step_ns.median <= 0 or min(samples) <= 0:
+        lacks["step_time"] = "no clean step was timed: stepscope run --clean 20 SCRIPT, and let it run that far"
+    else:
+        measures["step_time"] = Measure(summary.step_ns.median, samples)
+        if summary.throughput is not None and summary.throughput.per_s > 0:
+            measures[f"{summary.throughput.unit}_per_second"] = Measure(summary.throughput.per_s, samples)
+        if summary.mfu is not None and summary.mfu.share > 0:
+            measures["mfu"] = Measure(summary.mfu.share, samples)
+    if summary.num_kernels_per_step is not None:
+        measures["kernels"] = Measure(summary.num_kernels_per_step)
+    facts = recording.facts.get("memory") or {}
+    # Nobody counts what tensors take on a processor: there the memory window's account is the peak.
+    peak = facts.get("peak_allocated_bytes", None if memory is None else memory.peak_bytes)
+    for name, value in (
+        ("peak_memory", peak),
+        ("peak_reserved_memory", facts.get("peak_reserved_bytes")),
+        ("peak_resident_memory", facts.get("peak_resident_bytes")),
+    ):
+        if value is not None:
+            measures[name] = Measure(value)
+    tables: dict[str, tuple[Parts, ...]] = {}
+    if summary.rows and summary.step_ns is not None:
+        tables["phase"] = _phase_parts(summary, summary.step_ns.median)
+    if memory is not None and peak is not None:
+        owners = {part.name or UNKNOWN: float(part.bytes) for part in memory.live_at_peak.by_owner}
+        tables["memory"] = (Parts(PEAK, "bytes", peak, owners),)
+    if peak is None:
+        lacks["peak_memory"] = lacks.get("memory", "it was not recorded")
+    notes = [] if recording.status == "finished" else [f"the run is {recording.status}"]
+    return Subject(
+        name=str(recording.folder),
+        measures=measures,
+        identity=_identity(recording, summary),
+        context=_context(recording, summary),
+        tables=tables,
+        missing=lacks,
+        notes=(*notes, *recording.warnings),
+    )
+
+
+def idle_ns(summary: Summary) -> float | None:
+    """The GPU's idle time in a clean step; None without a GPU or a trace."""
+    return next((row.ns for row in summary.rows if row.name == IDLE), None)
+
+
+def _phase_parts(summary: Summary, whole: float) -> tuple[Parts, ...]:
+    """The card's rows; after them, coarser ones for a counterpart that lacks a trace, or a GPU."""
+    plain = [replace(phase, gpu_busy_ns=None) for phase in summary.phases]
+    hosts = [replace(phase, device_ns=None) for phase in plain]
+    found = []
+    if idle_ns(summary) is not None:
+        found.append(Parts(GPU_TIME, "ns", whole, {row.name: row.ns for row in summary.rows}))
+    if all(phase.device_ns is not None for phase in plain):
+        found.append(Parts(DEVICE_TIME, "ns", whole, {row.name: row.ns for row in rows(plain)}))
+    else:
+        found.append(Parts(HOST_TIME, "ns", whole, {row.name: row.ns for row in rows(hosts)}))
+    return tuple(found)
+
+
+def _identity(recording: Recording, summary: Summary) -> dict[str, Any]:
+    environment = recording.facts.get("environment") or {}
+    parameters = summary.parameters or {}
+    dtypes = sorted(parameters.get("bytes_by_dtype") or {})
+    flops = summary.flops
+    if flops is not None:
+        dtypes += [f"products in {dtype}" for dtype in sorted(flops.model_flops_by_dtype)]
+    return {
+        "device": environment.get("device_name"),
+        # Of a run that ended before its FLOPs were counted only the weights' are known: that decides nothing.
+        "dtype": ", ".join(dtypes) if flops is not None and dtypes else None,
+        "tokens": None if summary.throughput is None else summary.throughput.per_step,
+        "parameters": parameters.get("num_total"),
+        "topology": environment.get("world_size"),
+        "flops": None if flops is None or flops.hidden else flops.model_flops,
+    }
+
+
+def _context(recording: Recording, summary: Summary) -> dict[str, Any]:
+    facts = recording.facts
+    config, git = facts.get("config") or {}, facts.get("git") or {}
+    argv = config.get("argv") or (facts.get("command") or {}).get("argv") or []
+    parameters = summary.parameters or {}
+    return {
+        "command": shlex.join(map(str, argv)),
+        "git revision": git.get("revision"),
+        "uncommitted changes": git.get("modified"),
+        **environment_context(facts.get("environment") or {}),
+        **_clocks(summary.counters),
+        "clock": summary.clock,
+        "windows": config.get("windows"),
+        "tokens_per_step given": config.get("tokens_per_step"),
+        "steps end with": (facts.get("steps") or {}).get("source"),
+        "modules called": ", ".join(map(str, facts.get("roots") or [])) or None,
+        "trainable parameters": parameters.get("num_trainable"),
+        "micro-batches": summary.num_micro_batches,
+        "compiled": recording.compiler is not None,
+    }
+
+
+def environment_context(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions, device and settings, each by its name."""
+    plain = {name: value for name, value in environment.items() if name not in _NOT_CONTEXT}
+    variables = environment.get("variables")
+    return {**plain, **(variables if isinstance(variables, dict) else {})}
+
+
+def _clocks(counters: CounterSummary | None) -> dict[str, Any]:
+    if counters is None:
+        return {}
+    sm, memory = counters.sm_clock_mhz, counters.memory_clock_mhz
+    return {
+        "SM clock, MHz": None if sm is None else sm.mean,
+        "memory clock, MHz": None if memory is None else memory.mean,
+        "throttled by": ", ".join(reason for reason, _ in counters.throttle_shares) or None,
+    }
+
+
+def point_subject(
+    point: PointSummary, row: Mapping[str, Any], environment: Mapping[str, Any], missing: Mapping[str, str]
+) -> Subject:
+    """A row of a sweep. Rows that are not ok have no figures to compare, and say why."""
+    measures: dict[str, Measure] = {}
+    lacks = dict(missing)
+    samples = tuple(float(ns) for ns in row.get("samples_device_ns") or ())
+    if point.status != OK:
+        lacks["step_time"] = f"the row is {point.status}: {point.reason or 'no reason given'}"
+    elif point.time is None or point.time.median <= 0 or min(samples) <= 0:
+        lacks["step_time"] = "the row has no samples"
+    else:
+        measures["step_time"] = Measure(point.time.median, samples)
+        if point.tokens_per_s:
+            measures["tokens_per_second"] = Measure(point.tokens_per_s, samples)
+        if point.mfu is not None and point.mfu.share > 0:
+            measures["mfu"] = Measure(point.mfu.share, samples)
+        for name, value in (
+            ("kernels", point.num_kernels),
+            ("peak_memory", point.peak_allocated_bytes),
+            ("peak_reserved_memory", point.peak_reserved_bytes),
+            ("peak_resident_memory", point.peak_resident_bytes),
+        ):
+            if value is not None:
+                measures[name] = Measure(value)
+    identity = {
+        "device": point.device_name,
+        "dtype": point.axes.get("dtype"),
+        "tokens": point.num_tokens,
+        "parameters": point.num_parameters,
+        "topology": environment.get("world_size"),
+        "flops": point.flops_formula or (None if row.get("flops_unseen") else point.flops_counted),
+    }
+    return Subject(
+        name=point.hash,
+        measures=measures,
+        # An op has neither parameters nor, it may be, tokens: what no row knows is nothing to be checked.
+        identity={aspect: value for aspect, value in identity.items() if value is not None},
+        context={**point.axes, **environment_context(environment)},
+        missing=lacks,
+        notes=point.notes,
+    )
+
+
+def pair_points(
+    base: Sequence[PointSummary], new: Sequence[PointSummary]
+) -> tuple[list[tuple[int, int]], tuple[str, ...]]:
+    """Which points belong together, by their places, and the knobs that the comparison is about.
+
+    First those with the same hash. Of the rest, those that are alike in every knob but the ones that have a single
+    value in the base's rest and a single other value in the new one's: these are what the comparison is about.
+    """
+    places = {point.hash: place for place, point in enumerate(new)}
+    pairs = [(place, places[point.hash]) for place, point in enumerate(base) if point.hash in places]
+    rest = [
+        [place for place in range(len(points)) if place not in {pair[side] for pair in pairs}]
+        for side, points in enumerate((base, new))
+    ]
+    if not all(rest):
+        return pairs, ()
+    names = dict.fromkeys(name for points in (base, new) for point in points for name in point.axes)
+    about = []
+    for name in names:
+        before, after = (
+            {str(points[p].axes.get(name)) for p in rest[side]} for side, points in enumerate((base, new))
+        )
+        if len(before) == len(after) == 1 and before != after:
+            about.append(name)
+
+    def key(point: PointSummary) -> tuple[str, ...]:
+        return tuple(str(point.axes.get(name)) for name in names if name not in about)
+
+    before_keys, after_keys = [key(base[p]) for p in rest[0]], [key(new[p]) for p in rest[1]]
+    alike = [
+        (place, rest[1][after_keys.index(found)])
+        for place, found in zip(rest[0], before_keys)
+        if before_keys.count(found) == after_keys.count(found) == 1
+    ]
+    return sorted(pairs + alike), tuple(about) if alike else ()

@@ -1,0 +1,327 @@
+"""A sweep's rows as figures: distributions, rates, MFU, who is best among those that compute the same thing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepscope.analysis.compiler.compile_summary import break_even
+from stepscope.analysis.costs.flops import Utilization, utilization
+from stepscope.analysis.time.statistics import Distribution, describe
+from stepscope.devices import Ceilings, Device
+
+Limits = Callable[[str], tuple[Device | None, Ceilings | None]]
+"""A device's name → what it can do, by its maker and by measurement."""
+
+OK = "ok"
+# p90 − p10 beyond this share of the median: the machine was not at rest, or the workload is not.
+NOISY_SHARE = 0.10
+# Knobs that choose how the same thing is computed, besides those of the workload's reference.
+IMPLEMENTATION_KNOBS = ("bf16_reduction", "compile", "sdpa", "optimizer", "checkpoint")
+# The plainest value of each.
+PLAINEST = {"bf16_reduction": "auto", "compile": "off", "sdpa": "free", "optimizer": "adamw", "checkpoint": 0}
+# One update rule, three implementations.
+ADAMW = ("adamw", "fused", "handwritten")
+# What no preset says, or what somebody who says it beside a preset wants to see.
+BESIDE_PRESET = (
+    "workload", "batch", "seq_len", "mode", "dtype", "bf16_reduction", "compile", "sdpa", "optimizer", "warmup",
+    "steps", "seed", "device",
+)  # fmt: skip
+# What does not apply to a workload that is a whole step of the user's own loop.
+NOT_OF_A_WHOLE_STEP = ("mode", "dtype", "compile", "sdpa", "optimizer")
+# With fewer samples a median has no 95 % interval: all of n samples lie on one side of it with chance 2 ÷ 2ⁿ.
+MIN_INTERVAL_SAMPLES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointSummary:
+    """One row of the table: what was measured and what follows from it."""
+
+    hash: str
+    status: str
+    reason: str | None
+    axes: Mapping[str, Any]
+    """workload, preset and every knob that applies → value."""
+    device_name: str | None
+    time: Distribution | None
+    """Nanoseconds a step: on the device between CUDA events, on a CPU the host's."""
+    host: Distribution | None
+    """Nanoseconds until the host had issued a step; on a CPU, until it was done."""
+    first_call_ns: int | None
+    """Of the first pass. Where the point's own process ran the gate before (no `run_by` in it), it was not cold."""
+    compile_ns: int | None
+    """What torch says it spent compiling, in the first call and in the warm-up."""
+    tokens_per_s: float | None
+    flops_counted: int | None
+    """Model FLOPs of a step, op by op, nothing computed twice."""
+    flops_formula: int | None
+    """Model FLOPs of a step by the workload's closed formula."""
+    flops_coverage: float | None
+    """Counted ÷ formula. Below 1: kernels that hide their products. Above: work that the formula calls useless."""
+    flops_per_s: float | None
+    """Model FLOPs, by formula where there is one, less those of what was dropped, ÷ median time."""
+    mfu: Utilization | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_resident_bytes: int | None
+    before_backward_bytes: int | None
+    loss: float | None
+    """Of the very first call, before any weight has moved."""
+    final_loss: float | None
+    num_parameters: int | None
+    num_active_parameters: int | None
+    num_tokens: int | None
+    num_kernels: int | None
+    num_kernel_launches: int | None
+    gpu_busy_share: float | None
+    """The GPU's busy time in a traced pass ÷ the median of clean ones. Well below 1, the host sets the pace; a tenth
+    below it can also be a GPU at its limit of power, which one pass does not reach."""
+    max_batch: int | None
+    facts: Mapping[str, float]
+    compiler: Mapping[str, float]
+    """What torch.compile did (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
+    notes: tuple[str, ...]
+    """What else is to be known of the row: a loss that is no number, an instrument that failed."""
+    is_noisy: bool
+    speedup: float | None = None
+    """Median time a token (or a step) of the plainest variant of the rows it is compared with ÷ this one's."""
+    break_even_steps: float | None = None
+    """Steps until compiling is won back, against the row that differs in nothing but `compile=off`: the first call
+    less a warm one, or the compile seconds if these are more, ÷ what a step saves. None: never, or no such row."""
+    loss_deviation: float | None = None
+    """|loss − that of the plainest variant that computes the same| ÷ the latter, of the first call."""
+    differs: str | None = None
+    """In what it computes something else than the plainest variant; None: it computes the same."""
+    is_best: bool = False
+    """The fastest of the rows that compute the same thing."""
+    is_tied: bool = False
+    """Not the best, but its 95 % interval meets the best one's; never said of fewer than 6 samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSummary:
+    """A whole sweep."""
+
+    points: tuple[PointSummary, ...]
+    varying: tuple[str, ...]
+    """Axes that differ between rows, leaving out what follows from the preset."""
+    constants: Mapping[str, Any]
+    """Axes that are the same in every row."""
+    num_by_status: Mapping[str, int]
+
+
+def summarize(
+    rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]], limits: Limits
+) -> SweepSummary:
+    """The figures of a sweep's rows; `environments` by their hash, as sweep.json has them."""
+    rows = list(rows)
+    # Only of a whole step of the user's own nothing is known inside.
+    whole = {row["workload"] for row in rows if "num_tokens" in row and "num_parameters" not in row}
+    points = [_point(row, row["workload"] in whole, environments, limits) for row in rows]
+    varying, constants = varying_axes([point.axes for point in points])
+    if any(point.max_batch is not None for point in points):
+        varying = tuple(name for name in varying if name != "batch")
+    keys = [_group(row, point.axes) for row, point in zip(rows, points)]
+    for key in dict.fromkeys(keys):
+        members = [index for index, other in enumerate(keys) if other == key]
+        row = rows[members[0]]
+        compared = _compared([points[index] for index in members], row.get("reference") or {}, _alternatives(row))
+        for index, point in zip(members, compared):
+            points[index] = point
+    counts: dict[str, int] = {}
+    for point in points:
+        counts[point.status] = counts.get(point.status, 0) + 1
+    return SweepSummary(points=tuple(points), varying=varying, constants=constants, num_by_status=counts)
+
+
+def _point(
+    row: Mapping[str, Any], whole: bool, environments: Mapping[str, Mapping[str, Any]], limits: Limits
+) -> PointSummary:
+    time = _described(row.get("samples_device_ns"))
+    facts = row.get("facts") or {}
+    flops = _model_flops(row, facts)
+    tokens = row.get("num_tokens") or None
+    name = environments.get(row.get("environment_hash", ""), {}).get("device_name")
+    run = {knob: value for knob, value in row["run"].items() if not (whole and knob in NOT_OF_A_WHOLE_STEP)}
+    mfu = None
+    if time is not None and flops and name is not None:
+        device, ceilings = limits(name)
+        what = "model" if row.get("flops_formula") else "counted"
+        mfu = utilization(_by_dtype(row, flops), time.median, device, ceilings, what)
+    return PointSummary(
+        hash=row["hash"],
+        status=row["status"],
+        reason=row.get("reason"),
+        axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},
+        device_name=name,
+        time=time,
+        host=_described(row.get("samples_host_ns")),
+        first_call_ns=row.get("first_call_ns"),
+        compile_ns=row.get("compile_ns"),
+        tokens_per_s=tokens / (time.median / 1e9) if tokens and time else None,
+        flops_counted=row.get("flops_counted"),
+        flops_formula=row.get("flops_formula"),
+        flops_coverage=row.get("flops_coverage"),
+        flops_per_s=flops / (time.median / 1e9) if flops and time else None,
+        mfu=mfu,
+        peak_allocated_bytes=row.get("peak_allocated_bytes"),
+        peak_reserved_bytes=row.get("peak_reserved_bytes"),
+        peak_resident_bytes=row.get("peak_resident_bytes"),
+        before_backward_bytes=row.get("before_backward_bytes"),
+        loss=row.get("loss"),
+        final_loss=row.get("final_loss"),
+        num_parameters=row.get("num_parameters"),
+        num_active_parameters=row.get("num_active_parameters"),
+        num_tokens=tokens,
+        num_kernels=row.get("num_kernels"),
+        num_kernel_launches=row.get("num_kernel_launches"),
+        gpu_busy_share=_busy_share(row.get("gpu_busy_ns"), time),
+        max_batch=row.get("max_batch"),
+        facts=facts,
+        compiler=row.get("compiler") or {},
+        notes=tuple(row.get("notes") or ()),
+        is_noisy=time is not None and time.p90 - time.p10 > NOISY_SHARE * time.median,
+    )
+
+
+def _model_flops(row: Mapping[str, Any], facts: Mapping[str, float]) -> int | None:
+    """Model FLOPs of a step: by formula, less what was dropped and not computed; else as counted."""
+    formula: int | None = row.get("flops_formula")
+    if not formula:
+        return row.get("flops_counted")
+    passes = 3 if row["run"]["mode"] in ("forward+backward", "step") else 1
+    return formula - passes * round(facts.get("dropped_flops", 0))
+
+
+def _described(samples: Sequence[float] | None) -> Distribution | None:
+    return describe(samples) if samples else None
+
+
+def _busy_share(busy_ns: int | None, time: Distribution | None) -> float | None:
+    """A traced kernel takes a little longer than a clean one: never more than all of the time."""
+    return None if busy_ns is None or time is None else min(1.0, busy_ns / time.median)
+
+
+def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
+    """The FLOPs split by the dtype they are done in, as counted; where nothing was counted, all in the row's."""
+    counted = {dtype: value for dtype, value in (row.get("flops_counted_by_dtype") or {}).items() if value}
+    total = sum(counted.values())
+    if not total:
+        return {str(row["run"]["dtype"]).removeprefix("autocast_"): flops}
+    return {dtype: round(flops * value / total) for dtype, value in counted.items()}
+
+
+def varying_axes(axes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The axes that differ between points, leaving out what follows from the preset; and those that do not differ."""
+    names = list(dict.fromkeys(name for values in axes for name in values))
+    seen = {name: [values.get(name) for values in axes] for name in names}
+    constants = {name: values[0] for name, values in seen.items() if len(set(values)) == 1}
+    varying = [name for name in names if name not in constants]
+    if "preset" in varying:
+        of_presets = [name for name in varying if name not in ("preset", *BESIDE_PRESET)]
+        follows = [name for name in of_presets if _follows(seen[name], seen["preset"])]
+        varying = [name for name in varying if name not in follows]
+    return tuple(varying), constants
+
+
+def _follows(values: Sequence[Any], presets: Sequence[Any]) -> bool:
+    return len(set(zip(values, presets))) == len(set(presets))
+
+
+def _alternatives(row: Mapping[str, Any]) -> Mapping[str, Sequence[Sequence[Any]]]:
+    """Knob → its values, those that compute the same thing together, the plainest first."""
+    return {"optimizer": (ADAMW,), **(row.get("alternatives") or {})}
+
+
+def _group(row: Mapping[str, Any], axes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Rows with the same group are compared: they differ only in how they compute it, or in declared alternatives.
+
+    Rows that differ in seed, warm-up or number of samples are repetitions of one another, and not compared.
+    """
+    left_out = {*IMPLEMENTATION_KNOBS, *(row.get("reference") or {}), *_alternatives(row)}
+    if row.get("max_batch") is not None:
+        left_out.add("batch")
+    return tuple(sorted((name, str(value)) for name, value in axes.items() if name not in left_out))
+
+
+def _compared(
+    group: Sequence[PointSummary],
+    reference: Mapping[str, Any],
+    alternatives: Mapping[str, Sequence[Sequence[Any]]],
+) -> list[PointSummary]:
+    """The group with speed-ups and what differs in them, the best of each thing computed, and what ties with it.
+
+    Only `ok` rows are compared.
+    """
+    times = {index: point.time for index, point in enumerate(group) if point.status == OK and point.time is not None}
+    compared = list(group)
+    plain = {**PLAINEST, **{name: values[0][0] for name, values in alternatives.items()}, **reference}
+    # Only in what the group varies must the plainest be plain: the rest is the same for all.
+    varied = {name: value for name, value in plain.items() if len({point.axes.get(name) for point in group}) > 1}
+    plainest = next((i for i in times if all(group[i].axes.get(n) == value for n, value in varied.items())), None)
+    computed = [_computed(point, alternatives) for point in group]
+
+    def cost(index: int) -> float:
+        # A token, where there are tokens: rows of a search for the largest batch have batches of their own.
+        tokens = group[index].num_tokens
+        return times[index].median / tokens if tokens else times[index].median
+
+    def meets(index: int, best: int) -> bool:
+        time, other = times[index], times[best]
+        if min(time.num_samples, other.num_samples) < MIN_INTERVAL_SAMPLES:
+            return False
+        return cost(index) * time.ci_low / time.median <= cost(best) * other.ci_high / other.median
+
+    for index in times:
+        rivals = [other for other in times if computed[other] == computed[index]]
+        best = min(rivals, key=cost)
+        ways = {tuple(group[other].axes.get(name) for name in plain) for other in rivals}
+        compared[index] = replace(
+            group[index],
+            speedup=cost(plainest) / cost(index) if plainest is not None and varied else None,
+            break_even_steps=_break_even_steps(group[index], group),
+            loss_deviation=_loss_deviation(group[index], group[plainest])
+            if plainest is not None and computed[index] == computed[plainest]
+            else None,
+            differs=_difference(computed[index], computed[plainest]) if plainest is not None else None,
+            is_best=index == best and len(ways) > 1,
+            is_tied=index != best and len(ways) > 1 and meets(index, best),
+        )
+    return compared
+
+
+def _break_even_steps(point: PointSummary, group: Sequence[PointSummary]) -> float | None:
+    if point.axes.get("compile") == "off" or point.compile_ns is None or point.time is None:
+        return None
+    eager_axes = {**point.axes, "compile": "off"}
+    eager = next((other.time for other in group if other.axes == eager_axes and other.status == OK), None)
+    if eager is None:
+        return None
+    spent_ns = max(point.compile_ns, (point.first_call_ns or 0) - point.time.median)
+    steps = break_even(spent_ns / 1e9, point.time.median, eager.median)
+    return steps if steps is not None and math.isfinite(steps) else None
+
+
+def _loss_deviation(point: PointSummary, plainest: PointSummary) -> float | None:
+    if point is plainest or point.loss is None or not plainest.loss:
+        return None
+    return abs(point.loss - plainest.loss) / abs(plainest.loss)
+
+
+def _computed(point: PointSummary, alternatives: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, str]:
+    """What the row computes, in words, as far as rows of one group can differ in it."""
+    found = {}
+    for name, sets in alternatives.items():
+        value = point.axes.get(name)
+        if name == "optimizer" and point.axes.get("mode") != "step":
+            continue
+        found[name] = f"{name}={' or '.join(map(str, next((same for same in sets if value in same), (value,))))}"
+    dropped = point.facts.get("dropped_share", 0) > 0
+    return {**found, "dropped": "some dropped" if dropped else "none dropped"}
+
+
+def _difference(this: Mapping[str, str], plainest: Mapping[str, str]) -> str | None:
+    parts = [f"{this[name]} against {plainest[name]}" for name in this if this[name] != plainest.get(name)]
+    return "; ".join(parts) or None

@@ -1,0 +1,164 @@
+"""Traces as what `comparison.py` compares, and where a traced step's time and memory go, as parts of a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import polars as pl
+
+from stepscope.analysis.comparison.compare import ASPECTS, Parts, Subject
+from stepscope.analysis.comparison.metrics import Measure
+from stepscope.analysis.kernels.ops import module_groups
+from stepscope.analysis.memory.allocator_events import MemorySummary, at_peak_by
+from stepscope.analysis.ranks.all_ranks import Analysis
+from stepscope.analysis.ranks.rank_account import RankAccount
+from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED
+from stepscope.analysis.time.statistics import quantile
+
+TRACED_STEP, CLEAN_STEP, GPU_WINDOW = "a traced step", "a clean step", "the GPU's whole window"
+OVERLAP = "at the same time as other work"
+OUTSIDE = "outside every module"
+NO_OP = "outside every op"
+NO_MODULES = "no module is labeled in the trace: stepscope run SCRIPT records one with labels"
+NO_STEPS = "nothing in the trace says where a step ends: call profiler.step(), or record with stepscope run"
+NO_MEMORY = "the trace has no memory events with totals: profile(profile_memory=True), or stepscope run SCRIPT"
+# More GPU work than this outside of steps, and figures a step are not a step's alone.
+_MUCH_OUTSIDE = 0.05
+
+
+def trace_subject(analysis: Analysis, name: str) -> Subject:
+    """A trace, or the traces of all ranks: a step of several ranks is the mean of theirs."""
+    ranks = analysis.ranks
+    measures: dict[str, Measure] = {}
+    missing: dict[str, str] = {}
+    durations, busy = _by_step(ranks, "duration_ns"), _by_step(ranks, "gpu_busy_ns")
+    if durations:
+        measures["step_time"] = Measure(_median(durations), durations)
+        if has_gpu(ranks) and min(busy) > 0:
+            measures["gpu_busy_time"] = Measure(_median(busy), busy)
+        if has_gpu(ranks):
+            counts = [rank.launches["num_kernel_launches_per_step"] or 0 for rank in ranks]
+            measures["kernels"] = Measure(sum(counts) / len(counts))
+    else:
+        missing["step_time"] = NO_STEPS
+    tables, lacks = time_tables(ranks)
+    memory = [found for rank in ranks if (found := _main_memory(rank.memory)) is not None]
+    if memory:
+        largest = max(memory, key=lambda summary: summary.peak_allocated_bytes)
+        peak = largest.peak_allocated_bytes
+        measures["peak_memory"] = Measure(peak)
+        if largest.peak_reserved_bytes is not None:
+            measures["peak_reserved_memory"] = Measure(largest.peak_reserved_bytes)
+        ops = {op: float(size) for op, size in at_peak_by(largest, "op").select("name", "bytes").iter_rows()}
+        tables["memory"] = (Parts("peak allocated, by the op that asked for it", "bytes", peak, ops),)
+    else:
+        missing |= {"peak_memory": NO_MEMORY, "memory": NO_MEMORY}
+    first = ranks[0]
+    return Subject(
+        name=name,
+        measures=measures,
+        identity={**dict.fromkeys(ASPECTS), "device": first.device_name, "topology": len(ranks)},
+        context={
+            "ranks": ", ".join(str(rank.rank) for rank in ranks),
+            "steps found by": first.step_source,
+            "phases found by": first.phase_source,
+            "modules found by": first.module_source,
+            "steps in the trace": min(rank.steps.height for rank in ranks),
+        },
+        tables=tables,
+        missing={**missing, **lacks},
+        notes=(*analysis.warnings, *_work_outside(ranks)),
+    )
+
+
+def has_gpu(ranks: Sequence[RankAccount]) -> bool:
+    """Whether the traces have any GPU work."""
+    return any(rank.gpu_time.busy_ns for rank in ranks)
+
+
+def time_tables(
+    ranks: Sequence[RankAccount], clean_ns: float | None = None, clean_idle_ns: float | None = None
+) -> tuple[dict[str, tuple[Parts, ...]], dict[str, str]]:
+    """Where a step's time goes by phase, kernel class (on a CPU: op) and module, and why a table is not there.
+
+    A kernel takes as long in a traced step as in a clean one: where the clean step is known, GPU time is held against
+    it, and what is left is idle. The host is slowed by the profiler: its time is held against the traced step.
+    """
+    num_steps = sum(rank.steps.height for rank in ranks)
+    on_gpu = has_gpu(ranks)
+    if not num_steps and not on_gpu:
+        return {}, dict.fromkeys(("phase", "op", "module"), NO_STEPS)
+    device, host = "device_ns" if on_gpu else "host_ns", "device_self_ns" if on_gpu else "host_self_ns"
+    extra: dict[str, float] = {}
+    num = num_steps or len(ranks)
+    busy_ns = sum(rank.gpu_time.busy_ns for rank in ranks) / num
+    if not num_steps:
+        of = GPU_WINDOW
+        whole = sum(rank.gpu_time.window_ns for rank in ranks) / num
+        extra[IDLE] = sum(rank.gpu_time.idle_ns for rank in ranks) / num
+    else:
+        of = TRACED_STEP
+        whole = _median(_by_step(ranks, "duration_ns"))
+        if on_gpu:
+            lasted = sum(int(rank.steps["duration_ns"].sum()) for rank in ranks)
+            extra[IDLE] = (lasted - sum(int(rank.steps["gpu_busy_ns"].sum()) for rank in ranks)) / num
+        if on_gpu and clean_ns is not None:
+            idle_ns = max(0.0, clean_ns - busy_ns) if clean_idle_ns is None else clean_idle_ns
+            of, whole, extra[IDLE] = CLEAN_STEP, clean_ns, idle_ns
+
+    def parts(
+        frames: Sequence[pl.DataFrame], name: str, value: str, nameless: str, is_summed: bool = False
+    ) -> tuple[Parts, ...]:
+        sums: dict[str, float] = {}
+        for frame in frames:
+            for key, ns in frame.select(name, value).iter_rows():
+                row = nameless if key is None else key
+                sums[row] = sums.get(row, 0.0) + ns / num
+        beside = busy_ns - sum(sums.values())
+        # Kernels on several streams run beside one another: their sum is more than the time in which any ran.
+        overlap = {OVERLAP: beside} if is_summed and beside < -1 else {}
+        return (Parts(of, "ns", whole, {**sums, **overlap, **extra}),)
+
+    tables = {"phase": parts([rank.phases for rank in ranks], "phase", device, UNATTRIBUTED)}
+    if on_gpu:
+        tables["kernel_class"] = parts(
+            [rank.kernel_classes for rank in ranks], "class", "total_ns", UNATTRIBUTED, on_gpu
+        )
+    else:
+        tables["op"] = parts([rank.ops for rank in ranks], "op", "host_self_ns", NO_OP)
+    if any(rank.module_source == "none" for rank in ranks):
+        return tables, {"module": NO_MODULES}
+    tables["module"] = parts([module_groups(rank.modules) for rank in ranks], "module", host, OUTSIDE, on_gpu)
+    return tables, {}
+
+
+def _by_step(ranks: Sequence[RankAccount], column: str) -> tuple[float, ...]:
+    """One figure a step that every rank has: the mean of the ranks'."""
+    by_rank = [dict(rank.steps.select("step", column).iter_rows()) for rank in ranks]
+    common = [step for step in by_rank[0] if all(step in steps for steps in by_rank)]
+    return tuple(sum(steps[step] for steps in by_rank) / len(by_rank) for step in common)
+
+
+def _median(values: Sequence[float]) -> float:
+    return quantile(sorted(values), 0.5)
+
+
+def _main_memory(memory: Sequence[MemorySummary]) -> MemorySummary | None:
+    """That of the GPU with the highest peak, else of the processor; None where its totals are not known."""
+    ordered = sorted(memory, key=lambda summary: summary.device_type == "cpu")
+    return ordered[0] if ordered and ordered[0].is_start_known else None
+
+
+def _work_outside(ranks: Sequence[RankAccount]) -> list[str]:
+    busy = sum(rank.gpu_time.busy_ns for rank in ranks)
+    outside = sum(
+        int(rank.phases.filter(pl.col("phase") == UNATTRIBUTED)["device_ns"].sum())
+        for rank in ranks
+        if rank.steps.height
+    )
+    if not busy or outside <= _MUCH_OUTSIDE * busy:
+        return []
+    return [
+        f"{100 * outside / busy:.0f} % of the GPU's work was launched outside of the trace's steps, and is in the "
+        "tables all the same"
+    ]

@@ -1,0 +1,282 @@
+"""A tuning's rows and its search's log as figures: the frontier, the best point, what it gains over the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from stepscope.analysis.comparison.significance import MIN_SAMPLES, difference
+from stepscope.analysis.comparison.sweeps import OK, Limits, PointSummary, summarize
+from stepscope.analysis.time.statistics import quantile
+
+AGAIN, BESIDE = "again", "beside"
+SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One point of a tuning."""
+
+    hash: str
+    status: str
+    """As in `stepscope bench`: only `ok` is ranked. `wrong`: the gate, or a loss that strays."""
+    reason: str | None
+    turned: Mapping[str, Any]
+    """Knobs that differ from the defaults → their values."""
+    round: int
+    """Of the search that tried it first; 0: the defaults, and losses to hold others against."""
+    is_pruned: bool
+    """Its plan kept it from being run."""
+    predicted_bytes: int | None
+    """What its plan says it needs; null where it was not planned."""
+    per_s: float | None
+    """Tokens a second, or steps where the workload does not count tokens, by the median; of points that were not
+    measured again, as far as the machine was as fast then as at the end."""
+    time_ns: float | None
+    """The median step."""
+    num_samples: int
+    is_measured_again: bool
+    """Its figures are those of the last measurements, taken in turns with the other contenders."""
+    memory_bytes: int | None
+    """Its peak: reserved on a GPU, of tensors on a CPU; of the process for a whole step of your own on a CPU."""
+    mfu_share: float | None
+    mfu_limit: str | None
+    loss: float | None
+    """Of the very first call."""
+    plain_loss: float | None
+    """The same of the plainest variant."""
+    loss_deviation: float | None
+    """The worse of the first and the last step's loss, as a share; see docs/tune.md."""
+    loss_tolerance: float | None
+    loss_unchecked: str | None
+    """Why no loss could be held against another; null where it was checked."""
+    is_on_frontier: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """How much faster one point is than another, a token."""
+
+    over: str
+    """The other's hash."""
+    speedup: float
+    """Speed ÷ the other's, by the medians."""
+    low: float
+    """Lower end of its 95 % bootstrap interval."""
+    high: float
+    p_value: float
+    """Two-sided Mann–Whitney test."""
+    is_significant: bool
+    is_measured_again: bool
+    """Both were measured again, in turns; else these are the search's own samples, of which the best was picked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Everything `stepscope tune` found; `--json` prints this."""
+
+    workload: str
+    preset: str | None
+    device_name: str | None
+    unit: str
+    """What `per_s` counts: `tokens` or `steps`."""
+    budget_bytes: int | None
+    """What was asked for; null: what the device has."""
+    defaults: Tried | None
+    best: Tried | None
+    """The fastest that is right: the defaults, unless another is faster for sure; null where nothing was right."""
+    gain: Gain | None
+    """The best over the defaults; null where they are the best, were not right, or samples are too few."""
+    runner_up: Tried | None
+    lead: Gain | None
+    """The best over the runner-up."""
+    frontier: tuple[Tried, ...]
+    """Points that no other beats in both speed and memory, by memory; of those that were measured again."""
+    points: tuple[Tried, ...]
+    """All, in the order in which they were tried."""
+    moves: tuple[Mapping[str, Any], ...]
+    """The path of the search: `round`, `turned`, `before`, `gain` (speed ÷ the speed before)."""
+    not_tried: tuple[Mapping[str, Any], ...]
+    """`round`, `turned`, `reason`."""
+    axes: Mapping[str, Sequence[Any] | None]
+    """Knobs that were searched → their values; null: powers of two."""
+    num_rounds: int
+    stopped: str
+    """`settled`: a whole round gained nothing; `time`; `stuck`: nothing was right; `interrupted`."""
+    seconds: float
+    limit_s: float
+    command: str | None
+    """Measures the best point again."""
+    num_by_status: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What else is to be known: points that no plan could be made for, and why."""
+
+
+def tuning_of(
+    rows: Iterable[Mapping[str, Any]],
+    environments: Mapping[str, Mapping[str, Any]],
+    limits: Limits,
+    log: Mapping[str, Any],
+) -> Tuning:
+    """The figures of a tuning: its rows, and `log`, what its search says of itself."""
+    rows = list(rows)
+    summaries = dict(zip((row["hash"] for row in rows), summarize(rows, environments, limits).points))
+    first = [row for row in rows if row["tune"]["role"] not in (AGAIN, BESIDE)]
+    base = next((row for row in first if row["hash"] == log["defaults"]), None)
+    again = _whole_turns(rows, log["contenders"])
+    drift = _drift(base, again)
+    samples = {row["hash"]: _samples(row, again, drift) for row in first}
+    points = [_tried(row, base, summaries[row["hash"]], samples[row["hash"]]) for row in first]
+    # Of many points that were measured once, the fastest seem faster than they are.
+    frontier = _frontier([point for point in points if point.is_measured_again] or points)
+    on_it = {point.hash for point in frontier}
+    points = [_marked(point) if point.hash in on_it else point for point in points]
+    right = sorted((p for p in points if p.status == OK and p.per_s), key=_by_speed)
+    ranked = [point for point in right if point.is_measured_again] or right
+    defaults = next((point for point in points if point.hash == log["defaults"]), None)
+    best = ranked[0] if ranked else None
+    gain = _gain(best, defaults, samples)
+    if gain is not None and not gain.is_significant:
+        best, gain = defaults, None
+    runner_up = next((p for p in ranked if best and p.hash not in (best.hash, log["defaults"])), None)
+    counts: dict[str, int] = {}
+    for point in points:
+        counts[point.status] = counts.get(point.status, 0) + 1
+    one = base or (first[0] if first else {})
+    return Tuning(
+        workload=log["workload"],
+        preset=log["preset"],
+        device_name=next((s.device_name for s in summaries.values() if s.device_name), None),
+        unit="tokens" if one.get("num_tokens") else "steps",
+        budget_bytes=log["budget_bytes"],
+        defaults=defaults,
+        best=best,
+        gain=gain,
+        runner_up=runner_up,
+        lead=_gain(best, runner_up, samples),
+        frontier=tuple(_marked(point) for point in frontier),
+        points=tuple(points),
+        moves=tuple(log["moves"]),
+        not_tried=tuple(log["not_tried"]),
+        axes=log["axes"],
+        num_rounds=log["num_rounds"],
+        stopped=log["stopped"],
+        seconds=log["seconds"],
+        limit_s=log["limit_s"],
+        command=log["commands"].get(best.hash) if best else None,
+        num_by_status=counts,
+        notes=tuple(log["notes"]),
+    )
+
+
+@dataclass(frozen=True)
+class _Samples:
+    costs_ns: list[float]
+    """Nanoseconds a token, or a step."""
+    is_again: bool
+
+
+def _whole_turns(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Rows of contenders that were measured again, of turns in which all of them were."""
+    among = " ".join(contenders)
+    again = [row for row in rows if row["tune"]["role"] == AGAIN and row["tune"]["among"] == among]
+    turns: dict[int, int] = {}
+    for row in again:
+        turns[row["tune"]["round"]] = turns.get(row["tune"]["round"], 0) + 1
+    return [row for row in again if turns[row["tune"]["round"]] == len(contenders)]
+
+
+def _drift(base: Mapping[str, Any] | None, again: Sequence[Mapping[str, Any]]) -> float:
+    """How much slower the machine was at the end than when the search began, by the defaults."""
+    if base is None or base["status"] != OK:
+        return 1.0
+    last = _taken(base, again)
+    return quantile(sorted(last), 0.5) / quantile(sorted(base["samples_device_ns"]), 0.5) if last else 1.0
+
+
+def _taken(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Samples of a point's last measurements."""
+    last = [other for other in again if other["tune"]["of"] == row["hash"] and other["status"] == OK]
+    return [sample for other in last for sample in other["samples_device_ns"]]
+
+
+def _samples(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]], drift: float) -> _Samples:
+    """Of the last measurements of a point, where there are some: the search picked it by the first ones.
+
+    Else the search's own, as they would have been at the end.
+    """
+    tokens, taken = row.get("num_tokens") or 1, _taken(row, again)
+    if taken:
+        return _Samples([sample / tokens for sample in taken], True)
+    scale = row["tune"].get("scale", 1.0) * drift / tokens
+    return _Samples([sample * scale for sample in row.get("samples_device_ns") or []], False)
+
+
+def _tried(row: Mapping[str, Any], base: Mapping[str, Any] | None, summary: PointSummary, samples: _Samples) -> Tried:
+    told, tokens = row["tune"], row.get("num_tokens") or 1
+    loss = told.get("loss") or {}
+    cost = quantile(sorted(samples.costs_ns), 0.5) if samples.costs_ns else None
+    mfu = summary.mfu
+    start = {} if base is None else {**base["config"], **base["run"]}
+    peaks = (summary.peak_reserved_bytes, summary.peak_allocated_bytes, summary.peak_resident_bytes)
+    return Tried(
+        hash=row["hash"],
+        status=row["status"],
+        reason=row.get("reason"),
+        turned={n: v for n, v in {**row["config"], **row["run"]}.items() if n in start and v != start[n]},
+        round=told["round"],
+        is_pruned=row["status"] == SKIPPED and told.get("predicted_bytes") is not None,
+        predicted_bytes=told.get("predicted_bytes"),
+        per_s=1e9 / cost if cost else None,
+        time_ns=cost * tokens if cost else None,
+        num_samples=len(samples.costs_ns),
+        is_measured_again=samples.is_again,
+        memory_bytes=next((peak for peak in peaks if peak is not None), None),
+        # The share follows the time, which may be that of the last measurements.
+        mfu_share=mfu.share * summary.time.median / (cost * tokens) if mfu and summary.time and cost else None,
+        mfu_limit=mfu.limit if mfu else None,
+        loss=row.get("loss"),
+        plain_loss=loss.get("plain_loss"),
+        loss_deviation=loss.get("deviation"),
+        loss_tolerance=loss.get("tolerance"),
+        loss_unchecked=loss.get("reason") if loss.get("passed") is None else None,
+    )
+
+
+def _by_speed(point: Tried) -> float:
+    return -(point.per_s or 0.0)
+
+
+def _frontier(points: Sequence[Tried]) -> list[Tried]:
+    """Those that no other beats in both speed and memory, the smallest first."""
+    right = [p for p in points if p.status == OK and p.per_s and p.memory_bytes is not None]
+    ordered = sorted(right, key=lambda point: (point.memory_bytes, _by_speed(point)))
+    frontier: list[Tried] = []
+    for point in ordered:
+        if not frontier or (point.per_s or 0.0) > (frontier[-1].per_s or 0.0):
+            frontier.append(point)
+    return frontier
+
+
+def _marked(point: Tried) -> Tried:
+    return replace(point, is_on_frontier=True)
+
+
+def _gain(best: Tried | None, other: Tried | None, samples: Mapping[str, _Samples]) -> Gain | None:
+    """The best over another; None where there is nothing to compare."""
+    if best is None or other is None or best.hash == other.hash or other.status != OK:
+        return None
+    new, old = samples[best.hash], samples[other.hash]
+    if min(len(new.costs_ns), len(old.costs_ns)) < MIN_SAMPLES:
+        return None
+    found = difference(old.costs_ns, new.costs_ns)
+    return Gain(
+        over=other.hash,
+        speedup=1 / found.ratio,
+        low=1 / found.high,
+        high=1 / found.low,
+        p_value=found.p_value,
+        is_significant=found.is_significant,
+        is_measured_again=new.is_again and old.is_again,
+    )

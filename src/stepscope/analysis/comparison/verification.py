@@ -1,0 +1,222 @@
+"""What a fix brought: runs of a script with and without it, in turns, as one answer for each fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from stepscope.analysis.comparison.losses import (
+    DIFFER,
+    LOW_DTYPES,
+    NOT_COMPARABLE,
+    REDUCED,
+    REORDERED,
+    TOLERANCE,
+    check_losses,
+)
+from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, TOO_FEW, Change, Measure, change_of
+from stepscope.analysis.comparison.significance import SIGNIFICANCE, mann_whitney
+from stepscope.analysis.comparison.verified import (
+    FAILED,
+    FASTER,
+    INCOMPARABLE,
+    MIN_ROUNDS,
+    NOT_APPLIED,
+    SLOWER,
+    WRONG,
+    Attempt,
+    Expected,
+    Plan,
+    Round,
+    Verified,
+)
+from stepscope.analysis.time.summary import clean_step_ns
+from stepscope.trace.recording import Recording
+
+_SAME_WORK = 0.01
+"""Batches of real text vary: up to this share the units of a step are called equal."""
+
+
+def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expected: Expected | None) -> Verified:
+    """What one fix brought. Every run of `before` must have a recording with clean steps."""
+    refused = refusal(plan, before[0], after, expected)
+    first = next((each.recording for each in after if each.recording is not None), None)
+    if refused is not None or first is None:
+        return refused or Verified(plan.fix, FAILED, "it left no recording", expected=expected)
+    rehearsed = before[0].recording
+    changed, left, _ = _applied(first)
+    losses = check_losses(_losses(before), _losses(after), plan.arithmetic, _tolerance(plan, rehearsed))
+    known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
+    known["products"] = _products(rehearsed, first)
+    unit, reason = _unit(plan, before, after)
+    if unit is None:
+        return Verified(plan.fix, INCOMPARABLE, reason, **known)
+    change, rounds = _change(plan, unit, before, after)
+    status, reason = change.verdict, None
+    p_value = _runs_p_value(rounds, status, unit, before, after)
+    if status != TOO_FEW and len(rounds) < MIN_ROUNDS:
+        said = "show no difference" if status == NO_DIFFERENCE else f"say {status}"
+        reason = f"the steps {said}, but with fewer than {MIN_ROUNDS} rounds runs cannot be told from chance"
+        status = TOO_FEW
+    elif status in (FASTER, SLOWER) and p_value >= SIGNIFICANCE:
+        status, reason = NO_DIFFERENCE, "runs with and without it overlap: what the steps show does not repeat itself"
+    if losses.verdict == DIFFER:
+        status, reason = WRONG, "the losses are not what they were"
+    extra = _warmup_ns(after) - _warmup_ns(before)
+    saving = change.base - change.new if unit == "step" else None
+    return Verified(
+        plan.fix,
+        status,
+        reason,
+        change=change,
+        saving_ns=saving,
+        rounds=rounds,
+        runs_p_value=p_value,
+        warmup_extra_ns=extra,
+        pays_after_steps=round(extra / saving) if status == FASTER and saving and extra > 0 else None,
+        peak_bytes=_peaks(before, after),
+        **known,
+    )
+
+
+def refusal(
+    plan: Plan, before: Attempt, after: Sequence[Attempt], expected: Expected | None = None
+) -> Verified | None:
+    """Why there is nothing to time: it failed, or it changed nothing; None where there is."""
+    failure = next((each.failure for each in after if each.failure is not None), None)
+    first = next((each.recording for each in after if each.recording is not None), None)
+    changed, left, _ = _applied(first)
+    reasons = [_applied(each.recording)[2] for each in after]
+    why_not = next((reason for reason in reasons if reason is not None), None)
+    if failure is not None:
+        return Verified(plan.fix, FAILED, failure, changed=changed, left=left, expected=expected)
+    products = {} if first is None else _products(before.recording, first)
+    for dtype in plan.lowers_to if products else ():
+        shares = products.get(dtype, (0.0, 0.0))
+        if shares[1] <= shares[0] and why_not is None:
+            told = ", ".join(f"{name} {share:.0%}" for name, (_, share) in products.items() if share)
+            why_not = f"no more products run in {dtype} than without it (with it: {told})"
+    if why_not is None:
+        return None
+    return Verified(plan.fix, NOT_APPLIED, why_not, changed=changed, left=left, products=products, expected=expected)
+
+
+def medians_ns(attempts: Sequence[Attempt]) -> list[float]:
+    """The median clean step of each run that counts."""
+    return [float(median(clean_step_ns(each))) for each in _timed(attempts)]
+
+
+def step_ns(attempts: Sequence[Attempt]) -> float:
+    """The median of all clean steps of the runs that count."""
+    return float(median(ns for each in _timed(attempts) for ns in clean_step_ns(each)))
+
+
+def _timed(attempts: Sequence[Attempt]) -> list[Recording]:
+    return [each.recording for each in attempts if each.round and each.recording is not None]
+
+
+def _applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int], str | None]:
+    """What was changed, what was left, and why a fix changed nothing."""
+    changed: dict[str, int] = {}
+    left: dict[str, int] = {}
+    why_not = None
+    if recording is None:
+        return changed, left, None
+    fixes = recording.facts.get("fixes") or []
+    if not fixes:
+        why_not = "the script never imported torch"
+    for fix in fixes:
+        changed |= fix["changed"]
+        left |= fix["left"]
+        if not fix["changed"]:
+            why_not = why_not or "; ".join(fix["left"]) or fix["nothing_seen"]
+    return changed, left, why_not
+
+
+def _products(before: Recording | None, after: Recording) -> dict[str, tuple[float, float]]:
+    """Shares of a step's FLOPs by dtype; nothing where they were not counted in both."""
+    counts = []
+    for recording in (before, after):
+        flops = (recording.facts.get("flops") if recording is not None else None) or {}
+        counts.append(flops.get("model_flops_by_dtype") or {})
+    if not all(sum(each.values()) for each in counts):
+        return {}
+    first, second = ({name: value / sum(each.values()) for name, value in each.items()} for each in counts)
+    return {name: (first.get(name, 0.0), second.get(name, 0.0)) for name in dict.fromkeys([*first, *second])}
+
+
+def _tolerance(plan: Plan, before: Recording | None) -> float | None:
+    if plan.tolerance_share is not None or before is None or plan.arithmetic != REORDERED:
+        return plan.tolerance_share
+    # Sums of few digits in another order are as far apart as fewer digits are.
+    flops = (before.facts.get("flops") or {}).get("model_flops_by_dtype") or {}
+    return TOLERANCE[REDUCED] if any(flops.get(dtype) for dtype in LOW_DTYPES) else None
+
+
+def _losses(attempts: Sequence[Attempt]) -> list[dict[int, float]]:
+    recordings = [each.recording for each in attempts if each.recording is not None]
+    return [{s.step: s.loss for s in recording.samples if s.loss is not None} for recording in recordings]
+
+
+def _unit(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt]) -> tuple[str | None, str | None]:
+    """What is compared: a `step`, or a second's `tokens` or `samples`; None, and why, where it cannot be."""
+    if not all(map(clean_step_ns, _timed(after))):
+        num = min(len(recording.samples) for recording in _timed(after))
+        return None, f"the script ended after {num} steps with it, before one was timed: let it run longer"
+    for unit in ("tokens", "samples"):
+        counts = [_per_step(_timed(attempts), unit) for attempts in (before, after)]
+        if counts[0] and counts[1]:
+            if plan.arithmetic == NOT_COMPARABLE:
+                return unit, None
+            if abs(counts[1] / counts[0] - 1) > _SAME_WORK:
+                return None, f"a step has {counts[1]:,.1f} {unit} with it and {counts[0]:,.1f} without"
+            return "step", None
+    if plan.arithmetic == NOT_COMPARABLE:
+        return None, "nobody saw how much a step is given: --tokens-per-step cannot say it of two batch sizes"
+    return "step", None
+
+
+def _per_step(recordings: Sequence[Recording], unit: str) -> float | None:
+    counts = [getattr(sample, f"num_{unit}") for each in recordings for sample in each.window("clean")]
+    return sum(counts) / len(counts) if counts and all(counts) else None
+
+
+def _change(
+    plan: Plan, unit: str, before: Sequence[Attempt], after: Sequence[Attempt]
+) -> tuple[Change, tuple[Round, ...]]:
+    metric = METRICS["step_time" if unit == "step" else f"{unit}_per_second"]
+    measures = []
+    for attempts in (before, after):
+        samples = tuple(float(ns) for recording in _timed(attempts) for ns in clean_step_ns(recording))
+        value = median(samples)
+        if unit != "step":
+            value = (_per_step(_timed(attempts), unit) or 0.0) / (value / 1e9)
+        measures.append(Measure(value, samples))
+    rounds = tuple(Round(*pair) for pair in zip(medians_ns(before), medians_ns(after)))
+    return change_of(metric, measures[0], measures[1], plan.threshold_share), rounds
+
+
+def _runs_p_value(
+    rounds: Sequence[Round], status: str, unit: str, before: Sequence[Attempt], after: Sequence[Attempt]
+) -> float:
+    """The rank test of `stepscope compare` on whole runs, by their medians; 1 where these say the opposite."""
+    scale = 1.0
+    if unit != "step":
+        scale = (_per_step(_timed(before), unit) or 1.0) / (_per_step(_timed(after), unit) or 1.0)
+    first, second = [each.before_ns for each in rounds], [each.after_ns * scale for each in rounds]
+    if (median(second) < median(first)) != (status == FASTER):
+        return 1.0
+    return mann_whitney(first, second)
+
+
+def _warmup_ns(attempts: Sequence[Attempt]) -> float:
+    return float(median(sum(sample.wall_ns for sample in each.window("warmup")) for each in _timed(attempts)))
+
+
+def _peaks(before: Sequence[Attempt], after: Sequence[Attempt]) -> tuple[int, int] | None:
+    peaks = []
+    for attempts in (before, after):
+        found = [(each.facts.get("memory") or {}).get("peak_allocated_bytes") for each in _timed(attempts)]
+        peaks.append(max((int(peak) for peak in found if peak is not None), default=0))
+    return (peaks[0], peaks[1]) if all(peaks) else None

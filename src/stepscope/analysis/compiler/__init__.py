@@ -1,0 +1,1 @@
+"""What torch.compile did: compilations, graph breaks, recompiles, compiled regions."""

@@ -1,0 +1,153 @@
+"""FLOPs of a step, active parameters, and how far the step is from the device's limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.devices import Ceilings, Device
+
+# Ops that move or fill data: no arithmetic is missing when they have no formula.
+DATA_MOVEMENT = (
+    "aten.copy_", "aten._to_copy", "aten.clone", "aten.empty", "aten.empty_like", "aten.new_empty",
+    "aten.empty_strided", "aten.new_empty_strided", "aten.zeros", "aten.zero_", "aten.zeros_like",
+    "aten.new_zeros", "aten.ones", "aten.ones_like", "aten.fill_", "aten.full", "aten.full_like",
+    "aten.arange", "aten.cat", "aten.stack", "aten.index", "aten.index_select", "aten.gather",
+    "aten.embedding", "aten.detach", "aten.lift_fresh", "aten._foreach_copy_", "aten.randint",
+    "aten.randperm", "aten._local_scalar_dense", "aten._unsafe_view",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one step, counted op by op in the memory window."""
+
+    model_flops: int
+    """What the model asks for: nothing computed twice, causal attention as half of its square."""
+    hardware_flops: int
+    """What was executed, recomputation included."""
+    recomputed_flops: int
+    model_flops_by_dtype: Mapping[str, int]
+    hardware_flops_by_dtype: Mapping[str, int]
+    has_backward: bool
+    formula_flops: int | None
+    """6·N·tokens (2·N·tokens without a backward) plus attention: the cross-check."""
+    num_active_parameters: int | None
+    """Parameters a token passes through on average; a routed expert counts for the tokens it got."""
+    uncounted_ops: tuple[str, ...]
+    """Ops that compute and have no formula, most elements first."""
+    num_uncounted_calls: int
+    hidden: str | None
+    """Why the count is a lower bound, or None."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """FLOPs ÷ time ÷ limit."""
+
+    share: float
+    flops_per_s: float
+    is_measured: bool
+    """Whether the limit was measured on the device instead of being its maker's dense peak."""
+    limit: str
+    """The limit in words."""
+    source: str
+    """Where the limit comes from."""
+    formula: str
+
+
+def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_tokens: int | None) -> StepFlops:
+    """The ledger's facts as one step's FLOPs; `num_tokens` of the step they were counted in."""
+    by_op = facts["by_op"]
+    hardware_by_dtype: dict[str, int] = {}
+    for entry in by_op:
+        hardware_by_dtype[entry["dtype"]] = hardware_by_dtype.get(entry["dtype"], 0) + entry["flops"]
+    model_by_dtype = {dtype: int(flops) for dtype, flops in facts["model_flops_by_dtype"].items()}
+    has_backward = any(entry["phase"] == "backward" and not entry["recomputed"] for entry in by_op)
+    active = matmul_active = None
+    if num_tokens:
+        shares = [(w, _active_share(w, num_tokens)) for w in facts["weights"]]
+        active = round(sum(w["num_elements"] * share for w, share in shares))
+        only_looked_up = [w["looked_up"] and not w["forward_flops"] for w, _ in shares]
+        matmul_active = sum(w["num_elements"] * s for (w, s), skip in zip(shares, only_looked_up) if not skip)
+    passes = 3 if has_backward else 1
+    uncounted = [entry for entry in facts["uncounted"] if _computes(entry["op"])]
+    return StepFlops(
+        model_flops=sum(model_by_dtype.values()),
+        hardware_flops=sum(hardware_by_dtype.values()),
+        recomputed_flops=sum(entry["flops"] for entry in by_op if entry["recomputed"]),
+        model_flops_by_dtype=model_by_dtype,
+        hardware_flops_by_dtype=hardware_by_dtype,
+        has_backward=has_backward,
+        formula_flops=(
+            round(passes * (2 * matmul_active * num_tokens + facts["forward_activation_flops"]))
+            if num_tokens and matmul_active is not None and not facts["compiled"]  # weights are read unseen there
+            else None
+        ),
+        num_active_parameters=active,
+        uncounted_ops=tuple(entry["op"] for entry in uncounted),
+        num_uncounted_calls=sum(entry["num_calls"] for entry in uncounted),
+        hidden=_hidden(facts, trace),
+    )
+
+
+def _computes(op: str) -> bool:
+    return op not in DATA_MOVEMENT and not op.startswith(("profiler.", "prim."))
+
+
+def _active_share(weight: Mapping[str, Any], num_tokens: int) -> float:
+    if not weight["forward_flops"]:
+        return 1.0 if weight["used"] else 0.0  # an expert that got no token
+    share: float = weight["forward_flops"] / (2 * weight["num_elements"] * num_tokens)
+    return min(1.0, share)
+
+
+def _hidden(facts: Mapping[str, Any], trace: Mapping[str, Any] | None) -> str | None:
+    if facts.get("error"):
+        return f"an op could not be counted ({facts['error']})"
+    if facts.get("hidden_products"):
+        return f"{', '.join(map(str, facts['hidden_products'][:3]))} multiplies weights and has no formula"
+    if facts["compiled"] and trace and trace.get("num_graph_launches"):
+        return "CUDA graphs replay their kernels without showing the ops"
+    if facts["compiled"] and trace and trace.get("num_template_kernels"):
+        return "matrix products inside Triton templates do not show as ops"
+    return None
+
+
+def utilization(
+    flops_by_dtype: Mapping[str, int],
+    step_ns: float,
+    device: Device | None,
+    ceilings: Ceilings | None,
+    what: str,
+) -> Utilization | None:
+    """The share of the limit that a step reaches; None when no limit is known for one of its dtypes.
+
+    With several dtypes the limit is the time each would need at its own peak, added up.
+    """
+    limits: Mapping[str, int]
+    if device is not None:
+        limits, kind, source = device.peak_flops, f"dense peak of {device.name}", device.source
+    elif ceilings is not None:
+        limits, kind = ceilings.matmul_flops, f"matmul rate measured on {ceilings.name}"
+        source = f"stepscope doctor --measure, {ceilings.measured_at}, torch {ceilings.torch_version}"
+    else:
+        return None
+    total = sum(flops_by_dtype.values())
+    if not total or any(dtype not in limits for dtype in flops_by_dtype) or step_ns <= 0:
+        return None
+    seconds_at_limit = sum(flops / limits[dtype] for dtype, flops in flops_by_dtype.items())
+    rates = ", ".join(f"{dtype} {limits[dtype] / 1e12:.4g} TFLOP/s" for dtype in _by_size(flops_by_dtype))
+    return Utilization(
+        share=seconds_at_limit / (step_ns / 1e9),
+        flops_per_s=total / (step_ns / 1e9),
+        is_measured=device is None,
+        limit=f"{rates}, {kind}",
+        source=source,
+        formula=f"{what} FLOPs ÷ step time ÷ limit",
+    )
+
+
+def _by_size(flops: Mapping[str, int]) -> Sequence[str]:
+    return sorted(flops, key=lambda dtype: -flops[dtype])

@@ -1,0 +1,243 @@
+"""FLOPs and bytes of framework ops, from the texts a Kineto trace has of each: shapes, dtypes, strides, values.
+
+A trace comes from strangers: no text raises, none is evaluated, and absurd ones cost little and give None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+# Imported for the formulas it registers, as the others do.
+from stepscope.analysis.costs import op_formulas, op_layers  # noqa: F401
+from stepscope.analysis.costs.op_calls import FORMULAS, Call, NotKnown, Operand, Tensor
+from stepscope.analysis.costs.op_traffic import FREE
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_DTYPES = {
+    "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
+    "c10::Float8_e4m3fn": "float8", "c10::Float8_e5m2": "float8", "c10::Float8_e4m3fnuz": "float8",
+    "c10::Float8_e5m2fnuz": "float8", "c10::Float8_e8m0fnu": "float8",
+    "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
+    "long int": "int64", "long": "int64", "long long": "int64", "int": "int32", "short": "int16",
+    "short int": "int16", "signed char": "int8", "char": "int8", "unsigned char": "uint8", "bool": "bool",
+    "unsigned short": "uint16", "short unsigned int": "uint16", "unsigned int": "uint32",
+    "unsigned long": "uint64", "long unsigned int": "uint64",
+}  # fmt: skip
+_ON_PARAMETERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach_")
+COLUMNS = ("name", "shapes", "dtypes", "strides", "inputs")
+# torch writes tensor lists of up to 30 members, and tensors of up to 64 dimensions.
+_MAX_CHARACTERS = 32_768
+_MAX_OPERANDS = 256
+_MAX_DIMENSIONS = 64
+_MAX_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one op does; None: the trace does not say."""
+
+    flops: int | None
+    """Matrix work, 2 a multiply-add; 0 for an op that multiplies no matrices."""
+    read_bytes: int | None
+    """The least it must read: each operand once, what is broadcast once. One tensor given twice counts twice: a
+    trace does not tell it from two (the gradient in AdamW's `addcmul_`)."""
+    written_bytes: int | None
+    dtype: str | None
+    """What the arithmetic runs in, as torch names it, all of float8 as one; a float32 product may run in TF32."""
+
+
+UNKNOWN = OpCost(None, None, None, None)
+
+
+def op_cost(
+    name: str,
+    shapes: str | None,
+    dtypes: str | None,
+    strides: str | None = None,
+    inputs: str | None = None,
+    *,
+    parameter_dtype: str | None = None,
+) -> OpCost:
+    """FLOPs and bytes of one op, from a trace's "Input Dims", "Input type", "Input Strides", "Concrete Inputs".
+
+    A trace does not say the dtype of a list's tensors: the bytes of `aten::cat` are None, and those of foreach ops
+    and fused optimizers need `parameter_dtype`, that of parameters, gradients and optimizer states.
+
+    >>> op_cost("aten::mm", "[[8, 16], [16, 4]]", '["float", "float"]')
+    OpCost(flops=1024, read_bytes=768, written_bytes=128, dtype='float32')
+    """
+    # Asked before the cache, which would keep them.
+    if _is_too_long(name, shapes, dtypes, strides, inputs):
+        return UNKNOWN
+    return _op_cost(name, shapes, dtypes, strides, inputs, parameter_dtype)
+
+
+@lru_cache(maxsize=1024)
+def _op_cost(
+    name: str,
+    shapes: str | None,
+    dtypes: str | None,
+    strides: str | None,
+    inputs: str | None,
+    parameter_dtype: str | None,
+) -> OpCost:
+    base = name.removeprefix("aten::")
+    if base in FREE:
+        return OpCost(0, 0, 0, None)
+    if base not in FORMULAS or (base == name and "::" not in name):
+        return UNKNOWN
+    function, arguments = FORMULAS[base]
+    try:
+        list_dtype = parameter_dtype if base.startswith(_ON_PARAMETERS) else None
+        operands = _operands(shapes, dtypes, strides, list_dtype)
+        work = function(Call(base, operands, argument_values(inputs), arguments))
+    except NotKnown:
+        # Of any shape, only the ops of `op_formulas` multiply matrices.
+        return UNKNOWN if function.__module__ == op_formulas.__name__ else OpCost(0, None, None, None)
+    return OpCost(_sound(work.flops), _total(work.reads), _total(work.writes), work.dtype)
+
+
+def op_costs(ops: pl.DataFrame, *, parameter_dtype: str | None = None) -> pl.DataFrame:
+    """The same rows in the same order, with `flops`, `read_bytes`, `written_bytes` (Int64) and `dtype` (String).
+
+    `ops` has the columns `name`, `shapes`, `dtypes`, `strides`, `inputs`: texts, or null. Each distinct row is
+    worked out once.
+    """
+    import polars as pl
+
+    keys = ops.select(pl.col(column).cast(pl.String) for column in COLUMNS)
+    distinct = keys.unique(maintain_order=True)
+    costs = [op_cost(row[0] or "", *row[1:], parameter_dtype=parameter_dtype) for row in distinct.iter_rows()]
+    worked_out = distinct.with_columns(
+        pl.Series("flops", [cost.flops for cost in costs], pl.Int64),
+        pl.Series("read_bytes", [cost.read_bytes for cost in costs], pl.Int64),
+        pl.Series("written_bytes", [cost.written_bytes for cost in costs], pl.Int64),
+        pl.Series("dtype", [cost.dtype for cost in costs], pl.String),
+    )
+    joined = keys.join(worked_out, on=COLUMNS, how="left", nulls_equal=True, maintain_order="left")
+    return ops.with_columns(joined.select("flops", "read_bytes", "written_bytes", "dtype"))
+
+
+def touched_bytes(shapes: str | None, dtypes: str | None, strides: str | None = None) -> int | None:
+    """Bytes of all tensors an op is given: what a kernel that torch.compile made reads or writes at the least.
+
+    Its arguments are its inputs and its results, and a trace does not say which is which. An argument that is both
+    moves twice; a table that is only looked up moves less.
+
+    >>> touched_bytes("[[4, 8], [4, 8], []]", '["float", "c10::BFloat16", "Scalar"]')
+    192
+    """
+    if _is_too_long(shapes, dtypes, strides):
+        return None
+    try:
+        operands = _operands(shapes, dtypes, strides, None)
+    except NotKnown:
+        return None
+    if any(isinstance(operand, tuple) for operand in operands):
+        return None
+    return _total(operand for operand in operands if isinstance(operand, Tensor))
+
+
+def _is_too_long(*texts: str | None) -> bool:
+    return any(text is not None and len(text) > _MAX_CHARACTERS for text in texts)
+
+
+def _total(tensors: Iterable[Tensor]) -> int | None:
+    total = 0
+    for tensor in tensors:
+        num_bytes = tensor.num_bytes
+        if num_bytes is None:
+            return None
+        total += num_bytes
+    return _sound(total)
+
+
+def _sound(number: int | None) -> int | None:
+    """A number that a trace can mean: its texts may hold negative sizes, or ones beyond an int64."""
+    return number if number is not None and 0 <= number <= _MAX_INT64 else None
+
+
+def _parsed(text: str | None) -> list[Any] | None:
+    if text is None:
+        return None
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, list) and len(parsed) <= _MAX_OPERANDS else None
+
+
+def argument_values(text: str | None) -> tuple[str, ...] | None:
+    """A call's arguments as text, from a trace's "Concrete Inputs"; None where the trace does not say.
+
+    >>> argument_values('["", "2", "[0, 1]"]')
+    ('', '2', '[0, 1]')
+    """
+    parsed = None if _is_too_long(text) else _parsed(text)
+    return None if parsed is None else tuple(value if isinstance(value, str) else "" for value in parsed)
+
+
+def operands(shapes: str | None, dtypes: str | None, strides: str | None = None) -> tuple[Operand, ...]:
+    """The tensors of a call by position, None for what is none; empty where the trace does not say.
+
+    >>> operands("[[8, 16], []]", '["float", "Scalar"]')
+    (Tensor(shape=(8, 16), dtype='float32', strides=None), None)
+    """
+    if _is_too_long("", shapes, dtypes, strides, None):
+        return ()
+    try:
+        return _operands(shapes, dtypes, strides, None)
+    except NotKnown:
+        return ()
+
+
+def _operands(
+    shapes: str | None, dtypes: str | None, strides: str | None, list_dtype: str | None
+) -> tuple[Operand, ...]:
+    sizes = _parsed(shapes)
+    if sizes is None:
+        raise NotKnown
+    types, steps = _parsed(dtypes), _parsed(strides)
+    if types is not None and len(types) != len(sizes):
+        types = None
+    if steps is None or len(steps) != len(sizes):
+        steps = [None] * len(sizes)
+    if types is None:
+        return tuple(_operand(size, None, step, list_dtype) for size, step in zip(sizes, steps))
+    names = (name if isinstance(name, str) else "" for name in types)
+    return tuple(_operand(size, name, step, list_dtype) for size, name, step in zip(sizes, names, steps))
+
+
+def _operand(sizes: Any, name: str | None, steps: Any, list_dtype: str | None) -> Operand:
+    if not isinstance(sizes, list):
+        raise NotKnown
+    if any(isinstance(size, list) for size in sizes):
+        if not isinstance(steps, list) or len(steps) != len(sizes):
+            steps = [None] * len(sizes)
+        return tuple(_tensor(size, list_dtype, step) for size, step in zip(sizes, steps))
+    # A number's shape is empty too: only a tensor's dtype tells a tensor of no dimensions from it.
+    if not sizes and name not in _DTYPES:
+        return None
+    return _tensor(sizes, _DTYPES.get(name or ""), steps)
+
+
+def _tensor(sizes: Any, dtype: str | None, steps: Any) -> Tensor:
+    shape = _numbers(sizes)
+    if shape is None:
+        raise NotKnown
+    strides = _numbers(steps)
+    return Tensor(shape, dtype, strides if strides is not None and len(strides) == len(shape) else None)
+
+
+def _numbers(parsed: Any) -> tuple[int, ...] | None:
+    if not isinstance(parsed, list) or len(parsed) > _MAX_DIMENSIONS:
+        return None
+    if not all(type(number) is int and 0 <= number <= _MAX_INT64 for number in parsed):
+        return None
+    return tuple(parsed)

@@ -1,0 +1,245 @@
+"""How near each op comes to what its device can do: FLOPs and bytes a second under the device's roofline.
+
+The roofline model: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", CACM 52(4), 2009. An op can be no faster than its FLOPs at the device's peak, nor than its bytes at
+the bandwidth of the device's memory; the larger of the two is its limit.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import polars as pl
+
+from stepscope.analysis.costs.op_calls import words
+from stepscope.analysis.costs.op_costs import COLUMNS, op_cost, touched_bytes
+from stepscope.analysis.kernels.copies import concatenated_bytes
+from stepscope.analysis.kernels.kernel_classes import fused_ops
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+from stepscope.devices import find_device
+
+BOUNDS = {
+    "compute": "The arithmetic is its limit.",
+    "memory": "The device's memory is its limit.",
+    "neither": "It is far from both limits: latency, too little parallel work, or a slow kernel.",
+}
+NEAR_SHARE = 0.25
+"""An op that reaches less of its limit is bound by something else."""
+
+_PEAK_DTYPES = {
+    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "int8": "int8",
+}  # fmt: skip
+_TF32 = re.compile(r"(?i)tf32|_s1688gemm")
+# A list op's dtype is not in a trace; its kernel is made for one.
+_LIST_DTYPE = re.compile(r"multi_tensor_apply.*?Functor<(float|double|c10::BFloat16|c10::Half)\b")
+_LIST_DTYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
+# Inductor's kernels without a template multiply no matrices. What looks up reads less than it is given.
+_PLAIN_FUSED = re.compile(r"(?:^|_)triton_(?:poi|red|per|for)_fused")
+_LOOKUPS = words(
+    "embedding embedding_dense_backward index index_put index_select _unsafe_index gather nll_loss_forward"
+)
+
+
+@dataclass(frozen=True)
+class RooflineSummary:
+    """Kernel time by what limits it, in nanoseconds; the parts add up to `total_ns`."""
+
+    total_ns: int = 0
+    known_ns: int = 0
+    """Of ops whose FLOPs or bytes the trace tells."""
+    compute_ns: int = 0
+    memory_ns: int = 0
+    neither_ns: int = 0
+    unknown_ns: int = 0
+    """Not placed: the op's cost or the device's peak is not known."""
+    known_share: float = 0.0
+    limit_share: float | None = None
+    """Time that the placed ops would take at their limits, by the time they took."""
+
+    def to_json(self) -> dict[str, int | float | None]:
+        return asdict(self)
+
+
+class _Cost(NamedTuple):
+    flops: int | None
+    num_bytes: int | None
+    dtype: str | None
+    peak_dtype: str | None
+
+
+def roofline(linked: Linked, device_name: str | None) -> pl.DataFrame:
+    """Device time by `op`, `shapes` of its inputs, `dtype` and `kernel`, most time first; all of it, known or not.
+
+    Time of kernels, fills and copies inside the device; communication and copies to and from the host have other
+    limits. An op's cost is counted once a call, whatever it launched; `kernel` is the longest of that. `num_calls`,
+    `num_kernels`, `total_ns`, `time_share`; `flops` and `bytes` of all calls, null where the trace does not tell;
+    `flops_per_s`, `bytes_per_s`, `intensity` in FLOPs a byte; `peak_dtype`, the one of the device's peaks that
+    applies; `compute_share` and `memory_share` of the device's peak and bandwidth, `limit_share`, the larger;
+    `bound`, one of `BOUNDS`. A device that is not in the table leaves the shares null.
+
+    Shares can pass 1: what is still in the cache need not be read, a tensor given twice counts twice, and a
+    convolution by Winograd does fewer FLOPs than its formula.
+    """
+    alike = (
+        costed_calls(linked)
+        .group_by(*COLUMNS, "kernel", "dtype", "peak_dtype")
+        .agg(
+            pl.col("op").count().cast(pl.Int64).alias("num_calls"),
+            pl.col("num_kernels", "total_ns").sum(),
+            *(pl.col(name).first() * pl.col("op").count() for name in ("flops", "bytes")),
+        )
+    )
+    totals = ("flops", "bytes")
+    sums = (pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name) for name in totals)
+    rows = alike.group_by(pl.col("name").alias("op"), "shapes", "dtype", "kernel", "peak_dtype").agg(
+        pl.col("num_calls", "num_kernels", "total_ns").sum(), *sums
+    )
+    ties = [pl.col(name).cast(pl.String) for name in ("op", "shapes", "kernel", "dtype")]
+    rows = rows.sort("total_ns", *ties, descending=[True, False, False, False, False])
+    return _placed(rows, device_name)
+
+
+def roofline_summary(rows: pl.DataFrame) -> RooflineSummary:
+    """What a roofline's time is limited by."""
+    total = int(rows["total_ns"].sum())
+    known = rows.filter((pl.col("flops") > 0) | pl.col("bytes").is_not_null())
+    by_bound = dict(rows.group_by("bound").agg(pl.col("total_ns").sum()).iter_rows())
+    placed = rows.filter(pl.col("bound").is_not_null())
+    placed_ns = int(placed["total_ns"].sum())
+    at_limit = float((placed["total_ns"] * placed["limit_share"].clip(0, 1)).sum())
+    return RooflineSummary(
+        total_ns=total,
+        known_ns=int(known["total_ns"].sum()),
+        compute_ns=by_bound.get("compute", 0),
+        memory_ns=by_bound.get("memory", 0),
+        neither_ns=by_bound.get("neither", 0),
+        unknown_ns=by_bound.get(None, 0),
+        known_share=int(known["total_ns"].sum()) / total if total else 0.0,
+        limit_share=at_limit / placed_ns if placed_ns else None,
+    )
+
+
+def time_at_limit(rows: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """A roofline's time by `class` of the longest kernel, most first: `total_ns`, and its parts `at_limit_ns`, what
+    it would take at its limits, `above_limit_ns`, and `unknown_ns`, of what is not placed.
+
+    `kernels` has a `class` for every `name`. The parts add up to `total_ns`, the classes to that of the summary, and
+    what is at the limit is the summary's `limit_share` of what is placed, to a nanosecond a row.
+    """
+    classes = kernels.select(pl.col("name").cast(pl.String).alias("kernel"), pl.col("class").cast(pl.String))
+    placed = pl.col("bound").is_not_null()
+    at_limit = (pl.col("total_ns") * pl.col("limit_share").clip(0, 1)).round().cast(pl.Int64)
+    return (
+        rows.with_columns(pl.col("kernel").cast(pl.String))
+        .join(classes.unique("kernel", keep="first", maintain_order=True), on="kernel", how="left", nulls_equal=True)
+        .with_columns(
+            pl.col("class").fill_null("other"),
+            pl.when(placed).then(at_limit).otherwise(0).alias("at_limit_ns"),
+            pl.when(placed).then(0).otherwise("total_ns").alias("unknown_ns"),
+        )
+        .with_columns((pl.col("total_ns") - pl.col("at_limit_ns") - pl.col("unknown_ns")).alias("above_limit_ns"))
+        .group_by("class")
+        .agg(pl.col("total_ns", "at_limit_ns", "above_limit_ns", "unknown_ns").sum())
+        .sort("total_ns", "class", descending=[True, False])
+    )
+
+
+def costed_calls(linked: Linked) -> pl.DataFrame:
+    """Each op that launched something: `op`, its row in the host table, its texts, `num_kernels`, `total_ns` on the
+    device, its longest `kernel`, and what it costs: `flops`, `bytes`, `dtype`, `peak_dtype`."""
+    device = linked.device.select("op", "kind", "name", "activity", "duration_ns")
+    is_kernel = pl.col("kind") == "kernel"
+    is_inside = (pl.col("kind") != "memcpy") | matches(device["name"], "(?i)memcpy DtoD")
+    work = device.filter(pl.col("activity") != "communication", is_inside).sort(is_kernel, "duration_ns")
+    aggregates = (
+        pl.len().cast(pl.Int64).alias("num_kernels"),
+        pl.col("duration_ns").sum().alias("total_ns"),
+        pl.col("name").last().alias("kernel"),
+    )
+    calls = work.filter(pl.col("op").is_not_null()).group_by("op").agg(aggregates)
+    # What no op launched stands for itself.
+    alone = work.filter(pl.col("op").is_null()).group_by("op", "name").agg(aggregates).drop("name")
+    calls = pl.concat([calls, alone])
+    calls = calls.with_columns(linked.host[text].gather(calls["op"]).alias(text) for text in COLUMNS)
+    # Calls alike in all texts cost alike.
+    costs = _costs(calls.select(*COLUMNS, "kernel").unique())
+    return calls.join(costs, on=[*COLUMNS, "kernel"], how="left", nulls_equal=True)
+
+
+def _costs(cases: pl.DataFrame) -> pl.DataFrame:
+    """Different calls with `flops`, `bytes`, `dtype` and `peak_dtype`; each is worked out once."""
+    costs = [_cost(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
+    return cases.with_columns(
+        pl.Series("flops", [cost.flops for cost in costs], pl.Int64),
+        pl.Series("bytes", [cost.num_bytes for cost in costs], pl.Int64),
+        pl.Series("dtype", [cost.dtype for cost in costs], pl.String),
+        pl.Series("peak_dtype", [cost.peak_dtype for cost in costs], pl.String),
+    )
+
+
+def _cost(
+    name: str | None,
+    shapes: str | None,
+    dtypes: str | None,
+    strides: str | None,
+    inputs: str | None,
+    kernel: str | None,
+) -> _Cost:
+    name, kernel = name or "", kernel or ""
+    if _PLAIN_FUSED.search(name):
+        ops = set(fused_ops(name))
+        is_lookup = bool(_LOOKUPS & ops) and "_log_softmax_backward_data" not in ops
+        return _Cost(0, None if is_lookup else touched_bytes(shapes, dtypes, strides), None, None)
+    in_list = _LIST_DTYPE.search(kernel)
+    cost = op_cost(
+        name, shapes, dtypes, strides, inputs, parameter_dtype=_LIST_DTYPES[in_list[1]] if in_list else None
+    )
+    if cost.read_bytes is None or cost.written_bytes is None:
+        num_bytes = concatenated_bytes(kernel, shapes)
+    else:
+        num_bytes = cost.read_bytes + cost.written_bytes
+    peak_dtype = _PEAK_DTYPES.get(cost.dtype or "") if cost.flops else None
+    if peak_dtype == "fp32" and _TF32.search(kernel):
+        peak_dtype = "tf32"
+    return _Cost(cost.flops, num_bytes, cost.dtype, peak_dtype)
+
+
+def _placed(rows: pl.DataFrame, device_name: str | None) -> pl.DataFrame:
+    device = find_device(device_name) if device_name else None
+    peaks = device.peak_flops if device else {}
+    bandwidth = device.bandwidth_bytes_per_s if device else None
+    whole = max(1, int(rows["total_ns"].sum()))
+    per_second = 1e9 / pl.when(pl.col("total_ns") > 0).then("total_ns")
+    peak = pl.col("peak_dtype").replace_strict(dict(peaks), default=None, return_dtype=pl.Float64)
+    rows = rows.with_columns(
+        (pl.col("total_ns") / whole).alias("time_share"),
+        (pl.col("flops") * per_second).alias("flops_per_s"),
+        (pl.col("bytes") * per_second).alias("bytes_per_s"),
+        (pl.col("flops") / pl.when(pl.col("bytes") > 0).then("bytes")).alias("intensity"),
+    )
+    rows = rows.with_columns(
+        # Nobody multiplies faster than the peak: what does ran in TF32.
+        pl.when(
+            (pl.col("peak_dtype") == "fp32")
+            & (pl.col("flops_per_s") > peaks.get("fp32", 0) if "tf32" in peaks else False)
+        )
+        .then(pl.lit("tf32"))
+        .otherwise("peak_dtype")
+        .alias("peak_dtype")
+    )
+    rows = rows.with_columns(
+        pl.when((pl.col("flops") == 0) & pl.lit(device is not None))
+        .then(0.0)
+        .otherwise(pl.col("flops_per_s") / peak)
+        .alias("compute_share"),
+        (pl.col("bytes_per_s") / pl.lit(bandwidth, pl.Float64)).alias("memory_share"),
+    ).with_columns(pl.max_horizontal("compute_share", "memory_share").alias("limit_share"))
+    both = pl.col("compute_share").is_not_null() & pl.col("memory_share").is_not_null()
+    nearer = (
+        pl.when(pl.col("compute_share") >= pl.col("memory_share")).then(pl.lit("compute")).otherwise(pl.lit("memory"))
+    )
+    bound = pl.when(both).then(pl.when(pl.col("limit_share") >= NEAR_SHARE).then(nearer).otherwise(pl.lit("neither")))
+    return rows.with_columns(bound.cast(pl.Enum(list(BOUNDS))).alias("bound"))

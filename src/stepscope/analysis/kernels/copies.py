@@ -1,0 +1,241 @@
+"""What the GPU moves without computing: copies, casts, changes of layout and fills, with bytes, op and module."""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.costs.op_costs import op_cost, touched_bytes
+from stepscope.analysis.kernels.kernel_classes import fused_ops
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.nesting import outermost
+from stepscope.analysis.structure.rates import bandwidth
+
+KINDS = {
+    "host_to_device": "A copy from the host's memory.",
+    "device_to_host": "A copy to the host's memory.",
+    "device_to_device": "A copy by the driver inside one device.",
+    "peer": "A copy from another device.",
+    "fill": "Memory set to one value.",
+    "cast": "A copy that changes the dtype, whatever else it changes.",
+    "layout": "A copy that changes the order in memory, or makes one block of a view.",
+    "concatenate": "Several tensors copied into one.",
+    "copy": "Any other copy by a kernel.",
+}
+
+_COPYING = """
+    copy_ _to_copy to clone contiguous reshape flatten type_as cat _cat concat concatenate stack _stack hstack vstack
+    _chunk_cat split_with_sizes_copy repeat tile _foreach_copy_ _foreach_clone lift_fresh_copy
+"""
+_FILLING = """
+    fill_ zero_ zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full _foreach_zero_
+"""
+COPYING = frozenset("aten::" + name for name in _COPYING.split())
+FILLING = frozenset("aten::" + name for name in _FILLING.split())
+
+_CONCATENATING = re.compile(r"aten::(_?cat|concat\w*|_?stack|[hv]stack|_chunk_cat)$")
+# Kernels whose own name says it, where the op does not: no shapes recorded, or a helper of a convolution.
+_NAMED = (
+    ("concatenate", re.compile(r"CatArrayBatched|chunk_cat")),
+    (
+        "cast",
+        re.compile(r"LoadWithCast|(b?float|half|fp)\d*\w*_copy_kernel|quantize|cast_?transpose|SubTensorOpWithCast"),
+    ),
+    ("layout", re.compile(r"nchwToNhwc|nhwcToNchw|transpose|::elementwise_kernel<.*direct_copy|permute")),
+)
+_DIRECTIONS = re.compile(r"(?i)memcpy ([hdap])to([hdap])\b")
+_ELEMENT = re.compile(r"CatArrayBatched\w*<(?:[^<]*OpaqueType<(\d{1,3})u?>|(\w+(?:::\w+)*))")
+_ELEMENT_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long": 8, "int": 4, "short": 2,
+                  "char": 1, "bool": 1}  # fmt: skip
+_LONGEST_TEXT = 32_768
+
+
+def copies(linked: Linked) -> pl.DataFrame:
+    """Every copy, cast, change of layout and fill on the device, one row each, in order of time.
+
+    `event`, `start_ns`, `duration_ns`, `device`, `stream` as in the device table; `what`, one of `KINDS`; `op` that
+    launched it, `outer_op`, the copying op around that which somebody called (`aten::contiguous` around
+    `aten::copy_`), and `caller`, the op around that; `module`, `phase`, `step`; `bytes`: of a memcpy or a memset as
+    recorded, of a kernel what its op reads and writes at the least, null where the trace does not say;
+    `bandwidth_bytes_per_s`, for which a memcpy inside the device counts twice, read and written as a kernel's is;
+    `pageable`, whether the host's side is not pinned, null where there is none.
+    """
+    host = linked.host
+    texts = ("shapes", "dtypes", "strides", "inputs")
+    # The op that launches a kernel decides its class: what `aten::copy_` launches is among these.
+    moved = linked.device.filter((pl.col("kind") != "kernel") | pl.col("class").is_in(["copy_cast", "memset_memcpy"]))
+    outer = outermost(host, moved["op"], COPYING | FILLING)
+    around = host["op"].gather(host["parent"].gather(outer))
+    moved = moved.select(
+        "event", "kind", "name", "class", "device", "stream", "start_ns", "duration_ns", "op", "op_name", "module",
+        "phase", "step", pl.col("bytes").alias("recorded_bytes"),
+        host["name"].gather(outer).alias("outer_op"), host["name"].gather(around).alias("caller"),
+        *(host[text].gather(moved["op"]).alias(text) for text in texts),
+    )  # fmt: skip
+    keys = ["kind", "name", "class", "op_name", "outer_op", *texts]
+    answers = judged(moved.select(keys).unique(maintain_order=True))
+    moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    # What an op moves is divided over its kernels, so that the sum is what it moves.
+    is_kernel = pl.col("kind") == "kernel"
+    num_kernels = is_kernel.sum().over("op")
+    is_first = pl.when(is_kernel).then("op").is_first_distinct()
+    part = pl.col("op_bytes") // num_kernels + pl.when(is_first).then(pl.col("op_bytes") % num_kernels).otherwise(0)
+    num_bytes = pl.when(is_kernel).then(part).otherwise("recorded_bytes").cast(pl.Int64)
+    return moved.with_columns(num_bytes.alias("bytes")).select(
+        "event", "what", pl.col("op_name").alias("op"), "outer_op", "caller", "module", "phase", "step", "device",
+        "stream", "start_ns", "duration_ns", "bytes",
+        bandwidth(_traffic(), pl.col("duration_ns")).alias("bandwidth_bytes_per_s"), "pageable",
+    )  # fmt: skip
+
+
+def copies_summary(copies: pl.DataFrame, num_steps: int, busy_ns: int) -> pl.DataFrame:
+    """Copies by `what`, `op` (the outer one), `caller` and `module`, most time first.
+
+    `num_calls`, `num_calls_per_step`, `num_pageable`, `total_ns`, `busy_share` of the GPU's busy time `busy_ns`,
+    `bytes` of the calls that have them, and `bandwidth_bytes_per_s` of those. The `total_ns` add up to all of
+    `duration_ns`.
+    """
+    has_bytes = pl.col("bytes").is_not_null()
+    return (
+        copies.group_by("what", pl.col("outer_op").alias("op"), "caller", "module", maintain_order=True)
+        .agg(
+            pl.len().cast(pl.Int64).alias("num_calls"),
+            pl.col("pageable").sum().cast(pl.Int64).alias("num_pageable"),
+            pl.col("duration_ns").sum().alias("total_ns"),
+            pl.when(has_bytes.any()).then(pl.col("bytes").sum()).alias("bytes"),
+            bandwidth(_traffic().sum(), pl.col("duration_ns").filter(has_bytes).sum()).alias("bandwidth_bytes_per_s"),
+        )
+        .with_columns(
+            (pl.col("num_calls") / num_steps if num_steps else pl.lit(None, pl.Float64)).alias("num_calls_per_step"),
+            (pl.col("total_ns") / busy_ns if busy_ns else pl.lit(None, pl.Float64)).alias("busy_share"),
+        )
+        .sort("total_ns", descending=True, maintain_order=True)
+    )
+
+
+def _traffic() -> pl.Expr:
+    """Bytes that cross the device's memory."""
+    return pl.col("bytes") * pl.when(pl.col("what") == "device_to_device").then(2).otherwise(1)
+
+
+def judged(cases: pl.DataFrame) -> pl.DataFrame:
+    """Different cases (`kind`, `name`, `class`, `op_name`, `outer_op`, `shapes`, `dtypes`, `strides`, `inputs`) with
+    `what`, `pageable` and `op_bytes`; each is looked at once."""
+    answers = [_judge(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
+    return cases.with_columns(
+        pl.Series("what", [what for what, _, _ in answers], dtype=pl.Enum(list(KINDS))),
+        pl.Series("pageable", [pageable for _, pageable, _ in answers], dtype=pl.Boolean),
+        pl.Series("op_bytes", [num_bytes for _, _, num_bytes in answers], dtype=pl.Int64),
+    )
+
+
+def _judge(
+    kind: str,
+    name: str | None,
+    kernel_class: str,
+    op_name: str | None,
+    outer_op: str | None,
+    shapes: str | None,
+    dtypes: str | None,
+    strides: str | None,
+    inputs: str | None,
+) -> tuple[str, bool | None, int | None]:
+    name, op = name or "", op_name or ""
+    if kind == "memset":
+        return "fill", None, None
+    if kind == "memcpy":
+        return *direction(name, op), None
+    if op in COPYING | FILLING:
+        cost = op_cost(op, shapes, dtypes, strides, inputs)
+        known = cost.read_bytes is not None and cost.written_bytes is not None
+        num_bytes = (cost.read_bytes or 0) + (cost.written_bytes or 0) if known else concatenated_bytes(name, shapes)
+    else:
+        num_bytes = touched_bytes(shapes, dtypes, strides) if fused_ops(name) else None
+    if kernel_class == "memset_memcpy":
+        return "fill", None, num_bytes
+    if _CONCATENATING.match(op):
+        return "concatenate", None, num_bytes
+    what = _by_operands(shapes, dtypes, strides) if op == "aten::copy_" else None
+    return what or _by_names(name, outer_op or ""), None, num_bytes
+
+
+def direction(name: str, op: str) -> tuple[str, bool | None]:
+    """What a memcpy of this name is, one of `KINDS`, and whether the host's side of it is pageable.
+
+    >>> direction("Memcpy DtoH (Device -> Pageable)", "aten::copy_")
+    ('device_to_host', True)
+    """
+    found = _DIRECTIONS.match(name)
+    source, target = (found[1].lower(), found[2].lower()) if found else ("", "")
+    if source == "h" and target != "h":
+        what = "host_to_device"
+    elif (target == "h" and source != "h") or op == "aten::_local_scalar_dense":
+        what = "device_to_host"  # ROCm writes DtoD of a copy into pinned memory: there the op knows better
+    elif source == "p":
+        what = "peer"
+    else:
+        what = "device_to_device" if source and source != "h" else "copy"
+    is_at_host = what in ("host_to_device", "device_to_host")
+    pageable = True if "Pageable" in name else False if "Pinned" in name else None
+    return what, pageable if is_at_host else None
+
+
+def _by_operands(shapes: str | None, dtypes: str | None, strides: str | None) -> str | None:
+    """What `aten::copy_` changes, from what is recorded of its target and its source."""
+    types, sizes, steps = _parsed(dtypes), _parsed(shapes), _parsed(strides)
+    if types and types[0] and types[1] and types[0] != types[1]:
+        return "cast" if isinstance(types[0], str) and isinstance(types[1], str) else None
+    if not sizes or not steps:
+        return None
+    if sizes[0] != sizes[1]:
+        return "copy"
+    try:
+        # Where there is one element in a dimension, its stride says nothing.
+        differ = any(size > 1 and into != out for size, into, out in zip(sizes[0], steps[0], steps[1]))
+    except TypeError:
+        return None
+    return "layout" if differ else "copy"
+
+
+def _parsed(text: str | None) -> list[Any] | None:
+    """A recorded list of two operands or more; None for whatever else a text may be."""
+    if text is None or len(text) > _LONGEST_TEXT:
+        return None
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, list) and len(parsed) >= 2 else None
+
+
+def _by_names(name: str, outer_op: str) -> str:
+    ops = set(fused_ops(name))
+    if ops:
+        if "cat" in ops:
+            return "concatenate"
+        return "cast" if ops & {"_to_copy", "convert_element_type"} else "layout"
+    named = next((what for what, pattern in _NAMED if pattern.search(name)), None)
+    if named is None and outer_op in ("aten::contiguous", "aten::reshape"):
+        return "layout"  # these copy only what is not in order
+    return named or "copy"
+
+
+def concatenated_bytes(kernel_name: str, shapes: str | None) -> int | None:
+    """Bytes a concatenation reads and writes: a trace has the shapes of its list, the kernel's name the element.
+
+    >>> concatenated_bytes("CatArrayBatchedCopy<float, unsigned int, 3>", "[[[8, 16], [8, 4]], []]")
+    1280
+    """
+    found, operands = _ELEMENT.search(kernel_name), _parsed(shapes)
+    if not found or not operands or not operands[0] or not isinstance(operands[0], list):
+        return None
+    item_bytes = int(found[1]) if found[1] else _ELEMENT_BYTES.get(found[2])
+    sizes = [shape if isinstance(shape, list) else [None] for shape in operands[0]]
+    if item_bytes is None or any(type(size) is not int or size < 0 for shape in sizes for size in shape):
+        return None
+    num_elements = sum(prod(shape) for shape in sizes)
+    return 2 * num_elements * item_bytes if num_elements < 2**48 else None

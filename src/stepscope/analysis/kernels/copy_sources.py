@@ -1,0 +1,193 @@
+"""Where copies come from: what was called, by which module, in which phase, and how much each moved.
+
+Of a trace without GPU work they are the copies that the host made.
+"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
+from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.kernels.copies import COPYING, copies, judged
+from stepscope.analysis.kernels.recomputed import is_run_again
+from stepscope.analysis.memory.module_tree import starred
+from stepscope.analysis.precision.casts import EXPLICIT, LOW
+from stepscope.analysis.structure.callers import python_callers
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import ancestor, outermost
+from stepscope.analysis.structure.work import COMPILED, outermost_op
+
+CAUSES = {
+    "autocast_weight": "Autocast casts a weight to lower precision.",
+    "autocast_gradient": "The gradient of such a weight is cast back.",
+    "mixed_dtypes": "Autocast casts another input or its gradient, or an op was given two dtypes.",
+    "called": "The program called it: copy_, to, contiguous, clone, cat.",
+    "inside": "An op that the program called needs it inside.",
+    "compiled": "Code that torch.compile made.",
+    "unknown": "The trace does not say which op.",
+}
+"""Who asked for a copy."""
+KEYS = ("what", "cause", "op", "root_op", "phase", "module", "caller")
+"""The columns by which copies come from one source."""
+_MOVERS = frozenset(f"aten::{name}" for name in ("copy_", "cat", "_cat", "stack", "_stack", "_foreach_copy_"))
+_CALLED = frozenset(COPYING | set(EXPLICIT))
+# Where each op that autocast casts for has its weight and its bias.
+_PARAMETERS = {
+    "aten::linear": (1, 2), "aten::addmm": (2, 0), "aten::mm": (1,), "aten::matmul": (1,), "aten::conv1d": (1, 2),
+    "aten::conv2d": (1, 2), "aten::conv3d": (1, 2), "aten::convolution": (1, 2), "aten::_convolution": (1, 2),
+}  # fmt: skip
+_TEXTS = ("shapes", "dtypes", "strides", "inputs")
+
+
+def copy_sources(linked: Linked) -> pl.DataFrame:
+    """Every copy, cast, change of layout and concatenation, one row each, in order of time.
+
+    `event` of the GPU's work, or of the op where the trace has none; `row` of the copying op on the host, null where
+    it is not known; `start_ns`; `step`, `phase`, `module`; `what`, one of `KINDS`; `cause`, one of `CAUSES`; `op`
+    that was called to copy (`aten::contiguous`); `root_op`, the outermost op around it, for a copy of the backward
+    the one whose backward it is; `caller`, the user's function where the trace has stacks; `shape`, `source` and
+    `target` dtype of one tensor copied into another; `bytes` read and written, `written_bytes` of them;
+    `duration_ns`.
+    """
+    host = linked.host
+    moved = _on_device(linked) if linked.device.height else _on_host(linked)
+    rows = moved["row"]
+    forward = host["forward"].gather(rows)
+    is_backward = (forward.is_not_null() & ~is_run_again(host).gather(rows)).fill_null(False)
+    roots = outermost_op(host, forward.zip_with(is_backward, rows))
+    is_compiled = ancestor(host, matches(host["name"], COMPILED)).gather(rows).is_not_null()
+    moved = moved.with_columns(
+        host["name"].gather(roots).cast(pl.String).alias("root_op"),
+        host["shapes"].gather(roots).cast(pl.String).alias("root_shapes"),
+        is_compiled.alias("is_compiled"),
+        is_backward.alias("is_backward"),
+        python_callers(host, rows),
+        *(host[text].gather(rows).cast(pl.String).alias(text) for text in ("shapes", "dtypes")),
+    )
+    answers = [_told(row) for row in moved.iter_rows(named=True)]
+    names = ("cause", "shape", "source", "target", "written_bytes")
+    kinds = (pl.String(), pl.List(pl.Int64()), pl.String(), pl.String(), pl.Int64())
+    told = [pl.Series(name, [a[i] for a in answers], dtype=kinds[i]) for i, name in enumerate(names)]
+    return moved.with_columns(told).select(
+        "event", "row", "start_ns", "step", "phase", "module", "what", "cause", "op", "root_op", "caller", "shape",
+        "source", "target", "bytes", "written_bytes", "duration_ns",
+    )  # fmt: skip
+
+
+def copy_summary(sources: pl.DataFrame, num_steps: int, whole_ns: float) -> pl.DataFrame:
+    """Copies by where they come from (`KEYS`, modules that differ in a number alone as one), a step, most time first.
+
+    `num_calls`, `bytes` and `written_bytes` of those that have them, `total_ns`, `share` of `whole_ns`, and `events`,
+    all of them, of every step.
+    """
+    steps = max(1, num_steps)
+    modules = pl.Series("module", [starred(name) for name in sources["module"].cast(pl.String)], dtype=pl.String)
+    known = [
+        pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum() / steps).alias(name)
+        for name in ("bytes", "written_bytes")
+    ]
+    return (
+        sources.with_columns(modules, pl.col("what", "phase").cast(pl.String))
+        .group_by(KEYS, maintain_order=True)
+        .agg(
+            (pl.len() / steps).alias("num_calls"), *known, (pl.col("duration_ns").sum() / steps).alias("total_ns"),
+            pl.col("event").alias("events"),
+        )
+        .with_columns((pl.col("total_ns") / whole_ns if whole_ns else pl.lit(None, pl.Float64)).alias("share"))
+        .sort("total_ns", descending=True, maintain_order=True)
+    )  # fmt: skip
+
+
+def weight_casts(sources: pl.DataFrame, num_steps: int) -> tuple[int, int, int]:
+    """What autocast casts of weights in a step, each shape and module once: bytes read and bytes written of one
+    cast of each, and bytes written in all, the repeated ones of later micro-batches included.
+
+    Weights in float32 cast to two bytes an element are written in half the bytes they are read.
+    """
+    casts = sources.filter(pl.col("cause") == "autocast_weight", pl.col("bytes").is_not_null())
+    if casts.is_empty():
+        return 0, 0, 0
+    first = casts.filter(pl.col("step").is_null() | (pl.col("step") == casts["step"].min()))
+    keys = ["module", "root_op", "shape"] if casts["module"].null_count() < casts.height else ["row"]
+    once = first.unique(keys, keep="first", maintain_order=True)
+    written = int(once["written_bytes"].sum())
+    return int(once["bytes"].sum()) - written, written, int(casts["written_bytes"].sum()) // max(1, num_steps)
+
+
+def _on_device(linked: Linked) -> pl.DataFrame:
+    table = copies(linked).filter(pl.col("what") != "fill")
+    rows = table.select("event").join(
+        linked.device.select("event", pl.col("op").alias("row")), on="event", how="left"
+    )
+    return table.select(
+        "event", rows["row"], "start_ns", "step", "phase", "module", "what",
+        pl.col("outer_op").cast(pl.String).alias("op"), "bytes", "duration_ns",
+    )  # fmt: skip
+
+
+def _on_host(linked: Linked) -> pl.DataFrame:
+    host = linked.host
+    movers: pl.Series = pl.Series(sorted(_MOVERS), dtype=host.schema["name"]).implode()
+    is_mover = (host["kind"] == "op") & host["name"].is_in(movers)
+    # A stack is a cat inside, and a cat may copy: the outermost one is what moved.
+    above = ancestor(host, is_mover).gather(host["parent"])
+    rows = host["row"].filter(is_mover & above.is_null())
+    outer = outermost(host, rows, COPYING)
+    moved = host[rows.to_list()].select(
+        "event", "row", "start_ns", "step", "phase", "module", "duration_ns",
+        pl.lit("kernel").alias("kind"), pl.lit(None, pl.String).alias("kernel"), pl.lit("copy_cast").alias("class"),
+        pl.col("name").cast(pl.String).alias("op_name"), host["name"].gather(outer).cast(pl.String).alias("op"),
+        *(pl.col(text).cast(pl.String) for text in _TEXTS),
+    )  # fmt: skip
+    keys = ["kind", "kernel", "class", "op_name", "op", *_TEXTS]
+    answers = judged(moved.select(keys).unique(maintain_order=True))
+    moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    columns = ["event", "row", "start_ns", "step", "phase", "module", "what", "op", "bytes", "duration_ns"]
+    table: pl.DataFrame = moved.rename({"op_bytes": "bytes"}).select(columns)
+    return table
+
+
+def _told(row: dict[str, object]) -> tuple[str, list[int] | None, str | None, str | None, int | None]:
+    """Of one copy: its cause, shape, source and target dtype, and the bytes written."""
+    pair = [one for one in operands(_text(row["shapes"]), _text(row["dtypes"]))[:2] if isinstance(one, Tensor)]
+    is_pair = len(pair) == 2 and row["what"] not in ("concatenate",)
+    shape = list(pair[0].shape) if is_pair else None
+    target, source = (pair[0].dtype, pair[1].dtype) if is_pair else (None, None)
+    item_bytes = ITEM_BYTES.get(target or "")
+    written = pair[0].num_elements * item_bytes if is_pair and item_bytes else None
+    num_bytes = row["bytes"]
+    if isinstance(num_bytes, int) and (written is None or written > num_bytes):
+        written = num_bytes // 2
+    return _cause(row, shape, source, target), shape, source, target, written if num_bytes is not None else None
+
+
+def _cause(row: dict[str, object], shape: list[int] | None, source: str | None, target: str | None) -> str:
+    root = _text(row["root_op"])
+    if row["is_compiled"]:
+        return "compiled"
+    if root is None:
+        return "unknown"
+    if root in _CALLED:
+        return "called"
+    if row["what"] == "cast" and {source, target} & set(LOW) and "float32" in (source, target):
+        if not _is_parameter(root, _text(row["root_shapes"]), shape):
+            return "mixed_dtypes"
+        if target in LOW and not row["is_backward"]:
+            return "autocast_weight"
+        return "autocast_gradient" if source in LOW and row["is_backward"] else "mixed_dtypes"
+    return "inside"
+
+
+def _is_parameter(root: str, root_shapes: str | None, shape: list[int] | None) -> bool:
+    """Whether a shape is that of the weight or the bias of the op around it, and not that of what enters it."""
+    given = operands(root_shapes, None)
+    shapes = [list(one.shape) if isinstance(one, Tensor) else None for one in given]
+    entered = shapes[1 if root == "aten::addmm" else 0] if len(shapes) > 1 else None
+    places = _PARAMETERS.get(root, ())
+    return shape is not None and shape != entered and shape in [shapes[i] for i in places if i < len(shapes)]
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

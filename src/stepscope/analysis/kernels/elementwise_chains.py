@@ -1,0 +1,148 @@
+"""Elementwise work on one tensor after another, kernel by kernel, and what one pass over the data would move."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import operands
+
+LEAST_LENGTH = 3
+"""Kernels that a chain has at the least: two in a row are what any model has."""
+_SMALL = 1 / 32
+"""Of the chain's tensor: what is smaller (a mean of each row, a scale) rides along."""
+_ALONG = ("memset_memcpy",)
+_WITH_WEIGHT = (
+    "aten::linear",
+    "aten::matmul",
+    "aten::mm",
+    "aten::addmm",
+    "aten::conv1d",
+    "aten::conv2d",
+    "aten::conv3d",
+)
+_SCHEMA = pl.Schema(
+    {
+        "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
+        "ops": pl.List(pl.String()), "roots": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(),
+        "fused_bytes": pl.Int64(), "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
+    }
+)  # fmt: skip
+
+
+@dataclass
+class _Chain:
+    first: dict[str, Any]
+    num_elements: int
+    members: list[dict[str, Any]] = field(default_factory=list)
+    work: list[dict[str, Any]] = field(default_factory=list)
+    length: int = 0
+
+
+def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
+    """Chains in order of time, from work with its sizes (`with_sizes`); `others` are events that belong to something
+    else and end a chain.
+
+    A chain is work of one stream and one phase that goes over tensors of one size with nothing but casts, fills and
+    small tensors between: elementwise ops, and reductions of the last dimension, with the cast before them. `phase`,
+    `step`, `shape` and `dtype` of its first op, `ops` and `roots` (what the program called) in order, `num_kernels`,
+    `bytes` that they move, `fused_bytes`: what they read that none of them wrote, and their last result;
+    `duration_ns`, `events`, `last` of them. A tensor that is read twice counts twice, so that `fused_bytes` is never
+    too low on its account.
+    """
+    taken = set(others)
+    rows: list[tuple[Any, ...]] = []
+    ordered = sized.sort("device", "stream", "start_ns").with_columns(pl.col(pl.Categorical).cast(pl.String))
+    chain: _Chain | None = None
+    for row in ordered.iter_rows(named=True):
+        role = "end" if row["event"] in taken or row["phase"] == "optimizer" else _role(row)
+        num_elements = prod(row["shape"]) if row["shape"] else 0
+        # A product casts its weight before what enters it: the one is none of the chain's, the other may be its last.
+        if (
+            chain is not None
+            and role == "cast"
+            and row["root_op"] in _WITH_WEIGHT
+            and num_elements != chain.num_elements
+        ):
+            continue
+        if chain is not None and (
+            role == "end"
+            or any(row[key] != chain.first[key] for key in ("device", "stream", "phase", "step"))
+            or (role in ("link", "cast") and _SMALL * chain.num_elements < num_elements != chain.num_elements)
+        ):
+            rows += _told(chain)
+            chain = None
+        if role == "end" or (chain is None and role not in ("link", "cast")):
+            continue
+        if role == "cast" and (chain is None or not chain.length):
+            chain = _Chain(row, num_elements)  # of casts in a row, the last is the chain's
+        chain = chain or _Chain(row, num_elements)
+        _add(chain, row, role, num_elements)
+    rows += _told(chain)
+    return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+
+
+def _add(chain: _Chain, row: dict[str, Any], role: str, num_elements: int) -> None:
+    chain.work.append(row)
+    if num_elements == chain.num_elements and role in ("link", "cast"):
+        chain.members.append(row)
+        chain.length += role == "link"
+
+
+def _role(row: dict[str, Any]) -> str:
+    """What a piece of work is to a chain: a `link`, a `cast`, something that rides `along`, or its `end`."""
+    if row["kind"] != "kernel" or row["class"] in _ALONG:
+        return "along" if row["kind"] == "memset" or row["class"] in _ALONG else "end"
+    if row["read_bytes"] is None or row["written_bytes"] is None or not row["shape"]:
+        return "end"
+    # What a backward adds to the gradient of a weight: nobody reads on from there, and the next is of another weight.
+    if row["phase"] == "backward" and row["op"] == row["root_op"] == "aten::add_":
+        return "end"
+    if row["class"] == "elementwise":
+        return "link"
+    given = operands(row["shapes"], row["dtypes"])
+    if row["class"] == "reduction":
+        return "link" if _is_of_rows(row, given) else "end"
+    if row["op"] == "aten::copy_" and len(given) > 1:
+        target, source = given[:2]
+        if isinstance(target, Tensor) and isinstance(source, Tensor) and target.dtype != source.dtype:
+            return "cast"
+    return "end"
+
+
+def _is_of_rows(row: dict[str, Any], given: Any) -> bool:
+    """Whether a reduction leaves one number for each row of the last dimension: one pass can do it and go on."""
+    source = given[0] if given else None
+    if not isinstance(source, Tensor) or not source.shape or not row["written_bytes"]:
+        return False
+    values = row["inputs"] or ""
+    is_last = f'"[{len(source.shape) - 1}]"' in values or '"[-1]"' in values
+    return is_last and len(source.shape) > 1
+
+
+def _told(chain: _Chain | None) -> list[tuple[Any, ...]]:
+    if chain is None or chain.length < LEAST_LENGTH:
+        return []
+    reads = sum(row["read_bytes"] for row in chain.members)
+    writes = sum(row["written_bytes"] for row in chain.members)
+    last = chain.members[-1]
+    # What rides along behind the last member is none of the chain's work.
+    work = chain.work[: chain.work.index(last) + 1]
+    fused = max(reads - writes + 2 * last["written_bytes"], 2 * last["written_bytes"])
+    if fused >= reads + writes:
+        return []
+    first = chain.first
+    given = [one for one in operands(first["shapes"], first["dtypes"]) if isinstance(one, Tensor)]
+    return [
+        (
+            first["phase"], first["step"], first["shape"], given[0].dtype if given else None,
+            [row["op"] for row in chain.members], [row["root_op"] for row in chain.members], len(work),
+            reads + writes, fused, sum(row["duration_ns"] for row in work), [row["event"] for row in work],
+            last["event"],
+        )
+    ]  # fmt: skip

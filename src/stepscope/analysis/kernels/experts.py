@@ -1,0 +1,155 @@
+"""Experts of a mixture, as their matrix products show them: how many tokens each got, and what is padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import polars as pl
+
+from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_costs import argument_values, operands
+
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+"""Ops and the place of the first factor among what they are given."""
+_CHOOSING = {"aten::topk": None, "aten::argmax": 1, "aten::max": 1}
+"""How many experts a token goes to; None where an argument says it."""
+_MOST_EXPERTS = 1024
+
+
+@dataclass(frozen=True)
+class Router:
+    """Where tokens are given to experts."""
+
+    num_tokens: int
+    num_experts: int
+    num_chosen: int
+    """Experts a token."""
+
+
+@dataclass(frozen=True)
+class Looped:
+    """Experts that are called one after the other, each with its own tokens: one layer, or as many as alike."""
+
+    op: str
+    weight: tuple[int, int]
+    loads: tuple[tuple[int, ...], ...]
+    """Tokens of each call, by layer; an expert without tokens may not be called."""
+    calls: tuple[int, ...]
+    """The rows of the ops, of all layers."""
+
+    @property
+    def num_experts(self) -> int:
+        return max(len(layer) for layer in self.loads)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest expert's tokens over the mean, at the median of the layers."""
+        shares = sorted(max(layer) * self.num_experts / sum(layer) for layer in self.loads)
+        return shares[len(shares) // 2]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Experts in one product, each with as many places as the others."""
+
+    router: Router
+    capacity: int
+    """Places of an expert."""
+    calls: tuple[int, ...]
+
+    @property
+    def filled_share(self) -> float:
+        """The most of the places that tokens can fill; above 1, tokens are dropped for certain."""
+        router = self.router
+        return router.num_tokens * router.num_chosen / (router.num_experts * self.capacity)
+
+
+def routers(work: pl.DataFrame) -> list[Router]:
+    """The different routers of some GPU work (`work.py`)."""
+    found = {}
+    rows = work.filter(pl.col("op").cast(pl.String).is_in(list(_CHOOSING)), pl.col("phase").ne_missing("backward"))
+    for op, shapes, inputs in rows.select("op", "shapes", "inputs").unique().iter_rows():
+        given = [one for one in operands(shapes, None)[:1] if isinstance(one, Tensor)]
+        if not given or len(given[0].shape) < 2 or not 2 <= given[0].shape[-1] <= _MOST_EXPERTS:
+            continue
+        chosen, values = _CHOOSING[str(op)], argument_values(inputs) or ()
+        if chosen is None:
+            chosen = int(values[1]) if len(values) > 1 and values[1].isdigit() else None
+        shape = given[0].shape
+        if chosen and chosen < shape[-1] < prod(shape[:-1]):
+            found[(prod(shape[:-1]), shape[-1], chosen)] = Router(prod(shape[:-1]), shape[-1], chosen)
+    return list(found.values())
+
+
+def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
+    """Products of one weight's shape that share a layer's tokens unevenly, in the forward of one step.
+
+    That they are a mixture shows in their sum: it comes to the same number in layer after layer, or to what a router
+    gave out.
+    """
+    groups: dict[tuple[object, str, tuple[int, int]], list[tuple[int, int]]] = {}
+    for step, op, call, factors in _products(work):
+        (rows, inner), (_, columns) = factors[0].shape[-2:], factors[1].shape[-2:]
+        if len(factors[0].shape) == 2 and rows:
+            groups.setdefault((step, op, (inner, columns)), []).append((rows, call))
+    given = {router.num_tokens * router.num_chosen for router in known}
+    found: dict[tuple[str, tuple[int, int]], Looped] = {}
+    for (_, op, weight), calls in groups.items():
+        loads = [rows for rows, _ in calls]
+        layers = _layers(loads, given) if len(set(loads)) > 2 else None
+        if layers:
+            before = found.get((op, weight), Looped(op, weight, (), ()))
+            numbers = (call for _, call in calls)
+            found[(op, weight)] = Looped(op, weight, (*before.loads, *layers), (*before.calls, *numbers))
+    return list(found.values())
+
+
+def padded_experts(work: pl.DataFrame, known: list[Router]) -> list[Padded]:
+    """Batched products over a router's experts, by the places that each has; the fullest router where several fit."""
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for _, _, call, factors in _products(work):
+        if len(factors[0].shape) == 3:
+            by_size.setdefault((factors[0].shape[0], factors[0].shape[1]), []).append(call)
+    found = []
+    for (num_experts, capacity), calls in by_size.items():
+        fitting = [router for router in known if router.num_experts == num_experts]
+        if fitting and capacity:
+            most = max(fitting, key=lambda router: router.num_tokens * router.num_chosen)
+            found.append(Padded(most, capacity, tuple(calls)))
+    return found
+
+
+def _products(work: pl.DataFrame) -> list[tuple[object, str, int, tuple[Tensor, Tensor]]]:
+    """Matrix products outside the backward, in order: step, op, row of the call, both factors."""
+    rows = work.filter(
+        pl.col("op").cast(pl.String).is_in(list(_PRODUCTS)),
+        pl.col("phase").ne_missing("backward"),
+        pl.col("call").is_not_null(),
+    ).unique("call", keep="first", maintain_order=True)
+    found = []
+    for step, op, call, shapes in rows.sort("call").select("step", "op", "call", "shapes").iter_rows():
+        place = _PRODUCTS[str(op)]
+        factors = operands(shapes, None)[place : place + 2]
+        if len(factors) == 2 and all(isinstance(one, Tensor) and len(one.shape) >= 2 for one in factors):
+            found.append((step, str(op), int(call), factors))
+    return found  # type: ignore[return-value]
+
+
+def _layers(loads: list[int], given: set[int]) -> list[tuple[int, ...]] | None:
+    """Loads cut into stretches of one sum, two calls and more in each; None where they cannot be."""
+    ends = {total: place for place, total in enumerate(accumulate(loads), 1)}
+    whole = sum(loads)
+    for part in sorted(ends):
+        num = whole // part
+        if whole % part or (num < 2 and part not in given):
+            continue
+        places = [ends.get(part * i) for i in range(1, num + 1)]
+        if None in places:
+            continue
+        borders = [0, *(place for place in places if place is not None)]
+        layers = [tuple(loads[a:b]) for a, b in pairwise(borders)]
+        if all(len(layer) > 1 for layer in layers):
+            return layers
+    return None

@@ -1,0 +1,47 @@
+"""Ops that choose elements by a mask: what they would take if the shape of their result did not depend on it."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import climb
+
+_COUNTING = "^aten::nonzero$"
+_CHOOSING = r"^aten::(index|index_put_?|_index_put_impl_|masked_select)$"
+_SCHEMA = pl.Schema(
+    {"start_ns": pl.Int64(), "end_ns": pl.Int64(), "step": pl.Int64(), "factor": pl.Float64(),
+     "events": pl.List(pl.Int64())}
+)  # fmt: skip
+
+
+def mask_indexing(linked: Linked) -> pl.DataFrame:
+    """Ops such as `x[mask]` and `x[mask] = y`, and those of their backwards, that count a mask's elements.
+
+    In order of time: `start_ns`, `end_ns` on the host, `step`; and what an op of a fixed shape in their place would
+    leave: `factor`, how much of their time a usual op takes, one that no other is around and that has one kernel, by
+    the trace's own median; `events`, their GPU work but for the longest piece, which is then not done.
+    """
+    host, device = linked.host, linked.device
+    is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
+
+    def outermost(rows: pl.Series) -> pl.Series:
+        return climb(rows, host["parent"].gather, lambda _, above: is_aten.gather(above))
+
+    counting = host["row"].filter(is_aten & matches(host["name"], _COUNTING))
+    choosing = outermost(counting).unique().sort()
+    choosing = choosing.filter(matches(host["name"].gather(choosing), _CHOOSING))
+    if choosing.is_empty():
+        return pl.DataFrame(schema=_SCHEMA)
+    work = pl.DataFrame({"event": device["event"], "row": outermost(device["op"]), "ns": device["duration_ns"]})
+    work = work.drop_nulls("row").sort("row", "ns", "event")
+    given = work.group_by("row", maintain_order=True).agg(
+        pl.len(), pl.col("event").head(pl.len() - 1).alias("events")
+    )
+    single = given.filter(pl.col("len") == 1, ~pl.col("row").is_in(choosing.implode()))["row"]
+    usual_ns = host["duration_ns"].gather(single).median()
+    ops = host.select("row", "start_ns", "end_ns", "step", "duration_ns").gather(choosing)
+    ops = ops.join(given, on="row", how="left").sort("start_ns")
+    left = (pl.lit(usual_ns, pl.Float64) / pl.col("duration_ns")).clip(0, 1).fill_null(1.0)
+    return ops.with_columns(left.alias("factor")).select(_SCHEMA.names()).cast(_SCHEMA)

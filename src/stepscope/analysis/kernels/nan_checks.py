@@ -1,0 +1,76 @@
+"""Tests for NaN and infinity whose answer the program reads: what they launch, and whether autograd makes them."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import climb
+
+_TESTING = ["aten::isnan", "aten::isfinite", "aten::isinf"]
+_REDUCING = [
+    "aten::any", "aten::all", "aten::_is_any_true", "aten::_is_all_true", "aten::logical_not", "aten::bitwise_not",
+    "aten::logical_or", "aten::bitwise_or", "aten::sum",
+]  # fmt: skip
+_READING = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
+_MOST_BETWEEN = 3
+_STACK_NS, _USUAL_NS = 80_000, 20_000
+"""An op's own time on the host that is longer than it can be without writing a stack down; and a usual one."""
+_AUTOGRAD = "^autograd::engine::evaluate_function"
+
+
+def nan_checks(linked: Linked) -> pl.DataFrame:
+    """One row a check, in order of time: `start_ns` of the test and `end_ns` of the op that reads its answer on the
+    host; `step`, `phase`, `module`; `is_autograd`, whether the engine makes it, as under `detect_anomaly`; `events`,
+    the GPU work of its ops.
+    """
+    host, device = linked.host, linked.device
+    is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
+    is_inside = is_aten.gather(host["parent"]).fill_null(False)
+    outer = host.filter(is_aten & ~is_inside).sort("thread", "start_ns", "row")
+    name = pl.col("name").cast(pl.String)
+    test: pl.Expr = pl.lit(None, pl.UInt32)
+    is_open = pl.lit(True)
+    for distance in range(1, _MOST_BETWEEN + 2):
+        before = name.shift(distance).over("thread")
+        found = is_open & before.is_in(_TESTING)
+        test = pl.when(test.is_null() & found).then(pl.col("row").shift(distance).over("thread")).otherwise(test)
+        is_open = is_open & before.is_in(_REDUCING)
+    checks = outer.with_columns(test.alias("test")).filter(name.is_in(_READING), pl.col("test").is_not_null())
+    above = host["name"].gather(host["parent"].gather(checks["test"]))
+    checks = checks.select(
+        host["start_ns"].gather(checks["test"]).alias("start_ns"), "end_ns", "thread", "step", "phase", "module",
+        matches(above, _AUTOGRAD).alias("is_autograd"),
+    ).sort("thread", "start_ns")  # fmt: skip
+    rows = climb(device["op"], host["parent"].gather, lambda _, above: is_aten.gather(above))
+    work = pl.DataFrame(
+        {
+            "event": device["event"],
+            "thread": host["thread"].gather(rows),
+            "time": host["start_ns"].gather(rows),
+        }
+    ).drop_nulls()
+    borders = checks.with_row_index("check").select("check", "thread", pl.col("start_ns").alias("time"), "end_ns")
+    owned = work.sort("time").join_asof(borders.sort("time"), on="time", by="thread", check_sortedness=False)
+    owned = owned.filter(pl.col("time") < pl.col("end_ns")).group_by("check").agg(pl.col("event").alias("events"))
+    checks = checks.with_row_index("check").join(owned, on="check", how="left")
+    return checks.drop("check", "thread").sort("start_ns")
+
+
+def stack_writing_ops(linked: Linked) -> pl.DataFrame:
+    """Ops of the forward that take long by themselves, as those do that write a stack down for `detect_anomaly`:
+    `start_ns`, `end_ns`, and the `factor` of it that a usual op would take. What is inside another counts there."""
+    host = linked.host
+    is_slow = (host["kind"] == "op") & (host["sequence"] >= 0) & (host["self_ns"] >= _STACK_NS)
+    slow = host.filter(is_slow.fill_null(False) & (host["phase"].cast(pl.String) == "forward").fill_null(False))
+    rows: list[list[float]] = []
+    for start, end, own in slow.sort("start_ns", "row").select("start_ns", "end_ns", "self_ns").iter_rows():
+        if rows and start < rows[-1][1]:
+            rows[-1][2] += own - _USUAL_NS
+        else:
+            rows.append([start, end, own - _USUAL_NS])
+    schema = {"start_ns": pl.Int64, "end_ns": pl.Int64, "excess_ns": pl.Float64}
+    table = pl.DataFrame(rows, schema=schema, orient="row")
+    left = 1 - pl.col("excess_ns") / (pl.col("end_ns") - pl.col("start_ns"))
+    return table.select("start_ns", "end_ns", left.clip(0, 1).alias("factor"))

@@ -1,0 +1,149 @@
+"""Ops and modules: their own time and all under them, on the host and on the device, nothing counted twice."""
+
+from __future__ import annotations
+
+import re
+
+import polars as pl
+
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.nesting import ancestor
+
+_NUMBER = re.compile(r"(^|[._])\d+(?=\.|$)")
+_MODULES = pl.Schema(
+    {
+        "module": pl.String(),
+        "num_calls": pl.Int64(),
+        "host_self_ns": pl.Int64(),
+        "host_total_ns": pl.Int64(),
+        "device_self_ns": pl.Int64(),
+        "device_forward_ns": pl.Int64(),
+        "device_backward_ns": pl.Int64(),
+        "device_total_ns": pl.Int64(),
+    }
+)
+
+
+def ops(linked: Linked) -> pl.DataFrame:
+    """By op: `op`, `num_calls`, `host_self_ns`, `host_total_ns`, `device_self_ns`, `device_total_ns`.
+
+    Self is what no op below accounts for: a launch belongs to the op that makes it. A call inside another call of the
+    same op adds nothing to the total. The self times of all ops add up to the time covered by ops; the device self
+    times, with the row whose op is null, to all GPU work.
+    """
+    host = linked.host
+    is_op = host["kind"] == "op"
+    inner = ancestor(host, is_op)
+    # An op's own time is its self time and that of what is inside it and no op: launches, for the most part.
+    calls = host.select("self_ns", inner.alias("op")).filter(~is_op).drop_nulls("op")
+    inside = calls.group_by("op").agg(pl.col("self_ns").sum())
+    own_ns = host["self_ns"].scatter(inside["op"], inside["self_ns"] + host["self_ns"].gather(inside["op"]))
+    outer = inner.gather(host["parent"])
+    is_inside = _is_inside_itself(host["name"].to_physical(), outer)
+    total_ns = host["duration_ns"].zip_with(~is_inside, pl.zeros(1, pl.Int64, eager=True)).alias("total_ns")
+    calls = host.select("name", own_ns.alias("own_ns"), total_ns).filter(is_op)
+    by_name = calls.group_by("name").agg(
+        pl.len().cast(pl.Int64).alias("num_calls"),
+        pl.col("own_ns").sum().alias("host_self_ns"),
+        pl.col("total_ns").sum().alias("host_total_ns"),
+    )
+    gpu = linked.device.group_by("op_name").agg(pl.col("duration_ns").sum().alias("device_self_ns"))
+    under = _device_totals(linked, outer, is_inside)
+    table = by_name.join(gpu, left_on="name", right_on="op_name", how="full", coalesce=True, nulls_equal=True).join(
+        under, on="name", how="left", nulls_equal=True
+    )
+    return table.select(
+        pl.col("name").cast(pl.String).alias("op"),
+        pl.col("num_calls").fill_null(0),
+        pl.col("host_self_ns").fill_null(0),
+        pl.col("host_total_ns").fill_null(0),
+        pl.col("device_self_ns").fill_null(0),
+        pl.max_horizontal("device_total_ns", "device_self_ns").fill_null(0),
+    ).sort("device_self_ns", "host_self_ns", "op", descending=[True, True, False], nulls_last=True)
+
+
+def modules(linked: Linked) -> pl.DataFrame:
+    """By module: `module`, `num_calls`, `host_self_ns`, `host_total_ns`, `device_self_ns`, `device_forward_ns`,
+    `device_backward_ns`, `device_total_ns`.
+
+    Work of the backward belongs to the module whose forward made it necessary. Self is the module's own; forward,
+    backward and totals include the modules inside, whose names begin with the module's and a dot. The row whose
+    module is null is GPU work outside every module: the device self times of all rows add up to all GPU work.
+    """
+    if linked.modules.source == "none":
+        return pl.DataFrame(schema=_MODULES)
+    is_backward = pl.col("phase") == "backward"
+    gpu = linked.device.group_by("module").agg(
+        pl.col("duration_ns").filter(is_backward).sum().alias("backward_ns"),
+        pl.col("duration_ns").sum().alias("device_self_ns"),
+    )
+    inside = linked.host.filter(pl.col("module").is_not_null())
+    host = inside.group_by("module").agg(pl.col("self_ns").sum().alias("host_self_ns"))
+    calls = linked.modules.calls.group_by("module").agg(pl.len().cast(pl.Int64).alias("num_calls"))
+    table = (
+        calls.join(host, on="module", how="full", coalesce=True)  # compiled code has modules that nobody calls
+        .join(gpu, on="module", how="full", coalesce=True, nulls_equal=True)
+        .with_columns(pl.col("module").cast(pl.String))
+        .fill_null(0)
+    )
+    return (
+        table.join(_with_inner(table), on="module", how="left", nulls_equal=True)
+        .with_columns((pl.col("device_total_ns") - pl.col("device_backward_ns")).alias("device_forward_ns"))
+        .select(_MODULES.names())
+        .sort("device_total_ns", "host_total_ns", "module", descending=[True, True, False], nulls_last=True)
+    )
+
+
+def module_groups(table: pl.DataFrame) -> pl.DataFrame:
+    """Modules that differ in a number alone as one row, `blocks.*.mlp`, with `num_modules`."""
+    patterns = [None if name is None else _NUMBER.sub(r"\1*", name) for name in table["module"]]
+    pattern = pl.Series(patterns, dtype=pl.String)
+    sums = [pl.col(name).sum() for name in _MODULES.names() if name != "module"]
+    return (
+        table.group_by(pattern.alias("module"), maintain_order=True)
+        .agg(pl.len().cast(pl.Int64).alias("num_modules"), *sums)
+        .sort("device_total_ns", "host_total_ns", descending=True, maintain_order=True)
+    )
+
+
+def _is_inside_itself(name: pl.Series, outer: pl.Series) -> pl.Series:
+    """Whether an event is inside an op of its own name; `outer` is the op around each."""
+    row = outer.is_not_null().arg_true()
+    above, found = outer.gather(row), [row.head(0)]
+    while len(row):
+        is_same = name.gather(above) == name.gather(row)
+        found.append(row.filter(is_same))
+        above = outer.gather(above)
+        goes_on = ~is_same & above.is_not_null()
+        row, above = row.filter(goes_on), above.filter(goes_on)
+    return pl.repeat(False, len(name), dtype=pl.Boolean, eager=True).scatter(pl.concat(found), True)
+
+
+def _device_totals(linked: Linked, outer: pl.Series, is_inside: pl.Series) -> pl.DataFrame:
+    """By op, the GPU work launched anywhere under its calls."""
+    host = linked.host
+    work = linked.device.filter(pl.col("op").is_not_null()).group_by("op").agg(pl.col("duration_ns").sum())
+    row, ns = work["op"], work["duration_ns"]
+    sums = [pl.DataFrame(schema={"name": host.schema["name"], "device_total_ns": pl.Int64})]
+    while len(row):
+        level = pl.DataFrame({"name": host["name"].gather(row), "device_total_ns": ns})
+        sums.append(level.filter(~is_inside.gather(row)).group_by("name").agg(pl.col("device_total_ns").sum()))
+        above = outer.gather(row)
+        row, ns = above.drop_nulls(), ns.filter(above.is_not_null())
+    return pl.concat(sums).group_by("name").agg(pl.col("device_total_ns").sum())
+
+
+def _with_inner(table: pl.DataFrame) -> pl.DataFrame:
+    """By module, the host's time and the GPU work of it and of every module inside it."""
+    own = ("host_self_ns", "device_self_ns", "backward_ns")
+    totals: dict[str | None, list[int]] = {}
+    for module, *figures in table.select("module", *own).iter_rows():
+        words = [] if module is None else module.split(".")
+        names: list[str | None] = [".".join(words[: length + 1]) for length in range(len(words))]
+        for name in names or [None]:
+            sums = totals.setdefault(name, [0] * len(own))
+            for place, figure in enumerate(figures):
+                sums[place] += figure
+    schema = dict.fromkeys(("host_total_ns", "device_total_ns", "device_backward_ns"), pl.Int64)
+    rows = [(name, *sums) for name, sums in totals.items()]
+    return pl.DataFrame(rows, schema={"module": pl.String, **schema}, orient="row")

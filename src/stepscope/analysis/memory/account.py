@@ -1,0 +1,311 @@
+"""What filled the memory of one device over a step: the peak, who was alive at it, and what came when.
+
+Works on the structure of `memory.json.gz` (docs/memory.md), whoever made it: a recording, a plan, a trace or a
+snapshot. The standard library alone: it also runs where there is neither torch nor Polars.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stepscope.analysis.memory.module_tree import ModuleBytes, most_alive, rolled_up, starred
+from stepscope.analysis.memory.size_formulas import find_symbols, formula
+from stepscope.analysis.memory.timeline import BEFORE, Levels, Point, thinned
+
+REMAINDER = "allocator rounding, workspaces and in-kernel temporaries"
+BEFORE_THE_WINDOW = "before the window"
+OTHER = "other"
+MAX_POINTS = 2000
+MAX_LARGEST = 200
+PARTS = ("owner", "module", "phase", "dtype", "op", "caller")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of what is alive at the peak."""
+
+    name: str | None
+    """None: not known; of modules, outside every module."""
+    bytes: int
+    share: float
+    """Of the peak."""
+    num_allocations: int
+
+
+@dataclass(frozen=True)
+class LiveAtPeak:
+    """What is alive at the peak, split six ways, most first; each adds up to the peak."""
+
+    by_owner: tuple[Part, ...]
+    by_module: tuple[Part, ...]
+    by_phase: tuple[Part, ...]
+    by_dtype: tuple[Part, ...]
+    by_op: tuple[Part, ...]
+    by_caller: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of the step."""
+
+    name: str
+    """`start` is what was there before the first stage."""
+    first_event: int
+    after_bytes: int
+    """Allocated when it ended."""
+    peak_bytes: int
+    """The most that was allocated while it lasted."""
+
+
+@dataclass(frozen=True)
+class Large:
+    """Allocations of one size that one place makes."""
+
+    bytes: int
+    """Of each."""
+    num_allocations: int
+    num_at_peak: int
+    """How many of them are alive at the peak."""
+    op: str | None
+    module: str | None
+    """`*` stands for every number."""
+    first_module: str | None
+    """The fully qualified name of the first."""
+    phase: str | None
+    owner: str | None
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    caller: str | None
+    formula: str | None
+    """What gives the bytes exactly, in the account's symbols; None where nothing does."""
+
+
+@dataclass(frozen=True)
+class LeftAlive:
+    """A graph of an earlier step that is still alive when the step starts."""
+
+    bytes: int
+    num_tensors: int
+    op: str | None
+    module: str | None
+    frame: str | None
+    """The variable that holds it, after the lines that fill it: `train.py:9 losses`."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """The memory of one device over a step."""
+
+    device: str
+    peak_bytes: int
+    """The allocator's own where it is known, else `peak_tracked_bytes`; the parts add up to it."""
+    peak_tracked_bytes: int
+    """The most that was allocated at once by births and deaths of the allocations listed."""
+    remainder_bytes: int | None
+    """The allocator's peak without `peak_tracked_bytes`; None where the allocator's is not known."""
+    remainder_at_start_bytes: int | None
+    """What the allocator held when the window began, without what was listed then."""
+    peak_event: int
+    """The birth that made the peak, in the order of births and deaths; -1: it was there before the first."""
+    peak_stage: str | None
+    live_at_peak: LiveAtPeak
+    """Split by owner, module, phase, dtype, op and place in Python."""
+    stages: tuple[Stage, ...]
+    """In order, with what was allocated after each."""
+    activations: tuple[ModuleBytes, ...]
+    """Kept for backward by what the forward made, by module: the most at one time."""
+    saved: tuple[ModuleBytes, ...]
+    """Saved for backward by autograd, parameters excluded, by module."""
+    largest: tuple[Large, ...]
+    """By the place that makes them, the largest first."""
+    largest_by_owner: tuple[Large, ...]
+    """The largest single one of each owner."""
+    symbols: Mapping[str, int]
+    """What the formulas' letters stand for."""
+    peak_reserved_bytes: int | None
+    """The most that the allocator held, at whatever time; None where nobody says."""
+    fragmentation_bytes: int | None
+    """Reserved and not allocated: at the peak where both are known over time, else the one's peak without the
+    other's."""
+    num_retries: int | None
+    """How often the allocator had to give its cache back to find room."""
+    timeline: tuple[Point, ...]
+    """What was allocated after each birth and death."""
+    left_alive: tuple[LeftAlive, ...]
+    """Leaks: graphs of earlier steps, the largest first."""
+    held: tuple[Part, ...]
+    """What else was there before the step, by the variable that holds it, where that is known; the most first."""
+    num_allocations: int
+    """On this device."""
+    num_dropped: int
+    """Allocations past the recorder's limit, of which nothing is known."""
+    other_devices: Mapping[str, int]
+    """The most allocated on each other device."""
+
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """Every field; lists of names in so many rows."""
+        plain = asdict(self)
+        for name in ("activations", "saved", "largest", "left_alive", "held"):
+            plain[name] = plain[name][:most]
+        for name in ("by_module", "by_op", "by_caller"):
+            plain["live_at_peak"][name] = plain["live_at_peak"][name][:most]
+        return plain
+
+
+def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Account:
+    """The account of `memory["device"]`; `sizes` are the bytes of each allocation where they are not its own, as an
+    allocator rounds them.
+
+    >>> tensor = {"device": "cpu", "owner": "activation", "born": 0, "died": 1, "bytes": 12}
+    >>> account({"device": "cpu", "allocations": [tensor]}, sizes=[512]).peak_bytes
+    512
+    """
+    device, allocations = memory["device"], memory["allocations"]
+    sizes = [each["bytes"] for each in allocations] if sizes is None else sizes
+    mine = [(each, size) for each, size in zip(allocations, sizes) if each["device"] == device]
+    levels = Levels.of(mine)
+    alive = [(each, size) for each, size in mine if levels.is_alive_at_peak(each)]
+    allocator = memory.get("allocator") or {}
+    known_peak = allocator.get("peak_allocated_bytes")
+    peak = levels.peak_bytes if known_peak is None else known_peak
+    start = allocator.get("start_allocated_bytes")
+    stages = _stages(levels, memory.get("stages") or [])
+    symbols = find_symbols(memory)
+    reserved = memory.get("reserved") or []
+    peak_reserved = allocator.get("peak_reserved_bytes")
+    largest, by_owner = _largest([each for each, _ in mine], levels, symbols)
+    return Account(
+        device=device,
+        peak_bytes=peak,
+        peak_tracked_bytes=levels.peak_bytes,
+        remainder_bytes=None if known_peak is None else known_peak - levels.peak_bytes,
+        remainder_at_start_bytes=None if start is None else start - levels.bytes[0],
+        peak_event=levels.peak_event,
+        peak_stage=next((stage.name for stage in reversed(stages) if stage.first_event <= levels.peak_event), None),
+        live_at_peak=_live(alive, peak, None if known_peak is None else known_peak - levels.peak_bytes),
+        stages=stages,
+        activations=most_alive(mine, "activation"),
+        saved=rolled_up((each["module"], each["bytes"], each["num_tensors"]) for each in memory.get("saved") or []),
+        largest=largest,
+        largest_by_owner=by_owner,
+        symbols=symbols,
+        peak_reserved_bytes=peak_reserved,
+        fragmentation_bytes=_fragmentation(levels, reserved, peak_reserved, known_peak),
+        num_retries=allocator.get("num_retries"),
+        timeline=thinned(levels.points(reserved), MAX_POINTS),
+        left_alive=tuple(
+            LeftAlive(*(each.get(name) for name in LeftAlive.__dataclass_fields__))
+            for each in sorted(memory.get("left_alive") or [], key=lambda each: -each["bytes"])
+        ),
+        held=_held([each for each, _ in mine], peak),
+        num_allocations=len(mine),
+        num_dropped=memory.get("num_dropped") or 0,
+        other_devices={
+            name: Levels.of([(e, s) for e, s in zip(allocations, sizes) if e["device"] == name]).peak_bytes
+            for name in dict.fromkeys(each["device"] for each in allocations if each["device"] != device)
+        },
+    )
+
+
+def _live(alive: Iterable[tuple[Mapping[str, Any], int]], peak: int, remainder: int | None) -> LiveAtPeak:
+    sums: dict[str, Counter[str | None]] = {name: Counter() for name in PARTS}
+    counts: dict[str, Counter[str | None]] = {name: Counter() for name in PARTS}
+    for each, size in alive:
+        for name in PARTS:
+            value = each.get(name)
+            if name == "phase" and value is None and each.get("born") is None:
+                value = BEFORE_THE_WINDOW
+            sums[name][value] += size
+            counts[name][value] += 1
+    if remainder:
+        for name in PARTS:
+            sums[name][REMAINDER] = remainder
+    return LiveAtPeak(
+        *(
+            tuple(
+                Part(value, num_bytes, num_bytes / peak if peak else 0.0, counts[name][value])
+                for value, num_bytes in sums[name].most_common()
+            )
+            for name in PARTS
+        )
+    )
+
+
+def _stages(levels: Levels, named: Sequence[Mapping[str, Any]]) -> tuple[Stage, ...]:
+    """Each stage with the level when it ended; what was there before the first is a stage too."""
+    ordered = sorted(named, key=lambda stage: stage["event"])
+    firsts = [("start", BEFORE), *((stage["name"], stage["event"]) for stage in ordered)]
+    ends: list[int | None] = [*(event for _, event in firsts[1:]), None]
+    return tuple(Stage(name, first, *levels.between(first, end)) for (name, first), end in zip(firsts, ends))
+
+
+def _is_held(each: Mapping[str, Any]) -> bool:
+    """Whether it was there before the step, for none of the step's own ends, and a variable leads to it."""
+    return each["born"] is None and each.get("owner") == OTHER and each.get("caller") is not None
+
+
+def _held(allocations: Sequence[Mapping[str, Any]], peak: int) -> tuple[Part, ...]:
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for each in filter(_is_held, allocations):
+        sums[each["caller"]] += each["bytes"]
+        counts[each["caller"]] += 1
+    return tuple(
+        Part(place, num_bytes, num_bytes / peak if peak else 0.0, counts[place])
+        for place, num_bytes in sums.most_common()
+    )
+
+
+def _largest(
+    allocations: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[str, int]
+) -> tuple[tuple[Large, ...], tuple[Large, ...]]:
+    """The places that make the largest allocations, and the largest single one of each owner."""
+    places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    by_owner: dict[str | None, list[Mapping[str, Any]]] = {}
+    smallest = 0
+    for each in sorted(allocations, key=lambda each: -each["bytes"]):
+        by_owner.setdefault(each.get("owner"), [each])
+        if len(places) >= MAX_LARGEST and each["bytes"] < smallest:
+            continue
+        smallest = each["bytes"]
+        shape = None if each.get("shape") is None else tuple(each["shape"])
+        names = tuple(each.get(name) for name in ("op", "phase", "owner", "dtype", "caller"))
+        # What a variable holds is one thing, whatever the sizes of its parts: see `held`.
+        key = (names,) if _is_held(each) else (smallest, starred(each.get("module")), shape, names)
+        places[key].append(each)
+    ordered = sorted(places.values(), key=lambda alike: (-alike[0]["bytes"], -len(alike)))
+    return (
+        tuple(_large(alike, levels, symbols) for alike in ordered[:MAX_LARGEST]),
+        tuple(_large(alike, levels, symbols) for alike in by_owner.values()),
+    )
+
+
+def _large(alike: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[str, int]) -> Large:
+    first = alike[0]
+    module = first.get("module")
+    return Large(
+        bytes=first["bytes"],
+        num_allocations=len(alike),
+        num_at_peak=sum(levels.is_alive_at_peak(each) for each in alike),
+        op=first.get("op"),
+        module=starred(module) if len(alike) > 1 else module,
+        first_module=module,
+        phase=first.get("phase"),
+        owner=first.get("owner"),
+        dtype=first.get("dtype"),
+        shape=None if first.get("shape") is None else tuple(first["shape"]),
+        caller=first.get("caller"),
+        formula=formula(first, symbols),
+    )
+
+
+def _fragmentation(
+    levels: Levels, reserved: Sequence[tuple[int, int]], peak_reserved: int | None, peak: int | None
+) -> int | None:
+    held = [num_bytes for event, num_bytes in reserved if event <= levels.peak_event]
+    if held:
+        return max(0, held[-1] - levels.peak_bytes)
+    return None if peak_reserved is None or peak is None else max(0, peak_reserved - peak)

@@ -1,0 +1,261 @@
+"""What the allocator held over time, and what was alive at the peak: exact bytes from a trace's `[memory]` events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.kernels.copies import COPYING, FILLING
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.nesting import climb, outermost
+
+DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
+"""PyTorch's own numbers (`c10/core/DeviceType.h`)."""
+ORIGINS = {
+    "before_the_trace": "It was there when the trace began.",
+    "in_the_trace": "The trace has its allocation.",
+    "unknown": "Old profilers record no addresses: what was released when cannot be told.",
+}
+UNATTRIBUTED = "unattributed"
+
+# Ops that allocate for another: the one around them says what for.
+_ALLOCATING = """
+    empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_ resize_as_ set_
+"""
+ALLOCATING = frozenset("aten::" + name for name in _ALLOCATING.split())
+
+
+@dataclass(frozen=True)
+class MemorySummary:
+    """The memory of one device over a trace."""
+
+    device_type: str
+    device: int
+    """Its index; -1 is the processor."""
+    start_bytes: int
+    """Allocated when the trace began; where `is_start_known` is false, only what the trace saw released later."""
+    is_start_known: bool
+    """Whether the trace has the allocator's own totals; without them, every figure is the least it can be."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    """The most the allocator held, at whatever time; None where the trace does not say."""
+    peak_time_ns: int
+    """When the most was allocated, for the first time."""
+    peak_step: int | None
+    peak_phase: str | None
+    peak_op: str | None
+    """The op whose allocation made the peak."""
+    peak_module: str | None
+    num_allocations: int
+    num_releases: int
+    num_allocations_per_step: float | None
+    """Of those inside steps; None where the trace has no steps."""
+    at_peak: pl.DataFrame
+    """What was alive at the peak: `origin`, one of `ORIGINS`, the `op`, `module` and `phase` that allocated it,
+    `num_blocks`, `bytes`. The bytes add up to `peak_allocated_bytes`."""
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {name: value for name, value in self.__dict__.items() if name != "at_peak"}
+        return plain | {f"at_peak_by_{name}": at_peak_by(self, name).to_dicts() for name in ("op", "module", "phase")}
+
+
+def memory_summary(linked: Linked) -> tuple[MemorySummary, ...]:
+    """One summary a device that the trace has `[memory]` events of, those with the largest peak first."""
+    summaries = [_summary(linked, *device) for device in memory_devices(linked)]
+    return tuple(sorted(summaries, key=lambda summary: -summary.peak_allocated_bytes))
+
+
+def memory_devices(linked: Linked) -> list[tuple[int, int]]:
+    """Type (a key of `DEVICE_TYPES`, or another) and index of each device with `[memory]` events."""
+    columns = linked.memory.select("bytes", "device_type", "device")
+    devices = _sound(columns).select("device_type", "device").unique().sort("device_type", "device")
+    return [(device_type, index) for device_type, index in devices.iter_rows()]
+
+
+def memory_timeline(
+    linked: Linked, device_type: str = "cuda", device: int | None = None, max_points: int = 2000
+) -> pl.DataFrame:
+    """Memory after each allocation and release: `time_ns`, `allocated_bytes`, `reserved_bytes`, in order.
+
+    Without an index, the first device of the type. The first row is the state before the first event. Of more than
+    `max_points` rows, the lowest and the highest of each stretch are kept: every row is a real one, and the highest
+    of all is among them. Without the allocator's own totals it starts at the least it can be (`start_bytes`).
+    """
+    devices = [(number, index) for number, index in memory_devices(linked) if _type_name(number) == device_type]
+    chosen = [(number, index) for number, index in devices if device in (None, index)]
+    if not chosen:
+        return pl.DataFrame(schema=dict.fromkeys(("time_ns", "allocated_bytes", "reserved_bytes"), pl.Int64))
+    events = _events(linked, *chosen[0])
+    start, _ = _start(events)
+    points = pl.concat(
+        [
+            events.head(1).select("time_ns", pl.lit(start, pl.Int64).alias("allocated_bytes")),
+            _running(events, start).select("time_ns", "allocated_bytes", "reserved_bytes"),
+        ],
+        how="diagonal",
+    )
+    return _thinned(points, max_points)
+
+
+def at_peak_by(summary: MemorySummary, column: str) -> pl.DataFrame:
+    """What was alive at the peak by `op`, `module` or `phase`: `name`, `num_blocks`, `bytes`, `share`, most first.
+
+    What was there already is `before_the_trace`; what nothing is known of is `unattributed`. All adds up to the peak.
+    """
+    is_before = pl.col("origin") == "before_the_trace"
+    name = pl.when(is_before).then(pl.lit("before_the_trace")).otherwise(pl.col(column).cast(pl.String))
+    return (
+        summary.at_peak.group_by(name.fill_null(UNATTRIBUTED).alias("name"), maintain_order=True)
+        .agg(pl.col("num_blocks").sum(), pl.col("bytes").sum())
+        .with_columns((pl.col("bytes") / max(1, summary.peak_allocated_bytes)).alias("share"))
+        .sort("bytes", descending=True, maintain_order=True)
+    )
+
+
+def memory_lives(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
+    """Every event of one device in order: `order`, `time_ns`, `bytes`, `reserved_bytes`, `op` (its name), `module`,
+    `phase`, `address`, `next_order` (of the next event at its address) and `is_seen` (of a release: whether the trace
+    has its allocation)."""
+    lives = _lifetimes(_events(linked, device_type, device))
+    return lives.with_columns(_op_names(linked, lives["op"]).alias("op"))
+
+
+def _sound(memory: pl.DataFrame) -> pl.DataFrame:
+    """Events with a size; a trace may leave out the index where there is one device."""
+    return memory.filter(pl.col("bytes") != 0, pl.col("device_type").is_not_null()).with_columns(
+        pl.col("device").fill_null(pl.when(pl.col("device_type") == 0).then(-1).otherwise(0))
+    )
+
+
+def _events(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
+    """Events of one device in order, numbered by `order`."""
+    # Nobody counts what the processor's allocator holds: its zeros are not a measure.
+    reserved = pl.when(pl.lit(device_type != 0)).then("reserved_bytes").alias("reserved_bytes")
+    return (
+        _sound(linked.memory)
+        .filter(pl.col("device_type") == device_type, pl.col("device") == device)
+        .select("time_ns", "address", "bytes", "allocated_bytes", reserved, "op", "module", "step", "phase")
+        .with_row_index("order")
+    )
+
+
+def _lifetimes(events: pl.DataFrame) -> pl.DataFrame:
+    """Events with `next_order`, of the next event at the same address, and `is_seen`: whether the event before it
+    at the address allocated, so that a release has its allocation in the trace."""
+    by_address = events.select("address", "order", "bytes").sort("address", maintain_order=True)
+    same_next = pl.col("address") == pl.col("address").shift(-1)
+    same_before = pl.col("address") == pl.col("address").shift(1)
+    found = by_address.select(
+        "order",
+        pl.when(same_next).then(pl.col("order").shift(-1)).alias("next_order"),
+        (same_before & (pl.col("bytes").shift(1) > 0)).fill_null(False).alias("is_seen"),
+    )
+    place = pl.zeros(events.height, pl.UInt32, eager=True).scatter(
+        found["order"], pl.int_range(found.height, eager=True)
+    )
+    return events.with_columns(found["next_order"].gather(place), found["is_seen"].gather(place))
+
+
+def _start(events: pl.DataFrame) -> tuple[int, bool]:
+    """Bytes allocated before the first event, and whether the trace says so."""
+    known = events.select((pl.col("allocated_bytes") - pl.col("bytes").cum_sum()).drop_nulls().first()).item()
+    if known is not None:
+        return int(known), True
+    if events["address"].null_count():
+        return max(0, -int(events.select(pl.col("bytes").cum_sum().min()).item())), False
+    unseen = _lifetimes(events).filter(pl.col("bytes") < 0, ~pl.col("is_seen"))
+    return -int(unseen["bytes"].sum()), False
+
+
+def _running(events: pl.DataFrame, start: int) -> pl.DataFrame:
+    total = pl.col("bytes").cum_sum() + start
+    return events.with_columns(pl.coalesce("allocated_bytes", total).alias("allocated_bytes"))
+
+
+def _summary(linked: Linked, device_type: int, device: int) -> MemorySummary:
+    events = _events(linked, device_type, device)
+    start, is_known = _start(events)
+    running = _running(events, start)
+    highest = running.row(running["allocated_bytes"].arg_max() or 0, named=True)
+    is_at_start = start >= highest["allocated_bytes"]
+    peak_bytes = max(start, highest["allocated_bytes"])
+    alive = _lifetimes(events).filter(
+        pl.lit(not is_at_start),
+        pl.col("bytes") > 0,
+        pl.col("order") <= highest["order"],
+        pl.col("next_order").is_null() | (pl.col("next_order") > highest["order"]),
+    )
+    allocations = events.filter(pl.col("bytes") > 0)
+    num_in_steps = allocations["step"].count()
+    reserved = running["reserved_bytes"].max()
+    op = None if is_at_start else _op_names(linked, running.filter(pl.col("order") == highest["order"])["op"]).item()
+    return MemorySummary(
+        device_type=_type_name(device_type),
+        device=device,
+        start_bytes=start,
+        is_start_known=is_known,
+        peak_allocated_bytes=peak_bytes,
+        peak_reserved_bytes=int(reserved) if isinstance(reserved, int) else None,
+        peak_time_ns=int(events["time_ns"][0]) if is_at_start else highest["time_ns"],
+        peak_step=None if is_at_start else highest["step"],
+        peak_phase=None if is_at_start else highest["phase"],
+        peak_op=op,
+        peak_module=None if is_at_start else highest["module"],
+        num_allocations=allocations.height,
+        num_releases=events.height - allocations.height,
+        num_allocations_per_step=num_in_steps / linked.steps.num if linked.steps.num else None,
+        at_peak=_at_peak(
+            linked, alive, peak_bytes, "unknown" if events["address"].null_count() else "before_the_trace"
+        ),
+    )
+
+
+def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, rest: str) -> pl.DataFrame:
+    """The blocks that are alive, and the rest of the peak."""
+    alive = alive.head(0) if rest == "unknown" else alive
+    seen = (
+        alive.with_columns(_op_names(linked, alive["op"]).alias("op"))
+        .group_by("op", "module", "phase", maintain_order=True)
+        .agg(pl.len().cast(pl.Int64).alias("num_blocks"), pl.col("bytes").sum())
+        .sort("bytes", descending=True, maintain_order=True)
+        .with_columns(pl.lit("in_the_trace").alias("origin"))
+    )
+    others = pl.DataFrame({"origin": [rest], "bytes": [peak_bytes - int(seen["bytes"].sum())]})
+    columns = ("origin", "op", "module", "phase", "num_blocks", "bytes")
+    return pl.concat([seen, others], how="diagonal_relaxed").select(columns).cast({"origin": pl.Enum(list(ORIGINS))})
+
+
+def _op_names(linked: Linked, ops: pl.Series) -> pl.Series:
+    """The names of the ops that wanted the memory, from the rows of the ops that allocated it."""
+    host = linked.host
+    known = pl.Series(sorted(ALLOCATING), dtype=host.schema["name"]).implode()
+    ops = climb(
+        ops,
+        lambda rows: host["op"].gather(host["parent"].gather(rows)),
+        lambda rows, _: host["name"].gather(rows).is_in(known),
+    )
+    names: pl.Series = host["name"].gather(outermost(host, ops, COPYING | FILLING)).cast(pl.String)
+    return names
+
+
+def _thinned(points: pl.DataFrame, max_points: int) -> pl.DataFrame:
+    if points.height <= max_points:
+        return points
+    num_stretches = max(1, (max_points - 2) // 2)
+    numbered = points.with_row_index("index")
+    stretch = pl.col("index").cast(pl.Int64) * num_stretches // points.height
+    allocated = pl.col("allocated_bytes")
+    kept = numbered.group_by(stretch.alias("stretch")).agg(
+        pl.col("index").gather(allocated.arg_min()).first().alias("lowest"),
+        pl.col("index").gather(allocated.arg_max()).first().alias("highest"),
+    )
+    ends = pl.Series([0, points.height - 1], dtype=pl.UInt32)
+    indices = pl.concat([kept["lowest"], kept["highest"], ends]).unique().sort()
+    kept_points: pl.DataFrame = points[indices]
+    return kept_points
+
+
+def _type_name(device_type: int) -> str:
+    return DEVICE_TYPES.get(device_type, str(device_type))

@@ -1,0 +1,121 @@
+"""Whose memory was allocated after each birth and death, and what is alive at the peak, down to op and shape.
+
+Works on the structure of `memory.json.gz` (docs/memory.md), as `account` does, and adds up to its figures. The
+standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, MAX_POINTS
+from stepscope.analysis.memory.module_tree import alike
+from stepscope.analysis.memory.timeline import Levels, thinned_indices
+
+_Alike = tuple[str | None, str | None, str | None, str | None, str | None, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class LevelsBy:
+    """Levels of memory by owner or by phase, at the moments of `Account.timeline`."""
+
+    by: str
+    """`owner`, or `phase` where no owner is known."""
+    names: tuple[str | None, ...]
+    """What holds most at the peak first; None: not known."""
+    events: tuple[int, ...]
+    """Places in the order of births and deaths; -1: before the first."""
+    times_ns: tuple[int | None, ...]
+    """From the window's start; None where nobody looked at a clock."""
+    levels: Mapping[str | None, Sequence[int]]
+    """By name, the bytes after each event; together they are what was allocated."""
+    peak_index: int
+    """Where the most is allocated."""
+
+
+@dataclass(frozen=True)
+class Alive:
+    """What is alive at the peak and alike."""
+
+    owner: str | None
+    phase: str | None
+    module: str | None
+    """`*` stands for every number."""
+    op: str | None
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    bytes: int
+    """Of all of them."""
+    num_allocations: int
+
+
+def known_split(memory: Mapping[str, Any]) -> str:
+    """`owner` where an allocation has one, else `phase`: a trace does not know owners."""
+    return "owner" if any(each.get("owner") is not None for each in memory["allocations"]) else "phase"
+
+
+def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> LevelsBy:
+    """The levels of `memory["device"]`, split by a field of its allocations, at so many moments and the peak's.
+
+    >>> here = {"device": "cpu", "owner": "parameter", "bytes": 8, "born": None, "died": None}
+    >>> then = {"device": "cpu", "owner": "activation", "bytes": 12, "born": 0, "died": 1}
+    >>> levels_by({"device": "cpu", "allocations": [here, then]}, "owner").levels
+    {'activation': (0, 12, 0), 'parameter': (8, 8, 8)}
+    """
+    mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
+    whole = Levels.of((each, each["bytes"]) for each in mine)
+    kept = thinned_indices(whole.bytes, most)
+    now: Counter[str | None] = Counter({_value(each, by): 0 for each in mine})
+    changes: list[tuple[int, int, int, str | None]] = []
+    for each in mine:
+        if each.get("born") is None:
+            now[_value(each, by)] += each["bytes"]
+        else:
+            changes.append((each["born"], 1, each["bytes"], _value(each, by)))
+        if each.get("died") is not None:
+            changes.append((each["died"], 0, -each["bytes"], _value(each, by)))
+    changes.sort(key=itemgetter(0, 1))  # as in Levels.of: the order is the same, change by change
+    levels: dict[str | None, list[int]] = {name: [] for name in now}
+    done = 0
+    for index in kept:
+        for _, _, change, name in changes[done:index]:
+            now[name] += change
+        done = index
+        for name, so_far in levels.items():
+            so_far.append(now[name])
+    peak_index = kept.index(whole.peak_index)
+    order = sorted(levels, key=lambda name: (-levels[name][peak_index], name or ""))
+    return LevelsBy(
+        by=by,
+        names=tuple(order),
+        events=tuple(whole.events[index] for index in kept),
+        times_ns=tuple(whole.times_ns[index] for index in kept),
+        levels={name: tuple(levels[name]) for name in order},
+        peak_index=peak_index,
+    )
+
+
+def alive_at_peak(memory: Mapping[str, Any]) -> tuple[Alive, ...]:
+    """What is alive at the peak of `memory["device"]`, the most bytes first; all of it is `peak_tracked_bytes`."""
+    mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
+    whole = Levels.of((each, each["bytes"]) for each in mine)
+    alive = [each for each in mine if whole.is_alive_at_peak(each)]
+    groups = alike(dict.fromkeys(each.get("module") for each in alive))
+    sums: Counter[_Alike] = Counter()
+    counts: Counter[_Alike] = Counter()
+    for each in alive:
+        shape = None if each.get("shape") is None else tuple(each["shape"])
+        module = groups[each.get("module")]
+        key = (each.get("owner"), _value(each, "phase"), module, each.get("op"), each.get("dtype"), shape)
+        sums[key] += each["bytes"]
+        counts[key] += 1
+    return tuple(Alive(*key, num_bytes, counts[key]) for key, num_bytes in sums.most_common())
+
+
+def _value(each: Mapping[str, Any], by: str) -> str | None:
+    value: str | None = each.get(by)
+    return BEFORE_THE_WINDOW if by == "phase" and value is None and each.get("born") is None else value

@@ -1,0 +1,154 @@
+"""How each allocation grows with the length or the batch, from two recordings that differ in one of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stepscope.analysis.memory.module_tree import starred
+from stepscope.analysis.memory.size_formulas import SYMBOLS, common_formula, find_symbols
+from stepscope.analysis.memory.timeline import Levels
+from stepscope.errors import UsageError
+
+CONSTANT, LINEAR, QUADRATIC, OTHER = GROWTHS = ("constant", "linear", "quadratic", "other")
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Allocations that one place makes in both recordings, and that grow alike."""
+
+    growth: str
+    """`constant`, `linear`, `quadratic`, or `other`."""
+    exponent: float
+    """Of what grows: 1 is linear. Of a sum of terms it lies between theirs."""
+    op: str | None
+    module: str | None
+    """`*` stands for every number."""
+    phase: str | None
+    owner: str | None
+    num_allocations: int
+    bytes: tuple[int, int]
+    """Of all of them, in the one recording and in the other."""
+    formula: str | None
+    """What gives the bytes of the largest in both."""
+
+
+@dataclass(frozen=True)
+class AtPeak:
+    """What is alive at the first recording's peak and grows alike, in both."""
+
+    growth: str
+    bytes: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Two recordings of one model, side by side."""
+
+    symbol: str
+    """What differs: `S`, the length, or `B`, the batch."""
+    values: tuple[int, int]
+    peak_bytes: tuple[int, int]
+    """By births and deaths."""
+    at_peak: tuple[AtPeak, ...]
+    rows: tuple[Grown, ...]
+    """The largest in the second recording first."""
+    num_unmatched: tuple[int, int]
+    """Allocations without a counterpart in the other recording."""
+
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        plain = asdict(self)
+        return plain | {"rows": plain["rows"][:most]}
+
+
+def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
+    """How memory grows from the one to the other; UsageError where they do not differ in length or batch alone."""
+    both = (one, other)
+    symbols = [find_symbols(memory) for memory in both]
+    symbol = _what_differs(symbols[0], symbols[1])
+    values = (symbols[0][symbol], symbols[1][symbol])
+    levels = [Levels.of((each, each["bytes"]) for each in _mine(memory)) for memory in both]
+    places = [_places(memory) for memory in both]
+    groups: dict[tuple[Any, ...], list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
+    at_peak: dict[str, Counter[int]] = defaultdict(Counter)
+    num_matched = 0
+    for place, allocations in places[0].items():
+        for pair in zip(allocations, places[1].get(place, ())):
+            num_matched += 1
+            kind = _kind(pair[0]["bytes"], pair[1]["bytes"], values)
+            op, module, phase, *_ = place
+            groups[kind, op, starred(module), phase, pair[0].get("owner")].append(pair)
+            if levels[0].is_alive_at_peak(pair[0]):
+                at_peak[kind].update({0: pair[0]["bytes"], 1: pair[1]["bytes"]})
+    rows = [_grown(key, pairs, symbols, values) for key, pairs in groups.items()]
+    return Growth(
+        symbol=symbol,
+        values=values,
+        peak_bytes=(levels[0].peak_bytes, levels[1].peak_bytes),
+        at_peak=tuple(AtPeak(kind, (at_peak[kind][0], at_peak[kind][1])) for kind in GROWTHS if kind in at_peak),
+        rows=tuple(sorted(rows, key=lambda row: -row.bytes[1])),
+        num_unmatched=(
+            sum(map(len, places[0].values())) - num_matched,
+            sum(map(len, places[1].values())) - num_matched,
+        ),
+    )
+
+
+def _what_differs(one: Mapping[str, int], other: Mapping[str, int]) -> str:
+    if "B" not in one or "B" not in other:
+        raise UsageError("how memory grows cannot be told: no input of the model is in one of the recordings")
+    differ = [name for name in SYMBOLS if one.get(name) != other.get(name)]
+    if differ not in (["S"], ["B"]):
+        what = " and ".join(f"{SYMBOLS[name]} ({one.get(name)}, {other.get(name)})" for name in differ) or "nothing"
+        raise UsageError(
+            f"how memory grows is told from two recordings that differ in length alone or in batch alone: these "
+            f"differ in {what}"
+        )
+    return differ[0]
+
+
+def _mine(memory: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [each for each in memory["allocations"] if each["device"] == memory["device"]]
+
+
+def _places(memory: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Allocations by op, module, phase and dtype, in order of birth; what was there before also by owner."""
+    places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for each in sorted(_mine(memory), key=lambda each: -1 if each.get("born") is None else each["born"]):
+        owner = each.get("owner") if each.get("born") is None else None
+        place = (*(each.get(name) for name in ("op", "module", "phase", "dtype")), owner)
+        places[place].append(each)
+    return places
+
+
+def _kind(one: int, other: int, values: tuple[int, int]) -> str:
+    for kind, power in ((CONSTANT, 0), (LINEAR, 1), (QUADRATIC, 2)):
+        if one * values[1] ** power == other * values[0] ** power:
+            return kind
+    return OTHER
+
+
+def _grown(
+    key: tuple[Any, ...],
+    pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    symbols: list[dict[str, int]],
+    values: tuple[int, int],
+) -> Grown:
+    kind, op, module, phase, owner = key
+    sums = (sum(one["bytes"] for one, _ in pairs), sum(other["bytes"] for _, other in pairs))
+    exponent = math.log(sums[1] / sums[0]) / math.log(values[1] / values[0]) if all(sums) else 0.0
+    largest = max(pairs, key=lambda pair: pair[1]["bytes"])
+    return Grown(
+        growth=kind,
+        exponent=round(exponent, 3),
+        op=op,
+        module=module,
+        phase=phase,
+        owner=owner,
+        num_allocations=len(pairs),
+        bytes=sums,
+        formula=common_formula(list(zip(largest, symbols))),
+    )

@@ -1,0 +1,136 @@
+"""Memory that every step leaves behind: from a recording's memory window, or from levels between a trace's steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_lives, memory_summary
+from stepscope.analysis.structure.links import Linked
+
+_KNOWN_OWNERS = ("parameter", "buffer", "gradient", "optimizer_state")
+_HELD_BEFORE = 2
+"""Tensors of one kind from earlier steps, from which one more is a habit and not the last step's own variable."""
+_ALIKE = 2.0
+"""Between the least and the most that steps leave behind."""
+
+
+@dataclass(frozen=True)
+class MemoryGrowth:
+    """What one step after the other leaves behind."""
+
+    bytes_per_step: int
+    held_bytes: int | None
+    """Left behind by earlier steps and still there; None where nobody saw those."""
+    num_steps: int
+    """Steps in which it was seen."""
+    rows: tuple[Mapping[str, Any], ...]
+    """What it is, most bytes first: `op`, `module`, `shape`, `dtype`, `bytes` of one, `num_left` a step, `num_held`
+    from earlier ones, the variable that is the `holder`; what is not known is None."""
+    kept: pl.DataFrame | None = None
+    """Of a trace: the ops that allocated it, `start_ns` and `end_ns`."""
+
+
+def growth_in_window(memory: Mapping[str, Any]) -> MemoryGrowth | None:
+    """What the step of a memory window (docs/memory.md) leaves behind and earlier ones have left too; None: nothing.
+
+    A kind of tensor grows when the step makes more that stay than it lets go of, and some like it, which neither the
+    model nor its optimizer owns, were there before and stayed.
+    """
+    left: Counter[Any] = Counter()
+    held: Counter[Any] = Counter()
+    first: dict[Any, Mapping[str, Any]] = {}
+    holders: dict[Any, str] = {}
+    for each in memory["allocations"]:
+        if each["device"] != memory["device"] or each.get("owner") in _KNOWN_OWNERS or not each["bytes"]:
+            continue
+        kind = (each["bytes"], each.get("dtype"), tuple(each.get("shape") or ()))
+        is_new, stays = each.get("born") is not None, each.get("died") is None
+        if is_new and stays:
+            left[kind] += 1
+            # The last batch stays too, in its variable: of a kind that has others, it is not what is kept.
+            if kind not in first or first[kind].get("owner") == "input":
+                first[kind] = each
+        elif stays:
+            held[kind] += 1
+            if each.get("caller"):
+                holders.setdefault(kind, each["caller"])
+        elif not is_new:
+            left[kind] -= 1
+    growing = [kind for kind, num in left.items() if num > 0 and held[kind] >= _HELD_BEFORE]
+    if not growing:
+        return None
+    rows: list[dict[str, Any]] = [
+        {
+            "op": first[kind].get("op"),
+            "module": first[kind].get("module"),
+            "shape": list(kind[2]),
+            "dtype": kind[1],
+            "bytes": kind[0],
+            "num_left": left[kind],
+            "num_held": held[kind],
+            "holder": holders.get(kind),
+        }
+        for kind in sorted(growing, key=lambda kind: -kind[0] * left[kind])
+    ]
+    return MemoryGrowth(
+        bytes_per_step=sum(row["bytes"] * row["num_left"] for row in rows),
+        held_bytes=sum(row["bytes"] * row["num_held"] for row in rows),
+        num_steps=1,
+        rows=tuple(rows),
+    )
+
+
+def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
+    """What every step of a trace leaves behind, from its `[memory]` events; None: nothing, or too few steps to tell.
+
+    The level rises by like amounts from each border between steps to the next, and what the steps before the last
+    allocated and nobody released accounts for half of it at least: a batch fetched early does not.
+    """
+    steps = linked.steps.table
+    summaries = memory_summary(linked)
+    if steps.height < 2 or not summaries:
+        return None
+    largest = max(summaries, key=lambda each: (each.device_type != "cpu", each.peak_allocated_bytes))
+    wanted = (largest.device_type, largest.device)
+    (number,) = (n for n, i in memory_devices(linked) if (DEVICE_TYPES.get(n, str(n)), i) == wanted)
+    lives = memory_lives(linked, number, largest.device).sort("time_ns", maintain_order=True)
+    if lives["address"].null_count():
+        return None
+    borders = pl.concat([steps["start_ns"], steps["end_ns"].tail(1)])
+    place = lives["time_ns"].search_sorted(borders, side="left")
+    levels = pl.concat([pl.Series("bytes", [0], dtype=pl.Int64), lives["bytes"].cum_sum()]).gather(place)
+    rises = levels.diff().drop_nulls().to_list()
+    least, most = min(rises), max(rises)
+    kept = lives.filter(
+        pl.col("bytes") > 0, pl.col("next_order").is_null(), pl.col("step").is_in(steps["step"].head(-1).implode())
+    )
+    if least <= 0 or most > _ALIKE * least or int(kept["bytes"].sum()) < sum(rises[:-1]) / 2:
+        return None
+    table = (
+        kept.group_by(pl.col("op", "module").cast(pl.String), "bytes")
+        .agg((pl.len() / (steps.height - 1)).alias("num_left"))
+        .sort(pl.col("bytes") * pl.col("num_left"), descending=True)
+    )
+    unknown = dict.fromkeys(("shape", "dtype", "num_held", "holder"))
+    return MemoryGrowth(
+        bytes_per_step=round(sum(rises) / len(rises)),
+        held_bytes=None,
+        num_steps=steps.height,
+        rows=tuple({**row, **unknown} for row in table.iter_rows(named=True)),
+        kept=_allocating(linked, kept),
+    )
+
+
+def _allocating(linked: Linked, kept: pl.DataFrame) -> pl.DataFrame:
+    """The spans of the ops in which memory was taken; of what no op took, the moment."""
+    key = ("time_ns", "address")
+    taken = linked.memory.select(*key, "op").join(kept.select(key), on=key, how="semi")
+    start, end = (linked.host[name].gather(taken["op"]) for name in ("start_ns", "end_ns"))
+    return taken.select(
+        start.fill_null(taken["time_ns"]).alias("start_ns"), end.fill_null(taken["time_ns"] + 1).alias("end_ns")
+    )

@@ -1,0 +1,1 @@
+"""Which dtypes a step computes in, and what is cast."""

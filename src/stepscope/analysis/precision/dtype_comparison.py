@@ -1,0 +1,175 @@
+"""A workload in several dtypes: time, memory, deviation from fp32, and which class of work made the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from stepscope.analysis.kernels.kernel_classes import classify
+from stepscope.analysis.kernels.kernel_rules import VIEWS
+from stepscope.analysis.time.statistics import Distribution, describe
+
+REFERENCE = "fp32"
+CAST = "cast"
+# A change of a class below this share of the reference's work is not worth a word.
+LEAST_SHARE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeRow:
+    """One dtype; what could not be measured is empty or None."""
+
+    dtype: str
+    status: str
+    reason: str | None
+    time: Distribution | None
+    """Nanoseconds a step: the device's on a GPU, the host's on a CPU."""
+    phase_ns: Mapping[str, int] = field(default_factory=dict)
+    """Medians of passes of their own."""
+    peak_bytes: int | None = None
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Tensors alive at the peak, by owner."""
+    class_ns: Mapping[str, int] = field(default_factory=dict)
+    """Work of one profiled step by class, casts apart from copies."""
+    num_casts: int | None = None
+    loss: float | None = None
+    loss_difference: float | None = None
+    """Loss − loss in fp32, of the first step."""
+    gradient_deviation: float | None = None
+    """‖gradient − gradient in fp32‖ ÷ ‖gradient in fp32‖, over all parameters."""
+    gradient_largest: float | None = None
+    """The largest difference of an element ÷ the largest element in fp32."""
+    output_deviation: float | None = None
+    """The same of what it returns, where that is no loss."""
+    num_not_finite: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ClassChange:
+    """How much longer a class of work takes than in fp32; negative: shorter."""
+
+    name: str
+    change_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeComparison:
+    """The dtypes of one configuration, fp32 first."""
+
+    workload: str
+    preset: str | None
+    mode: str
+    device: str
+    device_name: str | None
+    config: Mapping[str, Any]
+    rows: tuple[DtypeRow, ...]
+
+    @property
+    def reference(self) -> DtypeRow | None:
+        """fp32, where it was measured."""
+        return next((row for row in self.rows if row.dtype == REFERENCE and row.time is not None), None)
+
+    def slowdown(self, row: DtypeRow) -> float | None:
+        """Median time ÷ fp32's median time; None where one of them is not known."""
+        reference = self.reference
+        if reference is None or reference.time is None or row.time is None:
+            return None
+        return row.time.median / reference.time.median
+
+    def is_different(self, row: DtypeRow) -> bool:
+        """Whether the 95 % intervals of both medians are apart."""
+        reference = self.reference
+        if reference is None or reference.time is None or row.time is None:
+            return False
+        return row.time.ci_low > reference.time.ci_high or row.time.ci_high < reference.time.ci_low
+
+    def changes(self, row: DtypeRow) -> list[ClassChange]:
+        """Classes of work that take longer or shorter than in fp32, the largest change first."""
+        reference = self.reference
+        if reference is None or not row.class_ns or not reference.class_ns:
+            return []
+        total = sum(reference.class_ns.values())
+        names = {*row.class_ns, *reference.class_ns}
+        found = [ClassChange(name, row.class_ns.get(name, 0) - reference.class_ns.get(name, 0)) for name in names]
+        kept = [one for one in found if abs(one.change_ns) >= LEAST_SHARE * total]
+        return sorted(kept, key=lambda one: (-abs(one.change_ns), one.name))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values (docs/precision.md)."""
+        rows = [{**asdict(row), "slowdown": self.slowdown(row)} for row in self.rows]
+        names = ("workload", "preset", "mode", "device", "device_name")
+        return {**{name: getattr(self, name) for name in names}, "config": dict(self.config), "rows": rows}
+
+
+def compare_dtypes(
+    rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]]
+) -> list[DtypeComparison]:
+    """The rows of a sweep that differ in nothing but dtype, together; fp32 first, the others as they came."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        others = {name: value for name, value in row["run"].items() if name != "dtype"}
+        groups.setdefault(repr((row["workload"], sorted(row["config"].items()), sorted(others.items()))), []).append(
+            row
+        )
+    return [_comparison(group, environments) for group in groups.values()]
+
+
+def _comparison(rows: Sequence[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]]) -> DtypeComparison:
+    first = rows[0]
+    made = sorted(map(_row, rows), key=lambda row: row.dtype != REFERENCE)
+    hashes = [row["environment_hash"] for row in rows if row.get("environment_hash") in environments]
+    return DtypeComparison(
+        workload=first["workload"],
+        preset=first["preset"],
+        mode=first["run"]["mode"],
+        device=first["run"]["device"],
+        device_name=environments[hashes[0]].get("device_name") if hashes else None,
+        config=first["config"],
+        rows=tuple(made),
+    )
+
+
+def _row(row: Mapping[str, Any]) -> DtypeRow:
+    asked = row.get("precision") or {}
+    samples = row.get("samples_device_ns")
+    deviation = asked.get("deviation") or {}
+    loss, loss_fp32 = deviation.get("loss"), deviation.get("loss_fp32")
+    gradients, outputs = deviation.get("gradients") or {}, deviation.get("outputs") or {}
+    work = asked.get("work") or []
+    return DtypeRow(
+        dtype=row["run"]["dtype"],
+        status=row["status"],
+        reason=row.get("reason"),
+        time=describe(samples) if samples else None,
+        phase_ns={
+            name.removesuffix("_ms"): round(value * 1e6) for name, value in (asked.get("phase_ms") or {}).items()
+        },
+        peak_bytes=row.get("peak_allocated_bytes"),
+        memory_bytes=asked.get("memory_by_owner") or {},
+        class_ns=class_ns(work),
+        num_casts=asked.get("num_casts"),
+        loss=loss if deviation else row.get("loss"),
+        loss_difference=None if loss is None or loss_fp32 is None else loss - loss_fp32,
+        gradient_deviation=gradients.get("relative"),
+        gradient_largest=gradients.get("largest"),
+        output_deviation=outputs.get("relative"),
+        num_not_finite=gradients.get("num_not_finite", 0) + outputs.get("num_not_finite", 0),
+        notes=tuple(row.get("notes") or ()),
+    )
+
+
+def class_ns(work: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Nanoseconds by class of kernels, or of ops where there are none; casts and, on a host, views are classes too.
+
+    >>> class_ns([{"op": "aten::mm", "kernel": "", "is_cast": False, "duration_ns": 7},
+    ...           {"op": "aten::copy_", "kernel": "", "is_cast": True, "duration_ns": 2}])
+    {'gemm': 7, 'cast': 2}
+    """
+    found: dict[str, int] = {}
+    for one in work:
+        is_view = not one["kernel"] and one["op"].removeprefix("aten::") in VIEWS
+        name = CAST if one["is_cast"] else "views" if is_view else classify(one["kernel"], one["op"])
+        found[name] = found.get(name, 0) + one["duration_ns"]
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,0 +1,1 @@
+"""One rank's account, and all ranks side by side."""

@@ -1,0 +1,296 @@
+"""Communication, kernel by kernel: which collective, how large, how fast, and how much of it nothing else hid."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.costs.op_calls import ITEM_BYTES
+from stepscope.analysis.structure.intervals import spans, union
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.rates import bandwidth
+
+UNKNOWN = "unknown"
+POINT_TO_POINT = ("send", "recv", "send_recv")
+# A name without anything but its letters, to the collective it holds: the first that fits.
+_KINDS = {
+    "barrier": "barrier",
+    "allreduce": "all_reduce",
+    "reducescatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "sendrecv": "send_recv",
+    "send": "send",
+    "recv": "recv",
+    "scatter": "scatter",
+    "gather": "gather",
+    "reduce": "reduce",
+}
+_DTYPES = {
+    "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "long": "int64",
+    "longint": "int64", "int": "int32", "short": "int16", "shortint": "int16", "char": "int8", "signedchar": "int8",
+    "byte": "uint8", "unsignedchar": "uint8", "bool": "bool", "complexfloat": "complex64",
+    "complexdouble": "complex128",
+}  # fmt: skip
+_ANNOTATION = "^(nccl|rccl):"
+_RECORD = "record_param_comms"
+_DEEPEST = 512
+_SPLIT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+
+SCHEMA = pl.Schema(
+    {
+        "event": pl.UInt32,
+        "device": pl.Int32,
+        "stream": pl.Int64,
+        "start_ns": pl.Int64,
+        "end_ns": pl.Int64,
+        "duration_ns": pl.Int64,
+        "step": pl.Int64,
+        "phase": pl.String,
+        "collective": pl.String,
+        "source": pl.String,
+        "dtype": pl.String,
+        "num_elements": pl.Int64,
+        "bytes": pl.Int64,
+        "group": pl.String,
+        "group_ranks": pl.String,
+        "group_size": pl.Int64,
+        "algorithm_bandwidth_bytes_per_s": pl.Int64,
+        "bus_bandwidth_bytes_per_s": pl.Int64,
+        "exposed_ns": pl.Int64,
+    }
+)
+
+
+def collective_kind(name: str) -> str:
+    """The collective that a name means, in one spelling whoever wrote it.
+
+    >>> [collective_kind(name) for name in ("_allgather_base", "nccl:all_to_all", "ncclDevKernel_SendRecv(Args)")]
+    ['all_gather', 'all_to_all', 'send_recv']
+    """
+    letters = re.sub("[^a-z]", "", name.partition("(")[0].lower())
+    return next((kind for part, kind in _KINDS.items() if part in letters), UNKNOWN)
+
+
+def dtype_name(name: str) -> str | None:
+    """A type in one spelling; None when it is not one whose size is known.
+
+    >>> dtype_name("c10::BFloat16"), dtype_name("Float"), dtype_name("TensorList")
+    ('bfloat16', 'float32', None)
+    """
+    letters = re.sub("[^a-z0-9]", "", name.lower().removeprefix("c10::"))
+    if letters in ITEM_BYTES:
+        return letters
+    return "float8" if letters.startswith("float8") else _DTYPES.get(letters)
+
+
+def bus_factor() -> pl.Expr:
+    """What turns algorithm into bus bandwidth, from `collective` and `group_size`; null where there is no such rule.
+
+    As in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md; gather, scatter and sendrecv as in its
+    sources): the traffic of the busiest link over the size, whatever the number of ranks.
+    """
+    kind, ranks = pl.col("collective"), pl.when(pl.col("group_size") > 0).then("group_size")
+    others = (ranks - 1) / ranks
+    return (
+        pl.when(kind == "all_reduce")
+        .then(2 * others)
+        .when(kind.is_in(_SPLIT))
+        .then(others)
+        .when(kind.is_in(("broadcast", "reduce", *POINT_TO_POINT)))
+        .then(1.0)
+    )
+
+
+def collectives(linked: Linked) -> pl.DataFrame:
+    """One row a communication kernel, in order of start; columns as in `SCHEMA`.
+
+    `collective` comes from what the profiler wrote on the kernel, or on the op around its launch (`source` is
+    `arguments`), else from the label around the launch (`annotation`), else from the kernel's name (`kernel`):
+    there an all-to-all is a `send_recv`, and a generic kernel is `unknown`.
+
+    `num_elements` is the size in nccl-tests' sense, the whole array: what a rank gives or receives, whichever is
+    more. A label tells what a rank gives; it is multiplied by the group for an all-gather. `group_size` is the
+    world's where the trace does not tell the group. `step` and `phase` are those of the launch: a kernel launched
+    before the trace began has none.
+
+    Bandwidths are the size over the kernel's duration. A kernel that arrives early spends time waiting for other
+    ranks, so they are what the rank got, and at most what the links can do: see `ranks.stragglers` for the rest.
+
+    `exposed_ns` is the part beside which nothing computed. Where kernels overlap one another a moment belongs to
+    the one that started first, so that the parts add up to `GpuTime.exposed_communication_ns`, always.
+    """
+    device = linked.device
+    kernels = device.filter(pl.col("activity") == "communication").sort("start_ns", "event").with_row_index("kernel")
+    if kernels.is_empty():
+        return pl.DataFrame(schema=SCHEMA)
+    compute = union(spans(device.filter(pl.col("activity") == "compute")))
+    said = _said(linked, kernels)
+    table = (
+        kernels.with_columns(_exposed(kernels, compute))
+        .join(said, on="kernel", how="left", maintain_order="left")
+        .with_columns(
+            pl.coalesce("group_size", pl.lit(linked.trace.facts.world_size, pl.Int64)),
+        )
+    )
+    gathered = (pl.col("source") == "annotation") & (pl.col("collective") == "all_gather")
+    size = pl.when(gathered).then(pl.col("num_elements") * pl.col("group_size")).otherwise("num_elements")
+    item = pl.col("dtype").replace_strict(ITEM_BYTES, default=None, return_dtype=pl.Int64)
+    return (
+        table.with_columns(pl.when(size >= 0).then(size).alias("num_elements"))
+        .with_columns((pl.col("num_elements") * item).alias("bytes"))
+        .with_columns(
+            bandwidth(pl.col("bytes"), pl.col("duration_ns")).alias("algorithm_bandwidth_bytes_per_s"),
+            bandwidth(pl.col("bytes") * bus_factor(), pl.col("duration_ns")).alias("bus_bandwidth_bytes_per_s"),
+        )
+        .select(pl.col(name).cast(dtype) for name, dtype in SCHEMA.items())
+    )
+
+
+def collectives_by_size(table: pl.DataFrame) -> pl.DataFrame:
+    """Calls of `collectives`, of one rank or of several, by `collective`, `dtype`, `bytes` and `group_size`.
+
+    `num_calls`, `total_ns`, `median_ns`, `exposed_ns`, both bandwidths over the total time, and
+    `best_bus_bandwidth_bytes_per_s`, of the call that waited least. The longest total first.
+    """
+    keys = ["collective", "dtype", "bytes", "group_size"]
+    total, all_bytes = pl.col("total_ns"), pl.col("bytes") * pl.col("num_calls")
+    return (
+        table.group_by(keys)
+        .agg(
+            pl.len().cast(pl.Int64).alias("num_calls"),
+            pl.col("duration_ns").sum().alias("total_ns"),
+            pl.col("duration_ns").median().floor().cast(pl.Int64).alias("median_ns"),
+            pl.col("exposed_ns").sum(),
+            pl.col("bus_bandwidth_bytes_per_s").max().alias("best_bus_bandwidth_bytes_per_s"),
+        )
+        .with_columns(
+            bandwidth(all_bytes, total).alias("algorithm_bandwidth_bytes_per_s"),
+            bandwidth(all_bytes * bus_factor(), total).alias("bus_bandwidth_bytes_per_s"),
+        )
+        .sort("total_ns", *keys, descending=[True, False, False, False, False])
+    )
+
+
+def _exposed(kernels: pl.DataFrame, compute: pl.DataFrame) -> pl.Series:
+    """Of each kernel, in order of start: what no earlier one covers and nothing computes beside."""
+    reach = pl.col("end_ns").cum_max().shift(1).fill_null(pl.col("start_ns"))
+    start, end = kernels.select(reach.clip("start_ns", "end_ns").alias("start_ns"), "end_ns")
+    hidden = _time_before(end, compute) - _time_before(start, compute)
+    exposed: pl.Series = end - start - hidden
+    return exposed.alias("exposed_ns")
+
+
+def _time_before(times: pl.Series, disjoint: pl.DataFrame) -> pl.Series:
+    """How much of disjoint intervals lies before each time."""
+    begun = disjoint["start_ns"].search_sorted(times, side="right")
+    lengths = (disjoint["end_ns"] - disjoint["start_ns"]).cum_sum()
+    length = pl.concat([pl.Series([0], dtype=pl.Int64), lengths.rename("")]).gather(begun)
+    last_end = pl.concat([pl.Series([None], dtype=pl.Int64), disjoint["end_ns"].rename("")]).gather(begun)
+    before: pl.Series = length - (last_end - times).clip(lower_bound=0).fill_null(0)
+    return before
+
+
+def _said(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:
+    """What the trace says of each kernel: the best source first, a field that it lacks from the next."""
+    above = _above(linked.host, kernels)
+    rows = linked.trace.collectives.with_columns(
+        _mapped("collective", collective_kind),
+        _mapped("dtype", dtype_name),
+        pl.max_horizontal("num_in_elements", "num_out_elements").alias("num_elements"),
+        pl.col("group", "group_ranks").cast(pl.String).str.strip_chars('"'),
+    ).filter(pl.col("collective") != UNKNOWN)
+    fields = ["collective", "dtype", "num_elements", "group", "group_ranks", "group_size"]
+    own = kernels.select("kernel", "event", pl.lit(-1, pl.Int64).alias("depth"))
+    arguments = (
+        pl.concat([own, above.select("kernel", "event", "depth")])
+        .join(rows.unique("event", keep="first"), on="event")
+        .sort("depth")
+        .unique("kernel", keep="first")
+        .select("kernel", pl.lit("arguments").alias("source"), *fields)
+    )
+    names = kernels.select("kernel", pl.lit("kernel").alias("source"), _mapped("name", collective_kind, "collective"))
+    merged = kernels.select("kernel")
+    for place, frame in enumerate((arguments, _annotations(above), names)):
+        merged = merged.join(frame, on="kernel", how="left", suffix=f"_{place}")
+    ends = ("", "_1", "_2")
+    known = [pl.when(pl.col(f"collective{end}") != UNKNOWN).then(f"collective{end}") for end in ends]
+    source = [pl.when(kind.is_not_null()).then(f"source{end}") for kind, end in zip(known, ends)]
+    return merged.select(
+        "kernel",
+        pl.coalesce(*known, pl.lit(UNKNOWN)).alias("collective"),
+        pl.coalesce(*source, pl.lit("kernel")).alias("source"),
+        pl.coalesce("dtype", "dtype_1").alias("dtype"),
+        pl.coalesce("num_elements", "num_elements_1").alias("num_elements"),
+        *fields[3:],
+    )
+
+
+def _above(host: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """Every host event at or above a kernel's launch, and how far above (`depth`)."""
+    here = kernels.select("kernel", pl.coalesce("launch", "op").alias("row")).drop_nulls()
+    levels = [here.with_columns(pl.lit(0, pl.Int64).alias("depth"))]
+    for depth in range(1, _DEEPEST):
+        here = here.with_columns(host["parent"].gather(here["row"]).alias("row")).drop_nulls()
+        if here.is_empty():
+            break
+        levels.append(here.with_columns(pl.lit(depth, pl.Int64).alias("depth")))
+    found = pl.concat(levels)
+    return found.with_columns(host[name].gather(found["row"]) for name in ("event", "name", "shapes", "dtypes"))
+
+
+def _annotations(above: pl.DataFrame) -> pl.DataFrame:
+    """What labels around a launch say: `kernel`, `source`, `collective`, `dtype`, `num_elements`."""
+    name = pl.col("name").cast(pl.String)
+    labels = above.filter(name.str.contains(_ANNOTATION) | (name == _RECORD)).sort("depth")
+    texts = labels.select(pl.col("name", "shapes", "dtypes").cast(pl.String)).rows()
+    sizes = [tensor_sizes(shapes, dtypes, first_only=label == _RECORD) for label, shapes, dtypes in texts]
+    known = labels.with_columns(
+        _mapped("name", collective_kind, "collective"),
+        pl.Series("num_elements", [size for size, _ in sizes], dtype=pl.Int64),
+        pl.Series("dtype", [dtype for _, dtype in sizes], dtype=pl.String),
+    ).with_columns(pl.when(pl.col("collective") != UNKNOWN).then("collective").alias("collective"))
+    fields = [pl.col(field).drop_nulls().first() for field in ("collective", "dtype", "num_elements")]
+    return known.group_by("kernel").agg(pl.lit("annotation").first().alias("source"), *fields)
+
+
+def tensor_sizes(shapes: str | None, dtypes: str | None, first_only: bool = False) -> tuple[int | None, str | None]:
+    """Elements of the tensors among an event's inputs and their type, as far as they are told.
+
+    >>> tensor_sizes("[[4, 8], [2]]", '["float", "float"]')
+    (34, 'float32')
+    """
+    try:
+        pairs: list[tuple[Any, Any]] = list(zip(json.loads(shapes or ""), json.loads(dtypes or "")))
+    except (ValueError, TypeError, RecursionError):
+        return None, None
+    counts: list[int] = []
+    types: list[str | None] = []
+    for shape, text in pairs[:1] if first_only else pairs:
+        dtype = dtype_name(text) if isinstance(text, str) else None
+        members = [shape] if dtype else shape  # a list of tensors has shapes inside, and no type
+        for sizes in members if isinstance(members, list) else ():
+            if isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes):
+                counts.append(prod(sizes))
+                types.append(dtype)
+    num = sum(counts)
+    if not counts or num >= 2**60 or len(set(types)) > 1:
+        return None, None
+    return num, types[0]
+
+
+def _mapped(column: str, function: Callable[[str], str | None], alias: str | None = None) -> pl.Expr:
+    """A column of names, few of them different, through a function of one name."""
+
+    def apply(names: pl.Series) -> pl.Series:
+        answers = {name: function(name) for name in names.unique().drop_nulls()}
+        mapped: pl.Series = names.replace_strict(answers, default=None, return_dtype=pl.String)
+        return mapped
+
+    return pl.col(column).cast(pl.String).map_batches(apply, pl.String).alias(alias or column)

@@ -1,0 +1,316 @@
+"""Everything one rank's trace says, as tables: the account that `stepscope analyze` shows."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.costs.roofline import RooflineSummary, roofline, roofline_summary
+from stepscope.analysis.kernels.copies import copies, copies_summary
+from stepscope.analysis.kernels.kernels import (
+    device_phases,
+    gemm_share_by_phase,
+    kernel_classes,
+    kernel_sizes,
+    launches,
+    queue_depth_over_time,
+    top_kernels,
+)
+from stepscope.analysis.kernels.ops import modules, ops
+from stepscope.analysis.memory.allocator_events import MemorySummary, memory_summary, memory_timeline
+from stepscope.analysis.ranks.collectives import collectives
+from stepscope.analysis.structure.intervals import sweep
+from stepscope.analysis.structure.links import Linked, Share, link
+from stepscope.analysis.structure.steps import Steps, at_times
+from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
+from stepscope.analysis.time.idle import idle_causes, idle_gaps
+from stepscope.analysis.time.phases import PHASES
+from stepscope.analysis.time.syncs import syncs, syncs_summary
+from stepscope.errors import UsageError
+from stepscope.trace.nesting import nest
+from stepscope.trace.scan import Problem
+from stepscope.trace.tables import Trace
+
+_NUM_GAPS = 1000
+"""Gaps that are told one by one: what the host was in costs a search each."""
+
+
+@dataclass(frozen=True)
+class RankAccount:
+    """The account of one rank. Tables are whole; who shows them takes the first rows."""
+
+    rank: int
+    path: str
+    device_name: str | None
+    base_time_ns: int
+    num_events: int
+    is_cut_off: bool
+    """Whether the file ends before its list of events does. GPU events are written last: they may be missing."""
+    step_source: str
+    phase_source: str
+    module_source: str
+    gpu_time: GpuTime
+    gpu_time_by_device: dict[int, GpuTime]
+    """One entry a device when the process used several."""
+    steps: pl.DataFrame
+    phases: pl.DataFrame
+    idle_causes: pl.DataFrame
+    longest_gaps: pl.DataFrame
+    kernel_classes: pl.DataFrame
+    top_kernels: pl.DataFrame
+    gemm_share: pl.DataFrame
+    kernel_sizes: pl.DataFrame
+    launches: dict[str, float | int | None]
+    queue_depth: pl.DataFrame
+    ops: pl.DataFrame
+    modules: pl.DataFrame
+    copies: pl.DataFrame
+    roofline: pl.DataFrame
+    roofline_summary: RooflineSummary
+    memory: tuple[MemorySummary, ...]
+    memory_timeline: pl.DataFrame
+    """Of the device with the highest peak."""
+    syncs: pl.DataFrame
+    collectives: pl.DataFrame
+    """One row a communication kernel."""
+    unlinked: dict[str, Share]
+    counts: pl.DataFrame
+    warnings: tuple[str, ...]
+
+
+def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
+    """The account of a trace, or of one step of it."""
+    return account_of(link(trace), rank, step)
+
+
+def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccount:
+    """The same of a trace whose links are made."""
+    trace = linked.trace
+    if step is not None:
+        if step not in linked.steps.table["step"]:
+            raise UsageError(f"{trace.path}: no step {step}; {_which(linked.steps)}")
+        only = replace(linked.steps, table=linked.steps.table.filter(pl.col("step") == step))
+        linked = link(one_step(linked, step), only)
+    device = linked.device
+    time = gpu_time(device)
+    name = device_name(linked)
+    # Each part is a function of the links alone. Polars lets go of the interpreter while it works, so two at a time
+    # use two cores.
+    with ThreadPoolExecutor(2) as pool:
+        gaps = pool.submit(idle_gaps, linked)
+        memory = pool.submit(memory_summary, linked)
+        parts: dict[str, Future[Any]] = {
+            "gpu_time_by_device": pool.submit(gpu_time_by_device, device),
+            "ops": pool.submit(ops, linked),
+            "steps": pool.submit(step_table, linked),
+            "phases": pool.submit(phase_table, linked),
+            "roofline": pool.submit(roofline, linked, name),
+            "copies": pool.submit(lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns)),
+            "memory": memory,
+            "memory_timeline": pool.submit(lambda: largest_timeline(linked, memory.result())),
+            "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
+            "modules": pool.submit(modules, linked),
+            "collectives": pool.submit(collectives, linked),
+            "launches": pool.submit(launches, linked),
+            "queue_depth": pool.submit(queue_depth_over_time, linked),
+            "kernel_classes": pool.submit(kernel_classes, device),
+            "top_kernels": pool.submit(top_kernels, device),
+            "gemm_share": pool.submit(gemm_share_by_phase, device),
+            "kernel_sizes": pool.submit(kernel_sizes, device),
+            "idle_causes": pool.submit(lambda: idle_causes(gaps.result())),
+            "longest_gaps": pool.submit(lambda: longest_gaps(linked, gaps.result())),
+        }
+        done: dict[str, Any] = {part: future.result() for part, future in parts.items()}
+    return RankAccount(
+        rank=rank,
+        path=str(trace.path),
+        device_name=name,
+        base_time_ns=trace.facts.base_time_ns,
+        num_events=trace.num_events,
+        is_cut_off=trace.facts.is_cut_off,
+        step_source=linked.steps.source,
+        phase_source=linked.steps.phase_source,
+        module_source=linked.modules.source,
+        gpu_time=time,
+        roofline_summary=roofline_summary(done["roofline"]),
+        unlinked=linked.unlinked,
+        counts=trace.counts,
+        warnings=(*trace.warnings, *(_problem(problem) for problem in trace.problems)),
+        **done,
+    )
+
+
+def _which(steps: Steps) -> str:
+    if not steps.num:
+        return "nothing in the trace says where a step ends"
+    numbers = steps.table["step"].to_list()
+    if len(numbers) == 1:
+        return f"the trace has step {numbers[0]} alone"
+    return f"the trace has {min(numbers)} to {max(numbers)}"
+
+
+def _problem(problem: Problem) -> str:
+    """What is wrong with some events, as one sentence: `what` is what each of them is, or has."""
+    if problem.what == "not an event":
+        what = "1 entry that is no event" if problem.num == 1 else f"{problem.num:,} entries that are no events"
+    else:
+        what = f"{'1 event' if problem.num == 1 else f'{problem.num:,} events'} {problem.what}"
+    return f"{what} ({'at' if problem.num == 1 else 'the first at'} byte {problem.offset:,})"
+
+
+def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:
+    """The account of each device; empty when there is one alone."""
+    indices = sorted(device["device"].drop_nulls().unique())
+    return {i: gpu_time(device.filter(pl.col("device") == i)) for i in indices if len(indices) > 1}
+
+
+def device_name(linked: Linked) -> str | None:
+    """The name of the device that did most of the work, as the trace has it."""
+    names = linked.trace.facts.devices
+    used = linked.device["device"].drop_nulls().mode().sort()
+    index = int(used[0]) if len(used) else 0
+    return names[index] if 0 <= index < len(names) else None
+
+
+def one_step(linked: Linked, step: int) -> Trace:
+    """The trace of one step: what the host began in it and the GPU work that this launched."""
+    trace = linked.trace
+    host = linked.host.filter(pl.col("step") == step)["event"]
+    device = linked.device.filter(pl.col("step") == step)["event"]
+    memory = linked.memory.filter(pl.col("step") == step)["event"]
+    syncs = at_times(trace.syncs, linked.steps, "start_ns").filter(pl.col("step") == step)["event"]
+    keep = {"host": host, "device": device, "memory": memory, "syncs": syncs}
+    kept = {name: getattr(trace, name).filter(pl.col("event").is_in(ids.implode())) for name, ids in keep.items()}
+    return replace(trace, **{**kept, "host": nest(kept["host"])})
+
+
+def largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl.DataFrame:
+    """The memory timeline of the device with the highest peak, in few points."""
+    if not summaries:
+        return memory_timeline(linked)
+    return memory_timeline(linked, summaries[0].device_type, summaries[0].device, max_points=200)
+
+
+def step_table(linked: Linked) -> pl.DataFrame:
+    """By step: `step`, `start_ns`, `duration_ns`, `num_kernels` it launched, whenever they ran, and `gpu_busy_ns`:
+    how long the GPU was at work while the step lasted, whoever launched that."""
+    steps: Steps = linked.steps
+    counts = (
+        linked.device.filter(pl.col("kind") == "kernel")
+        .group_by("step")
+        .agg(pl.len().cast(pl.Int64).alias("num_kernels"))
+    )
+    table = steps.table.select("step", "start_ns", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
+    table = table.join(counts, on="step", how="left", maintain_order="left").with_columns(
+        pl.col("num_kernels").fill_null(0)
+    )
+    if table.is_empty() or linked.device.is_empty():
+        return table.with_columns(pl.lit(0, pl.Int64).alias("gpu_busy_ns"))
+    busy = linked.device.select("start_ns", "end_ns")
+    both = sweep({"busy": busy, "step": steps.table}, cuts=steps.table["start_ns"]).filter("busy", "step")
+    owned = both.join_asof(
+        steps.table.select("step", pl.col("start_ns").alias("_start")).rename({"step": "number"}),
+        left_on="start_ns",
+        right_on="_start",
+        check_sortedness=False,
+    )
+    sums = owned.group_by("number").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("gpu_busy_ns"))
+    return table.join(sums, left_on="step", right_on="number", how="left", maintain_order="left").with_columns(
+        pl.col("gpu_busy_ns").fill_null(0)
+    )
+
+
+def phase_table(linked: Linked) -> pl.DataFrame:
+    """By phase: `phase`, `host_ns` of the host's time, `host_share`, `device_ns` of what it launched, `num_kernels`.
+
+    With steps the host's time is that of the steps and adds up to it; without, it is all the host's time. The last
+    row, `unattributed`, is GPU work of no phase (`device_phases`); with it `device_ns` adds up to the busy time.
+    """
+    phases = linked.steps.phases
+    if linked.steps.num and not phases.is_empty():
+        stretches = sweep({"step": linked.steps.table, **{p: phases.filter(pl.col("phase") == p) for p in PHASES}})
+        stretches = stretches.filter("step")
+        # Before the first event and after the last one of the host no phase is known: that is `other`.
+        owner = pl.lit("other")
+        for phase in PHASES:
+            owner = pl.when(pl.col(phase)).then(pl.lit(phase)).otherwise(owner)
+        host = stretches.with_columns(owner.alias("phase"))
+    else:
+        host = phases.with_columns(pl.col("phase").cast(pl.String))
+    sums = host.group_by("phase").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("host_ns"))
+    table = device_phases(linked).rename({"busy_ns": "device_ns"})
+    table = table.join(sums, on="phase", how="left", maintain_order="left").with_columns(
+        pl.col("host_ns").fill_null(0)
+    )
+    whole = max(1, int(table["host_ns"].sum()))
+    return table.select(
+        "phase", "host_ns", (pl.col("host_ns") / whole).alias("host_share"), "device_ns", "num_kernels"
+    )
+
+
+def longest_gaps(linked: Linked, gaps: pl.DataFrame) -> pl.DataFrame:
+    """The thousand longest idle stretches, longest first: `start_ns`, `duration_ns`, `cause` (of most of it), `step`,
+    `host` (what the launching thread was in, outermost to innermost, when most of it passed), `next_kernel`."""
+    length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
+    longest = (
+        gaps.with_columns(length)
+        .sort("duration_ns", descending=True)
+        .group_by("gap", maintain_order=True)
+        .agg(
+            pl.col("start_ns").min(),
+            pl.col("end_ns").max(),
+            pl.col("cause").first().cast(pl.String),
+            ((pl.col("start_ns") + pl.col("end_ns")) // 2).first().alias("middle"),
+        )
+        .with_columns(length)
+        .sort("duration_ns", "start_ns", descending=[True, False])
+        .head(_NUM_GAPS)
+    )
+    ending = (
+        linked.device.select("start_ns", "launch", "launch_start_ns", "step", "name")
+        .filter(pl.col("start_ns").is_in(longest["end_ns"].implode()))
+        .sort("launch_start_ns", nulls_last=True, maintain_order=True)
+        .unique("start_ns", keep="first")
+        .select(pl.col("start_ns").alias("end_ns"), "launch", "step", pl.col("name").alias("next_kernel"))
+    )
+    longest = longest.join(ending, on="end_ns", how="left", maintain_order="left")
+    return longest.select(
+        "start_ns",
+        "duration_ns",
+        "cause",
+        "step",
+        _open_at(linked.host, longest["launch"], longest["middle"]).alias("host"),
+        pl.col("next_kernel").cast(pl.String),
+    )
+
+
+def _open_at(host: pl.DataFrame, launches: pl.Series, times_ns: pl.Series) -> pl.Series:
+    """What was open on the threads of some launches at some moments, outermost first: the innermost four names."""
+    is_overhead = host["kind"] == "overhead"
+    none = pl.Series([None], dtype=pl.UInt32)
+
+    def seen(row: pl.Series) -> pl.Series:
+        """The innermost event at or above each that is open and counts."""
+        while True:
+            passes = ((host["end_ns"].gather(row) <= times_ns) | is_overhead.gather(row)).fill_null(False)
+            if not passes.any():
+                return row
+            row = host["parent"].gather(row).zip_with(passes, row)
+
+    threads = host["thread"].gather(launches)
+    row = pl.repeat(None, len(launches), dtype=pl.UInt32, eager=True)
+    for thread in threads.unique().drop_nulls():  # a thread's events lie together, in order of time
+        first, last = (int(host["thread"].search_sorted(thread, side=side)) for side in ("left", "right"))
+        place = host["start_ns"].slice(first, last - first).search_sorted(times_ns, side="right")
+        found = (place + first).cast(pl.UInt32).zip_with(place > 0, none) - 1
+        row = found.zip_with((threads == thread).fill_null(False), row)
+    names: list[pl.Series] = []
+    for _ in range(4):
+        row = seen(row)
+        names.append(host["name"].gather(row).cast(pl.String).alias(str(len(names))))
+        row = host["parent"].gather(row)
+    joined = pl.concat_str(names[::-1], separator=" > ", ignore_nulls=True)
+    return pl.select(pl.when(names[0].is_not_null()).then(joined).alias("host"))["host"]

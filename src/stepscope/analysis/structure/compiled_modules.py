@@ -1,0 +1,175 @@
+"""Which module compiled code computes: as Inductor tells for each call, else the compiled region by its name.
+
+Inside compiled code no module is called. `compile.json` has, for each compiled graph, its calls of kernels and of
+library ops in order with the module of each; the profiler names a call of the graph by the same key. A call that
+nothing is known of belongs to the module called around it, else to `compiled region 0/0 (forward, model.py:12)`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.structure.modules import Modules
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import ancestor
+from stepscope.trace.compile_file import entries
+
+_REGION = "^Torch-Compiled Region: "
+_GRAPH = "^## Call CompiledFxGraph "
+_FUNCTION = re.compile(r"^(.*) \((.*):(\d+)\)$")
+Calls = Sequence[tuple[str, str | None]]
+
+
+def with_compiled_code(host: pl.DataFrame, modules: Modules, compiler: Mapping[str, Any] | None) -> Modules:
+    """The modules of a trace with those of its compiled code; `compiler` is `compile.json`, where there is one."""
+    is_region, is_graph = matches(host["name"], _REGION), matches(host["name"], _GRAPH)
+    if not is_region.any() and not is_graph.any():
+        return modules
+    regions = _regions(host, modules, is_region, is_graph, compiler or {})
+    if not regions.is_empty():
+        source = "compiled" if modules.source == "none" else modules.source
+        modules = Modules(source, pl.concat([modules.calls, regions.cast({"module": pl.Categorical()})]))
+    inlined = _inlined(host, modules, is_graph, calls_by_graph(compiler or {}), set(regions["module"]))
+    if inlined.is_empty():
+        return modules
+    return replace(modules, inlined=inlined.cast({"module": pl.Categorical()}))
+
+
+def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
+    """A compiled region by its number and its function.
+
+    >>> region_name("0/0", {"regions": {"0/0": "forward (/me/model.py:12)"}})
+    'compiled region 0/0 (forward, model.py:12)'
+    """
+    functions = compiler.get("regions")
+    function = functions.get(compile_id) if isinstance(functions, dict) else None
+    match = _FUNCTION.match(str(function))
+    where = f" ({match.group(1)}, {PurePath(match.group(2)).name}:{match.group(3)})" if match else ""
+    return f"compiled region {compile_id}{where}"
+
+
+def named_regions(names: pl.Series, compiler: Mapping[str, Any]) -> pl.Series:
+    """The profiler's `Torch-Compiled Region: 0/0` as `region_name` says it."""
+    told = [region_name(name.partition(":")[2].strip(), compiler) for name in names]
+    return pl.Series(names.name, told, dtype=pl.String)
+
+
+def calls_by_graph(compiler: Mapping[str, Any]) -> dict[str, Calls]:
+    """Key of a compiled graph → its calls in order, each with its module."""
+    found: dict[str, Calls] = {}
+    for graph in entries(compiler, "compiled_calls"):
+        calls = graph.get("calls")
+        if isinstance(graph.get("key"), str) and isinstance(calls, list):
+            pairs = [call for call in calls if isinstance(call, list) and len(call) == 2]
+            found[graph["key"]] = [(str(n), module if isinstance(module, str) else None) for n, module in pairs]
+    return found
+
+
+def _regions(
+    host: pl.DataFrame, modules: Modules, is_region: pl.Series, is_graph: pl.Series, compiler: Mapping[str, Any]
+) -> pl.DataFrame:
+    """Regions, and graphs in none, that no module was called around: `row`, `module`."""
+    is_call = host["row"].is_in(modules.calls["row"].implode())
+    is_in_module = ancestor(host, is_call).is_not_null()
+    regions = host.select("row", pl.col("name").cast(pl.String)).filter(is_region & ~is_in_module)
+    regions = regions.select("row", named_regions(regions["name"], compiler).alias("module"))
+    # A backward is told by its forward. What has neither, an old torch's graph, has at least a key.
+    alone = is_graph & ~is_in_module & ancestor(host, is_region).is_null() & host["forward"].is_null()
+    graphs = host.select("row", pl.col("name").cast(pl.String)).filter(alone)
+    keys = graphs["name"].str.extract(r"CompiledFxGraph (\S{1,8})")
+    graphs = graphs.select("row", ("compiled graph " + keys.fill_null("?")).alias("module"))
+    return pl.concat([regions, graphs])
+
+
+def _inlined(
+    host: pl.DataFrame, modules: Modules, is_graph: pl.Series, calls: Mapping[str, Calls], regions: set[str]
+) -> pl.DataFrame:
+    """What is called right in a compiled graph, with the module that Inductor tells of it: `row`, `module`."""
+    schema = {"row": pl.UInt32(), "module": pl.String()}
+    if not calls:
+        return pl.DataFrame(schema=schema)
+    own = modules.of_rows(host)
+    around = own.zip_with(own.is_not_null(), own.gather(host["forward"])).cast(pl.String)
+    roots = _roots(host, modules)
+    graphs = host.select("row", pl.col("name").cast(pl.String).str.extract(r"CompiledFxGraph (\S+)").alias("key"))
+    graphs = graphs.with_columns(around.alias("around")).filter(is_graph)
+    graphs = graphs.filter(pl.col("key").is_in(list(calls)))
+    made = host.select("row", "parent", pl.col("name").cast(pl.String)).filter(
+        host["parent"].is_in(graphs["row"].implode())
+    )
+    by_graph = {int(parent[0]): part for parent, part in made.group_by("parent", maintain_order=True)}
+    rows: list[int] = []
+    names: list[str] = []
+    for row, key, outer in graphs.iter_rows():
+        part = by_graph.get(row)
+        if part is None:
+            continue
+        for call, module in zip(part["row"], modules_in_order(part["name"].to_list(), calls[key])):
+            name = _full_name(module, outer, outer in regions or outer in roots)
+            if name is not None:
+                rows.append(call)
+                names.append(name)
+    return pl.DataFrame({"row": rows, "module": names}, schema=schema)
+
+
+def modules_in_order(seen: Sequence[str], calls: Calls) -> list[str | None]:
+    """The module of each call that was seen: the k-th of a name is the k-th in the code.
+
+    Where they are not as many, as after a version of torch that calls something by another name, a module is told
+    only where all calls of the name have the same.
+
+    >>> modules_in_order(["mm", "add", "mm"], [("mm", "a"), ("add", "b"), ("mm", "c")])
+    ['a', 'b', 'c']
+    """
+    by_name: dict[str, list[str | None]] = {}
+    for name, module in calls:
+        by_name.setdefault(name, []).append(module)
+    num_seen, places, found = Counter(seen), Counter[str](), []
+    for name in seen:
+        told = by_name.get(name, [])
+        if len(told) == num_seen[name]:
+            found.append(told[places[name]])
+            places[name] += 1
+        else:
+            found.append(told[0] if len(set(told)) == 1 else None)
+    return found
+
+
+def _roots(host: pl.DataFrame, modules: Modules) -> set[str]:
+    """Names of modules that are called in no other one, where there is one alone: they are no part of a path."""
+    is_call = host["row"].is_in(modules.calls["row"].implode())
+    above = ancestor(host, is_call).gather(host["parent"]).gather(modules.calls["row"])
+    outer = set(modules.calls["module"].cast(pl.String).filter(above.is_null()))
+    labeled = {name for name in outer if not name.startswith("compiled ")}
+    return labeled if len(labeled) == 1 else set()
+
+
+def _full_name(module: str | None, outer: str | None, is_root: bool) -> str | None:
+    if not module:
+        return None  # the module around it, or the region
+    return module if outer is None or is_root else f"{outer}.{module}"
+
+
+def of_graph_kernels(device: pl.DataFrame, host: pl.DataFrame, compiler: Mapping[str, Any] | None) -> pl.DataFrame:
+    """GPU work with the module of kernels that a CUDA graph replays: of those that one module alone has, by name."""
+    known: dict[str, set[str]] = {}
+    for calls in calls_by_graph(compiler or {}).values():
+        for name, module in calls:
+            if name.startswith("triton_"):
+                known.setdefault(name, set()).add(module or "")
+    named = {name: next(iter(found)) for name, found in known.items() if len(found) == 1 and "" not in found}
+    if not named or device.is_empty():
+        return device
+    is_replayed = matches(host["name"], "GraphLaunch").gather(device["launch"]).fill_null(False)
+    if not is_replayed.any():
+        return device
+    told = device["name"].cast(pl.String).replace_strict(named, default=None, return_dtype=pl.String)
+    module = told.zip_with(is_replayed & told.is_not_null(), device["module"].cast(pl.String))
+    return device.with_columns(module.cast(pl.Categorical()).alias("module"))

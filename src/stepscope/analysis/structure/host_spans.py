@@ -1,0 +1,53 @@
+"""Modules by the host's time in them beside the GPU work they launch: where many small kernels could be one."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.memory.module_tree import starred
+from stepscope.analysis.structure.links import Linked
+
+_GROUP = ("module", "phase")
+
+
+def host_spans(linked: Linked) -> pl.DataFrame:
+    """By module, those that differ in a number alone together, and phase; each figure a step.
+
+    `module` (null: outside every module), `phase`, `num_ops` that the program, or autograd, called, `num_kernels`,
+    `host_ns` in the module and in none inside it, `device_ns` of its kernels, `uncovered_ns`: what the host takes
+    longer than the GPU, which has nothing to do meanwhile unless its queue is full. Most of that first.
+    """
+    host, device = linked.host, linked.device
+    num_steps = max(1, linked.steps.num)
+    names = pl.concat([host["module"].cast(pl.String), device["module"].cast(pl.String)]).unique().drop_nulls()
+    short = {name: starred(name) for name in names}
+    module = pl.col("module").cast(pl.String).replace(short)
+    phase = pl.col("phase").cast(pl.String)
+    above = host["op"].gather(host["parent"])
+    is_called = (host["kind"] == "op") & above.is_null()
+    on_host = (
+        host.select(module, phase, "self_ns", "step", is_called.alias("is_called"))
+        .filter(pl.col("step").is_not_null())
+        .group_by(_GROUP)
+        .agg(
+            pl.col("is_called").sum().cast(pl.Int64).alias("num_ops"),
+            pl.col("self_ns").sum().alias("host_ns"),
+        )
+    )
+    on_device = (
+        device.select(module, phase, "duration_ns", "step", "kind")
+        .filter(pl.col("step").is_not_null())
+        .group_by(_GROUP)
+        .agg(
+            (pl.col("kind").cast(pl.String) == "kernel").sum().cast(pl.Int64).alias("num_kernels"),
+            pl.col("duration_ns").sum().alias("device_ns"),
+        )
+    )
+    figures = ("num_ops", "num_kernels", "host_ns", "device_ns")
+    table = on_host.join(on_device, on=_GROUP, how="full", coalesce=True, nulls_equal=True)
+    return (
+        table.with_columns(pl.col(name).fill_null(0) / num_steps for name in figures)
+        .with_columns((pl.col("host_ns") - pl.col("device_ns")).clip(0).alias("uncovered_ns"))
+        .select(*_GROUP, *figures, "uncovered_ns")
+        .sort("uncovered_ns", "host_ns", "module", "phase", descending=[True, True, False, False], nulls_last=True)
+    )

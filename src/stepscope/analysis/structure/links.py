@@ -1,0 +1,206 @@
+"""What belongs to what in a trace: launch and kernel, op and launch, backward and forward, module, step, phase.
+
+Every link has a share that could not be made; `Linked.unlinked` shows it.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.analysis.kernels.kernel_classes import classify_kernels
+from stepscope.analysis.structure.compiled_modules import of_graph_kernels, with_compiled_code
+from stepscope.analysis.structure.modules import Modules, find_modules
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.steps import LABELS, Steps, at_times, find_steps
+from stepscope.analysis.time.gpu_time import with_activity
+from stepscope.trace.tables import Trace
+
+
+@dataclass(frozen=True)
+class Linked:
+    """One rank's trace with its links. A link is the `row` of a host event, null where there is none."""
+
+    trace: Trace
+    host: pl.DataFrame
+    """The host table with `row`, `end_ns`, `op` (innermost op at or above), `forward` (the forward op of a backward
+    one), `step`, `phase`, `module`."""
+    device: pl.DataFrame
+    """The device table in order of time, with `end_ns`, `activity`, `launch`, `op`, `op_name`, `module`, `class`, and
+    the `step` and `phase` of its launch: null where neither the launch nor the op is in the trace."""
+    memory: pl.DataFrame
+    """The memory table in order of time, with `op`, `step`, `phase`, `module`."""
+    steps: Steps
+    modules: Modules
+    unlinked: dict[str, Share]
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many could not be linked, of how many."""
+
+    num: int
+    num_all: int
+
+    @property
+    def share(self) -> float:
+        return self.num / self.num_all if self.num_all else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return {"num": self.num, "num_all": self.num_all, "share": self.share}
+
+
+def link(trace: Trace, steps: Steps | None = None) -> Linked:
+    """Make every link of a trace; `steps` where they are known already."""
+    end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+    events = _labels_apart(trace.host).with_row_index("row").with_columns(end)
+    # Polars lets go of the interpreter while it works: two links at a time use two cores.
+    with ThreadPoolExecutor(2) as pool:
+        finding = pool.submit(lambda: steps or find_steps(events))
+        host = events.with_columns(_ops(events), _forwards(events))
+        modules = with_compiled_code(host, find_modules(host), trace.compiler)
+        found = finding.result()
+        host = at_times(host, found, "start_ns").with_columns(_modules_of(host, modules))
+        linking = pool.submit(_memory, trace.memory, host, found)
+        device = of_graph_kernels(_device(trace.device, host, found), host, trace.compiler)
+        memory = linking.result()
+    return Linked(trace, host, device, memory, found, modules, _unlinked(host, device, memory, modules, found))
+
+
+def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
+    """Labels that an old profiler recorded as ops become the annotations they are."""
+    is_label = (host["kind"] == "op") & matches(host["name"], LABELS)
+    if not is_label.any():
+        return host
+    return host.with_columns(host["kind"].zip_with(~is_label, pl.Series(["annotation"], dtype=host.schema["kind"])))
+
+
+def _ops(host: pl.DataFrame) -> pl.Series:
+    """The op of each host event: for a launch the one its external id names, else the innermost around it."""
+    nested = ancestor(host, host["kind"] == "op").alias("op")
+    calls = host.select("row", "external_id").filter(host["kind"].is_in(["runtime", "driver"]))
+    is_same = host["external_id"].gather(nested.gather(calls["row"])) == calls["external_id"]
+    named = _by_external_id(host, calls.filter(~is_same.fill_null(False)))
+    return nested.scatter(named["row"], named["op"])
+
+
+def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
+    """`row` of the events and `op`, the one that their external id names; those it names none for are left out."""
+    ops = host.select("external_id", pl.col("row").alias("op")).filter(
+        (host["kind"] == "op") & (host["external_id"] > 0)
+    )
+    found = events.join(ops, on="external_id")
+    return found.unique("row", keep="first", maintain_order=True)
+
+
+def _forwards(host: pl.DataFrame) -> pl.Series:
+    """The forward op of everything under a backward one: the last op with its sequence number on its thread."""
+    none = pl.repeat(None, host.height, dtype=pl.UInt32, eager=True).alias("forward")
+    numbered = host.select("row", "thread", "sequence", "forward_thread").filter(
+        (host["kind"] == "op") & (host["sequence"] >= 0)
+    )
+    back = numbered.filter(pl.col("forward_thread") > 0).select("row", "sequence", "forward_thread")
+    ahead = (
+        numbered.filter((pl.col("forward_thread") == 0) | pl.col("forward_thread").is_null())
+        .group_by("sequence", "thread")
+        .agg(pl.col("row").max().alias("forward"))
+    )
+    pairs = back.join(ahead, on="sequence")
+    if pairs.is_empty():
+        return none
+    # Autograd's number of a thread is not the system's: the thread with most matches is the one it means.
+    votes = (
+        pairs.group_by("forward_thread", "thread")
+        .len()
+        .sort("len", "thread")
+        .unique("forward_thread", keep="last", maintain_order=True)
+    )
+    chosen = pairs.join(votes, on=["forward_thread", "thread"], how="semi").unique("row", keep="any")
+    linked = none.scatter(chosen["row"], chosen["forward"])
+    forward: pl.Series = linked.gather(ancestor(host, linked.is_not_null()))
+    return forward.alias("forward")
+
+
+def _modules_of(host: pl.DataFrame, modules: Modules) -> pl.Series:
+    """The module of each host event: the one it runs in, or for a backward op the one its forward ran in."""
+    own = modules.of_rows(host)
+    through: pl.Series = own.gather(host["forward"])
+    module: pl.Series = own.zip_with(own.is_not_null(), through)
+    return module.alias("module")
+
+
+def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
+    """GPU work in order of time with its links; its launch is the first call of its correlation."""
+    calls = host.select(
+        "correlation", pl.col("row").alias("launch"), pl.col("start_ns").alias("launch_start_ns")
+    ).filter(host["kind"].is_in(["runtime", "driver"]) & (host["correlation"] > 0))
+    ordered = (
+        device.sort("start_ns", "event")
+        .with_columns((pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
+        .with_row_index("row")
+    )
+    linked = ordered.join(calls, on="correlation", how="left", maintain_order="left")
+    if linked.height > ordered.height:
+        linked = linked.sort("row", "launch_start_ns").unique("row", keep="first", maintain_order=True)
+    op = host["op"].gather(linked["launch"])
+    orphans = linked.filter(op.is_null()).select("row", "external_id")
+    if not orphans.is_empty():
+        named = _by_external_id(host, orphans)
+        op = op.scatter(named["row"], named["op"])
+    issued = pl.coalesce("launch_start_ns", host["start_ns"].gather(op), "start_ns")
+    linked = linked.with_columns(
+        op.alias("op"),
+        host["name"].gather(op).alias("op_name"),
+        host["module"].gather(op).alias("module"),
+        issued.alias("issued_ns"),
+    ).drop("row")
+    # The classifier knows an op by its name.
+    classes = classify_kernels(linked.select("name", "kind", pl.col("op_name").alias("op")))["class"]
+    placed = at_times(with_activity(linked).with_columns(classes), steps, "issued_ns")
+    # Work may have been launched long before it starts: that it starts in a step does not make it the step's.
+    is_known = pl.col("launch").is_not_null() | pl.col("op").is_not_null()
+    return placed.with_columns(pl.when(is_known).then(pl.col("step", "phase")))
+
+
+def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
+    """The innermost op open on the thread when memory was taken or given back."""
+    if memory.is_empty():
+        return memory.with_columns(
+            pl.lit(None, pl.UInt32).alias("op"),
+            pl.lit(None, pl.Int64).alias("step"),
+            pl.lit(None, pl.String).alias("phase"),
+            pl.lit(None, pl.Categorical).alias("module"),
+        )
+    ordered = memory.sort("time_ns", "event")
+    before = host.select("thread", pl.col("start_ns").alias("time_ns"), "row").sort("time_ns", maintain_order=True)
+    row = ordered.join_asof(before, on="time_ns", by="thread", check_sortedness=False)["row"]
+    time = ordered["time_ns"]
+    while True:  # the event that started last may be over: then one around it is open
+        is_over = (host["end_ns"].gather(row) < time).fill_null(False)
+        if not is_over.any():
+            break
+        row = host["parent"].gather(row).zip_with(is_over, row)
+    op = host["op"].gather(row)
+    return at_times(ordered.with_columns(op.alias("op"), host["module"].gather(op).alias("module")), steps, "time_ns")
+
+
+def _unlinked(
+    host: pl.DataFrame, device: pl.DataFrame, memory: pl.DataFrame, modules: Modules, steps: Steps
+) -> dict[str, Share]:
+    launched = host["op"].gather(device["launch"].drop_nulls().unique())
+    backward = host["forward"].filter((host["kind"] == "op") & (host["sequence"] >= 0) & (host["forward_thread"] > 0))
+    shares = {
+        "kernel_to_launch": Share(device["launch"].null_count(), device.height),
+        "launch_to_op": Share(launched.null_count(), len(launched)),
+        "kernel_to_op": Share(device["op"].null_count(), device.height),
+        "backward_to_forward": Share(backward.null_count(), len(backward)),
+        "memory_to_op": Share(memory["op"].null_count(), memory.height),
+    }
+    if steps.num:
+        shares["event_to_step"] = Share(device["step"].null_count(), device.height)
+    if modules.source != "none":
+        shares["kernel_to_module"] = Share(device["module"].null_count(), device.height)
+    return shares

@@ -1,0 +1,61 @@
+"""Which module an event ran in: from our own ranges, else from the Python stacks in the trace, else not known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import ancestor
+
+MODULE_PREFIX = "stepscope.module/"
+"""What `recorder/trace.py` writes before the name of a module."""
+STACK_PREFIX = "nn.Module: "
+"""What the profiler writes before the class of a module whose call it saw."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The calls of modules in a trace."""
+
+    source: str
+    """`ranges`, `stacks`, `compiled` (regions of compiled code alone) or `none`."""
+    calls: pl.DataFrame
+    """`row` of the host table and `module`, its name."""
+    inlined: pl.DataFrame | None = None
+    """The same of ops and kernels in compiled code, which calls no modules, as its compiler tells."""
+
+    def of_rows(self, host: pl.DataFrame) -> pl.Series:
+        """The module each host event ran in."""
+        named = self.calls if self.inlined is None else pl.concat([self.calls, self.inlined])
+        if named.is_empty():
+            return pl.repeat(None, host.height, dtype=pl.Categorical(), eager=True).alias("module")
+        names = host.select("row").join(named, on="row", how="left", maintain_order="left")["module"]
+        module: pl.Series = names.gather(ancestor(host, names.is_not_null()))
+        return module.alias("module")
+
+
+def find_modules(host: pl.DataFrame) -> Modules:
+    """Every module call that a trace shows."""
+    for source, kind, prefix in (("ranges", "annotation", MODULE_PREFIX), ("stacks", "python", STACK_PREFIX)):
+        calls = host.select("row", "name").filter(host["kind"] == kind)
+        calls = calls.filter(matches(calls["name"], "^" + re.escape(prefix)))
+        if calls.is_empty():
+            continue
+        named = calls.select("row", pl.col("name").cast(pl.String).str.strip_prefix(prefix).alias("module"))
+        if source == "stacks":
+            named = _paths(host, named)
+        return Modules(source, named.cast({"module": pl.Categorical()}))
+    return Modules("none", pl.DataFrame(schema={"row": pl.UInt32(), "module": pl.Categorical()}))
+
+
+def _paths(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+    """A stack names a module by class and number: `Linear_3`. The modules around it make the name a path."""
+    above = ancestor(host, host["row"].is_in(calls["row"].implode()))
+    around = above.gather(host["parent"].gather(calls["row"]))
+    paths: dict[int, str] = {}
+    for row, name, outer in zip(calls["row"], calls["module"], around):  # parents have lower rows: they come first
+        paths[row] = f"{paths[outer]}.{name}" if outer is not None else name
+    return pl.DataFrame({"row": calls["row"], "module": [paths[row] for row in calls["row"]]})

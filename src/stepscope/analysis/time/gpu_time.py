@@ -1,0 +1,99 @@
+"""Where the GPU's time goes: computing, communicating, copying, idle; exact to the nanosecond."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import polars as pl
+
+from stepscope.analysis.structure.intervals import spans, sweep
+from stepscope.analysis.structure.names import matches
+
+COMMUNICATION_NAMES = "(?i)nccl|rccl"
+"""Kernels of NCCL and RCCL: what `docs/accounting.md` calls communication."""
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """One window of GPU time, in nanoseconds.
+
+    The window runs from the first GPU event's start to the last one's end, over kernels, copies and fills.
+    `busy_ns + idle_ns == window_ns` and `compute_ns + exposed_communication_ns + exposed_memory_ns == busy_ns`.
+    """
+
+    window_ns: int = 0
+    busy_ns: int = 0
+    """Something ran."""
+    idle_ns: int = 0
+    """Nothing ran."""
+    compute_ns: int = 0
+    """A kernel that is not communication ran."""
+    communication_ns: int = 0
+    """An NCCL or RCCL kernel ran."""
+    memory_ns: int = 0
+    """A copy or a fill ran."""
+    exposed_communication_ns: int = 0
+    """Communication ran and no other kernel."""
+    exposed_memory_ns: int = 0
+    """A copy or a fill ran and no kernel."""
+    overlapped_communication_ns: int = 0
+    """Communication ran beside computing."""
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def with_activity(device: pl.DataFrame) -> pl.DataFrame:
+    """Device events with a column `activity`: `compute`, `communication` or `memory`."""
+    return device.with_columns(
+        pl.when(pl.col("kind") != "kernel")
+        .then(pl.lit("memory"))
+        .when(matches(device["name"], COMMUNICATION_NAMES))
+        .then(pl.lit("communication"))
+        .otherwise(pl.lit("compute"))
+        .cast(pl.Enum(["compute", "communication", "memory"]))
+        .alias("activity")
+    )
+
+
+def timeline(device: pl.DataFrame) -> pl.DataFrame:
+    """The GPU's window cut wherever computing, communicating or copying begins or ends (`intervals.sweep`)."""
+    labeled = device if "activity" in device.columns else with_activity(device)
+    return sweep(
+        {name: spans(labeled, pl.col("activity") == name) for name in ("compute", "communication", "memory")}
+    )
+
+
+def gpu_time(device: pl.DataFrame) -> GpuTime:
+    """The account of device events (`device` table), whatever their device."""
+    return account(timeline(device), device)
+
+
+def account(stretches: pl.DataFrame, device: pl.DataFrame) -> GpuTime:
+    """The account of a timeline. An event of no length counts for the window, as any other does."""
+    if device.is_empty():
+        return GpuTime()
+    ends = device["start_ns"] + device["duration_ns"]
+    window = int(ends.max()) - int(device["start_ns"].min())  # type: ignore[arg-type]
+    length = pl.col("end_ns") - pl.col("start_ns")
+    compute, communication, memory = pl.col("compute"), pl.col("communication"), pl.col("memory")
+    sums = stretches.select(
+        busy=length.filter(compute | communication | memory).sum(),
+        compute=length.filter(compute).sum(),
+        communication=length.filter(communication).sum(),
+        memory=length.filter(memory).sum(),
+        exposed_communication=length.filter(communication & ~compute).sum(),
+        exposed_memory=length.filter(memory & ~compute & ~communication).sum(),
+        overlapped=length.filter(communication & compute).sum(),
+    ).row(0, named=True)
+    return GpuTime(
+        window_ns=window,
+        busy_ns=sums["busy"],
+        idle_ns=window - sums["busy"],
+        compute_ns=sums["compute"],
+        communication_ns=sums["communication"],
+        memory_ns=sums["memory"],
+        exposed_communication_ns=sums["exposed_communication"],
+        exposed_memory_ns=sums["exposed_memory"],
+        overlapped_communication_ns=sums["overlapped"],
+    )

@@ -1,0 +1,193 @@
+"""Why the GPU was idle: every nanosecond of it, by what the host did meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.analysis.structure.intervals import complement, spans, sweep
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+
+CAUSES = {
+    "launch": "The host was inside an op or a launch, and the GPU waited for the next kernel: launch-bound.",
+    "synchronization": "The host waited for the GPU, so that nothing was queued when the GPU was done.",
+    "data": "The host was fetching the next batch.",
+    "allocator": "The host was in the driver's allocator (`cudaMalloc`, `cudaFree`…).",
+    "python": "The host ran Python with no op open.",
+    "compile": "The host was compiling, loading code, capturing a graph, or kept for over a millisecond by one op or "
+    "one launch before its kernel, as libraries do that plan or tune and drivers that load code.",
+    "other_ranks": "The host waited for other ranks.",
+    "queued": "The kernel had been launched and did not start: a stream, an event or the device held it.",
+    "unknown": "The trace does not say who launched what came next.",
+}
+
+# Names that say what a host event is about, tried in this order.
+_NAMES = {
+    "synchronization": r"(?i:^(cuda|hip|cu)\w*Synchronize|^cudaMemcpy(_|$)|^hipMemcpy(WithStream)?$)",
+    "allocator": r"(?i:^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
+    r"|^cuMem(Alloc|Free|Create|Map|Unmap|Release|AddressReserve))",
+    "compile": r"_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler|select_algorithm)"
+    r"|triton/compiler|dynamo_timed|^cu(Module|Library)(Load|Unload)|^hipModule(Load|Unload)"
+    r"|^(cuda|hip)GraphInstantiate|Lazy Function Loading",
+    "other_ranks": r"(?i:^(c10d::|gloo:|nccl:barrier|nccl:.*wait|mpi:|ncclComm|ncclGroupEnd))",
+}
+
+_WORK = ["op", "runtime", "driver"]
+_CAUSE: pl.DataType = pl.Enum(list(CAUSES))
+_GAPS = pl.Schema([("gap", pl.UInt32()), ("start_ns", pl.Int64()), ("end_ns", pl.Int64()), ("cause", _CAUSE)])
+_LONGEST_NS = 2**62
+PLANNING_NS = 1_000_000
+"""An op's own host time is microseconds, and a launch's; from a millisecond on it is doing something else."""
+
+
+def idle_gaps(linked: Linked) -> pl.DataFrame:
+    """Every idle stretch of the GPU, cut by cause: `gap`, `start_ns`, `end_ns`, `cause`.
+
+    `gap` numbers the stretches between one piece of GPU work and the next; the pieces of a gap tile it.
+    """
+    device = linked.device
+    if device.is_empty():
+        return pl.DataFrame(schema=_GAPS)
+    first, last = int(device["start_ns"].min()), int(device["end_ns"].max())  # type: ignore[arg-type]
+    gaps = complement(spans(device), first, last).with_row_index("gap")
+    if gaps.is_empty():
+        return pl.DataFrame(schema=_GAPS)
+    # What ended the gap: of the events that start with it, one whose launch is known.
+    ending = (
+        device.select("start_ns", "launch", "launch_start_ns")
+        .filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
+        .sort("launch_start_ns", nulls_last=True)
+        .unique("start_ns", keep="first")
+        .select(pl.col("start_ns").alias("end_ns"), "launch", "launch_start_ns")
+    )
+    gaps = gaps.join(ending, on="end_ns", how="left", maintain_order="left")
+    gaps = gaps.with_columns(
+        linked.host["thread"].gather(gaps["launch"]),
+        linked.host["end_ns"].gather(gaps["launch"]).alias("launch_end_ns"),
+    )
+    # A launch after the start of what it launched is a matter of two clocks: all of the gap is the launch's. A launch
+    # that takes long does more than launch: the thread is looked at until it returns.
+    is_long = pl.col("launch_end_ns") - pl.col("launch_start_ns") >= PLANNING_NS
+    launch = (
+        pl.when(pl.col("launch_start_ns") > pl.col("end_ns"))
+        .then("start_ns")
+        .when(is_long)
+        .then(pl.col("launch_end_ns").clip("start_ns", "end_ns"))
+        .otherwise(pl.max_horizontal("launch_start_ns", "start_ns"))
+    )
+    known = pl.col("launch").is_not_null()
+    waiting = (
+        pl.when(pl.col("launch_start_ns") < pl.col("start_ns")).then(pl.lit("queued")).otherwise(pl.lit("launch"))
+    )
+    parts = [
+        gaps.filter(~known).select("gap", "start_ns", "end_ns", pl.lit("unknown").alias("cause")),
+        gaps.filter(known).select("gap", launch.alias("start_ns"), "end_ns", waiting.alias("cause")),
+    ]
+    late = gaps.filter(known).select("gap", "start_ns", launch.alias("end_ns"), "thread")
+    late = late.filter(pl.col("end_ns") > pl.col("start_ns"))
+    parts.append(by_host(linked, late))
+    return pl.concat(parts).filter(pl.col("end_ns") > pl.col("start_ns")).cast({"cause": _CAUSE}).sort("start_ns")
+
+
+def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
+    """Stretches of threads (`gap`, `start_ns`, `end_ns`, `thread`), cut by what the thread did in them: `gap`,
+    `start_ns`, `end_ns` and `cause`, one of `CAUSES`. Those of one thread do not overlap."""
+    if late.is_empty():
+        return late.select("gap", "start_ns", "end_ns", pl.lit("python").alias("cause"))
+    axis = _Axis.of(late)
+    if axis is None:  # a trace that spans centuries
+        return pl.concat([by_host(linked, part) for part in late.partition_by("thread")])
+    columns = ("row", "thread", "kind", "name", "start_ns", "duration_ns", "end_ns", "self_ns", "parent")
+    threads = linked.host.select(columns).filter(linked.host["thread"].is_in(axis.threads.implode()))
+    host = threads.filter(pl.col("end_ns") > axis.low_ns, pl.col("start_ns") < axis.high_ns)
+    special = host.filter(matches(host["name"], "|".join(_NAMES.values())))
+    span = ("thread", "start_ns", "end_ns")
+    sets = {cause: special.filter(matches(special["name"], name)).select(span) for cause, name in _NAMES.items()}
+    sets["compile"] = pl.concat([sets["compile"], _captures(threads), _planning(linked, host)])
+    main = pl.lit(linked.steps.main_thread, host.schema["thread"]).alias("thread")
+    sets["data"] = linked.steps.phases.filter(pl.col("phase") == "data").select(main, "start_ns", "end_ns")
+    # What is inside an op adds nothing to the time it covers.
+    parent_end = linked.host["end_ns"].gather(host["parent"])
+    is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
+    sets["launch"] = host.filter(host["kind"].is_in(_WORK) & ~is_inside.fill_null(False)).select(span)
+    stretches = sweep({"late": axis.put(late), **{name: axis.put(found) for name, found in sets.items()}})
+    cause = pl.lit("python")
+    for name in ("launch", "data", "other_ranks", "compile", "allocator", "synchronization"):
+        cause = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(cause)
+    found = stretches.filter("late").select("start_ns", "end_ns", cause.alias("cause")).sort("start_ns")
+    owners = axis.put(late.select("gap", *span)).select("gap", "shift_ns", pl.col("start_ns").alias("_start"))
+    found = found.join_asof(owners.sort("_start"), left_on="start_ns", right_on="_start", check_sortedness=False)
+    return found.select("gap", *(pl.col(name) - pl.col("shift_ns") for name in ("start_ns", "end_ns")), "cause")
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis for the times of many threads, one thread after the other: so that all are looked at in one pass."""
+
+    threads: pl.Series
+    low_ns: int
+    high_ns: int
+
+    @classmethod
+    def of(cls, late: pl.DataFrame) -> _Axis | None:
+        """The axis for stretches of threads; None where no number is large enough for it."""
+        threads = late["thread"].unique().sort()
+        low_ns, high_ns = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
+        is_short = len(threads) == 1 or len(threads) * (high_ns - low_ns + 1) < _LONGEST_NS
+        return cls(threads, low_ns, high_ns) if is_short else None
+
+    def put(self, spans: pl.DataFrame) -> pl.DataFrame:
+        """Spans of threads that are on the axis, cut to its length, with `shift_ns`, what they were moved by."""
+        moved = (pl.int_range(len(self.threads), eager=True) * (self.high_ns - self.low_ns + 1)).alias("shift_ns")
+        shifts = pl.DataFrame({"thread": self.threads, "shift_ns": moved})
+        found = spans.join(shifts, on="thread", maintain_order="left")
+        cut = pl.col("start_ns", "end_ns").clip(self.low_ns, self.high_ns)
+        return found.with_columns(cut + pl.col("shift_ns"))
+
+
+def _captures(host: pl.DataFrame) -> pl.DataFrame:
+    """From the beginning of each graph capture to its end, by `thread`: launches in between are written down, not
+    run."""
+    begins = host.filter(matches(host["name"], r"^(cuda|hip)StreamBeginCapture")).sort("start_ns")
+    ends = host.filter(matches(host["name"], r"^(cuda|hip)StreamEndCapture")).sort("start_ns")
+    return (
+        begins.select("thread", "start_ns")
+        .join_asof(
+            ends.select("thread", pl.col("start_ns").alias("end_ns")),
+            left_on="start_ns",
+            right_on="end_ns",
+            by="thread",
+            strategy="forward",
+            check_sortedness=False,
+        )
+        .drop_nulls()
+    )
+
+
+def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
+    """Ops and calls that launch kernels and keep the host long by themselves, with nothing inside to account for it.
+
+    A copy is as long as it is large, and a graph's launch as its kernels are many: those are not planned.
+    """
+    long = host.filter(pl.col("self_ns") >= PLANNING_NS)
+    if long.is_empty():
+        return long.select("thread", "start_ns", "end_ns")
+    kernels = linked.device.filter(pl.col("kind") == "kernel")["launch"]
+    launching = pl.concat([linked.device["op"], kernels]).drop_nulls()
+    is_other = matches(long["name"], rf"GraphLaunch|{_NAMES['synchronization']}|{_NAMES['allocator']}")
+    planned = long.filter(~is_other & long["row"].is_in(launching.implode()))
+    return planned.select("thread", "start_ns", "end_ns")
+
+
+def idle_causes(gaps: pl.DataFrame) -> pl.DataFrame:
+    """Idle time by cause: `cause`, `num_gaps`, `total_ns`, `share` of all idle time; every cause has a row."""
+    sums = gaps.group_by("cause").agg(
+        pl.col("gap").n_unique().cast(pl.Int64).alias("num_gaps"),
+        (pl.col("end_ns") - pl.col("start_ns")).sum().alias("total_ns"),
+    )
+    every = pl.DataFrame({"cause": pl.Series(list(CAUSES), dtype=_CAUSE)})
+    table = every.join(sums, on="cause", how="left", maintain_order="left").fill_null(0)
+    whole = max(1, int(table["total_ns"].sum()))
+    return table.with_columns((pl.col("total_ns") / whole).alias("share"))

@@ -1,0 +1,84 @@
+"""The work of each pass of a step by name: of the GPU where there is one, else of the host's ops."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.tensor_sizes import PRODUCTS
+
+GEMM, OTHER = "gemm", "other"
+MATMUL, SOFTMAX, COPIES, REST = "matmul", "softmax", "copies", "scale and mask"
+ATTENTION_PARTS = (MATMUL, SOFTMAX, REST, COPIES)
+_SOFTMAX_BEGINS = ("aten::amax", "aten::max", "aten::_softmax", "aten::softmax")
+_COPIES = ("aten::einsum", "aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "aten::reshape",
+           "aten::as_strided", "aten::view", "aten::permute", "aten::unsqueeze", "aten::expand",
+           "aten::select")  # fmt: skip
+
+
+def pass_work(linked: Linked) -> pl.DataFrame:
+    """One row a piece of work in order of time: `name`, `class`, `op`, `op_row`, `phase`, `duration_ns`.
+
+    Of a trace with GPU work, its kernels and copies; else ops, each with the time that no op below accounts for, and
+    of the class `gemm` or `other`.
+    """
+    if _has_gpu_work(linked):
+        device = linked.device.sort("start_ns")
+        named = device.select(
+            "name", "class", pl.col("op_name").alias("op"), pl.col("op").alias("op_row"), "phase", "duration_ns"
+        )
+        return named.with_columns(pl.col("name", "class", "op", "phase").cast(pl.String))
+    host = linked.host.filter(pl.col("kind") == "op").sort("start_ns")
+    named = host.select(
+        pl.col("name").cast(pl.String),
+        pl.col("name").cast(pl.String).alias("op"),
+        pl.col("row").alias("op_row"),
+        pl.col("phase").cast(pl.String),
+        pl.col("self_ns").alias("duration_ns"),
+    )
+    product = pl.col("op").is_in(list(PRODUCTS))
+    return named.with_columns(pl.when(product).then(pl.lit(GEMM)).otherwise(pl.lit(OTHER)).alias("class"))
+
+
+def _has_gpu_work(linked: Linked) -> bool:
+    """Whether the trace shows work of a GPU."""
+    return not linked.device.is_empty()
+
+
+def attention_parts(work: pl.DataFrame) -> dict[str, int]:
+    """Nanoseconds of the forward on each softmax, on the products before and after it, and on what is around them.
+
+    A softmax written out has no name of its own: it is what runs from its maximum on to the next product. Between the
+    product before and it there is scaling and masking. One that no product follows, such as a loss's, is not counted.
+    """
+    totals = dict.fromkeys(ATTENTION_PARTS, 0)
+    products, gaps = _taken_apart(work.filter(pl.col("phase") == "forward"))
+    for at in range(1, len(products)):
+        if SOFTMAX not in gaps[at]:
+            continue
+        totals[MATMUL] += products[at - 1] + products[at]
+        for part, duration_ns in gaps[at].items():
+            totals[part] += duration_ns
+        for around in (gaps[at - 1], gaps[at + 1]):
+            totals[COPIES] += around.get(COPIES, 0)
+    return totals
+
+
+def _taken_apart(forward: pl.DataFrame) -> tuple[list[int], list[dict[str, int]]]:
+    """The time of every product, and by part that of what runs before the first, between two, and after the last."""
+    products: list[int] = []
+    gaps: list[dict[str, int]] = [{}]
+    current = None
+    for op, row, duration_ns in forward.select("op", "op_row", "duration_ns").iter_rows():
+        gap = gaps[-1]
+        if op in PRODUCTS and row == current:  # one product of several kernels
+            products[-1] += duration_ns
+        elif op in PRODUCTS:
+            products.append(duration_ns)
+            gaps.append({})
+        else:
+            inside = SOFTMAX if SOFTMAX in gap or op in _SOFTMAX_BEGINS else REST
+            part = COPIES if op in _COPIES else inside
+            gap[part] = gap.get(part, 0) + duration_ns
+        current = row
+    return products, gaps

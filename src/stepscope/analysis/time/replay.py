@@ -1,0 +1,376 @@
+"""A trace played again with something changed: what a step takes if this kernel is faster, or that launch is gone.
+
+The model is small. The host is one chain of ticks in order of time: the start and the return of every call that
+gives the GPU work or waits for it. The time between two ticks is the host's own and is kept. A piece of GPU work
+starts when it has been launched, when its stream is free, and when the work of another stream that held it is done. A
+call that waits returns when what it waits for is done; a launch into a full queue when there is room. What a launch
+or a stream took beyond that in the trace is kept where it decided the start, and is a typical one where it did not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from statistics import median, median_low
+
+import polars as pl
+
+from stepscope.analysis.structure.intervals import length_ns, spans, union
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.time.idle import PLANNING_NS
+from stepscope.analysis.time.syncs import syncs
+
+PROFILER_SHARE = 0.32
+"""Of the host's own time, what the profiler takes to write ops and calls down, with shapes and memory; from traces
+whose clean step is known (docs/whatif.md). A share, since a slow host writes slowly too."""
+_QUEUE_LENGTH = 1024
+"""Pieces of GPU work that can wait before the next launch blocks."""
+_HELD_NS = 10_000
+"""A stream that could go on and does not for longer than this is held by something."""
+_STOOD_NS = 1_000_000
+"""Of a GPU with work in its queue, no pause is as long."""
+_NEVER = 2**62
+_LEAST_SHARE = 0.2
+"""Of the host's own time between two ticks, what the profiler's part never takes away."""
+_MOST_STEPS = 8
+"""Of a long trace: more of the same steps tell little more, and cost a replay each time."""
+_LIKE = 1.25
+"""Steps within this factor of one another are alike."""
+_LATENCY_NS, _PAUSE_NS, _NUM_TYPICAL = 5_000, 1_500, 8
+"""From launch to start and from kernel to kernel, where a trace shows too few to tell."""
+
+_START, _RETURN, _BORDER = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is different in a replay: nothing, unless said."""
+
+    duration_ns: Mapping[int, float] = field(default_factory=dict)
+    """By the `event` of GPU work: how long it takes now."""
+    gone: frozenset[int] = frozenset()
+    """The `event`s of GPU work that is not done any more."""
+    host: pl.DataFrame | None = None
+    """Stretches of the host's time that shrink: `start_ns`, `end_ns`, disjoint and in order, `factor` of it left."""
+    unwaited: frozenset[int] = frozenset()
+    """The `event`s of calls that do not wait any more."""
+    profiler_ns_per_event: float = 0.0
+    """Taken off the host for each event that the profiler wrote down: 0 replays the trace as it was recorded."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A window of steps, as it would be; a trace without steps counts as one."""
+
+    step_ns: float
+    """From the first step's start to the last one's end on the host, by the number of steps."""
+    done_ns: float
+    """The same from GPU work done to GPU work done, and no less than `host_ns`: what a step costs a long run."""
+    device_ns: float
+    """GPU work a step, added up."""
+    host_ns: float
+    """A step of a host that never waits for the GPU."""
+
+
+@dataclass(frozen=True)
+class _Tick:
+    time_ns: int
+    kind: int
+    call: int
+    """The call's `event`; of work without a launch in the trace, a negative number of the work's own."""
+    num_events: int
+    """What the profiler wrote down since the tick before."""
+
+
+class Replay:
+    """Whole steps of a trace, ready to be played again: all of them, or `steps` that follow one another."""
+
+    def __init__(self, linked: Linked, steps: pl.DataFrame | None = None) -> None:
+        steps = linked.steps.table if steps is None else steps
+        self.num_steps = max(1, steps.height)
+        bounds = steps if steps.height else _without_steps(linked)
+        self.start_ns, self.end_ns = _least(bounds["start_ns"].min()), _least(bounds["end_ns"].max())
+        self._read_device(linked)
+        self._read_calls(linked)
+        self._settle_starts()
+
+    def _read_device(self, linked: Linked) -> None:
+        """GPU work in order of its launch, then of its start.
+
+        What was given before the window and is not done when it begins is given at its beginning. What has no launch
+        in the trace was given with what ran before it on its stream; before the trace began, where what ran after it
+        on its stream has one and was given before it started, or where the GPU never stood until then; else when it
+        starts.
+        """
+        issued = pl.when(pl.col("launch").is_not_null()).then("issued_ns")
+        work = linked.device.with_columns(
+            pl.struct("device", "stream").rank("dense").alias("lane"), issued.alias("given")
+        ).sort("start_ns", "event")
+        next_given = pl.col("given").backward_fill().over("lane")
+        is_queued = (pl.col("start_ns") > next_given) | (
+            (pl.col("start_ns") < _stood(work)) & next_given.is_not_null()
+        )
+        queued = pl.when(is_queued).then(self.start_ns - 1)
+        given = pl.coalesce(pl.col("given").forward_fill().over("lane"), queued, "start_ns")
+        work = work.with_columns(pl.col("given").is_not_null().alias("is_launched"), given.alias("given"))
+        is_before = pl.col("given") < self.start_ns
+        work = work.filter(pl.col("given") < self.end_ns, ~is_before | (pl.col("end_ns") > self.start_ns))
+        work = work.sort(~is_before, "given", "start_ns", "event")
+        before = work.filter(is_before)
+        self._num_before = before.height
+        self._busy_before = _busy_until(before, self.start_ns)
+        inside = work.with_columns(pl.col("given").clip(self.start_ns))
+        self._events: list[int] = inside["event"].to_list()
+        self._lane: list[int] = inside["lane"].to_list()
+        self._stream: list[int] = inside["stream"].to_list()
+        self._starts: list[int] = inside["start_ns"].to_list()
+        self._ends: list[int] = inside["end_ns"].to_list()
+        self._issued: list[int] = inside["given"].to_list()
+        calls = linked.host["event"].gather(inside["launch"]).to_list()
+        returned = linked.host["end_ns"].gather(inside["launch"]).fill_null(inside["given"])
+        self._returned: list[int] = returned.clip(self.start_ns).to_list()
+        self._work: dict[int, list[int]] = {}
+        for index, call in enumerate(calls):
+            is_alone = call is None or index < self._num_before
+            self._work.setdefault(-1 - self._events[index] if is_alone else call, []).append(index)
+
+    def _read_calls(self, linked: Linked) -> None:
+        """The ticks of the host, and until when each call that waits stood."""
+        host = linked.host
+        waits = syncs(linked).filter(pl.col("kind") == "host_wait", pl.col("thread").is_not_null())
+        until = pl.col("start_ns") + pl.col("wait_ns").fill_null(0)
+        self._waits: dict[int, tuple[int, int | None]] = {
+            event: (until_ns, stream)
+            for event, until_ns, stream in waits.select("event", until, "wait_on_stream").rows()
+        }
+        calls = host.filter(
+            pl.col("event").is_in([call for call in self._work if call >= 0] + list(self._waits)),
+            pl.col("start_ns") >= self.start_ns,
+            pl.col("start_ns") < self.end_ns,
+        )
+        ticks = [(self._issued[work[0]], _START, call) for call, work in self._work.items() if call < 0]
+        for event, start, end in calls.select("event", "start_ns", "end_ns").iter_rows():
+            ticks += [(start, _START, event), (min(end, self.end_ns), _RETURN, event)]
+        # Work without a launch that is given at one moment stays in its order.
+        ticks.sort(key=lambda tick: (tick[0], tick[1], max(tick[2], -1)))
+        ticks = [(self.start_ns, _BORDER, 0), *ticks, (self.end_ns, _BORDER, 0)]
+        written = host["start_ns"].filter(host["kind"].is_in(["op", "runtime", "driver", "python"])).sort()
+        counts = written.search_sorted(pl.Series([time for time, _, _ in ticks], dtype=pl.Int64), side="right")
+        self._ticks = [
+            _Tick(time, kind, call, max(0, after - before))
+            for (time, kind, call), before, after in zip(ticks, [counts[0], *counts], counts)
+        ]
+
+    def _settle_starts(self) -> None:
+        """What decided when each piece of GPU work started, and what it took beyond that."""
+        count = len(self._events)
+        free = [self.start_ns] * count
+        end_of: dict[int, int] = {}
+        for i in range(count):  # as they were given: so they are played
+            free[i] = end_of.get(self._lane[i], self.start_ns)
+            end_of[self._lane[i]] = self._ends[i]
+        latencies = [start - issued for start, issued in zip(self._starts, self._issued)]
+        pauses = [start - end for start, end in zip(self._starts, free)]
+        idle = [latencies[i] for i in range(count) if self._issued[i] > free[i]]
+        queued = [pauses[i] for i in range(count) if free[i] > self._issued[i] + 2 * _LATENCY_NS]
+        self.latency_ns = median(idle) if len(idle) >= _NUM_TYPICAL else _LATENCY_NS
+        self.pause_ns = max(0.0, median(queued)) if len(queued) >= _NUM_TYPICAL else _PAUSE_NS
+        self._latency: list[float] = [min(self.latency_ns, latency) for latency in latencies]
+        self._pause: list[float] = [min(self.pause_ns, pause) for pause in pauses]
+        self._holder: list[int | None] = [None] * count
+        in_order = sorted(range(count), key=lambda i: self._ends[i])
+        ends = [self._ends[i] for i in in_order]
+        for i in range(count):
+            ready = max(free[i], self._issued[i] + self.latency_ns)
+            if self._starts[i] - ready > _HELD_NS:
+                other = in_order[bisect_right(ends, self._starts[i]) - 1]
+                if self._lane[other] != self._lane[i] and self._ends[other] > ready and other < i:
+                    self._holder[i] = other
+                    continue
+            if free[i] > self._issued[i] + self.latency_ns:
+                self._pause[i] = pauses[i]
+            else:
+                self._latency[i] = latencies[i]
+        # When a launch returned, all but so many of the pieces given before it had started.
+        started = list(accumulate(self._starts, max))
+        waiting = (i + 1 - bisect_right(started, returned) for i, returned in enumerate(self._returned))
+        self._queue_length = max([_QUEUE_LENGTH, *waiting])
+
+    @cached_property
+    def profiler_ns_per_event(self) -> float:
+        """What the profiler adds to the host's time for each event that it writes down, by what the host takes for
+        one in this trace; stretches of a millisecond and more are left out, which are no writing."""
+        own_ns = num_events = 0.0
+        last_ns = self.start_ns
+        for tick in self._ticks:
+            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
+            if last_ns < tick.time_ns and tick.time_ns - since < PLANNING_NS:
+                own_ns += tick.time_ns - since
+                num_events += tick.num_events * (tick.time_ns - since) / (tick.time_ns - last_ns)
+            last_ns = tick.time_ns
+        return PROFILER_SHARE * own_ns / num_events if num_events else 0.0
+
+    @property
+    def events(self) -> list[int]:
+        """The GPU work that was given within the window, by `event`."""
+        return self._events[self._num_before :]
+
+    @property
+    def waits(self) -> list[int]:
+        """The calls that wait for the GPU, by `event`."""
+        return [tick.call for tick in self._ticks if tick.kind == _RETURN and tick.call in self._waits]
+
+    @property
+    def recorded(self) -> Replayed:
+        """The window as the trace has it: no replay, but its own times."""
+        device_ns = sum(self._ends[self._num_before :]) - sum(self._starts[self._num_before :])
+        host = self.host_stretches()
+        host_ns = int((host["end_ns"] - host["start_ns"]).sum())
+        done_ns = max(max([self.end_ns, *self._ends]) - self._busy_before, host_ns)
+        totals = (self.end_ns - self.start_ns, done_ns, device_ns, host_ns)
+        return Replayed(*(ns / self.num_steps for ns in totals))
+
+    def host_stretches(self) -> pl.DataFrame:
+        """The host's own time, tick by tick: `start_ns`, `end_ns`, and the `call` whose start or return ends it, null
+        at the end of the window; what a call stood waiting is left out."""
+        rows: list[tuple[int, int, int | None]] = []
+        last_ns = self.start_ns
+        for tick in self._ticks:
+            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
+            rows.append((since, tick.time_ns, None if tick.kind == _BORDER or tick.call < 0 else tick.call))
+            last_ns = tick.time_ns
+        schema = {"start_ns": pl.Int64, "end_ns": pl.Int64, "call": pl.Int64}
+        return pl.DataFrame(rows, schema=schema, orient="row").filter(pl.col("end_ns") > pl.col("start_ns"))
+
+    def _room(self, call: int) -> int | None:
+        """The piece of work that must start before a launch into the queue returns; None where there is room."""
+        work = self._work.get(call)
+        return work[-1] - self._queue_length if work and work[-1] >= self._queue_length else None
+
+    def _stood_until(self, tick: _Tick) -> int:
+        """When the GPU let go of a call that waited for it, in the trace."""
+        if tick.kind != _RETURN:
+            return 0
+        if tick.call in self._waits:
+            return self._waits[tick.call][0]
+        room = self._room(tick.call)
+        return 0 if room is None else self._starts[room]
+
+    def play(self, change: Change) -> Replayed:
+        """The window as the change makes it."""
+        durations = [
+            0.0 if event in change.gone else float(change.duration_ns.get(event, end - start))
+            for event, start, end in zip(self._events, self._starts, self._ends)
+        ]
+        starts, ends = [0.0] * len(durations), [0.0] * len(durations)
+        lane_end: dict[int, float] = {}
+        stream_end: dict[int | None, float] = {None: float(self.start_ns)}
+        now = host_ns = float(self.start_ns)
+        shrunk = _Shrunk(change.host)
+        last_ns = self.start_ns
+        for tick in self._ticks:
+            done = 0.0
+            if tick.kind == _RETURN and tick.call in self._waits:
+                done = 0.0 if tick.call in change.unwaited else stream_end.get(self._waits[tick.call][1], 0.0)
+            elif tick.kind == _RETURN and (room := self._room(tick.call)) is not None:
+                done = starts[room]
+            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
+            own = tick.time_ns - since - shrunk.between(since, tick.time_ns)
+            if own and change.profiler_ns_per_event:
+                whole = tick.time_ns - last_ns
+                written = tick.num_events * change.profiler_ns_per_event * own / whole
+                own = max(own * _LEAST_SHARE, own - written)
+            now = max(now, done) + own
+            host_ns += own
+            last_ns = tick.time_ns
+            if tick.kind != _START:
+                continue
+            for i in self._work.get(tick.call, ()):
+                lane = self._lane[i]
+                free = lane_end.get(lane, float(self.start_ns))
+                if self._events[i] in change.gone:
+                    starts[i] = ends[i] = free
+                    continue
+                holder = self._holder[i]
+                held = 0.0 if holder is None else ends[holder] + self._starts[i] - self._ends[holder]
+                starts[i] = max(free + self._pause[i], now + self._latency[i], held)
+                ends[i] = lane_end[lane] = starts[i] + durations[i]
+                for stream in (self._stream[i], None):
+                    stream_end[stream] = max(stream_end.get(stream, 0.0), ends[i])
+        host_ns -= self.start_ns
+        done_ns = max(max(now, stream_end[None]) - self._busy_before, host_ns)
+        device_ns = sum(durations[self._num_before :])
+        totals = (now - self.start_ns, done_ns, device_ns, host_ns)
+        return Replayed(*(ns / self.num_steps for ns in totals))
+
+
+def typical_steps(linked: Linked) -> pl.DataFrame:
+    """The steps of a trace that follow one another and took like time: the last eight of the longest such run.
+
+    A step may be slowed by the profiler that has just begun, or by something that comes once; one may be empty. Like
+    the median is alike, like the faster one of two.
+    """
+    steps = linked.steps.table
+    lengths = (steps["end_ns"] - steps["start_ns"]).to_list()
+    working = set(linked.device["step"].drop_nulls())
+    is_working = [not working or step in working for step in steps["step"]]
+    typical = median_low([length for length, works in zip(lengths, is_working) if works] or [0])
+    best, first = (0, 0), 0
+    for i, length in enumerate(lengths):
+        if not is_working[i] or not typical / _LIKE <= length <= typical * _LIKE:
+            first = i + 1
+        elif i + 1 - first >= best[1] - best[0]:
+            best = (first, i + 1)
+    return steps.slice(best[0], best[1] - best[0]).tail(_MOST_STEPS)
+
+
+def _without_steps(linked: Linked) -> pl.DataFrame:
+    """The stretch of a trace that nobody divided into steps: from the first launch on, where there is one."""
+    whole = pl.concat([spans(linked.host, linked.host["kind"] != "overhead"), spans(linked.device)])
+    return whole.with_columns(pl.col("start_ns").clip(_least(linked.device["launch_start_ns"].min())))
+
+
+def _stood(work: pl.DataFrame) -> int:
+    """When the GPU first stood for longer than it does between one queued piece and the next; of work in order."""
+    reach = work["end_ns"].cum_max().shift(1)
+    stood = work["start_ns"].filter((work["start_ns"] - reach > _STOOD_NS).fill_null(False))
+    return int(stood[0]) if len(stood) else _NEVER
+
+
+def _busy_until(before: pl.DataFrame, start_ns: int) -> int:
+    """When the GPU is done with what it was given before a window, from that window's beginning on.
+
+    What no launch is known for may have been given late: of that, only the time in which the GPU was at work counts.
+    """
+    known = _least(before.filter("is_launched")["end_ns"].max(), start_ns)
+    joined = union(before.select(pl.col("start_ns").clip(start_ns), pl.col("end_ns") + _HELD_NS))
+    return max(known, start_ns + length_ns(joined) - _HELD_NS * joined.height)
+
+
+def _least(value: object, least: int = 0) -> int:
+    return max(value, least) if isinstance(value, int) else least
+
+
+class _Shrunk:
+    """How much of the host's time is gone between two moments."""
+
+    def __init__(self, stretches: pl.DataFrame | None) -> None:
+        self._starts: list[int] = [] if stretches is None else stretches["start_ns"].to_list()
+        self._ends: list[int] = [] if stretches is None else stretches["end_ns"].to_list()
+        self._gone: list[float] = [] if stretches is None else (1 - stretches["factor"]).to_list()
+        self._sums = [0.0]
+        for start, end, gone in zip(self._starts, self._ends, self._gone):
+            self._sums.append(self._sums[-1] + (end - start) * gone)
+
+    def between(self, start_ns: int, end_ns: int) -> float:
+        return self._until(end_ns) - self._until(start_ns) if self._starts else 0.0
+
+    def _until(self, time_ns: int) -> float:
+        place = bisect_right(self._starts, time_ns)
+        if not place:
+            return 0.0
+        inside = max(0, self._ends[place - 1] - max(time_ns, self._starts[place - 1]))
+        return self._sums[place] - inside * self._gone[place - 1]

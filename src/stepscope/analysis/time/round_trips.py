@@ -1,0 +1,62 @@
+"""Tensors that went to the host and came back."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import polars as pl
+
+from stepscope.analysis.structure.callers import python_callers
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.nesting import climb
+
+_LEAST_BYTES = 256
+"""Fewer are a value or two: sizes that are equal by chance."""
+_MOST_KERNELS = 8
+"""Launched between the way out and the way back: more, and the two have little to do with one another."""
+_SCHEMA = pl.Schema(
+    {
+        "start_ns": pl.Int64(), "end_ns": pl.Int64(), "out": pl.Int64(), "back": pl.Int64(), "bytes": pl.Int64(),
+        "num_kernels": pl.Int64(), "step": pl.Int64(), "phase": pl.String(), "module": pl.String(),
+        "caller": pl.String(), "op": pl.String(),
+    }
+)  # fmt: skip
+
+
+def round_trips(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
+    """A copy to the host and the next one of as many bytes to the device in the same phase of a step, one row a pair.
+
+    `start_ns`, `end_ns`: on the host, from the beginning of the op that took the tensor to the end of the one that
+    brought it back; `out` and `back`, the `event`s of the copies; `bytes`; `num_kernels` launched in between; `step`,
+    `phase`, `module`, `caller` and `op` of the way out.
+    """
+    host, device = linked.host, linked.device
+    made = device.filter(pl.col("kind") == "memcpy", pl.col("launch").is_not_null(), pl.col("bytes") >= _LEAST_BYTES)
+    made = made.join(copies.select("event", "what"), on="event").sort("issued_ns")
+    outer = _outermost(host, made["op"].zip_with(made["op"].is_not_null(), made["launch"]))
+    made = made.select(
+        "event", "what", "bytes", "step", "phase", "module", "issued_ns", "op_name",
+        host["start_ns"].gather(outer).alias("begin_ns"), host["end_ns"].gather(outer).alias("end_ns"),
+        python_callers(host, made["launch"]).alias("caller"),
+    )  # fmt: skip
+    launched = device.filter(pl.col("kind") == "kernel")["issued_ns"].sort().to_list()
+    taken: dict[tuple[object, ...], list[dict[str, object]]] = {}
+    rows = []
+    for copy in made.iter_rows(named=True):
+        key = (copy["bytes"], copy["step"], copy["phase"])
+        if copy["what"] == "device_to_host":
+            taken.setdefault(key, []).append(copy)
+        elif copy["what"] == "host_to_device" and taken.get(key):
+            out = taken[key].pop()
+            between = bisect_left(launched, copy["issued_ns"]) - bisect_left(launched, out["issued_ns"])
+            if between <= _MOST_KERNELS:
+                rows.append(
+                    (out["begin_ns"], copy["end_ns"], out["event"], copy["event"], copy["bytes"], between,
+                     *(out[name] for name in ("step", "phase", "module", "caller", "op_name")))
+                )  # fmt: skip
+    return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+
+
+def _outermost(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
+    is_aten = (host["kind"] == "op") & host["name"].cast(pl.String).str.starts_with("aten::")
+    return climb(rows, host["parent"].gather, lambda _, above: is_aten.gather(above))

@@ -1,0 +1,139 @@
+"""What the times of single steps say: steps that come back slow, and steps that had not settled yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from stepscope.analysis.time.phases import phase_of
+from stepscope.analysis.time.statistics import quantile
+from stepscope.trace.recording import Recording, StepSample
+
+_OUTLIER = 1.5
+"""Of the median: a step above is one that something came into."""
+_BY_CHANCE = 0.01
+"""How likely outliers that come as they please may look like a period."""
+_IN_ONE_PHASE = 0.8
+"""Of what slow steps take longer, the part that says where it is."""
+_FEWEST_STEPS, _FEWEST_UNSETTLED = 8, 3
+_UNSETTLED = 1.1
+_LATE_SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class SlowSteps:
+    """Steps that take much longer than the others."""
+
+    num_steps: int
+    """Looked at."""
+    median_ns: float
+    slow: tuple[tuple[int, int], ...]
+    """Step and how long it took, those that the figures are of."""
+    excess_ns: float
+    """What they take above the median, spread over all steps."""
+    period: int
+    """Steps from one to the next."""
+    phase: str | None
+    """Where most of the excess is, as far as phases were looked at."""
+
+
+@dataclass(frozen=True)
+class Settling:
+    """Clean steps that were still getting faster."""
+
+    num_steps: int
+    num_unsettled: int
+    first_ns: float
+    settled_ns: float
+    """The median of the last half."""
+    mean_ns: float
+
+
+def slow_steps(recording: Recording) -> SlowSteps | None:
+    """The slow steps that come back every so many; None where none do, or where it may be chance.
+
+    On a GPU the clean steps' device time; else the host's time of clean and free steps, for a host that runs ahead of
+    a GPU has slow steps where it waits for it, and they cost nothing.
+    """
+    clean = [sample for sample in recording.window("clean") if not sample.num_compiles]
+    if not clean:
+        return None
+    on_device = any(sample.device_ns is not None for sample in clean)
+    # The first free step still has the writing of what the windows found in it.
+    samples = clean if on_device else [*clean, *recording.window("free")[1:]]
+    times = {sample.step: _step_ns(sample, on_device) for sample in samples}
+    if len(times) < _FEWEST_STEPS or None in times.values():
+        return None
+    known = {step: ns for step, ns in times.items() if ns is not None}
+    middle = float(median(known.values()))
+    outliers = {step: ns for step, ns in known.items() if ns > _OUTLIER * middle}
+    period, chosen = _period(set(outliers), set(known))
+    if period is None:
+        return None
+    excess = sum(known[step] - middle for step in chosen) / len(known)
+    slow = tuple((step, known[step]) for step in sorted(chosen))
+    return SlowSteps(len(known), middle, slow, excess, period, _phase(clean, chosen))
+
+
+def settling(recording: Recording) -> Settling | None:
+    """The clean steps at the beginning that were slower than the rest; None: there are none, or too few to say."""
+    clean = [sample for sample in recording.window("clean") if not sample.num_compiles]
+    on_device = bool(clean) and all(sample.device_ns is not None for sample in clean)
+    times = [_step_ns(sample, on_device) or 0 for sample in clean]
+    if len(times) < _FEWEST_STEPS:
+        return None
+    settled = float(median(times[len(times) // 2 :]))
+    limit = max(_UNSETTLED * settled, quantile(sorted(map(float, times[len(times) // 2 :])), 0.9))
+    num = next((i for i, ns in enumerate(times) if ns <= limit), len(times))
+    late = sum(ns > limit for ns in times[num:])
+    if (
+        num < max(_FEWEST_UNSETTLED, len(times) // 10)
+        or num > len(times) // 2
+        or late > _LATE_SHARE * (len(times) - num)
+    ):
+        return None
+    return Settling(len(times), num, float(times[0]), settled, sum(times) / len(times))
+
+
+def _step_ns(sample: StepSample, on_device: bool) -> int | None:
+    if not on_device:
+        return sample.wall_ns
+    return None if sample.device_ns is None else sum(sample.device_ns.values())
+
+
+def _period(outliers: set[int], steps: set[int]) -> tuple[int | None, set[int]]:
+    """The least period all of whose steps are slow, and those steps; None where chance would find one as well."""
+    num_tried = 0
+    for period in range(2, (max(steps) - min(steps)) // 2 + 1):
+        num_tried += period
+        for rest in {step % period for step in outliers}:
+            members = {step for step in steps if step % period == rest}
+            if len(members) < 2 or not members <= outliers:
+                continue
+            rate = (len(outliers - members) + 1) / len(steps)
+            if num_tried * rate ** len(members) <= _BY_CHANCE:
+                return period, members
+    return None, set()
+
+
+def _phase(clean: Sequence[StepSample], slow: set[int]) -> str | None:
+    """The phase in which slow steps take most of what they take longer than the others."""
+    belongs = phase_of(clean)
+
+    def mean(samples: Sequence[StepSample]) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for sample in samples:
+            for label, ns in sample.host_ns.items():
+                name = belongs.get(label, "other")
+                sums[name] = sums.get(name, 0.0) + ns / len(samples)
+        return sums
+
+    inside = [sample for sample in clean if sample.step in slow]
+    outside = [sample for sample in clean if sample.step not in slow]
+    if not inside or not outside:
+        return None
+    usual = mean(outside)
+    excess = {name: ns - usual.get(name, 0.0) for name, ns in mean(inside).items()}
+    name, most = max(excess.items(), key=lambda item: item[1])
+    return name if most >= _IN_ONE_PHASE * sum(max(0.0, ns) for ns in excess.values()) else None

@@ -1,0 +1,201 @@
+"""One recording's answer: how fast a step is, how far from the limit, where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.analysis.costs.flops import StepFlops, Utilization, step_flops, utilization
+from stepscope.analysis.time.counters import CounterSummary, summarize_counters
+from stepscope.analysis.time.phases import (
+    UNATTRIBUTED,
+    Phase,
+    Row,
+    data_is_named,
+    mean_phases,
+    rows,
+)
+from stepscope.analysis.time.statistics import Distribution, describe
+from stepscope.devices import Ceilings, Device
+from stepscope.trace.recording import Recording, StepSample
+
+
+@dataclass(frozen=True)
+class ObserverEffect:
+    """How much slower a probe's window was than the clean steps."""
+
+    window: str
+    ratio: float
+    num_steps: int
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Units a second at the median clean step, so that both figures on the card say the same."""
+
+    unit: str
+    """`tokens` or `samples`."""
+    per_step: float
+    per_s: float
+    joules_per_unit: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything the card shows; nanoseconds, bytes and shares, no text."""
+
+    num_steps: int
+    """Steps in the recording, whatever their window."""
+    num_clean: int
+    """Steps that the figures come from."""
+    num_compiling: int
+    """Steps of the clean window that compiled something and were left out."""
+    clock: str | None
+    """`device` (between CUDA events) or `host`; which one `step_ns` was read from."""
+    step_ns: Distribution | None
+    """The clean steps on that clock; null when there are none."""
+    host_step_ns: Distribution | None
+    """The same steps on the host clock; on a GPU the host may run ahead of the device."""
+    warmup_ns: tuple[int, ...]
+    """Host time of each warm-up step: first calls and compilation."""
+    num_micro_batches: int
+    """Calls of the root module in one step: more than 1 with gradient accumulation."""
+    num_skipped: int
+    """Optimizer steps that a GradScaler skipped."""
+    data_is_named: bool
+    """Whether `data` is time in a DataLoader or `stepscope.phase("data")`; else the stretch before the forward."""
+    throughput: Throughput | None
+    """Null when no model input was seen."""
+    phases: tuple[Phase, ...]
+    """Of the mean of the middle half of the clean steps, by step time."""
+    rows: tuple[Row, ...]
+    """Where the step goes; on a GPU with `idle` and `unattributed`."""
+    flops: StepFlops | None
+    """Null when the run ended before the memory and FLOPs window."""
+    mfu: Utilization | None
+    """Model FLOPs utilization; null when no limit is known for the device and dtype."""
+    hfu: Utilization | None
+    """Hardware FLOPs utilization: executed FLOPs, recomputation included."""
+    parameters: Mapping[str, Any] | None
+    """As in the recording."""
+    observer_effects: tuple[ObserverEffect, ...]
+    """One for each probe window that ran."""
+    counters: CounterSummary | None
+    """NVML during the clean steps; null without."""
+    num_kernels_per_step: float | None
+    """From the trace window; null without a GPU."""
+
+
+def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | None) -> Summary:
+    """The summary of a recording; `device` and `ceilings` are the limits known for its device, if any."""
+    timed = recording.window("clean")
+    clean = _clean(recording)
+    trace: Mapping[str, Any] | None = recording.facts.get("trace")
+    on_device = _is_on_device(clean)
+    wall = clean_step_ns(recording)
+    step_ns = describe(wall) if wall else None
+    counters = None
+    if clean:
+        counters = summarize_counters(recording.counters, [(s.start_ns, s.start_ns + s.wall_ns) for s in clean])
+    throughput = _throughput(clean, step_ns.median, counters) if step_ns is not None else None
+    flops = _flops(recording, trace)
+    phases: list[Phase] = []
+    unattributed = 0.0
+    if clean:
+        busy = None
+        if trace and trace.get("num_kernels"):
+            by_phase = trace["gpu_busy_ns_by_phase"]
+            busy = {name: ns / trace["num_steps"] for name, ns in by_phase.items()}
+            unattributed = busy.pop(UNATTRIBUTED, 0.0)
+        phases = mean_phases(_middle_half(clean, on_device), busy)
+    mfu = hfu = None
+    if flops is not None and step_ns is not None:
+        mfu = utilization(flops.model_flops_by_dtype, step_ns.median, device, ceilings, "model")
+        hfu = utilization(flops.hardware_flops_by_dtype, step_ns.median, device, ceilings, "executed")
+    return Summary(
+        num_steps=len(recording.samples),
+        num_clean=len(clean),
+        num_compiling=len(timed) - len(clean),
+        clock=("device" if on_device else "host") if clean else None,
+        step_ns=step_ns,
+        host_step_ns=describe([sample.wall_ns for sample in clean]) if clean else None,
+        warmup_ns=tuple(sample.wall_ns for sample in recording.window("warmup")),
+        num_micro_batches=max((sample.num_micro_batches for sample in clean), default=0),
+        num_skipped=sum(sample.num_skipped for sample in recording.samples),
+        data_is_named=data_is_named(clean),
+        throughput=throughput,
+        phases=tuple(phases),
+        rows=tuple(rows(phases, unattributed)) if phases else (),
+        flops=flops,
+        mfu=mfu,
+        hfu=hfu,
+        parameters=recording.facts.get("parameters"),
+        observer_effects=tuple(_observer_effects(recording, step_ns, on_device)),
+        counters=counters,
+        num_kernels_per_step=trace["num_kernels"] / trace["num_steps"]
+        if trace and trace.get("num_kernels")
+        else None,
+    )
+
+
+def clean_step_ns(recording: Recording) -> tuple[int, ...]:
+    """The samples behind `Summary.step_ns`, in order: nanoseconds, on the clock that it names."""
+    clean = _clean(recording)
+    on_device = _is_on_device(clean)
+    return tuple(_step_ns(sample, on_device) for sample in clean)
+
+
+def _clean(recording: Recording) -> tuple[StepSample, ...]:
+    timed = recording.window("clean")
+    # A step that compiled is first-call cost, not the step's; unless every step compiles.
+    return tuple(sample for sample in timed if not sample.num_compiles) or timed
+
+
+def _is_on_device(clean: Sequence[StepSample]) -> bool:
+    return bool(clean) and all(sample.device_ns is not None for sample in clean)
+
+
+def _step_ns(sample: StepSample, on_device: bool) -> int:
+    return sum((sample.device_ns or {}).values()) if on_device else sample.wall_ns
+
+
+def _middle_half(samples: Sequence[StepSample], on_device: bool) -> Sequence[StepSample]:
+    """The steps between the first and the third quartile: rows of a typical step, not of its outliers."""
+    ordered = sorted(samples, key=lambda sample: _step_ns(sample, on_device))
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut]
+
+
+def _throughput(clean: Sequence[StepSample], median_ns: float, counters: CounterSummary | None) -> Throughput | None:
+    for unit, counts in (
+        ("tokens", [sample.num_tokens for sample in clean]),
+        ("samples", [sample.num_samples for sample in clean]),
+    ):
+        if counts and all(counts) and median_ns:
+            total = sum(count or 0 for count in counts)
+            joules = counters.joules / total if counters is not None and counters.joules is not None else None
+            per_step = total / len(counts)
+            return Throughput(unit, per_step, per_step / (median_ns / 1e9), joules)
+    return None
+
+
+def _flops(recording: Recording, trace: Mapping[str, Any] | None) -> StepFlops | None:
+    facts = recording.facts.get("flops")
+    counted_in = recording.window("memory")
+    if not facts or not counted_in:
+        return None
+    sample = counted_in[-1]
+    return step_flops(facts, trace, sample.num_tokens or sample.num_samples)
+
+
+def _observer_effects(recording: Recording, clean: Distribution | None, on_device: bool) -> list[ObserverEffect]:
+    effects = []
+    for window in ("trace", "memory"):
+        samples = recording.window(window)
+        if clean is not None and samples:
+            # A probed step may lack its device side: then its host time stands for it, which the sync
+            # at the window's end makes the whole step.
+            values = [_step_ns(s, on_device and s.device_ns is not None) for s in samples]
+            effects.append(ObserverEffect(window, describe(values).median / clean.median, len(samples)))
+    return effects

@@ -1,0 +1,265 @@
+"""Who waited for whom: every synchronization of a trace, how long it took, and how long the GPU was idle after it."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.kernels.copies import direction
+from stepscope.analysis.structure.intervals import spans, union
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.nesting import climb
+
+KINDS = {
+    "host_wait": "The host waited for the device.",
+    "stream_wait": "A stream was told to wait for another; the host went on.",
+    "query": "The host asked whether the device was done, and did not wait.",
+}
+
+# Names of calls, tried in this order. A copy that is not asynchronous by name waits, unless it stays on the device.
+_CALLS = {
+    "stream_wait": r"(?i)StreamWait(Event|Value)",
+    "host_wait": r"(?i)synchronize",
+    "waiting_copy": r"^(cuda|hip|cu)Memcpy(2D|3D)?((To|From)(Symbol|Array)|DtoH|HtoD|WithStream)?(_\w+)?$",
+    "copy": r"(?i)memcpy",
+}
+_COLUMNS = (
+    "event", "kind", "call", "thread", "op", "outer_op", "module", "step", "phase", "start_ns", "duration_ns",
+    "busy_ns", "stream", "wait_on_stream", "waited_for", "waited_for_stream", "wait_ns", "idle_after_ns",
+)  # fmt: skip
+_HOST_WAIT_BY_DRIVER = r"(?i)(stream|context|event) sync"
+
+
+def syncs(linked: Linked) -> pl.DataFrame:
+    """Every synchronization, one row each, in order of time.
+
+    `event`; `kind`, one of `KINDS`; `call`, the runtime's name; `thread`; `op`, the innermost around it, and
+    `outer_op`, the outermost of the framework's own (`aten::item` around `aten::_local_scalar_dense`); `module`,
+    `step`, `phase`; `start_ns`, `duration_ns`; `busy_ns`, how much of it the GPU was at work; `stream` that waited
+    and `wait_on_stream`, where the trace says; `waited_for` and `waited_for_stream`: the GPU event that ended last
+    before the call returned, of the stream waited for where that is known; `wait_ns`, how long the waiter stood
+    until that was done; `idle_after_ns`, how long the GPU then had nothing to do: from the call, or from the end of
+    its work if that was later, to its next work or to the next synchronization. No idle time counts twice.
+    """
+    calls = _with_driver(linked, _host_calls(linked))
+    busy = union(spans(linked.device))
+    ends = calls["start_ns"] + calls["duration_ns"]
+    calls = calls.with_columns(
+        (_busy_until(busy, ends) - _busy_until(busy, calls["start_ns"])).alias("busy_ns"),
+        _idle_after(busy, calls),
+    )
+    waits = pl.concat([_host_waits(linked, calls), _stream_waits(linked, calls)], how="diagonal_relaxed")
+    return calls.join(waits, on="event", how="left").sort("start_ns", "event").select(_COLUMNS)
+
+
+def syncs_summary(syncs: pl.DataFrame, num_steps: int) -> pl.DataFrame:
+    """Synchronizations by `kind`, `call` and `op` (the outer one), those with most idle time after them first.
+
+    `num_calls`, `num_calls_per_step`, `total_ns`, `busy_ns`, `wait_ns`, `idle_after_ns`, and `waited_for`, the GPU
+    event waited for most often. Sums add up to those of the table.
+    """
+    return (
+        syncs.group_by("kind", "call", pl.col("outer_op").alias("op"), maintain_order=True)
+        .agg(
+            pl.len().cast(pl.Int64).alias("num_calls"),
+            pl.col("duration_ns").sum().alias("total_ns"),
+            pl.col("busy_ns", "wait_ns", "idle_after_ns").sum(),
+            pl.col("waited_for").drop_nulls().mode(maintain_order=True).first(),
+        )
+        .with_columns(
+            (pl.col("num_calls") / num_steps if num_steps else pl.lit(None, pl.Float64)).alias("num_calls_per_step")
+        )
+        .sort("idle_after_ns", "total_ns", descending=True, maintain_order=True)
+    )
+
+
+def _host_calls(linked: Linked) -> pl.DataFrame:
+    """Host calls that synchronize, or that the driver reported, with `wait_on_stream` where their op tells it."""
+    host = linked.host
+    calls = host.filter(pl.col("kind").is_in(["runtime", "driver"]))
+    names = pl.DataFrame({"name": calls["name"].unique()})
+    kind: pl.Expr = pl.lit(None, pl.String)
+    for one, pattern in reversed(_CALLS.items()):
+        kind = pl.when(pl.col("name").cast(pl.String).str.contains(pattern)).then(pl.lit(one)).otherwise(kind)
+    kinds = names.select("name", kind.alias("sort")).drop_nulls()
+    is_reported = (pl.col("correlation") > 0) & pl.col("correlation").is_in(
+        linked.trace.syncs["correlation"].drop_nulls().implode()
+    )
+    calls = (
+        calls.filter(pl.col("name").is_in(kinds["name"].implode()) | is_reported)
+        .join(kinds, on="name", how="left", maintain_order="left")
+        .join(_copies(linked), on="row", how="left", maintain_order="left")
+    )
+    is_copy = pl.col("sort").is_in(["waiting_copy", "copy"])
+    # The driver copies to pageable memory while the host waits, and from it unless a small buffer takes it all.
+    waits_for_pageable = pl.col("pageable") & (
+        (pl.col("what") == "device_to_host") | (pl.col("end_ns") > pl.col("copy_start_ns"))
+    )
+    stays = (pl.col("what") == "device_to_device") & ~pl.col("name").cast(pl.String).str.contains("WithStream")
+    is_waiting = (pl.col("sort") == "waiting_copy") & ~stays.fill_null(False)
+    is_reported = is_reported.fill_null(False)
+    calls = calls.filter(~is_copy.fill_null(False) | is_waiting | waits_for_pageable.fill_null(False) | is_reported)
+    ops = linked.device.filter(pl.col("op").is_in(calls["op"].drop_nulls().implode()))
+    streams = ops.group_by("op").agg(pl.col("stream").last().alias("op_stream"))
+    calls = calls.join(streams, on="op", how="left", maintain_order="left")
+    is_stream = (pl.col("sort") == "host_wait") & pl.col("name").cast(pl.String).str.contains("(?i)stream")
+    return calls.select(
+        "event",
+        # What the driver reported and no rule knows is a question: it reports those too.
+        pl.when(is_copy).then(pl.lit("host_wait")).otherwise(pl.col("sort").fill_null("query")).alias("kind"),
+        pl.col("name").alias("call"),
+        "thread",
+        host["name"].gather(calls["op"]).alias("op"),
+        host["name"].gather(_outermost_framework_op(host, calls["op"])).alias("outer_op"),
+        *("module", "step", "phase", "start_ns", "duration_ns", "correlation"),
+        pl.when(is_copy).then("copy_stream").when(is_stream).then("op_stream").alias("wait_on_stream"),
+        *("copy_name", "copy_end_ns"),
+    )
+
+
+def _copies(linked: Linked) -> pl.DataFrame:
+    """The memcpy that each call made: `row` of the call, `what`, `pageable`, and what it is as `copy_…`."""
+    made = linked.device.filter(pl.col("kind") == "memcpy", pl.col("launch").is_not_null())
+    names = made.select("name", "op_name").unique()
+    answers = [direction(name or "", op or "") for name, op in names.cast(pl.String).iter_rows()]
+    names = names.with_columns(
+        pl.Series("what", [what for what, _ in answers], dtype=pl.String),
+        pl.Series("pageable", [pageable for _, pageable in answers], dtype=pl.Boolean),
+    )
+    return (
+        made.join(names, on=["name", "op_name"], how="left", nulls_equal=True, maintain_order="left")
+        .unique("launch", keep="first", maintain_order=True)
+        .select(
+            pl.col("launch").alias("row"),
+            "what",
+            "pageable",
+            pl.col("name", "stream", "start_ns", "end_ns").name.prefix("copy_"),
+        )
+    )
+
+
+def _outermost_framework_op(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
+    """The rows of ops, each moved up as long as the event above it is an op of ATen's."""
+
+    def is_aten(_: pl.Series, above: pl.Series) -> pl.Series:
+        starts: pl.Series = host["name"].gather(above).cast(pl.String).str.starts_with("aten::")
+        return (host["kind"].gather(above) == "op") & starts
+
+    return climb(rows, host["parent"].gather, is_aten)
+
+
+def _with_driver(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
+    """Calls with the streams that the driver reported, and a row for each report that is of no call in the trace."""
+    reports = linked.trace.syncs.select(
+        "event", "name", "device", "start_ns", "duration_ns", "wait_on_correlation",
+        pl.when(pl.col("correlation") > 0).then("correlation").alias("correlation"),
+        pl.when(pl.col("stream") >= 0).then("stream").alias("stream"),
+        pl.when(pl.col("wait_on_stream") >= 0).then("wait_on_stream").alias("reported_stream"),
+    )  # fmt: skip
+    streams = reports.select("correlation", "device", "stream", "reported_stream", "wait_on_correlation")
+    streams = streams.unique("correlation", keep="first", maintain_order=True)
+    calls = calls.join(streams, on="correlation", how="left", maintain_order="left").with_columns(
+        pl.coalesce("reported_stream", "wait_on_stream").alias("wait_on_stream")
+    )
+    is_host = pl.col("name").cast(pl.String).str.contains(_HOST_WAIT_BY_DRIVER)
+    alone = reports.join(calls, on="correlation", how="anti").select(
+        "event", pl.when(is_host).then(pl.lit("host_wait")).otherwise(pl.lit("stream_wait")).alias("kind"),
+        pl.col("name").alias("call"), "start_ns", "duration_ns", "device", "stream",
+        pl.col("reported_stream").alias("wait_on_stream"), "wait_on_correlation",
+    )  # fmt: skip
+    return pl.concat([calls, alone], how="diagonal_relaxed").cast({"kind": pl.Enum(list(KINDS))})
+
+
+def _busy_until(busy: pl.DataFrame, times: pl.Series) -> pl.Series:
+    """How long the GPU had been at work by each time, from its disjoint busy stretches."""
+    if busy.is_empty():
+        return pl.zeros(len(times), pl.Int64, eager=True)
+    place, is_after = _place(busy, times)
+    start, end = busy["start_ns"].gather(place), busy["end_ns"].gather(place)
+    before = (busy["end_ns"] - busy["start_ns"]).cum_sum().gather(place) - (end - start)
+    reached = times.zip_with(times < end, end) - start
+    total: pl.Series = (before + reached) * is_after.cast(pl.Int64)
+    return total
+
+
+def _place(busy: pl.DataFrame, times: pl.Series) -> tuple[pl.Series, pl.Series]:
+    """The last stretch that starts at or before each time, and whether there is one."""
+    found = pl.Series(busy["start_ns"].search_sorted(times, side="right"), dtype=pl.Int64)
+    return (found - 1).clip(0), found > 0
+
+
+def _idle_after(busy: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
+    """Of each host wait, its piece of the idle stretch that it ended in; those in one stretch divide it."""
+    ends = calls["start_ns"] + calls["duration_ns"]
+    if busy.is_empty() or calls.is_empty():
+        return pl.repeat(None, calls.height, dtype=pl.Int64, eager=True).alias("idle_after_ns")
+    place, is_after = _place(busy, ends)
+    gaps = pl.DataFrame(
+        {
+            "call": pl.int_range(calls.height, eager=True),
+            "kind": calls["kind"],
+            "gap": place,
+            "start_ns": calls["start_ns"],
+            "gap_start_ns": busy["end_ns"].gather(place),
+            "gap_end_ns": busy["start_ns"].shift(-1).gather(place),
+            "is_idle": is_after & (ends >= busy["end_ns"].gather(place)),
+        }
+    )
+    begin = pl.max_horizontal("start_ns", "gap_start_ns")
+    pieces = (
+        gaps.filter(pl.col("is_idle"), pl.col("kind") == "host_wait", pl.col("gap_end_ns").is_not_null())
+        .with_columns(begin.alias("begin"))
+        .sort("gap", "begin", "start_ns", "call")
+        .with_columns(pl.when(pl.col("gap") == pl.col("gap").shift(-1)).then(pl.col("begin").shift(-1)).alias("next"))
+        .select("call", (pl.coalesce("next", "gap_end_ns") - pl.col("begin")).alias("idle_after_ns"))
+    )
+    idle = gaps.join(pieces, on="call", how="left", maintain_order="left")
+    of_waits = pl.when(pl.col("kind") == "host_wait").then(pl.col("idle_after_ns").fill_null(0))
+    return idle.select(of_waits.alias("idle_after_ns"))["idle_after_ns"]
+
+
+def _host_waits(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
+    """What each host wait waited for, by its `event`: a copy for itself, the others for what ended last."""
+    until, stream = pl.col("end_ns").alias("until_ns"), pl.col("stream").alias("waited_for_stream")
+    ended = linked.device.select(pl.col("name").alias("waited_for"), "stream", stream, "end_ns", until).sort("end_ns")
+    waiting = calls.filter(pl.col("kind") == "host_wait").with_columns(
+        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"), pl.col("wait_on_stream").alias("stream")
+    )
+    is_copy, is_known = pl.col("copy_name").is_not_null(), pl.col("stream").is_not_null()
+    columns = ("event", "start_ns", "end_ns", "waited_for", "waited_for_stream", "until_ns")
+    copies = waiting.filter(is_copy).with_columns(
+        pl.col("copy_name").alias("waited_for"), stream, pl.col("copy_end_ns").alias("until_ns")
+    )
+    of_stream = waiting.filter(~is_copy, is_known).sort("end_ns")
+    of_stream = of_stream.join_asof(ended, on="end_ns", by="stream", check_sortedness=False)
+    of_any = waiting.filter(~is_copy, ~is_known).sort("end_ns")
+    of_any = of_any.join_asof(ended.drop("stream"), on="end_ns", check_sortedness=False)
+    found = pl.concat([part.select(columns) for part in (copies, of_stream, of_any)], how="vertical_relaxed")
+    stood = pl.col("until_ns").clip(pl.col("start_ns"), pl.col("end_ns")) - pl.col("start_ns")
+    return found.select("event", "waited_for", "waited_for_stream", stood.alias("wait_ns"))
+
+
+def _stream_waits(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
+    """What each stream that waits waited for, by its `event`: the last work put on the other stream before the event
+    was recorded. It stands from the end of its own last work, or from the call, until that is done."""
+    records = linked.host.filter(
+        pl.col("kind").is_in(["runtime", "driver"]),
+        pl.col("correlation").is_in(calls["wait_on_correlation"].drop_nulls().implode()),
+    ).select(pl.col("correlation").alias("wait_on_correlation"), pl.col("start_ns").alias("recorded_ns"))
+    waiting = (
+        calls.filter(pl.col("kind") == "stream_wait", pl.col("wait_on_stream").is_not_null())
+        .select("event", "device", "stream", "wait_on_stream", "wait_on_correlation", "start_ns")
+        .join(records.unique("wait_on_correlation"), on="wait_on_correlation")
+    )
+    work = linked.device.select("device", "stream", "issued_ns", "name", "end_ns").filter(waiting.height > 0)
+    work = work.sort("issued_ns")
+    other = work.rename({"stream": "wait_on_stream", "name": "waited_for", "end_ns": "until_ns"})
+    own = work.select("device", "stream", "issued_ns", pl.col("end_ns").alias("own_end_ns"))
+    found = waiting.sort("recorded_ns").join_asof(
+        other, left_on="recorded_ns", right_on="issued_ns", by=["device", "wait_on_stream"], check_sortedness=False
+    )
+    found = found.sort("start_ns").join_asof(
+        own, left_on="start_ns", right_on="issued_ns", by=["device", "stream"], check_sortedness=False
+    )
+    stream = pl.when(pl.col("waited_for").is_not_null()).then("wait_on_stream").alias("waited_for_stream")
+    stood = (pl.col("until_ns") - pl.max_horizontal("start_ns", "own_end_ns")).clip(0).alias("wait_ns")
+    return found.select("event", "waited_for", stream, stood)

@@ -1,0 +1,80 @@
+"""Calls in which the host waits for the GPU, with who made them and what they copied."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.structure.callers import python_callers
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.nesting import climb
+from stepscope.analysis.time.syncs import syncs
+
+_REDUCING = (
+    r"^aten::(norm|linalg_(vector_)?norm|sum|nansum|mean|max|min|amax|amin|std|var|abs|square|pow|sqrt|prod|dot|argmax"
+    r"|eq|ne|detach|alias|view|flatten|select|float)$"
+)
+_MOST_FEEDING = 4
+
+
+def waits(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
+    """Host waits of the threads that give the GPU work, one row each, in order of time: the columns of `syncs`, and
+
+    `caller`, Python's function around it, where the trace has stacks; `copy`, the `event` of the last memcpy of the
+    same op, with `what`, `bytes` and `pageable` of the table of `copies`; `stop`, a number that the waits of one call
+    of an op have in common: a copy waits, and then its stream; `is_closing`, whether its step, or a trace without
+    steps, launches no kernel after it; `is_opening`, whether the trace has launched none before it; `fed_by`, the GPU
+    work of the ops that only computed what it read: a norm, a mean or the like, one to four on the same thread since
+    the wait before it, and nothing else.
+    """
+    host, device = linked.host, linked.device
+    kernels = device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
+    launching = host["thread"].gather(kernels["launch"]).unique()
+    made = syncs(linked).filter(pl.col("kind") == "host_wait", pl.col("thread").is_in(launching.implode()))
+    made = made.join(host.select("event", "row", pl.col("op").alias("op_row")), on="event", how="left")
+    copied = device.filter(pl.col("kind") == "memcpy").join(
+        copies.select("event", "what", "bytes", "pageable"), on="event", suffix="_moved"
+    )
+    facts = [pl.col("event").alias("copy"), pl.col("what", "pageable"), pl.col("bytes_moved").alias("bytes")]
+    by_call = copied.filter(pl.col("launch").is_not_null()).unique("launch", keep="last", maintain_order=True)
+    by_op = copied.filter(pl.col("op").is_not_null()).unique("op", keep="last", maintain_order=True)
+    made = made.join(by_call.select(pl.col("launch").alias("row"), *facts), on="row", how="left")
+    made = made.join(by_op.select(pl.col("op").alias("op_row"), *facts), on="op_row", how="left", suffix="_op")
+    both = [pl.coalesce(name, f"{name}_op").alias(name) for name in ("copy", "what", "bytes", "pageable")]
+    last = kernels.group_by("step").agg(pl.col("issued_ns").max().alias("last_ns"))
+    made = made.with_columns(both).join(last, on="step", how="left", nulls_equal=True)
+    is_closing = (pl.col("start_ns") >= pl.col("last_ns")).fill_null(True).alias("is_closing")
+    first = pl.lit(kernels["issued_ns"].min(), pl.Int64)
+    is_opening = (pl.col("start_ns") < first).fill_null(False).alias("is_opening")
+    made = made.sort("start_ns", "event")
+    stop = pl.coalesce("op_row", "row").alias("stop")
+    made = made.join(_fed_by(linked, made), on="event", how="left", maintain_order="left")
+    return made.with_columns(is_closing, is_opening, stop, python_callers(host, made["row"])).drop(
+        "row", "op_row", "last_ns", *(f"{name}_op" for name in ("copy", "what", "bytes", "pageable"))
+    )
+
+
+def _fed_by(linked: Linked, made: pl.DataFrame) -> pl.DataFrame:
+    """`event` of each wait that a few reducing ops come before, and `fed_by`."""
+    host, device = linked.host, linked.device
+    is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
+
+    def outermost(rows: pl.Series) -> pl.Series:
+        return climb(rows, host["parent"].gather, lambda _, above: is_aten.gather(above))
+
+    reading = pl.DataFrame({"event": made["event"], "row": outermost(made["op_row"])}).drop_nulls()
+    reading = reading.unique("row", keep="first", maintain_order=True)
+    outer = host.filter(is_aten & ~is_aten.gather(host["parent"]).fill_null(False)).sort("thread", "start_ns", "row")
+    outer = outer.select("row", "thread", matches(outer["name"], _REDUCING).alias("is_reducing"))
+    outer = outer.join(reading, on="row", how="left", maintain_order="left")
+    # The ops up to each read, and the read itself, have one number.
+    number = pl.col("event").is_not_null().shift(1, fill_value=False).cum_sum().over("thread")
+    groups = outer.with_columns(number.alias("group")).group_by("thread", "group", maintain_order=True)
+    fed = groups.agg(
+        pl.col("event").last(), pl.col("row").head(pl.len() - 1), pl.col("is_reducing").head(pl.len() - 1).all()
+    )
+    num_before = pl.col("row").list.len()
+    fed = fed.filter(pl.col("event").is_not_null(), "is_reducing", num_before > 0, num_before <= _MOST_FEEDING)
+    work = pl.DataFrame({"work": device["event"], "row": outermost(device["op"])}).drop_nulls()
+    fed = fed.select("event", "row").explode("row").join(work, on="row")
+    return fed.group_by("event").agg(pl.col("work").alias("fed_by"))

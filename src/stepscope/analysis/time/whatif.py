@@ -1,0 +1,109 @@
+"""Changes to a trace, made from what somebody says: these kernels faster, those launches gone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import polars as pl
+
+from stepscope.analysis.structure.intervals import union
+from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
+from stepscope.analysis.time.replay import Change
+from stepscope.errors import UsageError
+
+_HIGHEST = 64
+_WAITING = r"(?i)synchronize"
+FIELDS = {"class": "class", "kernel": "name", "op": "op", "called": "root_op", "module": "module", "phase": "phase"}
+"""What work can be chosen by, and the column of `work` that says it."""
+
+
+def without(linked: Linked, events: Iterable[int], is_loop: bool = False) -> Change:
+    """GPU work gone, and with it the host's time in the ops that did nothing else.
+
+    Of a loop that is not gone round any more also the time between, from one launch that is gone to the next, and the
+    waiting there.
+    """
+    gone = frozenset(events)
+    spent = _spent_on(linked, gone)
+    if not is_loop:
+        return Change(gone=gone, host=stretches(spent))
+    host = stretches(pl.concat([spent, _between(linked, gone)]))
+    waits = linked.host.filter(matches(linked.host["name"], _WAITING)).select("event", "start_ns", "end_ns")
+    around = host.select("start_ns", pl.col("end_ns").alias("until_ns"))
+    inside = waits.sort("start_ns").join_asof(around, on="start_ns").filter(pl.col("end_ns") <= pl.col("until_ns"))
+    return Change(gone=gone, host=host, unwaited=frozenset(inside["event"].to_list()))
+
+
+def stretches(spans: pl.DataFrame, factor: float = 0.0) -> pl.DataFrame:
+    """Spans of the host's time, made disjoint, of which a `factor` is left."""
+    return union(spans.select("start_ns", "end_ns")).with_columns(pl.lit(factor, pl.Float64).alias("factor"))
+
+
+def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
+    """The spans of the highest ops and calls all of whose GPU work is gone."""
+    host, device = linked.host, linked.device
+    parents = host["parent"].to_list()
+    is_op = (host["kind"] == "op").to_list()
+    launches = device.select("event", pl.coalesce("launch", "op").alias("row")).drop_nulls("row")
+    num_all: Counter[int] = Counter()
+    num_gone: Counter[int] = Counter()
+    starts: set[int] = set()
+    for event, row in launches.iter_rows():
+        is_gone = event in gone
+        at: int | None = row
+        if is_gone:
+            starts.add(row)
+        for _ in range(_HIGHEST):
+            if at is None:
+                break
+            num_all[at] += 1
+            num_gone[at] += is_gone
+            at = parents[at]
+    rows = set()
+    for row in starts:
+        top = None
+        at = row
+        for _ in range(_HIGHEST):
+            if at is None or num_all[at] != num_gone[at] or not (is_op[at] or at == row):
+                break
+            top, at = at, parents[at]
+        if top is not None:
+            rows.add(top)
+    return host.select("start_ns", "end_ns").gather(sorted(rows))
+
+
+def _between(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
+    """From each launch whose work is gone to the next launch, where that one's is gone too."""
+    launched = linked.device.select("launch", pl.col("event").is_in(list(gone)).alias("is_gone")).drop_nulls("launch")
+    launched = launched.group_by("launch").agg(pl.col("is_gone").all())
+    times = linked.host.select("start_ns", "end_ns").with_row_index("launch")
+    calls = launched.with_columns(pl.col("launch").cast(pl.UInt32)).join(times, on="launch").sort("start_ns")
+    is_between = pl.col("is_gone") & pl.col("is_gone").shift(-1)
+    return calls.select("start_ns", pl.col("end_ns").shift(-1), is_between).filter("is_gone").drop("is_gone")
+
+
+def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:
+    """The work that fits every one of `field=pattern`, separated by commas; `*` stands for anything.
+
+    A class's family is meant by its beginning (`attention` for its forward and its backward), a module by its name
+    for all inside it. UsageError where a field is none of `FIELDS`, or where nothing fits.
+    """
+    chosen = work
+    for word in words.split(","):
+        field, is_there, pattern = word.strip().partition("=")
+        if field not in FIELDS or not is_there or not pattern:
+            raise UsageError(f"{word!r}: write FIELD=PATTERN, with one of {', '.join(FIELDS)}")
+        expression = ".*".join(re.escape(part) for part in pattern.strip().split("*"))
+        inside = {"class": r"(_.*)?", "module": r"(\..*)?"}.get(field, "")
+        names = chosen[FIELDS[field]].cast(pl.String)
+        fitting = chosen.filter(names.str.contains(f"(?s)^{expression}{inside}$").fill_null(False))
+        if fitting.is_empty():
+            there = ", ".join(
+                str(name)[:60] for name in names.drop_nulls().value_counts(sort=True)[names.name].head(6)
+            )
+            raise UsageError(f"{word!r} fits no GPU work; there is {there or 'nothing with such a name'}")
+        chosen = fitting
+    return chosen

@@ -1,0 +1,68 @@
+"""Printing an answer: plain where nobody looks, JSON for machines, one line where a stream is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TextIO
+
+from stepscope.errors import StepscopeError
+
+if TYPE_CHECKING:
+    from stepscope.document.card import Card
+
+
+def print_card(card: Card, as_json: bool, stream: TextIO | None = None) -> None:
+    """Print a card."""
+    print_result(card.to_json, card.text, as_json, stream)
+
+
+def print_result(
+    to_json: Callable[[], Any], to_text: Callable[[bool, int], str], as_json: bool, stream: TextIO | None = None
+) -> None:
+    """Print to `stream` (standard output): color only on a terminal that has not said NO_COLOR.
+
+    `to_text` is told whether to use color, and how wide the terminal is.
+    """
+    if as_json:
+        write([json.dumps(to_json(), allow_nan=False), "\n"], stream)
+        return
+    color = is_terminal(stream or sys.stdout) and not os.environ.get("NO_COLOR")
+    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    write(["\n", to_text(color, width), "\n"], stream)
+
+
+def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
+    """Write to `stream` (standard output) what its encoding can say.
+
+    A reader who has seen enough is no error; StepscopeError when it cannot be written for another reason.
+    """
+    stream = stream or sys.stdout
+    if stream is None:
+        raise StepscopeError("the answer could not be written: standard output is closed")
+    encoding = stream.encoding or "utf-8"
+    try:
+        for part in parts:
+            stream.write(part.encode(encoding, errors="replace").decode(encoding))
+        stream.flush()
+    except OSError as error:
+        # Python would complain once more when it flushes at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise StepscopeError(f"the answer could not be written: {error.strerror}") from None
+
+
+def tell(line: str, end: str = "\n") -> None:
+    """A line on standard error, where there is one."""
+    if sys.stderr is not None:  # else print would take standard output
+        with contextlib.suppress(OSError):
+            print(line, end=end, file=sys.stderr, flush=True)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody looks at it; nobody does at a stream that was closed before Python began."""
+    return stream is not None and stream.isatty()

@@ -1,0 +1,1 @@
+"""Results as documents: facts, tables, charts and findings, built once per topic."""

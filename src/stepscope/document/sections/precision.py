@@ -1,0 +1,152 @@
+"""In which number formats the step computes and keeps its tensors, and what it casts between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dtype, products_by_dtype
+from stepscope.document.model import Bars, Fact, Facts, Missing, Series, Table
+from stepscope.document.precision_settings import precision_words
+from stepscope.document.sections.shared import known, mapping, table_of, table_of_rows
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.gemms import gemm_calls
+from stepscope.formatting import average, duration, percent, size
+from stepscope.session.source import Source
+from stepscope.trace.memory_file import MEMORY_FILE
+
+_MATMUL = {
+    "fp32": "in float32, without TF32",
+    "tf32": "may run in TF32, on tensor cores",
+}
+
+
+def parts(source: Source) -> tuple[Any, ...]:
+    """Settings, FLOPs, products, casts, memory: each from whatever knows it."""
+    settings = Facts(known(_settings(source)))
+    found = (*_flops(source), *_products(source), *_casts(source), *_memory(source))
+    return (settings, *found) if settings.rows else found
+
+
+def _settings(source: Source) -> Iterator[Fact]:
+    if not source.is_recording:
+        return
+    facts = source.card.recording.facts
+    environment = mapping(facts.get("environment"))
+    if settings := mapping(facts.get("precision")):
+        yield Fact("switches", *precision_words(settings, on_gpu=environment.get("device") == "cuda"))
+    elif (setting := environment.get("float32_matmul")) is not None:
+        yield Fact("float32 products", _MATMUL.get(str(setting), str(setting)), "torch.set_float32_matmul_precision")
+    stored = mapping(mapping(facts.get("parameters")).get("bytes_by_dtype"))
+    sizes = [f"{size(num)} {dtype}" for dtype, num in stored.items() if isinstance(num, (int, float))]
+    yield Fact("parameters", ", ".join(sizes), "as the model keeps them")
+    if (mfu := source.card.summary.mfu) is not None:
+        yield Fact("limit", mfu.limit, mfu.source)
+
+
+def _flops(source: Source) -> Iterator[Any]:
+    if not source.is_recording:
+        yield Missing("FLOPs by dtype: a trace alone does not tell; `stepscope run train.py` counts them op by op")
+        return
+    flops = source.card.summary.flops
+    if flops is None or not flops.hardware_flops:
+        yield Missing("FLOPs by dtype were not counted: the run ended before its memory and FLOPs window")
+        return
+    rows = flops_by_dtype(flops)
+    if len(rows) > 1:
+        yield Bars(
+            id="flops_by_dtype",
+            title="executed FLOPs by dtype",
+            caption=f"{percent(rows[0]['share'])} of a step's FLOPs are in {rows[0]['dtype']}.",
+            labels=["a step"],
+            series=tuple(Series(row["dtype"], [row["share"]]) for row in rows),
+            unit="share",
+        )
+    columns = ["dtype", "model_flops", "executed_flops", "share"]
+    note = "a step's, counted op by op; executed: recomputation included"
+    if flops.hidden:
+        note += f"; a lower bound: {flops.hidden}"
+    yield table_of_rows(rows, columns, "flops_by_dtype", "FLOPs by dtype", note=note)
+
+
+def _products(source: Source) -> Iterator[Any]:
+    case = source.case
+    try:
+        calls = gemm_calls(case)
+    except CannotCheck as reason:
+        yield Missing(f"dtypes of matrix products: {reason}")
+        return
+    if calls.is_empty():
+        yield Missing("dtypes of matrix products: the traced steps have none whose FLOPs the trace tells")
+        return
+    table = products_by_dtype(calls, case.num_steps)
+    rows = table.to_dicts()
+    names = [_name(row) for row in rows]
+    if len(rows) > 1:
+        yield Bars(
+            id="products_by_dtype",
+            title="time in matrix products by dtype",
+            caption=f"{percent(rows[0]['time_share'])} of the time in matrix products is in {names[0]}.",
+            labels=["matrix products"],
+            series=tuple(Series(name, [row["time_share"]]) for name, row in zip(names, rows)),
+            unit="share",
+        )
+    note = "of a typical traced step, attention's own products left out; peak dtype: the unit that the kernel ran on"
+    yield table_of(table, "products_by_dtype", "matrix products by dtype", note=note)
+
+
+def _name(row: dict[str, Any]) -> str:
+    dtype, unit = row["dtype"] or "an unknown dtype", row["peak_dtype"]
+    return f"{dtype}, as tf32" if unit == "tf32" else str(dtype)
+
+
+def _casts(source: Source) -> Iterator[Any]:
+    case = source.case
+    try:
+        case.with_shapes()
+        casts, num_steps = case.casts, case.num_steps
+    except CannotCheck as reason:
+        yield Missing(f"casts, and whether autocast was on: {reason}")
+        return
+    by_autocast = casts.filter("is_autocast")
+    weights = by_autocast.filter("is_weight", pl.col("source") == "float32")
+    total_ns = int(casts["duration_ns"].sum()) / num_steps
+    found = [Fact("autocast", "no sign of it", "no product's weight is cast before it")]
+    if weights.height:
+        targets = ", ".join(sorted(weights["target"].unique().drop_nulls()))
+        of_weights = f"{average(weights.height / num_steps)} weights are cast to {targets} a step"
+        found = [Fact("autocast", "on", of_weights)]
+    many = f"{average(casts.height / num_steps)} a step, {duration(total_ns, 3)} of the GPU"
+    of_autocast = f"{percent(by_autocast.height / casts.height)} asked for by autocast" if casts.height else ""
+    yield Facts((*found, Fact("casts", many if casts.height else "none", of_autocast)), "casts")
+    if casts.height:
+        note = "of a typical traced step; between float32 and bfloat16 or float16, by a kernel of their own"
+        yield table_of(casts_by_use(casts, num_steps), "casts", "casts by what they are for", note=note)
+
+
+def _memory(source: Source) -> Iterator[Any]:
+    if source.is_recording and not (source.path / MEMORY_FILE).is_file():
+        yield Missing("memory by dtype: the run ended before its memory window; `stepscope run train.py` has one")
+        return
+    try:
+        account = source.memory.account
+    except CannotCheck as reason:
+        yield Missing(f"memory by dtype: {reason}")
+        return
+    found = account.live_at_peak.by_dtype
+    if source.memory.source != "recording" or not any(part.name for part in found):
+        yield Missing("memory by dtype: a trace does not know what was allocated as what; `stepscope run` records it")
+        return
+    yield Table(
+        "memory_by_dtype",
+        "what is alive at the peak, by dtype",
+        {
+            "dtype": [part.name or "not known" for part in found],
+            "live_bytes": [part.bytes for part in found],
+            "share": [part.share for part in found],
+            "num_allocations": [part.num_allocations for part in found],
+        },
+        note=f"of {size(account.peak_bytes)} at the peak",
+    )

@@ -1,0 +1,1 @@
+"""Terminal text, one file per topic."""

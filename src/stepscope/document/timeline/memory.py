@@ -1,0 +1,61 @@
+"""Memory over time for the timeline: a curve a device, thinned with its true lowest and highest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_timeline
+from stepscope.analysis.structure.links import Linked
+
+if TYPE_CHECKING:
+    from stepscope.document.timeline.timeline import Clock
+
+MOST_POINTS = 16_000
+"""Of all curves."""
+_MOST_CURVES = 8
+_LEAST_BYTES = 1 << 20
+"""Beside another device's: a host that holds a few numbers for its GPU has no curve to look at."""
+_MOST_UNITS = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One device's memory."""
+
+    title: str
+    detail: str
+    points: pl.DataFrame
+    """`time` in ticks, `allocated` and `reserved` in units of `unit_bytes`."""
+    unit_bytes: int
+    """1, or the power of two with which the highest has 32 bits."""
+    has_reserved: bool
+    num_all: int
+    """Points before thinning."""
+
+
+def memory_curves(linked: Linked, clock: Clock) -> list[Curve]:
+    """Those of GPUs first."""
+    devices = sorted(memory_devices(linked), key=lambda device: (device[0] == 0, device))[:_MOST_CURVES]
+    curves: list[Curve] = []
+    for number, index in devices:
+        name = DEVICE_TYPES.get(number, str(number))
+        most = MOST_POINTS // (4 if number == 0 else max(1, sum(other != 0 for other, _ in devices)))
+        points = memory_timeline(linked, name, index, most)
+        highest = max(int(points[column].max() or 0) for column in ("allocated_bytes", "reserved_bytes"))  # type: ignore[arg-type]
+        unit = 1
+        while highest // unit > _MOST_UNITS:
+            unit *= 2
+        in_units = (pl.col("allocated_bytes", "reserved_bytes").fill_null(0).clip(0) // unit).name.replace(
+            "_bytes$", ""
+        )
+        title = "Memory of the host" if number == 0 else f"Memory of {name}:{index}"
+        ticks = points.select(clock.ticks(pl.col("time_ns")).alias("time"), in_units)
+        is_own = (pl.col("device_type") == number) & (pl.col("device") == index).fill_null(True)
+        num_all = linked.memory.filter(is_own).height
+        has_reserved = points["reserved_bytes"].null_count() < points.height
+        if not curves or highest >= _LEAST_BYTES:
+            curves.append(Curve(title, "allocated", ticks, unit, has_reserved, num_all))
+    return curves

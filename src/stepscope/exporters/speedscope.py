@@ -1,0 +1,135 @@
+"""A trace for speedscope.app: a profile a host thread and a profile a GPU stream, in nanoseconds from the start.
+
+The format: https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sources. Every frame that opens closes,
+in order, and time never goes back: what overlaps in part is cut where the next begins, and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+import polars as pl
+
+from stepscope.analysis.structure.modules import MODULE_PREFIX
+from stepscope.analysis.structure.steps import PHASE_PREFIX
+from stepscope.exporters.selection import Selection
+from stepscope.exporters.tracks import module_paths
+from stepscope.version import __version__
+
+ENDINGS = (".speedscope.json", ".json", ".speedscope.json.gz", ".json.gz")
+SCHEMA = "https://www.speedscope.app/file-format-schema.json"
+_EVENTS_A_TEXT = 20_000
+_OUR_LABEL = f"^({re.escape(MODULE_PREFIX)}|{re.escape(PHASE_PREFIX)})"
+"""What `stepscope run` writes before a module's or a phase's name: the name alone says it."""
+
+Open = tuple[int, int, tuple[int, ...]]
+"""When a stack of frames begins and ends."""
+
+
+class Speedscope:
+    """One file; `num_cut` is known once its texts were taken."""
+
+    def __init__(self, selection: Selection, name: str) -> None:
+        self._selection = selection
+        self._name = name
+        self._frames: dict[str, int] = {}
+        self.num_cut = 0
+        """Events that were made shorter because another overlaps them in part."""
+
+    def texts(self) -> Iterator[str]:
+        """The file, piece by piece."""
+        threads = list(self._threads())
+        streams = list(self._streams())
+        head = {"$schema": SCHEMA, "exporter": f"stepscope {__version__}", "name": self._name}
+        frames = ",\n".join(f'{{"name":{json.dumps(name)}}}' for name in self._frames)
+        yield f'{json.dumps(head)[:-1]}, "shared": {{"frames": [\n{frames}\n]}}, "profiles": [\n'
+        length = self._selection.end_ns - self._selection.start_ns
+        for number, (name, events) in enumerate(chain(threads, streams)):
+            top = {"type": "evented", "name": name, "unit": "nanoseconds", "startValue": 0, "endValue": length}
+            yield f'{"," if number else ""}{json.dumps(top)[:-1]}, "events": [\n'
+            yield from _joined(events)
+            yield "\n]}\n"
+        yield "]}\n"
+
+    def _number(self, names: pl.Series) -> list[int]:
+        """The frame of each name."""
+        texts = names.cast(pl.String).fill_null("?")
+        known = {name: self._frames.setdefault(name, len(self._frames)) for name in texts.unique(maintain_order=True)}
+        return texts.replace_strict(known, return_dtype=pl.Int64).to_list() if known else []
+
+    def _threads(self) -> Iterator[tuple[str, Iterator[str]]]:
+        names = dict(self._selection.linked.trace.threads.select("thread", "thread_name").iter_rows())
+        start = self._selection.start_ns
+        for (thread,), part in self._selection.host.group_by("thread", maintain_order=True):
+            frames = self._number(part["name"].cast(pl.String).str.replace(_OUR_LABEL, ""))
+            begins, ends = (part[side] - start for side in ("start_ns", "end_ns"))
+            name = names.get(thread) or f"thread {thread}"
+            yield str(name), self._nested(zip(begins, ends, frames))
+
+    def _streams(self) -> Iterator[tuple[str, Iterator[str]]]:
+        start, paths = self._selection.start_ns, module_paths(self._selection)
+        numbered = {name: tuple(self._number(pl.Series(path))) for name, path in paths.items()}
+        work = self._selection.device.sort("device", "stream", "start_ns", "event")
+        for (device, stream), part in work.group_by("device", "stream", maintain_order=True):
+            frames, ops = self._number(part["name"]), self._number(part["op_name"])
+            modules = part["module"].cast(pl.String)
+            begins, ends = (part[side] - start for side in ("start_ns", "end_ns"))
+            stacks = (
+                (*numbered.get(module, ()), op, frame) if op_name is not None else (*numbered.get(module, ()), frame)
+                for module, op, op_name, frame in zip(modules, ops, part["op_name"], frames)
+            )
+            yield f"GPU {device} stream {stream}", self._stacked(zip(begins, ends, stacks))
+
+    def _nested(self, bars: Iterable[tuple[int, int, int]]) -> Iterator[str]:
+        """Opens and closes of bars inside one another, in order of their starts, the outer first."""
+        opened: list[tuple[int, int]] = []
+        for start, end, frame in bars:
+            while opened and opened[-1][0] <= start:
+                yield _close(*opened.pop())
+            if opened and end > opened[-1][0]:
+                end = opened[-1][0]
+                self.num_cut += 1
+            opened.append((end, frame))
+            yield f'{{"type":"O","at":{start},"frame":{frame}}}'
+        while opened:
+            yield _close(*opened.pop())
+
+    def _stacked(self, bars: Iterable[Open]) -> Iterator[str]:
+        """The same of work that follows one another, each with the frames it is in; frames that stay are kept."""
+        opened: tuple[int, ...] = ()
+        until = 0
+        for start, end, stack in bars:
+            if start < until:
+                start, end = until, max(until, end)
+                self.num_cut += 1
+            same = 0
+            if start == until:
+                while same < min(len(opened), len(stack)) - 1 and opened[same] == stack[same]:
+                    same += 1
+            for frame in reversed(opened[same:]):
+                yield _close(until, frame)
+            for frame in stack[same:]:
+                yield f'{{"type":"O","at":{start},"frame":{frame}}}'
+            opened, until = stack, end
+        for frame in reversed(opened):
+            yield _close(until, frame)
+
+
+def _close(at: int, frame: int) -> str:
+    return f'{{"type":"C","at":{at},"frame":{frame}}}'
+
+
+def _joined(events: Iterator[str]) -> Iterator[str]:
+    """Events with commas between, many at a time."""
+    batch: list[str] = []
+    separator = ""
+    for event in events:
+        batch.append(event)
+        if len(batch) == _EVENTS_A_TEXT:
+            yield separator + ",\n".join(batch)
+            batch, separator = [], ",\n"
+    if batch:
+        yield separator + ",\n".join(batch)

@@ -1,0 +1,1 @@
+"""Rules about the host: data, launches, synchronizations, stalls."""

@@ -1,0 +1,124 @@
+"""Does the host stop in the middle of a step to wait for the GPU: `.item()`, `.cpu()`, `nonzero`, a print?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import polars as pl
+
+from stepscope.analysis.time.replay import Change
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.waiting import place, starts_within, waits_of
+from stepscope.findings.wording import milliseconds, several
+from stepscope.session.case import Case
+
+_VALUES = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
+_ONE_LOOK_SHARE = 0.1
+"""A step may look at its loss once: from this share of the step on, that is told too."""
+_LOOP = 4
+"""Values a step, each computed by itself and read: from here on it is a loop, which would be computed as one."""
+_FIXES = (
+    (
+        "item|is_nonzero|_local_scalar_dense|equal",
+        "keep the value on the GPU: total += loss.detach(), and total.item() every 100 steps; torch.where instead of "
+        "`if tensor`; for the norms of gradients torch.nn.utils.get_total_norm(grads), which is one tensor",
+    ),
+    (
+        "nonzero|masked_select|index|unique|where|bincount",
+        "keep the shape fixed: torch.where(mask, x, 0) or x * mask instead of x[mask]; torch.nonzero_static(mask, "
+        "size=n)",
+    ),
+    ("repeat_interleave", "torch.repeat_interleave(x, repeats, output_size=n)  # n known on the host"),
+)
+_TO_DEVICE = (
+    'make it on the GPU, torch.zeros(n, device="cuda"), or copy it without waiting: x.pin_memory().to("cuda", '
+    "non_blocking=True)"
+)
+_TO_HOST = 'x.to("cpu", non_blocking=True) into pinned memory, and read it a step later'
+_BY_HAND = "remove torch.cuda.synchronize(): time with torch.cuda.Event(enable_timing=True)"
+
+
+def check(case: Case) -> list[Finding]:
+    waits = waits_of(case, "synchronization")
+    if waits.is_empty():
+        return []
+    of_values = waits.filter(pl.col("outer_op").cast(pl.String).is_in(_VALUES))
+    gone = of_values["copy"].drop_nulls()
+    one_by_one = of_values.filter(pl.col("fed_by").is_not_null())
+    if one_by_one.height >= _LOOP * case.num_steps:
+        gone = pl.concat([gone, one_by_one["fed_by"].explode()])
+    masks = case.mask_indexing
+    change = replace(_of_fixed_shape(case.without(gone), masks), unwaited=frozenset(waits["event"].to_list()))
+    saving_ns = min(case.saving_ns(change), case.starved_ns)
+    count = waits["stop"].n_unique() / case.num_steps
+    is_one_look = count <= 1 and bool(waits["is_closing"].all())
+    if not case.is_worth(saving_ns) or (is_one_look and saving_ns < _ONE_LOOK_SHARE * case.step_ns):
+        return []
+    table = _by_caller(waits, case.num_steps)
+    top = table.row(0, named=True)
+    most = "" if table.height == 1 else f"{top['num_calls']:,.0f} of them "
+    until = pl.max_horizontal("duration_ns", pl.col("wait_ns").fill_null(0) + pl.col("idle_after_ns"))
+    stood = waits.select("start_ns", (pl.col("start_ns") + until).alias("end_ns"))
+    wait_ns, idle_ns = (float(waits[name].sum() or 0) / case.num_steps for name in ("wait_ns", "idle_after_ns"))
+    masks_ns = float((masks["end_ns"] - masks["start_ns"]).sum()) / case.num_steps
+    by_mask = (
+        f"; indexing with a mask, {several(masks.height / case.num_steps, 'time')} a step, keeps it for "
+        f"{milliseconds(masks_ns)} under the profiler"
+        if masks.height
+        else ""
+    )
+    return [
+        Finding(
+            sentence=f"The host stops {several(count, 'time')} a step to wait for the GPU, {most}in {top['op']} of "
+            f"{place(top)}: it stands for {milliseconds(wait_ns)}, and the GPU then has nothing to do for "
+            f"{milliseconds(idle_ns)}, of {milliseconds(case.step_ns)}{by_mask}.",
+            fix=_fix(top),
+            saving_ns=saving_ns,
+            upper_bound=True,
+            derived="the step replayed without these waits and the copies of single values, and what computes them "
+            "one by one in a loop: the host runs ahead, as far as the GPU's own work lets it"
+            + (
+                "; an op that indexes with a mask has one kernel and a usual op's time on the host" if by_mask else ""
+            ),
+            confidence="high" if count >= 2 else "medium",
+            falsified_by="a value that the host must have before it can go on, or a step as long without the calls",
+            places=case.host_places(stood),
+            evidence=(Evidence("waits of the host, by op and caller", table.head(8).to_dicts()),),
+        )
+    ]
+
+
+def _of_fixed_shape(change: Change, masks: pl.DataFrame) -> Change:
+    """The same change, with what counts a mask's elements gone too."""
+    if masks.is_empty():
+        return change
+    host = [masks.select("start_ns", "end_ns", "factor")]
+    if change.host is not None:
+        host.append(change.host.filter(~starts_within(change.host, masks)))
+    gone = masks["events"].explode().drop_nulls().to_list()
+    return replace(change, gone=change.gone | frozenset(gone), host=pl.concat(host).sort("start_ns"))
+
+
+def _by_caller(waits: pl.DataFrame, num_steps: int) -> pl.DataFrame:
+    keys = ("op", "what", "phase", "module", "caller")
+    return (
+        waits.with_columns(pl.coalesce(pl.col("outer_op", "call").cast(pl.String)).alias("op"))
+        .with_columns(pl.col("what", "phase", "module").cast(pl.String))
+        .group_by(keys, maintain_order=True)
+        .agg(
+            (pl.col("stop").n_unique() / num_steps).alias("num_calls"),
+            *(pl.col(name).sum() / num_steps for name in ("wait_ns", "idle_after_ns")),
+            pl.col("waited_for").cast(pl.String).drop_nulls().mode(maintain_order=True).first(),
+        )
+        .sort(pl.col("wait_ns") + pl.col("idle_after_ns"), "num_calls", descending=True)
+    )
+
+
+def _fix(top: dict[str, object]) -> str:
+    op, what = str(top["op"]), top["what"]
+    if not op.startswith("aten::"):
+        return _BY_HAND
+    if what == "host_to_device":
+        return _TO_DEVICE
+    return next((text for pattern, text in _FIXES if re.search(pattern, op)), _TO_HOST)

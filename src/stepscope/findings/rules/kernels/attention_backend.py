@@ -1,0 +1,102 @@
+"""Does scaled dot-product attention run on a slow back end though no mask stands against the fast ones?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.attention.reasons import LARGEST_HEAD, LEAST_CAPABILITY, against_flash, in_words
+from stepscope.analysis.costs.attainable_rates import attention_ns
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.wording import milliseconds, several
+from stepscope.session.case import Case
+
+_PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
+_FIXES = {
+    "dtype": 'with torch.autocast("cuda", torch.bfloat16): …  # or q, k, v = (x.bfloat16() for x in (q, k, v))',
+    "head_size": f"more heads of at most {LARGEST_HEAD} each",
+    "layout": "give q, k, v as views whose stride(-1) is 1",
+    "causal_lengths": "attn_mask=torch.nn.attention.bias.causal_lower_right(queries, keys)  # not is_causal=True",
+    "mask": "F.scaled_dot_product_attention(q, k, v, is_causal=True)  # where the mask is causal",
+    "not_seen": "remove sdpa_kernel(…) and torch.backends.cuda.enable_flash_sdp(False)",
+}
+"""What to change for each thing that stands against flash, the first to be changed first."""
+
+
+def check(case: Case) -> list[Finding]:
+    case.with_shapes()
+    # One with a mask, in half precision, is what `attention_mask` tells of.
+    is_masked = pl.col("mask").is_not_null() & pl.col("dtype").is_in(list(_PEAKS))
+    calls = case.attention.filter(
+        pl.col("backend").is_in(["efficient", "math"]), ~is_masked, pl.col("num_queries") > 1
+    )
+    if calls.is_empty():
+        return []
+    capability = case.device.compute_capability
+    if capability is not None and capability < LEAST_CAPABILITY:
+        return []
+    durations: dict[int, float] = {}
+    gone: list[int] = []
+    for row in calls.iter_rows(named=True):
+        flops = _done_flops(case, row) // (2 if row["is_causal"] else 1)
+        expected = attention_ns(case.device, _PEAKS.get(row["dtype"], "bf16"), flops, row["num_keys"])
+        kept = row["events"] if row["backend"] == "efficient" else _longest(case, row["events"])
+        taken = case.work.filter(pl.col("event").is_in(kept)).select("event", "duration_ns")
+        factor = expected / max(1, int(taken["duration_ns"].sum()))
+        factor = min(1.0, factor) if row["backend"] == "efficient" else factor
+        durations |= {event: ns * factor for event, ns in taken.iter_rows()}
+        gone += [event for event in row["events"] if event not in durations]
+    saving_ns = case.saving_ns(replace(case.without(pl.Series(gone, dtype=pl.Int64)), duration_ns=durations))
+    if not case.is_worth(saving_ns):
+        return []
+    worst = calls.sort("duration_ns").row(-1, named=True)
+    why, fix = _why(worst)
+    num_calls = calls.filter(pl.col("direction") != "backward").height / case.num_steps
+    total_ns = float(calls["duration_ns"].sum()) / case.num_steps
+    table = (
+        calls.group_by("backend", "direction", "dtype", "num_queries", "num_keys", "head_size", "is_causal")
+        .agg((pl.len() / case.num_steps).alias("num_calls"), pl.col("duration_ns").sum() / case.num_steps)
+        .sort("duration_ns", descending=True)
+    )
+    return [
+        Finding(
+            sentence=f"{several(num_calls, 'call')} of scaled_dot_product_attention a step run on the "
+            f"{worst['backend']} back end and not on flash; {why}. They take {milliseconds(total_ns)} of "
+            f"{milliseconds(case.step_ns)} for {worst['num_queries']:,} × {worst['num_keys']:,} scores of "
+            f"{worst['num_heads']} heads of {worst['head_size']}.",
+            fix=fix,
+            saving_ns=saving_ns,
+            derived="the step replayed with each call at what flash attention in half precision reaches of the "
+            "device's peak; casts of its inputs are not counted",
+            confidence="high" if worst["dtype"] in _PEAKS and worst["head_size"] <= LARGEST_HEAD else "medium",
+            falsified_by="kernels named flash or cudnn for these calls, or a call under "
+            "sdpa_kernel(SDPBackend.FLASH_ATTENTION) that is as slow or refuses its inputs",
+            places=case.places(calls["events"].explode()),
+            evidence=(Evidence("attention calls off the fast path", table.to_dicts()),),
+        )
+    ]
+
+
+def _done_flops(case: Case, row: dict[str, Any]) -> int:
+    """Of the math back end, whose forward and backward stand in one row, those of what was seen of it."""
+    if row["backend"] != "math":
+        return int(row["full_flops"])
+    ops = case.work.filter(pl.col("event").is_in(row["events"]))["op"].cast(pl.String).fill_null("")
+    has_backward = bool(ops.str.contains("softmax_backward").any())
+    has_forward = not has_backward or bool(ops.str.contains("softmax$").any())
+    return int(row["full_flops"]) * (2 * has_forward + 5 * has_backward) // 7
+
+
+def _longest(case: Case, events: list[int]) -> list[int]:
+    """The longest piece of each phase: it stands for the flash kernel."""
+    mine = case.work.filter(pl.col("event").is_in(events)).sort("duration_ns", descending=True)
+    return mine.unique("phase", keep="first", maintain_order=True)["event"].to_list()
+
+
+def _why(call: dict[str, Any]) -> tuple[str, str]:
+    """What stands against flash, and what to change."""
+    codes = against_flash(call, is_on_gpu=True) or ["not_seen"]
+    fix = next(fix for code, fix in _FIXES.items() if code in codes)
+    return "; ".join(in_words(code, call) for code in codes), fix

@@ -1,0 +1,82 @@
+"""Are tensors copied, cast back and forth or made contiguous for nothing?"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.wording import milliseconds, several
+from stepscope.session.case import Case
+
+_COPYING = ["aten::contiguous", "aten::clone", "aten::copy_"]
+_CASTING = ["aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten::half", "aten::bfloat16"]
+
+
+def check(case: Case) -> list[Finding]:
+    root = pl.col("root_op").cast(pl.String)
+    is_training = pl.col("phase").is_in(["forward", "backward"])
+    # A copy that the compiler left in its code is not the program's to remove.
+    moved = case.work.filter(
+        is_training, pl.col("class").is_in(["copy_cast", "memset_memcpy"]), ~pl.col("is_compiled")
+    )
+    is_inside = (pl.col("kind") == "kernel") | pl.col("name").cast(pl.String).str.contains("(?i)DtoD")
+    moved = moved.filter(is_inside)
+    copied = moved.filter(root.is_in(_COPYING))
+    # A cast inside a chain of elementwise ops goes when the chain is fused: `unfused_elementwise` tells of it.
+    in_chains = case.chains["events"].explode()
+    casts = moved.filter(root.is_in(_CASTING), ~pl.col("event").is_in(in_chains.implode()))
+    # What a checkpoint runs again is a forward: the casts of its backward are no way back.
+    again = case.recomputed["events"].explode()
+    needless = pl.concat(
+        [copied, _round_trips(casts.with_columns(pl.col("event").is_in(again.implode()).alias("again")))]
+    )
+    saving_ns = case.saving_ns(case.without(needless["event"])) if needless.height else 0.0
+    if not case.is_worth(saving_ns):
+        return []
+    total_ns = float(needless["duration_ns"].sum()) / case.num_steps
+    has_backward = bool((needless["phase"] == "backward").any())
+    keys = ("root_op", "op", "phase", "module", "shapes")
+    table = (
+        needless.with_columns(pl.col(*keys).cast(pl.String))
+        .group_by(keys)
+        .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
+        .sort("duration_ns", descending=True)
+    )
+    names = table.group_by("root_op").agg(pl.col("duration_ns").sum()).sort("duration_ns", descending=True)
+    asked = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
+    return [
+        Finding(
+            sentence=f"{several(needless.height / case.num_steps, 'kernel')} a step only copy: {asked} called by the "
+            f"program move tensors for {milliseconds(total_ns)} of {milliseconds(case.step_ns)} without "
+            f"computing anything{', their backward included' if has_backward else ''}.",
+            fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) where the next op takes "
+            "strides and dtype as they are: linear layers, matmul and SDPA do",
+            saving_ns=saving_ns,
+            upper_bound=True,
+            derived="the step replayed without these copies and the host's time for them; one that the next op needs "
+            "would come back inside it",
+            confidence="medium",
+            falsified_by="a copy that comes back under another op (aten::reshape) when the call is gone",
+            places=case.places(needless["event"]),
+            evidence=(Evidence("copies by what the program called", table.head(8).to_dicts()),),
+        )
+    ]
+
+
+def _round_trips(casts: pl.DataFrame) -> pl.DataFrame:
+    """Casts there and back again: as many of one shape to a dtype as from it, in one phase of a step."""
+    pair = pl.col("dtypes").cast(pl.String).str.json_decode(pl.List(pl.String))
+    casts = casts.filter(pl.col("dtypes").is_not_null()).with_columns(
+        pair.list.get(0, null_on_oob=True).alias("to"), pair.list.get(1, null_on_oob=True).alias("from")
+    )
+    casts = casts.filter(pl.col("to") != pl.col("from"))
+    keys = ["step", "phase", "again", "shapes"]
+    counts = casts.group_by(*keys, "to", "from").agg(pl.len().alias("num"))
+    back = counts.select(
+        *keys, pl.col("to").alias("from"), pl.col("from").alias("to"), pl.col("num").alias("num_back")
+    )
+    paired = casts.join(counts, on=[*keys, "to", "from"], nulls_equal=True).join(
+        back, on=[*keys, "to", "from"], nulls_equal=True
+    )
+    place = pl.int_range(pl.len()).over(*keys, "to", "from")
+    return paired.filter(place < pl.min_horizontal("num", "num_back")).drop("to", "from", "num", "num_back", "again")

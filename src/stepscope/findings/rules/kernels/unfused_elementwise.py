@@ -1,0 +1,98 @@
+"""Do chains of elementwise ops, norms or activations written out by hand, move their tensors again and again?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from stepscope.analysis.costs.attainable_rates import traffic_ns
+from stepscope.analysis.time.replay import Change
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.session.case import Case
+
+_FUSED = (
+    ({"tanh", "pow"}, 'F.gelu(x, approximate="tanh")'),
+    ({"tanh", "mul", "add"}, 'F.gelu(x, approximate="tanh")'),
+    ({"erf"}, "F.gelu(x)"),
+    ({"sub", "mean"}, "F.layer_norm(x, (size,), weight, bias)"),
+    ({"pow", "mean"}, "F.rms_norm(x, (size,), weight)"),
+    ({"square", "mean"}, "F.rms_norm(x, (size,), weight)"),
+    ({"exp", "sum"}, "torch.softmax(x, -1)"),
+    ({"sigmoid", "mul"}, "F.silu(x)"),
+)
+"""Ops of a chain, and what does the same in one kernel."""
+
+
+def check(case: Case) -> list[Finding]:
+    case.with_shapes()
+    found = case.chains
+    if found.is_empty():
+        return []
+    fused_ns = [traffic_ns(case.device, fused) for fused in found["fused_bytes"]]
+    found = found.with_columns(pl.Series("fused_ns", fused_ns)).filter(pl.col("fused_ns") < pl.col("duration_ns"))
+    durations = dict(found.select("last", "fused_ns").iter_rows())
+    events = found["events"].explode()
+    gone = events.filter(~events.is_in(list(durations)))
+    known = _known(found)
+    # To call what is compiled takes the host about as long as the launches it saves: they are gone only where an op
+    # of torch does the same.
+    change = case.without(gone) if known else Change(gone=frozenset(gone.to_list()))
+    saving_ns = case.saving_ns(replace(change, duration_ns=durations)) if found.height else 0.0
+    if not case.is_worth(saving_ns):
+        return []
+    per_step = found.select(pl.col("num_kernels", "bytes", "fused_bytes", "duration_ns").sum() / case.num_steps)
+    num_kernels, moved, fused, total_ns = per_step.row(0)
+    table = (
+        found.with_columns(pl.col("ops").list.join(", ").str.replace_all("aten::", "", literal=True))
+        .group_by("phase", "shape", "dtype", "ops")
+        .agg(
+            (pl.len() / case.num_steps).alias("num_chains"),
+            pl.col("num_kernels", "bytes", "fused_bytes").first(),
+            pl.col("duration_ns", "fused_ns").sum() / case.num_steps,
+        )
+        .sort("duration_ns", descending=True)
+    )
+    longest = table.row(0, named=True)
+    return [
+        Finding(
+            sentence=f"{several(found.height / case.num_steps, 'chain')} of elementwise ops a step, "
+            f"{several(num_kernels, 'kernel')} in all, move {gibibytes(moved)} in {milliseconds(total_ns)} of "
+            f"{milliseconds(case.step_ns)} where one pass for each chain would move {gibibytes(fused)}; the longest, "
+            f"over {list(longest['shape'])}: {_short(longest['ops'])}.",
+            fix=known or "model = torch.compile(model)  # or torch.compile of the function that has the chain",
+            saving_ns=saving_ns,
+            derived="the step replayed with one kernel for each chain, which reads what none of the chain wrote and "
+            "writes its last result, at 85 % of the device's bandwidth"
+            + (
+                ""
+                if known
+                else "; the host's time stays: compiled code takes it about as long as the launches it saves"
+            ),
+            confidence="high" if moved > 3 * fused else "medium",
+            falsified_by="kernels as many and as long after torch.compile, which then has a graph break in the chain",
+            places=case.places(events),
+            evidence=(Evidence("chains of elementwise ops", table.head(8).to_dicts()),),
+        )
+    ]
+
+
+def _known(found: pl.DataFrame) -> str | None:
+    """The fused op that a chain of the forward spells out, where it is known."""
+    forward = found.filter(pl.col("phase").ne_missing("backward")).sort("duration_ns", descending=True)
+    for ops in forward["ops"]:
+        names = {str(op).removeprefix("aten::").rstrip("_") for op in ops}
+        for wanted, fused in _FUSED:
+            if wanted <= names:
+                return f"{fused}  # in place of {_short(', '.join(_bare(ops)))}; for all: torch.compile(model)"
+    return None
+
+
+def _bare(ops: pl.Series) -> list[str]:
+    return [str(op).removeprefix("aten::") for op in ops]
+
+
+def _short(ops: str, most: int = 10) -> str:
+    names = ops.split(", ")
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,1 @@
+"""Rules about the machine: ranks, clocks, other processes."""

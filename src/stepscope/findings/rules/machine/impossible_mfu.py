@@ -1,0 +1,129 @@
+"""Is something faster than the device can be: a figure that cannot be right?"""
+
+from __future__ import annotations
+
+import polars as pl
+
+from stepscope.analysis.costs.flops import Utilization
+from stepscope.devices import Device, find_device
+from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.findings.gemms import by_shape, gemm_calls
+from stepscope.findings.wording import milliseconds, several
+from stepscope.session.case import Case
+
+_IMPOSSIBLE = 1.02
+"""Of the limit; clocks and rounding may bring a figure just above it."""
+_SURE_NS = 50_000
+"""A shorter kernel's duration says little about its rate."""
+
+
+def check(case: Case) -> list[Finding]:
+    reasons = []
+    found: list[Finding] = []
+    for look in (_of_the_step, _of_kernels):
+        try:
+            found += look(case)
+        except CannotCheck as reason:
+            reasons.append(str(reason))
+    if len(reasons) == 2:
+        raise CannotCheck("; ".join(reasons))
+    return found
+
+
+def _of_the_step(case: Case) -> list[Finding]:
+    summary = case.summary
+    if summary.flops is None or (summary.mfu is None and summary.hfu is None):
+        name = (case.recording.facts.get("environment") or {}).get("device_name")
+        raise CannotCheck(f"no share of a peak is known for {name}: `stepscope doctor --measure` measures one")
+    shares = {"MFU": summary.mfu, "HFU": summary.hfu}
+    above = {name: used for name, used in shares.items() if used is not None and used.share > _IMPOSSIBLE}
+    if not above:
+        return []
+    name, used = max(above.items(), key=lambda item: item[1].share)
+    why, fix = _suspect(case, used)
+    flops = summary.flops
+    row = {
+        "name": name, "share": used.share, "flops_per_s": used.flops_per_s, "limit": used.limit,
+        "step_ns": case.step_ns, "clock": summary.clock, "model_flops": flops.model_flops,
+        "hardware_flops": flops.hardware_flops, "formula_flops": flops.formula_flops,
+    }  # fmt: skip
+    return [
+        Finding(
+            sentence=f"{name} is {used.share:.0%}, which cannot be: {used.flops_per_s / 1e12:,.3g} TFLOP/s against "
+            f"{used.limit}. {why}",
+            fix=fix,
+            derived="nothing is saved: a figure is wrong",
+            confidence="high",
+            falsified_by="a document that gives the device a higher dense peak",
+            evidence=(Evidence("utilization", [row]),),
+        )
+    ]
+
+
+def _suspect(case: Case, used: Utilization) -> tuple[str, str]:
+    """What must be wrong, and what to do: the time, the dtype, the limit, or the FLOPs."""
+    summary, flops = case.summary, case.summary.flops
+    environment = case.recording.facts.get("environment") or {}
+    assert flops is not None
+    if environment.get("device") == "cuda" and summary.clock == "host":
+        return (
+            f"The time is wrong: {milliseconds(case.step_ns)} is the host's, which runs ahead of the GPU.",
+            "torch.cuda.synchronize() before the clock is read, or CUDA events, as `stepscope run` does",
+        )
+    device = find_device(str(environment.get("device_name")))
+    if device is not None and _at_tf32(device, flops.hardware_flops_by_dtype, used):
+        return (
+            "The dtype is wrong: with the float32 products in TF32 it would be possible, and they must have run so.",
+            'torch.get_float32_matmul_precision()  # "high" means TF32: divide by the TF32 peak',
+        )
+    if flops.formula_flops and flops.model_flops > 1.1 * flops.formula_flops:
+        return (
+            f"The FLOPs are wrong: {flops.model_flops / flops.formula_flops:.1f} times what 6·N·tokens gives.",
+            "count 2 FLOPs a multiply-add, causal attention as half, and a layer that is called twice as two",
+        )
+    if used.is_measured:
+        return (
+            "The limit is too low: it was measured, and something else ran on the device meanwhile.",
+            "stepscope doctor --measure  # again, with the device idle",
+        )
+    return (
+        "The peak or the FLOPs are wrong: time, dtype and formula agree with one another.",
+        f"compare with the document: {used.source}",
+    )
+
+
+def _at_tf32(device: Device, flops_by_dtype: object, used: Utilization) -> bool:
+    assert isinstance(flops_by_dtype, dict)
+    if not flops_by_dtype.get("fp32") or not {"fp32", "tf32"} <= device.peak_flops.keys():
+        return False
+    rate = device.peak_flops["fp32"] / device.peak_flops["tf32"]
+    return used.share * rate <= 1 and flops_by_dtype["fp32"] > sum(flops_by_dtype.values()) / 2
+
+
+def _of_kernels(case: Case) -> list[Finding]:
+    """Matrix products that no device of this name can do in their time."""
+    if not case.has_gpu_work:
+        raise CannotCheck("there is no trace of GPU work: record on a GPU")
+    peaks = case.device.peak_flops
+    # Winograd's and Fourier's convolutions do with fewer multiplications than are counted.
+    is_convolution = pl.col("op").str.contains("conv")
+    calls = gemm_calls(case).filter(pl.col("duration_ns") >= _SURE_NS, ~is_convolution)
+    peak = pl.col("peak_dtype").replace_strict(dict(peaks), default=None, return_dtype=pl.Float64)
+    rate = pl.col("flops") * 1e9 / pl.col("duration_ns")
+    above = calls.with_columns((rate / peak).alias("share")).filter(pl.col("share") > _IMPOSSIBLE)
+    if above.is_empty():
+        return []
+    worst = above.sort("share", descending=True).row(0, named=True)
+    return [
+        Finding(
+            sentence=f"{several(above.height / case.num_steps, 'matrix product')} a step would be faster than "
+            f"{case.device.name} can be: {worst['op']} in {worst['peak_dtype']} at {worst['share']:.0%} of its "
+            f"{peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace, or the peak, is wrong.",
+            fix="read the kernel's name in the evidence: it says what it computed in; then compare its peak",
+            derived="nothing is saved: a figure is wrong",
+            confidence="medium",
+            falsified_by="a kernel whose name says the dtype that the trace gives",
+            places=case.places(above["events"].explode()),
+            evidence=(Evidence("matrix products above the peak", by_shape(above, case.num_steps)),),
+        )
+    ]

@@ -1,0 +1,108 @@
+"""Are scores for the whole vocabulary held in memory for all tokens at once?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+
+from stepscope.analysis.costs.attainable_rates import loss_ns
+from stepscope.findings.alive import alive_bytes, is_worth_bytes
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.session.case import Case
+
+_ONE_PASS = 1.5
+"""Times what a fused loss takes: one that takes no longer is fused."""
+_NUM_CHUNKS = 8
+_SHORT_SHARE = 0.5
+"""Of the device's memory: chunks buy memory with time, and who uses less has no need to."""
+_COMPILED = (
+    "loss = torch.compile(head_and_loss)(hidden, targets)  # made once; def head_and_loss(hidden, targets): return "
+    "F.cross_entropy(head(hidden).float(), targets)"
+)
+_IN_CHUNKS = f"the head and the loss in {_NUM_CHUNKS} chunks of the tokens, each under torch.utils.checkpoint"
+_MAKES = pl.col("is_product") & pl.col("phase").ne_missing("backward")
+"""The product of a forward that makes logits: one for each loss."""
+
+
+def check(case: Case) -> list[Finding]:
+    case.with_shapes()
+    work = case.logits.filter(~_is_in_chunks(case.logits))
+    if not work["is_loss"].any():
+        return []
+    durations: dict[int, float] = {}
+    gone: list[int] = []
+    held: int | None = 0
+    kept_bytes = total_fused_ns = 0.0
+    for (num_tokens, vocabulary, item_bytes), part in work.group_by("num_tokens", "vocabulary", "item_bytes"):
+        num_elements = int(num_tokens) * int(vocabulary)
+        passes = part.filter(~pl.col("is_product"))
+        num_losses = max(1, part.filter(_MAKES).height)
+        kept = passes.filter("is_loss").sort("duration_ns", descending=True)["event"].head(num_losses)
+        fused_ns = loss_ns(case.device, num_elements * int(item_bytes))
+        now_ns = float(passes["duration_ns"].sum()) / num_losses
+        durations |= dict.fromkeys(kept.to_list(), min(fused_ns, now_ns))
+        gone += passes.filter(~pl.col("event").is_in(kept.implode()))["event"].to_list()
+        total_fused_ns += fused_ns * num_losses
+        alive = alive_bytes(case, num_elements)
+        held = None if held is None or alive is None else held + alive
+        kept_bytes += num_elements * int(item_bytes)
+    total_ns = float(work.filter(~pl.col("is_product"))["duration_ns"].sum())
+    is_fused = total_ns < _ONE_PASS * total_fused_ns
+    saving_ns: float | None = None
+    if not is_fused:
+        saving_ns = case.saving_ns(replace(case.without(pl.Series(gone, dtype=pl.Int64)), duration_ns=durations))
+    elif not held or case.memory.peak_bytes < _SHORT_SHARE * (case.device.visible_bytes or case.device.memory_bytes):
+        return []
+    saving_bytes = _saved(case, held, held // _NUM_CHUNKS if held and is_fused else int(kept_bytes))
+    if not (case.is_worth(saving_ns or 0.0) or is_worth_bytes(case, saving_bytes)):
+        return []
+    one = work.sort(pl.col("num_tokens") * pl.col("vocabulary")).row(-1, named=True)
+    passes = work.filter(~pl.col("is_product"))
+    size = one["num_tokens"] * one["vocabulary"]
+    holding = f", {gibibytes(held)} of the peak of {gibibytes(case.memory.peak_bytes)} in all copies" if held else ""
+    table = (
+        work.group_by("op", "phase", "is_product")
+        .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
+        .sort("duration_ns", descending=True)
+    )
+    return [
+        Finding(
+            sentence=f"Logits are held whole: {one['num_tokens']:,} tokens × {one['vocabulary']:,} words, "
+            f"{gibibytes(size * one['item_bytes'])} as the last layer makes them{holding}; "
+            f"{several(passes.height / case.num_steps, 'kernel')} a step go over them beside the products, "
+            f"{milliseconds(total_ns / case.num_steps)} of {milliseconds(case.step_ns)}.",
+            fix=_IN_CHUNKS if is_fused else _COMPILED,
+            saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
+            saving_bytes=saving_bytes,
+            upper_bound=True,
+            derived=f"bytes: tensors of that size alive at the peak, less one of {_NUM_CHUNKS} chunks; the product "
+            "that makes them is done twice, which costs time"
+            if is_fused
+            else "the step replayed with one pass over the logits in the forward and one in the backward, at half of "
+            "the device's bandwidth, in place of all; bytes: tensors of that size alive at the peak, less the logits "
+            "once",
+            confidence="medium",
+            falsified_by="a peak that comes elsewhere in the step, or a program that needs all logits",
+            places=case.places(passes["event"]),
+            evidence=(Evidence("kernels over the logits", table.head(10).to_dicts()),),
+        )
+    ]
+
+
+def _is_in_chunks(work: pl.DataFrame) -> pl.Series:
+    """Of each row, whether logits of its size are made more than once before a backward: in chunks already."""
+    backwards = (pl.col("phase") == "backward").cum_sum()
+    sizes = ("num_tokens", "vocabulary")
+    made = work.select(*sizes, backwards.over(sizes).alias("backward"), _MAKES.cast(pl.Int64).alias("made"))
+    most = made.group_by(*sizes, "backward").agg(pl.col("made").sum()).group_by(sizes).agg(pl.col("made").max())
+    return work.select(sizes).join(most, on=sizes, how="left", maintain_order="left")["made"] > 1
+
+
+def _saved(case: Case, held: int | None, kept: int) -> int | None:
+    """What is held and need not be: never more than the peak stands above what there is in other stages of a step."""
+    if not held:
+        return None
+    elsewhere = [stage.peak_bytes for stage in case.memory.stages if stage.name not in ("forward", "backward")]
+    return max(0, min(held - kept, case.memory.peak_bytes - max(elsewhere, default=0))) or None

@@ -1,0 +1,1 @@
+"""torch.compile in a plan, without a device to compile for."""

@@ -1,0 +1,90 @@
+"""Which products Inductor pads: it times both ways on the device, and a plan has none to time them on.
+
+A padded product has operands and a result whose rows begin at multiples of 16 bytes, and a copy that is padded is
+one more tensor: of the logits' gradient, 1.5 GiB for 16384 × 50257 in bfloat16. What may be padded, how, and whether
+it is worth a benchmark is Inductor's own code. The outcome of the benchmark is taken from the rows: tensor cores do
+not read crooked ones whole and take some times as long; the units that multiply float32 do not mind.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+
+from stepscope.devices.peaks import Device
+from stepscope.planner.emulation.torch_support import products_in_tf32
+
+DECIDERS = ("_should_pad", "should_pad_bench")
+"""What asks the benchmark; the second in older versions."""
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Padding:
+    """While the context lasts, Inductor pads what it would on a device, of graphs whose tensors are the host's."""
+
+    def __init__(self, device: Device, is_tf32: bool) -> None:
+        self._device, self._is_tf32 = device, is_tf32
+        self._stack = ExitStack()
+        self.products: dict[str, None] = {}
+        """Rows × inner size × columns of what was padded."""
+
+    def __enter__(self) -> Padding:
+        from torch._inductor.fx_passes import pad_mm
+
+        device = self._device
+        for owner, name, value in (
+            *((pad_mm, name, self._is_padded) for name in DECIDERS),
+            (pad_mm, "check_device", lambda first, second: True),
+            (pad_mm, "has_triton", lambda: True),
+            (pad_mm.utils, "get_device_tflops", lambda dtype: device.peak_flops[HALVES.get(dtype, "tf32")] / 1e12),
+            (pad_mm.utils, "get_gpu_dram_gbps", lambda: device.bandwidth_bytes_per_s / 1e9),
+            (torch.cuda, "get_device_capability", lambda index=None: device.compute_capability),
+        ):
+            if hasattr(owner, name):
+                self._stack.enter_context(mock.patch.object(owner, name, value))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def note(self) -> str | None:
+        """What a plan must say; None where nothing was padded."""
+        if not self.products:
+            return None
+        first, *more = self.products
+        return (
+            f"{first}{f' and {len(more)} more' * bool(more)}: rows do not begin at multiples of 16 bytes; taken as "
+            "padded, which Inductor decides by a benchmark on the device"
+        )
+
+    def _is_padded(
+        self, match: Any, first: torch.Tensor, second: torch.Tensor, op: Any, added: torch.Tensor | None = None
+    ) -> bool:
+        """In place of the benchmark."""
+        from torch._inductor.fx_passes import pad_mm
+
+        sizes = (*first.shape[-2:], second.shape[-1])
+        unit = pad_mm.get_alignment_size(first)
+        is_tf32 = first.dtype is torch.float32 and (self._is_tf32 or products_in_tf32())
+        is_padded = (
+            any(pad_mm.get_padded_length(size, unit) for size in sizes)
+            and (is_tf32 or first.dtype in HALVES)
+            and has_crooked_rows(first, second, unit)
+            and bool(pad_mm.is_mm_compute_bound(*sizes, first.dtype))
+        )
+        if is_padded:
+            self.products[" × ".join(map(str, sizes))] = None
+        return is_padded
+
+
+def has_crooked_rows(first: torch.Tensor, second: torch.Tensor, unit: int) -> bool:
+    """Whether rows of an operand, or of the result, do not all begin at multiples of `unit` numbers.
+
+    >>> tokens, words = torch.empty(64, 32), torch.empty(101, 32)
+    >>> has_crooked_rows(tokens, words.t(), 8), has_crooked_rows(tokens, words[:96].t(), 8)
+    (True, False)
+    """
+    return any(size % unit for size in (max(first.stride()[-2:]), max(second.stride()[-2:]), second.shape[-1]))

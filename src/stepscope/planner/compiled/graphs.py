@@ -1,0 +1,299 @@
+"""What torch.compile makes of a program, without a device to compile for.
+
+Inductor itself takes the program from autograd's joint graph to the Python that it writes around its kernels: that
+text says which buffer is allocated, reused and dropped, and when. It is run on ghosts, with kernels that do nothing.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.fx import traceback
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stepscope.errors import UsageError
+from stepscope.planner.compiled.gemm_padding import Padding
+from stepscope.planner.compiled.inductor import CPU, CUDA, AfterOp, Names, cuda_device, like, loaded, lowered
+from stepscope.planner.emulation.dataless import DataNeeded, Ghosts
+from stepscope.planner.hardware import Hardware
+
+ERROR_BAR = 0.03
+"""Of the peak of a compiled program, either way; on an H200 the worst of eight points was 0.84 % off."""
+PADDED_ERROR_BAR = 0.10
+"""Where products are taken as padded; that decision alone was 9.8 % of one of those points."""
+FLEX = "torch.nn.attention.flex_attention"
+NOTE = "an approximation, ±{:.0%}: each compiled function is taken as one graph without breaks"
+
+
+class Compiler:
+    """While the context lasts, `torch.compile` gives what Inductor would run on a device; without hardware, a CPU."""
+
+    def __init__(self, hardware: Hardware | None, mode: Ghosts, after_op: AfterOp, padding: Padding | None) -> None:
+        self._hardware, self._mode, self._after_op, self._padding = hardware, mode, after_op, padding
+        self._patch = mock.patch.object(torch, "compile", self._compile)
+        self.notes: dict[str, str] = {}
+        """What a plan must say if anything was compiled."""
+
+    @property
+    def error_bar(self) -> float | None:
+        """Share of the peak, either way; None if nothing was compiled."""
+        bar = PADDED_ERROR_BAR if self._padding is not None and self._padding.products else ERROR_BAR
+        return bar if self.notes else None
+
+    def __enter__(self) -> Compiler:
+        _forget_kernels()
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+        _forget_kernels()
+
+    def _compile(self, model: Any = None, *, mode: str | None = None, disable: bool = False, **options: Any) -> Any:
+        if model is None:
+            return lambda function: self._compile(function, mode=mode, disable=disable, **options)
+        backend = options.get("backend", "inductor")
+        # flex_attention is planned as the kernel that it becomes, whoever compiles it.
+        if disable or backend in ("eager", "aot_eager") or getattr(model, "__module__", None) == FLEX:
+            return model
+        if mode not in (None, "default"):
+            raise UsageError(
+                f"compile={mode}: a plan knows the default mode only (pools of CUDA graphs, and kernels that a "
+                "benchmark chooses, are not modeled): take --compile default, or measure it with stepscope bench"
+            )
+        if backend != "inductor":
+            raise UsageError(f"compile: a plan knows the back end inductor only, not {backend}")
+        if isinstance(model, nn.Module):
+            return _CompiledModule(model, self._program(model, model.forward))
+        owner = getattr(model, "__self__", None)
+        if isinstance(owner, nn.Module) and getattr(model, "__name__", "") == "_call_impl":  # nn.Module.compile()
+            return _CompiledModule(owner, self._program(owner, owner.forward)).forward
+        return self._program(owner if isinstance(owner, nn.Module) else None, model)
+
+    def _program(self, owner: nn.Module | None, function: Callable[..., Any]) -> _Program:
+        return _Program(owner, function, self._build)
+
+    def _build(self, function: _Function, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """What Inductor gives for a function of tensors."""
+        fakes = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+        with _disable_current_modes(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch._functorch import config as autograd_config
+            from torch._inductor import compile_fx
+            from torch._inductor import config as inductor_config
+
+            with fakes:
+                examples = [like(tensor, CPU).requires_grad_(tensor.requires_grad) for tensor in inputs]
+            with (
+                self._padding or nullcontext(),
+                inductor_config.patch(force_disable_caches=True),
+                _patched(autograd_config, enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+                # Of what is kept for backward Inductor chooses the layout, where it knows that it is not a result.
+                mock.patch.object(
+                    compile_fx, "get_num_model_outputs", lambda _graph: function.num_outputs(), create=True
+                ),
+            ):
+                compiled: Callable[..., Any] = compile_fx.compile_fx(function, examples, inner_compile=self._inner)
+        padding = None if self._padding is None else self._padding.note()
+        self.notes["compiled"] = NOTE.format(ERROR_BAR if padding is None else PADDED_ERROR_BAR)
+        self.notes |= {} if padding is None else {"padded products": padding}
+        return compiled
+
+    def _inner(self, module: Any, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
+        """One graph, forward or backward: Inductor's Python for it, on ghosts."""
+        with torch._C.DisableTorchFunction(), cuda_device(self._hardware) if self._hardware else nullcontext():
+            text, constants = lowered(module, inputs, options, None if self._hardware is None else CUDA)
+        call = loaded(text, Names(self._after_op, constants))
+
+        def run(args: list[Any]) -> Any:
+            with _disable_current_modes(), self._mode:
+                return call(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # the arguments are a list, dropped one by one
+        return run
+
+
+class _CompiledModule(nn.Module):  # type: ignore[misc]  # torch is not type checked here
+    """A module whose own hooks are called as ever, and whose forward is a program."""
+
+    def __init__(self, module: nn.Module, program: _Program) -> None:
+        super().__init__()
+        self._orig_mod = module
+        self._program = program
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(self._orig_mod, "forward", self._program):
+            return self._orig_mod(*args, **kwargs)
+
+
+class _Program:
+    """A function, compiled at its first call for each kind of inputs."""
+
+    def __init__(self, owner: nn.Module | None, function: Callable[..., Any], build: Callable[..., Any]) -> None:
+        self._owner, self._function, self._build = owner, function, build
+        self._built: dict[Any, tuple[Callable[..., Any], Callable[[Sequence[Any]], Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        state = {} if self._owner is None else dict((*self._owner.named_parameters(), *self._owner.named_buffers()))
+        tensors = [*state.values(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+        key = (
+            str(spec),
+            tuple(_look(leaf) for leaf in (*state.values(), *leaves)),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            self._owner is not None and self._owner.training,
+        )
+        if key not in self._built:
+            function = _Function(self._owner, self._function, list(state), leaves, spec)
+            try:
+                self._built[key] = self._build(function, tensors), function.result
+            except (UsageError, DataNeeded):
+                raise
+            except Exception as error:
+                raise UsageError(_refusal(self._function, error)) from error
+        compiled, result = self._built[key]
+        from torch._functorch import config
+
+        with _patched(config, check_custom_op_aliasing=False):  # it refuses ghosts
+            return result(compiled(*tensors))
+
+
+class _Function(nn.Module):  # type: ignore[misc]  # torch is not type checked here
+    """A function of tensors alone: a module's parameters and buffers first, then the tensors among its arguments."""
+
+    def __init__(
+        self, owner: nn.Module | None, function: Callable[..., Any], names: list[str], leaves: list[Any], spec: Any
+    ) -> None:
+        super().__init__()
+        self._call = (owner, function)  # in a tuple: it must not become a child
+        self._names, self._spec = names, spec
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._results: list[Any] = []
+        self._result_spec: Any = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        owner, function = self._call
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors[len(self._names) :]):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        state = dict(zip(self._names, tensors))
+        with_state = stateless._reparametrize_module(owner, state, tie_weights=True) if owner else nullcontext()
+        # Programs that ask whether they are being compiled look at no value then; export sets the same flag.
+        is_compiling = mock.patch.object(torch.compiler, "_is_compiling_flag", True, create=True)
+        with with_state, is_compiling, _HostOnly(), _checkpoints():
+            found = function(*args, **kwargs)
+        results, self._result_spec = pytree.tree_flatten(found)
+        self._results = [_TENSOR if isinstance(part, torch.Tensor) else part for part in results]
+        return tuple(part for part in results if isinstance(part, torch.Tensor))
+
+    def num_outputs(self) -> int:
+        """How many tensors it returned."""
+        return self._results.count(_TENSOR)
+
+    def result(self, tensors: Sequence[Any]) -> Any:
+        """What the function would have returned, with these tensors."""
+        given = iter(tensors)
+        return pytree.tree_unflatten(
+            [next(given) if part is _TENSOR else part for part in self._results], self._result_spec
+        )
+
+
+_TENSOR = object()
+
+
+def _forget_kernels() -> None:
+    """While a program is traced, Python remembers which kernel serves an op; those of a plan are the plan's own."""
+    for packet in list(vars(torch.ops.aten).values()):
+        for op in list(getattr(packet, "__dict__", {}).values()):
+            if isinstance(op, torch._ops.OpOverload):
+                op._dispatch_cache.clear()
+
+
+def _patched(config: Any, **values: Any) -> Any:
+    """Settings of torch for as long as the context lasts; those that this version has not are left out."""
+    return config.patch({name: value for name, value in values.items() if hasattr(config, name)})
+
+
+def _refusal(function: Any, error: Exception) -> str:
+    name = getattr(getattr(function, "__self__", None), "__class__", type(function)).__name__
+    theirs = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)]
+    place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
+    text = str(error).strip().splitlines() or [""]
+    return (
+        f"compile: {name} is not planned as one graph ({place}{type(error).__name__}: {text[0][:160]}): plan it "
+        "without --compile, or measure it with stepscope bench"
+    )
+
+
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+
+
+def _look(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return (type(leaf), repr(leaf))
+
+
+class _HostOnly(torch.overrides.TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
+    """While a program is traced its tensors are the host's: what it sends to a CUDA device stays there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = tuple(_to_host(value) for value in args)
+        return func(*args, **{name: _to_host(value) for name, value in (kwargs or {}).items()})
+
+
+def _to_host(value: Any) -> Any:
+    is_device = isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda")
+    return CPU if is_device and torch.device(value).type == "cuda" else value
+
+
+@contextmanager
+def _checkpoints() -> Iterator[None]:
+    """A compiler does not run a checkpoint's forward twice: it is told what should be computed again, op by op."""
+    from torch.utils import checkpoint
+
+    number = count(1)
+
+    @contextmanager
+    def marked() -> Iterator[None]:
+        with traceback.preserve_node_meta():
+            marks = {"recompute": checkpoint.CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(number)}
+            traceback.get_current_meta().update(marks)
+            yield
+
+    def around(
+        function: Any, preserve: Any = True, context: Any = checkpoint.noop_context_fn, *_: Any, **__: Any
+    ) -> Any:
+        if context is not checkpoint.noop_context_fn:
+            raise UsageError("compile: a checkpoint with a context_fn of its own is not planned: leave it out")
+        with marked():
+            yield
+
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        with marked():
+            return function(*args)
+
+    reentrant = types.SimpleNamespace(apply=apply)
+    with (
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", around),
+        mock.patch.object(checkpoint, "CheckpointFunction", reentrant),
+    ):
+        yield

@@ -1,0 +1,240 @@
+"""Inductor on a machine without a GPU: from a graph to the Python around its kernels, and that Python on ghosts."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stepscope.planner.emulation.planned_tensor import Ghost
+from stepscope.planner.hardware import Hardware
+
+aten = torch.ops.aten
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+RNG_STATE_BYTES = 16
+AfterOp = Callable[[Any, Any, Any, Any], None]
+
+
+def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An empty tensor of the same shape, strides and dtype."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def lowered(
+    module: Any, inputs: Sequence[Any], options: Mapping[str, Any], device: torch.device | None
+) -> tuple[str, Mapping[str, Any]]:
+    """The Python that Inductor writes for a graph, and the constants that it names."""
+    from torch._inductor import compile_fx
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    is_inference, is_backward = options.get("is_inference", False), options.get("is_backward", False)
+    compile_fx.view_to_reshape(module)
+    with torch.no_grad():
+        fakes = compile_fx.fake_tensor_prop(module, inputs)
+    compile_fx._recursive_record_original_output_strides(module)
+    if device is not None:
+        with fakes, torch.no_grad():
+            inputs = _moved(module, inputs, device)
+    padding = compile_fx.maybe_disable_comprehensive_padding(inputs)
+    with V.set_fake_mode(fakes), DebugContext(), padding:
+        compile_fx._recursive_post_grad_passes(module, is_inference=is_inference)
+        graph = GraphLowering(module, example_inputs=inputs, is_inference=is_inference, is_backward=is_backward)
+        graph.freeze_runtime_asserts()
+        with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+            graph.run(*inputs)
+            code = graph.codegen()[0]
+        _report_strides(graph.graph_outputs)
+    return str(getattr(code, "value", code)), graph.constants
+
+
+def _report_strides(outputs: Sequence[Any]) -> None:
+    """Tell AOTAutograd how a graph's outputs lie in memory: the backward takes what is kept as it is."""
+    reported = getattr(torch._guards.TracingContext.try_get(), "output_strides", None)
+    if reported is not None:
+        has_strides = [getattr(output, "has_tensor_output", bool)() for output in outputs]
+        strides = [tuple(map(int, output.get_stride())) if has else None for output, has in zip(outputs, has_strides)]
+        reported.extend(strides)
+
+
+def _moved(module: Any, inputs: Sequence[Any], device: torch.device) -> list[Any]:
+    """The inputs of a graph as if they were on a device, and all that the graph says of its own tensors."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return device
+        return like(value, device) if isinstance(value, torch.Tensor) else value
+
+    for node in module.graph.nodes:
+        node.args = tuple(moved(value) for value in node.args)
+        node.kwargs = {name: moved(value) for name, value in node.kwargs.items()}
+        node.meta["val"] = pytree.tree_map(moved, node.meta.get("val"))
+    return [moved(value) for value in inputs]
+
+
+@contextmanager
+def cuda_device(hardware: Hardware) -> Iterator[None]:
+    """A CUDA device as Inductor asks for it, and kernels whose text nobody needs."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import scheduler
+    from torch._inductor.codecache import CacheBase
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch._subclasses import fake_tensor
+
+    major, minor = hardware.compute_capability
+    facts = {
+        "multi_processor_count": hardware.num_processors,
+        "major": major,
+        "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": hardware.threads_per_processor,
+        "max_threads_per_block": 1024,
+        "warp_size": 32,
+    }
+    properties = types.SimpleNamespace(name="", minor=minor, total_memory=1 << 40, **facts)
+    known = {name: value for name, value in facts.items() if name in DeviceProperties._fields}
+    copied = DeviceProperties(type="cuda", index=0, cc=10 * major + minor, **known)
+
+    def no_text(kernel: Any, name: str | None = None) -> str:
+        kernel.inductor_meta, kernel.triton_meta = {}, {}
+        return ""
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (scheduler, "has_triton", lambda: True),
+            (TritonKernel, "codegen_kernel", no_text),
+            (DeviceProperties, "create", lambda device: copied),
+            (CacheBase, "get_system", lambda: {"hash": ""}),
+            (CudaInterface, "get_device_properties", lambda device=None: properties),
+            (CudaInterface, "get_compute_capability", lambda device=None: 10 * major + minor),
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+            (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
+            (torch.cuda, "current_device", lambda: 0),
+            (fake_tensor, "init_gpu_context", lambda *args: None),
+            # These look for the device itself, and a build without CUDA has none to find.
+            (torch.Tensor, "copy_", lambda tensor, *args, **kwargs: aten.copy_(tensor, *args, **kwargs)),
+            (torch.Tensor, "__invert__", lambda tensor: aten.bitwise_not(tensor)),
+        ):
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+# --- Inductor's Python, on ghosts ---
+
+
+def loaded(text: str, names: Names) -> Callable[[list[Any]], Any]:
+    """The function that calls the kernels, of a module that imports and compiles nothing."""
+    kept = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) or _assigns(node) & {"runner", "call"}
+    ]
+    exec(compile(ast.Module(kept, []), "<inductor>", "exec"), names)
+    call: Callable[[list[Any]], Any] = names["call"]
+    return call
+
+
+def _assigns(node: ast.stmt) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+class Names(dict[str, Any]):
+    """The globals of Inductor's Python; what is in no list is a kernel, and does nothing."""
+
+    def __init__(self, after_op: AfterOp, constants: Mapping[str, Any]) -> None:
+        super().__init__(
+            __name__="inductor", torch=_Torch(), aten=aten, device=torch.device, inf=float("inf"), nan=float("nan"),
+            inductor_ops=torch.ops.inductor, extern_kernels=_Externs(after_op), reinterpret_tensor=_reinterpret,
+            empty_strided=torch.empty_strided, empty_strided_cpu=_empty_cpu, empty_strided_cuda=_empty_cuda,
+        )  # fmt: skip
+        self._constants = constants
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if name in self._constants:
+            return like(self._constants[name], self._constants[name].device)
+        return _kernel
+
+
+def _kernel(*args: Any, **kwargs: Any) -> None:
+    """A kernel, or a check of its inputs."""
+
+
+_kernel.run = _kernel  # type: ignore[attr-defined]  # as Triton's kernels are called
+
+
+def _empty_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=CPU)
+
+
+def _empty_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=CUDA)
+
+
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+class _Torch:
+    """torch, but for what looks for a CUDA device, and for ops that take ops."""
+
+    cuda = types.SimpleNamespace(_DeviceGuard=lambda index: nullcontext(), set_device=lambda index: None)
+
+    @property
+    def ops(self) -> Any:
+        return _Ops()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _Ops:
+    """torch.ops, but for those that keep a state of the random numbers for an op that is run again."""
+
+    @property
+    def higher_order(self) -> Any:
+        return types.SimpleNamespace(run_and_save_rng_state=_run_and_save, run_with_rng_state=_run_with)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops, name)
+
+
+def _run_and_save(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    with _disable_current_modes():
+        state = torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8, device=CPU)  # the host's, of a GPU too
+    return state, op(*args, **kwargs)
+
+
+def _run_with(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+class _Externs:
+    """Library calls that write to a buffer that is there: the ledger hears of each as the op it is."""
+
+    def __init__(self, after_op: AfterOp) -> None:
+        self._after_op = after_op
+
+    def __getattr__(self, name: str) -> Any:
+        packet = getattr(aten, name.removeprefix("bias_"))
+
+        def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
+            if out is None:
+                return packet(*args, **kwargs)
+            inner = [value._stepscope_inner if type(value) is Ghost else value for value in args]
+            self._after_op(packet.default, inner, kwargs, out._stepscope_inner)
+            return out
+
+        return call

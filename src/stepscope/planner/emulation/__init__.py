@@ -1,0 +1,1 @@
+"""Runs a program on tensors without data as if it ran on the planned device."""

@@ -1,0 +1,233 @@
+"""Tensors without data: every op runs on `meta`, while autograd, autocast and the program believe in a device.
+
+A ghost carries a meta tensor, and `Ghosts`, the mode, unwraps, runs and wraps. What stays real: tensors made from
+Python numbers (`torch.tensor`), which live on the host in a training script too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from stepscope.errors import UsageError
+from stepscope.planner.emulation import known_values as values
+from stepscope.planner.emulation.arguments import (
+    GHOSTS,
+    HOSTED,
+    PLANNED,
+    REAL,
+    has_weight,
+    meta_like,
+    opened,
+    without_data,
+    wrapped,
+)
+from stepscope.planner.emulation.known_values import known_values
+from stepscope.planner.emulation.op_kinds import Kind, kind_of
+from stepscope.planner.emulation.output_shapes import SHAPES, Shapes
+from stepscope.planner.emulation.planned_tensor import HOST, META, Ghost, made_before
+from stepscope.planner.emulation.triton_launches import launching_nothing
+from stepscope.planner.emulation.unknown_values import DataNeeded, users_place
+from stepscope.recorder.ledger.nodes import backward_runs
+
+__all__ = ["DataNeeded", "Ghost", "Ghosts"]
+
+aten = torch.ops.aten
+IN_PLACE = {
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten._unsafe_index_put.default: aten.index_put_.default,
+}
+"""What autograd's formulas do to zeros that they have just made, unless tensors are of a subclass."""
+ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
+
+
+class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
+    """Makes every new tensor a ghost: of `device`, or of the host where the program asks for that.
+
+    `kernels`: what an op that is made of others becomes on this device. `after_op(func, args, kwargs, out)` is told
+    of each op of `device` when it has run, with meta tensors.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        kernels: Mapping[Any, Callable[..., Any]],
+        after_op: Callable[[Any, Any, Any, Any], None],
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._kernels = kernels
+        self._after_op = after_op
+        self._shapes = Shapes()
+        self._zeros: weakref.ref[Ghost] | None = None  # what the last op gave, if those are zeros
+        self.unseen: dict[str, str] = {}
+        """Ops that hide what they allocate, and why."""
+        self.assumptions: set[str] = set()
+        """What was taken for granted where only data would tell."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a plan, and the wrapper would cost time at every op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # in a backward the program's modes are on, for what it runs again
+            return self._dispatched(func, args, kwargs or {})
+
+    def _dispatched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        kind = kind_of(func)
+        inner_args, seen = opened(args, self._device)
+        inner_kwargs = kwargs
+        if kwargs:
+            parts, more = opened(kwargs.values(), self._device)
+            inner_kwargs, seen = dict(zip(kwargs, parts)), seen | more
+        if not seen & GHOSTS:
+            if kind.is_lift and seen & REAL and self._device.type == "cpu":
+                return self._sized(func, kind, list(args), kwargs, self._device)
+            if kind.is_lift or not kind.makes_tensors(args, kwargs):
+                return func(*args, **kwargs)
+        elif (kernel := self._kernels.get(func)) is not None:
+            with self:
+                return kernel(*args, **kwargs)
+        elif kind.is_composite:
+            # Below autograd nobody has taken it apart yet.
+            with self:
+                return func.decompose(*args, **kwargs)
+        elif kind.gives_number:
+            known = known_values((*args, *kwargs.values()))
+            if known is None:
+                raise DataNeeded("a value of a tensor (if, while, int(), .item(), torch.equal)")
+            with _disable_current_modes():
+                return func(*known)
+        if seen & REAL and seen & GHOSTS and has_weight(inner_args):
+            raise made_before("is used")
+        device = self._place(kind, args, kwargs, seen)
+        if seen & REAL and seen & GHOSTS:
+            inner_args, inner_kwargs = without_data(inner_args), without_data(inner_kwargs)
+        if kind.device_at is not None:
+            inner_args, inner_kwargs = kind.without_device(inner_args, inner_kwargs)
+            if device is META:
+                return func(*inner_args, **inner_kwargs)
+        if kind.is_sum and _is_engine_sum(args):
+            return args[0]
+        if func in IN_PLACE and self._zeros is not None and args[0] is self._zeros() and _is_formula():
+            return self._dispatched(IN_PLACE[func], args, kwargs)
+        if kind.body is not None and (found := self._run_body(func, kind.body, args, kwargs)) is not NotImplemented:
+            return found
+        if kind.has_dynamic_shape and _is_sized_by_values(func, args, kwargs):
+            known = known_values(args)
+            if known is not None:
+                return self._sized(func, kind, known, kwargs, device)
+            if func not in SHAPES:
+                raise DataNeeded(
+                    f"a size that follows from values ({func.__name__})",
+                    "torch.where and masked_fill keep sizes; or give every part a fixed capacity",
+                )
+        out = self._shapes.run(func, kind, inner_args, inner_kwargs)
+        if kind.changes_shape:
+            with self:
+                torch.Tensor.data.__set__(args[0], Ghost(args[0]._stepscope_inner, device))
+        if device is self._device:
+            self._after_op(func, inner_args, inner_kwargs, out)
+        ghosts = wrapped(out, device, (*args, *kwargs.values()), (*inner_args, *inner_kwargs.values()))
+        self._zeros = weakref.ref(ghosts) if func in ZEROS else None
+        if type(ghosts) is Ghost or kind.written or type(ghosts) in (list, tuple):
+            values.keep(ghosts, func, kind, args, kwargs, device.type == "cpu")
+        return ghosts
+
+    def _place(self, kind: Kind, args: Any, kwargs: Any, seen: int) -> torch.device:
+        """The device of what an op gives."""
+        if kind.device_at is not None and (device := kind.device(args, kwargs)) is not None:
+            return self._asked(device, bool(kwargs.get("pin_memory")))
+        if kind.needs_one_device and seen & PLANNED and seen & (HOSTED | REAL) and self._device.type != "cpu":
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {self._device} and "
+                f"cpu! (at {users_place()})"
+            )
+        if kind.written:
+            position, name = kind.written[0]
+            target = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(target, list | tuple):
+                target = next(iter(target), None)
+            if type(target) is Ghost:
+                return target._stepscope_device
+            if isinstance(target, torch.Tensor):
+                raise DataNeeded(
+                    "what to write into a tensor that was made from numbers", "make that tensor with torch.zeros"
+                )
+        return self._device if seen & PLANNED or not seen & GHOSTS else HOST
+
+    def _asked(self, device: torch.device, is_pinned: bool) -> torch.device:
+        if device.type == "meta":
+            return META
+        if self._device.type != "cpu":
+            if is_pinned or device == HOST:
+                return HOST
+            if device.type == "cpu" or (device.type == self._device.type and device.index in (None, 0)):
+                return self._device
+        elif device.type == "cpu":
+            return self._device
+        raise UsageError(
+            f"the program asks for the device {device} at {users_place()}: the plan is for one device, {self._device}"
+        )
+
+    def _sized(self, func: Any, kind: Kind, known: list[Any], kwargs: Any, device: torch.device) -> Any:
+        """What an op gives whose outputs are as large as the values of its inputs say."""
+        real = values.run(func, kind, known, kwargs)
+        out = meta_like(real)
+        if device is self._device:
+            self._after_op(func, meta_like(known), kwargs, out)
+        ghosts = wrapped(out, device, (), ())
+        values.give(ghosts, real)
+        return ghosts
+
+    def _run_body(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            with self, launching_nothing(may_import=True):
+                return body(*args, **kwargs)
+        except (DataNeeded, UsageError):
+            raise
+        except Exception as error:
+            self.unseen.setdefault(str(func), f"what it takes inside is not seen ({type(error).__name__}: {error})")
+            return NotImplemented
+
+
+def _is_sized_by_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op that may give as many elements as the values say does so for these arguments."""
+    if func is aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return kwargs.get("output_size") is None
+
+
+def _is_formula() -> bool:
+    """Whether autograd computes gradients; where it recomputes a checkpoint, gradients are enabled."""
+    return not torch.is_grad_enabled() and backward_runs()
+
+
+def _is_engine_sum(args: Any) -> bool:
+    """Whether autograd's engine adds a second gradient to a first that nobody else has.
+
+    To a plain tensor it adds in place; of a subclass it makes a new one.
+    """
+    if not _is_formula():
+        return False
+    if torch._C._current_autograd_node() is not None or len(args) != 2:
+        return False
+    first, second = args
+    if type(first) is not Ghost or type(second) is not Ghost:
+        return False
+    if first.shape != second.shape or first.dtype is not second.dtype:
+        return False
+    storage = first._stepscope_inner.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)

@@ -1,0 +1,235 @@
+"""One rank of FSDP2 without the others: PyTorch's own `fully_shard` on ghosts, over a process group of nobody.
+
+What is sharded, gathered, prefetched, kept and reduced, and when, is decided by the code that will run: collectives
+do nothing, streams and events are names, and storages that FSDP2 empties and fills again die and are born again.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stepscope.errors import UsageError
+from stepscope.planner.emulation import cuda_calls
+from stepscope.planner.emulation.dataless import Ghost, Ghosts
+from stepscope.recorder.ledger.storages import OUTSIDE, WEIGHT_CAST, Storages, storage_key, storage_of
+
+UNSHARDED_PARAMETER, UNSHARDED_GRADIENT = "unsharded_parameter", "unsharded_gradient"
+COMMUNICATION = "communication"
+"""Of FSDP2's own: what is gathered into, and what is reduced from."""
+ERROR_BAR = 0.02
+"""Of the peak of a rank, either way: on an H200 the worst of nine points was 0.05 % off; a plan without ranks, of 46,
+1.2 %, by what the allocator's blocks are larger than tensors."""
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single")
+
+OPTIMIZERS_OWN = ("aten::_foreach_", "aten::_fused_")
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+AfterOp = Callable[[Any, Any, Any, Any], None]
+
+
+def units(module: nn.Module) -> list[nn.Module]:
+    """What is sharded and gathered as one: the elements of the outermost lists of modules, and last the whole.
+
+    >>> [type(unit).__name__ for unit in units(nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]), nn.ReLU()))]
+    ['Linear', 'Sequential']
+    """
+    return [*dict.fromkeys(_listed(module)), module]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if isinstance(module, nn.ModuleList) and not is_container:
+            yield child
+        else:
+            yield from _listed(child)
+
+
+def _refuse_shared(found: list[nn.Module]) -> None:
+    *blocks, whole = found
+    inside = {part for block in blocks for part in block.modules()}
+    rest = {p for part in whole.modules() if part not in inside for p in part.parameters(recurse=False)}
+    num_owned = len(rest) + sum(len(set(block.parameters())) for block in blocks)
+    if num_owned != len(set(whole.parameters())):
+        raise UsageError("--fsdp: blocks share a parameter with others, or with the rest: fully_shard cannot have it")
+
+
+class Sharding:
+    """While the context lasts, `shard` makes a module one of `num_ranks` that train it together.
+
+    `after_op` is a plan's: what it enters in `storages` gets the owners and the streams that only FSDP2 knows.
+    """
+
+    def __init__(self, num_ranks: int, device: torch.device, storages: Storages, after_op: AfterOp) -> None:
+        self._num_ranks, self._device, self._storages, self._after_op = num_ranks, device, storages, after_op
+        self._streams = _Streams()
+        self._stack = ExitStack()
+        self._mesh: Any = None
+        self.error_bar = ERROR_BAR
+        """Share of the peak, either way."""
+        self.notes: dict[str, str] = {}
+        """What a plan must say."""
+
+    def __enter__(self) -> Sharding:
+        if not hasattr(FSDPParam, "alloc_all_gather_outputs"):
+            raise UsageError(f"--fsdp: the FSDP2 of torch {torch.__version__} is too new; take torch 2.13 or before")
+        if dist.is_initialized():
+            raise UsageError("--fsdp: the program made a process group of its own; let build make the model alone")
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            dist.init_process_group("fake", rank=0, world_size=self._num_ranks, store=FakeStore())
+            stack.callback(dist.destroy_process_group)
+            # PyTorch takes ghosts for a CPU's tensors; FSDP2, which asks in Python, for the planned device's.
+            self._mesh = init_device_mesh("cpu", (self._num_ranks,))
+            for part in _parts():
+                _replace(stack, part, "_get_device_handle", lambda *_: self._streams)
+                _replace(stack, part, "_get_device_from_mesh", lambda *_: self._device)
+            for name in COLLECTIVES:
+                _replace(stack, dist, name, lambda *args, **kwargs: None)
+            _replace(stack, FSDPParam, "alloc_all_gather_outputs", lambda parameter: self._fill(parameter))
+            _replace(stack, FSDPParam, "free_unsharded_param", lambda parameter: self._empty(parameter))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ghosts(self, kernels: Any) -> Ghosts:
+        """The mode that makes every new tensor a ghost, and leaves distributed tensors to take themselves apart."""
+        return _LocalGhosts(self._device, kernels, self._saw)
+
+    def shard(self, module: nn.Module) -> None:
+        """`fully_shard` on the elements of the module's lists, which are its blocks, and on the rest."""
+        found = units(module)
+        _refuse_shared(found)
+        for unit in found:
+            try:
+                fsdp.fully_shard(unit, mesh=self._mesh)
+            except (NotImplementedError, ValueError, AssertionError) as error:
+                raise UsageError(f"--fsdp: fully_shard refuses {type(unit).__name__}: {error}") from None
+        num_blocks = len(found) - 1
+        what = f"each of {num_blocks} blocks and the rest" if num_blocks else "the model, which has no list of blocks"
+        self.notes = {
+            "FSDP2": f"an approximation, ±{ERROR_BAR:.0%} of what is allocated, more of what is reserved: one of "
+            f"{self._num_ranks} ranks, with a batch of its own; fully_shard, with its defaults, on {what}; the model "
+            "is made elsewhere than on the device",
+            "NCCL": "its own buffers, some hundred MiB outside of PyTorch, are not counted, nor any time it takes",
+        }
+
+    # --- what FSDP2 does to memory -------------------------------------------------------------
+
+    def _saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An op has run: on which stream, and what FSDP2's own ops say about whose their tensors are."""
+        storages = self._storages
+        if func.namespace == "fsdp":
+            if func._opname == "all_gather_copy_in":
+                storages.own(out, COMMUNICATION, OUTSIDE)
+            elif func._opname == "chunk_cat":
+                storages.own(args[0], UNSHARDED_GRADIENT, OUTSIDE)
+                storages.own((kwargs["out"],), COMMUNICATION, OUTSIDE)
+            return
+        num_known = len(storages.allocations)
+        self._after_op(func, args, kwargs, out)
+        if self._streams.current:
+            for entry in storages.allocations[num_known:]:
+                entry["stream"] = self._streams.current
+        if func is torch.ops.aten._to_copy.default and self._is_unsharded(args[0]) and not self._is_unsharded(out):
+            storages.own((out,), WEIGHT_CAST, OUTSIDE)
+
+    def _is_unsharded(self, tensor: torch.Tensor) -> bool:
+        key = storage_key(tensor)
+        return key is not None and self._storages.owner_of(key) == UNSHARDED_PARAMETER
+
+    def _fill(self, parameter: Any) -> None:
+        """In place of `FSDPParam.alloc_all_gather_outputs`: a parameter is about to be gathered."""
+        storages = self._storages
+        holder = (parameter._param_fqn or "").rpartition(".")[0]
+        for tensor in parameter.all_gather_outputs:
+            storage, num_bytes = storage_of(tensor), tensor.numel() * tensor.itemsize
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
+                storages.born(storage._cdata, tensor, "resize_", UNSHARDED_PARAMETER, storages.stage(), holder)
+            storages.own((tensor,), UNSHARDED_PARAMETER, OUTSIDE, holder)
+
+    def _empty(self, parameter: Any) -> None:
+        """In place of `FSDPParam.free_unsharded_param`."""
+        for tensor in parameter.all_gather_outputs:
+            self._storages.emptied(tensor)
+            storage_of(tensor).resize_(0)
+
+
+class _LocalGhosts(Ghosts):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._get_dispatch_mode(FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # distributed tensors ask for shapes, and nothing is allocated
+        if any(issubclass(kind, DTensor) for kind in types):
+            if not func._schema.name.startswith(OPTIMIZERS_OWN) or not func._schema.is_mutable:
+                if any(issubclass(kind, Ghost) for kind in types):
+                    raise UsageError(
+                        f"--fsdp: {func} takes a parameter that is sharded: FSDP2 gathers what a block has "
+                        "only while the block is called; use its parameters in its forward"
+                    )
+                return NotImplemented
+            # On every shard alone: to ask how they are sharded takes a second for each op, and has one answer.
+            args = [[_local(part) for part in value] if isinstance(value, list) else _local(value) for value in args]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _local(value: Any) -> Any:
+    return getattr(value, "_local_tensor", value)
+
+
+def _parts() -> list[Any]:
+    """The modules of FSDP2, which import names from each other."""
+    package = FSDPParam.__module__.rpartition(".")[0]
+    return [module for name, module in list(sys.modules.items()) if name.startswith(package)]
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Until the stack is closed; names that this PyTorch has not are left out."""
+    if hasattr(owner, name):
+        stack.enter_context(mock.patch.object(owner, name, value))
+
+
+# --- streams, of which only the number matters: memory is given back to the stream that asked for it ---
+
+
+class _Streams:
+    """What FSDP2 asks of a device's module (`torch.cuda`)."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        """The stream that memory is asked for on; 0 is the default one."""
+        self._num_streams = 0
+
+    def Stream(self, priority: int = 0) -> cuda_calls.Stream:
+        self._num_streams += 1
+        return cuda_calls.Stream(number=self._num_streams)
+
+    def Event(self, *_: Any, **__: Any) -> cuda_calls.Event:
+        return cuda_calls.Event()
+
+    def current_stream(self, *_: Any) -> cuda_calls.Stream:
+        return cuda_calls.Stream(number=self.current)
+
+    @contextmanager
+    def stream(self, stream: cuda_calls.Stream) -> Iterator[None]:
+        before, self.current = self.current, stream.number
+        try:
+            yield
+        finally:
+            self.current = before

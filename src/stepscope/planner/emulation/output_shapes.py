@@ -1,0 +1,112 @@
+"""The outputs of ops on meta tensors: by an op's own meta kernel where that is right, asked once for such inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from stepscope.planner.emulation.arguments import tensors_in
+from stepscope.planner.emulation.op_kinds import Kind
+from stepscope.planner.emulation.planned_tensor import META
+from stepscope.planner.emulation.unknown_values import DataNeeded
+
+aten = torch.ops.aten
+
+
+def _widened(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.float32 if half_to_float else x.dtype)
+
+
+def _counted(x: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
+    return torch.empty(minlength, dtype=torch.int64, device=META)
+
+
+def _unscaled(*args: Any) -> None:
+    """Gradients are divided, and found to be finite or not, in place."""
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, ends: Any = None, bias: Any = None, dtype: Any = None) -> torch.Tensor:
+    if a.dtype is torch.bfloat16:
+        return aten._grouped_mm.default(a, b, ends, bias, dtype)
+    groups = () if a.dim() != b.dim() else (len(a) if ends is None else len(ends),)
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=dtype)
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
+    # Their own meta kernels refuse what a GPU does: bfloat16 read, float32 written.
+    aten._softmax.default: _widened,
+    aten._log_softmax.default: _widened,
+    # As many bins as are asked for: more would be data.
+    aten.bincount.default: _counted,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+    aten._amp_update_scale_.default: lambda scale, *args: scale,
+}
+"""Outputs of ops that have no meta kernel, or not the right one."""
+if hasattr(aten, "_grouped_mm"):  # torch 2.8 and later; its meta kernel knows bfloat16 alone, a loop runs the others
+    SHAPES[aten._grouped_mm.default] = _grouped
+
+
+class Shapes:
+    """Runs ops on meta tensors; those that make new ones are slow to ask in Python."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, Any] = {}
+
+    def run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """What the op gives."""
+        if kind.only_writes:
+            position, name = kind.written[0]
+            written = args[position] if position < len(args) else kwargs[name]
+            return written if func._schema.returns else None
+        try:
+            if not kind.is_new or kwargs:
+                return SHAPES.get(func, func)(*args, **kwargs)
+            key = (func, *map(_look, args))
+            seen = self._seen.get(key)
+            if seen is not None:
+                return _made(seen)
+            out = SHAPES.get(func, func)(*args)
+        except NotImplementedError as error:
+            raise DataNeeded(
+                f"the op {func}, whose output's shape is not known without running it",
+                "torch.library.register_fake gives it one",
+            ) from error
+        if not _is_part(out, args):
+            self._seen[key] = _made_like(out)
+        return out
+
+
+def _look(value: Any) -> Any:
+    """What of an argument decides over the shapes of new tensors."""
+    if isinstance(value, torch.Tensor):
+        return (*value.shape, *value.stride(), value.dtype, value.is_meta)
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_look, value))
+    return (type(value), str(value))
+
+
+class _Shape(NamedTuple):
+    size: Any
+    stride: Any
+    dtype: torch.dtype
+
+
+def _made_like(out: Any) -> Any:
+    """All that is needed to make such tensors again."""
+    if isinstance(out, torch.Tensor):
+        return _Shape(out.shape, out.stride(), out.dtype)
+    return type(out)([_made_like(part) for part in out]) if isinstance(out, list | tuple) else out
+
+
+def _made(like: Any) -> Any:
+    if isinstance(like, _Shape):
+        return torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=META)
+    return type(like)([_made(part) for part in like]) if isinstance(like, list | tuple) else like
+
+
+def _is_part(out: Any, args: Any) -> bool:
+    """Whether an output lies in an input's memory: no schema says so of `_unsafe_view`."""
+    outputs, inputs = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in (out, args))
+    return bool(outputs & inputs)

@@ -1,0 +1,242 @@
+"""A tensor without data, as a program sees it: on its own device, and with as much of a value as is known.
+
+PyTorch takes a ghost for a tensor on the CPU, so that any build has dispatch keys for it; Python code that asks sees
+the device that is planned for. In a plan for a GPU the host has ghosts of its own. To PyTorch they are on `cpu:0` and
+the GPU's on `cpu`: whatever C++ makes after the options of a tensor is then where that tensor is.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from stepscope.errors import UsageError
+from stepscope.planner.emulation.unknown_values import DataNeeded, UnknownNumber, users_place
+
+aten = torch.ops.aten
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
+HOST = torch.device("cpu", 0)
+"""Where PyTorch believes the host's tensors of a plan for a GPU to be."""
+_SAME = {device: device for device in (CPU, CUDA, HOST)}
+"""One object for each, so that they can be told apart by identity."""
+_to = torch.Tensor.to
+
+
+class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked here
+    """A tensor that has a shape, a dtype and a storage's identity, and no data."""
+
+    _stepscope_inner: torch.Tensor
+    _stepscope_device: torch.device
+    _stepscope_value: torch.Tensor | None = None
+    _stepscope_is_over: bool = False
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, device: torch.device) -> Ghost:
+        device = _SAME[device]
+        ghost = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=HOST if device is HOST else CPU,
+        )
+        ghost._stepscope_inner, ghost._stepscope_device = inner, device
+        return ghost  # type: ignore[no-any-return]  # torch is not type checked here
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            raise RuntimeError(
+                f"{func}: a tensor of a plan was used in the thread {thread.name!r}; a plan follows the thread that "
+                "began it only: let that thread do the work"
+            )
+        raise RuntimeError(f"{func}: a tensor of a plan was used after the plan")
+
+    # --- where it is ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return CPU if self._stepscope_device is HOST else self._stepscope_device
+
+    @property
+    def is_cuda(self) -> bool:
+        return bool(self._stepscope_device.type == "cuda")
+
+    @property
+    def is_cpu(self) -> bool:
+        return not self.is_cuda
+
+    def get_device(self) -> int:
+        return 0 if self.is_cuda else -1
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 1 and type(args[0]) is torch.dtype and not kwargs:
+            return _to(self, args[0])
+        if self._stepscope_is_over:
+            raise made_before("was moved to the device in an earlier plan, and is moved again")
+        device, dtype, is_copy, memory_format = parse_to(args, kwargs)
+        options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
+        if device is None or device.type == self.device.type:
+            return _to(self, dtype=dtype or self.dtype, copy=is_copy, **options)
+        target = HOST if device.type == "cpu" else device
+        return aten._to_copy(self, dtype=dtype or self.dtype, device=target, **options)
+
+    def cpu(self, **options: Any) -> torch.Tensor:
+        return self.to(CPU, **options)
+
+    def cuda(self, device: Any = None, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+        return self.to("cuda" if device is None else device, **options)
+
+    def type(self, dtype: Any = None, non_blocking: bool = False) -> Any:
+        if dtype is None:
+            name = super().type()
+            return name.replace("torch.", "torch.cuda.") if self.is_cuda else name
+        if isinstance(dtype, torch.dtype):
+            return self.to(dtype)
+        name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
+        device = torch.device("cuda") if ".cuda." in name else CPU
+        return self.to(device, getattr(torch, name.rpartition(".")[2]).dtype)
+
+    def type_as(self, other: torch.Tensor) -> torch.Tensor:
+        return self.to(other)
+
+    def pin_memory(self, *_: Any) -> Ghost:
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        return None
+
+    # --- what it holds -------------------------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, Ghost):
+            inner = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=META)
+            value, other = other, Ghost(inner, HOST if self._stepscope_device is not CPU else CPU)
+            other._stepscope_value = value
+        torch.Tensor.data.__set__(self, other)
+        self._stepscope_inner, self._stepscope_device = other._stepscope_inner, other._stepscope_device
+        self._stepscope_value = other._stepscope_value
+
+    def item(self) -> Any:
+        known = value_of(self)
+        if known is not None:
+            return known.item()
+        if self.numel() != 1:
+            raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
+        is_whole = not self.is_floating_point()
+        assume(f"{users_place()}: the value of .item() or float() is {'any whole number' if is_whole else 1.0}")
+        # An optimizer that compares a norm with a limit allocates the same either way.
+        return 1.0 if _asks_in("torch.optim") else UnknownNumber(math.nan if is_whole else 1.0)
+
+    def __bool__(self) -> bool:
+        if value_of(self) is None and _asks_in("torch.nn.init"):
+            return False  # what was drawn lies within the limits: it is not drawn again
+        return bool(torch.Tensor.__bool__(self))
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        known = value_of(self)
+        if known is None and self.dim() == 0:
+            return self.item()
+        return self._known("a tensor's values (.tolist())").tolist()
+
+    def numpy(self, **options: Any) -> Any:
+        return self._known("a tensor's values (.numpy())").numpy(**options)
+
+    def _known(self, what: str) -> torch.Tensor:
+        known = value_of(self)
+        if known is None:
+            raise DataNeeded(what, "leave out of the step what looks at results")
+        return known
+
+    def assume(self, answer: Any, why: str) -> Any:
+        """The answer that a program proposes where it knows that there may be no data."""
+        assume(why)
+        return answer
+
+    # --- copies --------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with torch.no_grad():
+                copied = self.clone()
+            copied.requires_grad_(self.requires_grad)
+            copied.__dict__.update({n: v for n, v in self.__dict__.items() if not n.startswith("_stepscope_")})
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DataNeeded(
+            "a tensor's data, to send or save it", "with a DataLoader, num_workers=0; no torch.save in the step"
+        )
+
+    def __coerce_same_metadata_as_tangent__(self, meta: Any, expected_type: Any = None) -> Ghost:
+        return self  # what a compiled backward asks of a tensor that is not a plain one
+
+    def __repr__(self) -> str:
+        return f"Ghost(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def value_of(ghost: Ghost) -> torch.Tensor | None:
+    """A ghost's value; None where it has none."""
+    value = ghost._stepscope_value
+    if value is None or getattr(ghost._stepscope_inner.untyped_storage(), "_stepscope_is_unknown", False):
+        return None
+    return value
+
+
+def _asks_in(package: str) -> bool:
+    """Whether the innermost caller outside this file is a module of the package."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back  # type: ignore[assignment]  # it has none at the end
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(package)
+
+
+def made_before(what: str) -> UsageError:
+    """What to say of a weight that is not a ghost of this plan."""
+    return UsageError(
+        f"a weight that was made before the plan, most likely when the file was imported, {what} at {users_place()}: "
+        "make the model inside the function"
+    )
+
+
+def assume(why: str) -> None:
+    """Note what is taken for granted where only data would tell."""
+    for mode in _get_current_dispatch_mode_stack():
+        if (assumptions := getattr(mode, "assumptions", None)) is not None:
+            assumptions.add(why)
+
+
+def parse_to(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
+    """Device, dtype, whether to copy in any case, and memory format of a call of `Tensor.to`."""
+    kwargs = dict(kwargs)
+    flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
+    is_copy = kwargs.pop("copy", len(flags) > 1 and flags[1])
+    rest = [value for value in args if not isinstance(value, bool)]
+    other = kwargs.pop("other", rest[0] if rest else None)
+    if isinstance(other, torch.Tensor):
+        return other.device, other.dtype, is_copy, kwargs.get("memory_format")
+    if isinstance(other, int):  # a device's number
+        rest[0] = torch.device("cuda", other)
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*rest, **kwargs)
+    return device, dtype, is_copy, memory_format

@@ -1,0 +1,224 @@
+"""What CUDA's kernels take and give back inside one op, where no dispatch mode sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepscope.planner.emulation import attention_backend as attention
+from stepscope.planner.hardware import Hardware
+from stepscope.planner.reduction import buffer_bytes
+
+aten = torch.ops.aten
+WIDE = {torch.float64: 8, torch.complex64: 8, torch.complex128: 16}
+"""Bytes of the accumulator of a sum; 4 for other floating-point dtypes, 8 for whole numbers."""
+LIGHT_WORKSPACE_BYTES = 1 << 20
+"""Of cuBLASLt, which adds a bias in the same kernel."""
+ROWS_PER_THREAD = 10
+"""Of a segment of equal indices in the backward of an embedding."""
+LONGEST_TRANSFORM = 32768
+"""So many points of a Fourier transform one kernel of cuFFT handles, without a workspace."""
+LARGEST_FACTOR = 127
+"""Of a length that cuFFT transforms step by step."""
+LONGEST_SMALL_SORT = 4096
+"""Rows up to this are sorted where they are."""
+FEW_INDICES = 3072
+"""So many the backward of an embedding handles without sorting."""
+
+
+def temporary_bytes(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[list[int]]:
+    """The sizes in the order they are asked for, those together that are there together; given back before the next.
+
+    An op that is not known to take any has no sizes.
+    """
+    out = kwargs.get("out")
+    if isinstance(out, Tensor) and torch.Tag.pointwise in func.tags and out.dtype is not args[0].dtype:
+        return [[out.numel() * args[0].element_size()]]  # computed in the input's dtype, then converted
+    if func in _ATTENTION:
+        return attention.workspace_bytes(func, args[1], args[2], hardware.num_processors)
+    rule = _RULES.get(func)
+    return [rule(func, args, kwargs, hardware)] if rule is not None else []
+
+
+def kept_workspaces(func: Any, args: Any, hardware: Hardware) -> dict[str, int]:
+    """Library → bytes that its handle takes at its first call, and keeps."""
+    if func not in GEMMS:
+        return {}
+    has_bias = func is aten.addmm.default and args[0].dim() == 1
+    return {"cuBLAS": hardware.workspace_bytes, **({"cuBLASLt": LIGHT_WORKSPACE_BYTES} if has_bias else {})}
+
+
+def hidden(func: Any, args: Any = (), is_cpu: bool = False) -> str | None:
+    """Why a plan does not know all that an op takes on a CUDA device, or on a CPU; None where it does.
+
+    >>> hidden(aten.convolution.default)
+    "cuDNN's workspace is not counted"
+    """
+    if func in TRANSFORMS and not is_cpu:
+        lengths = [args[0].shape[dim] for dim in args[1]]
+        return None if all(map(_is_smooth, lengths)) else f"cuFFT's workspace for lengths {lengths} is not counted"
+    name = func._schema.name.partition("::")[2]
+    return next((why for part, why in (_HIDDEN_ON_CPU if is_cpu else _HIDDEN).items() if part in name), None)
+
+
+def unknown_bytes(func: Any, args: Any, out: Any) -> int:
+    """What a verdict should allow an op whose library works in memory that nobody knows before it runs.
+
+    cuDNN takes what it finds fastest: copies of all tensors in another layout, often, and less where there is less.
+    """
+    if func not in CONVOLUTIONS:
+        return 0
+    tensors = [value for value in (*args, *(out if isinstance(out, tuple) else (out,))) if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _is_smooth(length: int) -> bool:
+    """Whether no prime factor is so large that cuFFT takes a way of its own."""
+    for factor in (2, *range(3, LARGEST_FACTOR + 1, 2)):
+        while length > 1 and length % factor == 0:
+            length //= factor
+    return length <= 1
+
+
+_HIDDEN = {
+    "convolution": "cuDNN's workspace is not counted",
+    "mkldnn": "an op of CPUs: what a CUDA device takes in its place is not counted",
+    "_thnn_fused": "an op of CPUs: what a CUDA device takes in its place is not counted",
+    "flex_attention": "what its kernels take inside is not counted",
+    "ctc_loss": "cuDNN's workspace is not counted",
+}
+"""By a part of the op's name."""
+_HIDDEN_ON_CPU = {
+    "convolution": "oneDNN's workspace is not counted",
+    "mkldnn_rnn_layer": "oneDNN's workspace is not counted, some 15 times the output, kept for the backward",
+}
+
+
+def _reduction(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    tensor: Tensor = args[0]
+    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else kwargs.get("dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    reduced = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
+    # In memory order, neighbors of one kind as one: what is left is what the kernel works on.
+    order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -tensor.stride(d))
+    kinds = [dim in reduced for dim in order]
+    runs = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
+    num_inputs = 1
+    for dim in reduced:
+        num_inputs *= tensor.shape[dim]
+    accumulator = WIDE.get(tensor.dtype, 4 if tensor.is_floating_point() else 8)
+    sizes = buffer_bytes(
+        num_outputs=max(1, tensor.numel() // max(1, num_inputs)),
+        num_inputs=num_inputs,
+        is_inner=not runs or runs[-1],
+        is_dense=bool(order) and tensor.stride(order[-1]) == 1,
+        num_dimensions=len(runs),
+        accumulator_bytes=accumulator,
+        num_processors=hardware.num_processors,
+        threads_per_processor=hardware.threads_per_processor,
+    )
+    return [size for size in sizes if size]
+
+
+def _embedding_backward(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    gradient, indices, num_weights, padding_index = args[:4]
+    number, width = indices.numel(), gradient.shape[-1]
+    if number <= FEW_INDICES and padding_index < 0:
+        return []
+    segments = min(number, num_weights)
+    partials = number // ROWS_PER_THREAD + segments
+    sort = 8 * number  # indices, their order, both once more while they are sorted, and where segments begin
+    return [sort, sort, sort, sort, sort, 8 * partials, 4 * partials * (-(-width // 32) * 32)]
+
+
+def _converted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """A scan over another dtype than it gives converts its input first."""
+    tensor: Tensor = args[0]
+    wanted = kwargs.get("dtype") or (tensor.dtype if tensor.is_floating_point() else torch.int64)
+    return [] if wanted is tensor.dtype else [tensor.numel() * wanted.itemsize]
+
+
+def _exponentials(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """logsumexp is made of ops that are not dispatched: x − max(x), its exponentials in place, their sum."""
+    tensor: Tensor = args[0]
+    return [tensor.numel() * tensor.element_size()]
+
+
+def _cloned(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """A transform back to real numbers overwrites its input, and is given a copy."""
+    tensor: Tensor = args[0]
+    return [tensor.numel() * tensor.element_size()]
+
+
+def _weighted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """The gradient times the softmax, before its sum is taken off."""
+    return [args[0].numel() * max(args[0].element_size(), args[1].element_size())]
+
+
+def _transform(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """Beyond what one kernel transforms, cuFFT works in as much as the spectrum takes."""
+    tensor, [*_, dim] = args[:2]
+    length = tensor.shape[dim]
+    if length <= LONGEST_TRANSFORM:
+        return []
+    return [tensor.numel() // length * (length if tensor.is_complex() else length // 2 + 1) * _complex_bytes(tensor)]
+
+
+def _complex_bytes(tensor: Tensor) -> int:
+    return int(tensor.element_size() * (1 if tensor.is_complex() else 2))
+
+
+def _put(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """Values are added up in the order of their places: places, their order, both sorted, and both to sort in."""
+    indices, accumulates = [index for index in args[1] if index is not None], len(args) > 3 and args[3]
+    if not accumulates or not indices:
+        return []
+    return [8 * torch.broadcast_shapes(*(index.shape for index in indices)).numel()] * 6
+
+
+def _sort(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """Long rows are sorted digit by digit: places, and numbers and places once more."""
+    tensor: Tensor = args[0]
+    dim = kwargs.get("dim", args[-2] if len(args) > 2 else -1)
+    if tensor.dim() == 0 or tensor.shape[dim] <= LONGEST_SMALL_SORT:
+        return []
+    return [8 * tensor.numel(), (8 + tensor.element_size()) * tensor.numel()]
+
+
+def _products(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """Copies of matrices that lie in memory as the library cannot read them."""
+    matrices = [value for value in args if isinstance(value, Tensor)][-2:]
+    return [matrix.numel() * matrix.element_size() for matrix in matrices if not _is_readable(matrix)]
+
+
+def _is_readable(matrix: Tensor) -> bool:
+    rows, columns = matrix.shape[-2:]
+    down, across = matrix.stride()[-2:]
+    return bool((across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows)))
+
+
+_ATTENTION = (
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
+TRANSFORMS = (aten._fft_r2c.default, aten._fft_c2c.default)
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+GEMMS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_RULES: dict[Any, Callable[[Any, Any, Any, Hardware], list[int]]] = {
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _reduction),
+    **dict.fromkeys((aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default), _reduction),
+    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _converted),
+    **dict.fromkeys(GEMMS, _products),
+    aten.logsumexp.default: _exponentials,
+    aten._fft_c2r.default: _cloned,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten._softmax_backward_data.default: _weighted,
+    **dict.fromkeys(TRANSFORMS, _transform),
+    **dict.fromkeys((aten.index_put_.default, aten.index_put.default), _put),
+    **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
+}

@@ -1,0 +1,127 @@
+"""The largest batch or the longest sequence that fits, with few predictions."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from traceback import walk_tb
+
+import torch
+
+from stepscope.errors import UsageError
+from stepscope.planner.prediction import FITS, GROWS, MARGIN, NOT_KNOWN, Prediction
+from stepscope.sweep.tuning.largest_passing import HIGHEST, largest
+
+MANY_VALUES = 5
+"""So many that all need the same: the knob does not matter."""
+MOST_GUESSES = 8
+FINE = 128
+"""A guess is good when the next is no further than one part in so many."""
+
+
+_PLAN = str(Path(__file__).parent)
+_VERBS = str(Path(_PLAN).parent / "cli")
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARY = str(Path(contextlib.__file__).parent)
+
+
+class _ChangesNothing(Exception):
+    """A search that would never end."""
+
+
+class Search:
+    """Predictions of one point with one knob at any value; `predict` is asked once for each."""
+
+    def __init__(self, knob: str, predict: Callable[[int], Prediction]) -> None:
+        self._knob, self._predict = knob, predict
+        self._seen: dict[int, Prediction | None] = {}
+        self._refused: dict[int, str] = {}
+
+    def run(self, start: int) -> tuple[int | None, str | None]:
+        """The largest value that fits, 0 where not even 1 does; and what bounds it, where that is not the memory."""
+        first = self._look(start)
+        if first is None or first.usable_bytes is None:
+            return None, self._refused.get(start, "a CPU's memory is whatever the machine has")
+        if first.fits == GROWS:
+            return None, "it grows with every step: nothing fits for long"
+        if first.fits == NOT_KNOWN:
+            return None, "an optimizer never stepped: what its state takes is not known"
+        try:
+            guess = self._guess(start, int(first.usable_bytes * (1 - MARGIN)))
+            value = largest(self._fits, guess or start, guess and max(1, guess // FINE))
+        except _ChangesNothing:
+            return None, f"{self._knob} changes nothing in what a step needs"
+        if value >= HIGHEST:
+            return value, "no larger one was tried"
+        too_large = [tried for tried in self._seen if tried > value]
+        lowest = min(too_large)
+        why = self._refused.get(lowest)
+        return value, None if why is None else f"{self._knob}={lowest} cannot be planned: {why}"
+
+    def _fits(self, value: int) -> bool:
+        found = self._look(value)
+        return found is not None and found.fits == FITS
+
+    def _look(self, value: int) -> Prediction | None:
+        if value not in self._seen:
+            try:
+                self._seen[value] = self._predict(value)
+            except UsageError as error:
+                if not _is_programs_own(error):
+                    raise UsageError(f"{self._knob}={value}: {error}") from error
+                self._seen[value], self._refused[value] = None, str(error)
+            needs = [(found.flops, found.live_at_peak) for found in self._seen.values() if found is not None]
+            if len(needs) == MANY_VALUES and all(need == needs[0] for need in needs):
+                raise _ChangesNothing
+        return self._seen[value]
+
+    def _guess(self, start: int, room_bytes: int) -> int | None:
+        """About where what is allocated fills the room, by the parabola through the last three values, and again.
+
+        Attention needs memory by the square of the length. What fits is somewhat less. None: nobody knows.
+        """
+        points: list[tuple[int, int]] = []
+        value = start
+        for _ in range(MOST_GUESSES):
+            found = self._look(value)
+            if found is None:
+                return None
+            points = [*points[-2:], (value, found.peak_allocated_bytes)]
+            reached = _crossing(points, room_bytes) if len(points) == 3 else None
+            if reached is None:
+                reached = 2 * value if found.fits == FITS else value // 2
+            last, value = value, min(max(1, reached), HIGHEST)
+            if abs(value - last) <= last // FINE:
+                return value
+        return None
+
+
+def _is_programs_own(error: UsageError) -> bool:
+    """Whether the program, or an op that it called, refuses a size: what the plan cannot do is nobody's limit.
+
+    An exception of the program is said in one line by then, and is the context of this one.
+    """
+    trace = (error.__context__ or error).__traceback__
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(trace)]
+    return not all(map(_is_machinery, files)) and not files[-1].startswith(_PLAN)
+
+
+def _is_machinery(file: str) -> bool:
+    is_library = file.startswith(_LIBRARY) and "site-packages" not in file
+    return is_library or file.startswith((_PLAN, _VERBS, _TORCH))
+
+
+def _crossing(points: list[tuple[int, int]], wanted: int) -> int | None:
+    """Where the parabola through three points reaches a height; None where it does not rise there."""
+    (x0, y0), (x1, y1), (x2, y2) = points
+    if len({x0, x1, x2}) < 3:
+        return None
+    last, before = (y2 - y1) / (x2 - x1), (y1 - y0) / (x1 - x0)
+    bend = (last - before) / (x2 - x0)
+    slope = last + bend * (x2 - x1)
+    inside = slope * slope + 4 * bend * (wanted - y2)
+    if slope <= 0 or inside < 0:
+        return None
+    return x2 + int(2 * (wanted - y2) / (slope + math.sqrt(inside)))

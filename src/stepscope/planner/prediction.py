@@ -1,0 +1,213 @@
+"""What a training step will need on a device, told without one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stepscope.devices.peaks import Device
+from stepscope.errors import UsageError
+from stepscope.planner.allocator import rounded
+from stepscope.planner.allocator_replay import Events, Replay, live_at_peak, replay
+from stepscope.planner.emulation.dataless import DataNeeded
+from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes
+from stepscope.planner.least_time import LowerBound, lower_bound
+from stepscope.planner.tracing import Traced, trace
+from stepscope.sweep.grid import Point
+from stepscope.sweep.prepare import CannotRun
+from stepscope.workloads.workload import Workload
+
+FITS, TOO_LARGE, TOO_CLOSE, GROWS, NOT_KNOWN = "fits", "does not fit", "too close to call", "grows", "not known"
+MARGIN = 0.02
+"""A verdict must hold with this share of the memory less, and more."""
+LONG_RUN_STEPS = 100_000
+"""What grows by less than the margin in so many steps, such as a list of losses, is no matter for a verdict."""
+MOST_TRACES = 32
+"""That a planner keeps."""
+ROUNDING = "allocator_rounding"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One point on one device; JSON with `to_json`."""
+
+    device: str
+    """Its exact name, or `cpu`."""
+    parameters: int
+    flops: int
+    """Of one step, counted op by op; see `unmodelled` for what had no formula."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None
+    """None on a CPU."""
+    live_at_peak: Mapping[str, int]
+    """Bytes by owner, and what the allocator adds by rounding; they add up to `peak_allocated_bytes`."""
+    live_at_peak_by_module: Mapping[str, int]
+    """The same bytes by module; what belongs to none under an empty name."""
+    peak_step: int
+    """The step that the peaks are of: where nothing grows, one like all that follow."""
+    growth_bytes_per_step: int
+    """What every step leaves behind; 0 where memory settles."""
+    settles_at_step: int | None
+    """From this step on, no step reserves more than the one before; None where memory grows."""
+    usable_bytes: int | None
+    """What tensors can have on the device at the least; None on a CPU."""
+    fits: str | None
+    """`fits`, `does not fit`, `too close to call`, `grows`: no step is the last that fits, or `not known`: an
+    optimizer never stepped; None on a CPU."""
+    num_retries: int
+    """How often the allocator has to give unused memory back for it to fit."""
+    lower_bound: LowerBound | None
+    tokens_per_s: float | None
+    """The most that the lower bound allows."""
+    unmodelled: tuple[str, ...]
+    """Ops and effects that are not accounted for."""
+    is_whole_step: bool = False
+    """A step of the user's own loop: how it runs is its own affair, and no knob of the point."""
+    fsdp: int | None = None
+    """All of this is one rank's of so many; None without FSDP2."""
+    error_bar: float | None = None
+    """Share of the peak, either way, where the plan is an approximation by design."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Planner:
+    """Predicts points of one workload; what two predictions have in common is done once.
+
+    With `fsdp`, each prediction is of one rank of so many.
+    """
+
+    def __init__(self, workload: Workload[Any], fsdp: int | None = None) -> None:
+        self._workload = workload
+        self._fsdp = fsdp
+        self._traced: dict[tuple[Any, ...], Traced] = {}
+
+    def predict(self, point: Point, device: Device | None) -> Prediction:
+        """The point on a device; without one, on a CPU."""
+        hardware = None if device is None else hardware_of(device)
+        if device is not None and hardware is None:
+            raise UsageError(f"{device.name}: plans know NVIDIA's devices only")
+        traced = self._trace(point, hardware, device)
+        events = Events(traced.memory["allocations"], traced.step_begins, traced.period)
+        rounds = hardware is not None
+        found = replay(events, rounds=rounds)
+        usable = None if device is None else usable_bytes(device)
+        margin = max(MARGIN, traced.error_bar or 0.0)
+        verdict, retries = (None, 0)
+        if usable is not None:
+            verdict, retries = _verdict(events, found, (usable[0] - traced.unknown_bytes, usable[1]), margin)
+        if traced.num_idle_optimizers and verdict in (FITS, TOO_CLOSE):
+            verdict = NOT_KNOWN
+        owners, modules = _live(traced.memory["allocations"], live_at_peak(events, found, rounds))
+        bound, notes = (None, []) if device is None else lower_bound(traced, device, point.run)
+        return Prediction(
+            device="cpu" if device is None else device.name,
+            parameters=traced.num_parameters,
+            flops=sum(entry["flops"] for entry in traced.flops["by_op"]),
+            peak_allocated_bytes=found.peak_allocated_bytes,
+            peak_reserved_bytes=None if device is None else found.peak_reserved_bytes,
+            live_at_peak=owners,
+            live_at_peak_by_module=modules,
+            peak_step=events.step_at(*found.peak_at),
+            growth_bytes_per_step=events.growth_bytes(rounded if rounds else int),
+            settles_at_step=found.settles_at_step,
+            usable_bytes=None if usable is None else usable[0],
+            fits=verdict,
+            num_retries=retries,
+            lower_bound=bound,
+            tokens_per_s=traced.num_tokens / bound.ms * 1e3 if bound and bound.ms and traced.num_tokens else None,
+            unmodelled=(*_unmodelled(traced, events, point), *notes),
+            is_whole_step=traced.is_whole_step,
+            fsdp=traced.fsdp,
+            error_bar=traced.error_bar,
+        )
+
+    def _trace(self, point: Point, hardware: Hardware | None, device: Device | None) -> Traced:
+        # A program of the user's own may ask for the device's name or memory.
+        asked = device.name if device is not None and ".py:" in point.workload else None
+        key = (tuple(sorted(point.config.items())), tuple(sorted(point.run.items())), hardware, asked)
+        if key not in self._traced:
+            try:
+                config = self._workload.config(**point.config)
+                self._traced[key] = trace(
+                    self._workload, config, point.run, hardware, fsdp=self._fsdp, planned=device
+                )
+            except CannotRun as error:
+                raise UsageError(f"{point.workload}: {error}") from None
+            except DataNeeded as error:
+                raise UsageError(
+                    f"{point.workload}: the program asks for {error}, and a plan has no data: build it so that "
+                    "sizes do not depend on values, or measure it with stepscope bench"
+                ) from None
+            while len(self._traced) > MOST_TRACES:
+                self._traced.pop(next(iter(self._traced)))
+        traced = self._traced[key]
+        if traced.is_whole_step and (point.run["mode"], point.run["dtype"]) != ("step", "fp32"):
+            raise UsageError(f"{point.workload} is a whole step of your own: leave --mode and --dtype out")
+        return traced
+
+
+def _verdict(events: Events, free: Replay, usable: tuple[int, int], margin: float) -> tuple[str, int]:
+    """Whether it fits with a margin both ways, and how often memory must be given back for it."""
+    least, most = int(usable[0] * (1 - margin)), int(usable[1] * (1 + margin))
+    if free.peak_reserved_bytes <= least:
+        verdict, retries = FITS, 0
+    elif (tight := replay(events, least)).out_of_memory is None:
+        verdict, retries = FITS, tight.num_retries
+    elif (loose := replay(events, most)).out_of_memory is None:
+        verdict, retries = TOO_CLOSE, loose.num_retries
+    else:
+        return TOO_LARGE, 0
+    is_growing = events.growth_bytes(rounded) * LONG_RUN_STEPS > margin * usable[0]
+    return (GROWS, 0) if is_growing else (verdict, retries)
+
+
+def _live(
+    allocations: Sequence[Mapping[str, Any]], live: Sequence[tuple[int, int]]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the live blocks by owner and by module."""
+    owners: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for index, block_bytes in live:
+        entry = allocations[index]
+        owners[entry["owner"]] += entry["bytes"]
+        owners[ROUNDING] += block_bytes - entry["bytes"]
+        modules[entry["module"] or ""] += block_bytes
+    return {name: size for name, size in owners.most_common() if size}, dict(modules.most_common())
+
+
+def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:
+    found = [f"assumed: {text}" for text in traced.assumed]
+    found += [f"{op}: {why}" for op, why in traced.unseen.items()]
+    if traced.unknown_bytes:
+        found.append(
+            f"the verdict allows {traced.unknown_bytes / 2**20:,.1f} MiB for cuDNN's workspace, as much as the "
+            "tensors of the largest convolution"
+        )
+    if traced.flops["error"]:
+        found.append(f"FLOPs are those until this happened, and the least time follows them: {traced.flops['error']}")
+    hidden = traced.flops["hidden_products"]
+    found += [f"{op}: its FLOPs have no formula" for op in hidden]
+    if point.run["dtype"] == "autocast_fp16":
+        found.append("the gradient scaler's checks for infinities")
+    num_steps = events.num_steps
+    if traced.period > 1:
+        found.append(
+            f"the program is taken to repeat itself every {traced.period} steps: memory is that of all of them, time "
+            "and FLOPs are of the last"
+        )
+    if traced.num_idle_optimizers:
+        found.append(
+            f"{traced.num_idle_optimizers} of the program's optimizers never stepped in the {num_steps} steps that "
+            "ran: what its step and its state take is not counted, and whether it fits is not known; let the "
+            "function be a step that ends with the optimizer's"
+        )
+    if not events.is_repetitive():
+        found.append(
+            f"the {num_steps} steps that ran do not repeat themselves: the last is taken for all that follow, and "
+            "the peak is that of any"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Watches torch.compile while a script runs."""

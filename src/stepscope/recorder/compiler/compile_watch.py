@@ -1,0 +1,305 @@
+"""What torch.compile did: graphs, breaks, recompiles, dynamic sizes, caches, CUDA graphs, seconds. Silent if unused.
+
+torch writes all of this to a structured log of its own, `torch.__trace`, whenever that log has
+a handler. We are one. Nothing is switched on, nothing of Dynamo is imported, and a script that
+compiles nothing never comes here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from stepscope.recorder.compiler.messages import (
+    break_of,
+    first_line,
+    gives_up,
+    guard_of,
+    guard_place,
+    place_of,
+    reasons,
+)
+from stepscope.recorder.compiler.provenance import Provenance
+
+MAX_ENTRIES = 200
+# What torch calls the parts of compiling, each inside the one before it: what the next does not take is its own.
+FORWARD_STAGES = {
+    "dynamo": "dynamo_cumulative_compile_time_us",
+    "autograd": "aot_autograd_cumulative_compile_time_us",
+    "inductor": "inductor_cumulative_compile_time_us",
+    "kernels": "triton_compile_time_us",
+}
+BACKWARD_STAGES = {**FORWARD_STAGES, "autograd": "backward_cumulative_compile_time_us"}
+CACHES = {"fx_graph_cache": "graphs", "aotautograd_cache": "autograd"}
+"""What artifacts of torch's caches begin with, and what each keeps."""
+
+
+class CompilerProbe:
+    """Collects compile events of this process between `start()` and `stop()`."""
+
+    def __init__(self) -> None:
+        self.num_compiles = 0
+        self.on_start: Callable[[], None] | None = None
+        self._seconds = 0.0
+        self._stages: defaultdict[str, float] = defaultdict(float)
+        self._frames: Counter[str] = Counter()
+        self._regions: dict[str, str] = {}
+        self._graphs: list[dict[str, Any]] = []
+        self._num_graphs = 0
+        self._graph_breaks: dict[tuple[str, str], dict[str, Any]] = {}
+        self._recompiles: list[dict[str, Any]] = []
+        self._skips: Counter[str] = Counter()
+        self._failures: dict[str, dict[str, Any]] = {}
+        self._limit_hits: Counter[str] = Counter()
+        self._recompile_reasons: dict[tuple[Any, Any], list[str]] = {}
+        self._dynamic: dict[str, dict[str, Any]] = {}
+        self._files: dict[Any, str] = {}
+        self._caches: dict[str, Counter[str]] = {}
+        self._cuda_graphs: dict[str, int] | None = None
+        self._provenance = Provenance()
+        self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
+
+    def start(self) -> None:
+        self._files = _numbered_files()
+        self._listen("torch.__trace", self._structured)
+        # These two are said as warnings only.
+        self._listen("torch._dynamo.convert_frame", self._warning)
+        self._listen("torch._inductor.cudagraph_utils", self._warning)
+
+    def stop(self) -> None:
+        self._cuda_graphs = cuda_graphs()
+        untold = _num_cuda_graph_skips() - sum(self._skips.values())
+        if untold > 0:  # torch says why only where somebody asked for its cudagraphs log
+            self._skips['torch did not say why: TORCH_LOGS="cudagraphs" does'] += untold
+        for logger, handler in self._handlers:
+            logger.removeHandler(handler)
+        self._handlers.clear()
+
+    @property
+    def _is_listening(self) -> bool:
+        return bool(self._handlers)
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was compiled."""
+        return self.num_compiles > 0
+
+    def report(self) -> dict[str, Any]:
+        """Everything seen, as JSON values: `CompileReport` of `trace/compile_report.py`."""
+        return {
+            "num_compiles": self.num_compiles,
+            "compile_seconds": round(self._seconds, 3),
+            "seconds_by_stage": {stage: round(us / 1e6, 3) for stage, us in self._stages.items()},
+            "frames": [{"frame": frame, "num_compiles": count} for frame, count in self._frames.most_common()],
+            "regions": dict(self._regions),
+            "num_graphs": self._num_graphs,
+            "graphs": self._graphs,
+            "graph_breaks": list(self._graph_breaks.values()),
+            "recompiles": self._recompiles,
+            "recompile_limit_hits": [{"frame": text, "count": n} for text, n in self._limit_hits.items()],
+            "dynamic_dimensions": list(self._dynamic.values()),
+            "caches": {name: dict(counts) for name, counts in self._caches.items()},
+            "cuda_graph_skips": [{"reason": reason, "count": n} for reason, n in self._skips.items()],
+            "cuda_graphs": cuda_graphs() if self._is_listening else self._cuda_graphs,
+            "failures": list(self._failures.values()),
+            "compiled_calls": self._provenance.graphs,
+        }
+
+    def _listen(self, name: str, receive: Callable[[logging.LogRecord], None]) -> None:
+        logger, handler = logging.getLogger(name), _Handler(receive)
+        logger.addHandler(handler)
+        self._handlers.append((logger, handler))
+
+    def _structured(self, record: logging.LogRecord) -> None:
+        metadata = getattr(record, "metadata", None)
+        if not isinstance(metadata, dict):
+            return
+        artifact, payload = metadata.get("artifact"), getattr(record, "payload", None)
+        name = artifact.get("name") if isinstance(artifact, dict) else None
+        frame = (metadata.get("frame_id"), metadata.get("frame_compile_id"))
+        if isinstance(metadata.get("str"), (list, tuple)):
+            text, number = metadata["str"]  # torch writes a file's name once, and its number from then on
+            self._files[number] = str(text)
+        elif "dynamo_start" in metadata:
+            if self.on_start is not None:
+                self.on_start()
+        elif name == "dynamo_graph_break_reason":
+            self._graph_break(str(payload or ""))
+        elif name == "recompile_reasons":
+            self._recompile_reasons[frame] = reasons(payload)
+        elif isinstance(name, str) and name.startswith(tuple(CACHES)):
+            self._cache(name, payload, frame)
+        elif "create_symbol" in metadata:
+            self._symbol(metadata["create_symbol"], frame)
+        elif "dynamo_output_graph" in metadata:
+            self._num_graphs += 1
+            self._provenance.captured(frame)
+        elif "inductor_output_code" in metadata:
+            self._provenance.code(frame, str(payload or ""))
+        elif "compilation_metrics" in metadata:
+            self._compiled(metadata["compilation_metrics"], frame)
+        elif "bwd_compilation_metrics" in metadata:
+            self._spent(metadata["bwd_compilation_metrics"], BACKWARD_STAGES)
+
+    def _graph_break(self, text: str) -> None:
+        reason, place = break_of(text)
+        if (reason, place) not in self._graph_breaks:
+            if len(self._graph_breaks) >= MAX_ENTRIES:
+                return
+            self._graph_breaks[reason, place] = {"reason": reason, "place": place, "count": 0}
+        entry = self._graph_breaks[reason, place]
+        entry["count"] += 1
+        if gives_up(text):
+            entry["runs_eagerly"] = True
+
+    def _cache(self, name: str, payload: Any, frame: tuple[Any, Any]) -> None:
+        prefix = next(prefix for prefix in CACHES if name.startswith(prefix))
+        outcome = name.removeprefix(prefix).strip("_")
+        self._caches.setdefault(CACHES[prefix], Counter())[outcome] += 1
+        if prefix == "fx_graph_cache":
+            facts = json.loads(payload) if isinstance(payload, str) else payload
+            key = facts.get("key") if isinstance(facts, dict) else None
+            self._provenance.cache(frame, str(key) if key else None)
+
+    def _symbol(self, facts: Any, frame: tuple[Any, Any]) -> None:
+        source, value = str(facts.get("source")), str(facts.get("val"))
+        entry = self._dynamic.get(source)
+        if entry is None:
+            if len(self._dynamic) >= MAX_ENTRIES:
+                return
+            entry = {"source": source, "symbol": str(facts.get("symbol")), "sizes": [], "compile_id": _slashed(frame)}
+            self._dynamic[source] = entry
+            place = self._stack_place(facts.get("user_stack"))
+            if place:
+                entry["place"] = place
+        if value not in entry["sizes"] and len(entry["sizes"]) < MAX_ENTRIES:
+            entry["sizes"].append(value)
+
+    def _stack_place(self, stack: Any) -> str | None:
+        lines = [
+            f'File "{self._files.get(frame.get("filename"), "?")}", line {frame.get("line")}, in {frame.get("name")}'
+            for frame in (stack if isinstance(stack, list) else ())
+            if isinstance(frame, dict)
+        ]
+        return place_of("\n".join(lines))
+
+    def _spent(self, metrics: dict[str, Any], stages: dict[str, str]) -> None:
+        """Seconds by stage, each less those of the stage inside it; all together are what was spent."""
+        known = [(stage, us) for stage, field in stages.items() if (us := _number(metrics.get(field)))]
+        self._seconds += known[0][1] / 1e6 if known else _number(metrics.get("entire_frame_compile_time_s"))
+        for (stage, us), inner in zip(known, [us for _, us in known[1:]] + [0.0]):
+            self._stages[stage] += max(0.0, us - inner)
+
+    def _compiled(self, metrics: dict[str, Any], frame: tuple[Any, Any]) -> None:
+        self._spent(metrics, FORWARD_STAGES)
+        if metrics.get("co_name") is None:
+            return  # at the recompile limit torch stops before it reads the function; `_warning` hears which it is
+        self.num_compiles += 1
+        where = f"{metrics.get('co_name')} ({metrics.get('co_filename')}:{metrics.get('co_firstlineno')})"
+        self._frames[where] += 1
+        compile_id = _slashed(frame)
+        if len(self._regions) < MAX_ENTRIES:
+            self._regions[compile_id] = where
+        if _number(metrics.get("graph_op_count")) and len(self._graphs) < MAX_ENTRIES:
+            counts = {f"num_{what}s": int(_number(metrics.get(f"graph_{what}_count"))) for what in ("op", "input")}
+            counts["num_guards"] = int(_number(metrics.get("guard_count")))
+            self._graphs.append({"compile_id": compile_id, "frame": where, **counts})
+        failed = self._recompile_reasons.pop(frame, None)
+        if failed and len(self._recompiles) < MAX_ENTRIES:
+            entry: dict[str, Any] = {"frame": where, "failed_guards": [guard_of(reason) for reason in failed]}
+            place = guard_place(failed[0])
+            if place:
+                entry["place"] = place
+            self._recompiles.append(entry)
+        if metrics.get("cudagraph_skip_reason"):
+            self._skips[first_line(metrics["cudagraph_skip_reason"])] += 1
+        if metrics.get("fail_reason"):
+            self._failed(metrics)
+
+    def _failed(self, metrics: dict[str, Any]) -> None:
+        reason = first_line(metrics["fail_reason"])
+        place, line = metrics.get("fail_user_frame_filename"), metrics.get("fail_user_frame_lineno")
+        entry = self._failures.setdefault(reason, {"reason": reason, "count": 0})
+        entry["count"] += 1
+        if place:
+            entry["place"] = f"{place}:{line}"
+
+    def _warning(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "recompile_limit" in text or "cache_size_limit" in text:
+            match = re.search(r"function: (.*)", text)
+            self._limit_hits[match.group(1).strip() if match else first_line(text)] += 1
+        elif "skipping cudagraphs" in text.lower():
+            place = place_of(text)
+            reason = re.sub(r"\.? Found from :.*", "", first_line(text))
+            self._skips[reason + (f", {place}" if place else "")] += 1
+
+
+def _numbered_files() -> dict[Any, str]:
+    """The names of files that torch has logged already, by their number: it does not say them again."""
+    structured = sys.modules.get("torch._logging.structured")
+    return {number: name for name, number in getattr(structured, "INTERN_TABLE", {}).items()}
+
+
+def _slashed(frame: tuple[Any, Any]) -> str:
+    return f"{frame[0]}/{frame[1]}"
+
+
+def _number(value: Any) -> float:
+    """A number of torch's log; 0 where it is none."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def _num_cuda_graph_skips() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["inductor"]["cudagraph_skips"]) if utils is not None else 0
+
+
+def cuda_graphs() -> dict[str, int] | None:
+    """How many CUDA graphs Inductor holds and for how many distinct sizes at most; None when it has none.
+
+    The manager's inside differs between versions of torch: None also where this does not know its way there.
+    """
+    try:
+        return _held_cuda_graphs()
+    except (AttributeError, RuntimeError, KeyError):
+        return None
+
+
+def _held_cuda_graphs() -> dict[str, int] | None:
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    torch = sys.modules["torch"]
+    if trees is None or not torch.cuda.is_initialized():
+        return None
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    if manager is None:
+        return None
+    # One function is registered for each compiled graph and each set of dynamic sizes it was called with.
+    sizes = Counter(id(function.model) for function in manager.ids_to_funcs.values())
+    recorded = re.search(r"\d+", repr(manager.graph_counter))  # looking at an itertools.count without using it
+    return {
+        "num_recorded": int(recorded.group()) if recorded else 0,
+        "num_compiled_functions": len(sizes),
+        "num_distinct_sizes": max(sizes.values(), default=0),
+    }
+
+
+class _Handler(logging.Handler):
+    def __init__(self, receive: Callable[[logging.LogRecord], None]) -> None:
+        super().__init__()
+        self._receive = receive
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._receive(record)
+        except Exception:  # a log handler must never disturb the one who logs
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass

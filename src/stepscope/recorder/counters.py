@@ -1,0 +1,165 @@
+"""GPU counters beside a run: one JSON line a sample, from a thread of its own.
+
+    {"t_ns": 812345, "gpu_busy_share": 0.97, "memory_controller_busy_share": 0.4, "power_watts": 512.3,
+     "energy_joules": 123.4, "sm_clock_mhz": 1980, "memory_clock_mhz": 3201, "throttle": ["sw_power_cap"],
+     "driver_memory_bytes": 81604378624}
+
+`t_ns` is `time.perf_counter_ns()`; a counter that the GPU does not offer is absent. `energy_joules`
+counts from the driver's start and is in the first line, the last, whenever it is asked for, and about
+one a second between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from stepscope.recorder.nvml import Nvml, NvmlGpu, NvmlUnavailable
+
+FLUSH_NS = 1_000_000_000
+JOIN_SECONDS = 2.0
+# The interval doubles after each stretch of this many samples, so that a run of weeks stays small.
+STRETCH_SAMPLES = 36_000
+
+
+class CounterSampler:
+    """Samples one GPU until `stop`; what ends the sampling early is kept in `error`, never raised."""
+
+    def __init__(self, nvml: Nvml, gpu: NvmlGpu, path: Path, interval_seconds: float) -> None:
+        self.error: BaseException | None = None
+        self._nvml = nvml
+        self._gpu = gpu
+        self.limits = gpu.limits()
+        self._interval_ns = round(interval_seconds * 1e9)
+        self._pid = os.getpid()
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._is_stopped = False
+        # Not a Python file: a forked child would write its copy of the file's buffer once more at its exit.
+        self._pending: list[str] = []
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._thread = threading.Thread(target=self._run, name="stepscope-counters", daemon=True)
+
+    @classmethod
+    def start(
+        cls,
+        path: str | os.PathLike[str],
+        gpu_uuid: str,
+        interval_seconds: float = 0.1,
+        library_name: str | None = None,
+    ) -> CounterSampler:
+        """A sampler that is running; NvmlUnavailable when this GPU's counters cannot be read."""
+        if interval_seconds <= 0:
+            raise ValueError(f"interval_seconds must be above 0, not {interval_seconds}")
+        nvml = Nvml(library_name)
+        try:
+            sampler = cls(nvml, nvml.gpu(gpu_uuid), Path(path), interval_seconds)
+        except BaseException:
+            nvml.close()
+            raise
+        sampler._thread.start()
+        return sampler
+
+    def stop(self) -> None:
+        """End the sampling and write what is left.
+
+        Takes at most JOIN_SECONDS, and does nothing in a forked child.
+        """
+        if self._is_stopped or os.getpid() != self._pid:
+            return
+        self._is_stopped = True
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join(JOIN_SECONDS)
+        # A thread that hangs inside the driver still holds both: leave them to the end of the process.
+        if not self._thread.is_alive():
+            os.close(self._descriptor)
+            self._nvml.close()
+
+    def sample_energy(self) -> None:
+        """Have the thread take a sample with its energy now; returns at once."""
+        self._wake.set()
+
+    def other_processes(self) -> list[dict[str, Any]]:
+        """The other processes that compute on this GPU: `pid`, `name`, `used_bytes`; empty after `stop`.
+
+        Pids are the driver's: in a container they may belong to another namespace, and then this
+        process itself is in the list, under a pid it does not know. When NVML fails the list is
+        empty and `error` says why.
+        """
+        # A child forked while the thread was inside NVML would wait for a lock that nobody releases.
+        if self._is_stopped or os.getpid() != self._pid:
+            return []
+        try:
+            processes = self._gpu.compute_processes() or []
+        except NvmlUnavailable as error:
+            self.error = self.error or error
+            return []
+        return [
+            {"pid": process.pid, "name": process.name, "used_bytes": process.used_bytes}
+            for process in processes
+            if process.pid != self._pid
+        ]
+
+    def _run(self) -> None:
+        try:
+            self._sample_until_stopped()
+        except BaseException as error:
+            self.error = error
+        try:
+            self._flush()
+        except BaseException as error:
+            self.error = self.error or error
+
+    def _sample_until_stopped(self) -> None:
+        num_samples = 0
+        due_ns = time.perf_counter_ns()
+        flushed_ns = due_ns - FLUSH_NS
+        while True:
+            asked = self._wake.wait(max(0, due_ns - time.perf_counter_ns()) / 1e9)
+            self._wake.clear()
+            if self._stopping.is_set():
+                break
+            now_ns = time.perf_counter_ns()
+            flushes = now_ns + self._interval_ns - flushed_ns >= FLUSH_NS
+            self._append(now_ns, with_energy=flushes or asked)
+            num_samples += 1
+            if num_samples % STRETCH_SAMPLES == 0:
+                self._interval_ns *= 2
+            if flushes:
+                self._flush()
+                flushed_ns = now_ns
+            due_ns = max(due_ns + self._interval_ns, now_ns)
+        self._append(time.perf_counter_ns(), with_energy=True)
+
+    def _append(self, now_ns: int, with_energy: bool) -> None:
+        self._pending.append(json.dumps(sample(self._gpu, now_ns, with_energy), separators=(",", ":")))
+
+    def _flush(self) -> None:
+        data = "".join(f"{line}\n" for line in self._pending).encode()
+        self._pending.clear()
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+
+def sample(gpu: NvmlGpu, t_ns: int, with_energy: bool) -> dict[str, Any]:
+    """One line of the counters file: the counters of `gpu` now, without those it does not offer."""
+    busy = gpu.busy_shares()
+    memory = gpu.memory_bytes()
+    values = {
+        "t_ns": t_ns,
+        "gpu_busy_share": busy[0] if busy else None,
+        "memory_controller_busy_share": busy[1] if busy else None,
+        "power_watts": gpu.power_watts(),
+        # Takes milliseconds on an H200, where every other reading takes microseconds.
+        "energy_joules": gpu.energy_joules() if with_energy else None,
+        "sm_clock_mhz": gpu.sm_clock_mhz(),
+        "memory_clock_mhz": gpu.memory_clock_mhz(),
+        "throttle": gpu.throttle_reasons(),
+        "driver_memory_bytes": memory[0] if memory else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}

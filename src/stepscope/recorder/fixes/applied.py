@@ -1,0 +1,69 @@
+"""The changes of one run: made, told of the roots, and written into its recording."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from stepscope.recorder.fixes import split
+from stepscope.recorder.fixes.change import Change
+from stepscope.recorder.fixes.loader import LargerBatch, MoreWorkers, PinnedCopies
+from stepscope.recorder.fixes.optimizer import FusedOptimizers
+from stepscope.recorder.fixes.roots import Autocast, Compiled, CompiledWithGraphs
+from stepscope.recorder.fixes.settings import AttentionBackend, Tf32
+
+CHANGES: dict[str, Callable[[str | None], Change]] = {
+    "fp32_matmul": Tf32,
+    "autocast": Autocast,
+    "unfused_optimizer": FusedOptimizers,
+    "attention_backend": AttentionBackend,
+    "launch_bound": CompiledWithGraphs,
+    "compile": Compiled,
+    "pageable_copies": PinnedCopies,
+    "waiting_for_data": MoreWorkers,
+    "small_batch": LargerBatch,
+}
+
+
+class AppliedFixes:
+    """Changes by name, as `STEPSCOPE_FIX` has them: `autocast+compile=max-autotune`."""
+
+    def __init__(self, text: str) -> None:
+        self._changes = [(name, CHANGES[name](value)) for name, value in split(text) if name in CHANGES]
+        self._unknown = [name for name, _ in split(text) if name not in CHANGES]
+        self._used: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        for _, change in self._changes:
+            try:
+                change.start()
+            except Exception as error:  # of ours, in the middle of the script's `import torch`
+                change.left[f"it could not be made: {type(error).__name__}: {error}"] += 1
+
+    def use_roots(self, roots: list[nn.Module]) -> None:
+        """Change the modules that the script calls itself; those of an earlier call are changed already."""
+        new = [root for root in roots if root not in self._used]
+        self._used.update(new)
+        # Outside of compiled code counting is free, and the code is compiled anew for what is around it.
+        for _, change in sorted(self._changes, key=lambda each: not isinstance(each[1], Compiled)):
+            change.use_roots(new)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """What each did, once the script has ended."""
+        for _, change in self._changes:
+            try:
+                change.finish()
+            except Exception as error:  # of ours: it must not become the script's
+                change.left[f"it could not be counted: {type(error).__name__}: {error}"] += 1
+        return self.facts()
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What each did so far, as JSON values."""
+        unknown = [{"id": name, "changed": {}, "left": {}, "nothing_seen": "no such fix"} for name in self._unknown]
+        return [*({"id": name, **change.facts()} for name, change in self._changes), *unknown]
+
+    def remove(self) -> None:
+        """Take off what can be taken off."""
+        for _, change in reversed(self._changes):
+            change.remove()

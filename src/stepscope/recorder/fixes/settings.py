@@ -1,0 +1,117 @@
+"""`fp32_matmul` and `attention_backend`: global settings of torch, and whether the script came to use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepscope.recorder.environment import float32_matmul
+from stepscope.recorder.fixes.change import Change
+from stepscope.recorder.patches import Patch, remove_all
+
+SWITCHES = {
+    "flash": "flash_sdp",
+    "efficient": "mem_efficient_sdp",
+    "cudnn": "cudnn_sdp",
+    "math": "math_sdp",
+}
+
+
+class Tf32(Change):
+    """`torch.set_float32_matmul_precision("high")`, whatever the script sets."""
+
+    nothing_seen = "there is no GPU at work: TF32 is a mode of its tensor cores"
+
+    def start(self) -> None:
+        self._before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        self.handles.append(Patch(torch, "set_float32_matmul_precision", self._set))
+
+    def _set(self, original: Callable[..., Any], precision: str) -> None:
+        if precision == "highest":
+            return
+        self.left[f'the script says set_float32_matmul_precision("{precision}") itself'] += 1
+        original(precision)
+
+    def remove(self) -> None:
+        super().remove()
+        torch.set_float32_matmul_precision(self._before)
+
+    def finish(self) -> None:
+        if not torch.cuda.is_initialized():
+            return
+        if float32_matmul(torch.cuda.current_device()) != "tf32":
+            self.left["TF32 is off: the script switched it off again, or the GPU has none"] += 1
+        elif not self.left:
+            self.changed["float32 products allowed to use TF32"] = 1
+
+
+class AttentionBackend(Change):
+    """One back end of scaled_dot_product_attention allowed, the others not: it runs, or it refuses its inputs."""
+
+    nothing_seen = "scaled_dot_product_attention was not called outside compiled code in the first two steps"
+
+    def start(self) -> None:
+        self._wanted = {name: name == (self.value or "flash") for name in SWITCHES}
+        self._before = _switches()
+        _set_switches(self._wanted)
+        self.handles.append(Patch(F, "scaled_dot_product_attention", self._attend))
+
+    def _attend(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = _switches()
+        if any(found[name] != self._wanted[name] for name in found):
+            self.left["an attention call stands where the script sets the back end itself"] += 1
+            return original(*args, **kwargs)
+        _set_switches(self._before)
+        before = _chosen(*args, **kwargs)
+        _set_switches(self._wanted)
+        result = original(*args, **kwargs)
+        wanted = self.value or "flash"
+        if before == wanted:
+            self.left[f"an attention call runs on {wanted} already"] += 1
+        else:
+            self.changed[f"attention calls of the first two steps on {wanted} instead of {before}"] += 1
+        return result
+
+    def use_roots(self, roots: list[nn.Module]) -> None:
+        remove_all(self.handles)  # counted; no call pays for it in a step that is timed
+
+    def remove(self) -> None:
+        super().remove()
+        _set_switches(self._before)
+
+
+def _switches() -> dict[str, bool]:
+    asked = {name: getattr(torch.backends.cuda, f"{switch}_enabled", None) for name, switch in SWITCHES.items()}
+    return {name: bool(is_on()) for name, is_on in asked.items() if is_on is not None}
+
+
+def _set_switches(states: dict[str, bool]) -> None:
+    for name, is_on in states.items():
+        enable = getattr(torch.backends.cuda, f"enable_{SWITCHES[name]}", None)
+        if enable is not None:
+            enable(is_on)
+
+
+def _chosen(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """The back end that torch takes for these inputs, as it is set now."""
+    try:
+        number = torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        return "what torch chose"
+    return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(number), "what torch chose")

@@ -1,0 +1,1 @@
+"""One step with every op seen: FLOPs, and the lifetime of every storage."""

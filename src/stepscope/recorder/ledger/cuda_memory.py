@@ -1,0 +1,107 @@
+"""CUDA's own account of its memory: the allocator's counters over a window, its history, and snapshots of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_HISTORY_ENTRIES = 200_000
+SNAPSHOT_PROTOCOL = 4  # the newest that PyTorch's viewer, a page in JavaScript, reads
+
+
+class AllocatorCounters:
+    """What the allocator counts from `AllocatorCounters(device)` to `read()`.
+
+    The peak counters are set back to now, once: there is no other way to know a window's peak, temporaries inside
+    of kernels included. The script sees a difference only if it had a higher peak before: `lowered` then says so.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        before = torch.cuda.memory_stats(device)
+        self._start_bytes = before.get("allocated_bytes.all.current", 0)
+        self._num_retries = before.get("num_alloc_retries", 0)
+        self._peak_before = before.get("allocated_bytes.all.peak", 0)
+        torch.cuda.reset_peak_memory_stats(device)
+        self.lowered: str | None = None
+
+    def read(self) -> dict[str, int]:
+        after = torch.cuda.memory_stats(self._device)
+        peak_bytes = after.get("allocated_bytes.all.peak", 0)
+        if peak_bytes < self._peak_before:
+            self.lowered = (
+                "the peak counters were set back where the memory window began: from there on the script's own "
+                f"torch.cuda.max_memory_allocated() does not know its earlier peak of {self._peak_before} bytes"
+            )
+        return {
+            "start_allocated_bytes": self._start_bytes,
+            "peak_allocated_bytes": peak_bytes,
+            "peak_reserved_bytes": after.get("reserved_bytes.all.peak", 0),
+            "num_retries": after.get("num_alloc_retries", 0) - self._num_retries,
+        }
+
+
+class AllocatorHistory:
+    """The allocator's history with Python stacks, while it is on; one that the script keeps itself is left alone."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._is_wanted = False
+        self._is_on = False
+
+    def start_with_cuda(self) -> None:
+        """Keep history from the moment the script initializes CUDA: it may run out of memory in its first step."""
+        self._is_wanted = True
+        torch.cuda._lazy_call(self._cuda_is_here)
+
+    def _cuda_is_here(self) -> None:
+        if self._is_wanted and os.getpid() == self._pid:
+            try:
+                self.start()
+            except Exception:
+                pass  # an exception here would be the script's failure to initialize CUDA
+
+    def start(self) -> bool:
+        """Whether it is on now and ours."""
+        self._is_wanted = True
+        if not self._is_on and not _script_keeps_history():
+            torch.cuda.memory._record_memory_history(
+                enabled="all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES
+            )
+            self._is_on = True
+        return self._is_on
+
+    def stop(self) -> None:
+        self._is_wanted = False
+        if self._is_on:
+            self._is_on = False
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _script_keeps_history() -> bool:
+    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return bool(is_enabled()) if is_enabled is not None else False
+
+
+def write_snapshot(path: Path) -> None:
+    """What is allocated now, and the history as far as one was kept; opens in pytorch.org/memory_viz."""
+    snapshot: Any = torch.cuda.memory._snapshot()
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as stream:
+        pickle.dump(snapshot, stream, protocol=SNAPSHOT_PROTOCOL)
+    temporary.replace(path)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception is torch's out-of-memory error, or came of one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

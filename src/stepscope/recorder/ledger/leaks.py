@@ -1,0 +1,232 @@
+"""Graphs of earlier steps that are still alive, with their bytes and the variable that holds them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from inspect import CO_OPTIMIZED
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from stepscope.recorder.frames import is_library, script_frames
+from stepscope.recorder.ledger.assignments import lines_that_fill
+from stepscope.recorder.ledger.nodes import saved_tensors
+from stepscope.recorder.ledger.storages import storage_key, storage_of
+
+# What looking for the graphs, and then for the variables, may take.
+TIME_LIMIT_S = 2.0
+MAX_DEPTH = 4
+"""How far below a variable: `trainer.history["loss"][7]` is three."""
+
+MAX_ELEMENTS = 100_000
+"""Of one container: a data set held in a list is not walked through."""
+
+MAX_LINES = 3
+"""Of those that fill a variable."""
+
+_CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+_PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
+
+
+class Variable(NamedTuple):
+    """A variable of a frame, or what is reached from one by attributes: `trainer.log`."""
+
+    name: str
+    file: str
+    code: types.CodeType | None
+    """Of the function whose local it is; None of a global."""
+    line: int | None
+    """Where the frame is that it was found in."""
+    class_file: str | None = None
+    """Of an attribute: where the class is written that has it."""
+
+    def place(self) -> str:
+        """`train.py:31 losses`: the lines that fill it where they can be told, else the one where its frame is."""
+        file, lines = self.file, lines_that_fill(self.name, self.file, self.code)
+        words = self.name.split(".")
+        if not lines and self.class_file and not is_library(self.class_file):
+            lines = lines_that_fill(f"*.{words[-1]}", self.class_file)
+            file = self.class_file if lines else file
+        lines = lines or lines_that_fill(words[0], file, self.code)
+        lines = lines[:MAX_LINES] or ([self.line] if self.line else [])
+        return f"{Path(file).name}{':' if lines else ''}{','.join(map(str, lines))} {self.name}"
+
+
+Held = tuple[torch.Tensor, "str | None"]
+"""A tensor and the place of a variable that leads to it."""
+
+
+class LeftAlive(NamedTuple):
+    """What graphs of earlier steps hold on to."""
+
+    entries: list[dict[str, Any]]
+    """One for each variable that holds graphs."""
+    held: list[Held]
+    """A tensor of each storage that is counted in them, and who holds it."""
+    is_complete: bool
+    """Whether the search came to its end in time."""
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Every tensor of this process that Python can see."""
+    # `type(o)` and not isinstance: proxies answer isinstance by running their own code. Fake tensors have no memory.
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o).__name__ != "FakeTensor"]
+
+
+def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
+    """The graphs made before this moment that are still alive; `keep` are parameters and buffers, not counted.
+
+    `step_began` is the sequence number with which the step that has just ended began. What an earlier step left
+    behind counts, and what hangs on to it. Of the last step's own tensors only those count that keep more than
+    themselves and are in a variable: `loss` is no leak once its backward has been run, nor is a result that is on its
+    way to the caller of the model.
+    """
+    deadline = time.perf_counter() + TIME_LIMIT_S
+    counted = {storage_key(tensor) for tensor in keep} | {None}
+    found: dict[int, tuple[torch.Tensor, int]] = {}
+    held: list[tuple[torch.Tensor, int]] = []
+    seen: dict[int, Any] = {}
+    old: set[int] = set()
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in _tensors_with_graph():
+            num_seen, num_bytes = len(seen), 0
+            own_key, is_own_counted = storage_key(tensor), storage_key(tensor) in counted
+            counted.add(own_key)
+            for _, saved in saved_tensors([tensor.grad_fn], seen):
+                key = storage_key(saved)
+                if key not in counted:
+                    counted.add(key)
+                    held.append((saved, id(tensor)))
+                    num_bytes += storage_of(saved).nbytes()
+                if time.perf_counter() > deadline:
+                    break
+            made = [tensor.grad_fn, *islice(seen.values(), num_seen, None)]
+            is_old = any(node._sequence_nr() < step_began for node in made)
+            if is_old:
+                old.add(id(tensor))
+            if is_old and not is_own_counted:
+                held.append((tensor, id(tensor)))
+                num_bytes += storage_of(tensor).nbytes()
+            if num_bytes:
+                found[id(tensor)] = (tensor, num_bytes)
+            if time.perf_counter() > deadline:
+                break
+    is_complete = time.perf_counter() < deadline
+    places = _places({id(tensor): tensor for tensor, _ in found.values()}, id)
+    found = {key: entry for key, entry in found.items() if key in old or key in places}
+    held_now = [(tensor, places.get(by)) for tensor, by in held if by in found]
+    return LeftAlive(_by_place(found, places), held_now, is_complete)
+
+
+def find_holders(tensors: list[torch.Tensor]) -> list[Held]:
+    """The tensors, each with a variable that leads to its memory."""
+    places = _places({storage_key(tensor): tensor for tensor in tensors}, storage_key)
+    return [(tensor, places.get(storage_key(tensor))) for tensor in tensors]
+
+
+def _tensors_with_graph() -> list[torch.Tensor]:
+    with_graph = [tensor for tensor in live_tensors() if tensor.grad_fn is not None]
+    return sorted(with_graph, key=lambda tensor: -tensor.grad_fn._sequence_nr())
+
+
+def _places(wanted: dict[Any, torch.Tensor], key_of: Callable[[torch.Tensor], Any]) -> dict[Any, str]:
+    """Where the variables are that lead to tensors of these keys, as far as there is time to look."""
+    deadline, variables = time.perf_counter() + TIME_LIMIT_S, {}
+    for variable, tensor in _reachable(deadline) if wanted else ():
+        key = key_of(tensor)
+        if key in wanted and key not in variables:
+            variables[key] = variable
+            if len(variables) == len(wanted):
+                break
+    places = {variable: variable.place() for variable in set(variables.values())}
+    return {key: places[variable] for key, variable in variables.items()}
+
+
+def _by_place(found: dict[int, tuple[torch.Tensor, int]], places: dict[int, str]) -> list[dict[str, Any]]:
+    groups: dict[str | None, list[tuple[torch.Tensor, int]]] = {}
+    for key, entry in found.items():
+        groups.setdefault(places.get(key), []).append(entry)
+    entries = []
+    for place, group in groups.items():
+        tensor, _ = max(group, key=itemgetter(1))
+        entries.append(
+            {
+                "bytes": sum(num_bytes for _, num_bytes in group),
+                "num_tensors": len(group),
+                "op": tensor.grad_fn.name() if tensor.grad_fn is not None else None,
+                "module": None,  # made before anybody looked
+                "frame": place,
+            }
+        )
+    return sorted(entries, key=lambda entry: -entry["bytes"])
+
+
+def _reachable(deadline: float) -> Iterator[tuple[Variable, Any]]:
+    """The tensors that the script's variables reach, with the variable, the nearest first."""
+    level = list(_variables())
+    seen: set[int] = set()
+    for _ in range(MAX_DEPTH + 1):
+        below: list[tuple[Variable, Any]] = []
+        for variable, value in level:
+            if issubclass(type(value), torch.Tensor):
+                yield variable, value
+            elif id(value) not in seen and not issubclass(type(value), _PLAIN):
+                seen.add(id(value))
+                below.extend(_parts(variable, value))
+            if time.perf_counter() > deadline:
+                return
+        level = below
+
+
+def _variables() -> Iterator[tuple[Variable, Any]]:
+    """The locals and globals of every frame of the script, those of installed packages last."""
+    globals_seen: set[int] = set()
+    frames = sorted(script_frames(), key=lambda frame: is_library(frame.f_code.co_filename))
+    for frame in frames:
+        code, file, line = frame.f_code, frame.f_code.co_filename, frame.f_lineno
+        if code.co_flags & CO_OPTIMIZED:
+            values = frame.f_locals
+            yield from [(Variable(name, file, code, line), value) for name, value in values.items()]
+            # Before Python 3.13 this is a copy that stays with the frame and would keep what it names alive.
+            if sys.version_info < (3, 13) and sys.getrefcount(values) <= 3:  # not a dict that locals() gave away
+                values.clear()
+            del values
+        elif id(frame.f_globals) not in globals_seen:
+            globals_seen.add(id(frame.f_globals))
+            yield from [(Variable(name, file, None, line), value) for name, value in list(frame.f_globals.items())]
+    for frame in frames:
+        if id(frame.f_globals) not in globals_seen:
+            globals_seen.add(id(frame.f_globals))
+            file, found = frame.f_code.co_filename, list(frame.f_globals.items())
+            yield from [(Variable(name, file, None, None), value) for name, value in found]
+
+
+def _parts(variable: Variable, value: Any) -> Iterator[tuple[Variable, Any]]:
+    """What a value is made of: elements have their container's name, attributes add their own."""
+    # By the built-in type's own methods: a subclass may answer with code of its own.
+    if issubclass(type(value), dict):
+        yield from [(variable, item) for item in islice(dict.values(value), MAX_ELEMENTS)]
+        return
+    for container in _CONTAINERS:
+        if issubclass(type(value), container):
+            yield from [(variable, item) for item in islice(container.__iter__(value), MAX_ELEMENTS)]
+            return
+    try:
+        attributes = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):
+        return
+    if issubclass(type(value), nn.Module):
+        attributes |= attributes.get("_modules") or {}
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None)
+    for attribute, item in attributes.items():
+        yield variable._replace(name=f"{variable.name}.{attribute}", class_file=file), item

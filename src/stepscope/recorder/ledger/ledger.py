@@ -1,0 +1,318 @@
+"""One step with every op seen: its FLOPs by op, phase and dtype, and the birth and death of every storage.
+
+A dispatch mode sees each op once autograd and autocast are through with it, forward and backward,
+on any device. It runs in a window of its own: the clock's samples never meet it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope.recorder.clock import BACKWARD, FORWARD, OTHER
+from stepscope.recorder.frames import caller
+from stepscope.recorder.ledger.flop_tally import FlopTally
+from stepscope.recorder.ledger.nodes import NodeModules, saved_bytes
+from stepscope.recorder.ledger.op_facts import Op
+from stepscope.recorder.ledger.storages import (
+    BEFORE,
+    BUFFER,
+    GRADIENT,
+    INPUT,
+    LEFT_ALIVE,
+    OPTIMIZER_STATE,
+    OTHERS,
+    OUTSIDE,
+    PARAMETER,
+    TEMPORARY,
+    WEIGHT_CAST,
+    Storages,
+    storage_key,
+    tensors_in,
+)
+from stepscope.recorder.model import CallHooks, named_modules, plain_name
+from stepscope.recorder.patches import Handle, remove_all
+
+MEMORY_SCHEMA_VERSION = 2
+LOSS = "loss"  # the end of a forward: from the last root module to the backward
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
+    """Counts FLOPs and follows storages from `start()` to `stop()`.
+
+    With `callers` it says who asked for each storage. `storages` that are given go on when the ledger has stopped.
+    One that `is_told` looks at nothing itself: `saw()` tells it of each op.
+    """
+
+    supports_higher_order_operators = True
+    # Torch that does not know `ignore_compile_internals` guards compiled code on the modes that are on.
+    passes_compiled_code = hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+    def __init__(
+        self,
+        roots: list[nn.Module],
+        optimizers: list[Any],
+        phase: Callable[[], str | None],
+        *,
+        callers: bool = False,
+        storages: Storages | None = None,
+        is_told: bool = False,
+    ) -> None:
+        super().__init__()
+        self._roots, self._optimizers, self._phase, self._callers = roots, optimizers, phase, callers
+        self._modules: list[str] = []
+        self._left_root = False
+        self._last_phase: str | None = None
+        self._handles: list[Handle] = []
+        self._entered = False
+        self._ops: dict[Any, Op] = {}
+
+        self._error: str | None = None
+        self._tally = FlopTally(self._weights)
+        self._parameter_of: dict[int, int] = {}  # storage key -> parameter index, casts included
+        self._holders: dict[int, str] = {}  # id of a parameter -> the module that has it
+        self._nodes = NodeModules()
+        self._backward_caller: str | None = None
+        self.saved_error: str | None = None
+        self._saved: dict[str | None, tuple[int, int]] = {}  # module -> bytes, tensors; the largest of the backwards
+        self._storages = storages or Storages(self._stage)
+        self._owns_storages = storages is None
+        self._is_told = is_told
+
+    # Without this Dynamo marks a frame it meets while we are looking on as never to be compiled.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def start(self) -> None:
+        storages = self._storages
+        storages.stage = self._stage
+        storages.on_death = lambda key: self._parameter_of.pop(key, None)
+        for root, prefix, modules in named_modules(self._roots):
+            for name, parameter in root.named_parameters(prefix):
+                holder = self._holders.setdefault(id(parameter), _holder(name))
+                key = storage_key(parameter)
+                if key is not None and key not in self._parameter_of:
+                    self._parameter_of[key] = self._tally.add_weight(parameter)
+                    storages.own((parameter,), PARAMETER, BEFORE, holder)
+            for name, buffer in root.named_buffers(prefix):
+                if storage_key(buffer) not in self._parameter_of:
+                    storages.own((buffer,), BUFFER, BEFORE, _holder(name))
+            for name, module in modules:
+                self._nodes.names.setdefault(id(module), plain_name(name))
+                self._handles.append(CallHooks(module, self._entering(plain_name(name)), self._leaving))
+        # Some have no module, or one that nobody calls.
+        loose = [p for p in self._optimized() if id(p) not in self._holders]
+        storages.own(loose, PARAMETER, BEFORE)
+        self.note_parameter_gradients()
+        self._note_optimizer_state()
+        storages.open()
+        if not self._is_told:
+            self.__enter__()
+            self._entered = True
+
+    def stop(self) -> None:
+        if self._entered:
+            self.__exit__(None, None, None)
+            self._entered = False
+        self.note_parameter_gradients()
+        self._note_optimizer_state()
+        if self._owns_storages:
+            self._storages.close()
+        remove_all(self._handles)
+
+    # --- what the session reports --------------------------------------------------------------
+
+    def note_inputs(self, args: Any, kwargs: Any) -> None:
+        """The tensors the root module is called with are inputs."""
+        self._storages.own(tensors_in((args, kwargs)), INPUT, OUTSIDE)
+
+    def note_before(self, held: Iterable[tuple[torch.Tensor, str | None]], left_alive: bool = False) -> None:
+        """What is there before `start()`, and who holds it; first what graphs of earlier steps have `left_alive`."""
+        owner = LEFT_ALIVE if left_alive else OTHERS
+        for tensor, holder in held:
+            key = storage_key(tensor)
+            if key is not None and key not in self._storages.live:
+                self._storages.born(key, tensor, BEFORE, owner, caller=holder, before=True)
+
+    def backward_begins(self, create_graph: bool = False, tensors: Any = ()) -> None:
+        """What the forward made and is still alive now is kept for backward; `tensors` are what it starts from."""
+        self._tally.backward_makes_graph = create_graph
+        self._backward_caller = caller() if self._callers else None
+        self._storages.keep_for_backward(FORWARD)
+        try:
+            self._note_saved([tensor.grad_fn for tensor in tensors_in(tensors)])
+        except Exception as error:  # a graph we did not think of is not the end of a training run either
+            self.saved_error = f"{type(error).__name__}: {error}"
+
+    def note_gradients(self, optimizer: Any) -> None:
+        self._note_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+    def note_parameter_gradients(self) -> None:
+        self._note_gradients(parameter for root in self._roots for parameter in root.parameters())
+        self._note_gradients(self._optimized())
+
+    def _note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._storages.own((parameter.grad,), GRADIENT, OUTSIDE, self._holders.get(id(parameter)))
+
+    def _note_optimizer_state(self) -> None:
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                self._storages.own(tensors_in(state), OPTIMIZER_STATE, BEFORE, self._holders.get(id(parameter)))
+
+    def _optimized(self) -> Iterator[torch.Tensor]:
+        return (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+
+    def _note_saved(self, roots: list[Any]) -> None:
+        saved = saved_bytes(roots, self._nodes, lambda key: self._storages.owner_of(key) == PARAMETER)
+        for module, entry in saved.items():
+            self._saved[module] = max(self._saved.get(module, entry), entry)
+
+    # --- ops -----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = self._op(func)
+        if op.is_higher_order:
+            self._guarded(op, func, args, kwargs, None)
+            return func(*args, **kwargs)
+        if op.decomposes:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        out = func(*args, **kwargs)
+        self._guarded(op, func, args, kwargs, out)
+        return out
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An op that was run where this ledger does not look."""
+        self._guarded(self._op(func), func, args, kwargs or {}, out)
+
+    def _op(self, func: Any) -> Op:
+        return self._ops.get(func) or self._ops.setdefault(func, Op(func))
+
+    def _guarded(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        # A shape we did not think of is a gap in the count, said aloud; never the end of a training run.
+        try:
+            self._count(op, func, args, kwargs, out)
+        except Exception as error:
+            self._error = self._error or f"{func}: {type(error).__name__}: {error}"
+
+    def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        phase = self._phase() or OTHER
+        if phase != self._last_phase:  # it may be one that allocates nothing
+            if self._last_phase == BACKWARD:  # which may have been run by the optimizer that uses them
+                self.note_parameter_gradients()
+            self._last_phase = phase
+            self._storages.note_stage()
+        outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
+        self._follow(outputs, op, args, kwargs, phase)  # first: whatever goes wrong with a formula, bytes are bytes
+        self._tally.count(op, func, args, kwargs, out, outputs, phase)
+
+    def _follow(self, outputs: tuple[torch.Tensor, ...], op: Op, args: Any, kwargs: Any, phase: str) -> None:
+        """Note the storages that nobody has shown us before."""
+        born: dict[int, torch.Tensor] = {}
+        for tensor in outputs:
+            key = storage_key(tensor)
+            if key is not None and key not in self._storages.live:
+                born.setdefault(key, tensor)
+        taken = {storage_key(tensor) for tensor in tensors_in((args, kwargs))} if born else set()
+        for key, tensor in born.items():
+            if op.is_view or key in taken:  # it was there before
+                self._storages.born(key, tensor, BEFORE, OTHERS, before=True)
+            else:
+                self._born(key, tensor, op, args, phase)
+
+    def _born(self, key: int, tensor: torch.Tensor, op: Op, args: Any, phase: str) -> None:
+        owner = TEMPORARY
+        if op.name == "aten._to_copy" and phase == FORWARD and (source := storage_key(args[0])) in self._parameter_of:
+            owner = WEIGHT_CAST
+            self._parameter_of[key] = self._parameter_of[source]
+        who = (caller() or self._backward_caller) if self._callers else None
+        self._storages.born(key, tensor, op.name, owner, phase, self.module(), who)
+
+    def _weights(self, given: Any) -> set[int]:
+        """The parameters among an op's arguments."""
+        keys = map(storage_key, tensors_in(given))
+        return {self._parameter_of[key] for key in keys if key in self._parameter_of}
+
+    # --- modules -------------------------------------------------------------------------------
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+            self._modules.append(name)
+            self._nodes.open(name)
+
+        return enter
+
+    def _leaving(self, _module: nn.Module) -> None:
+        if self._modules:
+            self._modules.pop()
+        self._nodes.open(self.module())
+        self._left_root = not self._modules
+
+    def module(self) -> str | None:
+        """The innermost module that is open now; in a backward, the one that made the node."""
+        if self._modules:
+            return self._modules[-1]
+        node, name = self._nodes.running()
+        if name is None and (parameter := getattr(node, "variable", None)) is not None:
+            return self._holders.get(id(parameter))  # a gradient is added up
+        return name
+
+    def _stage(self) -> str:
+        phase = self._phase() or OTHER
+        self._left_root &= phase == FORWARD
+        return LOSS if self._left_root and not self._modules else phase
+
+    # --- results -------------------------------------------------------------------------------
+
+    def flops(self, compiled: bool) -> dict[str, Any]:
+        """FLOPs of the step by op, phase and dtype, what had no formula, and each weight's share."""
+        return self._tally.table(compiled, self._error)
+
+    def memory(self) -> dict[str, Any]:
+        """The tables of `memory.json.gz` (docs/recording.md); what only a running process can tell is empty here."""
+        storages = self._storages
+        parameters = [p for root in self._roots for p in root.parameters()]
+        parameters += self._optimized()
+        return {
+            "schema_version": MEMORY_SCHEMA_VERSION,
+            "device": str(parameters[0].device) if parameters else "cpu",
+            "num_dropped": storages.num_dropped,
+            "allocations": storages.allocations,
+            "stages": _without_pauses(storages.stages),
+            "saved": [
+                {"module": module, "bytes": num_bytes, "num_tensors": num}
+                for module, (num_bytes, num) in sorted(self._saved.items(), key=lambda item: -item[1][0])
+            ],
+            "left_alive": [],
+            "allocator": None,
+        }
+
+
+def _holder(name: str) -> str:
+    """The module that has a parameter or a buffer of this name.
+
+    >>> _holder("blocks.0.up.weight"), _holder("scale")
+    ('blocks.0.up', '')
+    """
+    return plain_name(name.rpartition(".")[0])
+
+
+def _without_pauses(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The stages; between two root modules of one forward it is not the loss yet."""
+    kept: list[dict[str, Any]] = []
+    for stage in stages:
+        if stage["name"] == FORWARD and [entry["name"] for entry in kept[-2:]] == [FORWARD, LOSS]:
+            kept.pop()
+        else:
+            kept.append(stage)
+    return kept

@@ -1,0 +1,174 @@
+"""The memory window of a session: the ledger, what earlier steps left alive, and CUDA's own account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.recorder import files
+from stepscope.recorder.ledger.cuda_memory import (
+    AllocatorCounters,
+    AllocatorHistory,
+    is_out_of_memory,
+    write_snapshot,
+)
+from stepscope.recorder.ledger.leaks import TIME_LIMIT_S, find_holders, find_left_alive, live_tensors
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
+from stepscope.recorder.ledger.storages import MAX_ALLOCATIONS, storage_key, storage_of, tensors_in
+from stepscope.recorder.precision.attention_calls import AttentionCalls
+
+MAX_BEFORE = MAX_ALLOCATIONS // 4
+"""Tensors that are there when the window begins: a data set can be a million."""
+MAX_NAMED = 50
+"""Of them, the largest, whose variables are looked for."""
+
+
+class MemoryProbe:
+    """`start()`, a step, `stop()`: writes `memory.json.gz`, and in full also callers and CUDA's snapshot."""
+
+    def __init__(
+        self,
+        folder: Path,
+        in_full: bool,
+        note: Callable[[str, str], None],
+        guard: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self._folder = folder
+        self._in_full = in_full
+        self._note = note
+        self._guard = guard
+        self.ledger: Ledger | None = None
+        self.attention = AttentionCalls()
+        self._history = AllocatorHistory()
+        self._counters: AllocatorCounters | None = None
+        self._left_alive: list[dict[str, Any]] = []
+        self._step_began = self._next_began = next_sequence_number()
+
+    def await_cuda(self) -> None:
+        """In full: the allocator's history from CUDA's first moment to the end of the warm-up."""
+        if self._in_full:
+            self._history.start_with_cuda()
+
+    def warmup_ended(self) -> None:
+        """What is timed is timed without history."""
+        self._history.stop()
+
+    def step_ended(self) -> None:
+        """Remember which nodes belong to the step that has just ended."""
+        self._step_began, self._next_began = self._next_began, next_sequence_number()
+
+    def start(
+        self, roots: list[nn.Module], optimizers: list[Any], device: int | None, phase: Callable[[], str | None]
+    ) -> None:
+        if not SHOWS_SAVED_TENSORS:
+            text = f"torch {torch.__version__} does not show what a graph has saved"
+            self._note("memory", f"{text}: nothing is said about what is saved for backward")
+        if device is not None:
+            self._guard("reading the allocator's counters", lambda: self._start_cuda(device))
+        ledger = Ledger(roots, optimizers, phase, callers=self._in_full)
+        known = list(_belonging(roots, optimizers))
+        self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(known, ledger))
+        self._guard("looking for tensors that are there already", lambda: self._find_others(known, ledger))
+        self.ledger = ledger
+        self.attention = AttentionCalls(ledger.module)
+        self._guard("watching attention", self.attention.start)
+        ledger.start()
+
+    def _find_others(self, known: list[torch.Tensor], ledger: Ledger) -> None:
+        keys = {storage_key(tensor) for tensor in known} | {None}
+        there = {storage_key(tensor): tensor for tensor in _with_gradients(live_tensors())}
+        others = [tensor for key, tensor in there.items() if key not in keys]
+        largest = sorted(others, key=lambda tensor: -storage_of(tensor).nbytes())
+        if self._in_full:
+            ledger.note_before(find_holders(largest[:MAX_NAMED]))
+        ledger.note_before([(tensor, None) for tensor in largest[:MAX_BEFORE]])
+        if len(others) > MAX_BEFORE:
+            text = f"the {len(others) - MAX_BEFORE:,} smallest tensors that were there before the step"
+            self._note("memory", f"{text} are in none of the figures")
+
+    def _find_left_alive(self, known: list[torch.Tensor], ledger: Ledger) -> None:
+        self._left_alive, held, is_complete = find_left_alive(self._step_began, known)
+        ledger.note_before([(tensor, place if self._in_full else None) for tensor, place in held], left_alive=True)
+        if self._left_alive:
+            num_bytes, holder = sum(each["bytes"] for each in self._left_alive), self._left_alive[0]["frame"]
+            text = f"a leak: {num_bytes:,} bytes of earlier steps' graphs are still alive"
+            self._note("memory", f"{text}, most of them held at {holder}" if holder else text)
+        if not is_complete:
+            text = f"graphs of earlier steps were looked for no longer than {TIME_LIMIT_S:.0f} s"
+            self._note("memory", f"{text}: there may be more than were found")
+
+    def _start_cuda(self, device: int) -> None:
+        self._counters = AllocatorCounters(device)
+        if self._in_full and not self._history.start():
+            self._note("memory", "the script keeps the allocator's history itself: the snapshot has what it keeps")
+
+    def stop(self) -> Ledger | None:
+        """The ledger of the window that ends here, written down; None when there was none."""
+        ledger = self.ledger
+        if ledger is not None:
+            self._stop_attention()
+            ledger.stop()
+            memory = {**ledger.memory(), "left_alive": self._left_alive}
+            self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
+            files.write_json_gz(self._folder / files.MEMORY_FILE, memory)
+            if ledger.saved_error:
+                self._note("memory", f"what is saved for backward could not be read: {ledger.saved_error}")
+        self.drop()
+        return ledger
+
+    def _read_cuda(self, memory: dict[str, Any]) -> None:
+        if self._counters is None:
+            return
+        memory["allocator"] = self._counters.read()
+        if self._counters.lowered:
+            self._note("memory", self._counters.lowered)
+        if self._in_full:
+            write_snapshot(self._folder / files.SNAPSHOT_FILE)
+
+    def _stop_attention(self) -> None:
+        self.attention.stop()
+        if self.attention.error:
+            self._note("attention", f"a call of attention could not be looked at: {self.attention.error}")
+        if self.attention.num_dropped:
+            text = f"{self.attention.num_dropped:,} calls of attention past the first different ones"
+            self._note("attention", f"{text} are not written down")
+
+    def drop(self) -> None:
+        """End the window and forget what it saw."""
+        self.attention.stop()
+        ledger, self.ledger, self._counters = self.ledger, None, None
+        if ledger is not None:
+            ledger.stop()
+        self._history.stop()
+
+    def script_failed(self, error: BaseException | None) -> None:
+        """When the script has run out of CUDA's memory: a snapshot of what filled it."""
+        if is_out_of_memory(error) and torch.cuda.is_initialized():
+            write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
+            text = f"what filled the memory is in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens it"
+            self._note("memory", f"CUDA ran out of memory: {text}")
+
+
+def _with_gradients(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that have memory, and their gradients: Python has no object of those that nobody has asked for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tensors:
+            if tensor.device.type != "meta":
+                yield tensor
+                if tensor.is_leaf and tensor.grad is not None:
+                    yield tensor.grad
+
+
+def _belonging(roots: list[nn.Module], optimizers: list[Any]) -> Iterator[torch.Tensor]:
+    """What the ledger will know by itself: parameters and buffers, gradients, the optimizers' state."""
+    parameters = [p for root in roots for p in root.parameters()]
+    parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    yield from parameters
+    yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+    yield from (buffer for root in roots for buffer in root.buffers())
+    yield from tensors_in([optimizer.state for optimizer in optimizers])

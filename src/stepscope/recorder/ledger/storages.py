@@ -1,0 +1,215 @@
+"""Storages in one step: born, owned, dead, in the one order in which it happened."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from stepscope.recorder.clock import OTHER
+
+MAX_ALLOCATIONS = 200_000
+
+PARAMETER = "parameter"
+BUFFER = "buffer"
+GRADIENT = "gradient"
+OPTIMIZER_STATE = "optimizer_state"
+INPUT = "input"
+WEIGHT_CAST = "autocast_weight_cast"
+ACTIVATION = "activation"
+TEMPORARY = "temporary"
+WORKSPACE = "workspace"  # a library's, kept between calls; only a plan knows of it
+LEFT_ALIVE = "left_alive"  # by a graph of an earlier step
+OTHERS = "other"  # there before the window, and none of these
+
+BEFORE = "before the window"
+OUTSIDE = "outside an op"
+
+
+def storage_of(tensor: Any) -> Any:
+    """A tensor's storage; of one that stands for another (`_stepscope_inner`, a DTensor's local one), that one's."""
+    inner = getattr(tensor, "_stepscope_inner", None)
+    if inner is None:
+        local = getattr(tensor, "_local_tensor", tensor)
+        inner = getattr(local, "_stepscope_inner", local)
+    return inner.untyped_storage()
+
+
+def storage_key(tensor: Any) -> int | None:
+    """What identifies a tensor's storage while it lives; None for tensors that have none of their own."""
+    try:
+        storage = storage_of(tensor)
+        return storage._cdata if storage.nbytes() else None
+    except (NotImplementedError, RuntimeError, AttributeError):
+        return None
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what an op takes or returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif isinstance(item, (list, tuple, dict)):
+                yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class Storages:
+    """The storages that are alive from `open()` to `close()`; `stage()` says in what part of the step we are.
+
+    One that `is_capped` drops, and counts, what comes after MAX_ALLOCATIONS.
+    """
+
+    def __init__(self, stage: Callable[[], str], is_capped: bool = True) -> None:
+        self.stage = stage
+        self._is_capped = is_capped
+        self.allocations: list[dict[str, Any]] = []
+        self.live: dict[int, int] = {}  # storage key -> index into the allocations
+        self.stages: list[dict[str, Any]] = []
+        self.num_events = 0
+        self.num_dropped = 0
+        self.on_death: Callable[[int], object] = lambda _key: None
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._began_ns: int | None = None
+        self._is_open = False
+        self._names: dict[Any, str] = {}
+
+    def open(self) -> None:
+        """What is born from now on is born in the window."""
+        if self._began_ns is None:
+            self._began_ns = time.perf_counter_ns()
+        self._is_open = True
+
+    def close(self) -> None:
+        """What dies from now on was alive after the window."""
+        self._is_open = False
+
+    def born(
+        self,
+        key: int,
+        tensor: torch.Tensor,
+        op: str,
+        owner: str,
+        phase: str | None = None,
+        module: str | None = None,
+        caller: str | None = None,
+        before: bool = False,
+    ) -> None:
+        """Enter a storage that is not known yet; `before`: it was there when the window opened."""
+        if self._is_capped and len(self.allocations) >= MAX_ALLOCATIONS:
+            self.num_dropped += 1
+            return
+        storage = storage_of(tensor)
+        before = before or not self._is_open
+        self.live[key] = len(self.allocations)
+        self.allocations.append(
+            {
+                "bytes": storage.nbytes(),
+                "device": self._name(tensor.device),
+                "dtype": self._name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "owner": owner,
+                "op": BEFORE if before else op,
+                "phase": None if before else phase,
+                "module": module,
+                "caller": caller,
+                "born": None if before else self._next_event(),
+                "died": None,
+                "born_ns": None if before else self._now(),
+                "died_ns": None,
+            }
+        )
+        self._references[key] = weakref.ref(storage, lambda _reference: self._died(key))
+
+    def _died(self, key: int) -> None:
+        index = self.live.pop(key, None)
+        self._references.pop(key, None)
+        self.on_death(key)
+        if index is not None and self._is_open:
+            self.gave_back(index)
+
+    def emptied(self, tensor: torch.Tensor) -> None:
+        """A storage is about to be resized to nothing: dead, though it may be filled and born again."""
+        key = storage_key(tensor)
+        if key is not None:
+            self._died(key)
+
+    def took(
+        self, num_bytes: int, op: str, owner: str, phase: str | None, device: str, module: str | None = None
+    ) -> int:
+        """Enter memory that no tensor shows; the index to `gave_back` it by."""
+        entry = {
+            "bytes": num_bytes,
+            "device": device,
+            "dtype": "uint8",
+            "shape": [num_bytes],
+            "owner": owner,
+            "op": op,
+        }
+        entry |= {"phase": phase, "module": module, "caller": None, "born": self._next_event(), "died": None}
+        self.allocations.append({**entry, "born_ns": self._now(), "died_ns": None})
+        return len(self.allocations) - 1
+
+    def gave_back(self, index: int) -> None:
+        """The memory of `took` is free again."""
+        entry = self.allocations[index]
+        entry["died"] = self._next_event()
+        entry["died_ns"] = self._now()
+
+    def own(self, tensors: Iterable[torch.Tensor], owner: str, op: str, module: str | None = None) -> None:
+        """Say whose the tensors are, whether they are known or not."""
+        for tensor in tensors:
+            key = storage_key(tensor)
+            if key is None:
+                continue
+            index = self.live.get(key)
+            if index is None:
+                self.born(key, tensor, op, owner, module=module, before=op == BEFORE)
+            else:
+                entry = self.allocations[index]
+                entry["owner"] = owner
+                if owner == INPUT:  # a batch may be a part of a data set
+                    entry["shape"] = list(tensor.shape)
+                entry["module"] = entry["module"] or module
+
+    def keep_for_backward(self, phase: str) -> None:
+        """What `phase` made and is still alive now is kept for backward."""
+        for index in list(self.live.values()):  # a storage may die meanwhile
+            entry = self.allocations[index]
+            if entry["owner"] == TEMPORARY and entry["phase"] == phase:
+                entry["owner"] = ACTIVATION
+
+    def owner_of(self, key: int) -> str | None:
+        """The owner of a storage that is alive; None when it is not known."""
+        index = self.live.get(key)
+        return None if index is None else self.allocations[index]["owner"]
+
+    def note_stage(self) -> None:
+        """Say that the next event is in the stage we are in now."""
+        stage = self.stage()
+        if self.stages and self.stages[-1] == {"name": OTHER, "event": self.num_events} and stage != OTHER:
+            self.stages.pop()  # between two phases, and nothing happened
+        if not self.stages or self.stages[-1]["name"] != stage:
+            self.stages.append({"name": stage, "event": self.num_events})
+
+    def _next_event(self) -> int:
+        self.note_stage()
+        self.num_events += 1
+        return self.num_events - 1
+
+    def _now(self) -> int:
+        return time.perf_counter_ns() - (self._began_ns or 0)
+
+    def _name(self, thing: Any) -> str:
+        name = self._names.get(thing)
+        if name is None:
+            name = self._names[thing] = str(thing).removeprefix("torch.")
+        return name

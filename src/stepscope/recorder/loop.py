@@ -1,0 +1,329 @@
+"""A training loop as the hooks show it: which phase it is in, what its step is made of, where the step ends."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from stepscope.recorder.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, Clock
+from stepscope.recorder.model import batch_size
+from stepscope.recorder.roots import Roots
+from stepscope.recorder.steps import EXPLICIT, Boundary, StepFinder
+from stepscope.recorder.steps import FORWARD as BY_FORWARD
+from stepscope.recorder.steps import OPTIMIZER as BY_OPTIMIZER
+
+OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+
+
+class TensorObserver(Protocol):
+    """What wants to know whose tensors are whose while a step runs."""
+
+    def note_inputs(self, args: Any, kwargs: Any) -> None: ...
+    def backward_begins(self, create_graph: bool, tensors: Any) -> None: ...
+    def note_gradients(self, optimizer: Any) -> None: ...
+
+
+class ProfilerListener(Protocol):
+    """Who wants to know when the script uses a profiler of its own."""
+
+    def script_profiler_begins(self) -> None: ...
+    def script_profiler_ended(self) -> None: ...
+
+
+class StepFacts:
+    """What is known of the step that is open, beside its times."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
+        self.given_tokens: int | None = None
+        self.loss: Any = None
+        self.num_skipped = 0
+        self.counted: set[int] = set()  # roots whose batch is known since the last backward
+
+    @property
+    def batch(self) -> tuple[int, int, int]:
+        """Tokens, samples and micro-batches of the busiest root: a teacher sees the student's tokens again."""
+        return max(self.batches.values(), default=(0, 0, 0))
+
+
+class Loop:
+    """Hears the hooks; cuts the clock; says `ended(boundary)` when a step is over.
+
+    While `is_free` only the ends of steps are heard, at the cost of next to nothing.
+    """
+
+    def __init__(self, clock: Clock, ended: Callable[[Boundary], None], profiler: ProfilerListener) -> None:
+        self._clock = clock
+        self._ended = ended
+        self._profiler = profiler
+        self.roots = Roots(self.forward_begins, self.forward_ended)
+        self._thread = threading.get_ident()
+        self._listens_on: int | None = None  # the thread whose loop this is; None while nobody listens
+        self.finder = StepFinder()
+        self.facts = StepFacts()
+        self.optimizers: dict[int, Any] = {}
+        self.observer: TensorObserver | None = None
+        self.is_free = False
+        self.is_open = False
+        self.is_plain = True
+        """Whether every optimizer step so far stood alone: none nested, none given to a loss scaler."""
+
+        self._optimizer_stack: list[int] = []
+        self._manual_depth = 0
+        self._root_depth = 0
+        self._backward_depth = 0
+        self._deferred = Boundary.NONE
+        self._data_depth = 0
+        self._label_around_data: str | None = None
+        self._backward_seen = False
+        self._awaits_backward = False
+        self._gradients_unused = False
+
+    def listen(self) -> None:
+        self._listens_on = self._thread
+
+    def stop_listening(self) -> None:
+        """From now on every hook passes by; the step that is open is not counted."""
+        self._listens_on = None
+        self.is_open = False
+
+    def listens(self) -> bool:
+        return threading.get_ident() == self._listens_on
+
+    def _open(self) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self._clock.begin_step()
+
+    def _switch(self, label: str | None) -> None:
+        if not self._manual_depth:  # inside stepscope.phase() the user's word counts
+            self._clock.switch(label)
+
+    def _outer_label(self) -> str | None:
+        """The phase around what has just ended."""
+        if self._backward_depth:
+            return BACKWARD  # a reentrant checkpoint
+        if self._root_depth:
+            return FORWARD  # a gradient taken inside the forward
+        return OPTIMIZER if self._optimizer_stack else None
+
+    def _end(self, boundary: Boundary) -> None:
+        # An optimizer may step inside backward, from a hook of autograd's: no window may change there.
+        if self._backward_depth:
+            self._deferred = max(self._deferred, boundary, key=list(Boundary).index)
+        else:
+            self._ended(boundary)
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def data_begins(self) -> None:
+        self._open()
+        self._data_depth += 1
+        if self._data_depth == 1:
+            self._label_around_data = self._clock.label
+            self._switch(DATA)
+
+    def data_ended(self) -> None:
+        self._data_depth -= 1
+        if self._data_depth == 0:
+            self._switch(self._label_around_data)
+
+    # --- forward --------------------------------------------------------------------------------
+
+    def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.listens() or self._clock.label == BACKWARD:
+            return  # another thread, or a checkpointed forward that backward runs again
+        self._root_depth += 1
+        if self._root_depth > 1 or self.is_free:
+            return
+        self._open()
+        self._gradients_unused |= self._awaits_backward
+        self._switch(FORWARD)
+        # In training, a forward without gradients is an evaluation or a teacher: no part of the batch. Calls
+        # that share a backward (a cell unrolled in time, two views of an image) are one micro-batch.
+        is_training = torch.is_grad_enabled() or self.finder.source != BY_OPTIMIZER
+        if is_training and id(root) not in self.facts.counted:
+            self.facts.counted.add(id(root))
+            size = batch_size(args, kwargs)
+            tokens, samples, calls = self.facts.batches.get(id(root), (0, 0, 0))
+            tokens, samples = tokens + (size.num_tokens or 0), samples + (size.num_samples or 0)
+            self.facts.batches[id(root)] = (tokens, samples, calls + 1)
+        if self.observer is not None:
+            self.observer.note_inputs(args, kwargs)
+
+    def forward_ended(self, root: nn.Module) -> None:
+        if not self.listens() or self._root_depth == 0:
+            return
+        self._root_depth -= 1
+        if self._root_depth:
+            return
+        # A forward that a backward will follow lasts until that begins: the loss is part of it.
+        loss_follows = self._backward_seen and torch.is_grad_enabled()
+        if not loss_follows and not self.is_free:
+            self._switch(self._outer_label())
+        # With gradients on, a forward only ends a step once one was seen that no backward followed.
+        self._awaits_backward = torch.is_grad_enabled() and not self._gradients_unused
+        if not self._awaits_backward:
+            self._end(self.finder.saw(BY_FORWARD, id(root)))
+
+    # --- backward -------------------------------------------------------------------------------
+
+    def backward_begins(self, tensors: Any, create_graph: bool = False) -> None:
+        self._open()
+        self._switch(BACKWARD)
+        self._backward_depth += 1
+        if self._backward_depth > 1:
+            return
+        self.facts.counted.clear()
+        self._backward_seen = True
+        self._awaits_backward = False
+        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
+            self.facts.loss = _kept(tensors)
+        if self.observer is not None:
+            self.observer.backward_begins(create_graph, tensors)
+
+    def backward_ended(self) -> None:
+        self._backward_depth -= 1
+        self._switch(self._outer_label())
+        if not self._backward_depth and self._deferred is not Boundary.NONE:
+            boundary, self._deferred = self._deferred, Boundary.NONE
+            self._ended(boundary)
+
+    # --- optimizer ------------------------------------------------------------------------------
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        if self._optimizer_stack and self._optimizer_stack[-1] >= 0:
+            self.is_plain = False
+        if id(optimizer) in self._optimizer_stack:
+            # A subclass's step calls its parent's, or an earlier one was left by an exception that the
+            # script caught and nobody said that it ended. The frames tell.
+            num_running = _num_running(optimizer)
+            while self._optimizer_stack.count(id(optimizer)) >= num_running:
+                del self._optimizer_stack[self._optimizer_stack.index(id(optimizer)) :]
+        self._begin(optimizer, id(optimizer))
+
+    def optimizer_surrounded(self, optimizer: Any) -> None:
+        """The same, heard outside of the optimizer's own range, where the hooks are yet to come."""
+        self._begin(optimizer, -id(optimizer))
+
+    def _begin(self, optimizer: Any, entry: int) -> None:
+        self._optimizer_stack.append(entry)
+        if self.is_free:
+            return
+        self._open()
+        self.optimizers[id(optimizer)] = optimizer
+        if len(self._optimizer_stack) == 1:
+            self._switch(OPTIMIZER)
+        if self.observer is not None:
+            self.observer.note_gradients(optimizer)
+
+    def optimizer_ended(self, optimizer: Any, skipped: bool) -> None:
+        if skipped:
+            self.facts.num_skipped += 1
+        elif self._optimizer_stack:
+            self._optimizer_stack.pop()
+        if self._optimizer_stack:
+            return  # an optimizer inside an optimizer: the outer one ends the step
+        if not self.is_free:
+            self._open()
+            self._switch(self._outer_label())
+        self._end(self.finder.saw(BY_OPTIMIZER, _owner(optimizer)))
+
+    def scaler_used(self) -> None:
+        self.is_plain = False
+
+    def optimizer_failed(self) -> None:
+        """An exception came out of an optimizer: no step was made."""
+        self._optimizer_stack.clear()
+        self._switch(self._outer_label())
+
+    # --- what the script says itself ------------------------------------------------------------
+
+    def profiler_begins(self) -> None:
+        self._profiler.script_profiler_begins()
+
+    def profiler_ended(self) -> None:
+        self._profiler.script_profiler_ended()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hear nothing and hang on nothing for a while."""
+        if not self.listens():
+            yield
+            return
+        self._listens_on = None
+        self.roots.take_off()
+        try:
+            yield
+        finally:
+            self.roots.put_on()
+            self._listens_on = self._thread
+
+    def explicit_step(self, tokens: int | None, loss: Any) -> None:
+        """`stepscope.step()`: the step ends here."""
+        if not self.listens():
+            return
+        if not self.is_free:
+            self._open()
+            if tokens is not None:
+                self.facts.given_tokens = (self.facts.given_tokens or 0) + int(tokens)
+            if loss is not None:
+                self.facts.loss = _kept(loss) if isinstance(loss, torch.Tensor) else float(loss)
+        self._ended(self.finder.saw(EXPLICIT, EXPLICIT))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """`stepscope.phase(name)`: the time inside belongs to `name`, whatever the hooks say."""
+        if name not in PHASES:
+            raise ValueError(f"there is no phase {name!r}: the phases are {', '.join(PHASES)}")
+        if not self.listens() or self.is_free:
+            yield
+            return
+        self._open()
+        outer = self._clock.label
+        self._clock.switch(name)
+        self._manual_depth += 1
+        try:
+            yield
+        finally:
+            self._manual_depth -= 1
+            self._switch(outer)
+
+
+def _owner(optimizer: Any) -> int:
+    """What stays the same when a script makes a new optimizer for the same parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return id(parameter)
+    return id(optimizer)
+
+
+def _num_running(optimizer: Any) -> int:
+    """How many calls of this optimizer's hooked `step` are on the stack now."""
+    frame: types.FrameType | None = sys._getframe()
+    num_running = 0
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name == "wrapper"
+            and code.co_filename == OPTIMIZER_FILE
+            and frame.f_locals.get("self") is optimizer
+        ):
+            num_running += 1
+        frame = frame.f_back
+    return num_running
+
+
+def _kept(loss: torch.Tensor) -> torch.Tensor:
+    """A loss that can be read later: what a CUDA graph of torch.compile gave, its next run overwrites."""
+    has_graphs = loss.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
+    if has_graphs and not torch.cuda.is_current_stream_capturing():  # nothing of ours goes into somebody's graph
+        return loss.detach().clone()
+    return loss.detach()

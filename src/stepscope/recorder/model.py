@@ -1,0 +1,224 @@
+"""The modules of a running script: which ones are called from outside, and what they are made of."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from stepscope.recorder.ledger.nodes import backward_runs
+from stepscope.recorder.patches import Handle, remove_all
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module go through torch.compile."""
+    call = module.__dict__.get("_compiled_call_impl")
+    if isinstance(call, _CallChain):
+        call = call.inner
+    return call is not None or "_orig_mod" in module._modules
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether calls of this module's children are not to be looked at.
+
+    torch.compile does not show them. DataParallel runs copies of them, in threads of its own.
+    """
+    return isinstance(module, nn.DataParallel) or is_compiled(module)
+
+
+def visible_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(fully qualified name, module) of a module and its descendants, not looking inside opaque ones."""
+    yield name, module
+    if not is_opaque(module):
+        for child_name, child in module.named_children():
+            yield from visible_modules(child, f"{name}.{child_name}" if name else child_name)
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """A module's name as it would be without what torch wraps around modules.
+
+    >>> plain_name("blocks.0._checkpoint_wrapped_module.up")
+    'blocks.0.up'
+    """
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
+def named_modules(roots: list[nn.Module]) -> list[tuple[nn.Module, str, list[tuple[str, nn.Module]]]]:
+    """(root, its name, its visible modules with theirs): a root that is alone has no name.
+
+    Of several each has its class for a name, with a number where two are of one class. A root that is a part of
+    another one has its place there.
+    """
+    parts = {id(inner) for root in roots for inner in root.modules() if inner is not root}
+    outer = [root for root in roots if id(root) not in parts]
+    kinds = [type(getattr(root, "_orig_mod", root)).__name__ for root in outer]
+    named = []
+    for place, (root, kind) in enumerate(zip(outer, kinds)):
+        name = f"{kind}_{kinds[:place].count(kind)}" if kinds.count(kind) > 1 else kind if len(outer) > 1 else ""
+        named.append((root, name, list(visible_modules(root, name))))
+    return named
+
+
+def live_modules() -> list[nn.Module]:
+    """Every nn.Module alive in this process that is not a part of an opaque one."""
+    # `type(o)` and not isinstance: proxies answer isinstance by running their own code.
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    hidden: set[int] = set()
+    for module in modules:
+        if is_opaque(module):
+            hidden.update(id(inner) for inner in module.modules() if inner is not module)
+    return [module for module in modules if id(module) not in hidden]
+
+
+class _CallChain:
+    """Stands where `Module.compile()` puts a compiled call: around the whole call of a module, hooks and all.
+
+    nn.Module looks there at each call, leaves it out when it is copied or pickled, and goes there
+    without the slow path that forward hooks take.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inner = module.__dict__.get("_compiled_call_impl")
+        self._call = self.inner or module._call_impl
+        self.hooks: list[CallHooks] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # folded by Dynamo: a compiled caller looks the same without us
+            return self._call(*args, **kwargs)
+        hooks = tuple(self.hooks)
+        for hook in hooks:
+            hook.begin(hook.module, args, kwargs)
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            for hook in reversed(hooks):
+                hook.end(hook.module)
+
+
+class CallHooks:
+    """`begin(module, args, kwargs)` and `end(module)` around each call of one module, outside of its compilation.
+
+    Hooks of one module nest: the first put on begins first and ends last.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+        end: Callable[[nn.Module], None],
+    ) -> None:
+        self.module, self.begin, self.end = module, begin, end
+        chain = module.__dict__.get("_compiled_call_impl")
+        if not isinstance(chain, _CallChain):
+            chain = _CallChain(module)
+            module.__dict__["_compiled_call_impl"] = chain
+        self._chain = chain
+        chain.hooks.append(self)
+
+    def remove(self) -> None:
+        if self in self._chain.hooks:
+            self._chain.hooks.remove(self)
+        if not self._chain.hooks and self.module.__dict__.get("_compiled_call_impl") is self._chain:
+            if self._chain.inner is None:
+                del self.module.__dict__["_compiled_call_impl"]
+            else:
+                self.module.__dict__["_compiled_call_impl"] = self._chain.inner
+
+
+def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Any], compiles: bool = False) -> None:
+    """Let every call of a module go through `around(its call)`, inside of all hooks, as long as the process lives.
+
+    `compiles` says that this is torch.compile: what the module is made of is hidden from now on.
+    """
+    chain = CallHooks(module, lambda *_: None, lambda _: None)._chain
+    chain._call = around(chain._call)
+    if compiles:
+        chain.inner = chain._call
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Take off a copied module what hangs on its original."""
+    chain = module.__dict__.get("_compiled_call_impl")
+    if isinstance(chain, _CallChain):
+        module.__dict__["_compiled_call_impl"] = chain.inner
+
+
+class CalledRoots:
+    """Which modules are called from outside any other module, learned from one step of hooks."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.found: dict[int, nn.Module] = {}
+        self._depth = 0
+        self._handles: list[Handle] = [CallHooks(module, self._enter, self._leave) for module in modules]
+
+    def _enter(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        # What a checkpoint calls again from inside the backward was called by its model before.
+        if self._depth == 0 and not backward_runs() and any(True for _ in module.parameters()):
+            self.found[id(module)] = module
+        self._depth += 1
+
+    def _leave(self, _module: nn.Module) -> None:
+        self._depth -= 1
+
+    def remove(self) -> None:
+        remove_all(self._handles)
+
+
+class BatchSize(NamedTuple):
+    """What one call of the root module was given: tokens where it could be told, else samples."""
+
+    num_tokens: int | None
+    num_samples: int | None
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
+    """Tokens from the first integer input, samples from the first tensor's first dimension.
+
+    >>> batch_size((torch.zeros(8, 128, dtype=torch.long),), {})
+    BatchSize(num_tokens=1024, num_samples=8)
+    >>> batch_size((torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)), {})
+    BatchSize(num_tokens=None, num_samples=8)
+    """
+    if len(args) == 1 and type(args[0]) is torch.Tensor and args[0].dtype == torch.int64 and args[0].dim() > 1:
+        return BatchSize(args[0].numel(), args[0].shape[0])  # most language models; this runs at every step
+    num_tokens = num_samples = None
+    for tensor in _tensors((*args, *kwargs.values())):
+        is_first = num_samples is None
+        if is_first:
+            num_samples = int(tensor.shape[0]) if tensor.dim() else 1
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        # A vector of integers beside a float input is one class label or time step a sample, not text.
+        if is_integer and (tensor.dim() >= 2 or (is_first and tensor.dim() == 1)):
+            num_tokens = tensor.numel()
+            break
+    return BatchSize(num_tokens, num_samples)
+
+
+def _tensors(values: Iterable[Any], depth: int = 2) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth and isinstance(value, (list, tuple)):
+            yield from _tensors(value, depth - 1)
+        elif depth and isinstance(value, dict):
+            yield from _tensors(value.values(), depth - 1)
+
+
+def parameter_facts(parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """Counts and bytes by dtype, a parameter that turns up twice counted once."""
+    seen = {id(parameter): parameter for parameter in parameters}
+    num_bytes: dict[str, int] = {}
+    for parameter in seen.values():
+        name = str(parameter.dtype).removeprefix("torch.")
+        num_bytes[name] = num_bytes.get(name, 0) + parameter.numel() * parameter.element_size()
+    return {
+        "num_total": sum(p.numel() for p in seen.values()),
+        "num_trainable": sum(p.numel() for p in seen.values() if p.requires_grad),
+        "bytes_by_dtype": num_bytes,
+    }

@@ -1,0 +1,264 @@
+"""Readings of one NVIDIA GPU, straight from the driver's library through ctypes.
+
+    nvml = Nvml()
+    gpu = nvml.gpu(nvml.gpu_uuids()[0])
+    gpu.power_watts()
+
+A reading the GPU or the driver does not offer is None. Everything else that goes wrong is
+`NvmlUnavailable`. A GPU's readings reuse their buffers, so that a sample allocates no ctypes
+object: use one `NvmlGpu` from one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+LIBRARY_NAME = "libnvidia-ml.so.1"
+LIBRARY_VARIABLE = "STEPSCOPE_NVML_LIBRARY"
+
+_SUCCESS, _NOT_SUPPORTED, _NO_PERMISSION = 0, 3, 4
+_NOT_FOUND, _INSUFFICIENT_SIZE, _FUNCTION_NOT_FOUND = 6, 7, 13
+_NOT_OFFERED = (_NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND)
+
+_CLOCK_SM, _CLOCK_MEMORY = 1, 2
+_MEMORY_UNKNOWN = (1 << 64) - 1
+_TEXT_BYTES, _PROCESS_TRIES = 256, 4
+
+THROTTLE_REASONS = {
+    0x001: "gpu_idle",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+
+
+class NvmlUnavailable(Exception):
+    """NVML cannot be used here; `reason` says why, in words for a user."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class ComputeProcess:
+    """A process that holds a compute context on a GPU, as the driver reports it."""
+
+    pid: int
+    """In the driver's pid namespace: in a container it may be no process that the container sees."""
+    name: str | None
+    used_bytes: int | None
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used_bytes", ctypes.c_ulonglong),
+        ("gpu_instance_id", ctypes.c_uint),
+        ("compute_instance_id", ctypes.c_uint),
+    )
+
+
+# Both fill `_Process`; the unversioned call of older drivers fills a shorter struct, and is not used.
+_PROCESS_CALLS = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+# Renamed in driver 535; an older one has the second name only.
+_THROTTLE_CALLS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+
+
+class Nvml:
+    """The driver's library, loaded and initialized; `close` gives it back."""
+
+    def __init__(self, library_name: str | None = None) -> None:
+        name = library_name or os.environ.get(LIBRARY_VARIABLE) or LIBRARY_NAME
+        try:
+            self._library = ctypes.CDLL(name)
+        except OSError:
+            raise NvmlUnavailable(f"{name} cannot be loaded: no NVIDIA driver on this machine") from None
+        self._require(self.call("nvmlInit_v2"), "NVML does not start")
+        self._is_open = True
+
+    def close(self) -> None:
+        """Shut NVML down, once; a second call does nothing."""
+        if self._is_open:
+            self._is_open = False
+            self.call("nvmlShutdown")
+
+    def driver_version(self) -> str | None:
+        """The driver's version, as in "580.95.05"."""
+        return self.text("nvmlSystemGetDriverVersion")
+
+    def process_name(self, pid: int) -> str | None:
+        """The name of a process that uses a GPU, or None when it is gone or not ours to see."""
+        return self.text("nvmlSystemGetProcessName", ctypes.c_uint(pid)) or None
+
+    def gpu_uuids(self) -> list[str]:
+        """The UUIDs of the GPUs that the driver shows here, as in "GPU-5e6a…"."""
+        count, handle = ctypes.c_uint(), ctypes.c_void_p()
+        self._require(self.call("nvmlDeviceGetCount_v2", ctypes.byref(count)), "NVML cannot count the GPUs")
+        uuids = []
+        for index in range(count.value):
+            code = self.call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+            uuid = self.text("nvmlDeviceGetUUID", handle) if code == _SUCCESS else None
+            if uuid:
+                uuids.append(uuid)
+        return uuids
+
+    def gpu(self, gpu_uuid: str) -> NvmlGpu:
+        """The GPU with this UUID; torch's spelling, without "GPU-" or "MIG-" before it, is accepted."""
+        prefixed = gpu_uuid.startswith(("GPU-", "MIG-"))
+        handle, code = ctypes.c_void_p(), _NOT_FOUND
+        for uuid in (gpu_uuid,) if prefixed else (f"GPU-{gpu_uuid}", f"MIG-{gpu_uuid}"):
+            code = self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(handle))
+            if code == _SUCCESS:
+                return NvmlGpu(self, handle)
+        raise NvmlUnavailable(f"NVML knows no GPU {gpu_uuid}: {self._error_text(code)}")
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """The return code of a function; "function not found" when the library is too old for it."""
+        function = getattr(self._library, name, None)
+        return _FUNCTION_NOT_FOUND if function is None else int(function(*arguments))
+
+    def first(self, names: tuple[str, ...]) -> str:
+        """The first of these functions that the library has, or the last of them."""
+        return next((name for name in names if hasattr(self._library, name)), names[-1])
+
+    def text(self, name: str, *arguments: Any) -> str | None:
+        """The text that a function writes, or None when it fails."""
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        code = self.call(name, *arguments, buffer, ctypes.c_uint(_TEXT_BYTES))
+        return buffer.value.decode(errors="replace") if code == _SUCCESS else None
+
+    def offered(self, code: int) -> bool:
+        """Whether a reading was given; False when it is not offered here, NvmlUnavailable when it broke."""
+        if code in _NOT_OFFERED:
+            return False
+        self._require(code, "NVML stopped answering")
+        return True
+
+    def _require(self, code: int, message: str) -> None:
+        if code != _SUCCESS:
+            raise NvmlUnavailable(f"{message}: {self._error_text(code)}")
+
+    def _error_text(self, code: int) -> str:
+        function = getattr(self._library, "nvmlErrorString", None)
+        if function is None:
+            return f"error {code}"
+        function.restype = ctypes.c_char_p
+        return str(function(code).decode(errors="replace"))
+
+
+class NvmlGpu:
+    """One GPU; a reading that is not offered is None."""
+
+    def __init__(self, nvml: Nvml, handle: ctypes.c_void_p) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._utilization = _Utilization()
+        self._memory = _Memory()
+        self._number = ctypes.c_uint()
+        self._long = ctypes.c_ulonglong()
+        number, long = ctypes.byref(self._number), ctypes.byref(self._long)
+        self._read_utilization = self._bind("nvmlDeviceGetUtilizationRates", ctypes.byref(self._utilization))
+        self._read_memory = self._bind("nvmlDeviceGetMemoryInfo", ctypes.byref(self._memory))
+        self._read_power = self._bind("nvmlDeviceGetPowerUsage", number)
+        self._read_energy = self._bind("nvmlDeviceGetTotalEnergyConsumption", long)
+        self._read_sm_clock = self._bind("nvmlDeviceGetClockInfo", ctypes.c_uint(_CLOCK_SM), number)
+        self._read_memory_clock = self._bind("nvmlDeviceGetClockInfo", ctypes.c_uint(_CLOCK_MEMORY), number)
+        self._read_throttle = self._bind(nvml.first(_THROTTLE_CALLS), long)
+
+    def name(self) -> str | None:
+        """The product name, as torch reports it too."""
+        return self._nvml.text("nvmlDeviceGetName", self._handle)
+
+    def busy_shares(self) -> tuple[float, float] | None:
+        """Shares of the driver's last sampling period in which a kernel ran, and memory moved.
+
+        The period is 1/6 s to 1 s, and one small kernel counts as much as a full GPU.
+        """
+        if not self._read_utilization():
+            return None
+        return self._utilization.gpu / 100, self._utilization.memory / 100
+
+    def power_watts(self) -> float | None:
+        """The board's power; since Ampere (GA100 excepted) the driver averages it over one second."""
+        return self._number.value / 1000 if self._read_power() else None
+
+    def energy_joules(self) -> float | None:
+        """Energy since the driver was loaded."""
+        return self._long.value / 1000 if self._read_energy() else None
+
+    def sm_clock_mhz(self) -> int | None:
+        """The clock of the multiprocessors now."""
+        return self._number.value if self._read_sm_clock() else None
+
+    def memory_clock_mhz(self) -> int | None:
+        """The clock of the memory now."""
+        return self._number.value if self._read_memory_clock() else None
+
+    def throttle_reasons(self) -> list[str] | None:
+        """Why the clocks are below their highest, in words of THROTTLE_REASONS; empty when they are not."""
+        if not self._read_throttle():
+            return None
+        return [word for bit, word in THROTTLE_REASONS.items() if self._long.value & bit]
+
+    def limits(self) -> dict[str, float]:
+        """What the clocks and the power can go to, those that the GPU tells: `max_sm_clock_mhz`, `power_limit_watts`
+        as it is set, and `default_power_limit_watts`."""
+        number = ctypes.c_uint()
+        limits: dict[str, float] = {}
+        for name, factor, function, arguments in (
+            ("max_sm_clock_mhz", 1, "nvmlDeviceGetMaxClockInfo", (ctypes.c_uint(_CLOCK_SM),)),
+            ("power_limit_watts", 1000, "nvmlDeviceGetEnforcedPowerLimit", ()),
+            ("default_power_limit_watts", 1000, "nvmlDeviceGetPowerManagementDefaultLimit", ()),
+        ):
+            if self._nvml.call(function, self._handle, *arguments, ctypes.byref(number)) == _SUCCESS:
+                limits[name] = number.value / factor
+        return limits
+
+    def memory_bytes(self) -> tuple[int, int] | None:
+        """Bytes used, by all processes and the driver itself, and bytes in total."""
+        return (self._memory.used, self._memory.total) if self._read_memory() else None
+
+    def compute_processes(self) -> list[ComputeProcess] | None:
+        """The processes with a compute context on this GPU; may be called from any thread."""
+        name = self._nvml.first(_PROCESS_CALLS)
+        count = ctypes.c_uint(0)
+        for _ in range(_PROCESS_TRIES):
+            # A few more than were counted: processes may start between two calls.
+            infos = (_Process * (count.value + 8))()
+            count.value = len(infos)
+            code = self._nvml.call(name, self._handle, ctypes.byref(count), infos)
+            if code != _INSUFFICIENT_SIZE:
+                break
+        if not self._nvml.offered(code):
+            return None
+        return [
+            ComputeProcess(
+                pid=info.pid,
+                name=self._nvml.process_name(info.pid),
+                used_bytes=None if info.used_bytes == _MEMORY_UNKNOWN else info.used_bytes,
+            )
+            for info in infos[: count.value]
+        ]
+
+    def _bind(self, name: str, *arguments: Any) -> Callable[[], bool]:
+        read = partial(self._nvml.call, name, self._handle, *arguments)
+        return lambda: self._nvml.offered(read())

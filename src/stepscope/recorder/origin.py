@@ -1,0 +1,51 @@
+"""What was run, with which options, from which revision: the facts a recording begins with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from stepscope.recorder.windows import Windows
+
+
+def run_facts(
+    argv: list[str], windows: Windows, tokens_per_step: int | None, script_folder: Path, **command: Any
+) -> dict[str, Any]:
+    """The first facts of a recording, as JSON values; `command` is said of the command line beside `argv`."""
+    config = {"argv": argv, "windows": windows.counts(), "tokens_per_step": tokens_per_step}
+    return {
+        "command": {"argv": argv, "folder": str(Path.cwd()), **command},
+        "config": config,
+        "config_hash": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16],
+        "git": git_revision(script_folder),
+        "started_at": now(),
+    }
+
+
+def file_hash(path: Path) -> str | None:
+    """The SHA-256 of a file, in hexadecimal; None where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def now() -> str:
+    """The time as ISO 8601, UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = git("rev-parse", "HEAD")
+    return {"revision": revision, "modified": bool(git("status", "--porcelain", "-uno"))} if revision else None

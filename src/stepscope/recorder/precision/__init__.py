@@ -1,0 +1,1 @@
+"""Dtypes while a script runs: settings, casts, attention calls."""

@@ -1,0 +1,139 @@
+"""What a program calls, with dtypes: functions of torch, norms among them, and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from stepscope.recorder.frames import caller
+from stepscope.recorder.ledger.storages import tensors_in
+from stepscope.recorder.model import plain_name
+from stepscope.recorder.patches import Handle, remove_all
+
+_RUNS_BACKWARD = frozenset(("backward", "grad"))
+NORMS = {"rms_norm": 2, "layer_norm": 2}
+"""Functions with a weight that must have its input's dtype for the fused kernel → the weight's place."""
+_FUSED_NORMS = ("aten._fused_rms_norm", "aten.native_layer_norm")
+
+
+def short(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module takes or gives: in lists, dicts and, unlike an op's, dataclasses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, one.name) for one in fields(value)]
+    return tensors_in(value)
+
+
+def logits_in(output: Any) -> torch.Tensor | None:
+    """The first floating-point tensor with dimensions in what a module gave: one without is a loss."""
+    return next((tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.dim()), None)
+
+
+class Functions(TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
+    """The functions of torch that the program is in, and whether it has autocast on; what a norm was given."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._open: list[tuple[str, bool]] = []
+        self.norms: list[NormCall] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        # Asked here: within autocast's own kernels it is off.
+        self._open.append((name, bool(torch.is_autocast_enabled(self._device_type))))
+        try:
+            if name in NORMS:
+                self.norms.append(NormCall.of(name, args, kwargs, self._open[-1][1]))
+            return func(*args, **kwargs)
+        finally:
+            self._open.pop()
+
+    def current(self) -> tuple[str | None, bool]:
+        """The function that calls the ops of now, and whether the program has autocast on.
+
+        None in a backward, which calls them by itself.
+        """
+        name, autocast = self._open[-1] if self._open else (None, False)
+        return (None, False) if name in _RUNS_BACKWARD else (name, autocast)
+
+
+@dataclass
+class NormCall:
+    """A call of a norm: the dtypes of what it was given, and the ops that it became."""
+
+    function: str
+    input: torch.dtype
+    weight: torch.dtype | None
+    caller: str | None
+    autocast: bool
+    module: str | None = None
+    ops: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(function: str, args: Any, kwargs: Any, autocast: bool) -> NormCall:
+        given = kwargs.get("input", args[0] if args else None)
+        weight = kwargs.get("weight", args[NORMS[function]] if len(args) > NORMS[function] else None)
+        return NormCall(function, given.dtype, None if weight is None else weight.dtype, caller(), autocast)
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.weight is not None and self.weight != self.input
+
+    @property
+    def is_fused(self) -> bool:
+        return any(op in _FUSED_NORMS for op in self.ops)
+
+
+class ModuleDtypes:
+    """What each module of a model takes and gives, by dtype, from `start()` to `stop()`."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._handles: list[Handle] = []
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.logits: torch.dtype | None = None
+        """Of what the root gave besides a loss."""
+
+    def start(self) -> None:
+        for name, module in self._root.named_modules():
+            own = {short(parameter.dtype) for parameter in module.parameters(recurse=False)}
+            row = {"name": plain_name(name), "kind": type(module).__name__, "parameters": sorted(own)}
+            self.rows[plain_name(name)] = {**row, "inputs": [], "outputs": [], "num_calls": 0}
+            self._handles.append(module.register_forward_pre_hook(self._before(plain_name(name)), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._after(plain_name(name))))
+
+    def stop(self) -> None:
+        remove_all(self._handles)
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.rows[name]["num_calls"] += 1
+            _add(self.rows[name]["inputs"], (args, kwargs))
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            _add(self.rows[name]["outputs"], output)
+            if not name and (logits := logits_in(output)) is not None:
+                self.logits = logits.dtype
+
+        return hook
+
+
+def _add(dtypes: list[str], given: Any) -> None:
+    for tensor in tensors_of(given):
+        name = short(tensor.dtype)
+        if name not in dtypes:
+            dtypes.append(name)

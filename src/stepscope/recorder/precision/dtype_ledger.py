@@ -1,0 +1,252 @@
+"""Every op of a step with the dtypes it took and gave, every cast with who asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER, OTHER
+from stepscope.recorder.frames import caller
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.op_facts import Op
+from stepscope.recorder.ledger.storages import storage_key, tensors_in
+from stepscope.recorder.precision.autocast_policy import listed_name
+from stepscope.recorder.precision.dtype_calls import NORMS, Functions, short
+
+# Who asked for a cast.
+BY_AUTOCAST, BY_CODE, BY_BACKWARD, BY_OPTIMIZER, BY_TORCH = "autocast", "code", "backward", "optimizer", "torch"
+# What was cast.
+WEIGHT, GRADIENT, ACTIVATION = "weight", "gradient", "activation"
+
+_EXPLICIT = frozenset(("to", "float", "half", "bfloat16", "double", "type", "type_as", "_to_copy", "copy_", "clone"))
+_COMPUTE_NOTHING = (
+    "aten.detach",
+    "aten.alias",
+    "aten.fill_",
+    "aten.zero_",
+    "aten._local_scalar_dense",
+    "aten.lift_fresh",
+)
+
+
+@dataclass(frozen=True)
+class OpKey:
+    """What makes two calls of an op the same to an audit."""
+
+    op: str
+    function: str | None
+    phase: str
+    inputs: tuple[str, ...]
+    output: str | None
+    autocast: bool
+    """Whether the program had autocast on."""
+    origin: str | None
+    """Where its float32 comes from."""
+    is_mixed_norm: bool
+
+
+@dataclass
+class OpCount:
+    """Calls of an op with these dtypes."""
+
+    num_calls: int
+    module: str | None
+    caller: str | None
+
+
+@dataclass(frozen=True)
+class CastKey:
+    """What makes two casts the same to an audit."""
+
+    source: str
+    target: str
+    phase: str
+    by: str
+    of: str
+    function: str | None
+    module: str | None
+    caller: str | None
+
+
+@dataclass
+class CastCount:
+    """Casts of one kind: how many in which micro-batch, and the bytes they moved."""
+
+    num_by_micro_batch: dict[int, int]
+    read_bytes: int = 0
+    written_bytes: int = 0
+    num_again: int = 0
+    """Of something that the same forward has cast to the same dtype before, and that nobody has changed since."""
+    again_bytes: int = 0
+
+
+class DtypeLedger(Ledger):
+    """A ledger that also keeps dtypes. `functions` is on while it is; `micro_batch` is set from outside."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        optimizers: list[Any],
+        phase: Callable[[], str | None],
+        functions: Functions,
+        device_type: str,
+        autocast: torch.dtype | None,
+    ) -> None:
+        super().__init__([root], optimizers, phase, callers=True)
+        self._functions, self._device_type, self._autocast = functions, device_type, autocast
+        self._asked_by = caller()
+        self.micro_batch = 0
+        self.ops: dict[OpKey, OpCount] = {}
+        self.casts: dict[CastKey, CastCount] = {}
+        self.weights_cast: dict[int, int] = {}  # parameter index → its bytes
+        self.num_weight_uses = 0
+        self._origins: dict[int, str] = {}  # storage → where its float32 comes from
+        self._cast_before: set[tuple[Any, ...]] = set()  # storage, offset, shape, target, micro-batch
+
+    @property
+    def error(self) -> str | None:
+        """What could not be counted; None where all was."""
+        return self._error
+
+    def start(self) -> None:
+        super().start()
+        self._storages.on_death = self._forget
+
+    def _forget(self, key: int) -> None:
+        self._parameter_of.pop(key, None)
+        self._origins.pop(key, None)
+        self._cast_before = {known for known in self._cast_before if known[0] != key}
+
+    def note_batch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The tensors that the step begins with."""
+        for tensor in tensors:
+            if (key := storage_key(tensor)) is not None:
+                self._origins[key] = "the batch"
+
+    def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        phase = self._phase() or OTHER
+        given = list(tensors_in((args, kwargs)))
+        made = list(tensors_in(out))
+        if phase == OTHER:
+            pass  # the audit's own
+        elif op.name in ("aten._to_copy", "aten.copy_") and _is_cast(op, given, made):
+            self._note_cast(op, given, made[0], phase)
+        elif not op.is_view:
+            self._note_op(op, given, made, phase)
+        super()._count(op, func, args, kwargs, out)
+
+    def _caller(self) -> str | None:
+        """The model's line that is being run; None where the audit calls by itself, as it does the backward."""
+        who = caller() or self._backward_caller
+        return None if who == self._asked_by else who
+
+    def _note_cast(self, op: Op, given: list[torch.Tensor], made: torch.Tensor, phase: str) -> None:
+        source = given[-1] if op.name == "aten.copy_" else given[0]
+        source_key = storage_key(source)
+        (function, autocast), who = self._functions.current(), self._caller()
+        is_weight = source_key in self._parameter_of
+        by = self._who(function, autocast, phase, is_weight)
+        of = WEIGHT if is_weight else GRADIENT if by == BY_BACKWARD else ACTIVATION
+        key = CastKey(short(source.dtype), short(made.dtype), phase, by, of, function, self.module(), who)
+        entry = self.casts.setdefault(key, CastCount({}))
+        entry.num_by_micro_batch[self.micro_batch] = entry.num_by_micro_batch.get(self.micro_batch, 0) + 1
+        num_bytes = source.numel() * source.element_size(), source.numel() * made.element_size()
+        entry.read_bytes += num_bytes[0]
+        entry.written_bytes += num_bytes[1]
+        place = (source_key, source.storage_offset(), source.shape, source._version, made.dtype, self.micro_batch)
+        if phase == FORWARD and place in self._cast_before:
+            entry.num_again += 1
+            entry.again_bytes += sum(num_bytes)
+        self._cast_before.add(place)
+        if is_weight and by == BY_AUTOCAST:
+            assert source_key is not None
+            self.weights_cast[self._parameter_of[source_key]] = source.numel() * source.element_size()
+        self._set_origin([made], f"a cast at {who}" if by == BY_CODE and who else None)
+
+    def _who(self, function: str | None, autocast: bool, phase: str, is_weight: bool) -> str:
+        if phase == OPTIMIZER:
+            return BY_OPTIMIZER
+        if function in _EXPLICIT:
+            return BY_CODE
+        if function is None and phase == BACKWARD:
+            # A checkpoint runs modules again, where functions are not seen.
+            is_again = self._autocast is not None and (is_weight or bool(self._modules))
+            return BY_AUTOCAST if is_again else BY_BACKWARD
+        if function is None:
+            return BY_TORCH
+        is_in_autocast = autocast and not torch.is_autocast_enabled(self._device_type)
+        return BY_AUTOCAST if is_in_autocast else BY_TORCH
+
+    def _note_op(self, op: Op, given: list[torch.Tensor], made: list[torch.Tensor], phase: str) -> None:
+        floating = [tensor for tensor in given if tensor.is_floating_point()]
+        results = [tensor for tensor in made if tensor.is_floating_point()]
+        if op.name in _COMPUTE_NOTHING or not floating or not (results or phase == OPTIMIZER) or _is_factory(op):
+            self._set_origin(made, None)
+            return
+        function, autocast = self._functions.current()
+        norm = self._functions.norms[-1] if function in NORMS and self._functions.norms else None
+        if norm is not None:
+            norm.ops.append(op.name)
+            norm.module = norm.module or self.module()
+        origin = self._origin(floating)
+        inputs = tuple(dict.fromkeys(short(tensor.dtype) for tensor in floating))
+        key = OpKey(
+            op=op.name,
+            function=function,
+            phase=phase,
+            inputs=inputs,
+            output=short(results[0].dtype) if results else None,
+            autocast=autocast,
+            origin=origin if phase == FORWARD else None,
+            is_mixed_norm=norm is not None and norm.is_mixed,
+        )
+        entry = self.ops.get(key)
+        if entry is None:
+            entry = self.ops[key] = OpCount(0, self.module(), self._caller())
+        entry.num_calls += 1
+        if phase == FORWARD and self._autocast is not None:
+            low = {storage_key(tensor) for tensor in floating if tensor.dtype is self._autocast}
+            self.num_weight_uses += len(low & self._parameter_of.keys())
+        self._set_origin(made, self._passed_on(op, function, origin))
+
+    def _origin(self, floating: list[torch.Tensor]) -> str | None:
+        """Where an op's float32 arguments come from: the batch, a cast in the code, parameters, an op on a list."""
+        wide = [tensor for tensor in floating if tensor.dtype is torch.float32]
+        keys = [key for tensor in wide if (key := storage_key(tensor)) is not None]
+        found = [self._origins[key] for key in keys if key in self._origins]
+        weights = [key for key in keys if key in self._parameter_of]
+        if not found and weights and len(weights) == len(keys):
+            return "float32 parameters"
+        return found[0] if found else None
+
+    def _passed_on(self, op: Op, function: str | None, origin: str | None) -> str | None:
+        if self._autocast is not None:
+            name = listed_name(self._device_type, [op.name.removeprefix("aten."), *([function] if function else [])])
+            if name is not None:
+                return f"{name}, which autocast knows"
+        return origin
+
+    def _set_origin(self, made: Iterable[torch.Tensor], origin: str | None) -> None:
+        for tensor in made:
+            key = storage_key(tensor)
+            if key is None:
+                continue
+            if origin is None or tensor.dtype is not torch.float32:
+                self._origins.pop(key, None)
+            else:
+                self._origins[key] = origin
+
+
+def _is_cast(op: Op, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
+    if not made or not given:
+        return False
+    source = given[-1] if op.name == "aten.copy_" else given[0]
+    return bool(source.dtype != made[0].dtype and source.is_floating_point() and made[0].is_floating_point())
+
+
+def _is_factory(op: Op) -> bool:
+    return op.name.startswith(("aten.empty", "aten.new_")) or op.name.endswith("_like")

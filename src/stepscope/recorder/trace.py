@@ -1,0 +1,291 @@
+"""The trace window: torch.profiler over a few steps, with our phases and every module by its full name.
+
+The file is Kineto's own Chrome trace and opens in Perfetto as it is. What the card needs of it
+(GPU-busy time by phase, launches a step) is taken from the profiler's events in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.recorder.clock import Clock, name_between
+from stepscope.recorder.model import CallHooks, named_modules
+from stepscope.recorder.patches import Handle, remove_all
+
+PHASE_PREFIX = "stepscope.phase/"
+MODULE_PREFIX = "stepscope.module/"
+STEP_PREFIX = "ProfilerStep#"
+BETWEEN = "between"
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+MAX_TRACE_BYTES = 16 * 1024 * 1024
+
+
+def parse_nothing(profiler: Any) -> None:
+    """Let a profiler that runs stop without parsing its events in Python, which takes minutes where there are many.
+
+    That is how it stops without `acc_events`, but then older torch warns of what it does between cycles.
+    """
+    profiler.profiler.acc_events = False
+
+
+class TraceProbe:
+    """`prepare()` one step early, `start()`, then `stop()` returns what was traced."""
+
+    def __init__(self, folder: Path, name: str, roots: list[nn.Module], device: int | None) -> None:
+        self._path = folder / name
+        self._name = name
+        self._roots = roots
+        self._device = device
+        self._step_range: Any = None
+        self._phase_range: Any = None
+        self._handles: list[Handle] = []
+        self._num_steps = 0
+        self._started = False
+        self.is_ours = False
+        """True while a call into the profiler is this probe's and not the script's."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device is not None:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities, record_shapes=True, with_stack=False, acc_events=True
+        )
+
+    def prepare(self) -> None:
+        """Warm the profiler up."""
+        with self._calling():
+            self._profiler.prepare_trace()
+
+    def start(self, clock: Clock) -> None:
+        """Begin to trace: labels on, the first step open."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)  # kernels launched before the trace would have no launch in it
+        with self._calling():
+            self._profiler.start_trace()
+            parse_nothing(self._profiler)
+        self._started = True
+        for name, module in _named(self._roots):
+            self._label(name, module)
+        clock.on_range = self._on_range
+        self._open_step()
+
+    def next_step(self) -> None:
+        """One traced step is over and the next begins."""
+        self._num_steps += 1
+        self._close_ranges()
+        self._open_step()
+
+    def _open_step(self) -> None:
+        self._step_range = _enter(f"{STEP_PREFIX}{self._num_steps}")
+        self._on_range(None)
+
+    def stop(self, clock: Clock, step_finished: bool) -> dict[str, Any] | None:
+        """End the window, write the trace, return its summary; None when no whole step was traced."""
+        clock.on_range = None
+        self._take_labels_off()
+        self._num_steps += step_finished
+        if self._num_steps == 0:
+            self.abandon()
+            return None
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)  # the last step's kernels belong into the trace
+        self._close_ranges()
+        with self._calling():
+            self._profiler.stop_trace()
+        summary = summarize(self._profiler.profiler.kineto_results.events(), self._num_steps)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".tmp-{self._path.name}")
+        self._profiler.export_chrome_trace(str(temporary))
+        summary["trimmed"] = trim(temporary)
+        summary["file"] = self._name
+        summary["bytes"] = temporary.stat().st_size
+        temporary.replace(self._path)
+        return summary
+
+    def abandon(self) -> None:
+        """Stop and keep nothing."""
+        self._take_labels_off()
+        self._close_ranges()
+        with self._calling():
+            if not self._started:
+                self._profiler.start_trace()  # a prepared profiler can only be got rid of by running it
+            self._profiler.stop_trace()
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        # Kineto reads its log level when it is first used, and torch 2.13's says "profiler_start" on stderr.
+        quiet = "KINETO_LOG_LEVEL" not in os.environ
+        if quiet:
+            os.environ["KINETO_LOG_LEVEL"] = "99"
+        self.is_ours = True
+        try:
+            yield
+        finally:
+            self.is_ours = False
+            if quiet:
+                del os.environ["KINETO_LOG_LEVEL"]
+
+    def _on_range(self, label: str | None) -> None:
+        if self._phase_range is not None:
+            self._phase_range.__exit__(None, None, None)
+        self._phase_range = _enter(PHASE_PREFIX + (label or BETWEEN))
+
+    def _close_ranges(self) -> None:
+        for name in ("_phase_range", "_step_range"):
+            if getattr(self, name) is not None:
+                getattr(self, name).__exit__(None, None, None)
+                setattr(self, name, None)
+
+    def _label(self, name: str, module: nn.Module) -> None:
+        ranges: list[Any] = []
+
+        def begin(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+            ranges.append(_enter(MODULE_PREFIX + name))
+
+        def end(_module: nn.Module) -> None:
+            if ranges:
+                ranges.pop().__exit__(None, None, None)
+
+        self._handles.append(CallHooks(module, begin, end))
+
+    def _take_labels_off(self) -> None:
+        remove_all(self._handles)
+
+
+def _enter(name: str) -> Any:
+    label = torch.autograd.profiler.record_function(name)
+    label.__enter__()
+    return label
+
+
+def _named(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Modules under their fully qualified names; a model that is alone goes by its class."""
+    return [
+        (name or type(getattr(root, "_orig_mod", root)).__name__, module)
+        for root, _, modules in named_modules(roots)
+        for name, module in modules
+    ]
+
+
+def summarize(events: list[Any], num_steps: int) -> dict[str, Any]:
+    """Host and GPU facts of a window's whole steps: launches, and GPU-busy nanoseconds by the phase that launched."""
+    ranges: list[tuple[int, str]] = []
+    steps: list[tuple[int, int]] = []
+    launches: dict[int, tuple[int, str]] = {}
+    op_starts: list[int] = []
+    device_events: list[tuple[int, int, int, str]] = []
+    annotations: set[str] = set()
+    for event in events:
+        name, start = event.name(), event.start_ns()
+        if event.device_type() != torch.autograd.DeviceType.CPU:
+            device_events.append((start, start + event.duration_ns(), event.correlation_id(), name))
+            continue
+        if event.is_user_annotation():
+            annotations.add(name)
+        if name.startswith(PHASE_PREFIX):
+            ranges.append((start, name.removeprefix(PHASE_PREFIX)))
+        elif name.startswith(STEP_PREFIX):
+            steps.append((start, start + event.duration_ns()))
+        elif name.startswith(("cuda", "cu", "hip")) and "::" not in name:
+            launches[event.correlation_id()] = (start, name)
+        elif "::" in name:
+            op_starts.append(start)
+    ranges.sort()
+    steps = sorted(steps)[:num_steps]
+    begin, end = (steps[0][0], steps[-1][1]) if steps else (0, 0)
+    starts = [start for start, _ in ranges]
+    by_phase: dict[str, list[tuple[int, int]]] = {}
+    num_kernels = num_templates = 0
+    for start, stop, correlation, name in device_events:
+        if name in annotations or name.startswith((PHASE_PREFIX, MODULE_PREFIX, STEP_PREFIX)):
+            continue  # the profiler repeats a range on the GPU's side
+        launch_ns = launches[correlation][0] if correlation in launches else None
+        if not begin <= (start if launch_ns is None else launch_ns) <= end:
+            continue  # of a step that was cut off
+        if not name.startswith(("Memcpy", "Memset")):
+            num_kernels += 1
+            num_templates += name.startswith("triton_tem")
+        by_phase.setdefault(_phase_at(launch_ns, starts, ranges), []).append((start, stop))
+    graph_launches = [start for start, name in launches.values() if "GraphLaunch" in name]
+    return {
+        "num_steps": num_steps,
+        "window_ns": sum(stop - start for start, stop in steps),
+        "num_ops": sum(begin <= start <= end for start in op_starts),
+        "num_kernels": num_kernels,
+        "num_template_kernels": num_templates,
+        "num_graph_launches": sum(begin <= start <= end for start in graph_launches),
+        "gpu_busy_ns": union_ns([interval for intervals in by_phase.values() for interval in intervals]),
+        "gpu_busy_ns_by_phase": {phase: union_ns(intervals) for phase, intervals in by_phase.items()},
+    }
+
+
+def _phase_at(launch_ns: int | None, starts: list[int], ranges: list[tuple[int, str]]) -> str:
+    position = bisect_right(starts, launch_ns) - 1 if launch_ns is not None else -1
+    if position < 0:
+        return "unattributed"
+    label = ranges[position][1]
+    if label != BETWEEN:
+        return label
+    return name_between(ranges[position + 1][1] if position + 1 < len(ranges) else None)
+
+
+def union_ns(intervals: list[tuple[int, int]]) -> int:
+    """Nanoseconds covered by at least one interval.
+
+    >>> union_ns([(0, 10), (5, 20), (30, 40)])
+    30
+    """
+    total, reached = 0, None
+    for start, end in sorted(intervals):
+        if reached is None or start > reached:
+            total, reached = total + end - start, end
+        elif end > reached:
+            total, reached = total + end - reached, end
+    return total
+
+
+def trim(path: Path) -> str | None:
+    """Cut a trace that is too large down to its first step, or as much of it as fits; what was cut, or None."""
+    if path.stat().st_size <= MAX_TRACE_BYTES:
+        return None
+    with gzip.open(path, "rt", encoding="utf-8", errors="replace") as stream:
+        trace = json.load(stream)
+    # Flow arrows only repeat what the correlation ids say.
+    events = [event for event in trace["traceEvents"] if event.get("ph") not in ("s", "f")]
+    step = next(e for e in events if e.get("name") == f"{STEP_PREFIX}0" and e.get("ph") == "X")
+    kept_share = 1.0
+    while True:
+        trace["traceEvents"] = _until(events, step["ts"] + step["dur"] * kept_share)
+        with gzip.open(path, "wt", encoding="utf-8", compresslevel=9) as stream:
+            json.dump(trace, stream, separators=(",", ":"))
+        size = path.stat().st_size
+        if size <= MAX_TRACE_BYTES or kept_share < 0.001:
+            break
+        kept_share *= 0.9 * MAX_TRACE_BYTES / size
+    what = "the first step" if kept_share == 1.0 else f"the first {100 * kept_share:.1f} % of the first step"
+    return f"the trace was over {MAX_TRACE_BYTES >> 20} MiB: kept are the events of {what}, without flow arrows"
+
+
+def _until(events: list[dict[str, Any]], end: float) -> list[dict[str, Any]]:
+    """Host events that begin before `end`, and the GPU work they launched, whenever it ran."""
+    kept = []
+    launched = set()
+    for event in events:
+        if event.get("cat") not in GPU_CATEGORIES and event.get("ts", 0) <= end:
+            kept.append(event)
+            launched.add((event.get("args") or {}).get("correlation"))
+    launched.discard(None)
+    return kept + [
+        event
+        for event in events
+        if event.get("cat") in GPU_CATEGORIES and (event.get("args") or {}).get("correlation") in launched
+    ]

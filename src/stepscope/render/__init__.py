@@ -1,0 +1,1 @@
+"""Renders documents: terminal, notebook, HTML, Markdown, CSV, PNG. Computes nothing."""

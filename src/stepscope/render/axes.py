@@ -1,0 +1,108 @@
+"""What the axes of a page and of a picture share: titles, units, ticks, what they have to hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stepscope.document.cells import Scale, scale, title_of
+from stepscope.document.model import Lines, Series
+from stepscope.formatting import safe, significant
+
+_TITLE = 44
+"""Characters of a figure's name: the unit after it is never cut."""
+_MOST_TICKS = 12
+"""Of the figures of an axis that are few enough to be named one by one."""
+_MOST_LEVELS = 200
+"""Of more the last is too narrow to be seen."""
+_ROOM_FOR_MARKS = 1.25
+"""Of the largest figure: three lines of names above it."""
+
+
+def axis_title(name: str, unit: str) -> str:
+    """What an axis says: its figure with its unit.
+
+    >>> axis_title("total_ns", "ms"), axis_title("flops_per_s", "TFLOP/s"), axis_title("num_calls", "")
+    ('total (ms)', 'TFLOP/s', 'calls')
+    """
+    title = safe(title_of(name).removesuffix(" per s"), _TITLE)
+    return title if not unit else unit if title in unit else f"{title} ({unit})"
+
+
+def largest(values: Sequence[float | None]) -> float:
+    """The largest figure, whatever its sign; 0 of none."""
+    return max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
+
+
+def unit_of(name: str, values: Sequence[float | None]) -> Scale:
+    """The unit of an axis, by its largest figure."""
+    return scale(name, largest(values))
+
+
+def scaled(values: Sequence[float | None], unit: Scale) -> list[float]:
+    """Figures in a unit; NaN for what is not there."""
+    return [value / unit.divisor if value is not None and math.isfinite(value) else math.nan for value in values]
+
+
+def heights(chart: Lines) -> Sequence[float | None]:
+    """What the y axis has to hold."""
+    if chart.style == "areas":
+        columns = zip(*(series.y for series in chart.series))
+        return [math.fsum(y for y in column if y is not None and math.isfinite(y)) for column in columns]
+    return [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
+
+
+def top_of(chart: Lines) -> float | None:
+    """How high the y axis must reach so that the names of marks stand above what is drawn; None: as it comes."""
+    return _ROOM_FOR_MARKS * largest(heights(chart)) if chart.marks and not chart.log_y else None
+
+
+def ended(chart: Lines) -> Lines:
+    """Where levels last until the next, the last of a few gets an end: it lasts as long as the one before.
+
+    >>> levels = Lines(id="", title="", x="x", y="y", series=(Series("a", [5, 7], [1, 2]),), style="steps")
+    >>> ended(levels).series[0].x, ended(levels).series[0].y
+    ([1, 2, 3], [5, 7, 7])
+    """
+    if chart.style not in ("steps", "areas"):
+        return chart
+    return replace(chart, series=tuple(_ended(series) for series in chart.series))
+
+
+def _ended(series: Series) -> Series:
+    x = series.x
+    if not 2 <= len(x) <= _MOST_LEVELS:
+        return series
+    y, low, high = ([*values, *values[-1:]] for values in (series.y, series.low, series.high))
+    gaps = [*series.gaps, ""] if series.gaps else ()
+    return replace(series, x=[*x, 2 * x[-1] - x[-2]], y=y, low=low, high=high, gaps=gaps)
+
+
+def log_ticks(values: Sequence[float], exact: bool = True) -> list[float]:
+    """Ticks of an axis that grows by factors, from its scaled figures.
+
+    `exact`: at the figures themselves where they are few and whole.
+
+    >>> log_ticks([128.0, 256.0]), log_ticks([0.2, 30.0])[:4], log_ticks([])
+    ([128.0, 256.0], [0.01, 0.02, 0.05, 0.1], [])
+    """
+    found = sorted({value for value in values if math.isfinite(value) and value > 0})
+    if not found or (exact and len(found) <= _MOST_TICKS and all(value == int(value) for value in found)):
+        return found
+    powers = range(math.floor(math.log10(found[0])) - 1, math.ceil(math.log10(found[-1])) + 2)
+    factors = (1, 2, 5) if len(powers) <= 6 else (1,)
+    return [factor * 10.0**power for power in powers for factor in factors]
+
+
+def tick_text(value: float) -> str:
+    """A figure of an axis: no more digits than it has.
+
+    >>> tick_text(0.25), tick_text(1024.0), tick_text(0.1 + 0.2), tick_text(0.00002)
+    ('0.25', '1,024', '0.3', '0.00002')
+    """
+    if not math.isfinite(value):
+        return ""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value == 0 or abs(value) >= 1e-3 else significant(value, 1)

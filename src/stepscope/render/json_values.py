@@ -1,0 +1,56 @@
+"""A report as plain values: what a program reads (docs/report.md has the structure)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from stepscope.document.model import Chart, Findings, Report, Table
+from stepscope.document.timeline.timeline import Timeline
+
+SCHEMA_VERSION = 1
+_HALF_A_SIGN = re.compile("[\ud800-\udfff]")
+
+
+def plain_of(report: Report) -> dict[str, Any]:
+    """Objects, lists, texts, whole and finite numbers, true, false and null: NaN and infinity are null."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "title": _plain(report.title),
+        "verdict": _plain(report.verdict),
+        "facts": _plain(report.facts),
+        "sections": [
+            {"id": section.id, "title": _plain(section.title), "parts": [_part(part) for part in section.parts]}
+            for section in report.sections
+        ],
+    }
+
+
+def _part(part: Any) -> dict[str, Any]:
+    kind = type(part).__name__.lower()
+    if isinstance(part, Findings):
+        return {"kind": kind, "verify": _plain(part.verify), "diagnosis": _plain(part.diagnosis.to_json())}
+    if isinstance(part, Timeline):
+        return {"kind": kind, "text": "only the page has it; stepscope export writes its events"}
+    if isinstance(part, Table):
+        return {"kind": kind, **_plain(part), "num_rows": part.num_rows}
+    return {"kind": kind, "is_chart": isinstance(part, Chart), **_plain(part)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return _HALF_A_SIGN.sub("\ufffd", value)  # no reader takes one
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Mapping):
+        return {_plain(str(key)): _plain(one) for key, one in value.items()}
+    if hasattr(value, "__iter__"):
+        return [_plain(one) for one in value]
+    return _plain(str(value))

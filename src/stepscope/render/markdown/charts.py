@@ -1,0 +1,156 @@
+"""Charts drawn with letters: tables with bars, courses and figures, where no picture can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from stepscope.document.cells import cell, title_of
+from stepscope.document.model import Bars, Chart, Heat, Lines, Node, Scatter, Series, Tree
+from stepscope.document.text.trace_tables import told_apart
+from stepscope.formatting import percent, plural
+from stepscope.render.markdown.text import bar, course, escaped, grid
+
+_MOST_COLUMNS = 8
+"""Of one table: places on x, parts of a bar."""
+
+
+def chart_lines(chart: Chart, most: int, num_letters: int) -> list[str]:
+    """A chart as lines of Markdown, with no more than so many rows; none where it has nothing, or `most` is 0."""
+    if most <= 0:
+        return []
+    if isinstance(chart, Bars):
+        return _bars(chart, most, num_letters)
+    if isinstance(chart, Lines):
+        return _lines(chart, most, num_letters)
+    if isinstance(chart, Scatter):
+        return _scatter(chart, most, num_letters)
+    if isinstance(chart, Tree):
+        return _tree(chart, most, num_letters)
+    if isinstance(chart, Heat):
+        return _heat(chart, most, num_letters)
+    raise TypeError(f"no text for {type(chart).__name__}")
+
+
+def _names(names: Sequence[object], num_letters: int) -> list[str]:
+    return [escaped(name, num_letters) for name in told_apart([cell("", str(name)) for name in names], num_letters)]
+
+
+def _more(num_all: int, num_shown: int, noun: str) -> list[str]:
+    return ["", f"{plural(num_all - num_shown, noun)} left out here"] if num_all > num_shown else []
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0
+
+
+def _bars(chart: Bars, most: int, num_letters: int) -> list[str]:
+    shown = range(min(len(chart.labels), most))
+    whole = [math.fsum(_finite(series.y[at]) for series in chart.series) for at in range(len(chart.labels))]
+    if not whole:
+        return []
+    longest = max(*whole, 0.0) or 1.0
+    parts = chart.series[:_MOST_COLUMNS] if len(chart.series) > 1 else ()
+    labels = _names([chart.labels[at] for at in shown], num_letters)
+    rows = []
+    for label, at in zip(labels, shown):
+        figures = [_bar_text(chart, at, whole[at]), *(cell(chart.unit, part.y[at]) for part in parts)]
+        rows.append([label, *figures, bar(whole[at] / longest)])
+    titles = ["", escaped(title_of(chart.unit)), *_names([part.name for part in parts], num_letters), ""]
+    lines = grid(titles, rows, [":--", *["--:"] * (1 + len(parts)), ":--"])
+    lines += _more(len(chart.series), len(parts), "more part") if len(chart.series) > 1 else []
+    return lines + _more(len(chart.labels), len(shown), "more bar")
+
+
+def _bar_text(chart: Bars, at: int, whole: float) -> str:
+    gaps = [series.gaps[at] for series in chart.series if series.gaps and series.gaps[at]]
+    return escaped(gaps[0], 30) if gaps else cell(chart.unit, whole)
+
+
+def _lines(chart: Lines, most: int, num_letters: int) -> list[str]:
+    shown = [series for series in chart.series if len(series.y)][:most]
+    if not shown:
+        return []
+    places = sorted({x for series in shown for x in series.x})
+    names = _names([series.name for series in shown], num_letters)
+    if len(places) <= _MOST_COLUMNS:
+        rows = [[name, *_at(series, places, chart.y)] for name, series in zip(names, shown)]
+        titles = [escaped(title_of(chart.x)), *(escaped(cell(chart.x, x)) for x in places)]
+        lines = grid(titles, rows, [":--", *["--:"] * len(places)])
+    else:
+        rows = []
+        for name, series in zip(names, shown):
+            found = [y for y in series.y if y is not None and math.isfinite(y)]
+            ends = [cell(chart.y, end) for end in ((min(found), max(found), found[-1]) if found else (None,) * 3)]
+            rows.append([name, *ends, f"`{course(series.y)}`"])
+        lines = grid([escaped(title_of(chart.y)), "least", "most", "last", ""], rows, [":--", *["--:"] * 3, ":--"])
+        first, last = cell(chart.x, places[0]), cell(chart.x, places[-1])
+        lines += ["", f"over {escaped(title_of(chart.x))} from {escaped(first)} to {escaped(last)}"]
+    marks = [f"{escaped(mark.name, num_letters)} at {escaped(cell(chart.x, mark.x))}" for mark in chart.marks[:most]]
+    lines += ["", "; ".join(marks)] if marks else []
+    return lines + _more(len(chart.series), len(shown), "more line")
+
+
+def _at(series: Series, places: Sequence[float], name: str) -> list[str]:
+    """The figure at each x, or why there is none."""
+    texts = {}
+    for at, (x, y) in enumerate(zip(series.x, series.y)):
+        gap = series.gaps[at] if series.gaps else ""
+        texts[x] = escaped(gap, 30) if gap and y is None else cell(name, y)
+    return [texts.get(x, "") for x in places]
+
+
+def _scatter(chart: Scatter, most: int, num_letters: int) -> list[str]:
+    dots = sorted(chart.points, key=lambda dot: -dot.weight)[:most]
+    if not dots:
+        return []
+    has_shares = any(dot.weight > 0 for dot in dots)
+    names = _names([dot.name for dot in dots], num_letters)
+    rows = [
+        [name, escaped(dot.group.replace("_", " "), 40), escaped(cell(chart.x, dot.x)), escaped(cell(chart.y, dot.y)),
+         *([percent(dot.weight)] if has_shares else [])] for name, dot in zip(names, dots)
+    ]  # fmt: skip
+    titles = ["", "", escaped(title_of(chart.x)), escaped(title_of(chart.y)), *(["share"] if has_shares else [])]
+    lines = grid(titles, rows, [":--", ":--", *["--:"] * (len(titles) - 2)])
+    limits = [escaped(limit.name, 80) for limit in chart.limits]
+    lines += ["", f"Limits: {'; '.join(limits)}"] if limits else []
+    return lines + _more(len(chart.points), len(dots), "more dot")
+
+
+def _tree(chart: Tree, most: int, num_letters: int) -> list[str]:
+    """The largest parts, in the order of the tree, each indented under what it is in."""
+    if not chart.nodes:
+        return []
+    largest = sorted(range(len(chart.nodes)), key=lambda at: (-chart.nodes[at].value, at))[: most + 1]
+    kept = {chart.nodes[at].id for at in largest}
+    children: dict[str, list[Node]] = {}
+    for node in chart.nodes[1:]:
+        children.setdefault(node.parent, []).append(node)
+    total = chart.nodes[0].value or 1.0
+    found: list[tuple[Node, int]] = []
+    waiting = [(chart.nodes[0], 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if node.id in kept:
+            found.append((node, depth))
+            inner = sorted(children.get(node.id, ()), key=lambda child: child.value)
+            waiting += [(child, depth + 1) for child in inner]
+    names = _names([node.name for node, _ in found], num_letters)
+    rows = []
+    for name, (node, depth) in zip(names, found):
+        share = node.value / total
+        rows.append(["&emsp;" * min(depth, 8) + name, cell(chart.unit, node.value), percent(share), bar(share)])
+    lines = grid(["", escaped(title_of(chart.unit)), "share", ""], rows, [":--", "--:", "--:", ":--"])
+    return lines + _more(len(chart.nodes), len(found), "smaller part")
+
+
+def _heat(chart: Heat, most: int, num_letters: int) -> list[str]:
+    num_rows, num_columns = min(len(chart.y_labels), most), min(len(chart.x_labels), _MOST_COLUMNS)
+    labels = _names(chart.y_labels[:num_rows], num_letters)
+    rows = [
+        [label, *(escaped(text, 30) for text in chart.texts[at][:num_columns])] for at, label in enumerate(labels)
+    ]
+    head = escaped(f"{chart.y_title} ↓ {chart.x_title} →", 80)
+    lines = grid([head, *_names(chart.x_labels[:num_columns], 30)], rows, [":--", *["--:"] * num_columns])
+    lines += _more(len(chart.y_labels), num_rows, "more row")
+    return lines + _more(len(chart.x_labels), num_columns, "more column")

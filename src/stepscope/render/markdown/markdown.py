@@ -1,0 +1,197 @@
+"""A report as Markdown that fits a comment of a pull request: verdict and overview in sight, the rest folded away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.document.cells import cell, heading, is_numeric, title_of
+from stepscope.document.model import Chart, Facts, Findings, Heat, Lines, Missing, Report, Section, Table, Text
+from stepscope.document.text.findings_text import nothing_found, proof_of, saving_text
+from stepscope.document.text.trace_tables import told_apart
+from stepscope.formatting import plural
+from stepscope.render.markdown.charts import chart_lines
+from stepscope.render.markdown.text import code, escaped, grid, in_summary, prose
+from stepscope.render.write import file_names
+
+MOST_CHARACTERS = 60_000
+"""GitHub takes 65,536 in a comment."""
+_LONG = 8
+"""Rows from which on a table is folded where it is not in a folded section."""
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How much is shown; where it is too long for a comment, the next less is tried."""
+
+    share_of_rows: float
+    num_letters: int
+    """Of a name in a table."""
+    num_columns: int
+    num_parts: int
+    """Of a chart as text: bars, lines, tiles."""
+    num_items: int
+    """Facts, and findings."""
+    num_said: int
+    """Letters of a sentence."""
+
+
+_DETAILS = (
+    Detail(1, 80, 14, 12, 40, 1000),
+    Detail(0.5, 60, 12, 8, 30, 600),
+    Detail(0.25, 40, 10, 5, 20, 300),
+    Detail(0.1, 30, 8, 0, 10, 150),
+)
+
+
+def markdown_of(report: Report, in_folder: bool = False) -> str:
+    """The whole, under 60,000 characters whatever it is of.
+
+    `in_folder`: it lies beside `charts/` and `tables/`, and links them; else charts are drawn with letters.
+    """
+    for detail in _DETAILS:
+        blocks = list(_blocks(report, detail, in_folder))
+        if sum(len(block) + 2 for block in blocks) < MOST_CHARACTERS:
+            return "\n\n".join(blocks) + "\n"
+    said = "Left out for want of room: what follows is in the page (.html) and in .json."
+    kept, used = [], len(said) + 2
+    for block in blocks:
+        used += len(block) + 2
+        if used >= MOST_CHARACTERS:
+            break
+        kept.append(block)
+    return "\n\n".join([*kept, said]) + "\n"
+
+
+def _blocks(report: Report, detail: Detail, in_folder: bool) -> Iterator[str]:
+    """Head, one block a section, what is missing, foot."""
+    yield f"## Stepscope: {escaped(report.title)}"
+    yield f"**{escaped(report.verdict, 1000).strip()}**"
+    charts, tables = report.parts(Chart), report.parts(Table)
+    # Two parts may be equal: they are told apart by their place in memory.
+    files = {id(part): f"charts/{name}.png" for part, name in zip(charts, file_names([part.id for part in charts]))}
+    files |= {id(part): f"tables/{name}.csv" for part, name in zip(tables, file_names([part.id for part in tables]))}
+    missing = []
+    for number, section in enumerate(report.sections):
+        is_folded = number > 0 and not in_folder
+        writer = _Writer(detail, files if in_folder else {}, is_folded)
+        lines = writer.section(section)
+        missing += [f"- {escaped(section.title)}: {prose(part.text)}" for part in _missing(section)]
+        if not lines:
+            continue
+        if is_folded:
+            head = [f"<details><summary><b>{in_summary(section.title)}</b></summary>", ""]
+            yield "\n".join([*head, *lines, "", "</details>"])
+        else:
+            yield "\n".join([f"### {escaped(section.title)}", "", *lines])
+    if missing:
+        yield "\n".join(["**Not in this report:**", "", *missing])
+    if report.facts:
+        yield f"<sub>{' · '.join(escaped(f'{name} {value}', 300) for name, value in report.facts.items())}</sub>"
+
+
+def _missing(section: Section) -> list[Missing]:
+    return [part for part in section.parts if isinstance(part, Missing)]
+
+
+@dataclass(frozen=True)
+class _Writer:
+    detail: Detail
+    files: dict[int, str]
+    """Of charts and tables by their identity; none where there are no files."""
+    is_folded: bool
+
+    def section(self, section: Section) -> list[str]:
+        lines: list[str] = []
+        for part, following in zip(section.parts, [*section.parts[1:], None]):
+            found = self._part(part, following)
+            lines += [*([""] if lines and found else []), *found]
+        return lines
+
+    def _part(self, part: Any, following: Any) -> list[str]:
+        if isinstance(part, Facts):
+            return _facts(part, self.detail)
+        if isinstance(part, Text):
+            return [prose(part.text, 2 * self.detail.num_said)]
+        if isinstance(part, Findings):
+            return list(_findings(part, self.detail))
+        if isinstance(part, Table):
+            return self._table(part)
+        if isinstance(part, Chart):
+            return self._chart(part, following)
+        return []  # what only a page can show
+
+    def _chart(self, chart: Chart, following: Any) -> list[str]:
+        is_told_again = isinstance(chart, Lines) and isinstance(following, Heat) and following.unit == chart.y
+        if is_told_again and id(chart) not in self.files:
+            return []  # the same figures follow, with their marks
+        head = [
+            f"**{escaped(heading(chart.title))}**",
+            *(["", prose(chart.caption, self.detail.num_said)] if chart.caption else []),
+        ]
+        if id(chart) in self.files:
+            return [*head, "", f"![{escaped(chart.title)}]({self.files[id(chart)]})"]
+        drawn = chart_lines(chart, self.detail.num_parts, self.detail.num_letters)
+        return [*head, "", *drawn] if drawn else head
+
+    def _table(self, table: Table) -> list[str]:
+        most = max(1, round(table.num_shown * self.detail.share_of_rows))
+        names = list(table.columns)[: self.detail.num_columns]
+        num_shown = min(most, table.num_rows)
+        columns = [_cells(name, table.columns[name][:num_shown], self.detail.num_letters) for name in names]
+        aligned = ["--:" if is_numeric(table.columns[name]) else ":--" for name in names]
+        lines = grid([escaped(title_of(name)) for name in names], list(zip(*columns)), aligned)
+        left = [
+            *([plural(table.num_rows - num_shown, "more row")] if table.num_rows > num_shown else []),
+            *([plural(len(table.columns) - len(names), "more column")] if len(table.columns) > len(names) else []),
+        ]
+        if id(table) in self.files:
+            file = self.files[id(table)]
+            left = [f"{' and '.join(left)} in " if left else "all in ", f"[{escaped(file)}]({file})"]
+            lines += ["", "".join(left)]
+        elif left:
+            lines += ["", f"{' and '.join(left)} in the CSV, which `stepscope report … -o folder` writes"]
+        lines += ["", prose(table.note)] if table.note else []
+        if self.is_folded or num_shown < _LONG:
+            return [f"**{escaped(heading(table.title))}**", "", *lines]
+        head = f"<details><summary>{in_summary(heading(table.title))} ({plural(table.num_rows, 'row')})</summary>"
+        return [head, "", *lines, "", "</details>"]
+
+
+def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:
+    """A column's texts; long ones are cut where that leaves different ones different."""
+    texts = told_apart([cell(name, value) for value in values], most)
+    return [escaped(text, most) for text in texts]
+
+
+def _facts(part: Facts, detail: Detail) -> list[str]:
+    lines = [f"**{escaped(heading(part.title))}**", ""] if part.title else []
+    for fact in part.rows[: detail.num_items]:
+        more = f" ({prose(fact.detail, detail.num_said)})" if fact.detail else ""
+        lines.append(f"- {escaped(fact.title)}: **{escaped(fact.value, detail.num_said).strip()}**{more}")
+    return lines + _more(len(part.rows), detail.num_items, "more fact")
+
+
+def _findings(part: Findings, detail: Detail) -> Iterator[str]:
+    diagnosis = part.diagnosis
+    yield "**Findings**"
+    for warning in diagnosis.warnings[: detail.num_items]:
+        yield ""
+        yield f"Note: {prose(warning, detail.num_said)}."
+    if not diagnosis.findings:
+        yield ""
+        yield escaped(nothing_found(diagnosis))
+    for number, finding in enumerate(diagnosis.findings[: detail.num_items], 1):
+        yield ""
+        saving = escaped(saving_text(finding, diagnosis.step_ns).replace("   ", ", "))
+        name, sentence = escaped(finding.id.replace("_", " ")), escaped(finding.sentence, detail.num_said)
+        yield f"{number}. **{name}** {saving}: {sentence}"
+        yield f"   <br>Fix: {code(finding.fix, detail.num_said)}"
+        if (command := proof_of(finding, part.verify)) is not None:
+            yield f"   <br>Prove it: {code(command, 400)}"
+    yield from _more(len(diagnosis.findings), detail.num_items, "more finding")
+
+
+def _more(num_all: int, num_shown: int, noun: str) -> list[str]:
+    return ["", f"{plural(num_all - num_shown, noun)} in the page"] if num_all > num_shown else []

@@ -1,0 +1,102 @@
+"""Somebody else's text in Markdown: always text, never markup, a link, a mention or a second line."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+
+from stepscope.formatting import safe
+
+# What makes markup, and what a forge makes a link, an emoji, a formula or a reference of.
+_SPECIAL = re.compile(r"[\\`*_\[\]<>|~&$]|:(?=[/\w])|(?<=www)\.")
+_CALLING = re.compile(r"[@#]|\bGH-(?=\d)")
+_OPENING = re.compile(r"^(\s*)([-+=]|\d+(?=[.)]))")
+_CODE = re.compile(r"`([^`]+)`")
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def escaped(text: object, most: int = 200) -> str:
+    r"""Somebody else's text as plain text in a Markdown table: no markup, no link, no mention, no second line.
+
+    >>> escaped("a|b `c` <img> @you") == "a\\|b \\`c\\` \\<img\\> @\u200byou"
+    True
+    """
+    # A backslash does not keep a forge from calling @somebody: a space of no width does.
+    return _CALLING.sub("\\g<0>\u200b", _SPECIAL.sub(r"\\\g<0>", safe(text, most)))
+
+
+def in_summary(text: object, most: int = 200) -> str:
+    """The same for the line of a folded part, which is HTML.
+
+    >>> in_summary("<b> & co")
+    '&lt;b&gt; &amp; co'
+    """
+    return _CALLING.sub("\\g<0>\u200b", html.escape(safe(text, most)))
+
+
+def code(text: object, most: int = 400) -> str:
+    """Something to type, as it is; a forge looks for no mention in it.
+
+    >>> code("f(x)  # all"), code("a `b` c")
+    ('`f(x)  # all`', '`` a `b` c ``')
+    """
+    cleaned = safe(text, most).strip()
+    longest = max((len(run) for run in re.findall("`+", cleaned)), default=0)
+    space = " " if longest else ""
+    return f"{'`' * (longest + 1)}{space}{cleaned}{space}{'`' * (longest + 1)}" if cleaned else ""
+
+
+def prose(text: str, most: int = 2000) -> str:
+    r"""A paragraph: what stands between backticks stays code, the rest is plain text.
+
+    >>> prose("run `stepscope run a_b.py` for a_b"), prose("- no list")
+    ('run `stepscope run a_b.py` for a\\_b', '\\- no list')
+    """
+    # Cut before anything is put in, and on one line: a code span ends where it began.
+    pieces = _CODE.split(safe(text, most))
+    pieces[::2] = [escaped(piece, most) for piece in pieces[::2]]
+    pieces[1::2] = [f"`{piece}`" for piece in pieces[1::2]]
+    joined = "".join(pieces)
+    opening = _OPENING.match(joined)
+    if opening is None:
+        return joined
+    # What would begin a list, a heading or code at the start of a line.
+    begin, sign = opening.groups()
+    rest = joined[opening.end() :]
+    return f"{begin.lstrip()}{sign}\\{rest}" if sign.isdigit() else f"{begin.lstrip()}\\{sign}{rest}"
+
+
+def grid(titles: Sequence[str], rows: Sequence[Sequence[str]], aligned: Sequence[str]) -> list[str]:
+    """A table of cells that are escaped already; `aligned`: `:--` or `--:` a column."""
+    lines = [f"| {' | '.join(titles)} |", f"|{'|'.join(aligned)}|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def bar(share: float, width: int = 16) -> str:
+    """A bar of so many characters at a share of 1.
+
+    >>> bar(0.5, 4), bar(0.26, 4), bar(1.0, 2), bar(0.0)
+    ('██', '█', '██', '')
+    """
+    eighths = round(8 * width * min(1.0, max(0.0, share)))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def course(values: Sequence[float | None], width: int = 32) -> str:
+    """Levels of a line over its course, the highest of each stretch; a blank where there is none.
+
+    >>> course([0.0, 1.0, None, 2.0, 4.0])
+    '▁▃ ▅█'
+    """
+    size = max(1, -(-len(values) // width))
+    found = [
+        [value for value in values[at : at + size] if value is not None and value == value]
+        for at in range(0, len(values), size)
+    ]
+    highest = [max(stretch) if stretch else None for stretch in found]
+    top = max((value for value in highest if value is not None), default=0.0)
+    low = min(0.0, *(value for value in highest if value is not None)) if any(highest) else 0.0
+    room = (top - low) or 1.0
+    return "".join(" " if v is None else _LEVELS[round((len(_LEVELS) - 1) * (v - low) / room)] for v in highest)

@@ -1,0 +1,105 @@
+"""What the figures of a page share: names that are text, figures in one unit, axes.
+
+Plotly reads `<b>` and `<a href>` in any text it is given, so that a name passes `words` first.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from stepscope.document.cells import Scale, cell
+from stepscope.document.model import Series
+from stepscope.document.text.trace_tables import told_apart
+from stepscope.formatting import safe
+from stepscope.render import axes
+from stepscope.render.axes import log_ticks, tick_text
+
+LABEL, NARROW_LABEL = 44, 18
+_ROOM = 1.6
+"""Of an axis that grows by factors: how much further it goes than its outermost figure."""
+
+
+def words(text: object, most: int = LABEL) -> str:
+    """Somebody else's text for Plotly.
+
+    >>> words("<b>void</b> & co")
+    '&lt;b&gt;void&lt;/b&gt; &amp; co'
+    """
+    return html.escape(safe(text, most), quote=False)
+
+
+def lines_of_words(text: object, width: int = 64, most: int = 320) -> str:
+    """The same on several lines: for what is shown under the pointer."""
+    rows = textwrap.wrap(safe(text, most), width, break_on_hyphens=False)
+    return "<br>".join(html.escape(row, quote=False) for row in rows)
+
+
+def axis_title(name: str, unit: str) -> str:
+    """What an axis says, for Plotly."""
+    return words(axes.axis_title(name, unit), 80)
+
+
+def scaled(values: Sequence[float | None], unit: Scale) -> list[float | None]:
+    """Figures in a unit, with six digits: more than a screen has."""
+    return [None if math.isnan(value) else float(f"{value:.6g}") for value in axes.scaled(values, unit)]
+
+
+def texts_of(unit: str, series: Series) -> list[str]:
+    """The figures of a series for people, each with its interval; where there is none, why."""
+    texts = [words(cell(unit, value)) for value in series.y]
+    if series.low and series.high:
+        texts = [
+            f"{text} ({words(cell(unit, low))} – {words(cell(unit, high))})" if low is not None else text
+            for text, low, high in zip(texts, series.low, series.high)
+        ]
+    return [words(gap) if gap else text for text, gap in zip(texts, series.gaps or [""] * len(texts))]
+
+
+def interval_bars(series: Series, unit: Scale, color: str | None = None) -> dict[str, Any] | None:
+    """The intervals of a series as error bars; None where it has none."""
+    if not (series.low and series.high):
+        return None
+    above = [None if y is None or end is None else end - y for y, end in zip(series.y, series.high)]
+    below = [None if y is None or end is None else y - end for y, end in zip(series.y, series.low)]
+    bars = {"type": "data", "symmetric": False, "array": scaled(above, unit), "arrayminus": scaled(below, unit)}
+    return bars | {"thickness": 1.2, "width": 3} | ({"color": color} if color else {})
+
+
+def names_in(labels: Sequence[object], room: int) -> list[str]:
+    """Names in so many characters, cut where different ones stay different."""
+    return [html.escape(text, quote=False) for text in told_apart([safe(label, 1000) for label in labels], room)]
+
+
+def names_axis(labels: Sequence[object], most: int = LABEL) -> dict[str, Any]:
+    """An axis of names, each at its number: two of one name stay two."""
+    return {
+        "tickmode": "array",
+        "tickvals": list(range(len(labels))),
+        "ticktext": names_in(labels, most),
+        "ticklabelstandoff": 4,
+        "showgrid": False,
+        "zeroline": False,
+        "fixedrange": True,
+    }
+
+
+def figures_axis(name: str, values: Sequence[float | None], unit: Scale, is_log: bool) -> dict[str, Any]:
+    """An axis of figures with its unit; one that grows by factors has ticks of its own."""
+    axis: dict[str, Any] = {"title": {"text": axis_title(name, unit.unit)}}
+    if not is_log:
+        return axis | {"zeroline": False, "exponentformat": "none", "separatethousands": True}
+    found = sorted({value / unit.divisor for value in values if value is not None and value > 0})
+    axis["type"] = "log"
+    if not found:
+        return axis
+    ticks = log_ticks(found)
+    return axis | {
+        "tickmode": "array",
+        "tickvals": ticks,
+        "ticktext": [tick_text(tick) for tick in ticks],
+        "range": [math.log10(found[0] / _ROOM), math.log10(found[-1] * _ROOM)],
+    }

@@ -1,0 +1,154 @@
+"""Parts of a report as HTML. Whatever comes from a trace passes `escape`: it is text, never markup."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepscope.document.cells import cell, heading, is_numeric, title_of
+from stepscope.document.model import Chart, Facts, Missing, Table, Text
+from stepscope.formatting import safe
+from stepscope.render.csv import csv_cell, guarded
+
+NUM_ROWS, MOST_ROWS = 50, 2000
+"""Rows of a table that are shown at first, and that the page has at all."""
+
+
+def escape(text: object, most: int = 10_000) -> str:
+    """Somebody else's text inside an element or an attribute.
+
+    >>> escape('<img src="x">')
+    '&lt;img src=&quot;x&quot;&gt;'
+    """
+    return html.escape(safe(text, most))
+
+
+def with_code(text: str) -> str:
+    """A sentence of ours in which `this` is something to type."""
+    pieces = escape(text).split("`")
+    if len(pieces) % 2 == 0:  # one is alone: it is somebody's own
+        return "`".join(pieces)
+    return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def facts_html(part: Facts) -> str:
+    rows = "".join(
+        f"<div><dt>{escape(row.title)}</dt><dd><span>{escape(row.value)}</span>"
+        + (f"<small>{with_code(row.detail)}</small>" if row.detail else "")
+        + "</dd></div>"
+        for row in part.rows
+    )
+    title = f"<h3>{escape(part.title)}</h3>" if part.title else ""
+    return f'{title}<dl class="facts">{rows}</dl>'
+
+
+def text_html(part: Text) -> str:
+    return f"<p>{with_code(part.text)}</p>"
+
+
+def missing_html(part: Missing) -> str:
+    return f'<aside class="missing"><p>{with_code(heading(part.text))}</p></aside>'
+
+
+def chart_html(part: Chart, number: int, figure: Mapping[str, Any]) -> str:
+    """The place of a chart, as high as it will be, under the names of its colors."""
+    caption, height = part.caption, figure["height"]
+    if figure.get("left_out"):
+        caption = f"{caption} {figure['left_out']:,} parts too small to see are left out.".strip()
+    return (
+        f'<figure class="chart"><div class="head"><h3>{escape(part.title)}</h3>'
+        f'<button type="button" class="quiet" data-png="{number}" data-name="{escape(part.id)}" '
+        f'aria-label="Save as a picture: {escape(part.title)}">PNG</button></div>{_legend(figure)}'
+        f'<div class="plot" data-chart="{number}" style="height:{height}px" role="img" '
+        f'aria-label="{escape(part.title)}. {escape(part.caption)}"><noscript>The chart needs JavaScript.</noscript>'
+        f"</div>" + (f"<figcaption>{with_code(caption)}</figcaption>" if caption else "") + "</figure>"
+    )
+
+
+def _legend(figure: Mapping[str, Any]) -> str:
+    """The names of the colors; the names are escaped already, for Plotly."""
+    if not figure["layout"].get("showlegend"):
+        return ""
+    items = []
+    for number, trace in enumerate(figure["data"]):
+        is_line = trace.get("mode") == "lines" and "stackgroup" not in trace
+        color = (trace["line"] if is_line else trace["marker"])["color"]
+        kind = trace["line"].get("dash", "solid") if is_line else "box"
+        items.append(
+            f'<button type="button" data-trace="{number}" aria-pressed="true">'
+            f'<i class="{kind}" style="color:{color}"></i>{trace["name"]}</button>'
+        )
+    return f'<div class="legend">{"".join(items)}</div>'
+
+
+def table_html(part: Table, number: int) -> str:
+    """The first rows; `table_data` has the others."""
+    names = list(part.columns)
+    heads = "".join(
+        f'<th scope="col"{_kind(part.columns[name])}><button type="button" data-column="{column}">'
+        f"{escape(title_of(name))}</button></th>"
+        for column, name in enumerate(names)
+    )
+    shown = min(part.num_rows, NUM_ROWS)
+    return (
+        f'<div class="table" data-table="{number}"><div class="head"><h3>{escape(part.title)}</h3>'
+        f'<span class="tools"></span></div>'
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{_body(part.columns, shown)}</tbody></table></div>{_foot(part, shown)}</div>"
+    )
+
+
+def plain_table_html(columns: Mapping[str, Sequence[Any]], num_rows: int) -> str:
+    """A small table that stays as it is."""
+    heads = "".join(
+        f'<th scope="col"{_kind(values)}>{escape(title_of(name))}</th>' for name, values in columns.items()
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{_body(columns, num_rows)}</tbody></table></div>"
+    )
+
+
+def _body(columns: Mapping[str, Sequence[Any]], num_rows: int) -> str:
+    kinds = {name: _kind(values) for name, values in columns.items()}
+    return "".join(
+        "<tr>"
+        + "".join(f"<td{kinds[name]}>{escape(cell(name, columns[name][row]))}</td>" for name in columns)
+        + "</tr>"
+        for row in range(num_rows)
+    )
+
+
+def _foot(part: Table, shown: int) -> str:
+    num_rows = part.num_rows
+    said = ""
+    if num_rows > MOST_ROWS:
+        said = (
+            f"The page has the first {MOST_ROWS:,} of {num_rows:,} rows; a report in a folder has all of them as CSV."
+        )
+    elif num_rows > shown:
+        said = f"{shown} of {num_rows:,} rows."
+    pieces = [f"<span>{with_code(text)}</span>" for text in (part.note, said) if text]
+    return f'<p class="foot">{" ".join(pieces)}</p>' if pieces else ""
+
+
+def _kind(values: Sequence[Any]) -> str:
+    return ' class="figure"' if is_numeric(values) else ""
+
+
+def table_data(part: Table) -> dict[str, Any]:
+    """What the page sorts, filters and shows: texts, and under them what stands in CSV: `raw` of a column of figures,
+    `csv` of those other cells that are not their text."""
+    rows = min(part.num_rows, MOST_ROWS)
+    columns = []
+    for name, values in part.columns.items():
+        some = list(values[:rows])
+        texts, cells = [cell(name, value) for value in some], [str(csv_cell(value)) for value in some]
+        column: dict[str, Any] = {"name": guarded(name), "texts": texts}
+        if is_numeric(values):
+            column["raw"] = cells
+        else:
+            column["csv"] = {row: own for row, (own, text) in enumerate(zip(cells, texts)) if own != text}
+        columns.append(column)
+    return {"id": part.id, "columns": columns, "rows": rows}

@@ -1,0 +1,175 @@
+"""A report as one HTML file that needs nothing else: no network, no server, no other file.
+
+The page's policy allows the scripts that are in it by their hashes and nothing besides: no request can leave it, and
+markup that somebody hides in a name cannot run even if it got in. Plotly is packed, and unpacked when the first chart
+comes into view; the text is there before.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from stepscope.document.explorer import Explorer
+from stepscope.document.model import Chart, Facts, Findings, Missing, Report, Section, Table, Text
+from stepscope.document.timeline.timeline import Timeline
+from stepscope.render.files import missing
+from stepscope.render.page.elements import (
+    chart_html,
+    escape,
+    facts_html,
+    missing_html,
+    table_data,
+    table_html,
+    text_html,
+    with_code,
+)
+from stepscope.render.page.explorer_data import explorer_data
+from stepscope.render.page.figures import figure_of
+from stepscope.render.page.finding_cards import findings_html
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("blobs.js", "sections.js", "tables.js", "charts.js", "explorer.js", "page.js")
+_TIMELINE = ("timeline_data.js", "timeline_draw.js", "timeline_tell.js", "timeline_move.js", "timeline.js")
+
+
+def page_of(report: Report) -> str:
+    """The whole page."""
+    body = _Body(report)
+    sections = "".join(body.section(section) for section in report.sections)
+    scripts = [_asset("early.js"), *(_wrapped("".join(map(_asset, names))) for names in (_SCRIPTS, _TIMELINE))]
+    plotly = _plotly() if body.data["charts"] or body.data["explorers"] else ""
+    policy = _policy([*scripts, plotly] if plotly else scripts)
+    facts = " · ".join(f"{escape(name)} {escape(value)}" for name, value in report.facts.items())
+    return "".join([
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">',
+        f"<title>{escape(report.title, 200)} · stepscope</title>",
+        f"<style>{_asset('page.css')}</style>",
+        f"<script>{scripts[0]}</script></head>\n<body>",
+        _bar(report),
+        f'<main><p class="verdict">{with_code(report.verdict)}</p>{sections}',
+        f'<footer><p>{facts}</p></footer></main>\n',
+        f"<script>{scripts[1]}</script>\n",
+        f'<script type="application/json" id="data">{_json(body.data)}</script>\n',
+        *body.blobs,
+        f"<script>{scripts[2]}</script>\n",
+        f'<script type="application/octet-stream" id="plotly-blob">{_packed(plotly)}</script>\n' if plotly else "",
+        "</body></html>\n",
+    ])  # fmt: skip
+
+
+class _Body:
+    """The sections as HTML, and on the way what the scripts need."""
+
+    def __init__(self, report: Report) -> None:
+        self.data: dict[str, Any] = {"tables": [], "charts": [], "explorers": [], "timeline": None}
+        self.blobs: list[str] = []
+        self.has_timeline = any(isinstance(part, Timeline) for section in report.sections for part in section.parts)
+
+    def section(self, section: Section) -> str:
+        content = "".join(self._part(part) for part in section.parts)
+        name, title = escape(section.id), f'<h2 id="{escape(section.id)}-title">{escape(section.title)}</h2>'
+        return f'<section id="{name}" aria-labelledby="{name}-title">{title}{content}</section>'
+
+    def _part(self, part: Any) -> str:
+        if isinstance(part, Table):
+            self.data["tables"].append(table_data(part))
+            return table_html(part, len(self.data["tables"]) - 1)
+        if isinstance(part, Chart):
+            figure = figure_of(part)
+            self.data["charts"].append(figure)
+            return chart_html(part, len(self.data["charts"]) - 1, figure)
+        if isinstance(part, Facts):
+            return facts_html(part)
+        if isinstance(part, Text):
+            return text_html(part)
+        if isinstance(part, Missing):
+            return missing_html(part)
+        if isinstance(part, Findings):
+            return findings_html(part, self.has_timeline)
+        if isinstance(part, Timeline):
+            return self._timeline(part)
+        if isinstance(part, Explorer):
+            self.data["explorers"].append(explorer_data(part))
+            return f'<div class="explorer" data-explorer="{len(self.data["explorers"]) - 1}"></div>'
+        raise TypeError(f"no HTML for {type(part).__name__}")
+
+    def _timeline(self, part: Timeline) -> str:
+        self.data["timeline"] = part.meta
+        blob = base64.b64encode(part.blob).decode()
+        self.blobs.append(f'<script type="application/octet-stream" id="timeline-blob">{blob}</script>\n')
+        wait = '<p class="wait">The timeline is drawn when it is looked at.</p>'
+        return f'<div class="timeline" id="timeline-root">{wait}</div>'
+
+
+def _bar(report: Report) -> str:
+    """The list of sections; those with nothing but a box that says so are quiet."""
+    links = "".join(
+        f'<a href="#{escape(section.id)}"{_absent(section)}>{escape(section.title)}</a>'
+        for section in report.sections
+    )
+    return (
+        f'<header class="bar"><h1 title="{escape(report.title)}">{escape(report.title, 200)}</h1>'
+        f'<nav aria-label="Sections">{links}</nav>'
+        '<div class="tools"><button type="button" class="quiet" id="theme">Dark</button>'
+        '<button type="button" class="quiet" id="help" aria-label="Keys">?</button></div></header>'
+        '<dialog id="keys"><h3>Keys</h3><dl><dt>1 … 9, 0</dt><dd>a section</dd><dt>[ &nbsp; ]</dt><dd>the section '
+        "before, after</dd><dt>t</dt><dd>light or dark</dd><dt>?</dt><dd>these keys</dd></dl>"
+        '<button type="button" class="quiet">Close</button></dialog>'
+    )
+
+
+def _absent(section: Section) -> str:
+    return ' class="absent"' if all(isinstance(part, Missing) for part in section.parts) else ""
+
+
+def _json(value: Any) -> str:
+    """JSON that no `</script>` or `<!--` can end."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _asset(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _wrapped(source: str) -> str:
+    return f'(() => {{\n"use strict";\n{source}}})();'
+
+
+@cache
+def _plotly() -> str:
+    """Plotly's JavaScript out of its Python package, which is not imported."""
+    found = importlib.util.find_spec("plotly")
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    for folder in folders:
+        path = Path(folder) / "package_data" / "plotly.min.js"
+        if path.is_file():
+            return path.read_bytes().decode("utf-8")
+    raise missing("plotly")
+
+
+@cache
+def _packed(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+
+
+def _policy(scripts: list[str]) -> str:
+    """Nothing may be fetched, and only these scripts run."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )

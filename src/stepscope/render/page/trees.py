@@ -1,0 +1,112 @@
+"""Parts of parts as a Plotly figure: an icicle from the top down, or a treemap."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from stepscope.document.cells import cell
+from stepscope.document.model import Node, Tree
+from stepscope.formatting import percent, safe
+from stepscope.render.colors import colors_of_nodes
+
+MOST_NODES = 1200
+"""Plotly draws each as an element; the smallest are left out of the picture and counted in its caption."""
+_DEPTH = 7
+_LETTERS = 150
+"""That fit into the width of a chart."""
+
+
+def tree_figure(chart: Tree) -> dict[str, Any]:
+    """The figure, with `left_out`: how many parts were too small to draw."""
+    nodes = _largest(chart.nodes)
+    values = _whole(nodes)
+    total = values[nodes[0].id] if nodes else 0.0
+    shares = [values[node.id] / total if total else 0.0 for node in nodes]
+    texts = [cell(chart.unit, node.value) for node in nodes]
+    by_id = colors_of_nodes(nodes)
+    colors = [by_id[node.id] for node in nodes]
+    trace: dict[str, Any] = {
+        "type": chart.shape,
+        "ids": [_key(node.id) for node in nodes],
+        "parents": [_key(node.parent) if node.parent else "" for node in nodes],
+        "labels": [html.escape(safe(node.name, 80), quote=False) for node in nodes],
+        "values": [values[node.id] for node in nodes],
+        "branchvalues": "total",
+        "marker": {"colors": colors},
+        "textfont": {"color": [_ink(color) for color in colors]},
+        "text": [_inside(node.name, text, share, chart.shape) for node, text, share in zip(nodes, texts, shares)],
+        "textinfo": "text",
+        "hoverinfo": "text",
+        "hovertext": [
+            f"{html.escape(safe(node.name, 200), quote=False)}<br><b>{text}</b> · {percent(share)} of all"
+            for node, text, share in zip(nodes, texts, shares)
+        ],
+        "maxdepth": _DEPTH,
+        "sort": chart.shape == "treemap",  # an icicle keeps its order: forward before backward, layers as they run
+    }
+    depth = min(_DEPTH, _deepest(nodes))
+    if chart.shape == "icicle":
+        trace |= {"tiling": {"orientation": "v"}, "pathbar": {"visible": False}, "leaf": {"opacity": 1}}
+        height = max(200, 54 * depth + 20)
+    else:
+        trace |= {"tiling": {"pad": 1}, "pathbar": {"visible": True}}
+        height = 460
+    layout = {"margin": {"t": 8, "l": 4, "r": 4, "b": 4}, "uniformtext": {"minsize": 10, "mode": "hide"}}
+    width = 700 if chart.shape == "icicle" else 0
+    left_out = len(chart.nodes) - len(nodes)
+    return {
+        "data": [trace],
+        "layout": layout,
+        "narrow": {},
+        "height": height,
+        "min_width": width,
+        "left_out": left_out,
+    }
+
+
+def _inside(name: str, text: str, share: float, shape: str) -> str:
+    """What stands in a part: its name as far as there is room, and its figure where there is more."""
+    room = int((share if shape == "icicle" else share**0.5) * _LETTERS)
+    if room < 3:
+        return ""
+    label = html.escape(safe(name, max(room, 4)), quote=False)
+    return f"{label}<br>{text} · {percent(share)}" if room >= 18 else label
+
+
+def _key(name: str) -> str:
+    return html.escape(name.encode("utf-8", "backslashreplace").decode())
+
+
+def _largest(nodes: tuple[Node, ...]) -> list[Node]:
+    """The largest ones, in order, none without its parent: no child has more than its parent has."""
+    if len(nodes) <= MOST_NODES:
+        return list(nodes)
+    places = sorted(range(len(nodes)), key=lambda place: (-nodes[place].value, place))
+    kept = set(places[:MOST_NODES]) | {0}
+    names = {nodes[place].id for place in kept}
+    return [node for place, node in enumerate(nodes) if place in kept and (not node.parent or node.parent in names)]
+
+
+def _whole(nodes: list[Node]) -> dict[str, float]:
+    """Each one's value, no less than its children's sum to the last bit: Plotly draws nothing otherwise."""
+    inside: dict[str, float] = {}
+    values: dict[str, float] = {}
+    for node in reversed(nodes):
+        values[node.id] = max(float(node.value), inside.get(node.id, 0.0))
+        inside[node.parent] = inside.get(node.parent, 0.0) + values[node.id]
+    return values
+
+
+def _ink(color: str) -> str:
+    """Black or white, whichever is easier to read on a color (the relative luminance of WCAG 2)."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 else "#ffffff"
+
+
+def _deepest(nodes: list[Node]) -> int:
+    depths: dict[str, int] = {"": 0}
+    for node in nodes:
+        depths[node.id] = depths.get(node.parent, 0) + 1
+    return max(depths.values())

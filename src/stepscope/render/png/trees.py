@@ -1,0 +1,197 @@
+"""Parts of parts by matplotlib: an icicle from the top down, or a treemap of squarish tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from stepscope.document.cells import cell
+from stepscope.document.model import Node, Tree
+from stepscope.document.text.trace_tables import shortened
+from stepscope.formatting import percent
+from stepscope.render.colors import colors_of_nodes
+from stepscope.render.png.pictures import brightness, drawn
+
+_DEPTH = 8
+_LETTER, _LINE = 0.0063, 0.030
+"""Of the picture: how wide a letter is, how high a line of text."""
+_LEAST = 0.0015
+"""A narrower tile cannot be seen."""
+_NOTHING = 1e-9
+
+
+class Tile(NamedTuple):
+    """A place from the upper left corner, in shares of the picture."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def draw_tree(axes: Any, chart: Tree) -> None:
+    """The tiles with as much of their names as fits; what is too small to be seen is counted."""
+    axes.axis("off")
+    axes.set(xlim=(0, 1), ylim=(1, 0))
+    if not chart.nodes:
+        return
+    children: dict[str, list[Node]] = {}
+    for node in chart.nodes[1:]:
+        children.setdefault(node.parent, []).append(node)
+    is_icicle = chart.shape == "icicle"  # it keeps its order: forward before backward, layers as they run
+    for nodes in children.values() if not is_icicle else ():
+        nodes.sort(key=lambda node: -node.value)
+    colors = colors_of_nodes(chart.nodes)
+    root = chart.nodes[0]
+    depth = _deepest(root, children)
+    whole = Tile(0, 0, 1, min(1.0, 0.16 * depth) if is_icicle else 1)
+    placed = [(root, whole if not is_icicle else whole._replace(height=whole.height / depth), 0)]
+    num_drawn = 0
+    while placed:
+        node, tile, level = placed.pop()
+        inner = children.get(node.id, []) if level + 1 < _DEPTH else []
+        is_group = bool(inner) and not is_icicle
+        _fill(axes, tile, _face(colors[node.id], is_group, level))
+        if not is_group or _has_line(tile):  # else its parts lie over its name
+            _write(axes, chart, node, tile, _face(colors[node.id], is_group, level), is_group, root.value)
+        num_drawn += 1
+        places = _icicle(node, inner, tile) if is_icicle else _treemap(node, inner, tile)
+        placed += [(n, t, level + 1) for n, t in zip(inner, places) if t.width >= _LEAST and t.height >= _LEAST]
+    if num_drawn < len(chart.nodes):
+        said = f"{len(chart.nodes) - num_drawn:,} of {len(chart.nodes):,} parts are too small or too deep to be drawn"
+        axes.text(1, 1.02, said, ha="right", va="top", fontsize=8, color="#555555")
+
+
+def _face(color: str, is_group: bool, level: int) -> str:
+    """Lighter the deeper it is; what has parts is lighter than them."""
+    return _lighter(color, min(0.75, 0.28 + 0.09 * level) if is_group else min(0.5, 0.06 * level))
+
+
+def _fill(axes: Any, tile: Tile, face: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(
+        Rectangle((tile.x, tile.y), tile.width, tile.height, facecolor=face, edgecolor="#ffffff", linewidth=1.0)
+    )
+
+
+def _write(axes: Any, chart: Tree, node: Node, tile: Tile, face: str, is_group: bool, total: float) -> None:
+    letters = int((tile.width - 0.008) / _LETTER)
+    if letters < 3 or tile.height < _LINE:
+        return
+    name = shortened(drawn(node.name, 300), letters)
+    figures = f"{cell(chart.unit, node.value)} · {percent(node.value / total)}" if total else ""
+    lines = [name]
+    if is_group or tile.height < 2 * _LINE:
+        if len(name) + len(figures) + 2 <= letters:
+            lines = [f"{name}  {figures}"]
+    elif len(figures) <= letters:
+        lines.append(figures)
+    if tile.height < _LINE * len(lines):
+        lines = lines[:1]
+    ink = "#ffffff" if brightness(face) < 0.5 else "#111111"
+    axes.text(
+        tile.x + 0.004, tile.y + 0.006, "\n".join(lines), ha="left", va="top", fontsize=8.5, color=ink,
+        linespacing=1.15, clip_on=True,
+    )  # fmt: skip
+
+
+def _icicle(node: Node, children: Sequence[Node], tile: Tile) -> list[Tile]:
+    """Below the parent, side by side; what the parent has for itself stays free on the right."""
+    if not node.value:
+        return []
+    scale = tile.width / max(node.value, math.fsum(child.value for child in children))
+    places, x = [], tile.x
+    for child in children:
+        places.append(Tile(x, tile.y + tile.height, child.value * scale, tile.height))
+        x += child.value * scale
+    return places
+
+
+def _treemap(node: Node, children: Sequence[Node], tile: Tile) -> list[Tile]:
+    """Within the parent, below a line for its name where there is room."""
+    if not node.value or not children:
+        return []
+    line = _LINE if _has_line(tile) else 0.0
+    inner = Tile(tile.x + 0.002, tile.y + line + 0.002, tile.width - 0.004, tile.height - line - 0.004)
+    if inner.width <= 0 or inner.height <= 0:
+        return []
+    own = max(0.0, node.value - math.fsum(child.value for child in children))
+    tiles = squarified([child.value for child in children] + ([own] if own else []), inner)
+    return tiles[: len(children)]
+
+
+def _has_line(tile: Tile) -> bool:
+    return tile.height > 3 * _LINE and tile.width > 8 * _LETTER
+
+
+def squarified(values: Sequence[float], tile: Tile) -> list[Tile]:
+    """A tile of that share of the whole for each value, none negative, from the largest on as square as they get.
+
+    After Bruls, Huizing and van Wijk, "Squarified Treemaps", 2000: a strip along the shorter side takes values for as
+    long as that makes its worst tile squarer.
+
+    >>> [(tile.x, tile.y, tile.width, tile.height) for tile in squarified([2, 1, 1], Tile(0, 0, 2, 1))]
+    [(0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 0.5), (1.0, 0.5, 1.0, 0.5)]
+    """
+    order = sorted(range(len(values)), key=lambda place: (-values[place], place))
+    total = math.fsum(values)
+    shares = [values[place] / total if total else 0.0 for place in order]
+    # What is far too small to be seen has no place: its sides could not be told from nothing.
+    areas = [share * tile.width * tile.height if share > _NOTHING else 0.0 for share in shares]
+    tiles: list[Tile] = []
+    start = 0
+    while start < len(areas):
+        side = min(tile.width, tile.height)
+        end = start + 1
+        while end < len(areas) and _worst(areas[start : end + 1], side) <= _worst(areas[start:end], side):
+            end += 1
+        strip, tile = _strip(areas[start:end], tile)
+        tiles += strip
+        start = end
+    found = dict(zip(order, tiles))
+    return [found[place] for place in range(len(values))]
+
+
+def _worst(areas: Sequence[float], side: float) -> float:
+    """How far the least square tile of a strip is from a square."""
+    total = math.fsum(areas)
+    if not total or not min(areas) or not side:
+        return math.inf
+    return max(side * side * max(areas) / (total * total), total * total / (side * side * min(areas)))
+
+
+def _strip(areas: Sequence[float], tile: Tile) -> tuple[list[Tile], Tile]:
+    """Tiles along the shorter side, and what is left of the place."""
+    total = math.fsum(areas)
+    stands = tile.width >= tile.height
+    side = tile.height if stands else tile.width
+    thick = min(total / side if side else 0.0, tile.width if stands else tile.height)
+    places, at = [], 0.0
+    for area in areas:
+        length = area / thick if thick else 0.0
+        if stands:
+            places.append(Tile(tile.x, tile.y + at, thick, length))
+        else:
+            places.append(Tile(tile.x + at, tile.y, length, thick))
+        at += length
+    rest = (
+        Tile(tile.x + thick, tile.y, tile.width - thick, tile.height)
+        if stands
+        else Tile(tile.x, tile.y + thick, tile.width, tile.height - thick)
+    )
+    return places, rest
+
+
+def _deepest(root: Node, children: dict[str, list[Node]]) -> int:
+    depth, level = 0, [root]
+    while level and depth < _DEPTH:
+        depth += 1
+        level = [child for node in level for child in children.get(node.id, [])]
+    return max(1, depth)
+
+
+def _lighter(color: str, share: float) -> str:
+    parts = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

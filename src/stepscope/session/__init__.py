@@ -1,0 +1,1 @@
+"""The one door: what a path is, opened once, with views computed on demand."""

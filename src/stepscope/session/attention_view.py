@@ -1,0 +1,139 @@
+"""What `stepscope analyze --attention` tells: every call of attention, its back end, and why it is not flash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.attention.reasons import Reason, reasons, recorded_callers
+from stepscope.analysis.attention.sites import SIGNATURE, attention_sites, attention_summary
+from stepscope.analysis.memory.module_tree import starred
+from stepscope.analysis.ranks.rank_account import device_name
+from stepscope.devices import find_device
+from stepscope.errors import UsageError
+from stepscope.findings.finding import CannotCheck
+from stepscope.session.case import Case
+
+SCHEMA_VERSION = 1
+NO_WORDS = (
+    "the trace alone: reasons follow from PyTorch's documented rules; `stepscope run train.py` records its own words"
+)
+NO_SHAPES = "the trace has no shapes: what the calls were given is not known; record with record_shapes=True"
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """Calls that were given the same, a step."""
+
+    call: Mapping[str, Any]
+    """A row of `attention_summary`."""
+    reasons: tuple[Reason, ...]
+    """Why it did not run on flash; empty where it did."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.call, "reasons": [reason.to_json() for reason in self.reasons]}
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """The calls of attention in a recording or a trace."""
+
+    path: str
+    device: str | None
+    is_on_gpu: bool
+    """Whether times are of the GPU; else they are the host's."""
+    num_steps: int
+    step_ns: float | None
+    """A traced step, on average; None where the trace has no steps."""
+    rows: tuple[AttentionRow, ...]
+    """Most time first."""
+    notes: tuple[str, ...]
+    """What the source does not know."""
+
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """The object that `--json` prints (docs/attention.md)."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "path": self.path,
+            "device": self.device,
+            "is_on_gpu": self.is_on_gpu,
+            "num_steps": self.num_steps,
+            "step_ns": self.step_ns,
+            "calls": [row.to_json() for row in self.rows],
+            "notes": list(self.notes),
+        }
+
+
+def attention_report(case: Case, step: int | None = None) -> AttentionReport:
+    """The report of a case, or of one of its steps; of a recording without a trace, what was seen in the process."""
+    recorded = _recorded(case)
+    try:
+        linked = case.linked
+    except CannotCheck:
+        if not recorded:
+            raise
+        return _without_trace(case, recorded)
+    calls, steps = attention_sites(linked), linked.steps.table
+    if step is not None:
+        steps = steps.filter(pl.col("step") == step)
+        if steps.is_empty():
+            raise UsageError(f"there is no step {step}: the trace has {_steps(linked.steps.table)}")
+    if linked.steps.num:
+        calls = calls.filter(pl.col("step").is_in(steps["step"].implode()))
+    table = attention_summary(calls, steps.height)
+    table = table.with_columns(recorded_callers(table, recorded))
+    is_on_gpu = linked.device.height > 0
+    name = device_name(linked)
+    device = find_device(name) if name and is_on_gpu else None
+    capability = None if device is None else device.compute_capability
+    rows = tuple(
+        AttentionRow(row, reasons(row, recorded, is_on_gpu, capability)) for row in table.iter_rows(named=True)
+    )
+    notes = []
+    if rows and not recorded:
+        notes.append(NO_WORDS)
+    if any(row.call["dtype"] is None for row in rows):
+        notes.append(NO_SHAPES)
+    length_ns = float((steps["end_ns"] - steps["start_ns"]).sum()) / steps.height if steps.height else None
+    shown = name if is_on_gpu else "CPU"
+    return AttentionReport(str(case.path), shown, is_on_gpu, steps.height, length_ns, rows, tuple(notes))
+
+
+def _recorded(case: Case) -> list[dict[str, Any]]:
+    found = case.recording.facts.get("attention") if case.has_recording else None
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def _without_trace(case: Case, recorded: list[dict[str, Any]]) -> AttentionReport:
+    rows: dict[str, dict[str, Any]] = {}
+    for entry in recorded:
+        row = _row(entry)
+        known = rows.setdefault(repr(row), {**row, "num_calls": 0.0})
+        known["num_calls"] += entry["num_calls"] if isinstance(entry.get("num_calls"), int) else 1
+    on_gpu = any(entry.get("device") == "cuda" for entry in recorded)
+    found = tuple(AttentionRow(row, reasons(row, recorded, on_gpu)) for row in rows.values())
+    note = "the recording has no trace: what was called is from the memory window, without times"
+    return AttentionReport(str(case.path), "GPU" if on_gpu else "CPU", on_gpu, 1, None, found, (note,))
+
+
+def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded call as a row of `attention_summary`."""
+    sizes = [entry.get(name) for name in ("query", "key", "value")]
+    query, key, value = ([None] * 4 if not isinstance(one, list) or len(one) < 3 else one for one in sizes)
+    mask = entry.get("mask")
+    row: dict[str, Any] = dict.fromkeys(SIGNATURE)
+    row |= {name: entry.get(name) for name in ("backend", "dtype", "is_causal", "dropout", "caller")}
+    row |= {
+        "batch": query[0] if len(query) > 3 else 1, "num_heads": query[-3], "num_key_heads": key[-3],
+        "num_queries": query[-2], "num_keys": key[-2], "head_size": query[-1], "value_size": value[-1],
+        "mask": None if mask is None else str(mask), "module": starred(entry.get("module")),
+    }  # fmt: skip
+    return row | dict.fromkeys(("forward_ns", "backward_ns", "beside_ns", "total_ns"))
+
+
+def _steps(table: pl.DataFrame) -> str:
+    numbers = table["step"].to_list()
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,99 @@
+"""What `stepscope analyze --compiler` tells: the compiler's report of a recording, and compiled code in its trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.analysis.compiler.compile_summary import CompilerSummary, compiler_summary
+from stepscope.analysis.compiler.compiled_regions import regions_by_name
+from stepscope.findings.compile_log import compile_report
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules.compiler import recompiles
+from stepscope.session.case import Case
+
+SCHEMA_VERSION = 1
+TRACE_ALONE = "Why graphs broke, and which guard failed, a trace does not tell: `stepscope run train.py` does."
+
+
+@dataclass(frozen=True)
+class Region:
+    """Calls of compiled code in a typical traced step."""
+
+    name: str
+    """`compiled region 0/0 (forward, model.py:12)`."""
+    num_calls: float
+    host_ns: float
+    is_nested: bool
+    """Whether another region calls it: the graph broke there."""
+
+
+@dataclass(frozen=True)
+class CompilerReport:
+    """The compiler's side of one recording or trace."""
+
+    path: str
+    summary: CompilerSummary | None
+    """None: nothing was compiled, or a trace does not tell."""
+    regions: tuple[Region, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints (docs/compile.md)."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "path": self.path,
+            "compiler": None if self.summary is None else self.summary.to_json(),
+            "regions": [dataclasses.asdict(region) for region in self.regions],
+            "notes": list(self.notes),
+        }
+
+
+def compiler_report(case: Case) -> CompilerReport:
+    """The report of a case."""
+    report, notes = compile_report(case), []
+    summary = compiler_summary(report, _clean_ns(case)) if report else None
+    regions = _regions(case, report)
+    if summary is None:
+        notes += seen_planning(case)
+        if _is_recording(case):
+            notes.append("torch.compile compiled nothing in this run.")
+        elif regions:
+            notes.append(TRACE_ALONE)
+        else:
+            notes.append("The trace shows no compiled code: torch.compile(model), then record again.")
+    return CompilerReport(path=str(case.path), summary=summary, regions=regions, notes=tuple(notes))
+
+
+def seen_planning(case: Case) -> list[str]:
+    """What the trace itself shows of compiling, and of planning for shapes not seen before: a sentence, or none."""
+    try:
+        return [finding.sentence for finding in recompiles.check(case)]
+    except CannotCheck:
+        return []
+
+
+def _is_recording(case: Case) -> bool:
+    try:
+        return case.recording is not None
+    except CannotCheck:
+        return False
+
+
+def _clean_ns(case: Case) -> float | None:
+    try:
+        return case.clean_ns
+    except CannotCheck:
+        return None
+
+
+def _regions(case: Case, report: Mapping[str, Any]) -> tuple[Region, ...]:
+    try:
+        regions, num_steps = case.compiled_regions, case.num_steps
+    except CannotCheck:
+        return ()
+    if regions.is_empty():
+        return ()
+    return tuple(Region(**row) for row in regions_by_name(regions, num_steps, report).to_dicts())

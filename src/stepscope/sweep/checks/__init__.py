@@ -1,0 +1,1 @@
+"""Is a point correct, and did it run what it claims?"""

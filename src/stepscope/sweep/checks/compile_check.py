@@ -1,0 +1,192 @@
+"""Whether compiled code computes what eager code does: one compiled module at several shapes, an eager one beside it.
+
+Two modules are built with the same weights, the larger shape's. Each shape has a batch of its own, and both modules
+run it: loss or outputs, and the gradients. Then every shape is called again, so that what was compiled for one shape
+alone shows, and timed. Compiled code takes random numbers as eager code does, or dropout would differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from stepscope.recorder.compiler.compile_watch import CompilerProbe
+from stepscope.recorder.compiler.messages import place_of, useful_line
+from stepscope.recorder.environment import Environment
+from stepscope.sweep import measure, memory, prepare
+from stepscope.sweep.checks import gate
+from stepscope.sweep.point_process import CRASHED, OK, OOM, WRONG, Report, Request
+from stepscope.workloads.registry import find
+from stepscope.workloads.workload import Batch, Built, Value
+
+FEWEST_SECONDS = 0.2
+"""Calls of one shape are timed at least so long, or as often as `steps` says."""
+
+
+def check(request: Request, report: Report) -> None:
+    """Check in this process, which is the point's own; what was found is in the report."""
+    run, fields, shapes = request.run, report.fields, request.shapes or [{}]
+    device = str(run["device"])
+    if device == "cpu":
+        memory.limit_to_machine()
+    prepare.check_machine(run)
+    if run["compile"] == "off":
+        raise prepare.CannotRun("compile=off: there is nothing to check")
+    prepare.apply_settings(run)
+    fields["environment"] = Environment().facts(0 if device == "cuda" else None)
+    workload = find(request.workload)
+    report.stage("build")
+    sizes = [{**request.config, **shape} for shape in shapes]
+    largest = max(range(len(sizes)), key=lambda place: _num_elements(sizes[place]))
+    modules, batches = [], []
+    for place in range(len(sizes)):
+        built = prepare.build(workload, workload.config(**sizes[place]), int(run["seed"]), device)
+        if not isinstance(built, Built):
+            raise prepare.CannotRun(
+                "it is a whole step of your own: its model is inside; give (module, batch function)"
+            )
+        batches.append(prepare.make_batch(built, int(run["seed"]), device))
+        if place == largest:
+            again = prepare.build(workload, workload.config(**sizes[place]), int(run["seed"]), device)
+            again.module.load_state_dict(built.module.state_dict())
+            modules = [built.module, again.module]
+    for module in modules:
+        module.to(prepare.weights_dtype(run))
+        module.train(run["mode"] != "inference")
+    batches = [prepare.cast(batch, prepare.weights_dtype(run), device) for batch in batches]
+    _check(modules, batches, shapes, report, run)
+
+
+def _check(
+    modules: list[torch.nn.Module], batches: list[Batch], shapes: list[dict[str, Any]], report: Report, run: Any
+) -> None:
+    fields, device = report.fields, str(run["device"])
+    eager, plain = modules
+    compiled = prepare.compiled(plain, run)
+    found: list[dict[str, Any]] = [{"shape": shape} for shape in shapes]
+    fields["shapes"] = found
+    _take_random_numbers_as_eager()
+    probe = CompilerProbe()
+    probe.start()
+    compile_before = measure.compile_ns()
+    try:
+        for shape, batch in zip(found, batches):
+            named = ", ".join(f"{name}={value}" for name, value in shape["shape"].items())
+            report.stage(f"eager call{f' at {named}' if named else ''}")
+            truth = _results(eager, eager, batch, run)
+            report.stage(f"compiled call{f' at {named}' if named else ''}")
+            began = time.perf_counter_ns()
+            result = _results(compiled, plain, batch, run)
+            measure.synchronize(device)
+            shape["first_call_ns"] = time.perf_counter_ns() - began
+            shape.update(_compared(result, truth, str(run["dtype"])))
+        for shape, batch in zip(found, batches):
+            report.stage("timing")
+            shape["compiled_ns"] = _median_ns(compiled, plain, batch, run)
+            shape["eager_ns"] = _median_ns(eager, eager, batch, run)
+        wrong = [shape for shape in found if not shape["passed"]]
+        fields.update(status=WRONG, reason=wrong[0]["worst"]) if wrong else fields.update(status=OK)
+    except Exception as error:
+        _failed(error, report)
+    finally:
+        probe.stop()
+        fields["compiler_report"] = {**probe.report(), "compiled_calls": []}
+        fields["compile_ns"] = measure.compile_ns() - compile_before
+
+
+def _failed(error: Exception, report: Report) -> None:
+    """The first useful line of an error that ended the check, and the user's line that it comes from."""
+    import traceback
+
+    traceback.print_exception(error)  # to the check's log
+    shortage = memory.read_error(error)
+    if isinstance(error, prepare.CannotRun):
+        raise error
+    if shortage is not None:
+        report.fields.update(status=OOM, oom=dataclasses.asdict(shortage), reason=useful_line(error))
+        return
+    own = str(error).partition("from user code:")[2]
+    place = place_of(own) or place_of("".join(traceback.format_tb(error.__traceback__)))
+    where = f", at {place}" if place else ""
+    reason = f"{type(error).__name__}: {useful_line(error)}{where}"
+    compiles = not str(report.fields.get("stage")).startswith("compiled call")
+    if compiles:
+        reason = f"in stage {report.fields.get('stage')}: {reason}"
+    report.fields.update(status=CRASHED, reason=reason, compiles=compiles)
+
+
+def _results(
+    module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run: Mapping[str, Value]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """outputs (or the loss) and gradients of one call, in float64 on the CPU."""
+    out = _call(module, plain, batch, run)
+    results = {"outputs": {f"output {i}": gate.truthful(t) for i, t in enumerate(prepare.tensors_of(out))}}
+    if run["mode"] in ("forward+backward", "step"):
+        results["gradients"] = gate.gradients_of(plain, batch)
+    return results
+
+
+def _call(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run: Mapping[str, Value]) -> Any:
+    contexts = prepare.Contexts(run)
+    torch.manual_seed(int(run["seed"]) + 3)
+    if run["compile"] in ("reduce-overhead", "max-autotune"):
+        torch.compiler.cudagraph_mark_step_begin()
+    for tensor in (*plain.parameters(), *batch.values()):
+        tensor.grad = None
+    if run["mode"] == "inference":
+        inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
+        with torch.inference_mode(), contexts():
+            return module(**inputs)
+    with contexts():
+        out = module(**batch)
+    if run["mode"] in ("forward+backward", "step"):
+        is_loss = isinstance(out, torch.Tensor) and out.dim() == 0
+        starts = [out] if is_loss and out.requires_grad else prepare.differentiable(out)
+        with contexts.attention():
+            torch.autograd.backward(starts, None if is_loss else prepare.random_gradients(starts, int(run["seed"])))
+    return out
+
+
+def _compared(result: Any, truth: Any, dtype: str) -> dict[str, Any]:
+    """How far compiled is from eager; the tolerances are the gate's."""
+    deviations = gate.deviations(result, truth)
+    loose, looser = gate.TOLERANCE[dtype]
+    tolerances = {kind: looser if kind == "gradients" else loose for kind in deviations}
+    named = [
+        (value / tolerances[kind], name, value) for kind in deviations for name, value in deviations[kind].items()
+    ]
+    share, name, value = max(named, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
+    worst = {kind: max(found.values(), default=0.0) for kind, found in deviations.items()}
+    return {
+        "passed": share <= 1,
+        "worst": f"{name}: {value:.2g} of eager's norm",
+        "deviations": {kind: value if math.isfinite(value) else None for kind, value in worst.items()},
+        "tolerances": tolerances,
+    }
+
+
+def _median_ns(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run: Mapping[str, Value]) -> int:
+    """Median nanoseconds of a call until the device is done."""
+    device, began = str(run["device"]), time.monotonic()
+    samples: list[int] = []
+    for _ in range(int(run["warmup"])):
+        _call(module, plain, batch, run)
+    while len(samples) < int(run["steps"]) or time.monotonic() - began < FEWEST_SECONDS:
+        samples.append(measure.timed_call(lambda: _call(module, plain, batch, run), device)[0])
+    return int(statistics.median(samples))
+
+
+def _take_random_numbers_as_eager() -> None:
+    import torch._inductor.config
+
+    torch._inductor.config.fallback_random = True
+
+
+def _num_elements(config: Mapping[str, Any]) -> int:
+    return math.prod(int(config.get(name) or 1) for name in ("batch", "seq_len"))

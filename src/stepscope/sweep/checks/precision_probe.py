@@ -1,0 +1,233 @@
+"""What a comparison of dtypes asks of a point besides its time: phases, memory by owner, work by op, deviation.
+
+Each is a pass of its own, after the clean samples were taken.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from stepscope.recorder.clock import BACKWARD
+from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.sweep import measure, prepare
+from stepscope.sweep.prepare import Pass
+from stepscope.workloads.workload import Value, Workload
+
+NAME = "precision"
+CAST = "aten::_to_copy"
+FLOATING = ("float", "double", "c10::Half", "c10::BFloat16")
+"""Dtypes, as the profiler calls them."""
+NUM_PROFILED = 3
+FIRST_SCALE = 2.0**16
+"""What a GradScaler begins with; it halves it where a gradient overflows."""
+
+
+def questions(
+    workload: Workload[Any], config: Mapping[str, Value], run: Mapping[str, Value], run_once: Pass
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What is asked, by the words for what is missing where it fails → the fields it gives to the row."""
+    device = str(run["device"])
+    return {
+        "phases were not timed": lambda: {
+            "phase_ms": measure.phase_medians_ms(run_once, int(run["steps"]), device),
+        },
+        "memory by owner was not followed": lambda: {"memory_by_owner": memory_by_owner(run_once, device)},
+        "work by op was not traced": lambda: work_by_op(run_once, device),
+        "the deviation from fp32 was not measured": lambda: {"deviation": deviation(workload, config, run)},
+    }
+
+
+def memory_by_owner(run_once: Pass, device: str) -> dict[str, int]:
+    """Bytes of tensors alive at the peak of one pass, by owner, of the module before any compiler."""
+    phase: list[str] = []
+    optimizers = [run_once.optimizer] if run_once.optimizer is not None else []
+    ledger = Ledger([run_once.plain], optimizers, lambda: phase[-1] if phase else None)
+
+    def on_phase(name: str) -> None:
+        phase.append(name)
+        if name == BACKWARD:
+            ledger.backward_begins()
+
+    run_once.drop_gradients()
+    ledger.start()
+    try:
+        ledger.note_inputs((), run_once.batch)
+        run_once(on_phase, module=run_once.plain)
+    finally:
+        ledger.stop()
+    return at_peak([one for one in ledger.memory()["allocations"] if one["device"].startswith(device)])
+
+
+def at_peak(allocations: list[dict[str, Any]]) -> dict[str, int]:
+    """Bytes by owner at the moment when most are alive; `born` None: it was there before.
+
+    >>> small = {"bytes": 4, "owner": "parameter", "born": None, "died": None}
+    >>> at_peak([small, {"bytes": 2, "owner": "temporary", "born": 0, "died": 1}])
+    {'parameter': 4, 'temporary': 2}
+    """
+    changes = [(one["born"] if one["born"] is not None else -1, one["bytes"]) for one in allocations]
+    changes += [(one["died"], -one["bytes"]) for one in allocations if one["died"] is not None]
+    total = most = 0
+    peak = -1
+    for event, num_bytes in sorted(changes, key=lambda change: change[0]):
+        total += num_bytes
+        if total > most:
+            most, peak = total, event
+    by_owner: dict[str, int] = {}
+    for one in allocations:
+        if (one["born"] is None or one["born"] <= peak) and (one["died"] is None or one["died"] > peak):
+            by_owner[one["owner"]] = by_owner.get(one["owner"], 0) + one["bytes"]
+    return dict(sorted(by_owner.items(), key=lambda item: -item[1]))
+
+
+def work_by_op(run_once: Pass, device: str) -> dict[str, Any]:
+    """`work` of a profiled pass by op, kernel and whether it is a cast, and `num_casts`.
+
+    Nanoseconds of the GPU, else the host's own; medians of NUM_PROFILED passes.
+    """
+    passes = [_profiled(run_once, device) for _ in range(NUM_PROFILED)]
+    keys = dict.fromkeys(key for totals, _ in passes for key in totals)
+    work = []
+    for op, kernel, is_cast in keys:
+        found = [totals.get((op, kernel, is_cast), (0, 0.0)) for totals, _ in passes]
+        calls, microseconds = (statistics.median(values) for values in zip(*found))
+        figures = {"num_calls": round(calls), "duration_ns": round(microseconds * 1000)}
+        work.append({"op": op, "kernel": kernel, "is_cast": is_cast, **figures})
+    work.sort(key=lambda one: -one["duration_ns"])
+    return {"work": work, "num_casts": passes[-1][1]}
+
+
+def _profiled(run_once: Pass, device: str) -> tuple[dict[tuple[str, str, bool], tuple[int, float]], int]:
+    """Op, kernel, whether it is a cast → calls and microseconds; and how many casts."""
+    from torch.profiler import ProfilerActivity, profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    measure.synchronize(device)
+    with profile(activities=activities, acc_events=True, record_shapes=True) as profiler:
+        run_once()
+        measure.synchronize(device)
+    casts = {
+        event.correlation_id()
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == CAST and _is_of_tensor(event)
+    }
+    totals: dict[tuple[str, str, bool], tuple[int, float]] = {}
+    for event in profiler.events():
+        if device == "cuda":
+            pieces = [(kernel.name, kernel.duration) for kernel in event.kernels]
+        else:
+            pieces = [("", event.self_cpu_time_total)] if event.name.startswith("aten::") else []
+        for kernel, microseconds in pieces:
+            key = (event.name, kernel, _is_cast(event, casts))
+            calls, total = totals.get(key, (0, 0.0))
+            totals[key] = (calls + 1, total + microseconds)
+    return totals, len(casts)
+
+
+def _is_of_tensor(event: Any) -> bool:
+    """Whether a floating-point tensor is cast: no mask, no single number, which an optimizer makes of settings."""
+    dtypes, shapes = event.dtypes(), event.shapes()
+    return bool(dtypes and dtypes[0] in FLOATING and shapes and shapes[0])
+
+
+def _is_cast(event: Any, casts: set[int]) -> bool:
+    """Whether it is a cast, or a part of one."""
+    while event is not None:
+        if event.id in casts and event.name == CAST:
+            return True
+        event = event.cpu_parent
+    return False
+
+
+def deviation(workload: Workload[Any], config: Mapping[str, Value], run: Mapping[str, Value]) -> dict[str, Any]:
+    """How far loss, outputs and gradients are from those in fp32: the same weights, batch and device.
+
+    A deviation is ‖found − fp32‖ ÷ ‖fp32‖ over all parameters; `largest` is the same of the largest element.
+    """
+    plain = {**run, "dtype": "fp32", "compile": "off", "sdpa": "free"}
+    prepare.apply_settings(plain)
+    try:
+        truth = _results(workload, config, plain)
+    finally:
+        prepare.apply_settings(run)
+    found = _results(workload, config, run) if run["dtype"] != "fp32" else truth
+    facts: dict[str, Any] = {"loss_fp32": truth["loss"], "loss": found["loss"], "loss_scale": found["scale"]}
+    for kind in ("outputs", "gradients"):
+        if truth[kind]:
+            facts[kind] = _compared(found[kind], truth[kind])
+    return facts
+
+
+def _compared(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    squares = of_truth = largest = highest = 0.0
+    worst: tuple[float, str] = (0.0, "")
+    for name, exact in truth.items():
+        exact = exact.double()
+        difference = found[name].double() - exact
+        square, norm = float(difference.square().sum()), float(exact.square().sum())
+        squares, of_truth = squares + square, of_truth + norm
+        largest = max(largest, float(difference.abs().max()), key=_order)
+        highest = max(highest, float(exact.abs().max()))
+        share = math.sqrt(square / norm) if norm else (math.inf if square else 0.0)
+        worst = max(worst, (share, name), key=lambda entry: _order(entry[0]))
+    return {
+        "relative": _finite(math.sqrt(squares / of_truth)) if of_truth else None,
+        "largest": _finite(largest / highest) if highest else None,
+        "worst": worst[1],
+        "worst_relative": _finite(worst[0]),
+        "num_not_finite": sum(int((~tensor.isfinite()).sum()) for tensor in found.values()),
+    }
+
+
+def _results(workload: Workload[Any], config: Mapping[str, Value], run: Mapping[str, Value]) -> dict[str, Any]:
+    """Loss, outputs and gradients of one pass from the seed, on the CPU in float32."""
+    seed, device = int(run["seed"]), str(run["device"])
+    built = prepare.build(workload, workload.config(**config), seed, device)
+    module = built.module.to(prepare.weights_dtype(run)).train(run["mode"] != "inference")
+    batch = prepare.cast(prepare.make_batch(built, seed, device), prepare.weights_dtype(run))
+    contexts = prepare.Contexts(run)
+    has_backward = run["mode"] in ("forward+backward", "step")
+    scale = FIRST_SCALE if run["dtype"] == "autocast_fp16" and has_backward else 1.0
+    while True:
+        torch.manual_seed(seed + 3)
+        for parameter in module.parameters():
+            parameter.grad = None
+        with torch.set_grad_enabled(has_backward), contexts():
+            out = module(**batch)
+        loss = out if isinstance(out, torch.Tensor) and out.dim() == 0 else None
+        if has_backward:
+            starts = [out] if loss is not None else prepare.differentiable(out)
+            gradients = None if loss is not None else prepare.random_gradients(starts, seed)
+            with contexts.attention():
+                torch.autograd.backward([start * scale for start in starts], gradients)
+        found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        if scale == 1.0 or all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            break
+        scale /= 2
+    return {
+        "loss": None if loss is None else _finite(float(loss.detach())),
+        "scale": scale,
+        "outputs": {}
+        if loss is not None
+        else {f"output {i}": _kept(t) for i, t in enumerate(prepare.tensors_of(out))},
+        "gradients": {name: _kept(gradient) / scale for name, gradient in found.items()},
+    }
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float32)
+
+
+def _order(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

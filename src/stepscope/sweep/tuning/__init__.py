@@ -1,0 +1,1 @@
+"""Searches the knobs of a workload."""

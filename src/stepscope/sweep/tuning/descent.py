@@ -1,0 +1,299 @@
+"""Coordinate descent: one knob after the other around the best point, until a whole round gains nothing.
+
+Machines drift, so before each knob the best point is measured once more, and what is compared was measured close
+together. A value is kept where its median is more than 1 % faster a token and a rank test agrees, now and with both
+measured a second time. At the end the defaults, the best, the next best and the frontier are measured again in turns,
+and only that is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from stepscope.sweep.grid import Point
+from stepscope.sweep.point_process import OK, OOM, UNPROVEN
+from stepscope.sweep.tuning.contenders import affordable, candidates
+from stepscope.sweep.tuning.space import (
+    BATCH,
+    CHECKPOINT,
+    COMPILE,
+    NOT_OF_A_WHOLE_STEP,
+    ORDER,
+    SDPA,
+    Axis,
+    Space,
+    next_power,
+    power_below,
+    value_of,
+)
+from stepscope.sweep.tuning.trials import (
+    AGAIN,
+    BESIDE,
+    DEFAULTS,
+    NUM_AGAIN,
+    OutOfTime,
+    Row,
+    Trials,
+    cost_ns,
+    costs_ns,
+    is_pruned,
+    steady_ns,
+)
+from stepscope.workloads.workload import Value
+
+LEAST_GAIN = 0.01
+HOPELESS = 2.0
+"""A value so many times slower than the best is not tried again in later rounds."""
+LARGEST_BATCH = 1 << 24
+TIME, SETTLED, STUCK, INTERRUPTED = "time", "settled", "stuck", "interrupted"
+
+
+@dataclass(frozen=True)
+class Move:
+    """A knob that was turned."""
+
+    round: int
+    turned: dict[str, Value]
+    """Knob → its new value."""
+    before: dict[str, Value]
+    gain: float | None
+    """Speed ÷ the speed before, as the search measured it; None where nothing had worked before."""
+
+
+@dataclass(frozen=True)
+class NotTried:
+    """What there was no time for, or no use in."""
+
+    round: int
+    turned: dict[str, Value]
+    reason: str
+
+
+class Search:
+    """`run()` finds the best point; `to_json()` is the log of how."""
+
+    def __init__(
+        self, space: Space, trials: Trials, is_faster: Callable[[list[float], list[float], float], bool]
+    ) -> None:
+        """`is_faster` says of costs before and after whether the second are less, by so much of them, for sure."""
+        self._space, self._trials, self._is_faster = space, trials, is_faster
+        self.best: Point | None = None
+        self.moves: list[Move] = []
+        self.not_tried: list[NotTried] = []
+        self.num_rounds = 0
+        self.stopped = TIME
+        self._axes = space.axes
+        self._hopeless: dict[tuple[str, Value], str] = {}
+        self._waiting: list[dict[str, Value]] = []
+        self._is_full = False
+        self._without_sdpa: set[tuple[Value, ...]] = set()
+        self._beside: Row = {}
+        self._best_ns = 0.0
+        self._contenders: list[Point] = []
+
+    @property
+    def points(self) -> dict[str, Point]:
+        """Every point that has a row, by its hash."""
+        return self._trials.points
+
+    def to_json(self) -> dict[str, Any]:
+        """How the search went."""
+        return {
+            "defaults": self._space.base.hash,
+            "axes": {axis.name: None if axis.values is None else list(axis.values) for axis in self._space.axes},
+            "moves": [asdict(move) for move in self.moves],
+            "not_tried": [asdict(entry) for entry in self.not_tried],
+            "num_rounds": self.num_rounds,
+            "stopped": self.stopped,
+            "contenders": [point.hash for point in self._contenders],
+        }
+
+    def run(self) -> None:
+        """Search until nothing gains or the time is over, then measure the contenders again."""
+        try:
+            self._begin()
+            while self._round():
+                pass
+            self.stopped = STUCK if self.best is None else SETTLED
+        except OutOfTime:
+            self._list_waiting("no time was left")
+        self._trials.reserved_s = 0.0
+        if self.best is not None:
+            self._contenders = affordable(self._trials, self._space.base, self.best)
+        try:
+            among = " ".join(point.hash for point in self._contenders)
+            for turn in range(1, NUM_AGAIN + 1):
+                for point in self._contenders:
+                    self._trials.again(point, AGAIN, turn, among)
+        except OutOfTime:
+            pass
+
+    def interrupt(self) -> None:
+        """Say that somebody ended it."""
+        self._list_waiting("it was interrupted")
+        self.stopped = INTERRUPTED
+
+    def _begin(self) -> None:
+        base = self._space.base
+        self._waiting = [{axis.name: value} for axis in self._axes for value in self._others(axis)]
+        row = self._trials.pace = self._trials.row(base, DEFAULTS)
+        if row["status"] == OK:
+            self.best, self._beside, self._best_ns = base, row, cost_ns(row)
+            self._trials.reserve([base, base])
+        left_out: tuple[str, ...] = ()
+        if "num_tokens" in row and "num_parameters" not in row:
+            left_out, reason = NOT_OF_A_WHOLE_STEP, "a whole step of your own: its own affair"
+        elif row["status"] == OK and not row.get("num_tokens"):
+            left_out, reason = (BATCH,), "the workload does not say how many tokens a batch has"
+        for axis in self._axes:
+            if axis.name in left_out:
+                self.not_tried += [NotTried(0, {axis.name: value}, reason) for value in self._others(axis)]
+        self._axes = tuple(axis for axis in self._axes if axis.name not in left_out)
+        if self._is_short_of_memory(row) and any(axis.name == BATCH for axis in self._axes):
+            self._shrink()
+
+    def _round(self) -> bool:
+        """Turn every knob once; whether one of them gained."""
+        self.num_rounds += 1
+        num_before = len(self.moves)
+        for place, axis in enumerate(self._axes):
+            self._waiting = [{later.name: value} for later in self._axes[place:] for value in self._others(later)]
+            new = [v for v in self._others(axis) if self._trials.seen(self._turned({axis.name: v})) is None]
+            if new:
+                self._measure_best_beside(axis)
+            if axis.values is None:
+                self._climb()
+            else:
+                self._compare(axis)
+        self._waiting = []
+        return len(self.moves) > num_before
+
+    def _others(self, axis: Axis) -> list[Value]:
+        current = value_of(self._centre, axis.name)
+        if axis.values is None:
+            return [next_power(int(current))]
+        return [v for v in axis.values if v != current and (axis.name, v) not in self._hopeless]
+
+    @property
+    def _centre(self) -> Point:
+        return self._space.base if self.best is None else self.best
+
+    def _turned(self, turned: dict[str, Value]) -> Point:
+        return self._space.changed(self._centre, **turned)
+
+    def _measure_best_beside(self, axis: Axis) -> None:
+        """Measure the best point, unless that was the last thing done; costs are scaled by what has changed."""
+        if self.best is None or self._trials.last == self.best.hash:
+            return
+        row = self._trials.again(self.best, BESIDE, self.num_rounds, axis.name)
+        if row["status"] == OK:
+            self._trials.scale = self._best_ns / cost_ns(row)
+            self._beside = row
+
+    def _compare(self, axis: Axis) -> None:
+        """Every other value of a knob, around the best point; the fastest is kept if it gains."""
+        found: list[tuple[Point, dict[str, Value]]] = []
+        ways = tuple(value_of(self._centre, own.name) for own in self._axes if own.name not in ORDER)
+        for value in self._others(axis):
+            turned = {axis.name: value}
+            if axis.name == SDPA and ways in self._without_sdpa:
+                reason = "this variant does not call scaled_dot_product_attention"
+                self.not_tried.append(NotTried(self.num_rounds, turned, reason))
+                continue
+            point, row = self._try(turned)
+            found.append((point, turned))
+            # A forced back end that was called and is not there is an error: if nothing shows, nothing called it.
+            if axis.name == SDPA and row["status"] == UNPROVEN:
+                self._without_sdpa.add(ways)
+            if axis.name == CHECKPOINT and self._is_full and BATCH in point.config:
+                larger = {**turned, BATCH: next_power(int(value_of(self._centre, BATCH)))}
+                found.append((self._try(larger)[0], larger))
+        self._keep_fastest(found)
+
+    def _climb(self) -> None:
+        """Powers of two upwards while they gain; where the first does not, downwards."""
+        self._is_full = False
+        has_gained = False
+        while (value := next_power(int(value_of(self._centre, BATCH)))) <= LARGEST_BATCH:
+            point, row = self._try({BATCH: value})
+            self._is_full = self._is_short_of_memory(row)
+            if not self._keep_fastest([(point, {BATCH: value})]):
+                break
+            has_gained = True
+        while not has_gained and (value := power_below(int(value_of(self._centre, BATCH)))):
+            if not self._keep_fastest([(self._try({BATCH: value})[0], {BATCH: value})]):
+                break
+
+    def _shrink(self) -> None:
+        """Where the defaults do not fit: smaller batches until one does."""
+        value = int(value_of(self._space.base, BATCH))
+        while self.best is None and (value := power_below(value)):
+            point, row = self._try({BATCH: value})
+            self._keep_fastest([(point, {BATCH: value})])
+            if not self._is_short_of_memory(row):
+                break
+
+    def _try(self, turned: dict[str, Value]) -> tuple[Point, Row]:
+        point = self._turned(turned)
+        self._waiting = [turned, *(other for other in self._waiting if other != turned)]
+        row = self._trials.row(point, round_number=self.num_rounds)
+        self._waiting.pop(0)
+        if len(turned) == 1:
+            ((name, value),) = turned.items()
+            if row["status"] == OK:
+                is_slow = self.best is not None and steady_ns(row) > HOPELESS * self._best_ns
+                if is_slow and name != BATCH:
+                    self._hopeless[name, value] = "slow"
+            elif not self._is_short_of_memory(row):
+                self._hopeless[name, value] = row["status"]
+        return point, row
+
+    def _keep_fastest(self, found: list[tuple[Point, dict[str, Value]]]) -> bool:
+        """Make the fastest of some points the best one if it gains."""
+        usable = [entry for entry in found if self._row(entry[0])["status"] == OK]
+        if not usable:
+            return False
+        point, turned = min(usable, key=lambda entry: steady_ns(self._row(entry[0])))
+        row, gain = self._row(point), None
+        if self.best is not None:
+            gain = self._gain(point, row)
+            if gain is None:
+                return False
+        self._best_ns = steady_ns(row) if gain is None else self._best_ns / gain
+        old = {name: value_of(self._centre, name) for name in turned}
+        self.moves.append(Move(self.num_rounds, turned, old, gain))
+        self.best, self._beside = point, row
+        if row["run"][COMPILE] == "off":
+            self._trials.pace = row
+        self._trials.reserve(candidates(self._trials, self._space.base, point))
+        return True
+
+    def _gain(self, point: Point, row: Row) -> float | None:
+        """By what a point is faster than the best one; None where it is not for sure, twice."""
+        assert self.best is not None
+        # As if they had been measured when the best was measured last.
+        scale = row["tune"]["scale"] * cost_ns(self._beside) / self._best_ns
+        before, after = costs_ns(self._beside), [cost * scale for cost in costs_ns(row)]
+        if not self._is_faster(before, after, LEAST_GAIN):
+            return None
+        for tried, costs in ((self.best, before), (point, after)):
+            again = self._trials.again(tried, BESIDE, self.num_rounds, f"{self.best.hash} {point.hash}")
+            if again["status"] == OK:
+                costs += costs_ns(again)
+        return median(before) / median(after) if self._is_faster(before, after, LEAST_GAIN) else None
+
+    def _row(self, point: Point) -> Row:
+        row = self._trials.seen(point)
+        assert row is not None
+        return row
+
+    @staticmethod
+    def _is_short_of_memory(row: Row) -> bool:
+        return row["status"] == OOM or is_pruned(row)
+
+    def _list_waiting(self, reason: str) -> None:
+        self.not_tried += [NotTried(self.num_rounds, turned, reason) for turned in self._waiting]
+        self._waiting = []

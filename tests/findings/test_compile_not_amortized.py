@@ -1,0 +1,49 @@
+"""Compiling that a run cannot win back is told, and only where the whole run is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_cases import case_of, recorded
+
+from handmade import cpu_facts
+from stepscope.findings.finding import CannotCheck
+from stepscope.findings.rules.compiler import compile_not_amortized as compile_not_amortized
+from trace_builder import TraceBuilder
+
+
+def compiling(folder: Path, seconds: float, **facts: Any) -> Path:
+    """12 steps of 10 ms, and so many seconds of compiling."""
+    return recorded(folder, {"num_compiles": 2, "compile_seconds": seconds}, **facts)
+
+
+def test_seconds_for_a_run_of_a_tenth_of_one(tmp_path):
+    (finding,) = compile_not_amortized.check(case_of(None, compiling(tmp_path / "run", 30.0)))
+
+    assert finding.sentence == (
+        "torch.compile took 30 s for a run of 12 steps of 10 ms, 0.1 s in all: had it made each step twice as fast, "
+        "it would have paid after 3,000 steps."
+    )
+    assert finding.saving_ns is None and finding.confidence == "high"
+
+
+def test_a_run_long_enough_is_clean(tmp_path):
+    assert compile_not_amortized.check(case_of(None, compiling(tmp_path / "run", 0.1))) == []
+
+
+def test_a_run_that_was_cut_short_cannot_say(tmp_path):
+    command = {**cpu_facts()["command"], "exit_after": True}
+    for name, facts in (("cut", {"command": command}), ("killed", {"status": "interrupted"})):
+        with pytest.raises(CannotCheck, match="cut short"):
+            compile_not_amortized.check(case_of(None, compiling(tmp_path / name, 30.0, **facts)))
+
+
+def test_a_run_that_compiled_nothing_is_clean(tmp_path):
+    assert compile_not_amortized.check(case_of(None, recorded(tmp_path / "run"))) == []
+
+
+def test_a_trace_alone_cannot_say():
+    with pytest.raises(CannotCheck, match="a recording"):
+        compile_not_amortized.check(case_of(TraceBuilder().step(1, 0, 100)))
