@@ -8,21 +8,18 @@ It runs these verbs with each of the two commands and compares the JSON they giv
     analyze and its views, diagnose, report   every trace, folder of ranks (and its first rank) and recording
     card                                      every recording
     compare                                   neighboring traces and recordings, sweeps that share a point
-    report                                    every sweep; every study, remade in a copy
+    report                                    every sweep; every study, made again in a copy
     plan                                      a few small points
 
 Every number, true, false and null is a figure. Whole numbers must be equal, others within 1e-9 of their size. Text is
-not compared. In a report, tables and charts are found by their id, wherever they stand, and each column or series is
-compared as a bag of values, so that sections and rows may move. Elsewhere a figure is found by its path; entries of a
-list that have an id are found by that. Keys and ids that one side alone has are listed; a figure that the new side adds
-is no difference. An input that the old side refuses counts only if the new side stops in another way.
+not compared. Figures are found by path, and by id in lists whose entries have one. In a report, tables and charts are
+found by id, wherever they stand, and each column or series is compared as a bag of values, so that rows may move.
+Keys and ids that one side alone has are listed; a figure that the new side adds is no difference. An input that the
+old side refuses counts only if the new side stops in another way. The exit code is 1 if there is a difference.
 
 Without --new only the old side runs. Its answers stay in KEEP/old and are used again: delete that folder when the
-inputs or the old side change. The new side's go to KEEP/new each time. The exit code is 1 if there is a difference.
-
-    --rename card=show                             a word of the command line that the new side calls otherwise
-    --rename-key synchronisation=synchronization   a part of keys and ids that the new side spells otherwise
-    --only diagnose                                only cases with this text in their name; may be repeated
+inputs or the old side change. The new side's go to KEEP/new each time. Where the new side calls a verb otherwise, or
+spells a part of keys and ids otherwise, say so: --rename card=show --rename-key colour=color. Both may be repeated.
 """
 
 from __future__ import annotations
@@ -31,17 +28,16 @@ import argparse
 import gzip
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,13 +46,13 @@ from typing import Any, NamedTuple
 # reading itself, versions and paths need no entry: where verbs give them they are text, or are read from the input.
 SKIPPED = {"schema_version", "num_shown", "log_x", "log_y", "is_chart"}
 VIEWS = ("", "--memory", "--attention", "--copies", "--compiler")
+PLAN = ("--device", "NVIDIA H200", "--json")
 ALLOW = "device,dtype,tokens,parameters,topology,flops"
-POINTS = (
-    "cs336 --preset tiny; cs336 --preset tiny --dtype autocast_bf16 --max-batch; cs336 --preset tiny --fsdp 2; "
-    "cs336 --preset small; hydra --preset debug; nano --preset decoder_tiny; tsmoe --preset 23m; "
-    "megalodon --preset profile"
+POINTS = (  # workload, preset, options
+    "cs336 tiny; cs336 tiny --dtype autocast_bf16 --max-batch; cs336 tiny --fsdp 2; cs336 small; hydra debug; "
+    "nano decoder_tiny; tsmoe 23m; megalodon profile"
 )
-CHART_DATA = ("series", "points", "nodes", "values")
+CHART_KEYS = {"kind", "series", "points", "nodes", "values"}
 TEXT = "text"  # in place of any text
 Figures = dict[str, Any]  # by path; a list of figures for a column of a table or a series of a chart
 
@@ -65,6 +61,10 @@ class Case(NamedTuple):
     name: str
     argv: list[str]  # {out} is a file or, of a study, a copy of its folder
     study: Path | None = None
+
+
+def label(path: Path) -> str:
+    return "/".join(path.parts[-2:])
 
 
 def cases_of(traces: list[Path], recordings: list[Path], results: list[Path]) -> Iterator[Case]:
@@ -96,23 +96,18 @@ def cases_of(traces: list[Path], recordings: list[Path], results: list[Path]) ->
     for study in folders_with("study.json", results):
         yield Case(f"report {label(study)}", ["report", "{out}"], study)
     for point in POINTS.split("; "):
-        yield Case(f"plan {point}", ["plan", *point.split(), "--device", "NVIDIA H200", "--json"])
+        yield Case(f"plan {point}", ["plan", *point.replace(" ", " --preset ", 1).split(), *PLAN])
 
 
 def is_trace(path: Path) -> bool:
     """Not what Stepscope keeps beside a trace, nor other JSON."""
-    if path.parent.suffix == ".stepscope" or not path.name.endswith((".json", ".json.gz")):
+    if not path.is_file() or path.parent.suffix == ".stepscope":
         return False
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-        return any(b'"traceEvents"' in line for line in stream)
+    return b'"traceEvents"' in (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
 
 
 def folders_with(name: str, roots: list[Path]) -> list[Path]:
     return sorted({path.parent for root in roots for path in root.rglob(name)})
-
-
-def label(path: Path) -> str:
-    return "/".join(path.parts[-2:])
 
 
 def answer(case: Case, command: str, renames: dict[str, str], store: Path, reuse: bool) -> dict[str, Any]:
@@ -124,51 +119,39 @@ def answer(case: Case, command: str, renames: dict[str, str], store: Path, reuse
     with tempfile.TemporaryDirectory() as scratch:  # neither side sees a cache, ceilings or settings
         out = Path(scratch) / ("study" if case.study else "report.json")
         if case.study:
-            shutil.copytree(case.study, out, ignore=shutil.ignore_patterns("*.png", "*.html"))
+            shutil.copytree(case.study, out, ignore=shutil.ignore_patterns("*.png", "*.html", "report"))
         argv = shlex.split(command) + [renames.get(word, word).replace("{out}", str(out)) for word in case.argv]
         environment = os.environ | {"XDG_CACHE_HOME": scratch, "STEPSCOPE_CACHE": scratch}
         done = subprocess.run(argv, cwd=scratch, env=environment, capture_output=True)
+        written = out / "report" / "report.json" if case.study else out
         try:
-            if case.study:  # its report, and the files that it promises
-                made = [
-                    out / "report" / "report.json",
-                    *(path for path in out.glob("*.json") if path.stem != "study"),
-                ]
-                result = {path.name: json.loads(path.read_bytes()) for path in made}
-            else:
-                result = json.loads(out.read_bytes() if "{out}" in case.argv else done.stdout)
+            result = json.loads(written.read_bytes() if "{out}" in case.argv else done.stdout)
         except (OSError, ValueError):
             result = None
-    errors = done.stderr.decode(errors="replace").strip().splitlines()
-    given = {"rc": done.returncode, "result": result, "error": errors[-1] if errors else ""}
+    given = {"rc": done.returncode, "result": result, "error": done.stderr.decode().strip().rpartition("\n")[2]}
     store.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(gzip.compress(json.dumps(given).encode()))
     return given
 
 
 def figures_of(result: Any, case: Case, renames: dict[str, str]) -> Figures:
-    if case.argv[0] != "report":
-        return walk(result, "", {}, renames)
     found: Figures = {}
-    files = dict(result or {}) if case.study else {"report.json": result}
-    for name, part in parts_of(files.pop("report.json", None)):
-        if name == "findings":
-            walk(part, name, found, renames)
-            continue
-        bags: dict[str, list[Any]] = defaultdict(list)
-        for path, figure in walk(part, rename(name, renames), {}, renames).items():
-            bags[re.sub(r"\[[^]]*\]", "[]", path)].append(figure)
-        for path, values in bags.items():
-            if any(isinstance(one, (int, float)) for one in values):  # a column of names has no figures
-                found[path] = found.get(path, []) + [one for one in values if one is not TEXT]
-    return walk(files, "", found, renames)
+    bags: dict[str, list[Any]] = defaultdict(list)
+    for name, part in parts_of(result) if case.argv[0] == "report" else [("", result)]:
+        for path, figure in walk(part, name, {}).items():
+            if not name.startswith(("table", "chart")):
+                found[path] = figure
+            elif figure is not TEXT:
+                bags[re.sub(r"\[[^]]*\]", "[]", path)].append(figure)
+    found |= {path: bag for path, bag in bags.items() if any(one is not None for one in bag)}
+    return {reduce(lambda text, pair: text.replace(*pair), renames.items(), path): found[path] for path in found}
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """The tables, charts and findings of a report, in whatever it wraps them."""
     if isinstance(value, dict) and "id" in value and isinstance(value.get("columns"), dict):
         yield f"table {value['id']}", value["columns"]
-    elif isinstance(value, dict) and "id" in value and any(isinstance(value.get(key), list) for key in CHART_DATA):
+    elif isinstance(value, dict) and "id" in value and CHART_KEYS & value.keys():
         yield f"chart {value['id']}", value
     elif isinstance(value, dict) and "findings" in value and "clean" in value:
         yield "findings", value
@@ -177,59 +160,46 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
             yield from parts_of(inner)
 
 
-def walk(value: Any, path: str, found: Figures, renames: dict[str, str]) -> Figures:
+def walk(value: Any, path: str, found: Figures) -> Figures:
     """`found` with the figures in `value` added."""
     if isinstance(value, dict):
-        for key, inner in value.items():
-            if key not in SKIPPED:
-                walk(inner, f"{path}.{rename(key, renames)}", found, renames)
+        for key in (key for key in value if key not in SKIPPED):
+            walk(value[key], f"{path}.{key}", found)
     elif isinstance(value, list):
         seen: Counter[str] = Counter()
         for index, inner in enumerate(value):
             name = inner.get("id") if isinstance(inner, dict) else inner
-            is_id = isinstance(name, str) and re.fullmatch(r"[a-z]\w*", name)
-            key = rename(name, renames) if is_id else str(index)
+            key = name if isinstance(name, str) and name.isidentifier() else str(index)
             seen[key] += 1
-            walk(inner, f"{path}[{key}]" if seen[key] == 1 else f"{path}[{key}#{seen[key]}]", found, renames)
+            walk(inner, f"{path}[{key}]" if seen[key] == 1 else f"{path}[{key}#{seen[key]}]", found)
     else:
         found[path] = TEXT if isinstance(value, str) else value
     return found
 
 
-def rename(name: str, renames: dict[str, str]) -> str:
-    for old, new in renames.items():
-        name = name.replace(old, new)
-    return name
-
-
 def compare(old: Figures, new: Figures) -> tuple[int, list[str]]:
     """How many figures of the old side were compared, and the differences."""
-    figures = {path: one for path, one in old.items() if one is not TEXT and (one is not None or path in new)}
-    differences = []
-    for path, one in figures.items():
+    count, differences = 0, []
+    for path, one in old.items():
+        if one is TEXT or (one is None and path not in new):
+            continue
+        count += len(one) if isinstance(one, list) else 1
         if path not in new:
             differences.append(f"{path}: {str(one)[:60]} is missing")
-        elif isinstance(one, list) and not same_bag(one, new[path]):
-            lost, added = ([*(Counter(a) - Counter(b)).elements()] for a, b in ((one, new[path]), (new[path], one)))
-            differences.append(f"{path}: {len(one)} → {len(new[path])} values; {lost[:3]} → {added[:3]}")
-        elif not isinstance(one, list) and not same(one, new[path]):
-            differences.append(f"{path}: {one} → {new[path]}")
-    return sum(len(one) if isinstance(one, list) else 1 for one in figures.values()), differences
+        elif not same(one, new[path]):
+            lists = [value if isinstance(value, list) else [value] for value in (one, new[path])]
+            lost, added = ([*(Counter(a) - Counter(b)).elements()][:3] for a, b in (lists, lists[::-1]))
+            differences.append(f"{path}: {lost} → {added}")
+    return count, differences
 
 
 def same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        bags = (sorted(bag, key=lambda it: (it is None, isinstance(it, bool), it or 0)) for bag in (one, other))
+        return len(one) == len(other) and all(same(*pair) for pair in zip(*bags))
     if {type(one), type(other)} in ({float}, {int, float}):
-        return math.isclose(one, other, rel_tol=1e-9)
+        return abs(one - other) <= 1e-9 * max(abs(one), abs(other))
     return type(one) is type(other) and one == other
-
-
-def same_bag(one: list[Any], other: list[Any]) -> bool:
-    left, right = (sorted(bag, key=lambda it: (it is None, isinstance(it, bool), it or 0)) for bag in (one, other))
-    return len(left) == len(right) and all(same(*pair) for pair in zip(left, right))
-
-
-def names_in(paths: Iterable[str]) -> set[str]:
-    return {name for path in paths for name in re.split(r"[.\[\]]+", path) if not re.fullmatch(r"[\d#]*", name)}
 
 
 def main() -> int:
@@ -241,12 +211,13 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path("same_figures"), metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="cases at a time")
     parser.add_argument("--show", type=int, default=5, metavar="N", help="differences shown of a case")
-    for name in ("--rename", "--rename-key", "--only"):
-        parser.add_argument(name, action="append", default=[])
+    parser.add_argument("--rename", action="append", default=[], metavar="VERB=NEW", help="card=show")
+    parser.add_argument("--rename-key", action="append", default=[], metavar="PART=NEW", help="colour=color")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases with it in their name")
     options = parser.parse_args()
     renames, keys = (dict(word.split("=", 1) for word in words) for words in (options.rename, options.rename_key))
     cases = list(cases_of(options.traces, options.recordings, options.results))
-    cases = [case for case in cases if not options.only or any(text in case.name for text in options.only)]
+    cases = [case for case in cases if any(text in case.name for text in options.only or [""])]
 
     def both(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         old = answer(case, options.old, {}, options.keep / "old", reuse=True)
@@ -258,25 +229,22 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         for case, (old, new) in zip(cases, pool.map(both, cases)):
             is_refused = old["result"] is None
-            before = {} if is_refused else figures_of(old["result"], case, keys)
-            after = figures_of(new["result"], case, {}) if options.new else before
+            before, after = ({} if is_refused else figures_of(it["result"], case, keys) for it in (old, new))
             num_figures, differences = compare(before, after)
             if new["rc"] != old["rc"] and not (is_refused and new["rc"] == 0):
                 differences.insert(0, f"exit code {old['rc']} → {new['rc']}: {new['error']}")
-            shown = "refused" if is_refused else f"{num_figures:,}"
-            print(f"{shown:>9} {len(differences):7,}  {case.name}", flush=True)
-            for line in differences[: options.show]:
-                print(f"{'':18} {line}", flush=True)
+            row = f"{'refused' if is_refused else num_figures:>9} {len(differences):>7}  {case.name}"
+            print(row, *differences[: options.show], sep=f"\n{'':19}", flush=True)
             totals.update(figures=num_figures, differences=len(differences), refused=is_refused)
-            names["old"].update(names_in(before) - names_in(after))
-            names["new"].update(names_in(after) - names_in(before))
+            words = [set(re.findall(r"[A-Za-z_]\w*", " ".join(paths))) for paths in (before, after)]
+            names["old"].update(words[0] - words[1])
+            names["new"].update(words[1] - words[0])
     for side, some in names.items():
         listed = ", ".join(f"{name} ({count})" for name, count in some.most_common(60))
         print(f"keys and ids of the {side} side alone: {listed or 'none'}")
-    print(f"{len(cases)} cases, {totals['refused']} refused by the old side", end="; ")
-    print(f"{totals['figures']:,} figures, {totals['differences']:,} differences")
+    print(f"{len(cases)} cases", *(f"{count:,} {name}" for name, count in totals.items()), sep=", ")
     return 1 if totals["differences"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -108,7 +108,7 @@ def imports_of(path: Path) -> set[str]:
         ("if TYPE_CHECKING:\n  from a.b import C", {"a.b.C"}),
         ("from . import x", {"stepscope.trace.x"}),
         ("from .x import y", {"stepscope.trace.x.y"}),
-        ("from ..record import y", {"stepscope.recorder.y"}),
+        ("from ..recorder import y", {"stepscope.recorder.y"}),
         ("import importlib\nimportlib.import_module('a.b')", {"importlib", "a.b"}),
     ],
 )
@@ -147,7 +147,7 @@ def test_the_read_side_never_imports_torch_and_the_record_side_nothing_but_torch
 
 
 def modules_named(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules of Stepscope that a file imports, function-level imports included; a package stands for its __init__."""
+    """Return the Stepscope modules that a file imports, at any depth; a package stands for its __init__."""
     found = set()
     for name in imports_of(path):
         words = name.split(".")

@@ -5,7 +5,8 @@
     ├── RecordingError          a recording cannot be read or written
     ├── TraceError              a trace cannot be read
     ├── NotComparableError      two things that cannot be compared; `stepscope compare` exits with 4
-    └── MissingDependencyError  something must be installed first
+    ├── MissingDependencyError  something must be installed first
+    └── Unavailable             the recording or trace does not contain what was asked for
 
 A user's own exceptions pass through Stepscope untouched.
 """
@@ -35,6 +36,10 @@ class NotComparableError(StepscopeError):
 
 class MissingDependencyError(StepscopeError):
     """A package is missing; the message carries the command that installs it."""
+
+
+class Unavailable(StepscopeError):
+    """The recording or trace does not contain what was asked for; the message says what to run to get it."""
 
 
 WRONG_KIND = (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError)

@@ -6,7 +6,7 @@ import pytest
 from host_cases import case_of, kernel, recorded, steps
 
 from handmade import gpu_facts
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import allocator_churn
 from trace_builder import TraceBuilder
 
@@ -60,5 +60,5 @@ def test_retries_of_every_step_are_told_and_one_is_not(tmp_path):
 
 
 def test_without_gpu_work_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="no GPU work"):
+    with pytest.raises(Unavailable, match="no GPU work"):
         allocator_churn.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.kernels import attention_backend, attention_mask
 
 LENGTH, SIZE = 2048, 128
@@ -101,5 +101,5 @@ def test_a_device_without_flash_is_clean():
 
 
 def test_without_shapes_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="record_shapes=True"):
+    with pytest.raises(Unavailable, match="record_shapes=True"):
         attention_backend.check(without_shapes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import launch_bound
 from stepscope.findings.rules.kernels import autocast_cost
 
@@ -64,5 +64,5 @@ def test_casts_by_hand_are_no_autocast():
 
 
 def test_without_shapes_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="record_shapes=True"):
+    with pytest.raises(Unavailable, match="record_shapes=True"):
         autocast_cost.check(without_shapes())

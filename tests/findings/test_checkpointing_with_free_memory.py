@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, Program, without_shapes
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import checkpointing_with_free_memory
 
 GIB = 1 << 30
@@ -55,10 +55,10 @@ def test_a_backward_with_a_graph_of_its_own_is_none():
 
 
 def test_without_memory_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="profile_memory=True"):
+    with pytest.raises(Unavailable, match="profile_memory=True"):
         checkpointing_with_free_memory.check(step(peak=0, kept=0).case())
 
 
 def test_without_shapes_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="record_shapes=True"):
+    with pytest.raises(Unavailable, match="record_shapes=True"):
         checkpointing_with_free_memory.check(without_shapes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.machine import communication, stragglers
 from stepscope.session.case import open_case
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
@@ -124,9 +124,9 @@ def test_eight_ranks_of_one_real_step():
 
 
 def test_what_cannot_be_seen(tmp_path):
-    with pytest.raises(CannotCheck, match="one rank"):
+    with pytest.raises(Unavailable, match="one rank"):
         stragglers.check(case_of(tmp_path, rank0=rank_trace(0)))
-    with pytest.raises(CannotCheck, match="no trace of GPU work"):
+    with pytest.raises(Unavailable, match="no trace of GPU work"):
         communication.check(case_of(tmp_path, host=TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20)))
 
 

@@ -9,7 +9,7 @@ import pytest
 from host_cases import case_of, recorded
 
 from handmade import cpu_facts
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.compiler import compile_not_amortized as compile_not_amortized
 from trace_builder import TraceBuilder
 
@@ -36,7 +36,7 @@ def test_a_run_long_enough_is_clean(tmp_path):
 def test_a_run_that_was_cut_short_cannot_say(tmp_path):
     command = {**cpu_facts()["command"], "exit_after": True}
     for name, facts in (("cut", {"command": command}), ("killed", {"status": "interrupted"})):
-        with pytest.raises(CannotCheck, match="cut short"):
+        with pytest.raises(Unavailable, match="cut short"):
             compile_not_amortized.check(case_of(None, compiling(tmp_path / name, 30.0, **facts)))
 
 
@@ -45,5 +45,5 @@ def test_a_run_that_compiled_nothing_is_clean(tmp_path):
 
 
 def test_a_trace_alone_cannot_say():
-    with pytest.raises(CannotCheck, match="a recording"):
+    with pytest.raises(Unavailable, match="a recording"):
         compile_not_amortized.check(case_of(TraceBuilder().step(1, 0, 100)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from host_cases import case_of, copy, kernel, steps
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import device_round_trip, pageable_copies
 from stepscope.findings.rules.host import synchronization as synchronization
 from trace_builder import TraceBuilder
@@ -58,5 +58,5 @@ def test_what_comes_back_much_later_is_kept_there_on_purpose():
 
 
 def test_without_gpu_work_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="no GPU work"):
+    with pytest.raises(Unavailable, match="no GPU work"):
         device_round_trip.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepscope.analysis.kernels.experts import Router, looped_experts, routers
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.kernels.expert_imbalance import check
 from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
@@ -120,5 +120,5 @@ def test_a_sampler_is_no_router(tmp_path):
 
 def test_without_shapes(tmp_path):
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20, id=1).launch("gemm", 12, runs=(30, 40), id=1)
-    with pytest.raises(CannotCheck, match="record_shapes"):
+    with pytest.raises(Unavailable, match="record_shapes"):
         check(open_case(trace.write(tmp_path / "trace.json"), use_cache=False))

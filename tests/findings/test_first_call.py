@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recorded_cases import recorded
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host.first_call import check
 from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
@@ -64,5 +64,5 @@ def test_a_trace_of_steady_steps(tmp_path, num_steps, load_us, num_loading):
 
 
 def test_without_anything(tmp_path):
-    with pytest.raises(CannotCheck):
+    with pytest.raises(Unavailable):
         check(recorded(tmp_path, []))

@@ -10,7 +10,7 @@ from device_cases import BF16, FP32, Program
 from stepscope.analysis.costs.attainable_rates import GEMM_SHARE
 from stepscope.devices import find_device
 from stepscope.document.text.findings_text import proof_of
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.kernels import fp32_matmul
 from stepscope.session.case import Case
 from trace_builder import PUBLIC, needs_traces
@@ -55,7 +55,7 @@ def test_products_in_half_precision_are_clean():
 
 
 def test_a_device_of_which_nothing_faster_is_known():
-    with pytest.raises(CannotCheck, match="not known"):
+    with pytest.raises(Unavailable, match="not known"):
         fp32_matmul.check(products("Quadro GP100"))
 
 

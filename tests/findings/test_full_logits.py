@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, FP32, INT64, Program, without_shapes
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import full_logits
 
 TOKENS, WIDTH, WORDS = 8192, 1024, 65536
@@ -117,5 +117,5 @@ def test_a_small_vocabulary_is_clean():
 
 
 def test_without_shapes_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="record_shapes=True"):
+    with pytest.raises(Unavailable, match="record_shapes=True"):
         full_logits.check(without_shapes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, BOOL, Program, without_shapes
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.kernels import handwritten_attention, unfused_elementwise
 from stepscope.findings.rules.memory import full_logits
 
@@ -122,5 +122,5 @@ def test_the_math_back_end_is_another_rule():
 
 
 def test_without_shapes_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="record_shapes=True"):
+    with pytest.raises(Unavailable, match="record_shapes=True"):
         handwritten_attention.check(without_shapes())

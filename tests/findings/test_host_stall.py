@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from host_cases import case_of, kernel, steps
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import host_stall
 from trace_builder import AUTOGRAD, TraceBuilder
 
@@ -82,7 +82,7 @@ def test_after_the_work_of_the_only_step_it_may_be_the_profiler():
 def test_without_steps_it_cannot_be_checked():
     trace = TraceBuilder()
     kernel(trace, 0, runs=10, took=500)
-    with pytest.raises(CannotCheck, match=r"prof\.step"):
+    with pytest.raises(Unavailable, match=r"prof\.step"):
         host_stall.check(case_of(trace))
 
 

@@ -8,7 +8,7 @@ import pytest
 from recorded_cases import GPU, recorded
 
 from handmade import flops_facts, op_flops, sample
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.gemms import gemm_calls
 from stepscope.findings.rules.machine.impossible_mfu import check
 from stepscope.session.case import open_case
@@ -99,5 +99,5 @@ def test_a_convolution_may_multiply_less_than_is_counted(tmp_path):
 
 
 def test_without_a_peak(tmp_path):
-    with pytest.raises(CannotCheck, match="doctor --measure"):
+    with pytest.raises(Unavailable, match="doctor --measure"):
         check(recorded(tmp_path, [10.0] * 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recorded_cases import TRAINING, recorded, run_script, tensor
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory.memory_growth import check
 from stepscope.session.case import open_case
 from trace_builder import TraceBuilder
@@ -56,7 +56,7 @@ def test_a_graph_that_is_kept_but_does_not_grow(tmp_path):
 
 
 def test_without_memory_nothing_is_said(tmp_path):
-    with pytest.raises(CannotCheck):
+    with pytest.raises(Unavailable):
         check(recorded(tmp_path, [10.0] * 8))
 
 

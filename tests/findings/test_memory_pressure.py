@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recorded_cases import GPU, recorded
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import allocator_churn
 from stepscope.findings.rules.memory.memory_pressure import check
 from stepscope.session.case import open_case
@@ -70,5 +70,5 @@ def test_memory_as_it_should_be(tmp_path, allocated, held, retries):
 
 
 def test_a_processor_has_no_allocator_s_figures(tmp_path):
-    with pytest.raises(CannotCheck, match="a GPU's"):
+    with pytest.raises(Unavailable, match="a GPU's"):
         check(recorded(tmp_path, [10.0] * 8))

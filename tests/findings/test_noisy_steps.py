@@ -7,7 +7,7 @@ import random
 import pytest
 from recorded_cases import TRAINING, recorded, run_script
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host.noisy_steps import check
 
 
@@ -52,7 +52,7 @@ def test_two_slow_steps_of_twenty_may_be_chance(tmp_path):
 
 
 def test_without_clean_steps(tmp_path):
-    with pytest.raises(CannotCheck):
+    with pytest.raises(Unavailable):
         check(recorded(tmp_path, []))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from recorded_cases import recorded
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.machine.other_process import check
 
 GIB = 1 << 30
@@ -35,10 +35,10 @@ def test_nobody_else(tmp_path):
 
 
 def test_a_process_without_figures_may_be_the_run_itself(tmp_path):
-    with pytest.raises(CannotCheck, match="may be the run itself"):
+    with pytest.raises(Unavailable, match="may be the run itself"):
         beside(tmp_path, {"pid": 1, "name": None, "used_bytes": None})
 
 
 def test_without_nvml(tmp_path):
-    with pytest.raises(CannotCheck, match="NVML"):
+    with pytest.raises(Unavailable, match="NVML"):
         check(recorded(tmp_path, [10.0] * 8))

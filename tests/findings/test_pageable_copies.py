@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from host_cases import case_of, copy, kernel, steps
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import pageable_copies
 from stepscope.findings.rules.host import synchronization as synchronization
 from trace_builder import TraceBuilder
@@ -49,5 +49,5 @@ def test_a_few_bytes_are_no_batch():
 
 
 def test_without_gpu_work_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="no GPU work"):
+    with pytest.raises(Unavailable, match="no GPU work"):
         pageable_copies.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))

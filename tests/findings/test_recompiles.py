@@ -9,7 +9,7 @@ import pytest
 from host_cases import case_of, steps
 
 from handmade import MS, gpu_facts, sample, write_recording
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.compiler import recompiles
 from trace_builder import TraceBuilder
 
@@ -90,5 +90,5 @@ def test_giving_up_is_told(tmp_path):
 
 
 def test_without_trace_and_without_a_report_it_cannot_be_checked(tmp_path):
-    with pytest.raises(CannotCheck, match="no trace"):
+    with pytest.raises(Unavailable, match="no trace"):
         recompiles.check(case_of(None, recorded(tmp_path / "run", [0, 0], None)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, FP32, Program, without_shapes
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.kernels import autocast_cost, repeated_weight_casts
 
 DOWN = [BF16, FP32, "Scalar"]
@@ -52,5 +52,5 @@ def test_other_weights_in_each_are_clean():
 
 
 def test_without_shapes_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="record_shapes=True"):
+    with pytest.raises(Unavailable, match="record_shapes=True"):
         repeated_weight_casts.check(without_shapes())

@@ -6,7 +6,7 @@ import pytest
 from device_cases import Program
 from host_cases import H200, case_of
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import small_batch
 from trace_builder import TraceBuilder
 
@@ -47,7 +47,7 @@ def test_clean(trace):
 
 
 def test_without_memory_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="profile_memory=True"):
+    with pytest.raises(Unavailable, match="profile_memory=True"):
         small_batch.check(case_of(graph(took=3, peak=0)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device_cases import BF16, Program, without_shapes
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.kernels import small_gemms
 
 WIDTH, INNER = 1024, 4096
@@ -124,5 +124,5 @@ def test_the_tile_is_in_the_kernel_s_name():
 
 
 def test_without_shapes_it_cannot_be_checked():
-    with pytest.raises(CannotCheck, match="record_shapes=True"):
+    with pytest.raises(Unavailable, match="record_shapes=True"):
         small_gemms.check(without_shapes())

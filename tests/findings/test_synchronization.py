@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from host_cases import H200, case_of, copy, kernel, steps
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import synchronization as synchronization
 from trace_builder import TraceBuilder
 
@@ -154,7 +154,7 @@ def test_a_small_tensor_made_on_the_host_stops_the_step_too():
 
 
 def test_without_gpu_work_nothing_is_waited_for():
-    with pytest.raises(CannotCheck, match="no GPU work"):
+    with pytest.raises(Unavailable, match="no GPU work"):
         synchronization.check(case_of(TraceBuilder().step(1, 0, 100).op("aten::mm", 0, 50)))
 
 

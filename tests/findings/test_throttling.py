@@ -6,7 +6,7 @@ import pytest
 from recorded_cases import recorded
 
 from handmade import MS
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.machine.throttling import check
 
 
@@ -69,5 +69,5 @@ def test_clocks_that_nothing_holds_back(tmp_path, mhz, reasons, limits):
 
 
 def test_without_counters(tmp_path):
-    with pytest.raises(CannotCheck, match="NVML"):
+    with pytest.raises(Unavailable, match="NVML"):
         check(recorded(tmp_path, [10.0] * 20))

@@ -6,7 +6,7 @@ import pytest
 from recorded_cases import GPU, recorded
 
 from handmade import MS, cpu_facts, sample, write_recording
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.rules.host.waiting_for_data import check
 from stepscope.session.case import open_case
 
@@ -45,5 +45,5 @@ def test_a_gpu_that_stands(tmp_path):
 
 
 def test_without_clean_steps(tmp_path):
-    with pytest.raises(CannotCheck):
+    with pytest.raises(Unavailable):
         check(recorded(tmp_path, []))

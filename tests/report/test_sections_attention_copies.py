@@ -9,7 +9,7 @@ import pytest
 from stepscope.document.model import Bars, Table, Text
 from stepscope.document.sections import attention, copies
 from stepscope.document.text.copies_text import copies_text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.session.source import Source
 from trace_builder import TraceBuilder
 
@@ -73,7 +73,7 @@ def test_the_screen_of_copies_has_module_and_line_below_what_was_called(source):
 def test_a_trace_without_either_says_so(tmp_path):
     source = Source(TraceBuilder().step(1, 0, 50).op("aten::mm", 10, 10).write(tmp_path / "t.json"), use_cache=False)
 
-    with pytest.raises(CannotCheck, match="no call of scaled_dot_product_attention"):
+    with pytest.raises(Unavailable, match="no call of scaled_dot_product_attention"):
         attention.parts(source)
-    with pytest.raises(CannotCheck, match="No copy"):
+    with pytest.raises(Unavailable, match="No copy"):
         copies.parts(source)

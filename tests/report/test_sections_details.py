@@ -16,7 +16,7 @@ from stepscope.analysis.time.summary import clean_step_ns
 from stepscope.document.build import section_of
 from stepscope.document.model import Bars, Chart, Lines, Missing, Table, Text
 from stepscope.document.sections import compiler, counters, precision, ranks, steps
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.session.source import Source
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
@@ -109,7 +109,7 @@ def test_a_traces_steps_are_the_accounts(tmp_path):
 def test_a_trace_without_steps_says_what_to_run(tmp_path):
     path = TraceBuilder().op("aten::mm", 10, 20).write(tmp_path / "t.json")
 
-    with pytest.raises(CannotCheck, match=r"prof\.step\(\)"):
+    with pytest.raises(Unavailable, match=r"prof\.step\(\)"):
         steps.parts(Source(path))
 
 
@@ -179,9 +179,9 @@ def test_compiled_regions_of_a_trace(tmp_path):
 
 
 def test_nothing_compiled_says_what_to_run(tmp_path):
-    with pytest.raises(CannotCheck, match="--fix compile"):
+    with pytest.raises(Unavailable, match="--fix compile"):
         compiler.parts(Source(cpu_recording(tmp_path / "run")))
-    with pytest.raises(CannotCheck, match=r"torch\.compile\(model\)"):
+    with pytest.raises(Unavailable, match=r"torch\.compile\(model\)"):
         compiler.parts(Source(TraceBuilder().step(1, 0, 9).op("aten::mm", 1, 2).write(tmp_path / "t.json")))
 
 
@@ -254,11 +254,11 @@ def test_counters_over_time_with_the_clean_window_marked(tmp_path):
 
 
 def test_no_counters_says_why(tmp_path):
-    with pytest.raises(CannotCheck, match="on a CPU"):
+    with pytest.raises(Unavailable, match="on a CPU"):
         counters.parts(Source(cpu_recording(tmp_path / "cpu")))
-    with pytest.raises(CannotCheck, match="NVML"):
+    with pytest.raises(Unavailable, match="NVML"):
         counters.parts(Source(write_recording(tmp_path / "gpu", gpu_facts(), [sample(0)])))
-    with pytest.raises(CannotCheck, match="a trace has no counters"):
+    with pytest.raises(Unavailable, match="a trace has no counters"):
         counters.parts(Source(TraceBuilder().step(1, 0, 9).write(tmp_path / "t.json")))
 
 
@@ -294,9 +294,9 @@ def test_ranks_side_by_side_are_the_analysis(tmp_path):
 
 
 def test_one_rank_says_what_to_run_and_shows_its_collectives(tmp_path):
-    with pytest.raises(CannotCheck, match="torchrun -m stepscope run"):
+    with pytest.raises(Unavailable, match="torchrun -m stepscope run"):
         ranks.parts(Source(TraceBuilder().step(1, 0, 9).op("aten::mm", 1, 2).write(tmp_path / "t.json")))
-    with pytest.raises(CannotCheck, match="torchrun -m stepscope run"):
+    with pytest.raises(Unavailable, match="torchrun -m stepscope run"):
         ranks.parts(Source(cpu_recording(tmp_path / "run")))
     parts = ranks.parts(Source(folder_of_ranks(tmp_path / "ranks"), rank=1))
     assert of(parts, Table, "collectives").num_rows == 1 and "one rank" in of(parts, Missing).text

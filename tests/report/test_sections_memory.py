@@ -12,7 +12,7 @@ from memories import a_step, tensor, transformer, write_memory
 from stepscope.analysis.memory.account import account
 from stepscope.document.model import Bars, Facts, Lines, Missing, Table, Text, Tree
 from stepscope.document.sections.memory import parts
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.session.source import Source
 from trace_builder import PUBLIC, TRACES, TraceBuilder, needs_traces
 
@@ -166,13 +166,13 @@ def test_memory_that_nothing_was_put_into_is_said_to_be_empty(tmp_path):
 
 def test_what_is_not_there_is_said_without_a_path(tmp_path):
     write_recording(tmp_path / "run", {}, [])
-    with pytest.raises(CannotCheck, match=r"neither a memory window nor a trace.*stepscope run"):
+    with pytest.raises(Unavailable, match=r"neither a memory window nor a trace.*stepscope run"):
         parts(Source(tmp_path / "run", use_cache=False))
     path = TraceBuilder().op("aten::mm", 0, 5).write(tmp_path / "trace.json")
-    with pytest.raises(CannotCheck, match=r"^the trace has no \[memory\] events: .*profile_memory=True"):
+    with pytest.raises(Unavailable, match=r"^the trace has no \[memory\] events: .*profile_memory=True"):
         parts(Source(path, use_cache=False))
     write_memory(tmp_path / "run" / "memory.json.gz", {"allocations": 3})
-    with pytest.raises(CannotCheck, match=r"^memory.json.gz is not a memory file"):
+    with pytest.raises(Unavailable, match=r"^memory.json.gz is not a memory file"):
         parts(Source(tmp_path / "run", use_cache=False))
 
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from stepscope.document.model import Facts, Missing, Table, Text
-from stepscope.errors import RecordingError, UsageError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import RecordingError, Unavailable, UsageError
 from stepscope.studies import Question, Recordings, Study, Sweep
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import begin, plan_of, run
@@ -286,11 +285,11 @@ def test_the_only_row_is_only_one_and_a_knob_is_spelt_right():
     rows = Rows("widths", [{"width": 1, "norm": name, "status": "ok"} for name in ("layer", "rms")])
 
     assert rows.one(norm="rms")["norm"] == "rms"
-    with pytest.raises(CannotCheck, match="there are 2 rows of widths with width=1"):
+    with pytest.raises(Unavailable, match="there are 2 rows of widths with width=1"):
         rows.one(width=1)
-    with pytest.raises(CannotCheck, match="there is no row of widths with width=2"):
+    with pytest.raises(Unavailable, match="there is no row of widths with width=2"):
         rows.one(width=2)
-    with pytest.raises(CannotCheck, match="widths has no 'wdith': did you mean width"):
+    with pytest.raises(Unavailable, match="widths has no 'wdith': did you mean width"):
         rows.where(wdith=1)
     assert not len(Rows("widths", []).where(wdith=1))  # of nothing nothing is known
 
@@ -313,7 +312,7 @@ def test_what_was_taken_from_the_folder_costs_what_is_made_from_it_alone(studied
     report = report_of_study(find_study(str(EXAMPLE)), Stored(copy))
 
     assert ["no point of the sweep was finished" in part.text for part in report.parts(Missing)] == [True]
-    with pytest.raises(CannotCheck, match="is not here"):
+    with pytest.raises(Unavailable, match="is not here"):
         Recorded({}, "ok", None, tmp_path / "gone").source  # noqa: B018
 
 
@@ -348,7 +347,7 @@ def test_figures_of_sentences():
     assert crossing(steep, [*rows, {"n": 1024, "t": 5120.0}], "n", "t") == pytest.approx(500.0)
     assert crossing(rows, steep, "n", "t") is None or crossing(rows, steep, "n", "t") == 64.0
     assert compared(1.0, 1.0, "it") == "as fast as it"
-    with pytest.raises(CannotCheck):
+    with pytest.raises(Unavailable):
         growth(rows[:1], "n", "t")
 
 

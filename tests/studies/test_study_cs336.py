@@ -13,7 +13,7 @@ import pytest
 
 from quick_study import canned, changed, first_text
 from stepscope.document.model import Missing, Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.cs336 import precision as cs336_precision
 from stepscope.studies.cs336.attention import compiled, grid, squares
 from stepscope.studies.cs336.kernels import kernels, products, softmax
@@ -208,7 +208,7 @@ def test_what_was_not_measured_is_said(studied, tmp_path, answer):
     copy = shutil.copytree(studied, tmp_path / "copy")
     for measure in ("models", "recordings", "attention", "precision"):
         shutil.rmtree(copy / measure)
-    with pytest.raises(CannotCheck):
+    with pytest.raises(Unavailable):
         list(answer(Stored(copy)))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.figures import HOST_SPREAD, against, host_paced, lines, loss_said, meet, paced, told_apart
 from stepscope.studies.lengths import EXACT_SHARE, Grown, grown, grows
 
@@ -45,7 +45,7 @@ def test_two_lengths_say_what_a_token_takes_and_no_more():
     assert grows(rows, "peak_bytes") == (
         "grows by 8.00 KiB for each token from 1024 to 4096 tokens (two lengths cannot tell linear from quadratic)"
     )
-    with pytest.raises(CannotCheck, match="fewer than two lengths"):
+    with pytest.raises(Unavailable, match="fewer than two lengths"):
         grown(rows[:1] * 3, "peak_bytes")
 
 

@@ -13,7 +13,7 @@ import quick_study
 from quick_study import canned
 from quick_study import first_text as said
 from stepscope.document.model import Bars, Missing, Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import plan_of
 from stepscope.studies.hydra import data as hydra_data
@@ -132,7 +132,7 @@ def test_two_sizes_are_no_comparison(changed):
     def larger(row):
         row["num_parameters"] += row["config"]["routing"] == "dynamic"
 
-    with pytest.raises(CannotCheck, match="another number of parameters"):
+    with pytest.raises(Unavailable, match="another number of parameters"):
         list(hydra_variants.routing(changed("routing", larger)))
 
 

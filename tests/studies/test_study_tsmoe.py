@@ -10,7 +10,7 @@ import pytest
 
 from quick_study import canned, change_lines, changed, first_text
 from stepscope.document.model import Bars, Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.execute import plan_of
 from stepscope.studies.stored import Stored
 from stepscope.studies.tsmoe import amp as tsmoe_amp
@@ -144,7 +144,7 @@ def test_figures_of_the_note_stand_beside_ours_with_their_device(studied):
 
     assert found["device"][1:] == [f"{line.device} ({note.NOTE})" for line in (note.MASKED, note.FLASH, note.SXM)]
     assert found["tokens_per_s"][3] == 134_339 and found["flops_per_s"][3] == pytest.approx(190.3e12, rel=0.001)
-    with pytest.raises(CannotCheck, match="this run has tiny"):
+    with pytest.raises(Unavailable, match="this run has tiny"):
         list(training(Stored(studied)))
 
 
@@ -269,7 +269,7 @@ def half_parts(stored):
     """The answer as far as a CPU has it."""
     try:
         yield from half(stored)
-    except CannotCheck as reason:
+    except Unavailable as reason:
         assert "serialized_scatter" in str(reason)
 
 

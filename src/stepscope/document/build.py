@@ -9,8 +9,7 @@ from pathlib import Path, PurePath
 from stepscope.document.model import Missing, Report, Section
 from stepscope.document.sections.shared import mapping
 from stepscope.document.trace_verdict import trace_verdict
-from stepscope.errors import WRONG_KIND, RecordingError, TraceError, wrong_kind
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import WRONG_KIND, RecordingError, TraceError, Unavailable, wrong_kind
 from stepscope.formatting import safe
 from stepscope.session.source import Source
 from stepscope.trace.sweep_file import is_sweep, read_sweep
@@ -75,7 +74,7 @@ def section_of(source: Source, name: str, title: str) -> Section:
     """One section; where the source has nothing for it, why, and what to run."""
     try:
         parts = import_module(f"stepscope.document.sections.{name}").parts(source)
-    except (CannotCheck, RecordingError, TraceError) as reason:
+    except (Unavailable, RecordingError, TraceError) as reason:
         parts = (Missing(str(reason)),)
     except WRONG_KIND as error:
         if not source.is_recording:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 
 _WORTH_SHARE = 0.05
@@ -17,7 +17,7 @@ def alive_bytes(case: Case, num_elements: int, item_bytes: tuple[int, ...] = (2,
     """Bytes at the peak in tensors of so many elements; None where nothing says what was in memory."""
     try:
         memory = case.memory
-    except CannotCheck:
+    except Unavailable:
         return None
     exact = {num_elements * size for size in item_bytes}
     sizes = exact | {-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in exact}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 from stepscope.trace.compile_file import count_of, entries
 
@@ -20,5 +20,5 @@ def compile_report(case: Case) -> dict[str, Any]:
     """`compile.json`; empty where there is none."""
     try:
         return dict(case.recording.compiler or {})
-    except CannotCheck:
+    except Unavailable:
         return {}

@@ -9,9 +9,9 @@ from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
-from stepscope.errors import WRONG_KIND, UsageError, wrong_kind
+from stepscope.errors import WRONG_KIND, Unavailable, UsageError, wrong_kind
 from stepscope.findings import rules
-from stepscope.findings.finding import CannotCheck, Finding
+from stepscope.findings.finding import Finding
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
@@ -97,7 +97,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
             continue
         try:
             found = rule.check(case)
-        except CannotCheck as reason:
+        except Unavailable as reason:
             unchecked.append(Unchecked(rule.id, str(reason)))
             continue
         except WRONG_KIND as error:
@@ -131,7 +131,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
 def _step_ns(case: Case) -> float | None:
     try:
         return case.step_ns
-    except CannotCheck:
+    except Unavailable:
         return None
 
 
@@ -139,7 +139,7 @@ def _busy_share(case: Case) -> float | None:
     """Of a clean step, how much the GPU is at work; None without a trace of one."""
     try:
         return min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None
-    except CannotCheck:
+    except Unavailable:
         return None
 
 
@@ -162,6 +162,6 @@ def _binds(case: Case, busy_share: float | None) -> str:
 def _warnings(case: Case) -> tuple[str, ...]:
     try:
         account = case.account
-    except CannotCheck as reason:
+    except Unavailable as reason:
         return (str(reason),)
     return (*case.notes, *account.warnings)

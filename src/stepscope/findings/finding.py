@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from stepscope.errors import StepscopeError
-
 Confidence = Literal["high", "medium", "low"]
 
 
@@ -56,7 +54,3 @@ class Finding:
         fields["saving_ms"] = None if saving_ns is None else saving_ns / 1e6
         fields["places"] = [{"start_ns": start_ns, "end_ns": end_ns} for start_ns, end_ns in self.places]
         return {name: fields[name] for name in order}
-
-
-class CannotCheck(StepscopeError):
-    """Raised by a rule: what it would have to see is not there. The text says what, and what to run to get it."""

@@ -8,7 +8,7 @@ import polars as pl
 
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 
 LOADED_BYTES = 16
@@ -29,7 +29,7 @@ def gemm_calls(case: Case) -> pl.DataFrame:
 
     `op`, `shapes`, `module`, `phase`, `dtype`, `peak_dtype`, `flops`, `bytes`, `duration_ns`, `kernel` (the longest),
     `alignment_bytes` of its matrices' dimensions: the largest power of two, up to 128, that divides them all, and
-    `odd_sizes`, those that `LOADED_BYTES` do not divide; `events`, its GPU work. CannotCheck where
+    `odd_sizes`, those that `LOADED_BYTES` do not divide; `events`, its GPU work. Unavailable where
     the trace has no shapes.
     """
     case.with_shapes()
@@ -46,7 +46,7 @@ def gemm_calls(case: Case) -> pl.DataFrame:
     )
     calls = calls.filter(pl.col("flops") > 0)
     if calls.is_empty() and gemms.height:
-        raise CannotCheck("the trace does not say the shapes of its matrix products")
+        raise Unavailable("the trace does not say the shapes of its matrix products")
     found = [_alignment(*texts) for texts in calls.select("op", "shapes", "dtypes").iter_rows()]
     return calls.with_columns(
         pl.Series("alignment_bytes", [alignment for alignment, _ in found], pl.Int64),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 
 _RETRIES_A_STEP = 0.5
@@ -29,7 +29,7 @@ def retries_of(case: Case) -> Retries | None:
     """The retries of a recording's warm-up and clean steps; None where nobody counted."""
     try:
         recording = case.recording
-    except CannotCheck:
+    except Unavailable:
         return None
     counted = (recording.facts.get("memory") or {}).get("num_allocator_retries")
     if not isinstance(counted, int):

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stepscope.document.cells import Scale, scale, title_of
 from stepscope.document.model import Lines, Series
-from stepscope.formatting import safe, significant
+from stepscope.formatting import Scale, safe, scale, significant, title_of
 
 _TITLE = 44
 """Characters of a figure's name: the unit after it is never cut."""

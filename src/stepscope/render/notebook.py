@@ -259,7 +259,7 @@ def _report_grids(report: Report) -> Iterator[Grid]:
 
 
 def _table_grid(table: Table) -> Grid:
-    from stepscope.document.cells import cell, is_numeric, title_of
+    from stepscope.formatting import cell, is_numeric, title_of
 
     num_rows = min(NUM_ROWS, table.num_rows)
     columns = [[cell(name, value) for value in values[:num_rows]] for name, values in table.columns.items()]

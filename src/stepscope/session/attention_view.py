@@ -13,8 +13,7 @@ from stepscope.analysis.attention.sites import SIGNATURE, attention_sites, atten
 from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.ranks.rank_account import device_name
 from stepscope.devices import find_device
-from stepscope.errors import UsageError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable, UsageError
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
@@ -72,7 +71,7 @@ def attention_report(case: Case, step: int | None = None) -> AttentionReport:
     recorded = _recorded(case)
     try:
         linked = case.linked
-    except CannotCheck:
+    except Unavailable:
         if not recorded:
             raise
         return _without_trace(case, recorded)

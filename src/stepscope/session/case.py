@@ -21,8 +21,7 @@ from stepscope.analysis.time.replay import Change, Replayed
 from stepscope.analysis.time.summary import Summary, summarize
 from stepscope.analysis.time.whatif import without
 from stepscope.devices import find_device, load_ceilings
-from stepscope.errors import TraceError, UsageError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import TraceError, Unavailable, UsageError
 from stepscope.session.places import Places, places_of_stretches, places_of_work, places_without_work
 from stepscope.session.typical_steps import TraceTables
 from stepscope.trace.find import find_traces
@@ -39,7 +38,7 @@ _MOST_PROFILER_NS = 20_000.0
 class Case(TraceTables):
     """What rules look at: tables, and what a change to the step would bring. They never see the events themselves.
 
-    What is not there raises CannotCheck, which says what to run to get it.
+    What is not there raises Unavailable, which says what to run to get it.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Case(TraceTables):
     @property
     def recording(self) -> Recording:
         if self._recording is None:
-            raise CannotCheck("a trace alone does not tell: it takes a recording, made by `stepscope run train.py`")
+            raise Unavailable("a trace alone does not tell: it takes a recording, made by `stepscope run train.py`")
         return self._recording
 
     @property
@@ -95,13 +94,13 @@ class Case(TraceTables):
         if self._recording is not None and path.is_file():
             return account_for_memory(read_memory(path))
         if self._linked.memory.is_empty():
-            raise CannotCheck(
+            raise Unavailable(
                 "nothing says what was in memory: it takes profile_memory=True, or `stepscope run train.py`"
             )
         try:
             return account_for_memory(trace_memory(self._linked))
         except TraceError as error:
-            raise CannotCheck(str(error)) from None
+            raise Unavailable(str(error)) from None
 
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:
@@ -110,9 +109,9 @@ class Case(TraceTables):
         if self._recording is not None and path.is_file():
             return growth_in_window(read_memory(path))
         if self._linked.memory.is_empty():
-            raise CannotCheck("nothing says what stays in memory: it takes profile_memory=True, or `stepscope run`")
+            raise Unavailable("nothing says what stays in memory: it takes profile_memory=True, or `stepscope run`")
         if self._linked.steps.num < 2:
-            raise CannotCheck("the trace has no two steps to compare: schedule(wait=1, warmup=1, active=3)")
+            raise Unavailable("the trace has no two steps to compare: schedule(wait=1, warmup=1, active=3)")
         return growth_between_steps(self._linked)
 
     @cached_property
@@ -124,7 +123,7 @@ class Case(TraceTables):
     def across(self) -> AcrossRanks:
         """What the ranks did to one another."""
         if not self._ranks or self.analysis.across is None:
-            raise CannotCheck("there is one rank: it takes a folder with a trace of each")
+            raise Unavailable("there is one rank: it takes a folder with a trace of each")
         return self.analysis.across
 
     @property

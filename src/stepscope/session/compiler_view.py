@@ -9,8 +9,8 @@ from typing import Any
 
 from stepscope.analysis.compiler.compile_summary import CompilerSummary, compiler_summary
 from stepscope.analysis.compiler.compiled_regions import regions_by_name
+from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_report
-from stepscope.findings.finding import CannotCheck
 from stepscope.findings.rules.compiler import recompiles
 from stepscope.session.case import Case
 
@@ -71,28 +71,28 @@ def seen_planning(case: Case) -> list[str]:
     """What the trace itself shows of compiling, and of planning for shapes not seen before: a sentence, or none."""
     try:
         return [finding.sentence for finding in recompiles.check(case)]
-    except CannotCheck:
+    except Unavailable:
         return []
 
 
 def _is_recording(case: Case) -> bool:
     try:
         return case.recording is not None
-    except CannotCheck:
+    except Unavailable:
         return False
 
 
 def _clean_ns(case: Case) -> float | None:
     try:
         return case.clean_ns
-    except CannotCheck:
+    except Unavailable:
         return None
 
 
 def _regions(case: Case, report: Mapping[str, Any]) -> tuple[Region, ...]:
     try:
         regions, num_steps = case.compiled_regions, case.num_steps
-    except CannotCheck:
+    except Unavailable:
         return ()
     if regions.is_empty():
         return ()

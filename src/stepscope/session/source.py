@@ -10,9 +10,8 @@ from typing import Any
 from stepscope.analysis.memory.trace_events import trace_memory
 from stepscope.analysis.ranks.all_ranks import Analysis
 from stepscope.document.card import Card
-from stepscope.errors import RecordingError, TraceError
+from stepscope.errors import RecordingError, TraceError, Unavailable
 from stepscope.findings.diagnose import Diagnosis, diagnose
-from stepscope.findings.finding import CannotCheck
 from stepscope.session.case import Case, open_case
 from stepscope.session.copies_view import CopiesReport, copies_report
 from stepscope.session.memory_view import MemoryReport, memory_of_recording, memory_of_trace
@@ -21,7 +20,7 @@ from stepscope.trace.recording import RECORDING_FILE
 
 
 class Source:
-    """Each result is worked out when a section asks for it, once. What is not there raises CannotCheck, which says
+    """Each result is worked out when a section asks for it, once. What is not there raises Unavailable, which says
     what to run to get it."""
 
     def __init__(
@@ -41,7 +40,7 @@ class Source:
     def card(self) -> Card:
         """What `stepscope card` shows."""
         if not self.is_recording:
-            raise CannotCheck("a trace alone does not tell: it takes a recording, made by `stepscope run train.py`")
+            raise Unavailable("a trace alone does not tell: it takes a recording, made by `stepscope run train.py`")
         return Card.of_recording(self.case.recording)
 
     @property
@@ -79,13 +78,13 @@ class Source:
             try:
                 return read_memory(self.path / MEMORY_FILE)
             except RecordingError as error:
-                raise CannotCheck(str(error).replace(str(self.path / MEMORY_FILE), MEMORY_FILE)) from None
+                raise Unavailable(str(error).replace(str(self.path / MEMORY_FILE), MEMORY_FILE)) from None
         try:
             return trace_memory(self.case.linked)
         except TraceError as error:
-            raise CannotCheck(str(error).replace(str(self.case.linked.trace.path), "the trace")) from None
-        except CannotCheck:
-            raise CannotCheck(
+            raise Unavailable(str(error).replace(str(self.case.linked.trace.path), "the trace")) from None
+        except Unavailable:
+            raise Unavailable(
                 "the recording has neither a memory window nor a trace, as a run with --no-memory, or one that ended "
                 "early, leaves it: `stepscope run train.py` records one"
             ) from None

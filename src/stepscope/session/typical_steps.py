@@ -33,12 +33,12 @@ from stepscope.analysis.time.syncs import syncs
 from stepscope.analysis.time.thread_silence import quiet_stretches
 from stepscope.analysis.time.waits import waits
 from stepscope.devices import Device, find_device
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.trace.tables import Trace
 
 
 class TraceTables:
-    """One rank's trace. What is not in it raises CannotCheck, which says what to run to get it."""
+    """One rank's trace. What is not in it raises Unavailable, which says what to run to get it."""
 
     def __init__(self, trace: Trace | None, rank: int) -> None:
         self.rank = rank
@@ -47,7 +47,7 @@ class TraceTables:
     @cached_property
     def _linked(self) -> Linked:
         if self._trace is None:
-            raise CannotCheck("the recording has no trace: it was made with --trace 0, or ended before its window")
+            raise Unavailable("the recording has no trace: it was made with --trace 0, or ended before its window")
         return link(self._trace)
 
     @cached_property
@@ -85,8 +85,8 @@ class TraceTables:
         """The GPU work of the typical steps (`analysis/structure/work.py`)."""
         if not self.replay.events:
             if self._linked.trace.facts.is_cut_off:
-                raise CannotCheck("the trace is cut off, and GPU work is written last: record it again")
-            raise CannotCheck("the trace has no GPU work: record on a GPU, with ProfilerActivity.CUDA")
+                raise Unavailable("the trace is cut off, and GPU work is written last: record it again")
+            raise Unavailable("the trace has no GPU work: record on a GPU, with ProfilerActivity.CUDA")
         return self.all_work.filter(pl.col("event").is_in(self.replay.events))
 
     @cached_property
@@ -244,10 +244,10 @@ class TraceTables:
         name = device_name(self._linked)
         found = find_device(name) if name else None
         if found is None:
-            raise CannotCheck(f"the peaks of {name or 'the device'} are not known: docs/measurement.md lists devices")
+            raise Unavailable(f"the peaks of {name or 'the device'} are not known: docs/measurement.md lists devices")
         return found
 
     def with_shapes(self) -> None:
-        """CannotCheck where the trace has no shapes."""
+        """Unavailable where the trace has no shapes."""
         if self.work["shapes"].null_count() == self.work.height:
-            raise CannotCheck("the trace has no shapes: record with record_shapes=True")
+            raise Unavailable("the trace has no shapes: record with record_shapes=True")

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK
 from stepscope.document.model import Fact, Facts, Missing, Report, Section, Table, Text, Value
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural, safe
 from stepscope.studies.figures import without_folders
 from stepscope.studies.stored import Stored
@@ -58,7 +58,7 @@ def _environments(study: Study, stored: Stored) -> list[str]:
     for measure in study.measures:
         try:
             environments = stored.sweep(measure.id).environments
-        except CannotCheck:
+        except Unavailable:
             continue
         for environment in environments.values():
             said = [f"{environment.get('device_name')}", f"torch {environment.get('torch')}"]
@@ -77,7 +77,7 @@ def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
     for measure in study.measures:
         try:
             summary = stored.summary(measure.id)
-        except CannotCheck:
+        except Unavailable:
             continue
         for point in summary.points:
             if point.status != OK:

@@ -8,11 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import MIN_INTERVAL_SAMPLES, OK
-from stepscope.document.cells import cell
 from stepscope.document.model import Lines, Series, Table, Value
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
+from stepscope.formatting import cell, plural, safe
 from stepscope.formatting import listed as listed  # also for who writes a study
-from stepscope.formatting import plural, safe
 
 Record = Mapping[str, Any]
 
@@ -92,7 +91,7 @@ def growth(rows: Iterable[Record], x: str, y: str) -> float:
     """
     points = [(math.log(r[x]), math.log(r[y])) for r in rows if (r.get(x) or 0) > 0 and (r.get(y) or 0) > 0]
     if len({at for at, _ in points}) < 2:
-        raise CannotCheck(f"{y} is there for fewer than two values of {x}")
+        raise Unavailable(f"{y} is there for fewer than two values of {x}")
     middle_x = sum(at for at, _ in points) / len(points)
     middle_y = sum(value for _, value in points) / len(points)
     spread = sum((at - middle_x) ** 2 for at, _ in points)

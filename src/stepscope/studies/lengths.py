@@ -11,7 +11,7 @@ from itertools import combinations
 from operator import mul
 from typing import NamedTuple
 
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.figures import Record, said
 
 EXACT_SHARE = 0.01
@@ -45,7 +45,7 @@ def grown(rows: Iterable[Record], name: str) -> Grown:
     by_length = {row["seq_len"]: row for row in rows if row.get(name)}
     points = [(length, by_length[length]["num_tokens"], by_length[length][name]) for length in sorted(by_length)]
     if len(points) < 2:
-        raise CannotCheck(f"{name} is there for fewer than two lengths")
+        raise Unavailable(f"{name} is there for fewer than two lengths")
     (_, fewest_tokens, least), (longest, most_tokens, most) = points[0], points[-1]
     if len(points) == 2:
         return Grown(None, (most - least) / (most_tokens - fewest_tokens), None, None, None)

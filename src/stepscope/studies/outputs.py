@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from stepscope.document.model import Chart, Report, Section, Table
-from stepscope.errors import UsageError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable, UsageError
 from stepscope.studies.stored import Stored
 
 Part = TypeVar("Part")
@@ -23,7 +22,7 @@ def part(answer: Callable[[Stored], Iterable[Any]], kind: type[Part], id: str) -
         for found in stored.parts(answer):
             if isinstance(found, kind) and getattr(found, "id", None) == id:
                 return found
-        raise CannotCheck(f"there is no {id}")
+        raise Unavailable(f"there is no {id}")
 
     return find
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.analysis.comparison.sweeps import OK, SweepSummary
 from stepscope.document.model import Chart, Facts, Findings, Missing, Table, Text
 from stepscope.document.text.sweeps import record_of, sweep_of
-from stepscope.errors import RecordingError, TraceError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import RecordingError, TraceError, Unavailable
 from stepscope.formatting import safe
 from stepscope.trace.sweep_file import Sweep, is_sweep, read_sweep
 from stepscope.workloads.knobs import nearest
@@ -57,7 +56,7 @@ class Rows:
         for name in values:
             if len(self) and not any(name in record for record in self):
                 names = (known for record in self for known in record)
-                raise CannotCheck(f"{self.about} has no {name!r}: {nearest(name, names)}")
+                raise Unavailable(f"{self.about} has no {name!r}: {nearest(name, names)}")
 
         def holds(record: Mapping[str, Any], name: str, value: Any) -> bool:
             return bool(
@@ -74,20 +73,20 @@ class Rows:
         return sorted(found) if all(isinstance(value, (int, float)) for value in found) else found
 
     def one(self, **values: Any) -> dict[str, Any]:
-        """The only row with these values; CannotCheck where there is none, or several, or where it has no time."""
+        """The only row with these values; Unavailable where there is none, or several, or where it has no time."""
         found = self.where(**values)
         if len(found) != 1:
             number = f"there are {len(found)} rows" if len(found) else "there is no row"
-            raise CannotCheck(f"{number} of {found.about}")
+            raise Unavailable(f"{number} of {found.about}")
         record = next(iter(found))
         if record["status"] != OK:
-            raise CannotCheck(f"{found.about}: {record['status']}, {record['reason']}")
+            raise Unavailable(f"{found.about}: {record['status']}, {record['reason']}")
         return record
 
     def needed(self) -> Rows:
-        """These rows; CannotCheck where there are none."""
+        """These rows; Unavailable where there are none."""
         if not self._records:
-            raise CannotCheck(f"nothing was measured of {self.about}")
+            raise Unavailable(f"nothing was measured of {self.about}")
         return self
 
 
@@ -105,9 +104,9 @@ class Recorded:
     def source(self) -> Source:
         """Its recording, opened: card, analysis, findings, memory."""
         if self.folder is None or self.status != OK:
-            raise CannotCheck(f"{self.status}: {self.reason}")
+            raise Unavailable(f"{self.status}: {self.reason}")
         if not self.folder.exists():
-            raise CannotCheck(f"the recording {self.folder.name} is not here: not kept with the rows")
+            raise Unavailable(f"the recording {self.folder.name} is not here: not kept with the rows")
         from stepscope.session.source import Source  # needs the read side; measuring does not
 
         return Source(self.folder)
@@ -133,7 +132,7 @@ class Stored:
                 # One by one: what came before something that is missing stays.
                 for part in answer(self):
                     parts.append(_checked(part))
-            except (CannotCheck, RecordingError, TraceError) as reason:
+            except (Unavailable, RecordingError, TraceError) as reason:
                 parts.append(Missing(f"Not measured: {reason}"))
             except (Exception, SystemExit) as error:  # a mistake in the answer, or an odd row: the rest stands
                 place = traceback.extract_tb(error.__traceback__)[-1]
@@ -143,14 +142,14 @@ class Stored:
         return self._answers[answer]
 
     def sweep(self, measure: str) -> Sweep:
-        """The rows of a measure as written, and what they ran on; CannotCheck where there are none."""
+        """The rows of a measure as written, and what they ran on; Unavailable where there are none."""
         path = self.folder / measure
         if not is_sweep(path):
-            raise CannotCheck(f"{measure} was not measured: --resume goes on with it")
+            raise Unavailable(f"{measure} was not measured: --resume goes on with it")
         try:
             return read_sweep(path)
         except RecordingError as error:  # one that has no row yet among them
-            raise CannotCheck(str(error)) from None
+            raise Unavailable(str(error)) from None
 
     def rows(self, measure: str) -> Rows:
         """The rows of a measure, summarized."""
@@ -175,11 +174,11 @@ class Stored:
         return found
 
     def recording(self, measure: str, **values: Any) -> Recorded:
-        """The first of them; CannotCheck where there is none."""
+        """The first of them; Unavailable where there is none."""
         found = self.recordings(measure, **values)
         if not found:
             said = ", ".join(f"{name}={value}" for name, value in values.items())
-            raise CannotCheck(f"there is no recording of {measure}{' with ' if said else ''}{said}")
+            raise Unavailable(f"there is no recording of {measure}{' with ' if said else ''}{said}")
         return found[0]
 
     def traced(self, measure: str, record: Mapping[str, Any]) -> Source:
@@ -189,7 +188,7 @@ class Stored:
             name = {row["hash"]: row.get(TRACE) for row in self.sweep(measure).rows}.get(record["hash"])
             path = self.folder / measure / str(name)
             if not name or not path.is_file():
-                raise CannotCheck(f"the trace of {key} is not here: measured without one, or not kept with the rows")
+                raise Unavailable(f"the trace of {key} is not here: measured without one, or not kept with the rows")
             from stepscope.session.source import Source  # needs the read side; measuring does not
 
             self._traces[key] = Source(path)

@@ -72,7 +72,7 @@ class Question:
     """As it is asked."""
     answer: Callable[[Stored], Iterable[Any]]
     """Parts of a report: first a Text, which answers; then the tables and charts it is made from. Where something
-    was not measured it raises CannotCheck, which says what."""
+    was not measured it raises Unavailable, which says what."""
 
     @property
     def id(self) -> str:

@@ -22,10 +22,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.cells import title_of
 from stepscope.document.model import Text
-from stepscope.errors import UsageError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable, UsageError
+from stepscope.formatting import title_of
 from stepscope.studies.figures import growth, in_words, lines, said, table
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Measure, Question, Recordings, Study, Sweep
@@ -102,7 +101,7 @@ def _answer(entry: Mapping[str, Any]) -> Any:
         fields = {name: None for record in rows for name in record}
         for key, name in (("x", x), ("y", y), ("by", by)):
             if name and name not in fields:
-                raise CannotCheck(f"{key} = {name!r} is in no row: {nearest(name, fields)} Mend it and --resume")
+                raise Unavailable(f"{key} = {name!r} is in no row: {nearest(name, fields)} Mend it and --resume")
         yield Text(" ".join(_sentences(list(rows.ok), x, y, by)))
         names = [name for name in (x, by, y) if name]
         yield table(f"{entry['of']}-{y}", f"{title_of(y)} by {x}", rows, *names)
@@ -118,7 +117,7 @@ def _sentences(rows: list[dict[str, Any]], x: str, y: str, by: str) -> Iterator[
         if row.get(y) is not None:
             groups.setdefault(row.get(by) if by else None, []).append(row)
     if not groups:
-        raise CannotCheck(f"no row has a {y}")
+        raise Unavailable(f"no row has a {y}")
     for name, group in groups.items():
         ordered = sorted(group, key=lambda row: row[x])
         ends = f"{said(y, ordered[0][y])} at {x} {ordered[0][x]} and {said(y, ordered[-1][y])} at {ordered[-1][x]}"

@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from stepscope.errors import RecordingError, TraceError, UsageError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import RecordingError, TraceError, Unavailable, UsageError
 from stepscope.render.files import need, write_texts, writing
 from stepscope.render.markdown.markdown import markdown_of
 from stepscope.render.write import write_report
@@ -29,7 +28,7 @@ def write_study(study: Study, folder: Path) -> Path:
     for name, content in study.files.items():
         try:
             made = markdown_of(report) if content is REPORT else content(stored)
-        except (CannotCheck, RecordingError, TraceError):
+        except (Unavailable, RecordingError, TraceError):
             continue  # the report says what was not measured
         several = made if isinstance(made, Mapping) else {"": made}
         for inner, text in several.items():

@@ -8,7 +8,7 @@ from typing import Any
 from stepscope.analysis.attention.reasons import BACK_ENDS
 from stepscope.document.model import Bars, Missing, Series, Table, Text
 from stepscope.document.text.attention_text import in_words, shape_of, sizes, verdict
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import percent
 from stepscope.session.attention_view import AttentionReport, attention_report
 from stepscope.session.source import Source
@@ -20,7 +20,7 @@ def parts(source: Source) -> tuple[Any, ...]:
     """A sentence, time by call, the calls, and the reasons."""
     report = attention_report(source.case)
     if not report.rows:
-        raise CannotCheck(NONE)
+        raise Unavailable(NONE)
     texts = [verdict(report), *_first_reason(report)]
     return (*map(Text, texts), *_bars(report), _calls(report), *_reasons(report), *map(Missing, report.notes))
 

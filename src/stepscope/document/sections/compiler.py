@@ -11,8 +11,8 @@ from stepscope.analysis.compiler.compiled_regions import regions_by_name
 from stepscope.document.model import Fact, Facts, Missing, Table, Text, Value
 from stepscope.document.sections.shared import mapping, plain, table_of
 from stepscope.document.text.compiler_text import STAGES, break_even_words
+from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
-from stepscope.findings.finding import CannotCheck
 from stepscope.formatting import average, duration, percent, plural, significant
 from stepscope.session.compiler_view import TRACE_ALONE, seen_planning
 from stepscope.session.source import Source
@@ -52,11 +52,11 @@ def parts(source: Source) -> tuple[Any, ...]:
         return (*regions, *map(Text, seen_planning(source.case)), Missing(TRACE_ALONE))
     if source.is_recording:
         path = shlex.quote(str(source.path))
-        raise CannotCheck(
+        raise Unavailable(
             "torch.compile compiled nothing in this run; "
             f"`stepscope verify {path} --fix compile` measures what it would bring"
         )
-    raise CannotCheck("the trace shows no compiled code: torch.compile(model), then record again")
+    raise Unavailable("the trace shows no compiled code: torch.compile(model), then record again")
 
 
 def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
@@ -149,7 +149,7 @@ def _costs(summary: CompilerSummary) -> Iterator[Fact]:
 def _clean_ns(source: Source) -> float | None:
     try:
         return source.case.clean_ns
-    except CannotCheck:
+    except Unavailable:
         return None
 
 
@@ -164,7 +164,7 @@ def _regions(source: Source) -> Iterator[Any]:
     try:
         case = source.case
         regions, num_steps = case.compiled_regions, case.num_steps
-    except CannotCheck:
+    except Unavailable:
         return
     if regions.is_empty():
         return

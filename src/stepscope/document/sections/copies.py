@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.document.model import Bars, Missing, Series, Table, Text
 from stepscope.document.text.copies_text import CAUSES, short_op, source_name, verdict, weights_sentence
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import percent
 from stepscope.session.copies_view import CopiesReport
 from stepscope.session.source import Source
@@ -19,7 +19,7 @@ def parts(source: Source) -> tuple[Any, ...]:
     """A sentence, time and saving by source, the weights that autocast casts, and the table."""
     report = source.copies
     if not report.rows:
-        raise CannotCheck(verdict(report))
+        raise Unavailable(verdict(report))
     weights = weights_sentence(report)
     texts = [verdict(report), *([weights] if weights else [])]
     return (*map(Text, texts), *map(Missing, report.notes), *_bars(report), _table(report))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepscope.document.cells import cell
 from stepscope.document.model import Fact, Facts, Lines, Mark, Missing, Series, Table, Text
 from stepscope.document.sections.shared import known, mapping, plain, thinned, thinning
-from stepscope.findings.finding import CannotCheck
-from stepscope.formatting import percent, plural, significant
+from stepscope.errors import Unavailable
+from stepscope.formatting import cell, percent, plural, significant
 from stepscope.session.source import Source
 from stepscope.trace.recording import CounterSample, Recording
 
@@ -21,11 +20,11 @@ _FREE = "not held back"
 def parts(source: Source) -> tuple[Any, ...]:
     """Lines over the run with the clean window marked, and the figures of that window."""
     if not source.is_recording:
-        raise CannotCheck("a trace has no counters: `stepscope run train.py` samples them on an NVIDIA GPU")
+        raise Unavailable("a trace has no counters: `stepscope run train.py` samples them on an NVIDIA GPU")
     recording = source.card.recording
     if not recording.counters:
         on_cpu = mapping(recording.facts.get("environment")).get("device") == "cpu"
-        raise CannotCheck(
+        raise Unavailable(
             "the run was on a CPU, which has no NVML: `stepscope run train.py` on an NVIDIA GPU samples its counters"
             if on_cpu
             else "no counter was sampled: it takes an NVIDIA GPU whose driver offers NVML (`stepscope doctor` says)"

@@ -13,7 +13,7 @@ from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.document.model import Missing, Table, Text, Tree
 from stepscope.document.sections.shared import table_of
 from stepscope.document.sections.trees import Branch, module_path, own_of
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import duration, percent, plural, safe, size
 from stepscope.session.memory_view import RECORDING, MemoryReport
 from stepscope.session.source import Source
@@ -36,11 +36,11 @@ def parts(source: Source) -> tuple[Any, ...]:
     memory: list[Any]
     try:
         time = list(_time(source.analysis.ranks[0]))
-    except CannotCheck as reason:
+    except Unavailable as reason:
         time = [Missing(str(reason))]
     try:
         memory = list(_memory(source.memory))
-    except CannotCheck as reason:
+    except Unavailable as reason:
         memory = [Missing(f"memory by module: {reason}")] if len(time) > 1 else []
     trees, tables = ([part for part in time if isinstance(part, Table) == wanted] for wanted in (False, True))
     return (*trees, *memory, *tables)
@@ -48,7 +48,7 @@ def parts(source: Source) -> tuple[Any, ...]:
 
 def _time(account: RankAccount) -> Iterator[Any]:
     if account.modules.is_empty():
-        raise CannotCheck(_NO_NAMES)
+        raise Unavailable(_NO_NAMES)
     has_gpu = bool(account.gpu_time.window_ns)
     yield Text(_said(account))
     yield _device_tree(account) if has_gpu else _host_tree(account)

@@ -18,7 +18,7 @@ from stepscope.document.text.card_lines import Line
 from stepscope.document.text.trace_text import PHASE_SOURCES, STEP_SOURCES
 from stepscope.document.trace_facts import facts_of
 from stepscope.document.trace_verdict import IDLE_MEANS
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import duration, percent, plural, size
 from stepscope.session.source import Source
 
@@ -158,7 +158,7 @@ def _idle(source: Source) -> Iterator[Any]:
     """What the GPU did in the trace, and why it stood."""
     try:
         account = source.analysis.ranks[0]
-    except CannotCheck as reason:
+    except Unavailable as reason:
         if source.is_recording and source.card.summary.clock == "device":
             yield Missing(f"why the GPU was idle: {reason}")
         return

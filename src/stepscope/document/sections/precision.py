@@ -11,7 +11,7 @@ from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dty
 from stepscope.document.model import Bars, Fact, Facts, Missing, Series, Table
 from stepscope.document.precision_settings import precision_words
 from stepscope.document.sections.shared import known, mapping, table_of, table_of_rows
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.findings.gemms import gemm_calls
 from stepscope.formatting import average, duration, percent, size
 from stepscope.session.source import Source
@@ -75,7 +75,7 @@ def _products(source: Source) -> Iterator[Any]:
     case = source.case
     try:
         calls = gemm_calls(case)
-    except CannotCheck as reason:
+    except Unavailable as reason:
         yield Missing(f"dtypes of matrix products: {reason}")
         return
     if calls.is_empty():
@@ -107,7 +107,7 @@ def _casts(source: Source) -> Iterator[Any]:
     try:
         case.with_shapes()
         casts, num_steps = case.casts, case.num_steps
-    except CannotCheck as reason:
+    except Unavailable as reason:
         yield Missing(f"casts, and whether autocast was on: {reason}")
         return
     by_autocast = casts.filter("is_autocast")
@@ -132,7 +132,7 @@ def _memory(source: Source) -> Iterator[Any]:
         return
     try:
         account = source.memory.account
-    except CannotCheck as reason:
+    except Unavailable as reason:
         yield Missing(f"memory by dtype: {reason}")
         return
     found = account.live_at_peak.by_dtype

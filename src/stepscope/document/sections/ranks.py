@@ -15,8 +15,7 @@ from stepscope.document.card import Card
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, Table, Text, Value
 from stepscope.document.sections.shared import mapping, plain, table_of, table_of_rows
 from stepscope.document.trace_facts import facts_of
-from stepscope.errors import RecordingError
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import RecordingError, Unavailable
 from stepscope.formatting import percent, plural
 from stepscope.session.source import Source
 from stepscope.trace.find import rank_in_name
@@ -39,14 +38,14 @@ def parts(source: Source) -> tuple[Any, ...]:
     recordings = tuple(_recordings(source))
     try:
         analysis = source.analysis
-    except CannotCheck as reason:
+    except Unavailable as reason:
         if not recordings:
-            raise CannotCheck(_ONE) from None
+            raise Unavailable(_ONE) from None
         return (*recordings, Missing(str(reason)))
     collectives = tuple(_collectives(analysis))
     if analysis.across is None:
         if not recordings and not collectives:
-            raise CannotCheck(_ONE)
+            raise Unavailable(_ONE)
         return (*recordings, *collectives, Missing(_ONE))
     return (*recordings, *_side_by_side(analysis), *_waits(analysis.across), *collectives, *_clocks(analysis.across))
 

@@ -10,12 +10,11 @@ import polars as pl
 from stepscope.analysis.costs.roofline import NEAR_SHARE, time_at_limit
 from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.devices import find_device, load_ceilings
-from stepscope.document.cells import cell
 from stepscope.document.model import Bars, Dot, Fact, Facts, Missing, Scatter, Series, Text
 from stepscope.document.sections.kernels import no_gpu, titles_of
 from stepscope.document.sections.shared import table_of
 from stepscope.document.trace_facts import limit_facts
-from stepscope.formatting import duration, percent, plural, safe
+from stepscope.formatting import cell, duration, percent, plural, safe
 from stepscope.session.source import Source
 
 MOST_DOTS = 300

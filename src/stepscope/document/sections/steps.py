@@ -21,7 +21,7 @@ from stepscope.analysis.time.summary import Summary, clean_step_ns
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, Table, Text
 from stepscope.document.sections.shared import MOST_POINTS, mapping, plain, thinned, thinning
 from stepscope.document.sections.traced_steps import step_table, traced_steps
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import duration, milliseconds, percent, plural
 from stepscope.session.source import Source
 from stepscope.trace.recording import Recording
@@ -41,11 +41,11 @@ def parts(source: Source) -> tuple[Any, ...]:
         return tuple(traced_steps(source.analysis.ranks[0]))
     recording, summary = source.card.recording, source.card.summary
     if not recording.samples:
-        raise CannotCheck(f"no step was recorded: {source.card.verdict}")
+        raise Unavailable(f"no step was recorded: {source.card.verdict}")
     found: list[Any] = list(_of_recording(recording, summary))
     try:
         account = source.analysis.ranks[0]
-    except CannotCheck as reason:
+    except Unavailable as reason:
         on_gpu = summary.clock == "device"
         return (*found, Missing(f"kernels a step: {reason}")) if on_gpu else tuple(found)
     return (*found, *([step_table(account)] if account.steps.height else ()))

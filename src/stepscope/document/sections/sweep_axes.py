@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import IMPLEMENTATION_KNOBS, PointSummary, SweepSummary
-from stepscope.document.cells import cell
 from stepscope.document.explorer import Axis
-from stepscope.formatting import safe
+from stepscope.formatting import cell, safe
 
 MOST_SERIES = 8
 """There are as many colors that everybody can tell apart."""

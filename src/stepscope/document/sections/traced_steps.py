@@ -9,7 +9,7 @@ from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.document.model import Bars, Fact, Facts, Lines, Series, Table
 from stepscope.document.sections.shared import table_of, thinned, thinning
 from stepscope.document.text.trace_text import STEP_SOURCES
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import duration, percent
 
 _MOST_BARS = 24
@@ -17,9 +17,9 @@ _ID, _TITLE = "traced_steps", "the steps of the trace"
 
 
 def traced_steps(account: RankAccount) -> Iterator[Any]:
-    """Figures, a chart and a table; CannotCheck where the trace has no steps."""
+    """Figures, a chart and a table; Unavailable where the trace has no steps."""
     if not (num := account.steps.height):
-        raise CannotCheck(
+        raise Unavailable(
             "nothing in the trace says where a step ends: call prof.step() at the end of each step, or record with "
             "`stepscope run train.py`"
         )

@@ -7,11 +7,10 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stepscope.document.cells import cell, is_numeric, title_of
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.fixes import FIXES
-from stepscope.formatting import duration, percent, safe, size
+from stepscope.formatting import cell, duration, is_numeric, percent, safe, size, title_of
 
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _NUM_ROWS = 3

@@ -1,1 +1,1 @@
-"""One rule a file: `check(case)` gives findings, none, or raises CannotCheck. The file's name is the finding's id."""
+"""One rule a file: `check(case)` gives findings, none, or raises Unavailable. The file's name is the finding's id."""

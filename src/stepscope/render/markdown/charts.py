@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stepscope.document.cells import cell, title_of
 from stepscope.document.model import Bars, Chart, Heat, Lines, Node, Scatter, Series, Tree
 from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import percent, plural
+from stepscope.formatting import cell, percent, plural, title_of
 from stepscope.render.markdown.text import bar, course, escaped, grid
 
 _MOST_COLUMNS = 8

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.document.cells import cell, heading, is_numeric, title_of
 from stepscope.document.model import Chart, Facts, Findings, Heat, Lines, Missing, Report, Section, Table, Text
 from stepscope.document.text.findings_text import nothing_found, proof_of, saving_text
 from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import plural
+from stepscope.formatting import cell, heading, is_numeric, plural, title_of
 from stepscope.render.markdown.charts import chart_lines
 from stepscope.render.markdown.text import code, escaped, grid, in_summary, prose
 from stepscope.render.write import file_names

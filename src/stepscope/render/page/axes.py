@@ -11,10 +11,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.document.cells import Scale, cell
 from stepscope.document.model import Series
 from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import safe
+from stepscope.formatting import Scale, cell, safe
 from stepscope.render import axes
 from stepscope.render.axes import log_ticks, tick_text
 

@@ -6,9 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.document.cells import cell, heading, is_numeric, title_of
 from stepscope.document.model import Chart, Facts, Missing, Table, Text
-from stepscope.formatting import safe
+from stepscope.formatting import cell, heading, is_numeric, safe, title_of
 from stepscope.render.csv import csv_cell, guarded
 
 NUM_ROWS, MOST_ROWS = 50, 2000

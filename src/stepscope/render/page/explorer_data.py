@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.document.cells import Scale, cell, scale, title_of
 from stepscope.document.explorer import Axis, Explorer, Figure
-from stepscope.formatting import safe
+from stepscope.formatting import Scale, cell, safe, scale, title_of
 from stepscope.render.colors import PALETTE
 from stepscope.render.page.axes import axis_title, scaled
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stepscope.document.cells import Scale, cell, title_of
 from stepscope.document.model import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Tree
-from stepscope.formatting import percent
+from stepscope.formatting import Scale, cell, percent, title_of
 from stepscope.render.axes import largest, unit_of
 from stepscope.render.colors import colors_of
 from stepscope.render.page.axes import (

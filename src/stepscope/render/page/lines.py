@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.document.cells import Scale, cell, title_of
 from stepscope.document.model import Lines, Series
+from stepscope.formatting import Scale, cell, title_of
 from stepscope.render.axes import ended, heights, top_of, unit_of
 from stepscope.render.colors import colors_of
 from stepscope.render.page.axes import figures_axis, interval_bars, scaled, texts_of, words

@@ -5,9 +5,8 @@ from __future__ import annotations
 import html
 from typing import Any
 
-from stepscope.document.cells import cell
 from stepscope.document.model import Node, Tree
-from stepscope.formatting import percent, safe
+from stepscope.formatting import cell, percent, safe
 from stepscope.render.colors import colors_of_nodes
 
 MOST_NODES = 1200

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from stepscope.document.cells import Scale, cell
 from stepscope.document.model import Bars, Heat, Lines, Scatter, Series
+from stepscope.formatting import Scale, cell
 from stepscope.render.axes import axis_title, ended, heights, scaled, top_of, unit_of
 from stepscope.render.colors import colors_of
 from stepscope.render.png.pictures import brightness, drawn, drawn_apart, is_figure, legend, plain_ticks

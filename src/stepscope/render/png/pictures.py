@@ -8,10 +8,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.document.cells import heading
 from stepscope.document.model import Bars, Chart, Heat, Lines, Scatter, Tree
 from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import safe
+from stepscope.formatting import heading, safe
 from stepscope.render.axes import log_ticks, tick_text
 from stepscope.render.files import missing
 

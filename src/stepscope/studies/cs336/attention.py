@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from stepscope.document.cells import heading
 from stepscope.document.model import Table, Text
-from stepscope.findings.finding import CannotCheck
-from stepscope.formatting import plural
+from stepscope.errors import Unavailable
+from stepscope.formatting import heading, plural
 from stepscope.studies.cs336 import note
 from stepscope.studies.cs336.time import Record, model_of
 from stepscope.studies.figures import busy_ns, compared, growth, host_paced, in_words, lines, paced, said, span, table
@@ -42,7 +41,7 @@ def grid(stored: Stored) -> Iterator[Any]:
     records = _with_phases(rows)
     ok = [r for r in records if r["status"] == "ok"]
     if not ok:
-        raise CannotCheck("attention written out ran at no length")
+        raise Unavailable("attention written out ran at no length")
     width = min(r["head_width"] for r in ok)
     of = [r for r in ok if r["head_width"] == width]
     longest = max(of, key=lambda r: r["seq_len"])
@@ -97,7 +96,7 @@ def squares(stored: Stored) -> Iterator[Any]:
     rows = stored.rows("attention").ok.where(implementation=tuple(NAMES))
     others = [r for r in rows if r["implementation"] != "naive"]
     if not others:
-        raise CannotCheck("nothing ran beside attention written out")
+        raise Unavailable("nothing ran beside attention written out")
     width, length = others[0]["head_width"], max(r["seq_len"] for r in others)
     records = []
     for name in NAMES:
@@ -148,7 +147,7 @@ def compiled(stored: Stored) -> Iterator[Any]:
             label = f"attention {fused['seq_len']} × {fused['head_width']}"
             records.append(_pair(label, eager, fused, fused["first_call_ns"]))
     rows = Rows("compiled", [])
-    with suppress(CannotCheck):  # --quick leaves it out
+    with suppress(Unavailable):  # --quick leaves it out
         rows = stored.rows("compiled").ok
     for fused in rows.where(compile="default"):
         same = rows.where(compile="off", **{k: fused[k] for k in ("preset", "seq_len", "layers", "mode", "dtype")})
@@ -156,7 +155,7 @@ def compiled(stored: Stored) -> Iterator[Any]:
             label = f"{model_of(fused)} with {plural(fused['layers'], 'layer')}"
             records.append(_pair(label, eager, fused, fused["compile_ns"]))
     if not records:
-        raise CannotCheck("nothing was measured both eager and compiled")
+        raise Unavailable("nothing was measured both eager and compiled")
     sentences = []
     for r in records:
         saved = r["eager_ns"] - r["compiled_ns"]
@@ -175,7 +174,7 @@ def compiled(stored: Stored) -> Iterator[Any]:
     text = "compiling: of attention its first call; what torch's cache on disk already has is not compiled again"
     yield table("compiled", "Eager against compiled", records, *names, note=text)
     if not len(rows):
-        raise CannotCheck("no model was compiled: --full does")
+        raise Unavailable("no model was compiled: --full does")
 
 
 def _pair(what: str, eager: Record, fused: Record, compiling_ns: int) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.document.cells import heading
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
+from stepscope.formatting import heading
 from stepscope.studies.cs336 import note
 from stepscope.studies.cs336.time import (
     AUTOCAST,
@@ -69,7 +69,7 @@ def kernels(stored: Stored) -> Iterator[Any]:
             records += [{**row, "rank": rank} for rank, row in enumerate(found[:NUM_KERNELS])]
             others += [row for row in found if row["class"] != "gemm"][:1]
     if not records:
-        raise CannotCheck("no pass was traced")
+        raise Unavailable("no pass was traced")
     yield Text(" ".join(_longest(records, others, what)))
     names = ("preset", "seq_len", "dtype", "pass", what, "class", "num_calls", "total_ns", "share")
     yield table("kernels-by-pass", f"The {NUM_KERNELS} longest {what}s of each pass", records, *names, num_shown=60)
@@ -127,7 +127,7 @@ def products(stored: Stored) -> Iterator[Any]:
     entries = list(found.values())
     both = [e for e in entries if e["dtype"] == FP32 and "inference_share" in e and "training_share" in e]
     if not both:
-        raise CannotCheck("no model has both an inference and a step that were traced")
+        raise Unavailable("no model has both an inference and a step that were traced")
     at = max(both, key=lambda entry: (entry["num_parameters"], entry["seq_len"]))
     lower = sum(entry["training_share"] < entry["inference_share"] for entry in both)
     text = (
@@ -211,7 +211,7 @@ def softmax(stored: Stored) -> Iterator[Any]:
         figures["wide_ratio"] = parts[SOFTMAX] / (sum(parts.values()) - parts[SOFTMAX])
         records.append({**row, "model": model_of(row), **figures})
     if not records:
-        raise CannotCheck("no traced step has attention written out")
+        raise Unavailable("no traced step has attention written out")
     yield Text(" ".join(_softmax_said([r for r in records if r["dtype"] == dtype]) for dtype in (FP32, AUTOCAST)))
     names = ("matmul_ns", "softmax_ns", "scale_and_mask_ns", "copies_ns", "time_ratio", "wide_ratio", "flops_ratio")
     text = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Lines, Table, Text, Value
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.cs336 import note
 from stepscope.studies.cs336.time import AUTOCAST, FP32, Record, model_of, plain
 from stepscope.studies.figures import listed, said, table
@@ -38,7 +38,7 @@ def recorded(stored: Stored, mode: str, dtype: str) -> Recorded:
     """The recording of the model whose memory is looked at: the largest there is of that kind."""
     found = [each for each in stored.recordings("recordings", mode=mode, dtype=dtype) if each.folder]
     if not found:
-        raise CannotCheck(f"there is no recording of {mode} in {dtype}")
+        raise Unavailable(f"there is no recording of {mode} in {dtype}")
     return max(found, key=lambda each: each.axes["d_model"])
 
 
@@ -228,7 +228,7 @@ def autocast(stored: Stored) -> Iterator[Any]:
     casts = [each for each in point.source.allocations["allocations"] if each.get("owner") == CAST]
     kept = [each for each in _alive_at_backward(point) if each.get("owner") == CAST]
     if not casts:
-        raise CannotCheck("the recorded step under autocast has no cast copy of a weight")
+        raise Unavailable("the recorded step under autocast has no cast copy of a weight")
     total, largest = sum(each["bytes"] for each in casts), max(each["bytes"] for each in casts)
     alive_bytes = next((part.bytes for part in found.live_at_peak.by_owner if part.name == CAST), 0)
     axes = point.axes
@@ -259,7 +259,7 @@ def _alive_at_backward(point: Recorded) -> list[Record]:
     stages = point.source.allocations.get("stages") or []
     begins = next((stage["event"] for stage in stages if stage["name"] == "backward"), None)
     if begins is None:
-        raise CannotCheck("the recorded step has no backward")
+        raise Unavailable("the recorded step has no backward")
     return [
         each for each in point.source.allocations["allocations"]
         if (each["born"] is None or each["born"] < begins) and (each["died"] is None or each["died"] >= begins)

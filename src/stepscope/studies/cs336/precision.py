@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.analysis.time.warmups import PASSES
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.cs336 import note
 from stepscope.studies.cs336.time import AUTOCAST, FP32, Record, ends, gpu_work_ns, model_of, plain, set_beside
 from stepscope.studies.figures import known, listed, paced, said, table
@@ -23,7 +23,7 @@ def mixed_precision(stored: Stored) -> Iterator[Any]:
         for narrow in steps.where(dtype=AUTOCAST, preset=wide["preset"], seq_len=wide["seq_len"])
     ]
     if not pairs:
-        raise CannotCheck("no model was trained in both precisions")
+        raise Unavailable("no model was trained in both precisions")
     records = [record for wide, narrow in pairs for record in _in_both(stored, wide, narrow)]
     yield Text(" ".join(_bf16_said(pairs, records)))
     names = ("model", "pass", "fp32_median_ns", "autocast_median_ns", "speedup")

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.time.warmups import by_warmup
-from stepscope.document.cells import heading
 from stepscope.document.model import Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
+from stepscope.formatting import heading
 from stepscope.studies.cs336 import note
 from stepscope.studies.figures import HOST_PACED, beside, lines, listed, paced, said, span, table
 from stepscope.studies.stored import Rows, Stored
@@ -64,7 +64,7 @@ def gpu_work_ns(stored: Stored, record: Record) -> dict[str, int]:
         return {}
     try:
         work = work_of(stored, record)
-    except CannotCheck:
+    except Unavailable:
         return {}
     phases = work.partition_by("phase", as_dict=True)
     return {str(name): int(of["duration_ns"].sum()) for (name,), of in phases.items()}
@@ -209,7 +209,7 @@ def warm_up(stored: Stored) -> Iterator[Any]:
     cold = [r for r in records if not r[WARMED]]
     sentences = {name: text for name in PASSES if (text := _warm_up_said([r for r in cold if r["pass"] == name]))}
     if not sentences:
-        raise CannotCheck("no run is long enough for five passes of warm-up")
+        raise Unavailable("no run is long enough for five passes of warm-up")
     ratios = {model: ns / note.FORWARD_NS[model] for model, ns in note.PROFILED_FORWARD_NS.items()}
     first, theirs = next(iter(note.PROFILED_FORWARD_NS.items()))
     step = sentences.pop("step", "")

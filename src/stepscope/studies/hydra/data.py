@@ -8,7 +8,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.document.model import Bars, Series, Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.figures import Record, against, beside, compared, known, listed, paced, said, table, told_apart
 from stepscope.studies.hydra import note
 from stepscope.studies.hydra.step import is_noted, main_point, other_model, step_record
@@ -49,14 +49,14 @@ def _groups(stored: Stored) -> list[list[dict[str, Any]]]:
         if arms:
             groups.append([_arm(ONE_BATCH, base), *arms])
     if not groups:
-        raise CannotCheck("no point was trained on the text")
+        raise Unavailable("no point was trained on the text")
     return sorted(groups, key=lambda group: group[0].get("gpu_idle_share", 0.0))
 
 
 def _recordings(stored: Stored, measure: str) -> list[Recorded]:
     try:
         return [each for each in stored.recordings(measure) if each.status == OK]
-    except CannotCheck:
+    except Unavailable:
         return []  # --quick leaves it out
 
 
@@ -126,11 +126,11 @@ def first_call(stored: Stored) -> Iterator[Any]:
     """What each layer takes in the first pass of a process, and once it is warm."""
     row = next((row for row in stored.sweep("first_call").rows if row["status"] == OK and row.get("layers")), None)
     if row is None:
-        raise CannotCheck("no first call was timed layer by layer")
+        raise Unavailable("no first call was timed layer by layer")
     first, warm = row["layers"]["first_call_ns"], row["layers"]["warm_ns"]
     blocks = [name for name in first if name.startswith("blocks.")]
     if len(blocks) < 2:
-        raise CannotCheck("the model has not two layers to compare")
+        raise Unavailable("the model has not two layers to compare")
     others, others_warm = ([times[name] for name in blocks[1:]] for times in (first, warm))
     head = blocks[0]
     cold, settled = (times[head] / statistics.median(rest) for times, rest in ((first, others), (warm, others_warm)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Bars, Series, Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.figures import Record, against, beside, busy_ns, known, listed, paced, said, span, table
 from stepscope.studies.hydra import note
 from stepscope.studies.hydra.step import PARTS, is_noted, main_point, other_model, step_record
@@ -43,7 +43,7 @@ def bottlenecks(stored: Stored) -> Iterator[Any]:
     steps = max(1, rank.steps.height)
     whole_ns = sum(ns for _, _, ns in rows)
     if not whole_ns:
-        raise CannotCheck("the trace has no op with a time of its own")
+        raise Unavailable("the trace has no op with a time of its own")
     of = "the GPU's work" if where == "device" else "the host's time in ops"
     first = ", ".join(f"{op} {said('share', ns / whole_ns)}" for op, _, ns in rows[:3])
     modules = rank.modules.filter(rank.modules["module"].is_not_null())

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.document.model import Bars, Series, Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural, safe
 from stepscope.studies.figures import beside, paced, said, table
 from stepscope.studies.hydra import note
@@ -40,7 +40,7 @@ def step_record(recorded: Recorded) -> dict[str, Any]:
     """What one recording says of its step: time, tokens, and the share of every phase."""
     summary = recorded.source.card.summary
     if summary.step_ns is None or summary.throughput is None or summary.parameters is None:
-        raise CannotCheck(f"the recording of {name_of(recorded)} has no clean step")
+        raise Unavailable(f"the recording of {name_of(recorded)} has no clean step")
     times = {phase.name: phase.host_ns if phase.device_ns is None else phase.device_ns for phase in summary.phases}
     whole_ns = sum(times.values())
     record = {
@@ -90,7 +90,7 @@ def shares(stored: Stored) -> Iterator[Any]:
     idle = ("gpu_idle_share",) if "gpu_idle_share" in record else ()
     yield table("step_shares", "Steps by phase", records, *names, *idle)
     if not is_noted(recorded):
-        raise CannotCheck(f"the note's figures are of {note.PRESET}, and this run has {recorded.axes['preset']}")
+        raise Unavailable(f"the note's figures are of {note.PRESET}, and this run has {recorded.axes['preset']}")
     ours = [{"phase": name, "step_share": record[f"{name}_share"]} for name in PARTS]
     yield beside(ours, note.SHARES, "phase", "step_share", note.NOTE)
     yield beside([{"what": "a step", "step_ns": record["step_ns"]}], note.STEP, "what", "step_ns", note.NOTE)
@@ -150,7 +150,7 @@ def memory(stored: Stored) -> Iterator[Any]:
     kept = {row.module: row for row in account.activations if row.module is not None}
     layers = sorted((name for name in kept if _is_layer(name)), key=lambda name: int(name.split(".")[1]))
     if not layers:
-        raise CannotCheck("no layer keeps anything for the backward")
+        raise Unavailable("no layer keeps anything for the backward")
     sizes = [kept[name].total_bytes for name in layers]
     of_head = max(0, kept[""].total_bytes - sum(sizes))
     owners = {part.name: part.bytes for part in account.live_at_peak.by_owner}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.document.model import Bars, Series, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.studies.figures import Record, against, beside, busy_ns, compared, known, listed, paced, said, table
 from stepscope.studies.hydra import note
 from stepscope.studies.hydra.ops import own_times
@@ -62,7 +62,7 @@ def routing(stored: Stored) -> Iterator[Any]:
         static = of.one(routing="static", capacity=1.0)
         variants = [record for record in of.ok if record is not static]
         if any(record["num_parameters"] != static["num_parameters"] for record in variants):
-            raise CannotCheck(f"{preset}: a variant has another number of parameters than static")
+            raise Unavailable(f"{preset}: a variant has another number of parameters than static")
         sentences.append(f"{preset}, {static['num_parameters']:,} parameters: static takes {_told(static)}.")
         for record in variants:
             is_main = (record["routing"], record["dispatch"], record["capacity"]) == ("dynamic", "gather", 1)
@@ -174,7 +174,7 @@ def _why_compiled(stored: Stored, record: Record, eager: Record) -> str:
     knobs = ("preset", "batch", "seq_len", "dtype", "routing", "capacity")
     idle = step_record(stored.recording("step", **{name: eager[name] for name in knobs})).get("gpu_idle_share")
     if idle is None:
-        raise CannotCheck("how long the eager step is idle is not known on this device")
+        raise Unavailable("how long the eager step is idle is not known on this device")
     whole, by_launches = eager[TIME] / record[TIME], 1 / (1 - idle)
     most = "fewer and fused kernels are" if whole / by_launches > by_launches else "what the host no longer does is"
     return (
@@ -214,7 +214,7 @@ def sizes(stored: Stored) -> Iterator[Any]:
             groups.setdefault(shape, []).append(recorded)
     alike = max(groups.values(), key=len, default=[])
     if len(alike) < 2:
-        raise CannotCheck("no two presets were recorded at one batch, length and dtype")
+        raise Unavailable("no two presets were recorded at one batch, length and dtype")
     records = [step_record(each) | _patterns(each.source) for each in alike]
     first, last = records[0], records[-1]
     names = [*(f"{part}_share" for part in PARTS), "products_share", "copies_share"]

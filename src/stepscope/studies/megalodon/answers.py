@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural
 from stepscope.studies.figures import (
     HOST_SPREAD,
@@ -48,14 +48,14 @@ def precision(stored: Stored) -> Iterator[Any]:
     ]  # fmt: skip
     sentences += [_reduction(reduced)] if reduced else []
     if not sentences:
-        raise CannotCheck("no two dtypes were measured at one length")
+        raise Unavailable("no two dtypes were measured at one length")
     yield Text(" ".join([*sentences, *host_paced(ok)]))
     names = ("dtype", "bf16_reduction", "seq_len", "batch", TIME, BUSY, "tokens_per_s", PEAK, "loss")
     yield table("steps", "A training step", rows, *known(rows, *names))
     yield lines("steps-time", "A training step", ok, "seq_len", TIME, ("dtype", "bf16_reduction"))
     if not reduced:
         reasons = {str(r["reason"]) for r in rows.where(dtype="bf16", bf16_reduction=("on", "off")) if r["reason"]}
-        raise CannotCheck(f"reduction on against off: {'; '.join(sorted(reasons)) or 'no length has both'}")
+        raise Unavailable(f"reduction on against off: {'; '.join(sorted(reasons)) or 'no length has both'}")
     ratios = [{"seq_len": on["seq_len"], "off_over_on": off[TIME] / on[TIME]} for on, off in reduced]
     yield beside(ratios, PUBLISHED_OFF_OVER_ON, "seq_len", "off_over_on", PUBLISHED_ON)
     yield from gemm_share(stored, PUBLISHED_OFF_OVER_ON)
@@ -112,7 +112,7 @@ def memory(stored: Stored) -> Iterator[Any]:
         parts.append(lines(f"memory-{measure}", f"Peak {where}, {mode}", of, "seq_len", PEAK, "variant"))
     groups = [group for group in groups if len(group[2].values("seq_len")) > 1]
     if not groups:
-        raise CannotCheck("there are not two lengths of anything")
+        raise Unavailable("there are not two lengths of anything")
     for what, variant, rows in groups:
         row = {"of": what, "variant": variant, "num_lengths": len(rows), "longest": max(rows.values("seq_len"))}
         found.append(row | {"peak_bytes": max(record[PEAK] for record in rows)} | grown(rows, PEAK)._asdict())
@@ -146,7 +146,7 @@ def cache(stored: Stored) -> Iterator[Any]:
     told = {length: _ways(at) for length, at in lengths.items()}
     both = {length: (ways["on"], ways["off"]) for length, ways in told.items() if len(ways) == 2}
     if not both:
-        raise CannotCheck("there is no length with a time with and without a cache")
+        raise Unavailable("there is no length with a time with and without a cache")
     longest = max(both)
     (best, *_), (again, *_) = both[longest]
     times = {length: f"{_range(on)} with the state and {_range(off)} without" for length, (on, off) in both.items()}
@@ -244,7 +244,7 @@ def out_of_memory(stored: Stored) -> Iterator[Any]:
     rows = list(stored.rows("steps").needed())
     failed = [place for place, record in enumerate(rows) if record["status"] == "oom"]
     if not failed:
-        raise CannotCheck(f"none of the {len(rows)} points of steps ran out of memory")
+        raise Unavailable(f"none of the {len(rows)} points of steps ran out of memory")
     first = rows[failed[0]]
     after = rows[failed[0] + 1 :]
     yield Text(

@@ -6,10 +6,9 @@ import gzip
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stepscope.document.cells import cell
 from stepscope.document.model import Table, Value
-from stepscope.findings.finding import CannotCheck
-from stepscope.formatting import safe
+from stepscope.errors import Unavailable
+from stepscope.formatting import cell, safe
 from stepscope.studies.stored import Recorded, Stored
 
 SUMMARY = ("dtype", "bf16_reduction", "seq_len", "batch_size", "ms_per_step", "peak_mem_gb")
@@ -63,7 +62,7 @@ def key_averages(stored: Stored) -> dict[str, str]:
         made[f"key_averages_{name}_device_time.txt"] = _by_time(one)
         made[f"key_averages_{name}_memory.txt"] = _by_memory(one)
     if not made:
-        raise CannotCheck("nothing was recorded")
+        raise Unavailable("nothing was recorded")
     return made
 
 
@@ -75,7 +74,7 @@ def traces(stored: Stored) -> dict[str, bytes]:
         for number, window in windows_of(one):
             made[f"{name}/speed_step{number}.json.gz"] = gzip.decompress((one.folder / window["file"]).read_bytes())
     if not made:
-        raise CannotCheck("no trace was recorded")
+        raise Unavailable("no trace was recorded")
     return made
 
 

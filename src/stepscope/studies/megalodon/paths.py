@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural
 from stepscope.studies.figures import (
     Record,
@@ -89,7 +89,7 @@ def different(stored: Stored) -> Iterator[Any]:
             found.append(row | worst)
         sentences.append(f"{where.capitalize()}, a traced pass shows {', '.join(seen)}.")
     if not found:
-        raise CannotCheck("no path was measured")
+        raise Unavailable("no path was measured")
     num_rows, num_proven = (sum(row[name] for row in found) for name in ("num_rows", "num_proven"))
     checked = "; ".join(dict.fromkeys(f"{row['where']} at {row['checked_at']}" for row in found))
     furthest = max(row[name] for row in found for name in ("outputs", "gradients") if row[name] is not None)
@@ -149,7 +149,7 @@ def fastest(stored: Stored) -> Iterator[Any]:
         waiting += host_paced(every.ok, where.capitalize())
     yield Text(_winner(stored))
     if not meetings:
-        raise CannotCheck("no two paths were measured at one length")
+        raise Unavailable("no two paths were measured at one length")
     modes: dict[tuple[str, str], list[str]] = {}
     for row in meetings:
         if SCAN not in (row["faster"], row["than"]):
@@ -300,7 +300,7 @@ def _part_of_model(stored: Stored) -> Iterator[Any]:
             row |= {"num_layers": whole["layers"], "model_ns": whole[TIME]}
             found.append(row | {"alone_over_model": whole["layers"] * part[TIME] / whole[TIME]})
     if not found:
-        raise CannotCheck("no length was measured alone and in the model")
+        raise Unavailable("no length was measured alone and in the model")
     ends = sorted(found, key=lambda row: row["alone_over_model"])
     low, high = (
         f"{row['alone_over_model']:.2f} times ({row['path']}, {row['seq_len']} tokens, {row['mode']})"

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural
 from stepscope.studies.figures import said, table
 from stepscope.studies.megalodon.files import recorded, windows_of
@@ -48,7 +48,7 @@ def schedule(stored: Stored) -> Iterator[Any]:
             steps_ns = [sample.wall_ns for sample in one.source.card.recording.window("clean")]
             measured.setdefault(one.axes["seq_len"], {})[name.split("_")[0]] = summary.step_ns, steps_ns
     if not schedules:
-        raise CannotCheck("nothing was recorded")
+        raise Unavailable("nothing was recorded")
     asked, came, repeat, num = (
         sum(row[name] for row in schedules) for name in ("num_asked", "num_traced", "repeat", "num_windows")
     )
@@ -132,7 +132,7 @@ def fusion(stored: Stored) -> Iterator[Any]:
     spans = [span | {"module": span["module"] or "(no module)"} for span in every if span["host_ns"] >= 1000]
     inside = [span for span in spans if span["module"] != "(no module)"]
     if not inside:
-        raise CannotCheck("the trace has no modules")
+        raise Unavailable("the trace has no modules")
     first, host_ns = inside[0], sum(span["host_ns"] for span in spans)
     note = "of a traced step: the profiler slows the host, not the GPU"
     if on_gpu:
@@ -188,7 +188,7 @@ def _most_work(spans: list[dict[str, Any]]) -> str:
 
 
 def _chain_rows(one: Recorded) -> list[dict[str, Any]]:
-    """Chains of elementwise kernels by the module of their first: CannotCheck without GPU work."""
+    """Chains of elementwise kernels by the module of their first: Unavailable without GPU work."""
     from stepscope.analysis.memory.module_tree import starred
 
     case = one.source.case
@@ -201,7 +201,7 @@ def _chain_rows(one: Recorded) -> list[dict[str, Any]]:
         for name, value in zip(_CHAIN, (1, *(chain[name] for name in _CHAIN[1:]))):
             row[name] += value / case.num_steps
     if not groups:
-        raise CannotCheck("no chain of three elementwise kernels or more is in the trace")
+        raise Unavailable("no chain of three elementwise kernels or more is in the trace")
     rows = [dict(zip(("module", "phase", "ops"), key)) | row for key, row in groups.items()]
     return sorted(rows, key=lambda row: -row["duration_ns"])
 
@@ -209,5 +209,5 @@ def _chain_rows(one: Recorded) -> list[dict[str, Any]]:
 def _longest(stored: Stored) -> Recorded:
     known = [one for _, one in recorded(stored)]
     if not known:
-        raise CannotCheck("nothing was recorded")
+        raise Unavailable("nothing was recorded")
     return max(known, key=lambda one: (one.axes["seq_len"], one.source.card.summary.num_clean))

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural, safe
 from stepscope.studies.figures import Record, against, host_paced, known, lines, listed, said, table, told_apart
 from stepscope.studies.lengths import grows
@@ -63,7 +63,7 @@ def faster(stored: Stored) -> Iterator[Any]:
     rows = stored.rows("attention").needed()
     found = {name: pairs for name in (FLEX, MASK) if (pairs := beside_dense(rows, name))}
     if not found:
-        raise CannotCheck("no length was measured with dense and with sparse attention")
+        raise Unavailable("no length was measured with dense and with sparse attention")
     places = "; ".join(f"{name} wins {_where(pairs)}" for name, pairs in found.items())
     speeds = []
     for name, pairs in found.items():
@@ -207,5 +207,5 @@ def memory(stored: Stored) -> Iterator[Any]:
 def _grow(peaks: Mapping[str, Rows]) -> str:
     found = {what: of for what, of in peaks.items() if len(of.values("seq_len")) > 1}
     if not found:
-        raise CannotCheck(f"there are not two lengths of {' or of '.join(peaks)}")
+        raise Unavailable(f"there are not two lengths of {' or of '.join(peaks)}")
     return " ".join(f"The peak of {what} {grows(of, PEAK)}." for what, of in found.items())

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural
 from stepscope.studies.figures import (
     Record,
@@ -94,7 +94,7 @@ def faster_models(stored: Stored) -> Iterator[Any]:
     rows = stored.rows("models").needed()
     pairs = [pair for name in (FLEX, MASK) for pair in beside_dense(rows, name)]
     if not pairs:
-        raise CannotCheck("no model was measured with dense and with sparse attention")
+        raise Unavailable("no model was measured with dense and with sparse attention")
     groups: dict[tuple[Any, ...], list[tuple[Record, Record]]] = {}
     for record, dense in pairs:
         groups.setdefault((record["preset"], record["seq_len"], record["attention"]), []).append((record, dense))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.document.model import Bars, Series, Table, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import safe
 from stepscope.studies.figures import HOST_SPREAD, compared, known, listed, paced, said, table
 from stepscope.studies.stored import Recorded, Stored
@@ -119,23 +119,23 @@ def _amp_pairs(stored: Stored) -> list[tuple[Recorded, Recorded]]:
         if fp32 and low.status == OK:
             pairs.append((fp32[0], low))
     if not pairs:
-        raise CannotCheck("no size was trained both with AMP and in fp32")
+        raise Unavailable("no size was trained both with AMP and in fp32")
     return sorted(pairs, key=lambda pair: size_of(step_of(pair[0])))
 
 
 def pair_of(base: Path, new: Path, allow: Sequence[str] = ()) -> Pair:
-    """Two recordings or traces as `stepscope compare` holds them against each other; CannotCheck where it refuses."""
+    """Two recordings or traces as `stepscope compare` holds them against each other; Unavailable where it refuses."""
     from stepscope.session.compare_paths import compare_paths
 
     pair = compare_paths(base, new, allow=allow).pairs[0]
     if pair.refused:
-        raise CannotCheck(f"the two are not comparable: {', '.join(each.what for each in pair.refused)}")
+        raise Unavailable(f"the two are not comparable: {', '.join(each.what for each in pair.refused)}")
     return pair
 
 
 def _folder(recorded: Recorded) -> Path:
     if recorded.folder is None or recorded.status != OK:
-        raise CannotCheck(f"{recorded.status}: {recorded.reason}")
+        raise Unavailable(f"{recorded.status}: {recorded.reason}")
     return recorded.folder
 
 
@@ -144,7 +144,7 @@ def parts_of(pair: Pair) -> Parts:
     found = {table.by: table for table in pair.tables}
     by = next((found[name] for name in ("kernel_class", "op") if name in found), None)
     if by is None:
-        raise CannotCheck("the recordings have no traces to tell where the difference lies")
+        raise Unavailable("the recordings have no traces to tell where the difference lies")
     return by
 
 

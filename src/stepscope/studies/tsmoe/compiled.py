@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural, safe
 from stepscope.studies.figures import known, listed, said, table, without_folders
 from stepscope.studies.stored import Recorded, Stored
@@ -33,7 +33,7 @@ def compiled(stored: Stored) -> Iterator[Any]:
         if record["compile"] != "off" and record.get("compiler_num_graphs")
     ]
     if not records:
-        raise CannotCheck("no point was compiled: --full does (on a CPU compiling takes longer than all the rest)")
+        raise Unavailable("no point was compiled: --full does (on a CPU compiling takes longer than all the rest)")
     whole = [r for r in records if r["status"] == OK and (r["num_graphs"], r["num_graph_breaks"]) == (1, 0)]
     sentences = [_whole_sentence(whole)] if whole else []
     sentences += [_other_sentence(record) for record in records if record not in whole]
@@ -109,7 +109,7 @@ def _recompiles(stored: Stored) -> Iterator[Any]:
         if summary is not None or recorded.status != OK:
             records.append(record)
     if not records:
-        raise CannotCheck("no compiled training run was recorded")
+        raise Unavailable("no compiled training run was recorded")
     yield Text(
         f"With a router that learns ({size_said(stored.recordings('compiled')[0].axes)}): "
         f"{' '.join(_recompiles_sentences(records))} The note's loop met the limit of "

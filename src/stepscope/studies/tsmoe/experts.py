@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import safe
 from stepscope.studies.figures import against, said, table
 from stepscope.studies.stored import Stored
@@ -63,7 +63,7 @@ def half(stored: Stored) -> Iterator[Any]:
     yield table("indexing", f"Ops by how much they differ ({of}, a traced step)", differing, *differing[0])
     findings = [found for found in sources[0].diagnosis.findings if found.id == "serialized_scatter"]
     if not findings:
-        raise CannotCheck(
+        raise Unavailable(
             "stepscope diagnose finds no serialized_scatter in the trace: on a CPU it looks for none, and on a GPU "
             "the scatter is then as fast as it should be"
         )
@@ -97,7 +97,7 @@ def grouped(stored: Stored) -> Iterator[Any]:
             text += f", with {one[LAUNCHES]:,} launches instead of {launches}"
         sentences.append(f"{text}.")
     if not sentences:
-        raise CannotCheck(f"{GROUPED} and what it is held against were not measured")
+        raise Unavailable(f"{GROUPED} and what it is held against were not measured")
     yield Text(f"Measured on {size_said(same[0])}. {' '.join(sentences)}")
     eager = {record["dispatch"]: record for record in same if record["compile"] == "off"}
     base, new = (stored.traced("dispatch", eager[name]).path for name in (LOOP, GROUPED))

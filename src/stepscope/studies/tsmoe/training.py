@@ -8,7 +8,7 @@ from typing import Any
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.devices import find_device
 from stepscope.document.model import Text, Value
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import safe
 from stepscope.studies.figures import known, listed, paced, said, table
 from stepscope.studies.stored import Recorded, Stored
@@ -29,7 +29,7 @@ def step_of(recorded: Recorded) -> dict[str, Any]:
     """What a recording says of its step; None of what the device does not offer."""
     source, summary = recorded.source, recorded.source.card.summary
     if summary.step_ns is None or summary.throughput is None or summary.flops is None:
-        raise CannotCheck(f"the recording of {recorded.axes['preset']} has no clean step with counted FLOPs")
+        raise Unavailable(f"the recording of {recorded.axes['preset']} has no clean step with counted FLOPs")
     counters, facts, parameters = summary.counters, source.card.recording.facts, summary.parameters or {}
     phases = {phase.name: phase.host_ns if phase.device_ns is None else phase.device_ns for phase in summary.phases}
     gauges = (counters.gpu_busy_share, counters.memory_controller_busy_share) if counters else (None, None)
@@ -64,7 +64,7 @@ def steps(stored: Stored) -> list[dict[str, Any]]:
     """Every recording of the training, small models first."""
     found = [step_of(each) for each in stored.recordings("training") if each.status == OK]
     if not found:
-        raise CannotCheck("no training run was recorded: --resume goes on with it")
+        raise Unavailable("no training run was recorded: --resume goes on with it")
     return sorted(found, key=size_of)
 
 
@@ -119,7 +119,7 @@ def _mfu_text(record: Mapping[str, Any]) -> str:
 
 def _beside_note(main: Mapping[str, Any]) -> Iterator[Any]:
     if (main["preset"], main["batch"], main["seq_len"]) != (note.PRESET, note.BATCH, note.LENGTH):
-        raise CannotCheck(
+        raise Unavailable(
             f"the note's figures are of {note.PRESET} with {note.BATCH} × {note.LENGTH} points, this run has "
             f"{main['preset']} with {main['batch']} × {main['seq_len']}"
         )
@@ -192,7 +192,7 @@ def mfu(stored: Stored) -> Iterator[Any]:
     )
     yield table("mfu", "Both computations", [*best, *typed, *ours], *wrong)
     if peak is None:
-        raise CannotCheck(f"the peak of {main['device_name']} is not known: its own MFU is missing")
+        raise Unavailable(f"the peak of {main['device_name']} is not known: its own MFU is missing")
 
 
 def _why_not_more(stored: Stored, main: Mapping[str, Any]) -> Iterator[Text]:

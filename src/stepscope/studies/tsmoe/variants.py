@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Bars, Series, Text
-from stepscope.findings.finding import CannotCheck
+from stepscope.errors import Unavailable
 from stepscope.formatting import plural, safe
 from stepscope.studies.figures import Record, against, known, listed, meet, said, table
 from stepscope.studies.stored import Stored
@@ -61,7 +61,7 @@ def _back_ends(stored: Stored, plain: Record, given: Record) -> Iterator[Any]:
             times = {"attention_ns": float(row.call["total_ns"]), "step_ns": record[TIME]}
             side.append({**row.call, "mask": record["mask"], **times, "why_not_flash": _why_not_flash(row, record)})
         if not side:
-            raise CannotCheck(f"the trace with mask={record['mask']} shows no attention")
+            raise Unavailable(f"the trace with mask={record['mask']} shows no attention")
         sides.append(side)
     ends = [listed(sorted({BACK_ENDS.get(call["backend"], str(call["backend"])) for call in side})) for side in sides]
     without, with_mask = (sum(record["attention_ns"] for record in side) for side in sides)
@@ -126,7 +126,7 @@ def _gate_size(gate: Mapping[str, Any]) -> str:
 def _loss(record: Record) -> float:
     value = record.get("loss")
     if value is None:
-        raise CannotCheck(f"dispatch={record['dispatch']} has no loss")
+        raise Unavailable(f"dispatch={record['dispatch']} has no loss")
     return float(value)
 
 

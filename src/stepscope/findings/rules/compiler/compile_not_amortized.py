@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_report
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 
@@ -15,9 +16,9 @@ def check(case: Case) -> list[Finding]:
         return []
     seconds, step_ns = report.get("compile_seconds"), case.clean_ns
     if not isinstance(seconds, (int, float)) or not step_ns:
-        raise CannotCheck("the recording has no clean steps to set compiling against")
+        raise Unavailable("the recording has no clean steps to set compiling against")
     if recording.status != "finished" or (recording.facts.get("command") or {}).get("exit_after"):
-        raise CannotCheck("the run was cut short, so that a whole one's steps are not known: record one to its end")
+        raise Unavailable("the run was cut short, so that a whole one's steps are not known: record one to its end")
     num_steps = len(recording.samples)
     stepping_s = num_steps * step_ns / 1e9
     # Were an uncompiled step twice as long, compiling would have saved as much as all steps took.
@@ -26,9 +27,9 @@ def check(case: Case) -> list[Finding]:
     enough = round(seconds * 1e9 / step_ns)
     return [
         Finding(
-            sentence=f"torch.compile took {seconds:.0f} s for a run of {several(num_steps, 'step')} of "
-            f"{milliseconds(step_ns)}, {stepping_s:.1f} s in all: had it made each step twice as fast, it would have "
-            f"paid after {several(enough, 'step')}.",
+            sentence=f"torch.compile took {seconds:.0f} s for a run of {plural(num_steps, 'step')} of "
+            f"{duration(step_ns, 3)}, {stepping_s:.1f} s in all: had it made each step twice as fast, it would have "
+            f"paid after {plural(enough, 'step')}.",
             fix="leave torch.compile out of runs this short; or compile one block, for block in model.blocks: "
             "block.compile(), and keep the cache: TORCHINDUCTOR_CACHE_DIR=/a/folder/that/stays",
             derived="seconds of compiling against the clean steps of the run; it is no part of a step, so that no "

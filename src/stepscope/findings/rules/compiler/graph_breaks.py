@@ -7,9 +7,10 @@ from typing import Any
 
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
+from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _MANY_SIZES = 8
@@ -25,7 +26,7 @@ def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
     try:
         regions = case.compiled_regions
         entries = case.region_entries(all_but_first=bool(breaks))
-    except CannotCheck:
+    except Unavailable:
         if not breaks and case.recording.compiler is None:
             return []  # nothing was compiled
         return [_told(case, breaks, None, "")] if breaks else []
@@ -37,8 +38,8 @@ def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
         return []
     entered_ns = float((entries["end_ns"] - entries["start_ns"]).sum()) / case.num_steps
     seen = (
-        f"{several(regions.height / case.num_steps, 'compiled region')} are called a step, and the host spends "
-        f"{milliseconds(entered_ns)} of {milliseconds(case.step_ns)} on getting into the later ones"
+        f"{plural(regions.height / case.num_steps, 'compiled region')} are called a step, and the host spends "
+        f"{duration(entered_ns, 3)} of {duration(case.step_ns, 3)} on getting into the later ones"
     )
     return [replace(_told(case, breaks, saving_ns, seen), places=case.host_places(entries))]
 
@@ -48,7 +49,7 @@ def _told(case: Case, breaks: list[dict[str, Any]], saving_ns: float | None, see
     if breaks:
         total = sum(map(count_of, breaks))
         where, why = breaks[0].get("place"), str(breaks[0].get("reason")).rstrip(".")
-        parts.insert(0, f"torch.compile broke the graph {several(total, 'time')}, most often at {where}: {why}")
+        parts.insert(0, f"torch.compile broke the graph {plural(total, 'time')}, most often at {where}: {why}")
     else:
         is_nested = bool(case.compiled_regions["is_nested"].any())
         parts.insert(

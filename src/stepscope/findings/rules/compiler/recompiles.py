@@ -13,9 +13,10 @@ from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
+from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import WORTH_SHARE, Case
 
 
@@ -26,7 +27,7 @@ def check(case: Case) -> list[Finding]:
 def _planning(case: Case) -> list[Finding]:
     try:
         planning = case.stalls.filter(pl.col("kind") == "compile")
-    except CannotCheck:
+    except Unavailable:
         if not compile_report(case):
             raise
         return _compiling_steps(case)
@@ -52,8 +53,8 @@ def _planning(case: Case) -> list[Finding]:
         why, fix = f"{why}; torch.compile says: {guard}", _fix_of(guard)
     return [
         Finding(
-            sentence=f"The host is kept {milliseconds(per_step)} a step by "
-            f"{several(planning.height / case.num_steps, 'stretch')} of compiling or planning"
+            sentence=f"The host is kept {duration(per_step, 3)} a step by "
+            f"{plural(planning.height / case.num_steps, 'stretch')} of compiling or planning"
             f"{' in ' + ' and '.join(ops) if ops else ''}: {why}.",
             fix=fix,
             saving_ns=saving_ns,
@@ -85,7 +86,7 @@ def _compiling_steps(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"{len(compiling)} of {len(timed)} clean steps compiled something again and took "
-            f"{milliseconds(median(compiling))}, where the others took {milliseconds(median(quiet))}"
+            f"{duration(median(compiling), 3)}, where the others took {duration(median(quiet), 3)}"
             f"{f': {guard}' if guard else ''}.",
             fix=_fix_of(guard or ""),
             saving_ns=saving_ns,

@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.analysis.time.whatif import stretches
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.waiting import repeated_checks, starts_within
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 
@@ -43,15 +43,15 @@ def check(case: Case) -> list[Finding]:
     )
     stacks_ns = float(((traced["end_ns"] - traced["start_ns"]) * (1 - traced["factor"])).sum()) / case.num_steps
     stacks = (
-        f", and a stack written down at {several(traced.height / case.num_steps, 'op')} of the forward for "
-        f"{milliseconds(stacks_ns)} more"
+        f", and a stack written down at {plural(traced.height / case.num_steps, 'op')} of the forward for "
+        f"{duration(stacks_ns, 3)} more"
         if traced.height
         else ""
     )
     return [
         Finding(
-            sentence=f"{who} for NaN {several(count, 'time')} a step and waits for the answer: "
-            f"{milliseconds(spent_ns)} of the host{stacks}, in a step of {milliseconds(case.step_ns)}.",
+            sentence=f"{who} for NaN {plural(count, 'time')} a step and waits for the answer: "
+            f"{duration(spent_ns, 3)} of the host{stacks}, in a step of {duration(case.step_ns, 3)}.",
             fix=named,
             saving_ns=saving_ns,
             derived="the step replayed without the checks, their kernels and the waits for them"

@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.analysis.time.whatif import stretches
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.waiting import place, waits_of
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 
@@ -41,9 +41,9 @@ def check(case: Case) -> list[Finding]:
     host_ns = float(table["host_ns"].sum())
     return [
         Finding(
-            sentence=f"{several(trips.height / case.num_steps, 'tensor')} a step, the largest of "
-            f"{gibibytes(int(trips['bytes'].max()))}, go to the host and come back, mostly in {place(top)}: "  # type: ignore[arg-type]
-            f"{milliseconds(host_ns)} from one copy to the other, of {milliseconds(case.step_ns)}.",
+            sentence=f"{plural(trips.height / case.num_steps, 'tensor')} a step, the largest of "
+            f"{size(int(trips['bytes'].max()))}, go to the host and come back, mostly in {place(top)}: "  # type: ignore[arg-type]
+            f"{duration(host_ns, 3)} from one copy to the other, of {duration(case.step_ns, 3)}.",
             fix="do it on the GPU: leave out .cpu(), .numpy() and .cuda(), and use torch's op on the CUDA tensor",
             saving_ns=saving_ns,
             upper_bound=True,

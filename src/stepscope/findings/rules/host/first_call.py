@@ -8,7 +8,7 @@ from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.step_times import settling
 from stepscope.analysis.time.whatif import stretches
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _FIRST_CALL = {"compile": "compiling, loading or planning kernels", "allocator": "asking the driver for memory"}
@@ -32,9 +32,9 @@ def _unsettled(case: Case) -> list[Finding]:
     num = int((case.recording.facts.get("windows") or {}).get("warmup") or 0) + found.num_unsettled
     return [
         Finding(
-            sentence=f"The first {found.num_unsettled} of {several(found.num_steps, 'clean step')} had not settled: "
-            f"the first took {milliseconds(found.first_ns)}, the last half {milliseconds(found.settled_ns)} each, so "
-            f"that the mean ({milliseconds(found.mean_ns)}) is of warm-up too.",
+            sentence=f"The first {found.num_unsettled} of {plural(found.num_steps, 'clean step')} had not settled: "
+            f"the first took {duration(found.first_ns, 3)}, the last half {duration(found.settled_ns, 3)} each, so "
+            f"that the mean ({duration(found.mean_ns, 3)}) is of warm-up too.",
             fix=f"stepscope run --warmup {num} --clean {max(20, found.num_steps)} train.py",
             saving_ns=None,
             derived="nothing is saved: the figures of this recording are too high",
@@ -55,11 +55,11 @@ def _only_step(case: Case) -> list[Finding]:
     if total_ns < _MOST_OF_STEP * case.step_ns or not case.is_worth(saving_ns):
         return []
     kinds = first.group_by("kind").agg(length.sum()).sort("duration_ns", descending=True)
-    parts = ", ".join(f"{milliseconds(ns)} {_FIRST_CALL[kind]}" for kind, ns in kinds.iter_rows())
+    parts = ", ".join(f"{duration(ns, 3)} {_FIRST_CALL[kind]}" for kind, ns in kinds.iter_rows())
     return [
         Finding(
             sentence=f"The trace has one step, and it looks like a first one: {parts}, of "
-            f"{milliseconds(case.step_ns)}. What it shows is not the steady state.",
+            f"{duration(case.step_ns, 3)}. What it shows is not the steady state.",
             fix="torch.profiler.schedule(wait=2, warmup=2, active=3), with prof.step() at the end of each step",
             saving_ns=saving_ns,
             derived="the step replayed with these stretches gone: what a later step is likely to be shorter by",

@@ -6,9 +6,10 @@ import polars as pl
 
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.waiting import place
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _COMES_BACK = 0.5
@@ -19,7 +20,7 @@ def check(case: Case) -> list[Finding]:
     if case.work.is_empty():
         return []
     if not case.account.steps.height:
-        raise CannotCheck("nothing in the trace says where a step ends: call prof.step() after each")
+        raise Unavailable("nothing in the trace says where a step ends: call prof.step() after each")
     quiet = case.quiet_stretches.filter(pl.col("phase").ne_missing("optimizer"))
     if case.account.steps.height == 1:  # what comes after the only step's work may be the profiler that ends
         quiet = quiet.filter(pl.col("end_ns") <= case.work["start_ns"].max())
@@ -46,9 +47,9 @@ def check(case: Case) -> list[Finding]:
     once = "; seen in one step alone, it may be first-call cost" if case.num_steps == 1 else ""
     return [
         Finding(
-            sentence=f"The host is away for {milliseconds(per_step)} of a step of {milliseconds(case.step_ns)}, in "
-            f"{several(quiet.height / case.num_steps, 'stretch')}, mostly {what}; "
-            f"the GPU has work for {milliseconds(case.step.device_ns)}{once}.",
+            sentence=f"The host is away for {duration(per_step, 3)} of a step of {duration(case.step_ns, 3)}, in "
+            f"{plural(quiet.height / case.num_steps, 'stretch')}, mostly {what}; "
+            f"the GPU has work for {duration(case.step.device_ns, 3)}{once}.",
             fix=fix,
             saving_ns=saving_ns,
             derived="the step replayed with these stretches gone",

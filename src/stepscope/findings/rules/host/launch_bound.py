@@ -12,7 +12,7 @@ from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.stalls import STALL_NS
 from stepscope.analysis.time.whatif import stretches
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _SURE = 0.3
@@ -40,9 +40,9 @@ def check(case: Case) -> list[Finding]:
     host_ns = case.replay.play(launching).host_ns
     return [
         Finding(
-            sentence=f"The GPU waits for the host: {several(num_kernels, 'kernel')} a step, half of them shorter "
-            f"than {milliseconds(median_ns)}, keep the GPU busy for {milliseconds(case.busy_ns)} of "
-            f"{milliseconds(step.done_ns)}, and the host needs {milliseconds(host_ns)} to launch them.",
+            sentence=f"The GPU waits for the host: {plural(num_kernels, 'kernel')} a step, half of them shorter "
+            f"than {duration(median_ns, 3)}, keep the GPU busy for {duration(case.busy_ns, 3)} of "
+            f"{duration(step.done_ns, 3)}, and the host needs {duration(host_ns, 3)} to launch them.",
             fix='model = torch.compile(model, mode="reduce-overhead")  # or a larger batch: the host\'s time stays',
             saving_ns=saving_ns,
             upper_bound=True,

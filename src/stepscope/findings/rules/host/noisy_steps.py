@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from stepscope.analysis.time.step_times import slow_steps
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _FIXES = {
@@ -17,7 +18,7 @@ _FIXES = {
 
 def check(case: Case) -> list[Finding]:
     if not case.recording.window("clean"):
-        raise CannotCheck("the recording has no clean steps: it ended in its warm-up")
+        raise Unavailable("the recording has no clean steps: it ended in its warm-up")
     found = slow_steps(case.recording)
     if found is None or found.phase not in _FIXES or not case.is_worth(found.excess_ns):
         return []
@@ -25,9 +26,9 @@ def check(case: Case) -> list[Finding]:
     where = "waiting for its batch" if found.phase == "data" else "outside forward, backward and optimizer"
     return [
         Finding(
-            sentence=f"Every {found.period} steps one takes up to {milliseconds(slowest)} where the median is "
-            f"{milliseconds(found.median_ns)}, most of it {where}: {milliseconds(found.excess_ns)} on each of "
-            f"{several(found.num_steps, 'step')}.",
+            sentence=f"Every {found.period} steps one takes up to {duration(slowest, 3)} where the median is "
+            f"{duration(found.median_ns, 3)}, most of it {where}: {duration(found.excess_ns, 3)} on each of "
+            f"{plural(found.num_steps, 'step')}.",
             fix=_FIXES[found.phase],
             saving_ns=found.excess_ns,
             upper_bound=True,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.waiting import STAGED_BYTES, waits_of
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 _RATES = ((9, 50e9), (8, 24e9))
@@ -44,10 +45,10 @@ def check(case: Case) -> list[Finding]:
     )
     return [
         Finding(
-            sentence=f"{gibibytes(num_bytes / case.num_steps)} a step go to the GPU from pageable memory, in "
-            f"{several(copies.height / case.num_steps, 'copy').replace('copys', 'copies')} at "
-            f"{num_bytes / copied_ns:.1f} GB/s: {milliseconds(copied_ns / case.num_steps)} of the GPU's "
-            f"{milliseconds(case.step_ns)}, for which the host stands {milliseconds(waited_ns)}.",
+            sentence=f"{size(num_bytes / case.num_steps)} a step go to the GPU from pageable memory, in "
+            f"{plural(copies.height / case.num_steps, 'copy').replace('copys', 'copies')} at "
+            f"{num_bytes / copied_ns:.1f} GB/s: {duration(copied_ns / case.num_steps, 3)} of the GPU's "
+            f"{duration(case.step_ns, 3)}, for which the host stands {duration(waited_ns, 3)}.",
             fix="DataLoader(dataset, pin_memory=True, num_workers=4); then batch.to(device, non_blocking=True)",
             saving_ns=saving_ns,
             derived=f"the step replayed with these copies at {rate / 1e9:.0f} GB/s, as from pinned memory, and the "
@@ -63,7 +64,7 @@ def check(case: Case) -> list[Finding]:
 def _pinned_rate(case: Case) -> float:
     try:
         capability = case.device.compute_capability
-    except CannotCheck:
+    except Unavailable:
         return _OLDEST_RATE
     major = capability[0] if capability else 0
     return next((rate for least, rate in _RATES if major >= least), _OLDEST_RATE)

@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 _SHORT_NS = 10_000
@@ -39,10 +39,10 @@ def check(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"The batch is too small for {case.device.name}: half of "
-            f"{several(kernels.height / case.num_steps, 'kernel')} a step is shorter than {milliseconds(median_ns)}; "
-            f"{milliseconds(short_ns / case.num_steps)} of {milliseconds(case.step_ns)} are in kernels shorter than "
-            f"{milliseconds(_SHORT_NS)}, which more data would hardly lengthen, and "
-            f"{gibibytes(memory_bytes - peak_bytes)} of {gibibytes(memory_bytes)} are free.",
+            f"{plural(kernels.height / case.num_steps, 'kernel')} a step is shorter than {duration(median_ns, 3)}; "
+            f"{duration(short_ns / case.num_steps, 3)} of {duration(case.step_ns, 3)} are in kernels shorter than "
+            f"{duration(_SHORT_NS, 3)}, which more data would hardly lengthen, and "
+            f"{size(memory_bytes - peak_bytes)} of {size(memory_bytes)} are free.",
             fix="batch_size × 2, again as long as tokens a second grow; the learning rate may have to follow",
             saving_ns=saving_ns,
             derived="a step's worth of data at twice the batch: the step replayed with these kernels half as long, "

@@ -10,7 +10,7 @@ import polars as pl
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.waiting import place, starts_within, waits_of
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _VALUES = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
@@ -63,16 +63,16 @@ def check(case: Case) -> list[Finding]:
     wait_ns, idle_ns = (float(waits[name].sum() or 0) / case.num_steps for name in ("wait_ns", "idle_after_ns"))
     masks_ns = float((masks["end_ns"] - masks["start_ns"]).sum()) / case.num_steps
     by_mask = (
-        f"; indexing with a mask, {several(masks.height / case.num_steps, 'time')} a step, keeps it for "
-        f"{milliseconds(masks_ns)} under the profiler"
+        f"; indexing with a mask, {plural(masks.height / case.num_steps, 'time')} a step, keeps it for "
+        f"{duration(masks_ns, 3)} under the profiler"
         if masks.height
         else ""
     )
     return [
         Finding(
-            sentence=f"The host stops {several(count, 'time')} a step to wait for the GPU, {most}in {top['op']} of "
-            f"{place(top)}: it stands for {milliseconds(wait_ns)}, and the GPU then has nothing to do for "
-            f"{milliseconds(idle_ns)}, of {milliseconds(case.step_ns)}{by_mask}.",
+            sentence=f"The host stops {plural(count, 'time')} a step to wait for the GPU, {most}in {top['op']} of "
+            f"{place(top)}: it stands for {duration(wait_ns, 3)}, and the GPU then has nothing to do for "
+            f"{duration(idle_ns, 3)}, of {duration(case.step_ns, 3)}{by_mask}.",
             fix=_fix(top),
             saving_ns=saving_ns,
             upper_bound=True,

@@ -7,8 +7,9 @@ import polars as pl
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.stalls import MANY_OPS
 from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import WORTH_SHARE, Case
 
 _FIX = "DataLoader(dataset, num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)"
@@ -34,7 +35,7 @@ def _in_trace(case: Case) -> list[Finding]:
     if is_preparing:
         num_ops = float(preparing["num_ops"].sum()) / case.num_steps
         who = (
-            f"while the host prepares its batch before the forward, in {several(num_ops, 'op')} on the CPU, most of "
+            f"while the host prepares its batch before the forward, in {plural(num_ops, 'op')} on the CPU, most of "
             f"it in {preparing.sort(length, descending=True)['most_op'][0]}"
         )
         fix = f"do it in workers, in the dataset or the collate_fn: {_FIX}"
@@ -42,8 +43,8 @@ def _in_trace(case: Case) -> list[Finding]:
         who = "for its DataLoader"
     return [
         Finding(
-            sentence=f"Each step stands {milliseconds(per_step)} {who}; the whole step takes "
-            f"{milliseconds(case.step_ns)}, and the GPU has work for {milliseconds(case.step.device_ns)} of it.",
+            sentence=f"Each step stands {duration(per_step, 3)} {who}; the whole step takes "
+            f"{duration(case.step_ns, 3)}, and the GPU has work for {duration(case.step.device_ns, 3)} of it.",
             fix=fix,
             saving_ns=saving_ns,
             derived="the step replayed with these waits gone, as when the batch is ready",
@@ -62,7 +63,7 @@ def _in_samples(case: Case) -> list[Finding]:
     summary = case.summary
     phase = next((phase for phase in summary.phases if phase.name == "data"), None)
     if phase is None:
-        raise CannotCheck("the recording has no clean steps: it ended in its warm-up")
+        raise Unavailable("the recording has no clean steps: it ended in its warm-up")
     # On a GPU the time between its events counts: data that comes while it still works costs nothing.
     waited_ns = phase.host_ns if phase.device_ns is None else phase.device_ns
     if waited_ns < (_WORTH_WITHOUT_GPU if phase.device_ns is None else WORTH_SHARE) * case.step_ns:
@@ -72,7 +73,7 @@ def _in_samples(case: Case) -> list[Finding]:
     rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
     return [
         Finding(
-            sentence=f"Each step stands {milliseconds(waited_ns)} of {milliseconds(case.step_ns)} {who}, in the mean "
+            sentence=f"Each step stands {duration(waited_ns, 3)} of {duration(case.step_ns, 3)} {who}, in the mean "
             f"of the typical ones of {summary.num_clean} clean steps.",
             fix=_FIX,
             saving_ns=waited_ns,

@@ -10,7 +10,7 @@ import polars as pl
 from stepscope.analysis.attention.reasons import LARGEST_HEAD, LEAST_CAPABILITY, against_flash, in_words
 from stepscope.analysis.costs.attainable_rates import attention_ns
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -62,9 +62,9 @@ def check(case: Case) -> list[Finding]:
     )
     return [
         Finding(
-            sentence=f"{several(num_calls, 'call')} of scaled_dot_product_attention a step run on the "
-            f"{worst['backend']} back end and not on flash; {why}. They take {milliseconds(total_ns)} of "
-            f"{milliseconds(case.step_ns)} for {worst['num_queries']:,} × {worst['num_keys']:,} scores of "
+            sentence=f"{plural(num_calls, 'call')} of scaled_dot_product_attention a step run on the "
+            f"{worst['backend']} back end and not on flash; {why}. They take {duration(total_ns, 3)} of "
+            f"{duration(case.step_ns, 3)} for {worst['num_queries']:,} × {worst['num_keys']:,} scores of "
             f"{worst['num_heads']} heads of {worst['head_size']}.",
             fix=fix,
             saving_ns=saving_ns,

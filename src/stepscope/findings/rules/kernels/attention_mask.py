@@ -8,7 +8,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import attention_ns
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -44,9 +44,9 @@ def check(case: Case) -> list[Finding]:
     )
     return [
         Finding(
-            sentence=f"A mask of shape {one['mask']} is given to {several(forward.height / case.num_steps, 'call')} "
+            sentence=f"A mask of shape {one['mask']} is given to {plural(forward.height / case.num_steps, 'call')} "
             f"of scaled_dot_product_attention a step, so that flash attention cannot be used: the {one['backend']} "
-            f"back end takes {milliseconds(total_ns)} of {milliseconds(case.step_ns)} for all "
+            f"back end takes {duration(total_ns, 3)} of {duration(case.step_ns, 3)} for all "
             f"{one['num_queries']:,} × {one['num_keys']:,} scores.",
             fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)  # where the mask is causal; other "
             "patterns: torch.nn.attention.flex_attention with a block mask",

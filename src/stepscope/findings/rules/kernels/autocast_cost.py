@@ -8,9 +8,10 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, attention_ns, gemm_ns, traffic_ns
 from stepscope.analysis.precision.casts import repeated
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import gemm_calls
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _LOW_PEAKS = ("bf16", "fp16")
@@ -28,7 +29,7 @@ def check(case: Case) -> list[Finding]:
     # What micro-batches cast again is `repeated_weight_casts`' to tell, and has another remedy.
     casts = casts.join(repeated(case.casts).select("event"), on="event", how="anti")
     if "fp32" not in case.device.peak_flops:
-        raise CannotCheck(f"the float32 peak of {case.device.name} is not known")
+        raise Unavailable(f"the float32 peak of {case.device.name} is not known")
     in_float32 = _without_autocast(case, set(casts["event"].to_list()))
     cast_ns = float(casts["duration_ns"].sum()) / case.num_steps
     known = case.work.filter(pl.col("event").is_in(list(in_float32)))
@@ -47,10 +48,10 @@ def check(case: Case) -> list[Finding]:
     )
     return [
         Finding(
-            sentence=f"Autocast costs more than it gives: {several(casts.height / case.num_steps, 'cast')} a step "
-            f"take {milliseconds(cast_ns)} of the GPU and {milliseconds(host_ns)} of the host under the profiler, "
-            f"and lower precision saves {milliseconds(gained_ns)} of the GPU on everything else, in a step of "
-            f"{milliseconds(case.step_ns)}.",
+            sentence=f"Autocast costs more than it gives: {plural(casts.height / case.num_steps, 'cast')} a step "
+            f"take {duration(cast_ns, 3)} of the GPU and {duration(host_ns, 3)} of the host under the profiler, "
+            f"and lower precision saves {duration(gained_ns, 3)} of the GPU on everything else, in a step of "
+            f"{duration(case.step_ns, 3)}.",
             fix='torch.set_float32_matmul_precision("high") and no torch.autocast; or model.to(torch.bfloat16), '
             "which needs no casts either, where the optimizer may keep its state in bfloat16",
             saving_ns=saving_ns,

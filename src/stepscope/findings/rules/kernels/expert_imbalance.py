@@ -15,7 +15,7 @@ from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.experts import Looped, Padded, looped_experts, padded_experts, routers
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _UNEVEN = 4.0
@@ -62,7 +62,7 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
         Finding(
             sentence=f"{router.num_experts} experts have {worst.capacity:,} places each, {places:,} in all, for "
             f"{router.num_tokens:,} tokens that go to {router.num_chosen}: at least {1 - worst.filled_share:.0%} "
-            f"of what they compute is padding, in {several(len(worst.calls) / case.num_steps, 'product')} a step.",
+            f"of what they compute is padding, in {plural(len(worst.calls) / case.num_steps, 'product')} a step.",
             fix=f"{_BALANCE}  # and a capacity factor of 1.25, or grouped products: torch._grouped_mm",
             saving_ns=saving_ns,
             upper_bound=True,
@@ -117,8 +117,8 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
     return [
         Finding(
             sentence=f"The busiest of {worst.num_experts} experts gets {max(layer):,} of {sum(layer):,} tokens, "
-            f"{worst.imbalance:.1f} times its share at the median of {several(len(worst.loads), 'layer')}; the "
-            f"experts' products take {milliseconds(spent_ns)} of {milliseconds(case.step_ns)}.",
+            f"{worst.imbalance:.1f} times its share at the median of {plural(len(worst.loads), 'layer')}; the "
+            f"experts' products take {duration(spent_ns, 3)} of {duration(case.step_ns, 3)}.",
             fix=_BALANCE,
             derived="on one GPU the products take as long in all, whoever gets the tokens; with experts on several "
             "all wait for the busiest, and with a capacity its tokens are dropped",

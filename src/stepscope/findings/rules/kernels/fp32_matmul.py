@@ -9,9 +9,10 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _FASTER = {
@@ -30,7 +31,7 @@ def check(case: Case) -> list[Finding]:
     peak = case.device.peak_flops
     faster = next((dtype for dtype in _FASTER if dtype in peak), None)
     if faster is None or "fp32" not in peak:
-        raise CannotCheck(f"{case.device.name} has nothing faster than float32, as far as is known")
+        raise Unavailable(f"{case.device.name} has nothing faster than float32, as far as is known")
     calls = gemm_calls(case)
     slow = calls.filter(pl.col("peak_dtype") == "fp32")
     if slow.is_empty():
@@ -47,8 +48,8 @@ def check(case: Case) -> list[Finding]:
     name, fix = _FASTER[faster]
     return [
         Finding(
-            sentence=f"{several(slow.height / case.num_steps, 'matrix product')} a step run in float32 without "
-            f"tensor cores: {milliseconds(total_ns)} of {milliseconds(case.step_ns)} at {tflops:.0f} TFLOP/s, where "
+            sentence=f"{plural(slow.height / case.num_steps, 'matrix product')} a step run in float32 without "
+            f"tensor cores: {duration(total_ns, 3)} of {duration(case.step_ns, 3)} at {tflops:.0f} TFLOP/s, where "
             f"the device has {peak['fp32'] / 1e12:.0f} in float32 and {peak[faster] / 1e12:.0f} in {name}.",
             fix=fix,
             saving_ns=saving_ns,

@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import attention_ns
 from stepscope.findings.alive import alive_bytes, is_worth_bytes
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 _MORE_PRODUCTS_BACKWARD = 5 / 4
@@ -39,7 +39,7 @@ def check(case: Case) -> list[Finding]:
     one = work.sort("num_elements").row(-1, named=True)
     total_ns = float(work["duration_ns"].sum()) / case.num_steps
     num_softmax = work.filter("is_softmax").height / case.num_steps
-    held = f", and {gibibytes(saving_bytes)} of the peak" if saving_bytes else ""
+    held = f", and {size(saving_bytes)} of the peak" if saving_bytes else ""
     table = (
         work.group_by("op", "phase", "num_queries", "num_keys")
         .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
@@ -47,10 +47,10 @@ def check(case: Case) -> list[Finding]:
     )
     return [
         Finding(
-            sentence=f"Attention is written by hand: {several(num_softmax, 'softmax').replace('xs', 'xes')} a step "
+            sentence=f"Attention is written by hand: {plural(num_softmax, 'softmax').replace('xs', 'xes')} a step "
             f"over {one['num_queries']:,} × {one['num_keys']:,} scores, with "
-            f"{several(work.height / case.num_steps, 'kernel')} of products, masks and scales around them, take "
-            f"{milliseconds(total_ns)} of {milliseconds(case.step_ns)}{held}.",
+            f"{plural(work.height / case.num_steps, 'kernel')} of products, masks and scales around them, take "
+            f"{duration(total_ns, 3)} of {duration(case.step_ns, 3)}{held}.",
             fix=f"F.scaled_dot_product_attention(q, k, v{', is_causal=True' if is_masked else ''})"
             f"{'  # where the mask is causal' if is_masked else ''}",
             saving_ns=saving_ns,

@@ -8,7 +8,7 @@ from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import LOADED_BYTES, by_shape, gemm_calls
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 
@@ -30,9 +30,9 @@ def check(case: Case) -> list[Finding]:
     share = float(calls["flops"].sum()) / float(calls["duration_ns"].sum()) * 1e9 / peaks[calls["peak_dtype"][0]]
     return [
         Finding(
-            sentence=f"{several(calls.height / case.num_steps, 'matrix product')} a step with a dimension that is no "
-            f"multiple of {LOADED_BYTES} bytes ({', '.join(map(str, sizes))}) take {milliseconds(total_ns)} of "
-            f"{milliseconds(case.step_ns)} at {share:.0%} of the device's peak.",
+            sentence=f"{plural(calls.height / case.num_steps, 'matrix product')} a step with a dimension that is no "
+            f"multiple of {LOADED_BYTES} bytes ({', '.join(map(str, sizes))}) take {duration(total_ns, 3)} of "
+            f"{duration(case.step_ns, 3)} at {share:.0%} of the device's peak.",
             fix=f"pad the dimension to a multiple of 64: {sizes[0]} -> {-(-sizes[0] // 64) * 64}",
             saving_ns=saving_ns,
             derived="the step replayed with each of these products at 60 % of the peak",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _COPYING = ["aten::contiguous", "aten::clone", "aten::copy_"]
@@ -46,8 +46,8 @@ def check(case: Case) -> list[Finding]:
     asked = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
     return [
         Finding(
-            sentence=f"{several(needless.height / case.num_steps, 'kernel')} a step only copy: {asked} called by the "
-            f"program move tensors for {milliseconds(total_ns)} of {milliseconds(case.step_ns)} without "
+            sentence=f"{plural(needless.height / case.num_steps, 'kernel')} a step only copy: {asked} called by the "
+            f"program move tensors for {duration(total_ns, 3)} of {duration(case.step_ns, 3)} without "
             f"computing anything{', their backward included' if has_backward else ''}.",
             fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) where the next op takes "
             "strides and dtype as they are: linear layers, matmul and SDPA do",

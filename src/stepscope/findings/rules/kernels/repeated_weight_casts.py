@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.analysis.precision.casts import repeated
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 
@@ -26,9 +26,9 @@ def check(case: Case) -> list[Finding]:
     )
     return [
         Finding(
-            sentence=f"{several(num_weights, 'weight')} are cast to {again['target'][0]} in each of "
-            f"{num_micro_batches} micro-batches of a step: {several(again.height / case.num_steps, 'cast')} of "
-            f"what was cast before, {milliseconds(total_ns)} of the GPU in a step of {milliseconds(case.step_ns)}.",
+            sentence=f"{plural(num_weights, 'weight')} are cast to {again['target'][0]} in each of "
+            f"{num_micro_batches} micro-batches of a step: {plural(again.height / case.num_steps, 'cast')} of "
+            f"what was cast before, {duration(total_ns, 3)} of the GPU in a step of {duration(case.step_ns, 3)}.",
             fix='with torch.autocast("cuda", torch.bfloat16): around the loop over the micro-batches, whose inner '
             "regions then keep what is cast; or weights in bfloat16 and their float32 copy in the optimizer",
             saving_ns=saving_ns,

@@ -11,7 +11,7 @@ from stepscope.analysis.costs.attainable_rates import scatter_ns
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 # Each with the operand that holds what is added up, the gradient of what was looked up, and with the one that it is
@@ -72,9 +72,9 @@ def check(case: Case) -> list[Finding]:
     called = f", for what {worst['called']} looked up," if worst["called"] != worst["op"] else ""
     return [
         Finding(
-            sentence=f"{several(len(rows) / case.num_steps, 'scatter')} a step ({worst['op']}{called} in "
-            f"{_short(worst['kernel'])}): {milliseconds(total_ns)} of {milliseconds(case.step_ns)} to add up "
-            f"{gibibytes(total_bytes)}, at {share:.1%} of the device's bandwidth: one index after another.",
+            sentence=f"{plural(len(rows) / case.num_steps, 'scatter')} a step ({worst['op']}{called} in "
+            f"{_short(worst['kernel'])}): {duration(total_ns, 3)} of {duration(case.step_ns, 3)} to add up "
+            f"{size(total_bytes)}, at {share:.1%} of the device's bandwidth: one index after another.",
             fix=fix,
             saving_ns=saving_ns,
             derived="the step replayed with each as embedding's backward does it: indices sorted, values read once, "

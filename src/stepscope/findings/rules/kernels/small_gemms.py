@@ -11,8 +11,9 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _LEAST_FILL = 0.5
@@ -28,7 +29,7 @@ def check(case: Case) -> list[Finding]:
         return []
     num_processors = case.device.num_processors
     if num_processors is None:
-        raise CannotCheck(f"how many processors {case.device.name} has is not known")
+        raise Unavailable(f"how many processors {case.device.name} has is not known")
     sizes = case.products.drop("phase", "op", "duration_ns", "step", "root")
     turns = turns.join(sizes, on="event", how="left", maintain_order="left").with_columns(
         pl.col("num_tiles").mean().over("loop").alias("mean_tiles")
@@ -64,9 +65,9 @@ def check(case: Case) -> list[Finding]:
     )
     return [
         Finding(
-            sentence=f"{several(every.height / case.num_steps, 'matrix product')} a step come one after the other in "
-            f"{several(num_loops, 'loop')}, each with tiles for {fill:.0%} of the device's {num_processors} "
-            f"processors: {milliseconds(total_ns)} of {milliseconds(case.step_ns)} at {tflops:.0f} TFLOP/s. "
+            sentence=f"{plural(every.height / case.num_steps, 'matrix product')} a step come one after the other in "
+            f"{plural(num_loops, 'loop')}, each with tiles for {fill:.0%} of the device's {num_processors} "
+            f"processors: {duration(total_ns, 3)} of {duration(case.step_ns, 3)} at {tflops:.0f} TFLOP/s. "
             f"With what else is done in a turn, {turns.height / case.num_steps:,.0f} of the step's "
             f"{case.work.height / case.num_steps:,.0f} launches are the {'loop' if num_loops == 1 else 'loops'}'s.",
             fix="torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)  # one product for all of the loop"

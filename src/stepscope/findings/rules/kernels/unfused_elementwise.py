@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import traffic_ns
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 _FUSED = (
@@ -57,9 +57,9 @@ def check(case: Case) -> list[Finding]:
     longest = table.row(0, named=True)
     return [
         Finding(
-            sentence=f"{several(found.height / case.num_steps, 'chain')} of elementwise ops a step, "
-            f"{several(num_kernels, 'kernel')} in all, move {gibibytes(moved)} in {milliseconds(total_ns)} of "
-            f"{milliseconds(case.step_ns)} where one pass for each chain would move {gibibytes(fused)}; the longest, "
+            sentence=f"{plural(found.height / case.num_steps, 'chain')} of elementwise ops a step, "
+            f"{plural(num_kernels, 'kernel')} in all, move {size(moved)} in {duration(total_ns, 3)} of "
+            f"{duration(case.step_ns, 3)} where one pass for each chain would move {size(fused)}; the longest, "
             f"over {list(longest['shape'])}: {_short(longest['ops'])}.",
             fix=known or "model = torch.compile(model)  # or torch.compile of the function that has the chain",
             saving_ns=saving_ns,

@@ -7,8 +7,9 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import traffic_ns
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _LEFT_OF_HOST = 0.08
@@ -23,7 +24,7 @@ _READ_AND_WRITTEN = 7
 
 def check(case: Case) -> list[Finding]:
     if case.account.phase_source == "none":
-        raise CannotCheck("the trace does not say where the optimizer runs")
+        raise Unavailable("the trace does not say where the optimizer runs")
     own = case.work.filter(pl.col("phase") == "optimizer")
     names = own["op"].cast(pl.String).fill_null("")
     num_fused = int(names.str.contains("_fused_").sum())
@@ -53,9 +54,9 @@ def check(case: Case) -> list[Finding]:
     host_ns = float((host["end_ns"] - host["start_ns"]).sum()) / case.num_steps
     return [
         Finding(
-            sentence=f"The optimizer works {how}: {several(launches, 'kernel')} a step, {milliseconds(host_ns)} of "
-            f"the host under the profiler and {milliseconds(device_ns)} of the GPU, where a fused one takes "
-            f"{milliseconds(fused_ns)}.",
+            sentence=f"The optimizer works {how}: {plural(launches, 'kernel')} a step, {duration(host_ns, 3)} of "
+            f"the host under the profiler and {duration(device_ns, 3)} of the GPU, where a fused one takes "
+            f"{duration(fused_ns, 3)}.",
             fix=_fix(case.optimizers),
             saving_ns=saving_ns,
             derived=f"the step replayed with one kernel that {work}, and {_LEFT_OF_HOST:.0%} of the optimizer's time "

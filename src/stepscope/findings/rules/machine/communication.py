@@ -6,8 +6,9 @@ import polars as pl
 
 from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _FIXES = {
@@ -24,7 +25,7 @@ _SMALL_BYTES = 1 << 20
 
 def check(case: Case) -> list[Finding]:
     if not case.has_gpu_work:
-        raise CannotCheck("there is no trace of GPU work: collectives are seen as kernels of NCCL or RCCL")
+        raise Unavailable("there is no trace of GPU work: collectives are seen as kernels of NCCL or RCCL")
     calls = case.collectives
     if calls.is_empty():
         return []
@@ -46,17 +47,17 @@ def check(case: Case) -> list[Finding]:
     of_kind = calls.filter(pl.col("collective") == worst)
     sizes = of_kind.drop_nulls("bytes").group_by("bytes").agg(pl.col("own_ns").sum()).sort("own_ns", descending=True)
     small_ns = int(sizes.filter(pl.col("bytes") < _SMALL_BYTES)["own_ns"].sum())
-    size = ""
+    sizes_text = ""
     if small_ns * 2 > int(of_kind["own_ns"].sum()):
-        size = f", mostly below {gibibytes(_SMALL_BYTES)}, which take as long as a link answers"
+        sizes_text = f", mostly below {size(_SMALL_BYTES)}, which take as long as a link answers"
     elif sizes.height:
-        size = f", the longest of {gibibytes(sizes['bytes'][0])}"
+        sizes_text = f", the longest of {size(sizes['bytes'][0])}"
     is_split = bool(calls["wait_ns"].sum())
     return [
         Finding(
-            sentence=f"{milliseconds(exposed_ns)} of {milliseconds(case.step_ns)} go to communication beside which "
-            f"nothing computes, of {milliseconds(whole_ns)} in all: most of it in "
-            f"{several(of_kind.height / case.num_steps, worst + ' call')} a step{size}.",
+            sentence=f"{duration(exposed_ns, 3)} of {duration(case.step_ns, 3)} go to communication beside which "
+            f"nothing computes, of {duration(whole_ns, 3)} in all: most of it in "
+            f"{plural(of_kind.height / case.num_steps, worst + ' call')} a step{sizes_text}.",
             fix=_FIXES.get(worst, "start it earlier (async_op=True), and wait where its result is read"),
             saving_ns=saving_ns,
             upper_bound=True,
@@ -77,7 +78,7 @@ def _waited(case: Case) -> pl.DataFrame:
     """What this rank waited for others in each call, by the call's start on its own clock."""
     try:
         across = case.across
-    except CannotCheck:
+    except Unavailable:
         return pl.DataFrame(schema={"start_ns": pl.Int64, "wait_ns": pl.Int64})
     own = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
     waits = across.stragglers.arrivals.filter(pl.col("rank") == case.rank).select("call", "wait_ns")

@@ -6,9 +6,10 @@ import polars as pl
 
 from stepscope.analysis.costs.flops import Utilization
 from stepscope.devices import Device, find_device
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.findings.wording import milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _IMPOSSIBLE = 1.02
@@ -23,10 +24,10 @@ def check(case: Case) -> list[Finding]:
     for look in (_of_the_step, _of_kernels):
         try:
             found += look(case)
-        except CannotCheck as reason:
+        except Unavailable as reason:
             reasons.append(str(reason))
     if len(reasons) == 2:
-        raise CannotCheck("; ".join(reasons))
+        raise Unavailable("; ".join(reasons))
     return found
 
 
@@ -34,7 +35,7 @@ def _of_the_step(case: Case) -> list[Finding]:
     summary = case.summary
     if summary.flops is None or (summary.mfu is None and summary.hfu is None):
         name = (case.recording.facts.get("environment") or {}).get("device_name")
-        raise CannotCheck(f"no share of a peak is known for {name}: `stepscope doctor --measure` measures one")
+        raise Unavailable(f"no share of a peak is known for {name}: `stepscope doctor --measure` measures one")
     shares = {"MFU": summary.mfu, "HFU": summary.hfu}
     above = {name: used for name, used in shares.items() if used is not None and used.share > _IMPOSSIBLE}
     if not above:
@@ -67,7 +68,7 @@ def _suspect(case: Case, used: Utilization) -> tuple[str, str]:
     assert flops is not None
     if environment.get("device") == "cuda" and summary.clock == "host":
         return (
-            f"The time is wrong: {milliseconds(case.step_ns)} is the host's, which runs ahead of the GPU.",
+            f"The time is wrong: {duration(case.step_ns, 3)} is the host's, which runs ahead of the GPU.",
             "torch.cuda.synchronize() before the clock is read, or CUDA events, as `stepscope run` does",
         )
     device = find_device(str(environment.get("device_name")))
@@ -103,7 +104,7 @@ def _at_tf32(device: Device, flops_by_dtype: object, used: Utilization) -> bool:
 def _of_kernels(case: Case) -> list[Finding]:
     """Matrix products that no device of this name can do in their time."""
     if not case.has_gpu_work:
-        raise CannotCheck("there is no trace of GPU work: record on a GPU")
+        raise Unavailable("there is no trace of GPU work: record on a GPU")
     peaks = case.device.peak_flops
     # Winograd's and Fourier's convolutions do with fewer multiplications than are counted.
     is_convolution = pl.col("op").str.contains("conv")
@@ -116,7 +117,7 @@ def _of_kernels(case: Case) -> list[Finding]:
     worst = above.sort("share", descending=True).row(0, named=True)
     return [
         Finding(
-            sentence=f"{several(above.height / case.num_steps, 'matrix product')} a step would be faster than "
+            sentence=f"{plural(above.height / case.num_steps, 'matrix product')} a step would be faster than "
             f"{case.device.name} can be: {worst['op']} in {worst['peak_dtype']} at {worst['share']:.0%} of its "
             f"{peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace, or the peak, is wrong.",
             fix="read the kernel's name in the evidence: it says what it computed in; then compare its peak",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import gibibytes
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import size
 from stepscope.session.case import Case
 
 _SLACK_BYTES = 256 << 20
@@ -17,14 +18,14 @@ def check(case: Case) -> list[Finding]:
     facts = case.recording.facts
     processes = (facts.get("counters") or {}).get("other_processes")
     if processes is None:
-        raise CannotCheck("the recording does not say who else is on the GPU: it takes NVML beside the run")
+        raise Unavailable("the recording does not say who else is on the GPU: it takes NVML beside the run")
     memory = facts.get("memory") or {}
     others = [process for process in processes if isinstance(process, dict) and not _is_self(process, memory)]
     if not others:
         return []
     sized = [process for process in others if isinstance(process.get("used_bytes"), int)]
     if not sized:
-        raise CannotCheck(
+        raise Unavailable(
             f"the driver names {len(others)} beside this process without their memory, as in a container: one may be "
             "the run itself. `nvidia-smi` outside of it tells"
         )
@@ -34,8 +35,8 @@ def check(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"{'Another process' if len(sized) == 1 else f'{len(sized)} other processes'} held "
-            f"{gibibytes(num_bytes)} of the GPU's memory when the run ended, {name} (pid {largest.get('pid')}) "
-            f"{gibibytes(largest['used_bytes'])} of it: what it ran there meanwhile, this run waited for.",
+            f"{size(num_bytes)} of the GPU's memory when the run ended, {name} (pid {largest.get('pid')}) "
+            f"{size(largest['used_bytes'])} of it: what it ran there meanwhile, this run waited for.",
             fix=f"nvidia-smi  # then end it: kill {largest.get('pid')}; or CUDA_VISIBLE_DEVICES=N for a GPU alone",
             saving_bytes=num_bytes,
             derived="the memory that it holds; the time that it takes shows in a second recording without it",

@@ -10,8 +10,9 @@ import polars as pl
 
 from stepscope.analysis.ranks.all_ranks import AcrossRanks
 from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds, several
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _CAUSED_SHARE = 0.5
@@ -23,7 +24,7 @@ def check(case: Case) -> list[Finding]:
     across = case.across
     calls = across.stragglers.calls
     if calls.is_empty():
-        raise CannotCheck("no collective was found on several ranks: each rank's trace must be of the same steps")
+        raise Unavailable("no collective was found on several ranks: each rank's trace must be of the same steps")
     ranks = across.stragglers.ranks.sort("caused_wait_ns", descending=True)
     worst = ranks.row(0, named=True)
     whole_ns = int(ranks["wait_ns"].sum())
@@ -42,9 +43,9 @@ def check(case: Case) -> list[Finding]:
     once = "" if num_steps > 1 else "; it is one step, and what began the trace may have held that rank up"
     return [
         Finding(
-            sentence=f"Rank {worst['rank']} comes last to {late.height} of {several(calls.height, 'collective')} and "
+            sentence=f"Rank {worst['rank']} comes last to {late.height} of {plural(calls.height, 'collective')} and "
             f"causes {worst['caused_wait_ns'] / whole_ns:.0%} of all waiting: the others stand "
-            f"{milliseconds(waited_ns)} a step each. {why}{once}.",
+            f"{duration(waited_ns, 3)} a step each. {why}{once}.",
             fix=fix,
             saving_ns=saving_ns,
             derived="the step replayed with these collectives shorter by what the last rank came after the one "
@@ -91,15 +92,15 @@ def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
     compute, usual = figures("compute_ns")
     if compute > _MORE * usual:
         return (
-            f"Its GPU computes for {milliseconds(compute)} where the others' median is {milliseconds(usual)}: it has "
+            f"Its GPU computes for {duration(compute, 3)} where the others' median is {duration(usual, 3)}: it has "
             "more to do, or a slower GPU",
             "give each rank the same number of tokens (sort or pack by length), experts or layers; nvidia-smi -q -d "
             "PERFORMANCE on that rank",
         )
     idle, usual = figures("idle_ns")
     return (
-        f"Its GPU computes no longer than the others' and is idle for {milliseconds(idle)} (their median "
-        f"{milliseconds(usual)}): its host is late, with data or launches",
+        f"Its GPU computes no longer than the others' and is idle for {duration(idle, 3)} (their median "
+        f"{duration(usual, 3)}): its host is late, with data or launches",
         f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # what its host does; then data loading and CPU "
         "pinning there",
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import milliseconds
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration
 from stepscope.session.case import Case
 
 _REASONS = {
@@ -40,7 +41,7 @@ _LEAST_LOST_TO_POWER = 0.1
 def check(case: Case) -> list[Finding]:
     counters = case.summary.counters
     if counters is None or counters.sm_clock_mhz is None:
-        raise CannotCheck("the recording has no clocks of the GPU: it takes NVML beside the run")
+        raise Unavailable("the recording has no clocks of the GPU: it takes NVML beside the run")
     limits = case.recording.facts.get("counters") or {}
     seen_mhz = max((sample.sm_clock_mhz or 0 for sample in case.recording.counters), default=0)
     highest_mhz = float(limits.get("max_sm_clock_mhz") or seen_mhz)
@@ -76,7 +77,7 @@ def check(case: Case) -> list[Finding]:
             fix=fix,
             saving_ns=saving_ns,
             upper_bound=True,
-            derived=f"the step of {milliseconds(case.step_ns)} with all GPU work faster by the clock that is lost; "
+            derived=f"the step of {duration(case.step_ns, 3)} with all GPU work faster by the clock that is lost; "
             "what waits for memory gains less",
             confidence="high" if reason != "sw_power_cap" or is_lowered else "medium",
             falsified_by="a step as long at the full clock",

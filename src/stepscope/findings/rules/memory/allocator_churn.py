@@ -6,9 +6,10 @@ import polars as pl
 
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.retries import Retries, retries_of
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 
@@ -16,7 +17,7 @@ def check(case: Case) -> list[Finding]:
     retries = retries_of(case)
     try:
         found = _calls(case, retries)
-    except CannotCheck:
+    except Unavailable:
         if retries is None:
             raise
         found = []
@@ -51,13 +52,13 @@ def _calls(case: Case, retries: Retries | None) -> list[Finding]:
         fix = "keep the sizes of a step: pad to a few lengths; or " + _EXPANDABLE
     told = ""
     if retries and retries.are_in_every_step:
-        told = f", and its allocator gave up and began again {several(retries.num, 'time')}"
+        told = f", and its allocator gave up and began again {plural(retries.num, 'time')}"
     return [
         Finding(
             sentence=f"Each step takes memory from the driver "
-            f"{several((calls.height - given_back.height) / case.num_steps, 'time')} and gives it back "
-            f"{several(given_back.height / case.num_steps, 'time')}, longest in {table['name'][0]}: "
-            f"{milliseconds(per_step)} of {milliseconds(case.step_ns)}{told}.",
+            f"{plural((calls.height - given_back.height) / case.num_steps, 'time')} and gives it back "
+            f"{plural(given_back.height / case.num_steps, 'time')}, longest in {table['name'][0]}: "
+            f"{duration(per_step, 3)} of {duration(case.step_ns, 3)}{told}.",
             fix=fix,
             saving_ns=saving_ns,
             derived="the step replayed without these calls, as when the cache keeps what it has",
@@ -78,10 +79,10 @@ def _retrying(case: Case, retries: Retries | None) -> list[Finding]:
         return []
     memory = case.recording.facts["memory"]
     reserved, total = (memory.get(name) for name in ("peak_reserved_bytes", "driver_total_bytes"))
-    held = f", with {gibibytes(reserved)} of {gibibytes(total)} reserved" if reserved and total else ""
+    held = f", with {size(reserved)} of {size(total)} reserved" if reserved and total else ""
     return [
         Finding(
-            sentence=f"The allocator found no room {several(retries.num, 'time')} in {retries.num_steps:,} "
+            sentence=f"The allocator found no room {plural(retries.num, 'time')} in {retries.num_steps:,} "
             f"steps{held}: each "
             "time it gave its cache back to the driver and took memory again.",
             fix=_EXPANDABLE + "  # or a smaller batch",

@@ -7,8 +7,9 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 _USABLE_SHARE = 0.85
@@ -27,7 +28,7 @@ def check(case: Case) -> list[Finding]:
     peak_bytes = case.memory.peak_bytes
     more_bytes = int(again["allocated_bytes"].sum()) // case.num_steps
     if not more_bytes:
-        raise CannotCheck("what the recomputed tensors take in memory is not told: it takes profile_memory=True")
+        raise Unavailable("what the recomputed tensors take in memory is not told: it takes profile_memory=True")
     usable = int((case.device.visible_bytes or case.device.memory_bytes) * _USABLE_SHARE)
     if peak_bytes >= usable:
         return []
@@ -47,10 +48,10 @@ def check(case: Case) -> list[Finding]:
     part = "" if share == 1 else f" for about {share:.0%} of the layers"
     return [
         Finding(
-            sentence=f"{several(again.height / case.num_steps, 'op')} of the forward run again in the backward, "
-            f"{milliseconds(total_ns)} of the GPU in a step of {milliseconds(case.step_ns)}, while the peak of "
-            f"{gibibytes(peak_bytes)} leaves {gibibytes(usable - peak_bytes)} of {case.device.name} free: keeping "
-            f"what is computed again takes {gibibytes(more_bytes)} at the most.",
+            sentence=f"{plural(again.height / case.num_steps, 'op')} of the forward run again in the backward, "
+            f"{duration(total_ns, 3)} of the GPU in a step of {duration(case.step_ns, 3)}, while the peak of "
+            f"{size(peak_bytes)} leaves {size(usable - peak_bytes)} of {case.device.name} free: keeping "
+            f"what is computed again takes {size(more_bytes)} at the most.",
             fix=f"no torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
             saving_ns=saving_ns * share,
             derived="the step replayed without what runs again and the host's time for it"

@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import loss_ns
 from stepscope.findings.alive import alive_bytes, is_worth_bytes
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import gibibytes, milliseconds, several
+from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _ONE_PASS = 1.5
@@ -61,7 +61,7 @@ def check(case: Case) -> list[Finding]:
     one = work.sort(pl.col("num_tokens") * pl.col("vocabulary")).row(-1, named=True)
     passes = work.filter(~pl.col("is_product"))
     size = one["num_tokens"] * one["vocabulary"]
-    holding = f", {gibibytes(held)} of the peak of {gibibytes(case.memory.peak_bytes)} in all copies" if held else ""
+    holding = f", {size(held)} of the peak of {size(case.memory.peak_bytes)} in all copies" if held else ""
     table = (
         work.group_by("op", "phase", "is_product")
         .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
@@ -70,9 +70,9 @@ def check(case: Case) -> list[Finding]:
     return [
         Finding(
             sentence=f"Logits are held whole: {one['num_tokens']:,} tokens × {one['vocabulary']:,} words, "
-            f"{gibibytes(size * one['item_bytes'])} as the last layer makes them{holding}; "
-            f"{several(passes.height / case.num_steps, 'kernel')} a step go over them beside the products, "
-            f"{milliseconds(total_ns / case.num_steps)} of {milliseconds(case.step_ns)}.",
+            f"{size(size * one['item_bytes'])} as the last layer makes them{holding}; "
+            f"{plural(passes.height / case.num_steps, 'kernel')} a step go over them beside the products, "
+            f"{duration(total_ns / case.num_steps, 3)} of {duration(case.step_ns, 3)}.",
             fix=_IN_CHUNKS if is_fused else _COMPILED,
             saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
             saving_bytes=saving_bytes,

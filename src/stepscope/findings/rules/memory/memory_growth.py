@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.left_behind import MemoryGrowth
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.wording import gibibytes, several
+from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
 _PEAK_SHARE = 0.05
@@ -30,10 +30,10 @@ def check(case: Case) -> list[Finding]:
     fix = "keep numbers, not tensors: losses.append(loss.item()); of tensors: .detach().cpu(), and clear the list"
     return [
         Finding(
-            sentence=f"Every step leaves {gibibytes(growth.bytes_per_step)} behind, most of it from {what}"
+            sentence=f"Every step leaves {size(growth.bytes_per_step)} behind, most of it from {what}"
             f"{shape}{f', held by {where}' if where else ''}"
             f"{' in a graph that is never freed' if is_graph else ''}; {_so_far(growth, held)} the "
-            f"{gibibytes(memory.peak_bytes)} at the peak.",
+            f"{size(memory.peak_bytes)} at the peak.",
             fix=fix if where else f"{fix}  # stepscope run --memory train.py names the variable",
             saving_bytes=held or growth.bytes_per_step,
             derived="what is there from earlier steps" if held else "what one step leaves",
@@ -54,9 +54,9 @@ def _kept(memory: Account) -> list[Finding]:
     by = f", held by {largest.frame}" if largest.frame else ""
     return [
         Finding(
-            sentence=f"{several(len(memory.left_alive), 'graph')} of earlier steps still "
+            sentence=f"{plural(len(memory.left_alive), 'graph')} of earlier steps still "
             f"{'lives' if len(memory.left_alive) == 1 else 'live'}{by}, ending in {largest.op or 'no op of a name'}: "
-            f"{gibibytes(num_bytes)} of the {gibibytes(memory.peak_bytes)} at the peak.",
+            f"{size(num_bytes)} of the {size(memory.peak_bytes)} at the peak.",
             fix="with torch.no_grad(): around what needs no backward; del loss, out  # before the next forward",
             saving_bytes=num_bytes,
             derived="what those graphs keep alive at the peak",
@@ -78,9 +78,9 @@ def _in_graphs(memory: Account) -> int:
 
 def _so_far(growth: MemoryGrowth, held: int) -> str:
     if growth.held_bytes is None:
-        return f"seen in {several(growth.num_steps, 'step')} in a row, beside"
+        return f"seen in {plural(growth.num_steps, 'step')} in a row, beside"
     num = max(row["num_held"] for row in growth.rows)
-    return f"earlier ones have left {gibibytes(held)}, up to {num} tensors of a kind, of"
+    return f"earlier ones have left {size(held)}, up to {num} tensors of a kind, of"
 
 
 def _graphs(memory: Account) -> tuple[Evidence, ...]:

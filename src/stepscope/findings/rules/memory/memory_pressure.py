@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stepscope.findings.finding import CannotCheck, Evidence, Finding
+from stepscope.errors import Unavailable
+from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.retries import retries_of
-from stepscope.findings.wording import gibibytes, several
+from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
 _FRAGMENTED_SHARE = 0.2
@@ -47,11 +48,11 @@ def check(case: Case) -> list[Finding]:
     is_told = counted is not None and counted.are_in_every_step  # by allocator_churn
     again = ""
     if retries and not is_told:
-        again = f"; the allocator gave its cache back {several(retries, 'time')} to find room"
-    of = f" of the device's {gibibytes(total)}" if total else ""
+        again = f"; the allocator gave its cache back {plural(retries, 'time')} to find room"
+    of = f" of the device's {size(total)}" if total else ""
     return [
         Finding(
-            sentence=f"{gibibytes(reserved)}{of} are reserved, and {gibibytes(idle)} ({idle / reserved:.0%}) of that "
+            sentence=f"{size(reserved)}{of} are reserved, and {size(idle)} ({idle / reserved:.0%}) of that "
             f"is in no tensor even at the peak{again}.",
             fix=fix,
             saving_bytes=idle,
@@ -67,16 +68,16 @@ def check(case: Case) -> list[Finding]:
 def _figures(case: Case) -> _Figures:
     try:
         facts: dict[str, Any] = dict(case.recording.facts)
-    except CannotCheck:
+    except Unavailable:
         memory = case.memory
         reserved = memory.peak_reserved_bytes
         if reserved is None:
-            raise CannotCheck("nothing says what was reserved: it takes a GPU and profile_memory=True") from None
+            raise Unavailable("nothing says what was reserved: it takes a GPU and profile_memory=True") from None
         allocated = reserved - (memory.fragmentation_bytes or 0)
         return _Figures(allocated, reserved, case.device.memory_bytes, 0, memory.num_retries or 0, "")
     counts = facts.get("memory") or {}
     if "peak_reserved_bytes" not in counts:
-        raise CannotCheck("the recording has no allocator's figures: they are a GPU's, after the clean steps")
+        raise Unavailable("the recording has no allocator's figures: they are a GPU's, after the clean steps")
     variables = (facts.get("environment") or {}).get("variables") or {}
     settings = " ".join(str(value) for name, value in variables.items() if "ALLOC_CONF" in str(name))
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "driver_total_bytes", "driver_used_bytes",
