@@ -8,7 +8,7 @@ from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.time.replay import Change
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
+from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 _FIXES = {
