@@ -262,8 +262,9 @@ def _import_torch() -> None:
     os.environ[variable] = "1"
     # torch._dynamo: every optimizer's step wants it, and it takes as long as torch itself.
     names = ["torch._dynamo", "torch.profiler", "torch.utils.flop_counter", "stepscope.workloads.registry"]
-    names += [f"stepscope.recorder.{name}" for name in ("compiler", "environment", "ledger")]
-    names += [f"stepscope.sweep.{name}" for name in ("compiled_graphs", "gate", "measure", "prepare", "proofs")]
+    names += [f"stepscope.recorder.{name}" for name in ("compiler.compile_watch", "environment", "ledger.ledger")]
+    names += [f"stepscope.sweep.{name}" for name in ("measure", "prepare")]
+    names += [f"stepscope.sweep.checks.{name}" for name in ("compiled_graphs", "gate", "proofs")]
     for name in names:
         importlib.import_module(name)
     del os.environ[variable]
