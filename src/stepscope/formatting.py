@@ -134,6 +134,53 @@ def safe(text: object, most: int = 200) -> str:
     return cleaned if len(cleaned) <= most else cleaned[: most - 1] + "…"
 
 
+def fit_names(names: Sequence[str], room: int, head: float = 0.5) -> list[str]:
+    """Return the names in at most `room` characters, cut so that different names stay different.
+
+    >>> fit_names(["model.layers.attention.query", "model.layers.attention.key"], 14, head=1.0)
+    ['model.…n.query', 'model.…ion.key']
+    """
+    texts = [shortened(name, room, head) for name in names]
+    for share in (0.5, 0.25, 0.75):
+        for places in alike(texts, names):
+            for place in places:
+                texts[place] = shortened(names[place], room, share)
+    for places in alike(texts, names):
+        differ = num_common([names[place] for place in places])
+        for place in places:
+            begin = names[place][: room // 3]
+            rest = names[place][max(len(begin), differ - 3) :]
+            texts[place] = f"{begin}…{shortened(rest, room - len(begin) - 1, 1.0)}"
+    return texts
+
+
+def alike(texts: Sequence[str], names: Sequence[str]) -> list[list[int]]:
+    """Return the places of texts that are the same for different names."""
+    places: dict[str, list[int]] = {}
+    for place, text in enumerate(texts):
+        places.setdefault(text, []).append(place)
+    return [same for same in places.values() if len({names[place] for place in same}) > 1]
+
+
+def num_common(texts: Sequence[str]) -> int:
+    """Return how many leading characters all texts share."""
+    lowest, highest = min(texts), max(texts)
+    return next((i for i, (one, other) in enumerate(zip(lowest, highest)) if one != other), len(lowest))
+
+
+def shortened(text: str, room: int, share: float = 0.5) -> str:
+    """Return a text in at most `room` characters; `share` of what is kept is its beginning, the rest its end.
+
+    >>> shortened("a_very_long_name", 9), shortened("a_very_long_name", 9, 1.0)
+    ('a_ve…name', 'a_very_l…')
+    """
+    if len(text) <= room:
+        return text
+    head = round(share * (room - 1))
+    tail = room - 1 - head
+    return f"{text[:head]}…{text[len(text) - tail :]}" if room > 0 else ""
+
+
 def title_of(name: str) -> str:
     """A column's name for people, without its unit.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stepscope.document.model import Report
+from stepscope.document.model import Document
 
 CHROMIUM = os.environ.get("STEPSCOPE_CHROMIUM") or shutil.which("chromium")
 

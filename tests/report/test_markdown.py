@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hostile_names import NAMES, charts, report
-from stepscope.document.model import Bars, Heat, Lines, Missing, Report, Section, Series, Table, Text
+from stepscope.document.model import Bars, Heat, Lines, Missing, Document, Section, Series, Table, Text
 from stepscope.formatting import safe
 from stepscope.render.markdown.charts import chart_lines
 from stepscope.render.markdown.markdown import MOST_CHARACTERS, markdown_of

@@ -13,7 +13,7 @@ import pytest
 from handmade import cpu_recording
 from report_samples import EVIL, SHOWN, charts, sample_report, table
 from stepscope.document.build import report_of
-from stepscope.document.model import Bars, Chart, Node, Report, Section, Series, Tree
+from stepscope.document.model import Bars, Chart, Node, Document, Section, Series, Tree
 from stepscope.errors import MissingDependencyError
 from stepscope.render.page import page as page_module
 from stepscope.render.page.elements import table_data, with_code

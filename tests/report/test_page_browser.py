@@ -15,7 +15,7 @@ from handmade import cpu_facts, cpu_recording, gpu_recording, write_recording
 from report_samples import EVIL, SHOWN, sample_report, table
 from stepscope.analysis.time import statistics
 from stepscope.document.build import report_of
-from stepscope.document.model import Report, Section, Table
+from stepscope.document.model import Document, Section, Table
 from stepscope.document.timeline.timeline import timeline_of
 from stepscope.formatting import cell
 from stepscope.render.csv import csv_of

@@ -13,7 +13,7 @@ from report_samples import sample_report
 from stepscope.analysis.time import statistics
 from stepscope.cli.main import main
 from stepscope.cli.report import default_target
-from stepscope.document.model import Report
+from stepscope.document.model import Document
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.render import files, write
 from trace_builder import TraceBuilder

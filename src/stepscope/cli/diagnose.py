@@ -19,6 +19,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepscope.document.model import Document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Diagnose and print."""
     from stepscope.api import diagnose
-    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.output import print_document
     from stepscope.cli.support.progress import Progress
     from stepscope.cli.support.settings import ignored_rules
 
@@ -50,12 +54,12 @@ def main(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
 
-    def to_text(color: bool, width: int) -> str:
-        from stepscope.document.text.findings_text import diagnosis_text
+    def document() -> Document:
+        from stepscope.document.findings import diagnosis_document
         from stepscope.trace.recording import RECORDING_FILE
 
         is_recording = (arguments.path / RECORDING_FILE).is_file()
-        return diagnosis_text(diagnosis, color, width, str(arguments.path) if is_recording else None)
+        return diagnosis_document(diagnosis, str(arguments.path) if is_recording else None)
 
-    print_result(diagnosis.to_json, to_text, arguments.json)
+    print_document(document, diagnosis.to_json, arguments.json)
     return 0

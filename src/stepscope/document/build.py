@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path, PurePath
 
-from stepscope.document.model import Missing, Report, Section
+from stepscope.document.model import Document, Missing, Section
 from stepscope.document.sections.shared import mapping
 from stepscope.document.trace_verdict import trace_verdict
 from stepscope.errors import WRONG_KIND, RecordingError, TraceError, Unavailable, wrong_kind
@@ -39,7 +39,7 @@ def report_of(
     ignored: Collection[str] = (),
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
-) -> Report:
+) -> Document:
     """The report of a recording, a trace, a folder of ranks, or a sweep (its folder, or its file of rows)."""
     if is_sweep(path):
         from stepscope.document.sections.sweep import sweep_report
@@ -52,7 +52,7 @@ def report_of(
     # These two first: a recording that has no card is refused before any work is done.
     title, verdict = title_of(source), verdict_of(source)
     sections = tuple(section_of(source, name, section) for name, section in SECTIONS.items())
-    return Report(title, verdict, sections, {"source": str(path), "stepscope": __version__})
+    return Document(title, verdict, sections, {"source": str(path), "stepscope": __version__})
 
 
 def title_of(source: Source) -> str:

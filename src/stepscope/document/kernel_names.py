@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from stepscope.formatting import alike, num_common, safe
+
+_LONGEST_NAME = 1000
 _CALLABLE = re.compile(r"(\w+?)(?:_kernel_cuda|_kernel_impl|_cuda|Functor)\b")
 _WRAPPERS = {"AUnary", "BUnary", "Binary", "gpu_kernel_impl_nocast", "opmath_gpu", "CUDAFunctorOn"}
 _NOISE = re.compile(
@@ -57,3 +61,26 @@ def _template(name: str) -> tuple[str, list[str]]:
         else:
             current += char
     return name[:start], [*parts, current]
+
+
+def kernel_titles(names: Sequence[str]) -> list[str]:
+    """Kernels' names made short; where that makes two alike, with the first word in which they differ.
+
+    >>> kernel_titles(["void f<MulFunctor<float>, 1>(int)", "void f<MulFunctor<float>, 2>(int)"])
+    ['f[MulFunctor<float>] 1', 'f[MulFunctor<float>] 2']
+    """
+    whole = [safe(name, _LONGEST_NAME) for name in names]
+    titles = [short_name(name, _LONGEST_NAME) for name in whole]
+    for same in alike(titles, whole):
+        differ = num_common([whole[place] for place in same])
+        words = [_word_at(whole[place], differ) for place in same]
+        for number, (place, word) in enumerate(zip(same, words), 1):
+            titles[place] += f" {word}" if words.count(word) == 1 else f" ({number})"
+    return titles
+
+
+def _word_at(text: str, place: int) -> str:
+    """The word that is at a place of a text, or the next one, in a few characters."""
+    start = max((found.start() for found in re.finditer(r"\b\w", text[: place + 1])), default=place)
+    word = re.search(r"\w+", text[start:])
+    return word[0][:24] if word else ""

@@ -1,26 +1,30 @@
-"""What a report is made of: sections of facts, tables, charts and findings. Every format is drawn from these alone.
+"""What a document is made of: sections of facts, text, tables, charts and findings. Renderers compute nothing.
 
-A figure is kept as it was measured, under a name that ends in its unit (`total_ns`, `peak_bytes`, `busy_share`,
-`num_calls`, `flops_per_s`); `document/cells.py` knows how each is written for people.
+Figures stay as they were measured, under names that end in their unit (`total_ns`, `peak_bytes`, `busy_share`,
+`num_calls`, `flops_per_s`); `formatting.py` writes each for people. Standard library only: the terminal renderer must
+work where nothing but torch is installed.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from stepscope.findings.diagnose import Diagnosis
+from typing import Any, Literal
 
 Value = float | int | str | bool | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What every part of a section has."""
+
+    page_only: bool = False
+    """Left out of the terminal and the notebook: too long, or only worth a look on the page."""
+
+
 @dataclass(frozen=True)
 class Fact:
-    """One thing to know: its name, what it is, how it was come by."""
+    """One line: a name, its value, and how it was obtained."""
 
     title: str
     value: str
@@ -28,53 +32,87 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Facts:
+class Facts(Part):
     """Facts, one below the other."""
 
     rows: tuple[Fact, ...]
     title: str = ""
-    """Of all of them; "" where the section's says it."""
+    """A heading for all of them; empty if the section's title is enough."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """A paragraph, made from figures."""
+class Text(Part):
+    """A paragraph made from figures."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Missing:
+class Missing(Part):
     """What the source does not have, and what to run to get it."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What is wrong, with what each costs; those with a place lead to it on the timeline."""
-
-    diagnosis: Diagnosis
-    verify: str | None = None
-    """The recording that `stepscope verify` can run again; None of a bare trace."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows under named columns. All of them are in CSV and JSON; a page and Markdown show the first and say so."""
+class Table(Part):
+    """Rows under named columns. CSV and JSON have all rows; other renderers show the first and say how many more."""
 
     id: str
     """The name of its CSV file."""
     title: str
     columns: Mapping[str, Sequence[Value]]
-    """By name, the unit at its end."""
+    """Values by column name; the name ends in the unit."""
     num_shown: int = 12
-    """Rows of Markdown."""
+    """Rows shown in Markdown and on a terminal."""
     note: str = ""
+    screen: tuple[str, ...] = ()
+    """Columns shown on a terminal, most important first: the last are dropped on a narrow one. Empty: all columns."""
 
     @property
     def num_rows(self) -> int:
+        """Return how many rows there are."""
         return len(next(iter(self.columns.values()), ()))
+
+
+@dataclass(frozen=True)
+class FindingCard:
+    """One cause as people read it: what it costs, what to change, how to prove it."""
+
+    id: str
+    sentence: str
+    saving: str
+    """What the fix saves: `up to 3.43 ms`, `1.20 GiB`, `unknown`."""
+    saving_of: str
+    """What that is of: `per step (5.1 %) and 1.20 GiB of the peak`, `of the peak`."""
+    confidence: str
+    fix: str
+    prove: str | None
+    """The command that tries the fix; None if it cannot be applied from outside."""
+    derived: str
+    how_to_check: str
+    evidence: tuple[Table, ...]
+    places: tuple[tuple[int, int], ...] = ()
+    """Where to look on the timeline: `start_ns` and `end_ns`, the best first."""
+
+
+@dataclass(frozen=True)
+class Findings(Part):
+    """Everything that a diagnosis found, and what it could not check."""
+
+    headline: str
+    """How long a step takes and what limits it; what the verdict of the document does not say already."""
+    cards: tuple[FindingCard, ...]
+    """Those that save most first."""
+    summary: str
+    """`No problems found. 35 checks passed, 1 could not run.`"""
+    passed: tuple[str, ...]
+    unchecked: tuple[tuple[str, tuple[str, ...]], ...]
+    """Reasons, each with the ids of the rules that could not run for it."""
+    suppressed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The diagnosis as `diagnose --json` prints it."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +141,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
+class Chart(Part):
     """What every chart has."""
 
     id: str
@@ -121,6 +159,8 @@ class Bars(Chart):
     series: tuple[Series, ...]
     unit: str
     """A column's name, for its unit: `total_ns`."""
+    whole: float | None = None
+    """What shares on a terminal are of; None: the sum of all values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,36 +240,25 @@ class Heat(Chart):
 
 @dataclass(frozen=True)
 class Section:
-    """One page of the report."""
+    """One topic."""
 
     id: str
     title: str
-    parts: tuple[Any, ...]
-    """Facts, Text, Missing, Findings, Table, Chart, or what only one format can show: Timeline, Explorer."""
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
-class Report:
-    """The whole."""
+class Document:
+    """Everything there is to show about one result, whatever shows it."""
 
     title: str
     """What was looked at."""
     verdict: str
+    """The answer in one or two sentences."""
     sections: tuple[Section, ...]
     facts: Mapping[str, Value] = field(default_factory=dict)
-    """Of the report itself: its source's path, the version that made it."""
+    """About the document itself: its source's path, the version that made it."""
 
     def parts(self, kind: type | tuple[type, ...]) -> list[Any]:
-        """Every part of a kind, in order."""
+        """Return every part of a kind, in order."""
         return [part for section in self.sections for part in section.parts if isinstance(part, kind)]
-
-    def save(self, target: str | os.PathLike[str], force: bool = False) -> Path:
-        """Write it as .html, .md, .json or a folder with all of them, every table as CSV and every chart as PNG."""
-        from stepscope.render.write import check_target, write_report
-
-        return write_report(self, check_target(Path(target), force))
-
-    def _repr_html_(self) -> str:
-        from stepscope.render.notebook import html_of
-
-        return html_of(self)

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from stepscope.document.model import Chart, Findings, Report, Table
+from stepscope.document.model import Chart, Document, Findings, Table
 from stepscope.document.timeline.timeline import Timeline
 
 SCHEMA_VERSION = 1
 _HALF_A_SIGN = re.compile("[\ud800-\udfff]")
 
 
-def plain_of(report: Report) -> dict[str, Any]:
+def plain_of(report: Document) -> dict[str, Any]:
     """Objects, lists, texts, whole and finite numbers, true, false and null: NaN and infinity are null."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -32,7 +32,7 @@ def plain_of(report: Report) -> dict[str, Any]:
 def _part(part: Any) -> dict[str, Any]:
     kind = type(part).__name__.lower()
     if isinstance(part, Findings):
-        return {"kind": kind, "verify": _plain(part.verify), "diagnosis": _plain(part.diagnosis.to_json())}
+        return {"kind": kind, "diagnosis": _plain(part.values)}
     if isinstance(part, Timeline):
         return {"kind": kind, "text": "only the page has it; stepscope export writes its events"}
     if isinstance(part, Table):

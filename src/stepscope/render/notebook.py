@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stepscope.analysis.comparison.gates import Comparison
     from stepscope.analysis.comparison.sweeps import SweepSummary
     from stepscope.analysis.ranks.all_ranks import Analysis
-    from stepscope.document.model import Report, Table
+    from stepscope.document.model import Document, Table
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
     from stepscope.session.memory_view import MemoryAnalysis
@@ -99,7 +99,7 @@ def _analysis(analysis: Analysis) -> Page:
 
 def _analysis_grids(analysis: Analysis) -> Iterator[Grid]:
     from stepscope.analysis.time.phases import UNATTRIBUTED
-    from stepscope.document.text.trace_tables import kernel_titles
+    from stepscope.document.kernel_names import kernel_titles
 
     first = analysis.ranks[0]
     num_steps, has_gpu = max(1, first.steps.height), bool(first.gpu_time.window_ns)
@@ -240,12 +240,12 @@ def _sweep_grids(sweep: SweepSummary) -> Iterator[Grid]:
     yield Grid([*axes, *(column.title for column in told), "status"], rows)
 
 
-def _report(report: Report) -> Page:
+def _report(report: Document) -> Page:
     where = f"{safe(report.title)}: .save('report.html') writes the whole page"
     return report.verdict, _report_grids(report), where
 
 
-def _report_grids(report: Report) -> Iterator[Grid]:
+def _report_grids(report: Document) -> Iterator[Grid]:
     """The first facts, the findings, the first tables."""
     from stepscope.document.model import Facts, Findings, Table
 
@@ -276,6 +276,6 @@ _PAGES: dict[str, Callable[[Any], Page]] = {
     "Comparison": _comparison,
     "MemoryAnalysis": _memory,
     "SweepSummary": _sweep,
-    "Report": _report,
+    "Document": _report,
 }
 """By the name of the result's class: to look it up must not import what it is made of."""

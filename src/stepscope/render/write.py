@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stepscope.document.model import Chart, Report, Table
+from stepscope.document.model import Chart, Document, Table
 from stepscope.errors import UsageError
 from stepscope.render.files import check_file, check_folder, need, write_texts, writing
 
@@ -24,7 +24,7 @@ def check_target(target: Path, force: bool) -> Path:
     return target
 
 
-def write_report(report: Report, target: Path) -> Path:
+def write_report(report: Document, target: Path) -> Path:
     """Write it, and say which file to look at first."""
     if target.suffix in _FILES:
         write_texts(target, [_as_text(report, target.suffix)])
@@ -32,7 +32,7 @@ def write_report(report: Report, target: Path) -> Path:
     return _write_folder(report, target)
 
 
-def _write_folder(report: Report, target: Path) -> Path:
+def _write_folder(report: Document, target: Path) -> Path:
     from stepscope.render.csv import csv_of
     from stepscope.render.png.pictures import png_of
 
@@ -54,7 +54,7 @@ def file_names(ids: list[str]) -> list[str]:
     return [f"{name}-{ids[:at].count(name) + 1}" if name in ids[:at] else name for at, name in enumerate(ids)]
 
 
-def _as_text(report: Report, suffix: str, in_folder: bool = False) -> str:
+def _as_text(report: Document, suffix: str, in_folder: bool = False) -> str:
     if suffix == PAGE:
         from stepscope.render.page.page import page_of
 

@@ -14,6 +14,7 @@ from stepscope.errors import StepscopeError
 
 if TYPE_CHECKING:
     from stepscope.document.card import Card
+    from stepscope.document.model import Document
 
 
 def print_card(card: Card, as_json: bool, stream: TextIO | None = None) -> None:
@@ -34,6 +35,15 @@ def print_result(
     color = is_terminal(stream or sys.stdout) and not os.environ.get("NO_COLOR")
     width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
     write(["\n", to_text(color, width), "\n"], stream)
+
+
+def print_document(
+    document: Callable[[], Document], to_json: Callable[[], Any], as_json: bool, num_rows: int | None = None
+) -> None:
+    """Print a document on the terminal, or its result as JSON."""
+    from stepscope.render.terminal import terminal_text
+
+    print_result(to_json, lambda color, width: terminal_text(document(), width, color, num_rows), as_json)
 
 
 def write(parts: Iterable[str], stream: TextIO | None = None) -> None:

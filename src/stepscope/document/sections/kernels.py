@@ -9,9 +9,9 @@ import polars as pl
 
 from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.analysis.time.idle import CAUSES
+from stepscope.document.kernel_names import kernel_titles
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, Table, Text
 from stepscope.document.sections.shared import table_of
-from stepscope.document.text.trace_tables import kernel_titles
 from stepscope.document.trace_facts import work_facts
 from stepscope.formatting import average, duration, percent, plural
 from stepscope.session.source import Source

@@ -12,7 +12,8 @@ from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED, Row
 from stepscope.analysis.time.step_parts import gpu_rows_of_trace, gpu_split, host_rows, host_rows_of_trace, waiting_ns
 from stepscope.document.card import Card
-from stepscope.document.model import Bars, Fact, Facts, Findings, Missing, Series, Table, Text
+from stepscope.document.findings import findings_part
+from stepscope.document.model import Bars, Fact, Facts, Missing, Series, Table, Text
 from stepscope.document.sections.shared import known, mapping, plain
 from stepscope.document.text.card_lines import Line
 from stepscope.document.text.trace_text import PHASE_SOURCES, STEP_SOURCES
@@ -40,7 +41,7 @@ def parts(source: Source) -> tuple[Any, ...]:
         where = _where_of_trace(source.analysis.ranks[0])
         environment = Facts(known(_trace_environment(source)), "environment")
     diagnosis = source.diagnosis
-    found = Findings(diagnosis, str(source.path) if source.is_recording else None)
+    found = findings_part(diagnosis, str(source.path) if source.is_recording else None)
     binds = f"From the trace: {diagnosis.binds[:1].lower()}{diagnosis.binds[1:]}"
     bound = () if diagnosis.gpu_busy_share is None else (Text(binds),)
     seen = tuple(where)

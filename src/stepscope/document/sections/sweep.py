@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary
 from stepscope.document.explorer import Explorer, Figure
-from stepscope.document.model import Fact, Facts, Missing, Report, Section, Table, Text, Value
+from stepscope.document.model import Document, Fact, Facts, Missing, Section, Table, Text, Value
 from stepscope.document.sections.sweep_axes import Layout, axis_of, label, layout_of
 from stepscope.document.sections.sweep_charts import LOG_FACTOR, MEASURES, TIME, charts_of, memory_and_time, time_text
 from stepscope.document.text.sweeps import BEST, NOISY, TIED, hash_of, record_of, sweep_of
@@ -36,7 +36,7 @@ _NO_DEVICE = (
 )
 
 
-def sweep_report(sweep: Sweep) -> Report:
+def sweep_report(sweep: Sweep) -> Document:
     """The report of a sweep's rows."""
     summary = sweep_of(list(sweep.rows), sweep.environments)
     layout = layout_of(summary, sweep.rows)
@@ -55,7 +55,7 @@ def sweep_report(sweep: Sweep) -> Report:
         "num_points": len(summary.points),
     }
     title = f"{safe(sweep.folder.resolve().name)}: a sweep of {safe(' and '.join(workloads), 80)}"
-    return Report(title, _verdict(summary, layout), tuple(sections), facts)
+    return Document(title, _verdict(summary, layout), tuple(sections), facts)
 
 
 def _verdict(sweep: SweepSummary, layout: Layout) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from stepscope.analysis.attention import reasons as analysis
 from stepscope.analysis.attention.reasons import BACK_ENDS, Reason
-from stepscope.document.text.trace_tables import Column, shortened, table_lines
-from stepscope.formatting import average, duration, percent, plural, safe
+from stepscope.document.text.trace_tables import Column, table_lines
+from stepscope.formatting import average, duration, percent, plural, safe, shortened
 from stepscope.session.attention_view import AttentionReport, AttentionRow
 
 _GLUE = "\N{NO-BREAK SPACE}"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.compiler.compile_summary import CompilerSummary, Recompiled
-from stepscope.document.text.trace_tables import Column, shortened, table_lines
-from stepscope.formatting import average, count, duration, percent, plural, safe, significant
+from stepscope.document.text.trace_tables import Column, table_lines
+from stepscope.formatting import average, count, duration, percent, plural, safe, shortened, significant
 from stepscope.trace.compile_file import count_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.text.trace_tables import Column, shortened, table_lines
-from stepscope.formatting import average, duration, percent, plural, safe, size
+from stepscope.document.text.trace_tables import Column, table_lines
+from stepscope.formatting import average, duration, percent, plural, safe, shortened, size
 from stepscope.session.copies_view import CopiesReport
 
 _GLUE = "\N{NO-BREAK SPACE}"

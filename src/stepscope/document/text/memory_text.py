@@ -14,8 +14,8 @@ from stepscope.analysis.memory.module_tree import alike, ancestors, frontier
 from stepscope.analysis.memory.size_formulas import SYMBOLS
 from stepscope.analysis.memory.snapshot import SnapshotEnd
 from stepscope.document.memory_facts import facts, in_words
-from stepscope.document.text.trace_tables import Column, shortened, table_lines
-from stepscope.formatting import percent, plural, safe, size
+from stepscope.document.text.trace_tables import Column, table_lines
+from stepscope.formatting import percent, plural, safe, shortened, size
 from stepscope.session.memory_view import SNAPSHOT, TRACE, MemoryAnalysis, MemoryReport
 
 BAR_WIDTH = 20

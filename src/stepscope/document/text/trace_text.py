@@ -11,11 +11,11 @@ from stepscope.analysis.kernels.ops import module_groups
 from stepscope.analysis.ranks.all_ranks import Analysis
 from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.analysis.time.phases import UNATTRIBUTED
-from stepscope.document.kernel_names import short_name
-from stepscope.document.text.trace_tables import Column, kernel_titles, shortened, table_lines
+from stepscope.document.kernel_names import kernel_titles, short_name
+from stepscope.document.text.trace_tables import Column, table_lines
 from stepscope.document.trace_facts import fact_lines
 from stepscope.document.trace_verdict import trace_verdict
-from stepscope.formatting import average, duration, percent, plural, safe
+from stepscope.formatting import average, duration, percent, plural, safe, shortened
 
 BAR_WIDTH = 20
 _SPLIT = (

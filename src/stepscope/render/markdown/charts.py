@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from stepscope.document.model import Bars, Chart, Heat, Lines, Node, Scatter, Series, Tree
-from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import cell, percent, plural, title_of
+from stepscope.formatting import cell, fit_names, percent, plural, title_of
 from stepscope.render.markdown.text import bar, course, escaped, grid
 
 _MOST_COLUMNS = 8
@@ -32,7 +31,7 @@ def chart_lines(chart: Chart, most: int, num_letters: int) -> list[str]:
 
 
 def _names(names: Sequence[object], num_letters: int) -> list[str]:
-    return [escaped(name, num_letters) for name in told_apart([cell("", str(name)) for name in names], num_letters)]
+    return [escaped(name, num_letters) for name in fit_names([cell("", str(name)) for name in names], num_letters)]
 
 
 def _more(num_all: int, num_shown: int, noun: str) -> list[str]:

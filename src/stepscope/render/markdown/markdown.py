@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.document.model import Chart, Facts, Findings, Heat, Lines, Missing, Report, Section, Table, Text
-from stepscope.document.text.findings_text import nothing_found, proof_of, saving_text
-from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import cell, heading, is_numeric, plural, title_of
+from stepscope.document.model import Chart, Document, Facts, Findings, Heat, Lines, Missing, Section, Table, Text
+from stepscope.formatting import cell, fit_names, heading, is_numeric, plural, title_of
 from stepscope.render.markdown.charts import chart_lines
 from stepscope.render.markdown.text import code, escaped, grid, in_summary, prose
 from stepscope.render.write import file_names
@@ -44,7 +42,7 @@ _DETAILS = (
 )
 
 
-def markdown_of(report: Report, in_folder: bool = False) -> str:
+def markdown_of(report: Document, in_folder: bool = False) -> str:
     """The whole, under 60,000 characters whatever it is of.
 
     `in_folder`: it lies beside `charts/` and `tables/`, and links them; else charts are drawn with letters.
@@ -63,7 +61,7 @@ def markdown_of(report: Report, in_folder: bool = False) -> str:
     return "\n\n".join([*kept, said]) + "\n"
 
 
-def _blocks(report: Report, detail: Detail, in_folder: bool) -> Iterator[str]:
+def _blocks(report: Document, detail: Detail, in_folder: bool) -> Iterator[str]:
     """Head, one block a section, what is missing, foot."""
     yield f"## Stepscope: {escaped(report.title)}"
     yield f"**{escaped(report.verdict, 1000).strip()}**"
@@ -160,7 +158,7 @@ class _Writer:
 
 def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:
     """A column's texts; long ones are cut where that leaves different ones different."""
-    texts = told_apart([cell(name, value) for value in values], most)
+    texts = fit_names([cell(name, value) for value in values], most)
     return [escaped(text, most) for text in texts]
 
 
@@ -173,23 +171,22 @@ def _facts(part: Facts, detail: Detail) -> list[str]:
 
 
 def _findings(part: Findings, detail: Detail) -> Iterator[str]:
-    diagnosis = part.diagnosis
     yield "**Findings**"
-    for warning in diagnosis.warnings[: detail.num_items]:
+    for warning in part.warnings[: detail.num_items]:
         yield ""
         yield f"Note: {prose(warning, detail.num_said)}."
-    if not diagnosis.findings:
+    if not part.cards:
         yield ""
-        yield escaped(nothing_found(diagnosis))
-    for number, finding in enumerate(diagnosis.findings[: detail.num_items], 1):
+        yield prose(part.summary)
+    for number, card in enumerate(part.cards[: detail.num_items], 1):
         yield ""
-        saving = escaped(saving_text(finding, diagnosis.step_ns).replace("   ", ", "))
-        name, sentence = escaped(finding.id.replace("_", " ")), escaped(finding.sentence, detail.num_said)
-        yield f"{number}. **{name}** {saving}: {sentence}"
-        yield f"   <br>Fix: {code(finding.fix, detail.num_said)}"
-        if (command := proof_of(finding, part.verify)) is not None:
-            yield f"   <br>Prove it: {code(command, 400)}"
-    yield from _more(len(diagnosis.findings), detail.num_items, "more finding")
+        saving = escaped(f"saves {card.saving} {card.saving_of}".rstrip())
+        name, sentence = escaped(card.id.replace("_", " ")), escaped(card.sentence, detail.num_said)
+        yield f"{number}. **{name}** {saving}, {card.confidence} confidence: {sentence}"
+        yield f"   <br>Fix: {code(card.fix, detail.num_said)}"
+        if card.prove is not None:
+            yield f"   <br>Prove it: {code(card.prove, 400)}"
+    yield from _more(len(part.cards), detail.num_items, "more finding")
 
 
 def _more(num_all: int, num_shown: int, noun: str) -> list[str]:

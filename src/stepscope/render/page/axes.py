@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepscope.document.model import Series
-from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import Scale, cell, safe
+from stepscope.formatting import Scale, cell, fit_names, safe
 from stepscope.render import axes
 from stepscope.render.axes import log_ticks, tick_text
 
@@ -70,7 +69,7 @@ def interval_bars(series: Series, unit: Scale, color: str | None = None) -> dict
 
 def names_in(labels: Sequence[object], room: int) -> list[str]:
     """Names in so many characters, cut where different ones stay different."""
-    return [html.escape(text, quote=False) for text in told_apart([safe(label, 1000) for label in labels], room)]
+    return [html.escape(text, quote=False) for text in fit_names([safe(label, 1000) for label in labels], room)]
 
 
 def names_axis(labels: Sequence[object], most: int = LABEL) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.document.explorer import Explorer
-from stepscope.document.model import Chart, Facts, Findings, Missing, Report, Section, Table, Text
+from stepscope.document.model import Chart, Document, Facts, Findings, Missing, Section, Table, Text
 from stepscope.document.timeline.timeline import Timeline
 from stepscope.render.files import missing
 from stepscope.render.page.elements import (
@@ -39,7 +39,7 @@ _SCRIPTS = ("blobs.js", "sections.js", "tables.js", "charts.js", "explorer.js", 
 _TIMELINE = ("timeline_data.js", "timeline_draw.js", "timeline_tell.js", "timeline_move.js", "timeline.js")
 
 
-def page_of(report: Report) -> str:
+def page_of(report: Document) -> str:
     """The whole page."""
     body = _Body(report)
     sections = "".join(body.section(section) for section in report.sections)
@@ -70,7 +70,7 @@ def page_of(report: Report) -> str:
 class _Body:
     """The sections as HTML, and on the way what the scripts need."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Document) -> None:
         self.data: dict[str, Any] = {"tables": [], "charts": [], "explorers": [], "timeline": None}
         self.blobs: list[str] = []
         self.has_timeline = any(isinstance(part, Timeline) for section in report.sections for part in section.parts)
@@ -111,7 +111,7 @@ class _Body:
         return f'<div class="timeline" id="timeline-root">{wait}</div>'
 
 
-def _bar(report: Report) -> str:
+def _bar(report: Document) -> str:
     """The list of sections; those with nothing but a box that says so are quiet."""
     links = "".join(
         f'<a href="#{escape(section.id)}"{_absent(section)}>{escape(section.title)}</a>'

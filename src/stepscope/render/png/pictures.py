@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Bars, Chart, Heat, Lines, Scatter, Tree
-from stepscope.document.text.trace_tables import told_apart
-from stepscope.formatting import heading, safe
+from stepscope.formatting import fit_names, heading, safe
 from stepscope.render.axes import log_ticks, tick_text
 from stepscope.render.files import missing
 
@@ -94,7 +93,7 @@ def drawn(text: object, most: int = 60) -> str:
 
 def drawn_apart(names: Sequence[object], room: int) -> list[str]:
     """Names in so many characters, different ones still different where that can be."""
-    return told_apart([drawn(name, 1000) for name in names], room)
+    return fit_names([drawn(name, 1000) for name in names], room)
 
 
 _SIGNS: set[int] = set()

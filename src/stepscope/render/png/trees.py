@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stepscope.document.model import Node, Tree
-from stepscope.document.text.trace_tables import shortened
-from stepscope.formatting import cell, percent
+from stepscope.formatting import cell, percent, shortened
 from stepscope.render.colors import colors_of_nodes
 from stepscope.render.png.pictures import brightness, drawn
 

@@ -1,0 +1,184 @@
+"""Renders a document as text for a terminal. Standard library only: it must work where only torch is installed."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+
+from stepscope.document.model import (
+    Bars,
+    Chart,
+    Document,
+    Facts,
+    FindingCard,
+    Findings,
+    Missing,
+    Part,
+    Section,
+    Table,
+    Text,
+)
+from stepscope.formatting import cell, fit_names, heading, percent, safe
+from stepscope.render.terminal_tables import table_lines
+
+BAR_WIDTH = 20
+_BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_MOST_CHARACTERS = 2000
+_LABEL = 14
+_GLUE = "\N{NO-BREAK SPACE}"
+
+
+def terminal_text(document: Document, width: int = 100, color: bool = False, num_rows: int | None = None) -> str:
+    """Return the document as text of at most `width` columns; `num_rows` limits tables (default: their own limit)."""
+    return _Terminal(width, color, num_rows).document(document)
+
+
+class _Terminal:
+    def __init__(self, width: int, color: bool, num_rows: int | None) -> None:
+        self.width, self.num_rows = width, num_rows
+        self._bold, self._dim, self._reset = (_BOLD, _DIM, _RESET) if color else ("", "", "")
+
+    def document(self, document: Document) -> str:
+        blocks = [[self.bold(line) for line in wrapped(document.verdict, self.width)]] if document.verdict else []
+        for section in document.sections:
+            blocks += self._section(section, is_alone=len(document.sections) == 1)
+        return "\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks if block)
+
+    def _section(self, section: Section, is_alone: bool) -> list[list[str]]:
+        blocks = [block for part in section.parts if not part.page_only and (block := self._part(part))]
+        if blocks and not is_alone and section.title:
+            blocks[0] = [self.bold(heading(section.title)), *blocks[0]]
+        return blocks
+
+    def _part(self, part: Part) -> list[str]:
+        match part:
+            case Facts():
+                return [*self._title(part.title), *self._facts(part)]
+            case Text():
+                return wrapped(part.text, self.width)
+            case Missing():
+                return wrapped(f"Unknown: {part.text}", self.width, "  ", "  ")
+            case Table():
+                return self._table(part)
+            case Findings():
+                return list(self._findings(part))
+            case Bars():
+                return [*self._title(part.title), *self._bars(part)]
+            case Chart():
+                return wrapped(part.caption, self.width) if part.caption else []
+        return []
+
+    def bold(self, text: str) -> str:
+        return f"{self._bold}{text}{self._reset}"
+
+    def dim(self, text: str) -> str:
+        return f"{self._dim}{text}{self._reset}"
+
+    def _title(self, title: str) -> list[str]:
+        return [self.bold(safe(heading(title)))] if title else []
+
+    def _facts(self, part: Facts) -> Iterator[str]:
+        titles = [safe(fact.title) for fact in part.rows]
+        indent = 4 + max(map(len, titles), default=0)
+        for title, fact in zip(titles, part.rows):
+            value, detail = safe(fact.value, _MOST_CHARACTERS), safe(fact.detail, _MOST_CHARACTERS)
+            first = f"  {title:<{indent - 4}}  "
+            lines = wrapped(value, self.width, first, " " * indent)
+            if detail and len(lines) == 1 and len(lines[0]) + 3 + len(detail) <= self.width:
+                lines = [f"{lines[0]}   {self.dim(detail)}"]
+            elif detail:
+                lines += [f"{' ' * indent}{self.dim(line)}" for line in wrapped(detail, self.width - indent)]
+            yield from lines
+
+    def _table(self, table: Table) -> list[str]:
+        num_rows = min(table.num_rows, self.num_rows or table.num_shown)
+        if not table.num_rows:
+            return []
+        lines = [*self._title(table.title), *(f"  {line}" for line in table_lines(table, num_rows, self.width - 2))]
+        if table.num_rows > num_rows:
+            lines.append(self.dim(f"  … {table.num_rows - num_rows:,} more"))
+        if table.note:
+            lines += [self.dim(line) for line in wrapped(table.note, self.width, "  ", "  ")]
+        return lines
+
+    def _bars(self, chart: Bars) -> Iterator[str]:
+        if len(chart.series) == 1:
+            yield from self._bar_lines(chart, list(zip(chart.labels, chart.series[0].y)))
+            return
+        for place, label in enumerate(chart.labels):
+            rows = [(series.name, series.y[place]) for series in chart.series if series.y[place]]
+            if len(chart.labels) > 1 and rows:
+                yield f"  {safe(label)}"
+            yield from self._bar_lines(chart, rows)
+
+    def _bar_lines(self, chart: Bars, rows: list[tuple[str, float | None]]) -> Iterator[str]:
+        whole = chart.whole or sum(value or 0 for _, value in rows)
+        texts = [cell(chart.unit, value) for _, value in rows]
+        room = max((len(text) for text in texts), default=0)
+        names = fit_names([safe(name) for name, _ in rows], max(16, min(40, self.width - room - BAR_WIDTH - 16)))
+        longest = max((len(name) for name in names), default=0)
+        bar_width = max(0, min(BAR_WIDTH, self.width - longest - room - 14))
+        for name, text, (_, value) in zip(names, texts, rows):
+            share = (value or 0) / whole if whole else 0.0
+            bar = "█" * round(bar_width * min(1.0, share))
+            yield f"  {name:<{longest}}  {text:>{room}}  {percent(share):>7}  {bar}"
+
+    def _findings(self, part: Findings) -> Iterator[str]:
+        if part.headline:
+            yield from wrapped(part.headline, self.width)
+        for warning in part.warnings:
+            yield from wrapped(f"Note: {warning}.", self.width)
+        if part.headline or part.warnings:
+            yield ""
+        for number, card in enumerate(part.cards, 1):
+            yield from self._finding(number, card)
+            yield ""
+        for line in wrapped(part.summary, self.width):
+            yield self.bold(line)
+        if part.passed:
+            yield from wrapped(f"Passed: {', '.join(part.passed)}.", self.width, "  ", "    ")
+        for reason, ids in part.unchecked:
+            yield from wrapped(f"Not checked: {', '.join(ids)}: {reason}", self.width, "  ", "    ")
+        if part.suppressed:
+            yield from wrapped(f"Ignored: {', '.join(part.suppressed)}.", self.width, "  ", "    ")
+
+    def _finding(self, number: int, card: FindingCard) -> Iterator[str]:
+        title = f"{number}  {card.id}"
+        saving = f"saves {card.saving} {card.saving_of}".rstrip()
+        first, *rest = wrapped(f"{title}   {saving}   {card.confidence} confidence", self.width, "", "   ")
+        yield from [f"{self.bold(title)}{first[len(title) :]}", *rest]
+        yield from wrapped(card.sentence, self.width, "   ", "   ")
+        fields = {
+            "Fix": card.fix,
+            "Prove it": card.prove or "",
+            "Derived from": card.derived,
+            "How to check": card.how_to_check,
+        }
+        for label, text in fields.items():
+            if text:
+                first, *rest = wrapped(text, self.width, f"   {label:<{_LABEL}}", " " * (3 + _LABEL))
+                yield from [f"   {self.dim(first[3 : 3 + _LABEL])}{first[3 + _LABEL :]}", *rest]
+        for table in card.evidence:
+            num_rows = min(table.num_rows, table.num_shown)
+            more = f", {table.num_rows - num_rows} more in --json" if table.num_rows > num_rows else ""
+            yield self.dim(f"   Evidence: {safe(table.title)}{more}")
+            yield from (self.dim(f"     {line}") for line in table_lines(table, num_rows, self.width - 5))
+
+
+def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Return the text as lines with these indents; no line ends between a number and its unit.
+
+    >>> wrapped("The GPU waits 84.2 ms per step", 20)
+    ['The GPU waits', '84.2 ms per step']
+    """
+    glued = re.sub(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)", _GLUE, safe(text, _MOST_CHARACTERS))
+    lines = textwrap.wrap(
+        glued,
+        max(width, len(rest) + 20),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+    return [line.replace(_GLUE, " ") for line in lines] or [first.rstrip()]
