@@ -1,20 +1,17 @@
-"""What tensors of one size hold of the memory's peak: shared by the rules about tensors that need not be."""
+"""Memory held at the peak by tensors of one size."""
 
 from __future__ import annotations
 
 from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 
-_WORTH_SHARE = 0.05
-"""Of the peak: what saves less memory is not worth a finding."""
+_WORTH_SHARE = 0.05  # of the peak; smaller savings are not reported
 LEAST_BYTES = 256 << 20
-"""Nobody is short of less."""
-_BLOCK_BYTES = 512
-"""What the allocator rounds up to."""
+_BLOCK_BYTES = 512  # the allocator rounds up to this
 
 
 def alive_bytes(case: Case, num_elements: int, item_bytes: tuple[int, ...] = (2, 4)) -> int | None:
-    """Bytes at the peak in tensors of so many elements; None where nothing says what was in memory."""
+    """Return the bytes held at the peak by tensors of `num_elements`; None if memory was not recorded."""
     try:
         memory = case.memory
     except Unavailable:
@@ -25,5 +22,5 @@ def alive_bytes(case: Case, num_elements: int, item_bytes: tuple[int, ...] = (2,
 
 
 def is_worth_bytes(case: Case, saving_bytes: int | None) -> bool:
-    """Whether a saving of memory is large enough to be told."""
+    """Return whether a memory saving is large enough to report."""
     return bool(saving_bytes) and (saving_bytes or 0) >= max(LEAST_BYTES, _WORTH_SHARE * case.memory.peak_bytes)

@@ -1,4 +1,4 @@
-"""What a recording says of torch.compile, read with care: shared by the rules about it."""
+"""What a recording's `compile.json` contains; empty if nothing was compiled or there is only a trace."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["compile_entries", "compile_report", "count_of"]
 
 
 def compile_entries(case: Case, what: str) -> list[dict[str, Any]]:
-    """One of the lists of `compile.json`; empty where nothing was compiled, or where there is a trace alone."""
+    """Return one of the lists in `compile.json`."""
     return entries(compile_report(case), what)
 
 
 def compile_report(case: Case) -> dict[str, Any]:
-    """`compile.json`; empty where there is none."""
+    """Return `compile.json`."""
     try:
         return dict(case.recording.compiler or {})
     except Unavailable:

@@ -1,4 +1,4 @@
-"""All rules over one case: findings in order of what they save, what is clean, what could not be checked."""
+"""All rules applied to one case: findings by saving, clean rules, rules that could not run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stepscope.findings.finding import Finding
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
-_BOUND_BY_GPU = 0.9
+_BOUND_BY_GPU = 0.9  # busy share from which the GPU is the bottleneck
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: one file in `findings/rules`, whose name is its id."""
+    """A rule: one file in `findings/rules`, named after its id."""
 
     id: str
     question: str
-    """What it looks for: the first line of its file."""
+    """The first line of its file."""
     module: ModuleType
 
     def check(self, case: Case) -> list[Finding]:
@@ -34,7 +34,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Unchecked:
-    """A rule that could not look, and why."""
+    """A rule that could not run, and why."""
 
     id: str
     reason: str
@@ -42,26 +42,26 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a step."""
+    """The findings of all rules, and what limits the step."""
 
     step_ns: float | None
-    """A typical step without the profiler, as measured or as replayed; None where nothing tells."""
+    """A typical step without the profiler, measured or replayed; None if unknown."""
     is_measured: bool
-    """Whether the step was measured clean, or is the trace's without what the profiler adds."""
+    """Whether the step was measured without the profiler, not replayed from the trace."""
     findings: tuple[Finding, ...]
     clean: tuple[str, ...]
-    """Rules that looked and found nothing worth telling."""
+    """Rules that found nothing worth reporting."""
     unchecked: tuple[Unchecked, ...]
     suppressed: tuple[str, ...]
     binds: str
-    """What binds the step: a sentence."""
+    """The bottleneck, as a sentence."""
     gpu_busy_share: float | None
-    """Of the step; None where there is no GPU work to look at."""
+    """Of the step; None without GPU work."""
     warnings: tuple[str, ...]
-    """What is wrong with the trace."""
+    """Problems with the trace."""
 
     def to_json(self) -> dict[str, Any]:
-        """One object of plain values (docs/diagnose.md)."""
+        """Return one object of plain values (docs/diagnose.md)."""
         return {
             "schema_version": SCHEMA_VERSION,
             "step_ms": None if self.step_ns is None else self.step_ns / 1e6,
@@ -77,7 +77,7 @@ class Diagnosis:
 
 
 def all_rules() -> Iterator[Rule]:
-    """Every rule, by name."""
+    """Yield every rule, sorted by id."""
     found = [module.name for module in walk_packages(rules.__path__, f"{rules.__name__}.") if not module.ispkg]
     for name in sorted(found, key=lambda name: name.rpartition(".")[2]):
         module = import_module(name)
@@ -85,11 +85,11 @@ def all_rules() -> Iterator[Rule]:
 
 
 def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
-    """Ask every rule that is not suppressed."""
+    """Return the diagnosis of every rule that is not suppressed."""
     every = list(all_rules())
     unknown = set(suppressed) - {rule.id for rule in every}
     if unknown:
-        raise UsageError(f"no rule is called {sorted(unknown)[0]!r}: `stepscope list rules` names them")
+        raise UsageError(f"Unknown rule {sorted(unknown)[0]!r}. `stepscope list rules` lists all rules.")
     findings: list[Finding] = []
     clean, unchecked = [], []
     for rule in every:
@@ -103,13 +103,13 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         except WRONG_KIND as error:
             if not case.has_recording:
                 raise
-            unchecked.append(Unchecked(rule.id, f"the recording has {wrong_kind(error)}"))
+            unchecked.append(Unchecked(rule.id, f"The recording has {wrong_kind(error)}."))
             continue
         findings += found
         if not found:
             clean.append(rule.id)
     busy_share, step_ns = _busy_share(case), _step_ns(case)
-    if step_ns is not None:  # nothing saves more than there is
+    if step_ns is not None:  # no saving exceeds the step
         findings = [
             replace(finding, saving_ns=min(finding.saving_ns, step_ns)) if finding.saving_ns is not None else finding
             for finding in findings
@@ -136,7 +136,7 @@ def _step_ns(case: Case) -> float | None:
 
 
 def _busy_share(case: Case) -> float | None:
-    """Of a clean step, how much the GPU is at work; None without a trace of one."""
+    """Return the share of a clean step in which the GPU is busy; None without a trace."""
     try:
         return min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None
     except Unavailable:
@@ -144,19 +144,22 @@ def _busy_share(case: Case) -> float | None:
 
 
 def _binds(case: Case, busy_share: float | None) -> str:
-    """What a step is bound by, from its busy time and its roofline: a sentence."""
+    """Return a sentence that names the bottleneck, from GPU busy time and roofline."""
     if busy_share is None:
-        return "What binds it is not known: there is no GPU work to look at."
+        return "No bottleneck identified: there is no GPU work."
     if busy_share < _BOUND_BY_GPU:
-        return f"It is bound by the host: the GPU has work for {busy_share:.0%} of it."
+        return f"The host is the bottleneck: the GPU is busy for only {busy_share:.0%} of the step."
     roofline = case.account.roofline_summary
     parts = {"arithmetic": roofline.compute_ns, "memory traffic": roofline.memory_ns,
-             "neither arithmetic nor memory, far from both limits": roofline.neither_ns}  # fmt: skip
+             "neither (far from both limits)": roofline.neither_ns}  # fmt: skip
     known = sum(parts.values())
     if not known:
-        return f"It is bound by the GPU, busy for {busy_share:.0%} of it; by what, the trace does not say."
+        return f"The GPU is the bottleneck: it is busy for {busy_share:.0%} of the step. Its limit is unknown."
     name, most = max(parts.items(), key=lambda part: part[1])
-    return f"It is bound by the GPU, busy for {busy_share:.0%} of it: {most / known:.0%} of its known work by {name}."
+    return (
+        f"The GPU is the bottleneck: it is busy for {busy_share:.0%} of the step, and {most / known:.0%} of its "
+        f"known work is limited by {name}."
+    )
 
 
 def _warnings(case: Case) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a diagnosis expects of a fix: the saving of the finding that has its id."""
+"""The saving that a diagnosis predicts for a fix."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from stepscope.findings.fixes import Chosen
 
 
 def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
-    """The saving that is expected, or why there is none."""
+    """Return the saving of the finding with the fix's id, or why there is none."""
     if len(chosen.fixes) > 1:
-        return _nothing("savings of several findings do not add up")
+        return _nothing("savings of several findings cannot be added")
     name = chosen.fixes[0].id
     finding = next((each for each in diagnosis.findings if each.id == name), None)
     if finding is not None:
@@ -20,8 +20,8 @@ def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
     if unchecked is not None:
         return _nothing(f"diagnose could not check it: {unchecked}")
     if name in diagnosis.clean:
-        return _nothing("diagnose looked and found nothing to gain")
-    return _nothing("no finding of diagnose asks for it")
+        return _nothing("diagnose found nothing to gain")
+    return _nothing("no finding suggests it")
 
 
 def _nothing(reason: str) -> Expected:

@@ -1,4 +1,4 @@
-"""A finding, and what a rule says when it has none."""
+"""A finding: one cause, its cost, and the fix."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ Confidence = Literal["high", "medium", "low"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """Rows of a table, with the figures that the sentence was made from."""
+    """The figures behind a finding's sentence."""
 
     table: str
-    """What the rows are of: `kernels`, `calls of aten::mm`, `host`…"""
+    """Title of the rows, such as `kernels` or `slow steps`."""
     rows: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, what it costs, and what to change."""
+    """One cause, its cost, and the fix."""
 
     sentence: str
-    """What is wrong, made from the figures."""
+    """The problem, with its figures."""
     fix: str
-    """What to change, as something to type."""
+    """The change to make, as code where possible."""
     evidence: tuple[Evidence, ...]
     falsified_by: str
-    """What one would see if it were not so."""
+    """How to check the finding, and what would disprove it."""
     saving_ns: float | None = None
-    """Of a clean step; None where bytes are the cost, or where nobody can say."""
+    """Time saved per clean step; None if the saving is only memory, or unknown."""
     saving_bytes: int | None = None
-    """Of the peak."""
+    """Memory saved at the peak."""
     derived: str = ""
-    """How the saving was found."""
+    """How the saving was computed."""
     upper_bound: bool = False
-    """Whether the saving is the most that the fix could bring."""
+    """Whether the saving is the most that the fix can achieve."""
     confidence: Confidence = "high"
     places: tuple[tuple[int, int], ...] = ()
-    """Where to look in the trace: `start_ns` and `end_ns` on its clock, the best first, 20 at the most."""
+    """Where to look in the trace: up to 20 pairs of `start_ns` and `end_ns` on its clock, best first."""
     is_provable: bool = True
-    """Whether the fix that `stepscope verify` has for the rule, where there is one, is the one that is meant."""
+    """Whether this finding's fix is the one that `stepscope verify` applies for the rule."""
     id: str = ""
-    """The rule's, given by `diagnose`."""
+    """The rule's id, set by `diagnose`."""
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `--json` (docs/diagnose.md)."""
+        """Return the object for `--json` (docs/diagnose.md)."""
         fields = asdict(self)
         saving_ns = fields.pop("saving_ns")
         order = ("id", "sentence", "saving_ms", "saving_bytes", "upper_bound", "confidence", "fix", "derived",

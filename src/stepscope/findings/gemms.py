@@ -1,4 +1,4 @@
-"""Matrix products of the typical steps, with what decides how fast they can be: shared by the rules about them."""
+"""Matrix products of the typical steps, with the properties that determine their speed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from stepscope.analysis.costs.op_costs import operands
 from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 
-LOADED_BYTES = 16
-"""What a tensor core's operand is loaded in."""
+LOADED_BYTES = 16  # tensor cores load operands in units of this
 _WITH_SUMMAND = ("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::_addmm_activation")
 _SCHEMA = pl.Schema(
     {
@@ -25,12 +24,10 @@ _SCHEMA = pl.Schema(
 
 
 def gemm_calls(case: Case) -> pl.DataFrame:
-    """Ops that multiply matrices, outside attention, whose FLOPs the trace tells.
+    """Return matrix products outside attention whose FLOPs are known, one row per call.
 
-    `op`, `shapes`, `module`, `phase`, `dtype`, `peak_dtype`, `flops`, `bytes`, `duration_ns`, `kernel` (the longest),
-    `alignment_bytes` of its matrices' dimensions: the largest power of two, up to 128, that divides them all, and
-    `odd_sizes`, those that `LOADED_BYTES` do not divide; `events`, its GPU work. Unavailable where
-    the trace has no shapes.
+    `kernel` is the longest one, `alignment_bytes` the largest power of two (up to 128) that divides all dimensions,
+    `odd_sizes` the dimensions that are not a multiple of `LOADED_BYTES`. Raises Unavailable without shapes.
     """
     case.with_shapes()
     gemms = case.work.filter(pl.col("class").is_in(["gemm", "convolution"]), pl.col("call").is_not_null())
@@ -46,7 +43,7 @@ def gemm_calls(case: Case) -> pl.DataFrame:
     )
     calls = calls.filter(pl.col("flops") > 0)
     if calls.is_empty() and gemms.height:
-        raise Unavailable("the trace does not say the shapes of its matrix products")
+        raise Unavailable("The trace does not contain the shapes of its matrix products.")
     found = [_alignment(*texts) for texts in calls.select("op", "shapes", "dtypes").iter_rows()]
     return calls.with_columns(
         pl.Series("alignment_bytes", [alignment for alignment, _ in found], pl.Int64),
@@ -55,7 +52,7 @@ def gemm_calls(case: Case) -> pl.DataFrame:
 
 
 def by_shape(calls: pl.DataFrame, num_steps: int, most: int = 8) -> list[dict[str, Any]]:
-    """Calls by op and shapes, those with most time first, a step's worth: rows of evidence."""
+    """Return rows of evidence per step by op and shapes, the longest first."""
     return (
         calls.group_by("op", "shapes", "dtype", "kernel")
         .agg(
@@ -70,8 +67,7 @@ def by_shape(calls: pl.DataFrame, num_steps: int, most: int = 8) -> list[dict[st
 
 
 def _alignment(op: str, shapes: str | None, dtypes: str | None) -> tuple[int, list[int]]:
-    """The largest power of two in bytes, up to 128, that divides the last two dimensions of both matrices, and those
-    that no load divides. A convolution's tensors are not matrices: it is taken for aligned."""
+    """Return `alignment_bytes` and `odd_sizes` of both matrices' last two dimensions; convolutions are aligned."""
     first = 1 if op in _WITH_SUMMAND else 0
     tensors = operands(shapes, dtypes)[first : first + 2] if "conv" not in op else ()
     best, odd = 128, set()

@@ -1,4 +1,4 @@
-"""How often the allocator found no room and began again: shared by the rules that tell of it, so that one does."""
+"""How often the allocator ran out of memory and retried."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from dataclasses import dataclass
 from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 
-_RETRIES_A_STEP = 0.5
-"""One when the cache first fills is nobody's fault."""
+_RETRIES_PER_STEP = 0.5  # an occasional retry while the cache fills is normal
 
 
 @dataclass(frozen=True)
 class Retries:
-    """What a recording's allocator counted."""
+    """Allocator retries of a recording, and the number of steps they were counted in."""
 
     num: int
     num_steps: int
-    """In which they were."""
 
     @property
     def are_in_every_step(self) -> bool:
-        """Whether they come again and again, as `allocator_churn` tells; fewer are a sign of full memory."""
-        return self.num_steps > 0 and self.num >= _RETRIES_A_STEP * self.num_steps
+        """Whether they recur, which `allocator_churn` reports; fewer only show that memory is full."""
+        return self.num_steps > 0 and self.num >= _RETRIES_PER_STEP * self.num_steps
 
 
 def retries_of(case: Case) -> Retries | None:
-    """The retries of a recording's warm-up and clean steps; None where nobody counted."""
+    """Return the retries in a recording's warm-up and clean steps; None if they were not counted."""
     try:
         recording = case.recording
     except Unavailable:

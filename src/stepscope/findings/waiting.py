@@ -1,4 +1,4 @@
-"""Whose business a wait of the host for the GPU is: shared by the rules about waits, so that none is told twice."""
+"""Which rule reports a wait of the host for the GPU, so that none is reported twice."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import polars as pl
 
 from stepscope.session.case import Case
 
-STAGED_BYTES = 64 * 1024
-"""What the driver copies from pageable memory without making the host wait; also what a batch is larger than."""
-_FEW_CHECKS = 2
-"""NaN checks a step: a program may look at its loss."""
+STAGED_BYTES = 64 * 1024  # the driver copies less than this from pageable memory without waiting
+_FEW_CHECKS = 2  # NaN checks per step; checking the loss is normal
 
 
 def waits_of(case: Case, owner: str) -> pl.DataFrame:
-    """The rows of `case.waits` that are the business of one rule.
+    """Return the rows of `case.waits` that one rule reports.
 
-    Of `anomaly_detection`, where NaN is looked for again and again; of `device_round_trip`, at either end of a trip;
-    of `pageable_copies`, for a large copy from pageable memory; all others of `synchronization`, but for a
-    synchronization by the program itself that waits for nothing, or after which its step gives the GPU no more work:
-    so a step is timed; or before which the trace has no kernel's launch: so a profiler begins.
+    `anomaly_detection`: repeated NaN checks. `device_round_trip`: both ends of a trip. `pageable_copies`: large copies
+    from pageable memory. `synchronization`: all others, except explicit synchronizations that wait for nothing,
+    end a step (timing code) or precede all launches (a starting profiler).
     """
     if case.work.is_empty():
         return case.waits
@@ -47,22 +44,24 @@ def waits_of(case: Case, owner: str) -> pl.DataFrame:
 
 
 def repeated_checks(case: Case) -> pl.DataFrame:
-    """The rows of `case.nan_checks`, where they are more than a step's own look at its loss."""
+    """Return `case.nan_checks` if there are more than a check of the loss, else no rows."""
     checks = case.nan_checks
     return checks if checks.height > _FEW_CHECKS * case.num_steps else checks.clear()
 
 
 def place(row: Mapping[str, Any]) -> str:
-    """Where something was, from its `caller`, `module` or `phase`: the nearest that is known."""
+    """Return the `caller`, `module` or `phase` of a row, the most exact that is known."""
     for name in ("caller", "module"):
         if row.get(name) is not None:
             return str(row[name])
     phase = row.get("phase")
-    return f"the {phase}" if phase not in (None, "other") else "Python between the passes"
+    return (
+        f"the {phase}" if phase not in (None, "other") else "Python code outside of forward, backward and optimizer"
+    )
 
 
 def starts_within(table: pl.DataFrame, stretches: pl.DataFrame) -> pl.Series:
-    """Whether each row of a table in order of `start_ns` starts in one of the stretches, which do not overlap."""
+    """Return whether each row (sorted by `start_ns`) starts within one of the non-overlapping stretches."""
     borders = stretches.select("start_ns", pl.col("end_ns").alias("until_ns")).sort("start_ns")
     found = table.select("start_ns").join_asof(borders, on="start_ns", check_sortedness=False)
     return (found["start_ns"] < found["until_ns"]).fill_null(False)

@@ -1,4 +1,4 @@
-"""A what-if asked in words: the step before and after."""
+"""A what-if question in words: the step before and after a change."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A step as the trace has it, replayed as it is, and changed."""
+    """A step as traced, as replayed, and as replayed with a change."""
 
     num_steps: int
     num_work: int
-    """Pieces of GPU work in those steps."""
+    """Number of GPU events in those steps."""
     traced: Replayed
-    """What the trace says itself."""
     before: Replayed
     after: Replayed
     is_changed: bool
     notes: tuple[str, ...] = ()
-    """Which of several traces this is, and whether it is whole."""
+    """Which of several traces this is, and whether it is complete."""
 
     def to_json(self) -> dict[str, Any]:
-        """One object of plain values (docs/whatif.md)."""
+        """Return one object of plain values (docs/whatif.md)."""
 
         def milliseconds(replayed: Replayed) -> dict[str, float]:
             return {name.replace("_ns", "_ms"): ns / 1e6 for name, ns in asdict(replayed).items()}
@@ -58,10 +57,10 @@ def what_if(
     waits: bool = True,
     clean: bool = False,
 ) -> WhatIf:
-    """Play all steps of a trace again with a change (`cli/whatif.py` says what each word means)."""
+    """Return all steps of a trace replayed without and with a change (options: see `cli/whatif.py`)."""
     for words, factor in [*scale, ("host", 1.0 if host is None else host)]:
         if not 0 <= factor < math.inf:
-            raise UsageError(f"{words}: a factor is a number from 0 on, not {factor}")
+            raise UsageError(f"{words}: the factor must be 0 or greater, not {factor}.")
     replay = case.whole_replay
     profiler_ns = case.profiler_ns_per_event if clean else 0.0
     durations: dict[int, float] = {}

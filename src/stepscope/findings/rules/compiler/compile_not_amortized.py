@@ -1,4 +1,4 @@
-"""Did compiling take longer than the run could win back?"""
+"""Did torch.compile take longer than the run could save?"""
 
 from __future__ import annotations
 
@@ -16,39 +16,27 @@ def check(case: Case) -> list[Finding]:
         return []
     seconds, step_ns = report.get("compile_seconds"), case.clean_ns
     if not isinstance(seconds, (int, float)) or not step_ns:
-        raise Unavailable("the recording has no clean steps to set compiling against")
+        raise Unavailable("The recording has no clean steps to compare compile time with.")
     if recording.status != "finished" or (recording.facts.get("command") or {}).get("exit_after"):
-        raise Unavailable("the run was cut short, so that a whole one's steps are not known: record one to its end")
+        raise Unavailable("The run was cut short, so its total number of steps is unknown. Record a whole run.")
     num_steps = len(recording.samples)
     stepping_s = num_steps * step_ns / 1e9
-    # Were an uncompiled step twice as long, compiling would have saved as much as all steps took.
+    # If compiling halves the step, it saves as much time as all steps took.
     if seconds <= stepping_s:
         return []
     enough = round(seconds * 1e9 / step_ns)
-    return [
-        Finding(
-            sentence=f"torch.compile took {seconds:.0f} s for a run of {plural(num_steps, 'step')} of "
-            f"{duration(step_ns, 3)}, {stepping_s:.1f} s in all: had it made each step twice as fast, it would have "
-            f"paid after {plural(enough, 'step')}.",
-            fix="leave torch.compile out of runs this short; or compile one block, for block in model.blocks: "
-            "block.compile(), and keep the cache: TORCHINDUCTOR_CACHE_DIR=/a/folder/that/stays",
-            derived="seconds of compiling against the clean steps of the run; it is no part of a step, so that no "
-            "step is saved",
-            confidence="high" if seconds > 2 * stepping_s else "medium",
-            falsified_by="an eager step more than twice as long as the compiled one, or a run that goes on longer",
-            evidence=(
-                Evidence(
-                    "compiling",
-                    [
-                        {
-                            "compile_seconds": seconds,
-                            "num_compiles": report.get("num_compiles"),
-                            "num_steps": num_steps,
-                            "step_ns": step_ns,
-                            "first_steps_ns": list(case.summary.warmup_ns[:4]),
-                        }
-                    ],
-                ),
-            ),
-        )
-    ]
+    row = {"compile_seconds": seconds, "num_compiles": report.get("num_compiles"), "num_steps": num_steps,
+           "step_ns": step_ns, "first_steps_ns": list(case.summary.warmup_ns[:4])}  # fmt: skip
+    finding = Finding(
+        sentence=f"torch.compile took {seconds:.0f} s, but the {plural(num_steps, 'step')} of the run took only "
+        f"{stepping_s:.1f} s ({duration(step_ns, 3)} each). Even if it makes every step twice as fast, it pays off "
+        f"only after {plural(enough, 'step')}.",
+        fix="do not compile runs this short; or compile one block, for block in model.blocks: block.compile(), "
+        "and keep the cache: TORCHINDUCTOR_CACHE_DIR=/a/folder/that/stays",
+        derived="compile time compared with the clean steps of the run; no step gets faster",
+        confidence="high" if seconds > 2 * stepping_s else "medium",
+        falsified_by="time an eager step; the finding is wrong if it takes more than twice as long as a compiled "
+        "one, or if the run is usually longer",
+        evidence=(Evidence("compile time", [row]),),
+    )
+    return [finding]

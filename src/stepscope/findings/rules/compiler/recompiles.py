@@ -1,4 +1,4 @@
-"""Is time spent in every step on compiling, or on planning kernels for shapes not seen before?"""
+"""Does every step spend time on compiling, or on planning kernels for new shapes?"""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from stepscope.analysis.time.whatif import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.per_step import LENGTH, cost_text
 from stepscope.formatting import duration, plural
 from stepscope.session.case import WORTH_SHARE, Case
 
 
 def check(case: Case) -> list[Finding]:
-    return [*_planning(case), *_given_up(case)]
+    return [*_planning(case), *_stopped_compiling(case)]
 
 
 def _planning(case: Case) -> list[Finding]:
@@ -34,94 +35,85 @@ def _planning(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(Change(host=stretches(planning))) if planning.height else 0.0
     if not case.is_worth(saving_ns):
         return _compiling_steps(case)
-    length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
-    per_step = float(planning.select(length).sum().item()) / case.num_steps
+    per_step = float(planning.select(LENGTH).sum().item()) / case.num_steps
     num_steps = planning["step"].n_unique()
-    where = planning.group_by("op").agg(length.sum()).sort("duration_ns", descending=True)
+    where = planning.group_by("op").agg(LENGTH.sum()).sort("duration_ns", descending=True)
     ops = [str(op) for op in where["op"].drop_nulls().head(2)]
     changing = _changing_shapes(planning)
     guard = _guard(case)
     if changing:
-        why = f"the shapes change from step to step ({changing}), so that each is compiled or planned for anew"
-        fix = "keep one shape: pad to a few lengths, drop_last=True; or torch.compile(model, dynamic=True)"
+        why = f"shapes change from step to step ({changing}), and each new one is compiled or planned for again"
+        fix = "keep shapes the same: pad to a few lengths, drop_last=True; or torch.compile(model, dynamic=True)"
     else:
         why = "something is compiled or planned for again"
-        fix = "TORCH_LOGS=recompiles,graph_breaks python train.py  # names the guard that failed"
+        fix = "TORCH_LOGS=recompiles,graph_breaks python train.py  # shows the guard that failed"
     if num_steps == 1:
-        why, fix = "seen in one step only: first-call cost, unless it comes back", "record later: more warm-up steps"
+        why, fix = "only in one step, so this may be a one-time cost", "record later, with more warm-up steps"
     if guard:
-        why, fix = f"{why}; torch.compile says: {guard}", _fix_of(guard)
-    return [
-        Finding(
-            sentence=f"The host is kept {duration(per_step, 3)} a step by "
-            f"{plural(planning.height / case.num_steps, 'stretch')} of compiling or planning"
-            f"{' in ' + ' and '.join(ops) if ops else ''}: {why}.",
-            fix=fix,
-            saving_ns=saving_ns,
-            derived="the step replayed with these stretches gone; an eager fallback's cost is not counted",
-            confidence="high" if changing or guard else "medium" if num_steps > 1 else "low",
-            falsified_by="stretches as long in a run whose inputs all have one shape",
-            places=case.host_places(planning),
-            evidence=(
-                Evidence("planning", planning.select("step", "phase", "op", "shapes", length).head(8).to_dicts()),
-                *_guards(case),
-            ),
-        )
-    ]
+        why, fix = f"{why}; torch.compile reports: {guard}", _fix_of(guard)
+    rows = planning.select("step", "phase", "op", "shapes", LENGTH).head(8).to_dicts()
+    finding = Finding(
+        sentence=f"Compiling or planning{' in ' + ' and '.join(ops) if ops else ''} takes the host "
+        f"{cost_text(case, per_step)}, {plural(planning.height / case.num_steps, 'time')} per step: {why}.",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed without this time; the cost of running eagerly instead is not counted",
+        confidence="high" if changing or guard else "medium" if num_steps > 1 else "low",
+        falsified_by="train on inputs of one shape; the finding is wrong if the host spends as long on this",
+        places=case.host_places(planning),
+        evidence=(Evidence("planning", rows), *_guards(case)),
+    )
+    return [finding]
 
 
 def _compiling_steps(case: Case) -> list[Finding]:
-    """Steps of the clean window that compiled, against those that did not: where no traced step shows it."""
+    """Return a finding if clean steps that compiled took longer than the others and no traced step shows it."""
     if not compile_report(case):
         return []
     timed = case.recording.window("clean")
     quiet = [sample.wall_ns for sample in timed if not sample.num_compiles]
     compiling = [sample.wall_ns for sample in timed if sample.num_compiles]
     if len(compiling) < 2 or not quiet:
-        return []  # once is first-call cost
+        return []  # once is a one-time cost
     saving_ns = max(0.0, sum(compiling) - len(compiling) * median(quiet)) / len(timed)
     guard = _guard(case)
     if saving_ns < WORTH_SHARE * median(quiet):
         return []
-    return [
-        Finding(
-            sentence=f"{len(compiling)} of {len(timed)} clean steps compiled something again and took "
-            f"{duration(median(compiling), 3)}, where the others took {duration(median(quiet), 3)}"
-            f"{f': {guard}' if guard else ''}.",
-            fix=_fix_of(guard or ""),
-            saving_ns=saving_ns,
-            derived="what the compiling steps took beyond the others, over all clean steps",
-            confidence="high" if guard else "medium",
-            falsified_by="a run whose inputs all have one shape and that compiles as often",
-            evidence=_guards(case),
-        )
-    ]
+    finding = Finding(
+        sentence=f"{len(compiling)} of {len(timed)} clean steps recompiled something and took "
+        f"{duration(median(compiling), 3)}; the others took {duration(median(quiet), 3)}"
+        f"{f' ({guard})' if guard else ''}.",
+        fix=_fix_of(guard or ""),
+        saving_ns=saving_ns,
+        derived="the extra time of the compiling steps, averaged over all clean steps",
+        confidence="high" if guard else "medium",
+        falsified_by="train on inputs of one shape; the finding is wrong if as many steps compile",
+        evidence=_guards(case),
+    )
+    return [finding]
 
 
-def _given_up(case: Case) -> list[Finding]:
+def _stopped_compiling(case: Case) -> list[Finding]:
     hits = compile_entries(case, "recompile_limit_hits")
     if not hits:
         return []
     first = max(hits, key=count_of)
     guard = _guard(case)
-    return [
-        Finding(
-            sentence=f"torch.compile gave {first.get('frame')} up: compiled again too often, it runs eagerly since"
-            f"{f' ({guard})' if guard else ''}.",
-            fix=_fix_of(guard or ""),
-            derived="told by torch.compile; what the compiled function would take is not known",
-            confidence="high",
-            falsified_by="a recompile limit raised (torch._dynamo.config.recompile_limit) with no fewer eager ops",
-            evidence=(
-                Evidence("given up", [{"frame": one.get("frame"), "count": count_of(one)} for one in hits[:8]]),
-                *_guards(case),
-            ),
-        )
-    ]
+    rows = [{"frame": one.get("frame"), "count": count_of(one)} for one in hits[:8]]
+    finding = Finding(
+        sentence=f"torch.compile reached its recompile limit for {first.get('frame')}, which runs eagerly since then"
+        f"{f' ({guard})' if guard else ''}.",
+        fix=_fix_of(guard or ""),
+        derived="reported by torch.compile; how fast the compiled function would be is unknown",
+        confidence="high",
+        falsified_by="raise torch._dynamo.config.recompile_limit; the finding is wrong if as many ops run eagerly",
+        evidence=(Evidence("functions over the recompile limit", rows), *_guards(case)),
+    )
+    return [finding]
 
 
 def _guard(case: Case) -> str | None:
-    """The guard that failed most often, as torch.compile words it, whatever the value and the compile."""
+    """Return the guard that failed most often, as torch.compile prints it, or None."""
     texts = [
         str(entry["failed_guards"][0])
         for entry in compile_entries(case, "recompiles")
@@ -140,15 +132,15 @@ def _guards(case: Case) -> tuple[Evidence, ...]:
 
 def _fix_of(guard: str) -> str:
     if re.search(r"size mismatch|stride mismatch|\.size\(\)|shape", guard):
-        return "keep one shape: pad to a few lengths, drop_last=True; or torch.compile(model, dynamic=True)"
+        return "keep shapes the same: pad to a few lengths, drop_last=True; or torch.compile(model, dynamic=True)"
     return (
-        "TORCH_LOGS=recompiles python train.py  # names each guard; pass what changes as a tensor, not as a number "
-        "or an attribute"
+        "TORCH_LOGS=recompiles python train.py  # shows each guard; pass changing values as tensors, not as "
+        "numbers or attributes"
     )
 
 
 def _changing_shapes(planning: pl.DataFrame) -> str | None:
-    """Of the op that planned longest, first operands that differ from step to step."""
+    """Return the first op whose first operand changes shape from step to step, with its shapes, or None."""
     for (op,), part in planning.drop_nulls("op").group_by("op", maintain_order=True):
         shapes: dict[int | None, str] = {}
         for step, text in part.select("step", "shapes").iter_rows():

@@ -1,4 +1,4 @@
-"""Is NaN looked for at every op: `detect_anomaly`, or checks of one's own, left on?"""
+"""Does anomaly detection, or a NaN check of your own, run at every op?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import polars as pl
 
 from stepscope.analysis.time.whatif import stretches
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.per_step import LENGTH, grouped, total_ns
 from stepscope.findings.waiting import repeated_checks, starts_within
 from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
@@ -28,37 +29,26 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(change)
     if not case.is_worth(saving_ns):
         return []
-    count = checks.height / case.num_steps
-    spent_ns = float((spent["end_ns"] - spent["start_ns"]).sum()) / case.num_steps
-    who = "torch.autograd.detect_anomaly looks" if is_autograd else "the program looks"
-    named = "torch.autograd.set_detect_anomaly(False)" if is_autograd else "check the loss alone, every 100 steps"
-    table = (
-        checks.with_columns(pl.col("phase", "module").cast(pl.String))
-        .group_by("phase", "module", "is_autograd")
-        .agg(
-            (pl.len() / case.num_steps).alias("num_checks"),
-            ((pl.col("end_ns") - pl.col("start_ns")).sum() / case.num_steps).alias("host_ns"),
-        )
-        .sort("host_ns", descending=True)
-    )
-    stacks_ns = float(((traced["end_ns"] - traced["start_ns"]) * (1 - traced["factor"])).sum()) / case.num_steps
+    who = "torch.autograd.detect_anomaly" if is_autograd else "The program"
+    table = grouped(case, checks, "num_checks", "phase", "module", "is_autograd", time=LENGTH.alias("host_ns"))
+    stacks_ns = total_ns(case, traced, LENGTH * (1 - pl.col("factor")))
     stacks = (
-        f", and a stack written down at {plural(traced.height / case.num_steps, 'op')} of the forward for "
-        f"{duration(stacks_ns, 3)} more"
+        f", plus {duration(stacks_ns, 3)} to record a stack trace at "
+        f"{plural(traced.height / case.num_steps, 'forward op')}"
         if traced.height
         else ""
     )
-    return [
-        Finding(
-            sentence=f"{who} for NaN {plural(count, 'time')} a step and waits for the answer: "
-            f"{duration(spent_ns, 3)} of the host{stacks}, in a step of {duration(case.step_ns, 3)}.",
-            fix=named,
-            saving_ns=saving_ns,
-            derived="the step replayed without the checks, their kernels and the waits for them"
-            + (", and with a usual time for ops that write a stack down" if stacks else ""),
-            confidence="high",
-            falsified_by="a step as long with the checks off",
-            places=case.host_places(spent),
-            evidence=(Evidence("checks for NaN", table.head(8).to_dicts()),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"{who} runs {plural(checks.height / case.num_steps, 'NaN check')} per step and waits for each "
+        f"result: {duration(total_ns(case, spent, LENGTH), 3)} of host time in a "
+        f"{duration(case.step_ns, 3)} step{stacks}.",
+        fix="torch.autograd.set_detect_anomaly(False)" if is_autograd else "check only the loss, every 100 steps",
+        saving_ns=saving_ns,
+        derived="the step replayed without the checks, their kernels and the waits for them"
+        + (", and with the usual time for ops that record a stack trace" if stacks else ""),
+        confidence="high",
+        falsified_by="turn the checks off; the finding is wrong if the step is not faster",
+        places=case.host_places(spent),
+        evidence=(Evidence("NaN checks", table.head(8).to_dicts()),),
+    )
+    return [finding]

@@ -1,4 +1,4 @@
-"""Does the host do something else in a step than to feed the GPU: logging, checkpoints, garbage collection?"""
+"""Does the host pause within each step: logging, checkpoints, garbage collection?"""
 
 from __future__ import annotations
 
@@ -8,54 +8,50 @@ from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.per_step import LENGTH, cost_text, grouped
 from stepscope.findings.waiting import place
 from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
-_COMES_BACK = 0.5
-"""Of the steps, in how many it must be for a cost of every step; a checkpoint now and then is meant."""
+_LEAST_SHARE_OF_STEPS = 0.5  # an occasional checkpoint is intended
 
 
 def check(case: Case) -> list[Finding]:
     if case.work.is_empty():
         return []
     if not case.account.steps.height:
-        raise Unavailable("nothing in the trace says where a step ends: call prof.step() after each")
+        raise Unavailable("The trace does not mark where steps end. Call prof.step() at the end of each step.")
     quiet = case.quiet_stretches.filter(pl.col("phase").ne_missing("optimizer"))
-    if case.account.steps.height == 1:  # what comes after the only step's work may be the profiler that ends
+    if case.account.steps.height == 1:  # what follows the only step may be the profiler stopping
         quiet = quiet.filter(pl.col("end_ns") <= case.work["start_ns"].max())
     saving_ns = case.saving_ns(Change(host=stretches(quiet))) if quiet.height else 0.0
     num_stalled = quiet["step"].n_unique()
-    if not case.is_worth(saving_ns) or num_stalled < _COMES_BACK * case.num_steps:
+    if not case.is_worth(saving_ns) or num_stalled < _LEAST_SHARE_OF_STEPS * case.num_steps:
         return []
-    length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
-    table = (
-        quiet.group_by("phase", "op", "caller")
-        .agg((pl.len() / case.num_steps).alias("num_stretches"), length.sum() / case.num_steps)
-        .sort("duration_ns", descending=True)
-    )
+    table = grouped(case, quiet, "num_stretches", "phase", "op", "caller", time=LENGTH)
     top = table.row(0, named=True)
-    per_step = float(table["duration_ns"].sum())
     if str(top["op"]).startswith("aten::"):
-        what, fix = f"in {top['op']} on the CPU", f"give {top['op']} a CUDA tensor, or do it in a DataLoader's worker"
+        where, fix = (
+            f"in {top['op']} on the CPU",
+            f"pass {top['op']} a CUDA tensor, or move it to a DataLoader worker",
+        )
     else:
-        what = f"in {top['op']}" if top["op"] is not None else f"in {place(top)}, with no op running"
+        where = f"in {top['op']}" if top["op"] is not None else f"in {place(top)}, with no op running"
         fix = (
-            "find it: python -m cProfile -s cumtime train.py; then log and save every 100 steps or from a thread, "
-            "and gc.disable() with gc.collect() between epochs"
+            "find it with python -m cProfile -s cumtime train.py; then log and save every 100 steps or from a "
+            "thread, and use gc.disable() with gc.collect() between epochs"
         )
-    once = "; seen in one step alone, it may be first-call cost" if case.num_steps == 1 else ""
-    return [
-        Finding(
-            sentence=f"The host is away for {duration(per_step, 3)} of a step of {duration(case.step_ns, 3)}, in "
-            f"{plural(quiet.height / case.num_steps, 'stretch')}, mostly {what}; "
-            f"the GPU has work for {duration(case.step.device_ns, 3)}{once}.",
-            fix=fix,
-            saving_ns=saving_ns,
-            derived="the step replayed with these stretches gone",
-            confidence="low" if once else "high" if top["op"] or top["caller"] else "medium",
-            falsified_by="a step as long when logging, checkpoints and gc are off",
-            places=case.host_places(quiet),
-            evidence=(Evidence("quiet stretches of the host", table.head(8).to_dicts()),),
-        )
-    ]
+    once = " Only one step was traced, so this may be a one-time cost." if case.num_steps == 1 else ""
+    finding = Finding(
+        sentence=f"The host launches nothing for {cost_text(case, float(table['duration_ns'].sum()))}, in "
+        f"{plural(quiet.height / case.num_steps, 'stretch')}, mostly {where}. The GPU has only "
+        f"{duration(case.step.device_ns, 3)} of work.{once}",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed without these pauses",
+        confidence="low" if once else "high" if top["op"] or top["caller"] else "medium",
+        falsified_by="turn off logging, checkpoints and gc; the finding is wrong if the step is not faster",
+        places=case.host_places(quiet),
+        evidence=(Evidence("pauses of the host", table.head(8).to_dicts()),),
+    )
+    return [finding]

@@ -1,7 +1,7 @@
-"""Does the GPU wait for the host to launch its kernels?
+"""Does the GPU wait for the host to launch kernels?
 
-The step is replayed with the host's time between launches gone, as a CUDA graph or a fuller queue would have it.
-What keeps the host for a millisecond and more in one piece is no launching: other rules look at that.
+The step is replayed without the host's time between launches, as with a CUDA graph. Host pauses of a millisecond or
+more are not launch overhead: other rules report those.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
-_SURE = 0.3
-"""Of a step: what the profiler adds to a bare trace is known less well than this."""
-_GRAPH_LAUNCH = 0.02
-"""Of the host's time, what a step of graph launches is left with."""
-
-_LAUNCHING = ["launch", "python"]
-"""What the host did while the GPU stood, of the causes of `analysis/time/idle.py`."""
+_SURE = 0.3  # of a step; the profiler's own overhead in a bare trace is known less exactly
+_GRAPH_LAUNCH = 0.02  # of the host's time is left when it launches graphs
+_LAUNCHING = ["launch", "python"]  # causes of GPU idle time, see analysis/time/idle.py
 
 
 def check(case: Case) -> list[Finding]:
@@ -34,40 +30,25 @@ def check(case: Case) -> list[Finding]:
     step = case.step
     num_kernels = kernels.height / case.num_steps
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
-    launches = case.account.launches
-    # What other rules tell of is no launching.
+    # Other rules report the stalls.
     launching = Change(host=stretches(case.stalls), profiler_ns_per_event=case.profiler_ns_per_event)
     host_ns = case.replay.play(launching).host_ns
-    return [
-        Finding(
-            sentence=f"The GPU waits for the host: {plural(num_kernels, 'kernel')} a step, half of them shorter "
-            f"than {duration(median_ns, 3)}, keep the GPU busy for {duration(case.busy_ns, 3)} of "
-            f"{duration(step.done_ns, 3)}, and the host needs {duration(host_ns, 3)} to launch them.",
-            fix='model = torch.compile(model, mode="reduce-overhead")  # or a larger batch: the host\'s time stays',
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived="the step replayed with 2 % of the host's time between launches left, as CUDA graphs would leave "
-            "it; compiling also fuses kernels, which is not counted",
-            confidence="high"
-            if saving_ns > (_SURE if case.clean_ns is None else _SURE / 2) * step.done_ns
-            else "medium",
-            falsified_by='a step as long with mode="reduce-overhead", or twice as long with twice the batch',
-            places=case.idle_places(case.idle.filter(pl.col("cause").cast(pl.String).is_in(_LAUNCHING))),
-            evidence=(
-                Evidence(
-                    "step",
-                    [
-                        {
-                            "num_kernels": num_kernels,
-                            "median_kernel_ns": median_ns,
-                            "busy_ns": case.busy_ns,
-                            "host_ns": host_ns,
-                            "step_ns": step.done_ns,
-                            "starved_share": launches.get("starved_share"),
-                        }
-                    ],
-                ),
-                Evidence("kernels of a step by size", case.kernel_sizes.to_dicts()),
-            ),
-        )
-    ]
+    row = {"num_kernels": num_kernels, "median_kernel_ns": median_ns, "busy_ns": case.busy_ns, "host_ns": host_ns,
+           "step_ns": step.done_ns, "starved_share": case.account.launches.get("starved_share")}  # fmt: skip
+    sure_ns = (_SURE if case.clean_ns is None else _SURE / 2) * step.done_ns
+    finding = Finding(
+        sentence=f"The GPU waits for the host, which needs {duration(host_ns, 3)} to launch "
+        f"{plural(num_kernels, 'kernel')} per step. Half of them are shorter than {duration(median_ns, 3)}, so the "
+        f"GPU is busy for only {duration(case.busy_ns, 3)} of {duration(step.done_ns, 3)}.",
+        fix='model = torch.compile(model, mode="reduce-overhead")  # or a larger batch: host time stays the same',
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed with 2 % of the host's time between launches, as with CUDA graphs; compiling also "
+        "fuses kernels, which is not counted",
+        confidence="high" if saving_ns > sure_ns else "medium",
+        falsified_by='compile with mode="reduce-overhead"; the finding is wrong if the step is not faster, or if '
+        "doubling the batch doubles the step",
+        places=case.idle_places(case.idle.filter(pl.col("cause").cast(pl.String).is_in(_LAUNCHING))),
+        evidence=(Evidence("step", [row]), Evidence("kernels per step by size", case.kernel_sizes.to_dicts())),
+    )
+    return [finding]

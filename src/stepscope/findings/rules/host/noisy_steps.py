@@ -1,4 +1,4 @@
-"""Does a slow step come back every so many, with something that is not the training?"""
+"""Is there a slow step at regular intervals, for reasons other than training?"""
 
 from __future__ import annotations
 
@@ -9,37 +9,31 @@ from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _FIXES = {
-    "data": "DataLoader(dataset, num_workers=8, persistent_workers=True, prefetch_factor=4)  # more batches ahead",
-    "other": "do it less often, or beside the training: torch.distributed.checkpoint.async_save, evaluation in a "
-    "process of its own, metrics kept on the GPU until they are written",
-}
-"""By where the time is; within a pass or the optimizer it is the training's own, as when gradients accumulate."""
+    "data": "DataLoader(dataset, num_workers=8, persistent_workers=True, prefetch_factor=4)  # prefetch more batches",
+    "other": "do it less often or in the background: torch.distributed.checkpoint.async_save, evaluation in "
+    "another process, metrics kept on the GPU until they are written",
+}  # by phase; within a pass or the optimizer the time belongs to training, as with gradient accumulation
 
 
 def check(case: Case) -> list[Finding]:
     if not case.recording.window("clean"):
-        raise Unavailable("the recording has no clean steps: it ended in its warm-up")
+        raise Unavailable("The recording has no clean steps: it ended during warm-up.")
     found = slow_steps(case.recording)
     if found is None or found.phase not in _FIXES or not case.is_worth(found.excess_ns):
         return []
     slowest = max(ns for _, ns in found.slow)
-    where = "waiting for its batch" if found.phase == "data" else "outside forward, backward and optimizer"
-    return [
-        Finding(
-            sentence=f"Every {found.period} steps one takes up to {duration(slowest, 3)} where the median is "
-            f"{duration(found.median_ns, 3)}, most of it {where}: {duration(found.excess_ns, 3)} on each of "
-            f"{plural(found.num_steps, 'step')}.",
-            fix=_FIXES[found.phase],
-            saving_ns=found.excess_ns,
-            upper_bound=True,
-            derived="what these steps take above the median, spread over all steps; the median does not show it",
-            confidence="high" if len(found.slow) > 3 else "medium",
-            falsified_by="other steps that are slow in the next recording, or none",
-            evidence=(
-                Evidence(
-                    "slow steps",
-                    [{"step": step, "duration_ns": ns, "phase": found.phase} for step, ns in found.slow][:8],
-                ),
-            ),
-        )
-    ]
+    where = "waiting for data" if found.phase == "data" else "outside of forward, backward and optimizer"
+    rows = [{"step": step, "duration_ns": ns, "phase": found.phase} for step, ns in found.slow]
+    finding = Finding(
+        sentence=f"Every {found.period} steps, one takes up to {duration(slowest, 3)} (median: "
+        f"{duration(found.median_ns, 3)}), mostly {where}. On average, this adds {duration(found.excess_ns, 3)} to "
+        f"each of {plural(found.num_steps, 'step')}.",
+        fix=_FIXES[found.phase],
+        saving_ns=found.excess_ns,
+        upper_bound=True,
+        derived="the time of these steps above the median, averaged over all steps; the median does not show it",
+        confidence="high" if len(found.slow) > 3 else "medium",
+        falsified_by="record again; the finding is wrong if other steps are slow, or none",
+        evidence=(Evidence("slow steps", rows[:8]),),
+    )
+    return [finding]

@@ -1,4 +1,4 @@
-"""Is the batch copied to the GPU from memory that is not pinned, with the host waiting?"""
+"""Is the batch copied to the GPU from memory that is not pinned, while the host waits?"""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import polars as pl
 from stepscope.analysis.time.replay import Change
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.per_step import cost_text, grouped, total_ns
 from stepscope.findings.waiting import STAGED_BYTES, waits_of
 from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
+# Attainable bytes per second from pinned memory, by compute capability: PCIe 5, 4 and 3 (peaks: 64, 32, 16 GB/s).
 _RATES = ((9, 50e9), (8, 24e9))
-"""Bytes a second from pinned memory, by compute capability: PCIe 5 and 4, of 64 and 32 GB/s; before them 12 of 16."""
 _OLDEST_RATE = 12e9
 
 
@@ -36,29 +37,25 @@ def check(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     num_bytes, copied_ns = int(copies["bytes"].sum()), int(copies["duration_ns"].sum())
-    waited_ns = float(waits["wait_ns"].sum() or 0) / case.num_steps
-    table = (
-        copies.with_columns(pl.col("outer_op", "module", "phase").cast(pl.String))
-        .group_by("outer_op", "module", "phase", "bytes")
-        .agg((pl.len() / case.num_steps).alias("num_copies"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("duration_ns", descending=True)
+    table = grouped(
+        case, copies.with_columns(pl.col("outer_op", "module", "phase").cast(pl.String)),
+        "num_copies", "outer_op", "module", "phase", "bytes",
+    )  # fmt: skip
+    finding = Finding(
+        sentence=f"Copying {size(num_bytes / case.num_steps)} from pageable (not pinned) memory to the GPU takes "
+        f"{cost_text(case, copied_ns / case.num_steps)}, in {plural(copies.height / case.num_steps, 'transfer')} at "
+        f"{num_bytes / copied_ns:.1f} GB/s. The host waits {duration(total_ns(case, waits, pl.col('wait_ns')), 3)} "
+        "of that.",
+        fix="DataLoader(dataset, pin_memory=True, num_workers=4); then batch.to(device, non_blocking=True)",
+        saving_ns=saving_ns,
+        derived=f"the step replayed with these copies at {rate / 1e9:.0f} GB/s, as from pinned memory, and without "
+        "the host's wait for them",
+        confidence="high" if waits.height else "medium",
+        falsified_by='pin the memory; the finding is wrong if the copies named "Pinned -> Device" take as long',
+        places=case.places(copies["event"]),
+        evidence=(Evidence("copies from pageable memory", table.head(8).to_dicts()),),
     )
-    return [
-        Finding(
-            sentence=f"{size(num_bytes / case.num_steps)} a step go to the GPU from pageable memory, in "
-            f"{plural(copies.height / case.num_steps, 'copy').replace('copys', 'copies')} at "
-            f"{num_bytes / copied_ns:.1f} GB/s: {duration(copied_ns / case.num_steps, 3)} of the GPU's "
-            f"{duration(case.step_ns, 3)}, for which the host stands {duration(waited_ns, 3)}.",
-            fix="DataLoader(dataset, pin_memory=True, num_workers=4); then batch.to(device, non_blocking=True)",
-            saving_ns=saving_ns,
-            derived=f"the step replayed with these copies at {rate / 1e9:.0f} GB/s, as from pinned memory, and the "
-            "host not waiting for them",
-            confidence="high" if waits.height else "medium",
-            falsified_by='copies named "Pinned -> Device" that take as long',
-            places=case.places(copies["event"]),
-            evidence=(Evidence("copies from pageable memory", table.head(8).to_dicts()),),
-        )
-    ]
+    return [finding]
 
 
 def _pinned_rate(case: Case) -> float:

@@ -1,4 +1,4 @@
-"""Is the batch too small for the device: kernels so short that more data would take no longer?"""
+"""Is the batch too small for the GPU: are kernels so short that more data would take no longer?"""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
-_SHORT_NS = 10_000
-"""Kernels shorter than this are launched, started and ended more than they work."""
+_SHORT_NS = 10_000  # shorter kernels spend most of their time starting and ending
 _SHORT_SHARE = 0.5
 _BUSY_SHARE = 0.9
 _FREE_SHARE = 0.5
@@ -19,7 +18,7 @@ _FREE_SHARE = 0.5
 def check(case: Case) -> list[Finding]:
     kernels = case.work.filter(pl.col("kind") == "kernel", pl.col("activity").cast(pl.String) != "communication")
     step = case.step
-    # A host that cannot keep up is what `launch_bound` tells of.
+    # If the host cannot keep up, `launch_bound` reports that.
     if kernels.is_empty() or step.device_ns < _BUSY_SHARE * step.done_ns:
         return []
     # The optimizer's kernels do not grow with the batch.
@@ -36,20 +35,19 @@ def check(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
-    return [
-        Finding(
-            sentence=f"The batch is too small for {case.device.name}: half of "
-            f"{plural(kernels.height / case.num_steps, 'kernel')} a step is shorter than {duration(median_ns, 3)}; "
-            f"{duration(short_ns / case.num_steps, 3)} of {duration(case.step_ns, 3)} are in kernels shorter than "
-            f"{duration(_SHORT_NS, 3)}, which more data would hardly lengthen, and "
-            f"{size(memory_bytes - peak_bytes)} of {size(memory_bytes)} are free.",
-            fix="batch_size × 2, again as long as tokens a second grow; the learning rate may have to follow",
-            saving_ns=saving_ns,
-            derived="a step's worth of data at twice the batch: the step replayed with these kernels half as long, "
-            "as twice the data takes such kernels no longer",
-            confidence="medium",
-            falsified_by="a step twice as long with twice the batch",
-            places=case.places(short["event"]),
-            evidence=(Evidence("kernels of a step by size", case.kernel_sizes.to_dicts()),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"The batch is too small for {case.device.name}: kernels shorter than {duration(_SHORT_NS, 3)} take "
+        f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and more data would "
+        f"hardly lengthen them. Half of {plural(kernels.height / case.num_steps, 'kernel')} per step are shorter "
+        f"than {duration(median_ns, 3)}, and "
+        f"{size(memory_bytes - peak_bytes)} of {size(memory_bytes)} of memory are free.",
+        fix="batch_size × 2, repeatedly while tokens per second grow; the learning rate may need to follow",
+        saving_ns=saving_ns,
+        derived="time per batch at twice the batch size: the step replayed with these kernels half as long, since "
+        "twice the data takes such kernels no longer",
+        confidence="medium",
+        falsified_by="double the batch; the finding is wrong if the step takes twice as long",
+        places=case.places(short["event"]),
+        evidence=(Evidence("kernels per step by size", case.kernel_sizes.to_dicts()),),
+    )
+    return [finding]

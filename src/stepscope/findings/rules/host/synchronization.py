@@ -1,4 +1,4 @@
-"""Does the host stop in the middle of a step to wait for the GPU: `.item()`, `.cpu()`, `nonzero`, a print?"""
+"""Does the host stop within a step to wait for the GPU: `.item()`, `.cpu()`, `nonzero`, a print?"""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import polars as pl
 
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.per_step import LENGTH, total_ns
 from stepscope.findings.waiting import place, starts_within, waits_of
 from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _VALUES = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
-_ONE_LOOK_SHARE = 0.1
-"""A step may look at its loss once: from this share of the step on, that is told too."""
-_LOOP = 4
-"""Values a step, each computed by itself and read: from here on it is a loop, which would be computed as one."""
+_ONE_LOOK_SHARE = 0.1  # reading the loss once per step is normal, unless it costs this share of the step
+_LOOP = 4  # from this many values per step, each computed and read alone, it is a loop that could be one op
 _FIXES = (
     (
         "item|is_nonzero|_local_scalar_dense|equal",
         "keep the value on the GPU: total += loss.detach(), and total.item() every 100 steps; torch.where instead of "
-        "`if tensor`; for the norms of gradients torch.nn.utils.get_total_norm(grads), which is one tensor",
+        "`if tensor`; for gradient norms torch.nn.utils.get_total_norm(grads), which returns one tensor",
     ),
     (
         "nonzero|masked_select|index|unique|where|bincount",
@@ -32,11 +31,11 @@ _FIXES = (
     ("repeat_interleave", "torch.repeat_interleave(x, repeats, output_size=n)  # n known on the host"),
 )
 _TO_DEVICE = (
-    'make it on the GPU, torch.zeros(n, device="cuda"), or copy it without waiting: x.pin_memory().to("cuda", '
+    'create it on the GPU, torch.zeros(n, device="cuda"), or copy it without waiting: x.pin_memory().to("cuda", '
     "non_blocking=True)"
 )
-_TO_HOST = 'x.to("cpu", non_blocking=True) into pinned memory, and read it a step later'
-_BY_HAND = "remove torch.cuda.synchronize(): time with torch.cuda.Event(enable_timing=True)"
+_TO_HOST = 'x.to("cpu", non_blocking=True) into pinned memory, and read it one step later'
+_BY_HAND = "remove torch.cuda.synchronize(); measure time with torch.cuda.Event(enable_timing=True)"
 
 
 def check(case: Case) -> list[Finding]:
@@ -60,37 +59,35 @@ def check(case: Case) -> list[Finding]:
     most = "" if table.height == 1 else f"{top['num_calls']:,.0f} of them "
     until = pl.max_horizontal("duration_ns", pl.col("wait_ns").fill_null(0) + pl.col("idle_after_ns"))
     stood = waits.select("start_ns", (pl.col("start_ns") + until).alias("end_ns"))
-    wait_ns, idle_ns = (float(waits[name].sum() or 0) / case.num_steps for name in ("wait_ns", "idle_after_ns"))
-    masks_ns = float((masks["end_ns"] - masks["start_ns"]).sum()) / case.num_steps
-    by_mask = (
-        f"; indexing with a mask, {plural(masks.height / case.num_steps, 'time')} a step, keeps it for "
-        f"{duration(masks_ns, 3)} under the profiler"
-        if masks.height
-        else ""
-    )
-    return [
-        Finding(
-            sentence=f"The host stops {plural(count, 'time')} a step to wait for the GPU, {most}in {top['op']} of "
-            f"{place(top)}: it stands for {duration(wait_ns, 3)}, and the GPU then has nothing to do for "
-            f"{duration(idle_ns, 3)}, of {duration(case.step_ns, 3)}{by_mask}.",
-            fix=_fix(top),
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived="the step replayed without these waits and the copies of single values, and what computes them "
-            "one by one in a loop: the host runs ahead, as far as the GPU's own work lets it"
-            + (
-                "; an op that indexes with a mask has one kernel and a usual op's time on the host" if by_mask else ""
-            ),
-            confidence="high" if count >= 2 else "medium",
-            falsified_by="a value that the host must have before it can go on, or a step as long without the calls",
-            places=case.host_places(stood),
-            evidence=(Evidence("waits of the host, by op and caller", table.head(8).to_dicts()),),
+    wait_ns, idle_ns = (total_ns(case, waits, pl.col(name)) for name in ("wait_ns", "idle_after_ns"))
+    by_mask = ""
+    if masks.height:
+        by_mask = (
+            f" Indexing with a mask, {plural(masks.height / case.num_steps, 'time')} per step, keeps the host busy "
+            f"for {duration(total_ns(case, masks, LENGTH), 3)} under the profiler."
         )
-    ]
+    finding = Finding(
+        sentence=f"The host stops {plural(count, 'time')} per step to wait for the GPU, {most}in {top['op']} in "
+        f"{place(top)}. It waits {duration(wait_ns, 3)}, then the GPU is idle for {duration(idle_ns, 3)} of the "
+        f"{duration(case.step_ns, 3)} step.{by_mask}",
+        fix=_fix(top),
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed without these waits, the copies of single values, and the ops that compute such "
+        "values one by one in a loop; the host then runs ahead as far as the GPU's own work allows"
+        + ("; each op that indexes with a mask becomes one kernel and takes the host as long as a typical op"
+           if by_mask else ""),
+        confidence="high" if count >= 2 else "medium",
+        falsified_by="remove the calls; the finding is wrong if the step is not faster, or if the host needs a value "
+        "before it can continue",
+        places=case.host_places(stood),
+        evidence=(Evidence("waits of the host, by op and caller", table.head(8).to_dicts()),),
+    )  # fmt: skip
+    return [finding]
 
 
 def _of_fixed_shape(change: Change, masks: pl.DataFrame) -> Change:
-    """The same change, with what counts a mask's elements gone too."""
+    """Return the change with the ops that count a mask's elements removed too."""
     if masks.is_empty():
         return change
     host = [masks.select("start_ns", "end_ns", "factor")]

@@ -1,4 +1,4 @@
-"""Does the step wait for its batch?"""
+"""Does the step wait for its data?"""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from stepscope.analysis.time.stalls import MANY_OPS
 from stepscope.analysis.time.whatif import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.per_step import LENGTH, cost_text
 from stepscope.formatting import duration, plural
 from stepscope.session.case import WORTH_SHARE, Case
 
 _FIX = "DataLoader(dataset, num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)"
-_WORTH_WITHOUT_GPU = 0.2
-"""Of a step: workers take their time from the same processor."""
+_CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"
+_WORTH_WITHOUT_GPU = 0.2  # of a step; on a CPU, workers compete with training for the same cores
 
 
 def check(case: Case) -> list[Finding]:
@@ -26,61 +27,56 @@ def _in_trace(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(Change(host=stretches(waits))) if waits.height else 0.0
     if not case.is_worth(saving_ns):
         return []
-    length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
-    per_step = float(waits.select(length).sum().item()) / case.num_steps
-    named = waits["phase"].eq_missing("data").any()
+    wait_ns = float(waits.select(LENGTH).sum().item())
+    is_loader = waits["phase"].eq_missing("data").any()
     preparing = waits.filter(pl.col("num_ops") >= MANY_OPS, pl.col("phase").ne_missing("data"))
-    is_preparing = 2 * preparing.select(length).sum().item() > waits.select(length).sum().item()
-    who, fix = "before its forward, with no op running: for data, most likely", _FIX
+    is_preparing = 2 * preparing.select(LENGTH).sum().item() > wait_ns
+    what, fix = "before the forward with no op running, most likely for data", _FIX
     if is_preparing:
         num_ops = float(preparing["num_ops"].sum()) / case.num_steps
-        who = (
-            f"while the host prepares its batch before the forward, in {plural(num_ops, 'op')} on the CPU, most of "
-            f"it in {preparing.sort(length, descending=True)['most_op'][0]}"
+        what = (
+            f"while the host prepares the batch on the CPU, in {plural(num_ops, 'op')}, mostly "
+            f"{preparing.sort(LENGTH, descending=True)['most_op'][0]}"
         )
         fix = f"do it in workers, in the dataset or the collate_fn: {_FIX}"
-    elif named:
-        who = "for its DataLoader"
-    return [
-        Finding(
-            sentence=f"Each step stands {duration(per_step, 3)} {who}; the whole step takes "
-            f"{duration(case.step_ns, 3)}, and the GPU has work for {duration(case.step.device_ns, 3)} of it.",
-            fix=fix,
-            saving_ns=saving_ns,
-            derived="the step replayed with these waits gone, as when the batch is ready",
-            confidence="high" if named and not is_preparing else "medium",
-            falsified_by="a step that takes as long with the same batch used again and again",
-            places=case.host_places(waits),
-            evidence=(
-                Evidence("waits", waits.select("step", "phase", "num_ops", "most_op", length).head(8).to_dicts()),
-            ),
-        )
-    ]
+    elif is_loader:
+        what = "for the DataLoader"
+    rows = waits.select("step", "phase", "num_ops", "most_op", LENGTH).head(8).to_dicts()
+    finding = Finding(
+        sentence=f"The GPU waits {cost_text(case, wait_ns / case.num_steps)} {what}. It has only "
+        f"{duration(case.step.device_ns, 3)} of work.",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed without these waits, as if the batch were ready",
+        confidence="high" if is_loader and not is_preparing else "medium",
+        falsified_by=_CHECK,
+        places=case.host_places(waits),
+        evidence=(Evidence("waits", rows),),
+    )
+    return [finding]
 
 
 def _in_samples(case: Case) -> list[Finding]:
-    """Without a trace of GPU work: the phases of the clean steps say it."""
+    """Return the finding from the phases of the clean steps, if there is no trace of GPU work."""
     summary = case.summary
     phase = next((phase for phase in summary.phases if phase.name == "data"), None)
     if phase is None:
-        raise Unavailable("the recording has no clean steps: it ended in its warm-up")
-    # On a GPU the time between its events counts: data that comes while it still works costs nothing.
+        raise Unavailable("The recording has no clean steps: it ended during warm-up.")
+    # On a GPU, only the time between its events counts: data that arrives while it works costs nothing.
     waited_ns = phase.host_ns if phase.device_ns is None else phase.device_ns
     if waited_ns < (_WORTH_WITHOUT_GPU if phase.device_ns is None else WORTH_SHARE) * case.step_ns:
         return []
-    named = summary.data_is_named
-    who = "for its DataLoader" if named else "before its forward: for data, most likely"
+    what = "for the DataLoader" if summary.data_is_named else "before the forward, most likely for data"
     rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
-    return [
-        Finding(
-            sentence=f"Each step stands {duration(waited_ns, 3)} of {duration(case.step_ns, 3)} {who}, in the mean "
-            f"of the typical ones of {summary.num_clean} clean steps.",
-            fix=_FIX,
-            saving_ns=waited_ns,
-            upper_bound=True,
-            derived="the data phase's mean; workers that share the processor with the training hide less of it",
-            confidence="high" if named else "medium",
-            falsified_by="a step that takes as long with the same batch used again and again",
-            evidence=(Evidence("where a step goes", rows),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"Training waits {cost_text(case, waited_ns)} {what}: the mean over the typical ones of "
+        f"{summary.num_clean} clean steps.",
+        fix=_FIX,
+        saving_ns=waited_ns,
+        upper_bound=True,
+        derived="the mean of the data phase; workers that share the CPU with training hide less of it",
+        confidence="high" if summary.data_is_named else "medium",
+        falsified_by=_CHECK,
+        evidence=(Evidence("time by phase", rows),),
+    )
+    return [finding]

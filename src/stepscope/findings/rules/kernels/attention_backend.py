@@ -1,4 +1,4 @@
-"""Does scaled dot-product attention run on a slow back end though no mask stands against the fast ones?"""
+"""Does scaled dot-product attention run on a slow backend though no mask rules out the fast ones?"""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import polars as pl
 from stepscope.analysis.attention.reasons import LARGEST_HEAD, LEAST_CAPABILITY, against_flash, in_words
 from stepscope.analysis.costs.attainable_rates import attention_ns
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
+from stepscope.findings.per_step import cost_text, grouped, total_ns
+from stepscope.formatting import plural
 from stepscope.session.case import Case
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 _FIXES = {
     "dtype": 'with torch.autocast("cuda", torch.bfloat16): …  # or q, k, v = (x.bfloat16() for x in (q, k, v))',
-    "head_size": f"more heads of at most {LARGEST_HEAD} each",
-    "layout": "give q, k, v as views whose stride(-1) is 1",
+    "head_size": f"use more heads of at most {LARGEST_HEAD} each",
+    "layout": "pass q, k, v with stride(-1) == 1",
     "causal_lengths": "attn_mask=torch.nn.attention.bias.causal_lower_right(queries, keys)  # not is_causal=True",
-    "mask": "F.scaled_dot_product_attention(q, k, v, is_causal=True)  # where the mask is causal",
+    "mask": "F.scaled_dot_product_attention(q, k, v, is_causal=True)  # if the mask is causal",
     "not_seen": "remove sdpa_kernel(…) and torch.backends.cuda.enable_flash_sdp(False)",
-}
-"""What to change for each thing that stands against flash, the first to be changed first."""
+}  # by what rules out flash attention; the first to change comes first
 
 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
-    # One with a mask, in half precision, is what `attention_mask` tells of.
+    # `attention_mask` reports masked calls in half precision.
     is_masked = pl.col("mask").is_not_null() & pl.col("dtype").is_in(list(_PEAKS))
     calls = case.attention.filter(
         pl.col("backend").is_in(["efficient", "math"]), ~is_masked, pl.col("num_queries") > 1
@@ -54,33 +54,27 @@ def check(case: Case) -> list[Finding]:
     worst = calls.sort("duration_ns").row(-1, named=True)
     why, fix = _why(worst)
     num_calls = calls.filter(pl.col("direction") != "backward").height / case.num_steps
-    total_ns = float(calls["duration_ns"].sum()) / case.num_steps
-    table = (
-        calls.group_by("backend", "direction", "dtype", "num_queries", "num_keys", "head_size", "is_causal")
-        .agg((pl.len() / case.num_steps).alias("num_calls"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("duration_ns", descending=True)
+    keys = ("backend", "direction", "dtype", "num_queries", "num_keys", "head_size", "is_causal")
+    finding = Finding(
+        sentence=f"{plural(num_calls, 'call')} of scaled_dot_product_attention per step run on the "
+        f"{worst['backend']} backend instead of flash attention, because {why}. They take "
+        f"{cost_text(case, total_ns(case, calls))} for {worst['num_queries']:,} × {worst['num_keys']:,} scores in "
+        f"{worst['num_heads']} heads of size {worst['head_size']}.",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed with each call at the share of the device's peak that flash attention reaches in "
+        "half precision; casts of its inputs are not counted",
+        confidence="high" if worst["dtype"] in _PEAKS and worst["head_size"] <= LARGEST_HEAD else "medium",
+        falsified_by="look at the kernels of these calls; the finding is wrong if they are named flash or cudnn, or "
+        "if sdpa_kernel(SDPBackend.FLASH_ATTENTION) is as slow or rejects the inputs",
+        places=case.places(calls["events"].explode()),
+        evidence=(Evidence("attention calls on slow backends", grouped(case, calls, "num_calls", *keys).to_dicts()),),
     )
-    return [
-        Finding(
-            sentence=f"{plural(num_calls, 'call')} of scaled_dot_product_attention a step run on the "
-            f"{worst['backend']} back end and not on flash; {why}. They take {duration(total_ns, 3)} of "
-            f"{duration(case.step_ns, 3)} for {worst['num_queries']:,} × {worst['num_keys']:,} scores of "
-            f"{worst['num_heads']} heads of {worst['head_size']}.",
-            fix=fix,
-            saving_ns=saving_ns,
-            derived="the step replayed with each call at what flash attention in half precision reaches of the "
-            "device's peak; casts of its inputs are not counted",
-            confidence="high" if worst["dtype"] in _PEAKS and worst["head_size"] <= LARGEST_HEAD else "medium",
-            falsified_by="kernels named flash or cudnn for these calls, or a call under "
-            "sdpa_kernel(SDPBackend.FLASH_ATTENTION) that is as slow or refuses its inputs",
-            places=case.places(calls["events"].explode()),
-            evidence=(Evidence("attention calls off the fast path", table.to_dicts()),),
-        )
-    ]
+    return [finding]
 
 
 def _done_flops(case: Case, row: dict[str, Any]) -> int:
-    """Of the math back end, whose forward and backward stand in one row, those of what was seen of it."""
+    """Return the FLOPs of a call; for the math backend, only those of the passes that the trace contains."""
     if row["backend"] != "math":
         return int(row["full_flops"])
     ops = case.work.filter(pl.col("event").is_in(row["events"]))["op"].cast(pl.String).fill_null("")
@@ -90,13 +84,13 @@ def _done_flops(case: Case, row: dict[str, Any]) -> int:
 
 
 def _longest(case: Case, events: list[int]) -> list[int]:
-    """The longest piece of each phase: it stands for the flash kernel."""
+    """Return the longest event of each phase, in place of the flash kernel."""
     mine = case.work.filter(pl.col("event").is_in(events)).sort("duration_ns", descending=True)
     return mine.unique("phase", keep="first", maintain_order=True)["event"].to_list()
 
 
 def _why(call: dict[str, Any]) -> tuple[str, str]:
-    """What stands against flash, and what to change."""
+    """Return what rules out flash attention, and the fix."""
     codes = against_flash(call, is_on_gpu=True) or ["not_seen"]
     fix = next(fix for code, fix in _FIXES.items() if code in codes)
     return "; ".join(in_words(code, call) for code in codes), fix

@@ -1,4 +1,4 @@
-"""Is a mask given to scaled dot-product attention that keeps it from its fastest kernels?"""
+"""Does a mask keep scaled dot-product attention from its fastest kernels?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import attention_ns
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
+from stepscope.findings.per_step import cost_text, grouped, total_ns
+from stepscope.formatting import plural
 from stepscope.session.case import Case
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -26,7 +27,7 @@ def check(case: Case) -> list[Finding]:
     for row in calls.iter_rows(named=True):
         expected = attention_ns(case.device, _PEAKS[row["dtype"]], row["full_flops"] // 2, row["num_keys"])
         durations |= case.scaled_to(min(expected, row["duration_ns"]), row["events"])
-    # What the mask itself costs: made a bias of, broadcast, added.
+    # The cost of the mask itself: converting it to a bias, broadcasting and adding it.
     roots = case.work.filter(pl.col("event").is_in(list(durations)))["root"].drop_nulls().unique()
     on_mask = case.work.filter(
         pl.col("root").is_in(roots.implode()), ~pl.col("event").is_in(list(durations)), pl.col("phase") == "forward"
@@ -36,27 +37,21 @@ def check(case: Case) -> list[Finding]:
         return []
     forward = calls.filter(pl.col("direction") != "backward")
     one = (forward if forward.height else calls).row(0, named=True)
-    total_ns = float(calls["duration_ns"].sum()) / case.num_steps
-    table = (
-        calls.group_by("backend", "direction", "mask", "dtype", "num_queries", "head_size")
-        .agg((pl.len() / case.num_steps).alias("num_calls"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("duration_ns", descending=True)
+    keys = ("backend", "direction", "mask", "dtype", "num_queries", "head_size")
+    finding = Finding(
+        sentence=f"{plural(forward.height / case.num_steps, 'call')} of scaled_dot_product_attention per step get a "
+        f"mask of shape {one['mask']}, which rules out flash attention. The {one['backend']} backend takes "
+        f"{cost_text(case, total_ns(case, calls))} for all {one['num_queries']:,} × {one['num_keys']:,} scores.",
+        fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)  # if the mask is causal; for other "
+        "patterns: torch.nn.attention.flex_attention with a block mask",
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed with causal flash attention (half the scores, at the share of the device's peak "
+        "that such kernels reach) and without the work on the mask; a mask with fewer zeros saves less",
+        confidence="medium",
+        falsified_by="use is_causal=True; the finding is wrong if the mask is not causal, or if the flash kernels "
+        "take as long",
+        places=case.places(calls["events"].explode()),
+        evidence=(Evidence("attention calls with a mask", grouped(case, calls, "num_calls", *keys).to_dicts()),),
     )
-    return [
-        Finding(
-            sentence=f"A mask of shape {one['mask']} is given to {plural(forward.height / case.num_steps, 'call')} "
-            f"of scaled_dot_product_attention a step, so that flash attention cannot be used: the {one['backend']} "
-            f"back end takes {duration(total_ns, 3)} of {duration(case.step_ns, 3)} for all "
-            f"{one['num_queries']:,} × {one['num_keys']:,} scores.",
-            fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)  # where the mask is causal; other "
-            "patterns: torch.nn.attention.flex_attention with a block mask",
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived="the step replayed with causal flash attention (half the scores, at what such kernels reach of "
-            "the device's peak) and without the work on the mask; a mask with fewer zeros saves less",
-            confidence="medium",
-            falsified_by="a mask that is not causal, or flash kernels that take as long with is_causal=True",
-            places=case.places(calls["events"].explode()),
-            evidence=(Evidence("attention calls with a mask", table.to_dicts()),),
-        )
-    ]
+    return [finding]

@@ -1,4 +1,4 @@
-"""Does autocast cost more in casts than tensor cores give back?"""
+"""Do autocast's casts cost more than lower precision saves?"""
 
 from __future__ import annotations
 
@@ -11,62 +11,60 @@ from stepscope.analysis.precision.casts import repeated
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import gemm_calls
+from stepscope.findings.per_step import LENGTH, total_ns
 from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
 _LOW_PEAKS = ("bf16", "fp16")
 _LOW_TEXT = r"c10::(BFloat16|Half)"
-_WIDER = 2.0
-"""What a tensor in float32 takes longer to read and write."""
+_WIDER = 2.0  # float32 tensors have twice the bytes
 
 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
     casts = case.casts.filter("is_autocast")
-    # Other ops cast inside too: a product whose weight is cast shows that it is autocast.
+    # Other ops cast internally too; only the cast of a weight shows that it is autocast.
     if not casts["is_weight"].any():
         return []
-    # What micro-batches cast again is `repeated_weight_casts`' to tell, and has another remedy.
+    # `repeated_weight_casts` reports casts repeated for each micro-batch, which have another fix.
     casts = casts.join(repeated(case.casts).select("event"), on="event", how="anti")
     if "fp32" not in case.device.peak_flops:
-        raise Unavailable(f"the float32 peak of {case.device.name} is not known")
+        raise Unavailable(f"The float32 peak of {case.device.name} is unknown.")
     in_float32 = _without_autocast(case, set(casts["event"].to_list()))
-    cast_ns = float(casts["duration_ns"].sum()) / case.num_steps
+    cast_ns = total_ns(case, casts)
     known = case.work.filter(pl.col("event").is_in(list(in_float32)))
-    gained_ns = (sum(in_float32.values()) - float(known["duration_ns"].sum())) / case.num_steps
-    # Where the GPU gains by it, casts only cost because the host is late: `launch_bound` tells of that.
+    gained_ns = sum(in_float32.values()) / case.num_steps - total_ns(case, known)
+    # If the GPU gains, the casts only cost because the host is slow: `launch_bound` reports that.
     if gained_ns > cast_ns:
         return []
     saving_ns = case.saving_ns(replace(case.without(casts["event"]), duration_ns=in_float32))
     if not case.is_worth(saving_ns):
         return []
-    host_ns = float((casts["end_ns"] - casts["start_ns"]).sum()) / case.num_steps
     table = (
         casts.group_by("root_op", "phase", "source", "target")
         .agg((pl.len() / case.num_steps).alias("num_casts"), pl.col("duration_ns").sum() / case.num_steps)
         .sort("num_casts", descending=True)
     )
-    return [
-        Finding(
-            sentence=f"Autocast costs more than it gives: {plural(casts.height / case.num_steps, 'cast')} a step "
-            f"take {duration(cast_ns, 3)} of the GPU and {duration(host_ns, 3)} of the host under the profiler, "
-            f"and lower precision saves {duration(gained_ns, 3)} of the GPU on everything else, in a step of "
-            f"{duration(case.step_ns, 3)}.",
-            fix='torch.set_float32_matmul_precision("high") and no torch.autocast; or model.to(torch.bfloat16), '
-            "which needs no casts either, where the optimizer may keep its state in bfloat16",
-            saving_ns=saving_ns,
-            derived="the step replayed without these casts, with products and attention at what they reach in TF32 "
-            "and float32, and what else runs in lower precision with twice its bytes, none of it faster than now",
-            confidence="medium",
-            falsified_by="a step as long without autocast, in the same program with nothing else changed",
-            places=case.places(casts["event"]),
-            evidence=(Evidence("casts by the op they are for", table.head(8).to_dicts()),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"Autocast costs more than it saves: {plural(casts.height / case.num_steps, 'cast')} per step take "
+        f"{duration(cast_ns, 3)} of GPU time and {duration(total_ns(case, casts, LENGTH), 3)} of host time (under "
+        f"the profiler), and lower precision saves only {duration(gained_ns, 3)} of GPU time elsewhere in the "
+        f"{duration(case.step_ns, 3)} step.",
+        fix='torch.set_float32_matmul_precision("high") and no torch.autocast; or model.to(torch.bfloat16), '
+        "which needs no casts either, if the optimizer may keep its state in bfloat16",
+        saving_ns=saving_ns,
+        derived="the step replayed without these casts, with matrix products and attention at the rates they reach "
+        "in TF32 and float32, and other work in lower precision with twice its bytes; none of it gets faster",
+        confidence="medium",
+        falsified_by="turn autocast off and change nothing else; the finding is wrong if the step is not faster",
+        places=case.places(casts["event"]),
+        evidence=(Evidence("casts by op", table.head(8).to_dicts()),),
+    )
+    return [finding]
 
 
 def _without_autocast(case: Case, casts: set[int]) -> dict[int, float]:
-    """How long each piece of work in lower precision would take in float32, by its event."""
+    """Return the duration in float32 of work that runs in lower precision, in ns by event."""
     durations: dict[int, float] = {}
     dtype = "tf32" if "tf32" in case.device.peak_flops else "fp32"
     for row in gemm_calls(case).filter(pl.col("peak_dtype").is_in(_LOW_PEAKS)).iter_rows(named=True):
@@ -85,5 +83,5 @@ def _without_autocast(case: Case, casts: set[int]) -> dict[int, float]:
 
 
 def _longer(now_ns: float, expected_ns: float) -> float:
-    """What is expected of a kernel in float32: no less than now, and now where that is the least a kernel takes."""
+    """Return the duration of a kernel in float32: at least as long as now, unchanged if launch time dominates."""
     return now_ns if expected_ns <= LEAST_KERNEL_NS else max(now_ns, expected_ns)

@@ -1,7 +1,7 @@
-"""Are a mixture's experts so unevenly loaded that padding is computed, or tokens dropped?
+"""Are experts loaded so unevenly that padding is computed or tokens are dropped?
 
-Experts that are called one after the other on one GPU take as long in all, whoever gets the tokens: that is told
-where it is far from even, without a saving. Places that no token fills are computed all the same: that is what costs.
+On one GPU, experts called one after the other take the same total time however tokens are spread, so a very uneven
+load is reported without a saving. Empty slots cost time: they are computed like full ones.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.experts import Looped, Padded, looped_experts, padded_experts, routers
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
+from stepscope.findings.per_step import cost_text, total_ns
+from stepscope.formatting import plural
 from stepscope.session.case import Case
 
-_UNEVEN = 4.0
-"""The busiest expert's tokens over the mean: a balanced router stays below 2."""
-_LEAST_OF_STEP = 0.1
-"""Of the GPU's time, what such experts must take to be worth a word."""
-_FILLED_SHARE = 0.6
-"""Usual capacity factors are 1 to 1.5: with less than this filled, padding is most of what could be saved."""
+_UNEVEN = 4.0  # the busiest expert's tokens over the mean; a balanced router stays below 2
+_LEAST_OF_STEP = 0.1  # of GPU time
+_FILLED_SHARE = 0.6  # usual capacity factors are 1 to 1.5, so a balanced load fills more than this
 _DROPPED_SHARE = 0.05
 _BALANCE = "loss = loss + 0.01 * num_experts * (share_of_tokens * mean_router_probability).sum()"
 
@@ -58,22 +56,22 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
          "num_chosen": one.router.num_chosen, "filled_share": one.filled_share, "num_calls": len(one.calls)}
         for one in empty[:8]
     ]  # fmt: skip
-    return [
-        Finding(
-            sentence=f"{router.num_experts} experts have {worst.capacity:,} places each, {places:,} in all, for "
-            f"{router.num_tokens:,} tokens that go to {router.num_chosen}: at least {1 - worst.filled_share:.0%} "
-            f"of what they compute is padding, in {plural(len(worst.calls) / case.num_steps, 'product')} a step.",
-            fix=f"{_BALANCE}  # and a capacity factor of 1.25, or grouped products: torch._grouped_mm",
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived=f"the step replayed with all work on these places at {worst.filled_share:.0%} of its time, their "
-            "backward included",
-            confidence="medium",
-            falsified_by="as many places with a balanced router",
-            places=case.places(durations),
-            evidence=(Evidence("experts with places", rows),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"At least {1 - worst.filled_share:.0%} of what the experts compute is padding: "
+        f"{router.num_experts} experts have {worst.capacity:,} slots each, {places:,} in total, but "
+        f"{router.num_tokens:,} tokens go to {router.num_chosen} experts each. This affects "
+        f"{plural(len(worst.calls) / case.num_steps, 'matrix product')} per step.",
+        fix=f"{_BALANCE}  # and a capacity factor of 1.25, or grouped products: torch._grouped_mm",
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived=f"the step replayed with all work on these slots, backward included, at {worst.filled_share:.0%} of "
+        "its time",
+        confidence="medium",
+        falsified_by="balance the router; the finding is wrong if it needs as many slots",
+        places=case.places(durations),
+        evidence=(Evidence("experts with slots", rows),),
+    )
+    return [finding]
 
 
 def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
@@ -84,20 +82,19 @@ def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
     share = 1 - 1 / worst.filled_share
     given = router.num_tokens * router.num_chosen
     enough = -(-given * 5 // (4 * router.num_experts))
-    return [
-        Finding(
-            sentence=f"{router.num_experts} experts with {worst.capacity:,} places each cannot take the {given:,} "
-            f"that {router.num_tokens:,} tokens ask for: {share:.0%} are dropped at least, and more where the load "
-            "is uneven.",
-            fix=f"capacity = ceil(1.25 * {given} / {router.num_experts})  # {enough:,}",
-            derived="no time is saved: tokens that pass no expert cost quality",
-            confidence="medium",
-            falsified_by="a second product that takes what the first left out",
-            places=case.places(case.work.filter(pl.col("call").is_in(worst.calls))["event"]),
-            evidence=(Evidence("experts", [{"capacity": worst.capacity, "num_experts": router.num_experts,
-                                            "num_tokens": router.num_tokens, "num_chosen": router.num_chosen}]),),
-        )
-    ]  # fmt: skip
+    finding = Finding(
+        sentence=f"At least {share:.0%} of expert assignments are dropped: {router.num_tokens:,} tokens need "
+        f"{given:,} slots, and {router.num_experts} experts have only {worst.capacity:,} each. An uneven load drops "
+        "more.",
+        fix=f"capacity = ceil(1.25 * {given} / {router.num_experts})  # {enough:,}",
+        derived="no time is saved; tokens that no expert processes cost quality",
+        confidence="medium",
+        falsified_by="look for a second matrix product; the finding is wrong if one processes the remaining tokens",
+        places=case.places(case.work.filter(pl.col("call").is_in(worst.calls))["event"]),
+        evidence=(Evidence("experts", [{"capacity": worst.capacity, "num_experts": router.num_experts,
+                                        "num_tokens": router.num_tokens, "num_chosen": router.num_chosen}]),),
+    )  # fmt: skip
+    return [finding]
 
 
 def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
@@ -105,7 +102,7 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
     calls = [call for one in uneven for call in one.calls]
     roots = case.work.filter(pl.col("call").is_in(calls))["root"].drop_nulls().unique()
     work = case.work.filter(pl.col("root").is_in(roots.implode()))
-    spent_ns = float(work["duration_ns"].sum()) / case.num_steps
+    spent_ns = total_ns(case, work)
     if not uneven or spent_ns < _LEAST_OF_STEP * case.step.device_ns:
         return []
     worst = max(uneven, key=lambda one: one.imbalance)
@@ -114,24 +111,24 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
         {"layer": place, "loads": sorted(loads, reverse=True)[:16], "num_called": len(loads)}
         for place, loads in enumerate(worst.loads[:8])
     ]
-    return [
-        Finding(
-            sentence=f"The busiest of {worst.num_experts} experts gets {max(layer):,} of {sum(layer):,} tokens, "
-            f"{worst.imbalance:.1f} times its share at the median of {plural(len(worst.loads), 'layer')}; the "
-            f"experts' products take {duration(spent_ns, 3)} of {duration(case.step_ns, 3)}.",
-            fix=_BALANCE,
-            derived="on one GPU the products take as long in all, whoever gets the tokens; with experts on several "
-            "all wait for the busiest, and with a capacity its tokens are dropped",
-            confidence="medium",
-            falsified_by="products that share a weight's shape and are no experts",
-            places=case.places(work["event"]),
-            evidence=(Evidence("tokens by expert", rows),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"The busiest of {worst.num_experts} experts gets {max(layer):,} of {sum(layer):,} tokens; the "
+        f"median over {plural(len(worst.loads), 'layer')} is {worst.imbalance:.1f} times an equal share. The "
+        f"experts' matrix products take {cost_text(case, spent_ns)}.",
+        fix=_BALANCE,
+        derived="no saving on one GPU, where the products take the same total time; with experts on several GPUs, "
+        "all wait for the busiest, and with a fixed capacity its tokens are dropped",
+        confidence="medium",
+        falsified_by="look at the products; the finding is wrong if they are not experts and only share a weight "
+        "shape",
+        places=case.places(work["event"]),
+        evidence=(Evidence("tokens by expert", rows),),
+    )
+    return [finding]
 
 
 def _is_over(texts: pl.Series, size: tuple[int, int]) -> list[bool]:
-    """Whether the first tensor of each call is over (experts, places), or over all places."""
+    """Return whether each call's first tensor has the shape (experts, slots, …) or (experts × slots, …)."""
     known: dict[str | None, bool] = {None: False}
     for text in texts.unique().drop_nulls():
         first = next((one for one in operands(text, None) if isinstance(one, Tensor) and one.shape), None)

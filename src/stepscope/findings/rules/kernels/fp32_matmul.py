@@ -1,6 +1,6 @@
-"""Do matrix products run in float32 where tensor cores would serve?
+"""Do matrix products run in float32 where tensor cores would be faster?
 
-TF32 serves with float32 tensors as they are. Where a device has none, products must be in half precision.
+TF32 takes float32 tensors as they are. On devices without TF32, the products must run in half precision.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from stepscope.analysis.time.replay import Change
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.formatting import duration, plural
+from stepscope.findings.per_step import cost_text, total_ns
+from stepscope.formatting import plural
 from stepscope.session.case import Case
 
 _FASTER = {
@@ -23,15 +24,14 @@ _FASTER = {
         'with torch.autocast("cuda", torch.float16): …, and torch.amp.GradScaler("cuda") for the backward  # this '
         "device has neither TF32 nor bfloat16",
     ),
-}
-"""What a device may have that is faster, the one that changes least first: its name, and how to ask for it."""
+}  # faster formats with their names and fixes; the one that changes least comes first
 
 
 def check(case: Case) -> list[Finding]:
     peak = case.device.peak_flops
     faster = next((dtype for dtype in _FASTER if dtype in peak), None)
     if faster is None or "fp32" not in peak:
-        raise Unavailable(f"{case.device.name} has nothing faster than float32, as far as is known")
+        raise Unavailable(f"No format faster than float32 is known for {case.device.name}.")
     calls = gemm_calls(case)
     slow = calls.filter(pl.col("peak_dtype") == "fp32")
     if slow.is_empty():
@@ -43,24 +43,23 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(Change(duration_ns=durations))
     if not case.is_worth(saving_ns):
         return []
-    total_ns = float(slow["duration_ns"].sum()) / case.num_steps
     tflops = float(slow["flops"].sum()) / max(1, int(slow["duration_ns"].sum())) / 1e3
     name, fix = _FASTER[faster]
-    return [
-        Finding(
-            sentence=f"{plural(slow.height / case.num_steps, 'matrix product')} a step run in float32 without "
-            f"tensor cores: {duration(total_ns, 3)} of {duration(case.step_ns, 3)} at {tflops:.0f} TFLOP/s, where "
-            f"the device has {peak['fp32'] / 1e12:.0f} in float32 and {peak[faster] / 1e12:.0f} in {name}.",
-            fix=fix,
-            saving_ns=saving_ns,
-            upper_bound=faster != "tf32",
-            derived=f"the step replayed with each product at 60 % of the {name} peak, 15 % where a dimension is no "
-            "multiple of 16 bytes, and never slower than it is"
-            + ("" if faster == "tf32" else "; the casts that it takes are not counted"),
-            confidence="high" if faster == "tf32" else "medium",
-            falsified_by=f"kernels named {faster} for these products, or a loss that {name} changes too much",
-            places=case.places(slow["events"].explode()),
-            is_provable=faster == "tf32",
-            evidence=(Evidence("matrix products in float32", by_shape(slow, case.num_steps)),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"{plural(slow.height / case.num_steps, 'matrix product')} per step run in float32 without tensor "
+        f"cores and take {cost_text(case, total_ns(case, slow))} at {tflops:.0f} TFLOP/s. The device's peak is "
+        f"{peak['fp32'] / 1e12:.0f} TFLOP/s in float32 and {peak[faster] / 1e12:.0f} TFLOP/s in {name}.",
+        fix=fix,
+        saving_ns=saving_ns,
+        upper_bound=faster != "tf32",
+        derived=f"the step replayed with each product at 60 % of the {name} peak, 15 % if a dimension is not a "
+        "multiple of 16 bytes, and never slower than now"
+        + ("" if faster == "tf32" else "; the casts it needs are not counted"),
+        confidence="high" if faster == "tf32" else "medium",
+        falsified_by=f"look at the kernels of these products; the finding is wrong if they are named {faster}, or if "
+        f"{name} changes the loss too much",
+        places=case.places(slow["events"].explode()),
+        is_provable=faster == "tf32",
+        evidence=(Evidence("matrix products in float32", by_shape(slow, case.num_steps)),),
+    )
+    return [finding]

@@ -1,4 +1,4 @@
-"""Is attention written out in products and a softmax, with tensors of queries × keys in memory?"""
+"""Is attention written as matrix products and a softmax, with queries × keys tensors in memory?"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import attention_ns
 from stepscope.findings.alive import alive_bytes, is_worth_bytes
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural, size
+from stepscope.findings.per_step import cost_text, grouped, total_ns
+from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
-_MORE_PRODUCTS_BACKWARD = 5 / 4
-"""Flash attention's backward makes the scores again: five products where autograd's has four."""
+_MORE_PRODUCTS_BACKWARD = 5 / 4  # flash attention recomputes the scores: five products instead of four
 _SIZES = ["num_elements", "num_queries", "num_keys", "head_size"]
 
 
@@ -37,34 +37,28 @@ def check(case: Case) -> list[Finding]:
     if not (case.is_worth(saving_ns) or is_worth_bytes(case, saving_bytes)):
         return []
     one = work.sort("num_elements").row(-1, named=True)
-    total_ns = float(work["duration_ns"].sum()) / case.num_steps
     num_softmax = work.filter("is_softmax").height / case.num_steps
-    held = f", and {size(saving_bytes)} of the peak" if saving_bytes else ""
-    table = (
-        work.group_by("op", "phase", "num_queries", "num_keys")
-        .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("duration_ns", descending=True)
+    held = f" and hold {size(saving_bytes)} of the memory peak" if saving_bytes else ""
+    table = grouped(case, work, "num_kernels", "op", "phase", "num_queries", "num_keys")
+    finding = Finding(
+        sentence=f"Attention is written by hand: {plural(num_softmax, 'softmax call')} per step over "
+        f"{one['num_queries']:,} × {one['num_keys']:,} scores, with {plural(work.height / case.num_steps, 'kernel')} "
+        f"in total including products, masks and scaling, take {cost_text(case, total_ns(case, work))}{held}.",
+        fix=f"F.scaled_dot_product_attention(q, k, v{', is_causal=True' if is_masked else ''})"
+        f"{'  # if the mask is causal' if is_masked else ''}",
+        saving_ns=saving_ns,
+        saving_bytes=saving_bytes,
+        upper_bound=is_masked,
+        derived="the step replayed without these kernels except the products, which together take as long as flash "
+        "attention (efficient attention in float32)"
+        + (", over half the scores as with a causal mask; other masks save less" if is_masked else "")
+        + ("; bytes: tensors of this size that are alive at the peak" if saving_bytes else ""),
+        falsified_by="look for uses of the attention weights; the finding is wrong if the program reads them, since "
+        "no fused kernel returns them",
+        places=case.places(work["event"]),
+        evidence=(Evidence("kernels over queries × keys", table.head(10).to_dicts()),),
     )
-    return [
-        Finding(
-            sentence=f"Attention is written by hand: {plural(num_softmax, 'softmax').replace('xs', 'xes')} a step "
-            f"over {one['num_queries']:,} × {one['num_keys']:,} scores, with "
-            f"{plural(work.height / case.num_steps, 'kernel')} of products, masks and scales around them, take "
-            f"{duration(total_ns, 3)} of {duration(case.step_ns, 3)}{held}.",
-            fix=f"F.scaled_dot_product_attention(q, k, v{', is_causal=True' if is_masked else ''})"
-            f"{'  # where the mask is causal' if is_masked else ''}",
-            saving_ns=saving_ns,
-            saving_bytes=saving_bytes,
-            upper_bound=is_masked,
-            derived="the step replayed with these kernels gone but for the products, which take together what flash "
-            "attention takes (efficient attention in float32)"
-            + (", over half of the scores as under a causal mask; another mask saves less" if is_masked else "")
-            + ("; bytes: tensors of this size that are alive at the peak" if saving_bytes else ""),
-            falsified_by="a program that reads the attention weights, which no fused kernel returns",
-            places=case.places(work["event"]),
-            evidence=(Evidence("kernels over queries × keys", table.head(10).to_dicts()),),
-        )
-    ]
+    return [finding]
 
 
 def _saving_bytes(case: Case) -> int | None:

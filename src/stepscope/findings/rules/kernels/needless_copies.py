@@ -1,11 +1,12 @@
-"""Are tensors copied, cast back and forth or made contiguous for nothing?"""
+"""Are tensors copied, cast back and forth, or made contiguous for no reason?"""
 
 from __future__ import annotations
 
 import polars as pl
 
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
+from stepscope.findings.per_step import cost_text, grouped, total_ns
+from stepscope.formatting import plural
 from stepscope.session.case import Case
 
 _COPYING = ["aten::contiguous", "aten::clone", "aten::copy_"]
@@ -15,17 +16,17 @@ _CASTING = ["aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten:
 def check(case: Case) -> list[Finding]:
     root = pl.col("root_op").cast(pl.String)
     is_training = pl.col("phase").is_in(["forward", "backward"])
-    # A copy that the compiler left in its code is not the program's to remove.
+    # The program cannot remove a copy in compiled code.
     moved = case.work.filter(
         is_training, pl.col("class").is_in(["copy_cast", "memset_memcpy"]), ~pl.col("is_compiled")
     )
     is_inside = (pl.col("kind") == "kernel") | pl.col("name").cast(pl.String).str.contains("(?i)DtoD")
     moved = moved.filter(is_inside)
     copied = moved.filter(root.is_in(_COPYING))
-    # A cast inside a chain of elementwise ops goes when the chain is fused: `unfused_elementwise` tells of it.
+    # Fusing a chain of elementwise ops removes the casts in it: `unfused_elementwise` reports those.
     in_chains = case.chains["events"].explode()
     casts = moved.filter(root.is_in(_CASTING), ~pl.col("event").is_in(in_chains.implode()))
-    # What a checkpoint runs again is a forward: the casts of its backward are no way back.
+    # A checkpoint recomputes a forward: its casts in the backward do not undo earlier ones.
     again = case.recomputed["events"].explode()
     needless = pl.concat(
         [copied, _round_trips(casts.with_columns(pl.col("event").is_in(again.implode()).alias("again")))]
@@ -33,38 +34,31 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(case.without(needless["event"])) if needless.height else 0.0
     if not case.is_worth(saving_ns):
         return []
-    total_ns = float(needless["duration_ns"].sum()) / case.num_steps
     has_backward = bool((needless["phase"] == "backward").any())
     keys = ("root_op", "op", "phase", "module", "shapes")
-    table = (
-        needless.with_columns(pl.col(*keys).cast(pl.String))
-        .group_by(keys)
-        .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("duration_ns", descending=True)
-    )
+    table = grouped(case, needless.with_columns(pl.col(*keys).cast(pl.String)), "num_kernels", *keys)
     names = table.group_by("root_op").agg(pl.col("duration_ns").sum()).sort("duration_ns", descending=True)
-    asked = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
-    return [
-        Finding(
-            sentence=f"{plural(needless.height / case.num_steps, 'kernel')} a step only copy: {asked} called by the "
-            f"program move tensors for {duration(total_ns, 3)} of {duration(case.step_ns, 3)} without "
-            f"computing anything{', their backward included' if has_backward else ''}.",
-            fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) where the next op takes "
-            "strides and dtype as they are: linear layers, matmul and SDPA do",
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived="the step replayed without these copies and the host's time for them; one that the next op needs "
-            "would come back inside it",
-            confidence="medium",
-            falsified_by="a copy that comes back under another op (aten::reshape) when the call is gone",
-            places=case.places(needless["event"]),
-            evidence=(Evidence("copies by what the program called", table.head(8).to_dicts()),),
-        )
-    ]
+    called = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
+    finding = Finding(
+        sentence=f"{plural(needless.height / case.num_steps, 'kernel')} per step only copy tensors, because the "
+        f"program calls {called}. They take {cost_text(case, total_ns(case, needless))} without computing anything"
+        f"{', their backward included' if has_backward else ''}.",
+        fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) if the next op accepts the "
+        "strides and dtype as they are: linear layers, matmul and SDPA do",
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed without these copies and the host's time for them; a copy that the next op needs "
+        "would reappear inside it",
+        confidence="medium",
+        falsified_by="remove the call; the finding is wrong if the copy reappears under another op (aten::reshape)",
+        places=case.places(needless["event"]),
+        evidence=(Evidence("copies by called op", table.head(8).to_dicts()),),
+    )
+    return [finding]
 
 
 def _round_trips(casts: pl.DataFrame) -> pl.DataFrame:
-    """Casts there and back again: as many of one shape to a dtype as from it, in one phase of a step."""
+    """Return casts that are undone: as many of one shape to a dtype as from it, in one phase of a step."""
     pair = pl.col("dtypes").cast(pl.String).str.json_decode(pl.List(pl.String))
     casts = casts.filter(pl.col("dtypes").is_not_null()).with_columns(
         pair.list.get(0, null_on_oob=True).alias("to"), pair.list.get(1, null_on_oob=True).alias("from")

@@ -1,4 +1,4 @@
-"""Does a scatter, such as the backward of advanced indexing, take far longer than its bytes?"""
+"""Does a scatter, such as the backward of advanced indexing, take far longer than its bytes explain?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from stepscope.analysis.costs.attainable_rates import scatter_ns
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural, size
+from stepscope.findings.per_step import cost_text
+from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
-# Each with the operand that holds what is added up, the gradient of what was looked up, and with the one that it is
-# added to; embedding's backward makes that itself, and how many rows it has is not among its shapes.
+# Positions of the operand with the values to add, and of the operand they are added to. Embedding's backward creates
+# the latter itself, so the trace does not show how many rows it has.
 _SCATTERS: dict[str, tuple[int, int | None]] = {
     "aten::_index_put_impl_": (2, 0), "aten::index_put_": (2, 0), "aten::index_put": (2, 0),
     "aten::_unsafe_index_put": (2, 0), "aten::embedding_dense_backward": (0, None), "aten::index_add_": (3, 0),
@@ -23,12 +24,11 @@ _SCATTERS: dict[str, tuple[int, int | None]] = {
     "aten::scatter_reduce_": (3, 0), "aten::scatter_reduce": (3, 0),
     "aten::_embedding_bag_dense_backward": (0, None), "aten::_unsafe_masked_index_put_accumulate": (3, 0),
 }  # fmt: skip
+# A scatter slower than this many times a good one is serialized. For advanced indexing, the estimate is more exact.
 _FAR, _FAR_OF_INDEXING = 4.0, 2.0
-"""Times what a good one takes: a scatter that takes longer is serialized. What the backward of advanced indexing is
-compared with is the very kernel that takes its place."""
 _FIXES = {
-    "index_put": "F.embedding(index, x) in place of x[index]",
-    "embedding": "torch.compile(model), or one_hot(index).T @ gradient where the table is small",
+    "index_put": "F.embedding(index, x) instead of x[index]",
+    "embedding": "torch.compile(model), or one_hot(index).T @ gradient if the table is small",
     "index_add": "torch.use_deterministic_algorithms(False) if it is on; else a segment reduction over sorted rows",
     "scatter": "torch.use_deterministic_algorithms(False) if it is on; else a segment reduction over sorted rows",
 }
@@ -36,7 +36,7 @@ _FIXES = {
 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
-    # A call is the outermost of these ops: index_put_ calls its own implementation, which sorts first.
+    # A call is the outermost of these ops: index_put_ calls its implementation, which sorts first.
     work = case.work.with_columns(pl.col("op").cast(pl.String), pl.col("root_op").cast(pl.String))
     calls = work.filter(pl.col("op").is_in(list(_SCATTERS)), pl.col("kind") == "kernel")
     durations: dict[int, float] = {}
@@ -69,26 +69,25 @@ def check(case: Case) -> list[Finding]:
     total_ns, total_bytes = float(table["duration_ns"].sum()), sum(row["bytes"] for row in rows) / case.num_steps
     share = total_bytes / total_ns * 1e9 / case.device.bandwidth_bytes_per_s
     fix = next((text for name, text in _FIXES.items() if name in worst["op"]), _FIXES["scatter"])
-    called = f", for what {worst['called']} looked up," if worst["called"] != worst["op"] else ""
-    return [
-        Finding(
-            sentence=f"{plural(len(rows) / case.num_steps, 'scatter')} a step ({worst['op']}{called} in "
-            f"{_short(worst['kernel'])}): {duration(total_ns, 3)} of {duration(case.step_ns, 3)} to add up "
-            f"{size(total_bytes)}, at {share:.1%} of the device's bandwidth: one index after another.",
-            fix=fix,
-            saving_ns=saving_ns,
-            derived="the step replayed with each as embedding's backward does it: indices sorted, values read once, "
-            "and the rows that they go to read and written, at 40 % of the device's bandwidth",
-            confidence="high" if share < 0.05 else "medium",
-            falsified_by="a scatter as slow with indices that are all different",
-            places=case.places([*durations, *gone]),
-            evidence=(Evidence("scatters far below the bandwidth", table.head(8).to_dicts()),),
-        )
-    ]
+    called = f" for {worst['called']}" if worst["called"] != worst["op"] else ""
+    finding = Finding(
+        sentence=f"{plural(len(rows) / case.num_steps, 'scatter')} per step ({worst['op']}{called}, in "
+        f"{_short(worst['kernel'])}) take {cost_text(case, total_ns)} to add {size(total_bytes)}, at {share:.1%} of "
+        "the device's bandwidth, because repeated indices are processed one after another.",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed with each done like embedding's backward: sort the indices, read the values once, "
+        "read and write the target rows, at 40 % of the device's bandwidth",
+        confidence="high" if share < 0.05 else "medium",
+        falsified_by="make all indices different; the finding is wrong if the scatter is not faster",
+        places=case.places([*durations, *gone]),
+        evidence=(Evidence("scatters far below the bandwidth", table.head(8).to_dicts()),),
+    )
+    return [finding]
 
 
 def _sizes(row: dict[str, Any]) -> tuple[int, int, int] | None:
-    """Of a scatter, the bytes that it adds up, the bytes that it moves at the least, and how many indices it has."""
+    """Return the bytes a scatter adds, the least bytes it moves, and its number of indices."""
     given = operands(row["shapes"], row["dtypes"])
     place, target_place = _SCATTERS[row["op"]]
     values = given[place] if place < len(given) else None

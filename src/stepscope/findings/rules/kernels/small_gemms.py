@@ -1,7 +1,6 @@
-"""Are many small matrix products done one after the other that do not need one another?
+"""Are many small, independent matrix products computed one after the other?
 
-Where such products do not fill the device, one for all is faster on it; where they do and the host cannot launch
-them fast enough, it still saves the launches.
+If they do not fill the GPU, one product for all is faster. If they do but the host is slow, it still saves launches.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
+from stepscope.findings.per_step import cost_text, total_ns
+from stepscope.formatting import plural
 from stepscope.session.case import Case
 
-_LEAST_FILL = 0.5
-"""Of the processors: a product whose tiles occupy more of them fills the device well enough."""
-_ALIKE = ["loop", "phase", "op", "place", "ordinal"]
-"""Work of different turns that one piece could do for all."""
+_LEAST_FILL = 0.5  # of the SMs; more tiles than that fill the GPU well enough
+_ALIKE = ["loop", "phase", "op", "place", "ordinal"]  # work of several iterations that one kernel could do
 
 
 def check(case: Case) -> list[Finding]:
@@ -29,7 +27,7 @@ def check(case: Case) -> list[Finding]:
         return []
     num_processors = case.device.num_processors
     if num_processors is None:
-        raise Unavailable(f"how many processors {case.device.name} has is not known")
+        raise Unavailable(f"The number of SMs of {case.device.name} is unknown.")
     sizes = case.products.drop("phase", "op", "duration_ns", "step", "root")
     turns = turns.join(sizes, on="event", how="left", maintain_order="left").with_columns(
         pl.col("num_tiles").mean().over("loop").alias("mean_tiles")
@@ -37,7 +35,7 @@ def check(case: Case) -> list[Finding]:
     durations: dict[int, float] = {}
     gone: list[int] = []
     for _, part in turns.group_by(_ALIKE, maintain_order=True):
-        # What does not come in every turn is not the loop's.
+        # What does not occur in every iteration is not part of the loop.
         if part.height < part["num_repeats"][0] - 1:
             continue
         is_filling = part["mean_tiles"][0] >= _LEAST_FILL * num_processors
@@ -48,7 +46,6 @@ def check(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     every = turns.filter(pl.col("num_tiles").is_not_null())
-    total_ns = float(every["duration_ns"].sum()) / case.num_steps
     fill = float(every["num_tiles"].mean() or 0.0) / num_processors  # type: ignore[arg-type]
     tflops = float(every["flops"].sum()) / max(1, int(every["duration_ns"].sum())) / 1e3
     num_loops = every["loop"].n_unique() / case.num_steps
@@ -63,30 +60,30 @@ def check(case: Case) -> list[Finding]:
         .drop("place", "ordinal")
         .sort("duration_ns", descending=True)
     )
-    return [
-        Finding(
-            sentence=f"{plural(every.height / case.num_steps, 'matrix product')} a step come one after the other in "
-            f"{plural(num_loops, 'loop')}, each with tiles for {fill:.0%} of the device's {num_processors} "
-            f"processors: {duration(total_ns, 3)} of {duration(case.step_ns, 3)} at {tflops:.0f} TFLOP/s. "
-            f"With what else is done in a turn, {turns.height / case.num_steps:,.0f} of the step's "
-            f"{case.work.height / case.num_steps:,.0f} launches are the {'loop' if num_loops == 1 else 'loops'}'s.",
-            fix="torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)  # one product for all of the loop"
-            if varies
-            else "torch.bmm(torch.stack(inputs), torch.stack(weights))  # one product for all of the loop",
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived="the step replayed with one turn of each loop: its products do the work of all, at 60 % of the "
-            "peak where they did not fill the device, and the host's time for the other turns is gone",
-            confidence="medium",
-            falsified_by="products that need the result of the one before",
-            places=case.places(every["event"]),
-            evidence=(Evidence("small matrix products in loops", table.head(8).to_dicts()),),
-        )
-    ]
+    loops = "loop" if num_loops == 1 else "loops"
+    finding = Finding(
+        sentence=f"{plural(every.height / case.num_steps, 'matrix product')} per step run one after the other in "
+        f"{plural(num_loops, 'loop')}, each with tiles for {fill:.0%} of the GPU's {num_processors} SMs. They take "
+        f"{cost_text(case, total_ns(case, every))} at {tflops:.0f} TFLOP/s. With the other work in it, the "
+        f"{loops} cause {turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches "
+        "per step.",
+        fix="torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)  # one product for the whole loop"
+        if varies
+        else "torch.bmm(torch.stack(inputs), torch.stack(weights))  # one product for the whole loop",
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed with one iteration of each loop, whose products do the work of all (at 60 % of "
+        "the peak if they did not fill the GPU), without the host's time for the other iterations",
+        confidence="medium",
+        falsified_by="look at the loop; the finding is wrong if a product needs the result of the one before",
+        places=case.places(every["event"]),
+        evidence=(Evidence("small matrix products in loops", table.head(8).to_dicts()),),
+    )
+    return [finding]
 
 
 def _together_ns(case: Case, part: pl.DataFrame, is_filling: bool) -> float:
-    """How long one piece takes that does the work of all turns: what does not fill the device is faster together."""
+    """Return how long one kernel for all iterations takes, in ns: faster if they did not fill the GPU."""
     now_ns = float(part["duration_ns"].sum())
     dtype = part["peak_dtype"][0]
     if is_filling or dtype not in case.device.peak_flops:

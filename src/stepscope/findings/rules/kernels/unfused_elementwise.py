@@ -1,4 +1,4 @@
-"""Do chains of elementwise ops, norms or activations written out by hand, move their tensors again and again?"""
+"""Do chains of elementwise ops, such as handwritten norms or activations, move their tensors many times?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import traffic_ns
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural, size
+from stepscope.findings.per_step import cost_text
+from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
 _FUSED = (
@@ -22,7 +23,7 @@ _FUSED = (
     ({"exp", "sum"}, "torch.softmax(x, -1)"),
     ({"sigmoid", "mul"}, "F.silu(x)"),
 )
-"""Ops of a chain, and what does the same in one kernel."""
+# Ops in a chain, and the one op that does the same.
 
 
 def check(case: Case) -> list[Finding]:
@@ -36,8 +37,7 @@ def check(case: Case) -> list[Finding]:
     events = found["events"].explode()
     gone = events.filter(~events.is_in(list(durations)))
     known = _known(found)
-    # To call what is compiled takes the host about as long as the launches it saves: they are gone only where an op
-    # of torch does the same.
+    # Calling compiled code takes the host about as long as the launches it saves: only a torch op saves host time.
     change = case.without(gone) if known else Change(gone=frozenset(gone.to_list()))
     saving_ns = case.saving_ns(replace(change, duration_ns=durations)) if found.height else 0.0
     if not case.is_worth(saving_ns):
@@ -55,37 +55,33 @@ def check(case: Case) -> list[Finding]:
         .sort("duration_ns", descending=True)
     )
     longest = table.row(0, named=True)
-    return [
-        Finding(
-            sentence=f"{plural(found.height / case.num_steps, 'chain')} of elementwise ops a step, "
-            f"{plural(num_kernels, 'kernel')} in all, move {size(moved)} in {duration(total_ns, 3)} of "
-            f"{duration(case.step_ns, 3)} where one pass for each chain would move {size(fused)}; the longest, "
-            f"over {list(longest['shape'])}: {_short(longest['ops'])}.",
-            fix=known or "model = torch.compile(model)  # or torch.compile of the function that has the chain",
-            saving_ns=saving_ns,
-            derived="the step replayed with one kernel for each chain, which reads what none of the chain wrote and "
-            "writes its last result, at 85 % of the device's bandwidth"
-            + (
-                ""
-                if known
-                else "; the host's time stays: compiled code takes it about as long as the launches it saves"
-            ),
-            confidence="high" if moved > 3 * fused else "medium",
-            falsified_by="kernels as many and as long after torch.compile, which then has a graph break in the chain",
-            places=case.places(events),
-            evidence=(Evidence("chains of elementwise ops", table.head(8).to_dicts()),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"{plural(num_kernels, 'elementwise kernel')} per step, in "
+        f"{plural(found.height / case.num_steps, 'chain')}, take {cost_text(case, total_ns)}. Fused, they would move "
+        f"{size(fused)} instead of {size(moved)}. The longest chain, over {list(longest['shape'])}: "
+        f"{_short(longest['ops'])}.",
+        fix=known or "model = torch.compile(model)  # or torch.compile of the function with the chain",
+        saving_ns=saving_ns,
+        derived="the step replayed with one kernel per chain, which reads the chain's inputs and writes its result "
+        "at 85 % of the device's bandwidth"
+        + ("" if known else "; host time stays the same: calling compiled code takes about as long as the launches"),
+        confidence="high" if moved > 3 * fused else "medium",
+        falsified_by="use torch.compile; the finding is wrong if there are as many kernels and they take as long, "
+        "without a graph break in the chain",
+        places=case.places(events),
+        evidence=(Evidence("chains of elementwise ops", table.head(8).to_dicts()),),
+    )
+    return [finding]
 
 
 def _known(found: pl.DataFrame) -> str | None:
-    """The fused op that a chain of the forward spells out, where it is known."""
+    """Return the torch op that does the same as a chain in the forward, or None."""
     forward = found.filter(pl.col("phase").ne_missing("backward")).sort("duration_ns", descending=True)
     for ops in forward["ops"]:
         names = {str(op).removeprefix("aten::").rstrip("_") for op in ops}
         for wanted, fused in _FUSED:
             if wanted <= names:
-                return f"{fused}  # in place of {_short(', '.join(_bare(ops)))}; for all: torch.compile(model)"
+                return f"{fused}  # instead of {_short(', '.join(_bare(ops)))}; for all: torch.compile(model)"
     return None
 
 

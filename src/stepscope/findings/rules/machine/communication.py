@@ -1,4 +1,4 @@
-"""Does the GPU stand while it communicates, with nothing to compute beside?"""
+"""Does the GPU communicate while it computes nothing?"""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.time.replay import Change
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
+from stepscope.findings.per_step import cost_text, total_ns
 from stepscope.formatting import duration, plural, size
 from stepscope.session.case import Case
 
 _FIXES = {
     "all_reduce": "DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True); with "
     "model.no_sync(): around all micro-batches but the last",
-    "all_gather": "FSDP(…, forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE); of fully_shard: "
-    "set_modules_to_forward_prefetch",
-    "reduce_scatter": "FSDP(…, backward_prefetch=BackwardPrefetch.BACKWARD_PRE), and larger units to wrap",
-    "all_to_all": "dist.all_to_all_single(…, async_op=True), and wait() only where its result is read",
+    "all_gather": "FSDP(…, forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_PRE); with "
+    "fully_shard: set_modules_to_forward_prefetch",
+    "reduce_scatter": "FSDP(…, backward_prefetch=BackwardPrefetch.BACKWARD_PRE), and wrap larger units",
+    "all_to_all": "dist.all_to_all_single(…, async_op=True), and wait() only before its result is used",
 }
-_SMALL_BYTES = 1 << 20
-"""A smaller message takes as long as a link answers, not as it carries."""
+_SMALL_BYTES = 1 << 20  # smaller messages are limited by latency, not bandwidth
 
 
 def check(case: Case) -> list[Finding]:
     if not case.has_gpu_work:
-        raise Unavailable("there is no trace of GPU work: collectives are seen as kernels of NCCL or RCCL")
+        raise Unavailable("There is no trace of GPU work, so NCCL and RCCL kernels cannot be seen.")
     calls = case.collectives
     if calls.is_empty():
         return []
     calls = calls.join(_waited(case), on="start_ns", how="left").with_columns(pl.col("wait_ns").fill_null(0))
-    # A kernel that came early waits for other ranks: that part is the stragglers', and comes first.
+    # A kernel that starts early waits for other ranks first. `stragglers` reports that part.
     own = pl.max_horizontal(pl.col("exposed_ns") - pl.col("wait_ns"), 0).alias("own_ns")
     calls = calls.with_columns(own)
     durations = {
@@ -40,8 +40,6 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(Change(duration_ns=durations))
     if not case.is_worth(saving_ns):
         return []
-    exposed_ns = float(calls["own_ns"].sum()) / case.num_steps
-    whole_ns = float(calls["duration_ns"].sum()) / case.num_steps
     kinds = calls.group_by("collective").agg(pl.col("own_ns").sum(), pl.len()).sort("own_ns", descending=True)
     worst = str(kinds["collective"][0])
     of_kind = calls.filter(pl.col("collective") == worst)
@@ -49,33 +47,31 @@ def check(case: Case) -> list[Finding]:
     small_ns = int(sizes.filter(pl.col("bytes") < _SMALL_BYTES)["own_ns"].sum())
     sizes_text = ""
     if small_ns * 2 > int(of_kind["own_ns"].sum()):
-        sizes_text = f", mostly below {size(_SMALL_BYTES)}, which take as long as a link answers"
+        sizes_text = f", mostly below {size(_SMALL_BYTES)} and thus limited by latency"
     elif sizes.height:
-        sizes_text = f", the longest of {size(sizes['bytes'][0])}"
+        sizes_text = f", most of the time for {size(sizes['bytes'][0])}"
     is_split = bool(calls["wait_ns"].sum())
-    return [
-        Finding(
-            sentence=f"{duration(exposed_ns, 3)} of {duration(case.step_ns, 3)} go to communication beside which "
-            f"nothing computes, of {duration(whole_ns, 3)} in all: most of it in "
-            f"{plural(of_kind.height / case.num_steps, worst + ' call')} a step{sizes_text}.",
-            fix=_FIXES.get(worst, "start it earlier (async_op=True), and wait where its result is read"),
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived="the step replayed with that part hidden behind computing"
-            + ("; what each call waited for other ranks is left out" if is_split else
-               "; a part of it may be waiting for other ranks, which a folder with every rank's trace would tell"),
-            confidence="medium" if is_split else "low",
-            falsified_by="nothing to compute at that time that does not need the result",
-            places=case.places(calls.filter(pl.col("own_ns") > 0)["event"]),
-            evidence=(
-                Evidence("collectives", collectives_by_size(calls).head(8).to_dicts()),
-            ),
-        )
-    ]  # fmt: skip
+    finding = Finding(
+        sentence=f"Communication that overlaps with no computation takes "
+        f"{cost_text(case, total_ns(case, calls, pl.col('own_ns')))}, out of {duration(total_ns(case, calls), 3)} of "
+        f"communication. Most of it is in {plural(of_kind.height / case.num_steps, worst + ' call')} per step"
+        f"{sizes_text}.",
+        fix=_FIXES.get(worst, "start it earlier (async_op=True), and wait only before its result is used"),
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived="the step replayed with that part hidden behind computation"
+        + ("; the time each call waits for other ranks is excluded" if is_split else
+           "; part of it may be waiting for other ranks, which only a folder with every rank's trace shows"),
+        confidence="medium" if is_split else "low",
+        falsified_by="look for other work; the finding is wrong if nothing can be computed without the result",
+        places=case.places(calls.filter(pl.col("own_ns") > 0)["event"]),
+        evidence=(Evidence("collectives", collectives_by_size(calls).head(8).to_dicts()),),
+    )  # fmt: skip
+    return [finding]
 
 
 def _waited(case: Case) -> pl.DataFrame:
-    """What this rank waited for others in each call, by the call's start on its own clock."""
+    """Return how long this rank waited for others in each call, by the call's start on its own clock."""
     try:
         across = case.across
     except Unavailable:

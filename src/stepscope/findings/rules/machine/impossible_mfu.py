@@ -1,4 +1,4 @@
-"""Is something faster than the device can be: a figure that cannot be right?"""
+"""Is anything faster than the hardware allows, so that a figure must be wrong?"""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from stepscope.findings.gemms import by_shape, gemm_calls
 from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
-_IMPOSSIBLE = 1.02
-"""Of the limit; clocks and rounding may bring a figure just above it."""
-_SURE_NS = 50_000
-"""A shorter kernel's duration says little about its rate."""
+_IMPOSSIBLE = 1.02  # of the limit; clocks and rounding may bring a figure just above it
+_SURE_NS = 50_000  # shorter kernels are timed too coarsely
 
 
 def check(case: Case) -> list[Finding]:
@@ -27,7 +25,7 @@ def check(case: Case) -> list[Finding]:
         except Unavailable as reason:
             reasons.append(str(reason))
     if len(reasons) == 2:
-        raise Unavailable("; ".join(reasons))
+        raise Unavailable(" ".join(reasons))
     return found
 
 
@@ -35,7 +33,7 @@ def _of_the_step(case: Case) -> list[Finding]:
     summary = case.summary
     if summary.flops is None or (summary.mfu is None and summary.hfu is None):
         name = (case.recording.facts.get("environment") or {}).get("device_name")
-        raise Unavailable(f"no share of a peak is known for {name}: `stepscope doctor --measure` measures one")
+        raise Unavailable(f"The peak of {name} is unknown. Measure it with `stepscope doctor --measure`.")
     shares = {"MFU": summary.mfu, "HFU": summary.hfu}
     above = {name: used for name, used in shares.items() if used is not None and used.share > _IMPOSSIBLE}
     if not above:
@@ -48,48 +46,47 @@ def _of_the_step(case: Case) -> list[Finding]:
         "step_ns": case.step_ns, "clock": summary.clock, "model_flops": flops.model_flops,
         "hardware_flops": flops.hardware_flops, "formula_flops": flops.formula_flops,
     }  # fmt: skip
-    return [
-        Finding(
-            sentence=f"{name} is {used.share:.0%}, which cannot be: {used.flops_per_s / 1e12:,.3g} TFLOP/s against "
-            f"{used.limit}. {why}",
-            fix=fix,
-            derived="nothing is saved: a figure is wrong",
-            confidence="high",
-            falsified_by="a document that gives the device a higher dense peak",
-            evidence=(Evidence("utilization", [row]),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"{name} is {used.share:.0%}, which is impossible: {used.flops_per_s / 1e12:,.3g} TFLOP/s against a "
+        f"limit of {used.limit}. {why}",
+        fix=fix,
+        derived="no time is saved; a figure is wrong",
+        confidence="high",
+        falsified_by="look up the device; the finding is wrong if a datasheet gives a higher dense peak",
+        evidence=(Evidence("utilization", [row]),),
+    )
+    return [finding]
 
 
 def _suspect(case: Case, used: Utilization) -> tuple[str, str]:
-    """What must be wrong, and what to do: the time, the dtype, the limit, or the FLOPs."""
+    """Return which figure is wrong (time, dtype, limit or FLOPs) and the fix."""
     summary, flops = case.summary, case.summary.flops
     environment = case.recording.facts.get("environment") or {}
     assert flops is not None
     if environment.get("device") == "cuda" and summary.clock == "host":
         return (
-            f"The time is wrong: {duration(case.step_ns, 3)} is the host's, which runs ahead of the GPU.",
-            "torch.cuda.synchronize() before the clock is read, or CUDA events, as `stepscope run` does",
+            f"The time is wrong: {duration(case.step_ns, 3)} is host time, and the host runs ahead of the GPU.",
+            "torch.cuda.synchronize() before reading the clock, or CUDA events as in `stepscope run`",
         )
     device = find_device(str(environment.get("device_name")))
     if device is not None and _at_tf32(device, flops.hardware_flops_by_dtype, used):
         return (
-            "The dtype is wrong: with the float32 products in TF32 it would be possible, and they must have run so.",
+            "The dtype is wrong: the float32 products must have run in TF32, which would be possible.",
             'torch.get_float32_matmul_precision()  # "high" means TF32: divide by the TF32 peak',
         )
     if flops.formula_flops and flops.model_flops > 1.1 * flops.formula_flops:
         return (
-            f"The FLOPs are wrong: {flops.model_flops / flops.formula_flops:.1f} times what 6·N·tokens gives.",
-            "count 2 FLOPs a multiply-add, causal attention as half, and a layer that is called twice as two",
+            f"The FLOPs are wrong: {flops.model_flops / flops.formula_flops:.1f} times 6·N·tokens.",
+            "count 2 FLOPs per multiply-add, causal attention as half, and a layer called twice as two",
         )
     if used.is_measured:
         return (
-            "The limit is too low: it was measured, and something else ran on the device meanwhile.",
-            "stepscope doctor --measure  # again, with the device idle",
+            "The limit is too low: something else probably used the device while it was measured.",
+            "stepscope doctor --measure  # with the device idle",
         )
     return (
-        "The peak or the FLOPs are wrong: time, dtype and formula agree with one another.",
-        f"compare with the document: {used.source}",
+        "The peak or the FLOPs are wrong: time, dtype and formula agree.",
+        f"compare with the datasheet: {used.source}",
     )
 
 
@@ -102,11 +99,11 @@ def _at_tf32(device: Device, flops_by_dtype: object, used: Utilization) -> bool:
 
 
 def _of_kernels(case: Case) -> list[Finding]:
-    """Matrix products that no device of this name can do in their time."""
+    """Return matrix products that ran faster than the device's peak."""
     if not case.has_gpu_work:
-        raise Unavailable("there is no trace of GPU work: record on a GPU")
+        raise Unavailable("There is no trace of GPU work. Record on a GPU.")
     peaks = case.device.peak_flops
-    # Winograd's and Fourier's convolutions do with fewer multiplications than are counted.
+    # Winograd and FFT convolutions need fewer multiplications than are counted.
     is_convolution = pl.col("op").str.contains("conv")
     calls = gemm_calls(case).filter(pl.col("duration_ns") >= _SURE_NS, ~is_convolution)
     peak = pl.col("peak_dtype").replace_strict(dict(peaks), default=None, return_dtype=pl.Float64)
@@ -115,16 +112,15 @@ def _of_kernels(case: Case) -> list[Finding]:
     if above.is_empty():
         return []
     worst = above.sort("share", descending=True).row(0, named=True)
-    return [
-        Finding(
-            sentence=f"{plural(above.height / case.num_steps, 'matrix product')} a step would be faster than "
-            f"{case.device.name} can be: {worst['op']} in {worst['peak_dtype']} at {worst['share']:.0%} of its "
-            f"{peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace, or the peak, is wrong.",
-            fix="read the kernel's name in the evidence: it says what it computed in; then compare its peak",
-            derived="nothing is saved: a figure is wrong",
-            confidence="medium",
-            falsified_by="a kernel whose name says the dtype that the trace gives",
-            places=case.places(above["events"].explode()),
-            evidence=(Evidence("matrix products above the peak", by_shape(above, case.num_steps)),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"{plural(above.height / case.num_steps, 'matrix product')} per step appear faster than "
+        f"{case.device.name} allows: {worst['op']} in {worst['peak_dtype']} at {worst['share']:.0%} of its "
+        f"{peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace or the peak is wrong.",
+        fix="the kernel's name in the evidence shows its real dtype; compare with the peak of that dtype",
+        derived="no time is saved; a figure is wrong",
+        confidence="medium",
+        falsified_by="look at the kernel's name; the finding is wrong if it shows the same dtype as the trace",
+        places=case.places(above["events"].explode()),
+        evidence=(Evidence("matrix products above the peak", by_shape(above, case.num_steps)),),
+    )
+    return [finding]

@@ -10,15 +10,14 @@ from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import size
 from stepscope.session.case import Case
 
-_SLACK_BYTES = 256 << 20
-"""Between what the driver counts for a process and what it counts for the device."""
+_SLACK_BYTES = 256 << 20  # the driver's figures per process and for the device differ by up to this
 
 
 def check(case: Case) -> list[Finding]:
     facts = case.recording.facts
     processes = (facts.get("counters") or {}).get("other_processes")
     if processes is None:
-        raise Unavailable("the recording does not say who else is on the GPU: it takes NVML beside the run")
+        raise Unavailable("The recording does not list other processes on the GPU. This needs NVML during the run.")
     memory = facts.get("memory") or {}
     others = [process for process in processes if isinstance(process, dict) and not _is_self(process, memory)]
     if not others:
@@ -26,29 +25,28 @@ def check(case: Case) -> list[Finding]:
     sized = [process for process in others if isinstance(process.get("used_bytes"), int)]
     if not sized:
         raise Unavailable(
-            f"the driver names {len(others)} beside this process without their memory, as in a container: one may be "
-            "the run itself. `nvidia-smi` outside of it tells"
+            f"The driver lists {len(others)} other processes without their memory, as in a container. One may be "
+            "this run. Run `nvidia-smi` outside the container."
         )
     num_bytes = sum(process["used_bytes"] for process in sized)
     largest = max(sized, key=lambda process: process["used_bytes"])
-    name = str(largest.get("name") or "a process that has no name here")[:80]
-    return [
-        Finding(
-            sentence=f"{'Another process' if len(sized) == 1 else f'{len(sized)} other processes'} held "
-            f"{size(num_bytes)} of the GPU's memory when the run ended, {name} (pid {largest.get('pid')}) "
-            f"{size(largest['used_bytes'])} of it: what it ran there meanwhile, this run waited for.",
-            fix=f"nvidia-smi  # then end it: kill {largest.get('pid')}; or CUDA_VISIBLE_DEVICES=N for a GPU alone",
-            saving_bytes=num_bytes,
-            derived="the memory that it holds; the time that it takes shows in a second recording without it",
-            confidence="medium",
-            falsified_by="a process that is a part of this run, or a step as long without it",
-            evidence=(Evidence("processes", [dict(process) for process in sized[:8]]),),
-        )
-    ]
+    name = str(largest.get("name") or "an unnamed process")[:80]
+    who = "Another process" if len(sized) == 1 else f"{len(sized)} other processes"
+    finding = Finding(
+        sentence=f"{who} held {size(num_bytes)} of GPU memory when the run ended, {size(largest['used_bytes'])} of "
+        f"it by {name} (pid {largest.get('pid')}). Work of other processes slows this run down.",
+        fix=f"nvidia-smi  # then end it: kill {largest.get('pid')}; or use a free GPU: CUDA_VISIBLE_DEVICES=N",
+        saving_bytes=num_bytes,
+        derived="the memory held by other processes; to measure the time, record again without them",
+        confidence="medium",
+        falsified_by="stop the process; the finding is wrong if it is part of this run, or if the step is not faster",
+        evidence=(Evidence("processes", [dict(process) for process in sized[:8]]),),
+    )
+    return [finding]
 
 
 def _is_self(process: Mapping[str, Any], memory: Mapping[str, Any]) -> bool:
-    """Whether it can only be the run itself under another number, as in a container: no room for both."""
+    """Return whether this must be the run itself under another pid, as in a container: both would not fit."""
     used, reserved, driver = (
         process.get("used_bytes"),
         memory.get("peak_reserved_bytes"),

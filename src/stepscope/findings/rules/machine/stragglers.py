@@ -1,4 +1,4 @@
-"""Do all ranks wait for one that comes late?"""
+"""Do all ranks wait for one slow rank?"""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import duration, plural
 from stepscope.session.case import Case
 
-_CAUSED_SHARE = 0.5
-"""Of all waiting, what one rank must cause to be the straggler; else they take turns."""
+_CAUSED_SHARE = 0.5  # of all waiting time; if no rank causes that much, they take turns
 _MORE = 1.05
 
 
@@ -24,7 +23,9 @@ def check(case: Case) -> list[Finding]:
     across = case.across
     calls = across.stragglers.calls
     if calls.is_empty():
-        raise Unavailable("no collective was found on several ranks: each rank's trace must be of the same steps")
+        raise Unavailable(
+            "No collective was found on several ranks. The traces of all ranks must be of the same steps."
+        )
     ranks = across.stragglers.ranks.sort("caused_wait_ns", descending=True)
     worst = ranks.row(0, named=True)
     whole_ns = int(ranks["wait_ns"].sum())
@@ -40,41 +41,39 @@ def check(case: Case) -> list[Finding]:
     waited_ns = float(others["wait_ns"].mean() or 0.0) / num_steps  # type: ignore[arg-type]
     is_every_step = late["step"].n_unique() == num_steps
     why, fix = _cause(across.table, worst["rank"], case.path)
-    once = "" if num_steps > 1 else "; it is one step, and what began the trace may have held that rank up"
-    return [
-        Finding(
-            sentence=f"Rank {worst['rank']} comes last to {late.height} of {plural(calls.height, 'collective')} and "
-            f"causes {worst['caused_wait_ns'] / whole_ns:.0%} of all waiting: the others stand "
-            f"{duration(waited_ns, 3)} a step each. {why}{once}.",
-            fix=fix,
-            saving_ns=saving_ns,
-            derived="the step replayed with these collectives shorter by what the last rank came after the one "
-            "before it: were it as fast as that one; were all alike, it would be more",
-            confidence="low" if num_steps == 1 else "high" if is_every_step else "medium",
-            places=case.places(own["event"]),
-            falsified_by="another rank that is last in the next trace",
-            evidence=(
-                Evidence("ranks", ranks.head(8).to_dicts()),
-                Evidence("calls", late.sort("lead_ns", descending=True).head(8).to_dicts()),
-                Evidence(
-                    "GPU time by rank", across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
-                ),
-            ),
-        )
-    ]
+    once = "" if num_steps > 1 else " Only one step was traced; starting the profiler may have delayed that rank."
+    gpu_times = across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
+    finding = Finding(
+        sentence=f"Rank {worst['rank']} arrives last at {late.height} of {plural(calls.height, 'collective')} and "
+        f"causes {worst['caused_wait_ns'] / whole_ns:.0%} of all waiting: each other rank waits "
+        f"{duration(waited_ns, 3)} per step. {why}{once}",
+        fix=fix,
+        saving_ns=saving_ns,
+        derived="the step replayed with these collectives shorter by the time from the second to last rank's arrival "
+        "to the last; equally fast ranks would save more",
+        confidence="low" if num_steps == 1 else "high" if is_every_step else "medium",
+        places=case.places(own["event"]),
+        falsified_by="trace again; the finding is wrong if another rank is last",
+        evidence=(
+            Evidence("ranks", ranks.head(8).to_dicts()),
+            Evidence("calls", late.sort("lead_ns", descending=True).head(8).to_dicts()),
+            Evidence("GPU time by rank", gpu_times),
+        ),
+    )
+    return [finding]
 
 
 def _own(case: Case, across: AcrossRanks, late: pl.DataFrame) -> pl.DataFrame:
-    """The kernels of this rank in the collectives that one comes late to, with `last_rank` and its `lead_ns`."""
+    """Return this rank's kernels in the delayed collectives, with `last_rank` and `lead_ns`."""
     calls = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
     calls = calls.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
     return case.account.collectives.join(calls, on="start_ns")
 
 
 def _saving_ns(case: Case, late: pl.DataFrame, own: pl.DataFrame, num_steps: int) -> float:
-    """What a step takes less when the last rank comes with the one before it."""
+    """Return the time saved per step if the last rank arrives together with the second to last."""
     waiting = own.filter(pl.col("last_rank") != case.rank)
-    if waiting.is_empty():  # the rank that is looked at is the late one: it waits for nobody
+    if waiting.is_empty():  # this is the late rank, which waits for no other
         return float(late["lead_ns"].sum()) / num_steps
     found = waiting.filter(pl.col("event").is_in(case.replay.events))
     shorter = found.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
@@ -82,7 +81,7 @@ def _saving_ns(case: Case, late: pl.DataFrame, own: pl.DataFrame, num_steps: int
 
 
 def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
-    """What its GPU did that the others' did not."""
+    """Return how the rank's GPU differs from the others, and the fix."""
 
     def figures(name: str) -> tuple[float, float]:
         own: Any = table.filter(pl.col("rank") == rank)[name].sum()
@@ -92,15 +91,15 @@ def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:
     compute, usual = figures("compute_ns")
     if compute > _MORE * usual:
         return (
-            f"Its GPU computes for {duration(compute, 3)} where the others' median is {duration(usual, 3)}: it has "
-            "more to do, or a slower GPU",
-            "give each rank the same number of tokens (sort or pack by length), experts or layers; nvidia-smi -q -d "
-            "PERFORMANCE on that rank",
+            f"Its GPU computes for {duration(compute, 3)} (median of the others: {duration(usual, 3)}), so it has "
+            "more work or is slower.",
+            "give each rank the same number of tokens (sort or pack by length), experts and layers; check that rank "
+            "with nvidia-smi -q -d PERFORMANCE",
         )
     idle, usual = figures("idle_ns")
     return (
-        f"Its GPU computes no longer than the others' and is idle for {duration(idle, 3)} (their median "
-        f"{duration(usual, 3)}): its host is late, with data or launches",
-        f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # what its host does; then data loading and CPU "
-        "pinning there",
+        f"Its GPU computes no longer than the others but is idle for {duration(idle, 3)} (median of the others: "
+        f"{duration(usual, 3)}), so its host is slow to load data or launch kernels.",
+        f"stepscope diagnose {shlex.quote(str(path))} --rank {rank}  # then fix data loading or CPU pinning on that "
+        "rank",
     )

@@ -1,4 +1,4 @@
-"""Is the GPU's clock held back by power, heat or a setting?"""
+"""Is the GPU's clock reduced by power, heat or a setting?"""
 
 from __future__ import annotations
 
@@ -10,38 +10,28 @@ from stepscope.findings.finding import Evidence, Finding
 from stepscope.formatting import duration
 from stepscope.session.case import Case
 
+_COOLING = "nvidia-smi -q -d TEMPERATURE  # then check fans, air flow, dust and neighboring GPUs"
 _REASONS = {
-    "sw_thermal_slowdown": (
-        "heat",
-        "nvidia-smi -q -d TEMPERATURE  # then: fans, air flow, dust, the neighbors' load",
-    ),
-    "hw_thermal_slowdown": (
-        "heat",
-        "nvidia-smi -q -d TEMPERATURE  # then: fans, air flow, dust, the neighbors' load",
-    ),
-    "hw_power_brake_slowdown": (
-        "the power supply",
-        "look at the machine's power supply: it asked the GPU to slow down",
-    ),
+    "sw_thermal_slowdown": ("heat", _COOLING),
+    "hw_thermal_slowdown": ("heat", _COOLING),
+    "hw_power_brake_slowdown": ("the power supply", "check the machine's power supply: it made the GPU slow down"),
     "hw_slowdown": ("the hardware (heat or power)", "nvidia-smi -q -d TEMPERATURE,POWER"),
     "sw_power_cap": (
         "its power limit",
-        "sudo nvidia-smi -pl WATTS  # nvidia-smi -q -d POWER shows limit and default",
+        "sudo nvidia-smi -pl WATTS  # see nvidia-smi -q -d POWER",
     ),
-    "applications_clocks_setting": ("a clock that was set", "sudo nvidia-smi -rac; sudo nvidia-smi -rgc"),
+    "applications_clocks_setting": ("a clock setting", "sudo nvidia-smi -rac; sudo nvidia-smi -rgc"),
     "sync_boost": ("the slowest GPU of its group", "nvidia-smi -q -d CLOCK,PERFORMANCE  # on every GPU of the group"),
 }
-_OFTEN = 0.2
-"""Of the samples, from which a reason counts."""
+_OFTEN = 0.2  # of the samples; rarer reasons are ignored
 _LEAST_LOST = 0.03
-_LEAST_LOST_TO_POWER = 0.1
-"""A GPU at full load gives up some clock to its power limit: that is how it is built."""
+_LEAST_LOST_TO_POWER = 0.1  # every GPU lowers its clock somewhat at full load
 
 
 def check(case: Case) -> list[Finding]:
     counters = case.summary.counters
     if counters is None or counters.sm_clock_mhz is None:
-        raise Unavailable("the recording has no clocks of the GPU: it takes NVML beside the run")
+        raise Unavailable("The recording has no GPU clocks. This needs NVML during the run.")
     limits = case.recording.facts.get("counters") or {}
     seen_mhz = max((sample.sm_clock_mhz or 0 for sample in case.recording.counters), default=0)
     highest_mhz = float(limits.get("max_sm_clock_mhz") or seen_mhz)
@@ -50,7 +40,7 @@ def check(case: Case) -> list[Finding]:
     shares = {reason: share for reason, share in counters.throttle_shares if reason in _REASONS and share >= _OFTEN}
     if not shares:
         return []
-    # Heat and hardware before power: the cap is often set beside them.
+    # Heat and hardware come first: the power cap is often reported with them.
     reason = min(shares, key=lambda name: (name == "sw_power_cap", -shares[name]))
     limit, default = limits.get("power_limit_watts"), limits.get("default_power_limit_watts")
     is_power = reason == "sw_power_cap"
@@ -58,43 +48,37 @@ def check(case: Case) -> list[Finding]:
     if lost < (_LEAST_LOST_TO_POWER if is_power and not is_lowered else _LEAST_LOST):
         return []
     if is_power and limit and default and not is_lowered:
-        return []  # the limit is the device's own: nothing holds it back but its load
+        return []  # this is the default limit, so only the load slows the GPU down
     saving_ns = _saving_ns(case, mean_mhz / highest_mhz)
     if not case.is_worth(saving_ns):
         return []
     why, fix = _REASONS[reason]
     if is_power and is_lowered:
         why, fix = (
-            f"its power limit of {limit:.0f} W, which is {default:.0f} W by default",
+            f"its power limit of {limit:.0f} W (default: {default:.0f} W)",
             f"sudo nvidia-smi -pl {default:.0f}",
         )
-    of = "the device's" if limits.get("max_sm_clock_mhz") else "the highest that was seen,"
+    of = "the device's" if limits.get("max_sm_clock_mhz") else "the highest observed,"
     watts = f" at {counters.power_watts.mean:.0f} W" if counters.power_watts else ""
-    return [
-        Finding(
-            sentence=f"The GPU ran at {mean_mhz:,.0f} MHz{watts} in the clean steps, {lost:.0%} below {of} "
-            f"{highest_mhz:,.0f} MHz: held back by {why} in {shares[reason]:.0%} of {counters.num_samples} samples.",
-            fix=fix,
-            saving_ns=saving_ns,
-            upper_bound=True,
-            derived=f"the step of {duration(case.step_ns, 3)} with all GPU work faster by the clock that is lost; "
-            "what waits for memory gains less",
-            confidence="high" if reason != "sw_power_cap" or is_lowered else "medium",
-            falsified_by="a step as long at the full clock",
-            evidence=(
-                Evidence(
-                    "clocks",
-                    [{"mean_sm_clock_mhz": mean_mhz, "highest_sm_clock_mhz": highest_mhz, **_limits_row(limits)}],
-                ),
-                Evidence("reasons", [{"reason": name, "share": share} for name, share in counters.throttle_shares]),
-            ),
-        )
-    ]
-
-
-def _limits_row(limits: dict[str, object]) -> dict[str, object]:
-    """What the driver said of limits."""
-    return {name: limits.get(name) for name in ("power_limit_watts", "default_power_limit_watts")}
+    powers = {name: limits.get(name) for name in ("power_limit_watts", "default_power_limit_watts")}
+    clocks = {"mean_sm_clock_mhz": mean_mhz, "highest_sm_clock_mhz": highest_mhz, **powers}
+    finding = Finding(
+        sentence=f"The GPU ran at {mean_mhz:,.0f} MHz{watts} in the clean steps, {lost:.0%} below {of} "
+        f"{highest_mhz:,.0f} MHz. Its clock was limited by {why} in {shares[reason]:.0%} of {counters.num_samples} "
+        "samples.",
+        fix=fix,
+        saving_ns=saving_ns,
+        upper_bound=True,
+        derived=f"the step of {duration(case.step_ns, 3)} with all GPU work faster by the lost clock; work limited "
+        "by memory bandwidth gains less",
+        confidence="high" if reason != "sw_power_cap" or is_lowered else "medium",
+        falsified_by="run at the full clock; the finding is wrong if the step is not faster",
+        evidence=(
+            Evidence("clocks", [clocks]),
+            Evidence("reasons", [{"reason": name, "share": share} for name, share in counters.throttle_shares]),
+        ),
+    )
+    return [finding]
 
 
 def _saving_ns(case: Case, ratio: float) -> float:

@@ -1,4 +1,4 @@
-"""Is the forward computed again in the backward though there is memory to keep it?"""
+"""Is the forward recomputed in the backward although there is memory to keep it?"""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import polars as pl
 from stepscope.analysis.time.whatif import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural, size
+from stepscope.findings.per_step import cost_text, total_ns
+from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
-_USABLE_SHARE = 0.85
-"""Of the device's memory: what a program can fill before the allocator runs into fragments."""
+_USABLE_SHARE = 0.85  # of the device's memory; beyond it, fragmentation causes failures
 
 
 def check(case: Case) -> list[Finding]:
@@ -28,15 +28,14 @@ def check(case: Case) -> list[Finding]:
     peak_bytes = case.memory.peak_bytes
     more_bytes = int(again["allocated_bytes"].sum()) // case.num_steps
     if not more_bytes:
-        raise Unavailable("what the recomputed tensors take in memory is not told: it takes profile_memory=True")
+        raise Unavailable("The size of the recomputed tensors is unknown. Profile with profile_memory=True.")
     usable = int((case.device.visible_bytes or case.device.memory_bytes) * _USABLE_SHARE)
     if peak_bytes >= usable:
         return []
-    # With room for a part of it, that part of the layers need not be checkpointed.
+    # If only part of it fits, that part of the layers needs no checkpointing.
     share = min(1.0, (usable - peak_bytes) / more_bytes)
     if not case.is_worth(saving_ns * share):
         return []
-    total_ns = float(again["duration_ns"].sum()) / case.num_steps
     table = (
         again.group_by("name")
         .agg(
@@ -46,18 +45,17 @@ def check(case: Case) -> list[Finding]:
         .sort("duration_ns", descending=True)
     )
     part = "" if share == 1 else f" for about {share:.0%} of the layers"
-    return [
-        Finding(
-            sentence=f"{plural(again.height / case.num_steps, 'op')} of the forward run again in the backward, "
-            f"{duration(total_ns, 3)} of the GPU in a step of {duration(case.step_ns, 3)}, while the peak of "
-            f"{size(peak_bytes)} leaves {size(usable - peak_bytes)} of {case.device.name} free: keeping "
-            f"what is computed again takes {size(more_bytes)} at the most.",
-            fix=f"no torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
-            saving_ns=saving_ns * share,
-            derived="the step replayed without what runs again and the host's time for it"
-            + ("" if share == 1 else f", {share:.0%} of it: as much as fits into {_USABLE_SHARE:.0%} of the memory"),
-            falsified_by="a run without checkpointing that is out of memory, or as slow",
-            places=case.places(events),
-            evidence=(Evidence("ops that run again", table.head(8).to_dicts()),),
-        )
-    ]
+    finding = Finding(
+        sentence=f"Recomputing {plural(again.height / case.num_steps, 'forward op')} in the backward takes "
+        f"{cost_text(case, total_ns(case, again))} of GPU time, although there is memory to keep the results: they "
+        f"need at most {size(more_bytes)}, and the peak of {size(peak_bytes)} leaves {size(usable - peak_bytes)} of "
+        f"{case.device.name} free.",
+        fix=f"remove torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
+        saving_ns=saving_ns * share,
+        derived="the step replayed without the recomputed ops and the host's time for them"
+        + ("" if share == 1 else f"; {share:.0%} of it, as much as fits into {_USABLE_SHARE:.0%} of the memory"),
+        falsified_by="turn checkpointing off; the finding is wrong if the run is out of memory or not faster",
+        places=case.places(events),
+        evidence=(Evidence("recomputed ops", table.head(8).to_dicts()),),
+    )
+    return [finding]

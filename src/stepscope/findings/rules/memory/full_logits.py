@@ -1,4 +1,4 @@
-"""Are scores for the whole vocabulary held in memory for all tokens at once?"""
+"""Are logits for the whole vocabulary held in memory for all tokens at once?"""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import loss_ns
 from stepscope.findings.alive import alive_bytes, is_worth_bytes
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
+from stepscope.findings.per_step import cost_text, grouped
+from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
-_ONE_PASS = 1.5
-"""Times what a fused loss takes: one that takes no longer is fused."""
+_ONE_PASS = 1.5  # a loss faster than this many times a fused one is fused
 _NUM_CHUNKS = 8
-_SHORT_SHARE = 0.5
-"""Of the device's memory: chunks buy memory with time, and who uses less has no need to."""
+_SHORT_SHARE = 0.5  # of the device's memory; chunks trade time for memory, which is pointless below this
 _COMPILED = (
-    "loss = torch.compile(head_and_loss)(hidden, targets)  # made once; def head_and_loss(hidden, targets): return "
-    "F.cross_entropy(head(hidden).float(), targets)"
+    "loss = torch.compile(head_and_loss)(hidden, targets)  # compile once; def head_and_loss(hidden, targets): "
+    "return F.cross_entropy(head(hidden).float(), targets)"
 )
-_IN_CHUNKS = f"the head and the loss in {_NUM_CHUNKS} chunks of the tokens, each under torch.utils.checkpoint"
+_IN_CHUNKS = f"compute head and loss for {_NUM_CHUNKS} chunks of the tokens, each under torch.utils.checkpoint"
+# The matrix product that computes logits: one per loss.
 _MAKES = pl.col("is_product") & pl.col("phase").ne_missing("backward")
-"""The product of a forward that makes logits: one for each loss."""
 
 
 def check(case: Case) -> list[Finding]:
@@ -60,39 +59,37 @@ def check(case: Case) -> list[Finding]:
         return []
     one = work.sort(pl.col("num_tokens") * pl.col("vocabulary")).row(-1, named=True)
     passes = work.filter(~pl.col("is_product"))
-    size = one["num_tokens"] * one["vocabulary"]
-    holding = f", {size(held)} of the peak of {size(case.memory.peak_bytes)} in all copies" if held else ""
-    table = (
-        work.group_by("op", "phase", "is_product")
-        .agg((pl.len() / case.num_steps).alias("num_kernels"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("duration_ns", descending=True)
+    logits_bytes = one["num_tokens"] * one["vocabulary"] * one["item_bytes"]
+    holding = f", counting all copies, {size(held)} of the {size(case.memory.peak_bytes)} peak" if held else ""
+    table = grouped(case, work, "num_kernels", "op", "phase", "is_product")
+    in_chunks = (
+        f"bytes: tensors of that size alive at the peak, minus one of {_NUM_CHUNKS} chunks; the product that "
+        "computes the logits runs twice, which costs time"
     )
-    return [
-        Finding(
-            sentence=f"Logits are held whole: {one['num_tokens']:,} tokens × {one['vocabulary']:,} words, "
-            f"{size(size * one['item_bytes'])} as the last layer makes them{holding}; "
-            f"{plural(passes.height / case.num_steps, 'kernel')} a step go over them beside the products, "
-            f"{duration(total_ns / case.num_steps, 3)} of {duration(case.step_ns, 3)}.",
-            fix=_IN_CHUNKS if is_fused else _COMPILED,
-            saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
-            saving_bytes=saving_bytes,
-            upper_bound=True,
-            derived=f"bytes: tensors of that size alive at the peak, less one of {_NUM_CHUNKS} chunks; the product "
-            "that makes them is done twice, which costs time"
-            if is_fused
-            else "the step replayed with one pass over the logits in the forward and one in the backward, at half of "
-            "the device's bandwidth, in place of all; bytes: tensors of that size alive at the peak, less the logits "
-            "once",
-            confidence="medium",
-            falsified_by="a peak that comes elsewhere in the step, or a program that needs all logits",
-            places=case.places(passes["event"]),
-            evidence=(Evidence("kernels over the logits", table.head(10).to_dicts()),),
-        )
-    ]
+    compiled = (
+        "the step replayed with one pass over the logits in the forward and one in the backward, at half of the "
+        "device's bandwidth; bytes: tensors of that size alive at the peak, minus one copy of the logits"
+    )
+    finding = Finding(
+        sentence=f"The full logits ({one['num_tokens']:,} tokens × {one['vocabulary']:,} vocabulary) take "
+        f"{size(logits_bytes)}{holding}. {plural(passes.height / case.num_steps, 'kernel')} that read or write them, "
+        f"besides the matrix products, take {cost_text(case, total_ns / case.num_steps)}.",
+        fix=_IN_CHUNKS if is_fused else _COMPILED,
+        saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
+        saving_bytes=saving_bytes,
+        upper_bound=True,
+        derived=in_chunks if is_fused else compiled,
+        confidence="medium",
+        falsified_by="look at the memory timeline; the finding is wrong if the peak is elsewhere in the step, or if "
+        "the program needs all logits at once",
+        places=case.places(passes["event"]),
+        evidence=(Evidence("kernels over the logits", table.head(10).to_dicts()),),
+    )
+    return [finding]
 
 
 def _is_in_chunks(work: pl.DataFrame) -> pl.Series:
-    """Of each row, whether logits of its size are made more than once before a backward: in chunks already."""
+    """Return for each row whether its logits are already computed in chunks: several times before a backward."""
     backwards = (pl.col("phase") == "backward").cum_sum()
     sizes = ("num_tokens", "vocabulary")
     made = work.select(*sizes, backwards.over(sizes).alias("backward"), _MAKES.cast(pl.Int64).alias("made"))
@@ -101,7 +98,7 @@ def _is_in_chunks(work: pl.DataFrame) -> pl.Series:
 
 
 def _saved(case: Case, held: int | None, kept: int) -> int | None:
-    """What is held and need not be: never more than the peak stands above what there is in other stages of a step."""
+    """Return the bytes that need not be held, at most the difference to the peak in other stages of the step."""
     if not held:
         return None
     elsewhere = [stage.peak_bytes for stage in case.memory.stages if stage.name not in ("forward", "backward")]

@@ -1,4 +1,4 @@
-"""Does every step leave memory behind, or keep a graph of an earlier one alive?"""
+"""Does every step leave memory behind, or keep an earlier step's graph alive?"""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
 _PEAK_SHARE = 0.05
-_MANY_STEPS = 1000
-"""What becomes as much as the peak in so many steps is worth telling, however little it is now."""
+_MANY_STEPS = 1000  # growth that doubles the peak within so many steps is reported
 
 
 def check(case: Case) -> list[Finding]:
@@ -20,50 +19,48 @@ def check(case: Case) -> list[Finding]:
     held = max(growth.held_bytes or 0, _in_graphs(memory))
     is_graph = any(left.num_tensors > 1 for left in memory.left_alive)
     is_much = held >= _PEAK_SHARE * memory.peak_bytes or growth.bytes_per_step * _MANY_STEPS >= memory.peak_bytes
-    # Tensors of a graph keep its nodes alive too, on the host, where nobody counts them: always a slip.
+    # A graph's tensors also keep its nodes alive in host memory, which is not measured: always a mistake.
     if not is_much and not is_graph:
         return []
     row = growth.rows[0]
     what = row["op"] or "something"
     shape = f" of shape {row['shape']}" if row["shape"] else ""
     where = _holder(memory, growth)
-    fix = "keep numbers, not tensors: losses.append(loss.item()); of tensors: .detach().cpu(), and clear the list"
-    return [
-        Finding(
-            sentence=f"Every step leaves {size(growth.bytes_per_step)} behind, most of it from {what}"
-            f"{shape}{f', held by {where}' if where else ''}"
-            f"{' in a graph that is never freed' if is_graph else ''}; {_so_far(growth, held)} the "
-            f"{size(memory.peak_bytes)} at the peak.",
-            fix=fix if where else f"{fix}  # stepscope run --memory train.py names the variable",
-            saving_bytes=held or growth.bytes_per_step,
-            derived="what is there from earlier steps" if held else "what one step leaves",
-            confidence="high" if is_much else "medium",
-            falsified_by=f"a peak that is the same {_MANY_STEPS:,} steps later",
-            places=() if growth.kept is None else case.host_places(growth.kept),
-            evidence=(Evidence("what a step leaves behind", growth.rows[:8]), *_graphs(memory)),
-        )
-    ]
+    fix = "keep numbers, not tensors: losses.append(loss.item()); for tensors: .detach().cpu(), and clear the list"
+    finding = Finding(
+        sentence=f"Every step leaves {size(growth.bytes_per_step)} of memory behind, mostly from {what}"
+        f"{shape}{f', held by {where}' if where else ''}"
+        f"{' in a graph that is never freed' if is_graph else ''}. {_so_far(growth, held)} the "
+        f"{size(memory.peak_bytes)} peak.",
+        fix=fix if where else f"{fix}  # stepscope run --memory train.py names the variable",
+        saving_bytes=held or growth.bytes_per_step,
+        derived="memory held from earlier steps" if held else "memory left by one step",
+        confidence="high" if is_much else "medium",
+        falsified_by=f"train on; the finding is wrong if the peak is the same {_MANY_STEPS:,} steps later",
+        places=() if growth.kept is None else case.host_places(growth.kept),
+        evidence=(Evidence("memory left behind per step", growth.rows[:8]), *_graphs(memory)),
+    )
+    return [finding]
 
 
 def _kept(memory: Account) -> list[Finding]:
-    """A graph of an earlier step that lives on, and of which there are no more each step."""
+    """Return a finding for graphs of earlier steps that stay alive without growing in number."""
     num_bytes = _in_graphs(memory)
     if not memory.left_alive or num_bytes < _PEAK_SHARE * memory.peak_bytes:
         return []
     largest = memory.left_alive[0]
     by = f", held by {largest.frame}" if largest.frame else ""
-    return [
-        Finding(
-            sentence=f"{plural(len(memory.left_alive), 'graph')} of earlier steps still "
-            f"{'lives' if len(memory.left_alive) == 1 else 'live'}{by}, ending in {largest.op or 'no op of a name'}: "
-            f"{size(num_bytes)} of the {size(memory.peak_bytes)} at the peak.",
-            fix="with torch.no_grad(): around what needs no backward; del loss, out  # before the next forward",
-            saving_bytes=num_bytes,
-            derived="what those graphs keep alive at the peak",
-            falsified_by="a peak that is the same without that variable",
-            evidence=_graphs(memory),
-        )
-    ]
+    finding = Finding(
+        sentence=f"{plural(len(memory.left_alive), 'graph')} of earlier steps still "
+        f"{'holds' if len(memory.left_alive) == 1 else 'hold'} {size(num_bytes)} of the {size(memory.peak_bytes)} "
+        f"peak{by}; the last op is {largest.op or 'unnamed'}.",
+        fix="with torch.no_grad(): around code that needs no backward; del loss, out  # before the next forward",
+        saving_bytes=num_bytes,
+        derived="memory that those graphs keep alive at the peak",
+        falsified_by="delete that variable; the finding is wrong if the peak stays the same",
+        evidence=_graphs(memory),
+    )
+    return [finding]
 
 
 def _holder(memory: Account, growth: MemoryGrowth) -> str | None:
@@ -72,15 +69,15 @@ def _holder(memory: Account, growth: MemoryGrowth) -> str | None:
 
 
 def _in_graphs(memory: Account) -> int:
-    """What graphs of earlier steps keep alive at the peak."""
+    """Return the bytes that graphs of earlier steps keep alive at the peak."""
     return sum(part.bytes for part in memory.live_at_peak.by_owner if part.name == "left_alive")
 
 
 def _so_far(growth: MemoryGrowth, held: int) -> str:
     if growth.held_bytes is None:
-        return f"seen in {plural(growth.num_steps, 'step')} in a row, beside"
+        return f"This happens in {plural(growth.num_steps, 'step')} in a row, on top of"
     num = max(row["num_held"] for row in growth.rows)
-    return f"earlier ones have left {size(held)}, up to {num} tensors of a kind, of"
+    return f"Earlier steps left {size(held)}, up to {num} tensors of a kind, of"
 
 
 def _graphs(memory: Account) -> tuple[Evidence, ...]:

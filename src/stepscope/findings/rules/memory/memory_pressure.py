@@ -1,4 +1,4 @@
-"""Is memory that is nearly full lost in pieces that no tensor uses?"""
+"""Is memory nearly full while much of it is lost to fragmentation?"""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from stepscope.findings.retries import retries_of
 from stepscope.formatting import plural, size
 from stepscope.session.case import Case
 
-_FRAGMENTED_SHARE = 0.2
-"""Of what is reserved, what no tensor uses at the peak: below this it is the allocator's ordinary slack."""
-_FULL_SHARE = 0.7
-"""Of the device: with more room left than that, what lies idle costs nothing."""
+_FRAGMENTED_SHARE = 0.2  # of reserved memory unused at the peak; less is normal for the allocator
+_FULL_SHARE = 0.7  # of the device's memory; below this, unused memory costs nothing
 _EXPANDABLE = "expandable_segments:True"
 
 
@@ -22,10 +20,8 @@ _EXPANDABLE = "expandable_segments:True"
 class _Figures:
     allocated_bytes: int
     reserved_bytes: int
-    device_bytes: int
-    """0 where nobody says."""
-    used_bytes: int
-    """By everybody on the device; 0 where nobody says."""
+    device_bytes: int  # 0 if unknown
+    used_bytes: int  # by all processes on the device; 0 if unknown
     num_retries: int
     settings: str
 
@@ -41,28 +37,27 @@ def check(case: Case) -> list[Finding]:
     if not reserved or idle < _FRAGMENTED_SHARE * reserved or not is_full:
         return []
     if _EXPANDABLE in found.settings:
-        fix = "fewer different shapes (pad to a few lengths): expandable segments are on already"
+        fix = "use fewer different shapes (pad to a few lengths): expandable segments are already on"
     else:
         fix = f"PYTORCH_CUDA_ALLOC_CONF={_EXPANDABLE} python train.py"
     counted = retries_of(case)
-    is_told = counted is not None and counted.are_in_every_step  # by allocator_churn
+    is_told = counted is not None and counted.are_in_every_step  # allocator_churn reports it
     again = ""
     if retries and not is_told:
-        again = f"; the allocator gave its cache back {plural(retries, 'time')} to find room"
-    of = f" of the device's {size(total)}" if total else ""
-    return [
-        Finding(
-            sentence=f"{size(reserved)}{of} are reserved, and {size(idle)} ({idle / reserved:.0%}) of that "
-            f"is in no tensor even at the peak{again}.",
-            fix=fix,
-            saving_bytes=idle,
-            upper_bound=True,
-            derived="reserved without allocated, each at its peak",
-            confidence="high" if retries else "medium",
-            falsified_by=f"as much reserved, and as many retries, with {_EXPANDABLE}",
-            evidence=(Evidence("memory", [asdict(found)]),),
-        )
-    ]
+        again = f" The allocator returned its cache {plural(retries, 'time')} to make room."
+    of = f" (of {size(total)} on the device)" if total else ""
+    finding = Finding(
+        sentence=f"{size(idle)} ({idle / reserved:.0%}) of {size(reserved)} reserved memory{of} is not used by any "
+        f"tensor, even at the peak.{again}",
+        fix=fix,
+        saving_bytes=idle,
+        upper_bound=True,
+        derived="peak reserved memory minus peak allocated memory",
+        confidence="high" if retries else "medium",
+        falsified_by=f"set {_EXPANDABLE}; the finding is wrong if reserved memory and retries stay the same",
+        evidence=(Evidence("memory", [asdict(found)]),),
+    )
+    return [finding]
 
 
 def _figures(case: Case) -> _Figures:
@@ -72,12 +67,12 @@ def _figures(case: Case) -> _Figures:
         memory = case.memory
         reserved = memory.peak_reserved_bytes
         if reserved is None:
-            raise Unavailable("nothing says what was reserved: it takes a GPU and profile_memory=True") from None
+            raise Unavailable("Reserved memory is unknown. Profile on a GPU with profile_memory=True.") from None
         allocated = reserved - (memory.fragmentation_bytes or 0)
         return _Figures(allocated, reserved, case.device.memory_bytes, 0, memory.num_retries or 0, "")
     counts = facts.get("memory") or {}
     if "peak_reserved_bytes" not in counts:
-        raise Unavailable("the recording has no allocator's figures: they are a GPU's, after the clean steps")
+        raise Unavailable("The recording has no allocator figures. They are taken on a GPU after the clean steps.")
     variables = (facts.get("environment") or {}).get("variables") or {}
     settings = " ".join(str(value) for name, value in variables.items() if "ALLOC_CONF" in str(name))
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "driver_total_bytes", "driver_used_bytes",
