@@ -201,7 +201,7 @@ def test_a_script_that_keeps_its_own_history_keeps_it(tmp_path):
     folder, done = run(tmp_path, own + TRAINS + check, "--memory")
 
     assert done.returncode == 0 and "STILL ON" in done.stdout, done.stderr
-    assert any("keeps the allocator's history itself" in note["text"] for note in notes_of(folder))
+    assert any("records the allocator history itself" in note["text"] for note in notes_of(folder))
 
 
 def test_the_scripts_own_peak_is_what_it_is_without_us(tmp_path):

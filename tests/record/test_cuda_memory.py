@@ -166,7 +166,7 @@ def test_a_window_in_full_writes_a_snapshot_and_one_without_does_not(cuda, tmp_p
     assert cuda.asked == ["reset", "history all", "history None"]
     assert memory["allocator"]["start_allocated_bytes"] == 100
     # Another note may be of graphs that other tests left alive in this process.
-    assert sum("peak counters were set back" in note for note in notes) == 1
+    assert sum("peak counters were reset" in note for note in notes) == 1
     assert (folders[0] / files.SNAPSHOT_FILE).exists()
 
     cuda.asked.clear()

@@ -116,7 +116,7 @@ def test_a_driver_that_does_not_start_is_unavailable(library, monkeypatch):
 
     with pytest.raises(NvmlUnavailable) as caught:
         Nvml(library)
-    assert caught.value.reason == "NVML does not start: Driver Not Loaded"
+    assert str(caught.value) == "NVML does not start: Driver Not Loaded"
 
 
 def test_the_variable_names_the_library(library, monkeypatch):

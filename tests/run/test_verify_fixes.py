@@ -194,7 +194,7 @@ def test_attention_that_is_there_already_or_set_by_the_script_is_left(apply):
     assert changed(fixes) == {}
     assert left(fixes) == {
         "an attention call runs on flash already": 1,
-        "an attention call stands where the script sets the back end itself": 1,
+        "an attention call runs where the script sets the backend itself": 1,
     }
 
 

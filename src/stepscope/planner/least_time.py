@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from stepscope.devices.peaks import Device
-from stepscope.planner.emulation.torch_support import allows_tf32, products_in_tf32
 from stepscope.planner.tracing import Traced
 from stepscope.recorder.clock import BACKWARD, OPTIMIZER
+from stepscope.recorder.environment import allows_tf32, products_in_tf32
 
 _NO_SLOWER = {"fp64": "fp32", "bf16": "fp16"}
 """A dtype whose products no device multiplies slower, where it has no peak for the first."""

@@ -177,7 +177,7 @@ class _Recorder:
         self._phase = FORWARD if roots else BUILD
         self._in_backward = False
         self.stepped = set()
-        ledger = Ledger(roots, optimizers, self._told, storages=self.storages, is_told=True)
+        ledger = Ledger(roots, optimizers, self._told, storages=self.storages, is_passive=True)
 
         def enter(_module: Any, args: Any, kwargs: Any) -> None:
             ledger.note_inputs(args, kwargs)

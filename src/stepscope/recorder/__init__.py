@@ -1,1 +1,1 @@
-"""Records a training run from inside its process: needs torch and the standard library, nothing else."""
+"""Records a training run from inside its process. Needs only torch and the standard library."""

@@ -1,9 +1,7 @@
-"""The best rates this machine reaches with a plain matrix product and a plain copy.
+"""Measures the best rates this machine reaches with a plain matrix product and a plain copy.
 
-A peak is what the maker promises; a ceiling is what the machine gives when nothing else is in
-the way. Operands are random: on zeros a GPU draws less power, keeps higher clocks, and the
-ceiling would be one that no training step can reach. Each size runs long enough for a GPU to
-meet its power limit, so a burst of a few products can be faster than the ceiling.
+Operands are random. On zeros a GPU draws less power and keeps higher clocks, so no training step could reach that
+rate. Each size runs long enough to hit the power limit, so a short burst can be faster than the ceiling.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ import torch
 
 from stepscope.recorder.cpu import last_level_cache_bytes
 
-# Smallest first: a size is left out when the one before it says that it would outlast its time.
+# Smallest first: a size is skipped if the previous one shows that it would exceed its time.
 CUDA_SIZES = (2048, 4096, 8192, 16384)
 CPU_SIZES = (256, 512, 1024, 2048)
 MAX_ROUNDS = 500
 WARM_UP_ROUNDS = 2
 
-# Several times any GPU's last-level cache.
+# Several times the last-level cache of any GPU.
 CUDA_COPY_BYTES = 1 << 30
 CPU_COPY_BYTES = 256 << 20
 MAX_CPU_COPY_BYTES = 1 << 30
@@ -35,12 +33,12 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 
 
 class MeasuredCeilings(TypedDict):
-    """What `measure_ceilings` returns."""
+    """The result of `measure_ceilings`."""
 
     matmul_flops: dict[str, int]
-    """Operations a second by dtype, 2 a multiply-add: the best median over the square sizes."""
+    """FLOP/s by dtype, 2 per multiply-add: the best median over the square sizes."""
     matmul_sizes: dict[str, int]
-    """The size that gave it."""
+    """The size that reached it."""
     copy_bytes_per_s: int
     """Bytes read plus bytes written."""
     left_out: dict[str, str]
@@ -53,9 +51,9 @@ def measure_ceilings(
     seconds: float = 2.0,
     progress: Callable[[str], None] = lambda what: None,
 ) -> MeasuredCeilings:
-    """The ceilings of `device`, "cuda" or "cpu", at about `seconds` for each dtype and for the copy.
+    """Return the ceilings of `device` ("cuda" or "cpu"), taking about `seconds` per dtype and for the copy.
 
-    `progress` is told what is measured next. Random state and float32 precision are left as found.
+    `progress` receives what is measured next. Random state and float32 precision are restored.
     """
     target = torch.device(device)
     if target.type not in ("cuda", "cpu"):
@@ -92,14 +90,14 @@ def _unsupported(name: str, device: torch.device) -> str | None:
     if device.type == "cpu":
         return "only on CUDA devices" if name == "tf32" else None
     if name == "tf32" and torch.version.hip:
-        return "torch does not say whether ROCm uses it"
+        return "torch does not report whether ROCm uses it"
     if torch.version.hip or name not in ("tf32", "bf16"):
         return None
     return "needs compute capability 8.0" if torch.cuda.get_device_capability(device) < (8, 0) else None
 
 
 def _best_matmul(name: str, device: torch.device, seconds: float) -> tuple[int, int]:
-    """The highest median rate over the sizes in FLOP/s, and its size."""
+    """Return the highest median rate over the sizes in FLOP/s, and its size."""
     sizes = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
     budget_ns = round(seconds * 1e9 / len(sizes))
     generator = torch.Generator(device).manual_seed(0)
@@ -130,7 +128,7 @@ def _copy_bytes_per_s(device: torch.device, seconds: float) -> int:
 
 
 def _median_ns(run: Callable[[], object], device: torch.device, budget_ns: int) -> float:
-    """The median nanoseconds of one `run`, over as many as fit in `budget_ns`, but at least one."""
+    """Return the median nanoseconds of one `run`, over as many as fit in `budget_ns`, at least one."""
     for _ in range(WARM_UP_ROUNDS):
         run()
     timed = _cuda_rounds_ns if device.type == "cuda" else _cpu_rounds_ns

@@ -1,8 +1,7 @@
-"""Where a step's time goes: consecutive phases, on the host's clock and on the device's.
+"""Splits a step's time into consecutive phases, on the host and on the device.
 
-The clock is cut at each change of phase, so the parts sum to the step by construction. On a
-GPU a cut also records one CUDA event on the current stream: it is enqueued, never waited for,
-and read many steps later. Nothing here synchronizes.
+Each phase begins where the previous one ends, so the phases always sum to the step. On a GPU each switch also records
+a CUDA event on the current stream. Events are read many steps later: nothing here synchronizes.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ FORWARD = "forward"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 OTHER = "other"
-# The stretch that ends where a forward begins. It is the data phase of a loop that has no
-# DataLoader; in a loop that has one it is whatever else stands there. The reader decides:
-# only at the end is it known whether a DataLoader was there.
+# The time before a forward. Without a DataLoader it is the data phase; with one it is other work. The reader decides,
+# because only the end of the run shows whether there was a DataLoader.
 BEFORE_FORWARD = "before_forward"
-# The stretch that ends where a backward begins and no forward was seen: a compiled function's
-# forward, or one that calls no module.
+# The time before a backward that no forward precedes: the forward of a compiled function, or of no module.
 BEFORE_BACKWARD = "before_backward"
 PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER)
 
 
 def name_between(following: str | None) -> str:
-    """What a stretch between the phases is called, by the phase that follows it."""
+    """Return the name of the time between two phases, given the phase that follows."""
     return {FORWARD: BEFORE_FORWARD, BACKWARD: BEFORE_BACKWARD}.get(following or "", OTHER)
 
 
 @dataclass
 class TimedStep:
-    """One finished step: integer nanoseconds by phase, and the CUDA events still to be read."""
+    """One finished step: nanoseconds by phase, and the CUDA events that have not been read yet."""
 
     index: int
     start_ns: int
@@ -47,21 +44,21 @@ class TimedStep:
     loss: Any = None
 
     def joined(self, following: TimedStep) -> TimedStep:
-        """This step and the one right after it as one, on the host's clock."""
+        """Return this step and the next one as a single step, with host times only."""
         names = {**self.host_ns, **following.host_ns}
         host_ns = {name: self.host_ns.get(name, 0) + following.host_ns.get(name, 0) for name in names}
         return TimedStep(self.index, self.start_ns, self.wall_ns + following.wall_ns, host_ns)
 
 
 class Clock:
-    """Cuts time into phases; `begin_step`, any number of `switch`, `end_step`.
+    """Splits time into phases with `begin_step`, any number of `switch`, and `end_step`.
 
-    `on_range(label or None)` is called at each cut while a trace window is open.
+    While a trace window is open, `on_range(label or None)` is called at each switch.
     """
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now = now
-        self.label: str | None = None  # None: between the phases
+        self.label: str | None = None  # None between two phases
         self._cut_ns = now()
         self._start_ns = self._cut_ns
         self._host_ns: dict[str, int] = {}
@@ -72,11 +69,11 @@ class Clock:
         self.on_range: Callable[[str | None], None] | None = None
 
     def use_device(self, device_index: int) -> None:
-        """Record CUDA events on this device from the next step on."""
+        """Record CUDA events on this device, starting with the next step."""
         self._device = device_index
 
     def switch(self, label: str | None) -> None:
-        """End the running stretch and begin one that belongs to `label`."""
+        """End the current phase and begin `label`."""
         current = self.label
         if label == current:
             return
@@ -93,14 +90,14 @@ class Clock:
             self.on_range(label)
 
     def begin_step(self) -> None:
-        """Start a step now."""
+        """Start a step."""
         self._host_ns = {}
         self._events = []
         self._first_event = None if self._device is None else self._record()
         self._cut_ns = self._start_ns = self._now()
 
     def end_step(self, index: int) -> TimedStep:
-        """Close the running stretch and return the step."""
+        """End the current phase and return the step."""
         now = self._now()
         name = self.label or OTHER
         self._host_ns[name] = self._host_ns.get(name, 0) + now - self._cut_ns
@@ -108,27 +105,27 @@ class Clock:
         if self._first_event is not None:
             event = self._record()
             if event is None:
-                self._first_event = None  # a step that ended inside a graph capture has no device time
+                self._first_event = None  # a step that ends inside a graph capture has no device time
             else:
                 self._events.append((name, event))
         return TimedStep(index, self._start_ns, now - self._start_ns, self._host_ns, self._first_event, self._events)
 
     def _record(self) -> Any:
         if torch.cuda.is_current_stream_capturing():
-            return None  # a timing event may not be recorded into a graph
+            return None  # a timing event must not be recorded into a graph
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def recycle(self, step: TimedStep) -> None:
-        """Take back the events of a step that has been read."""
+        """Reuse the events of a step that has been read."""
         if step.first_event is not None:
             self._pool.append(step.first_event)
             self._pool.extend(event for _, event in step.events)
 
 
 def read_device_ns(step: TimedStep) -> dict[str, int] | None:
-    """Device nanoseconds by phase of a step whose events have all completed; None without a GPU."""
+    """Return device nanoseconds by phase once all events have completed, or None without a GPU."""
     if step.first_event is None:
         return None
     device_ns: dict[str, int] = {}

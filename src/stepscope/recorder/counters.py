@@ -1,12 +1,11 @@
-"""GPU counters beside a run: one JSON line a sample, from a thread of its own.
+"""Samples GPU counters during a run in a separate thread, one JSON line per sample.
 
     {"t_ns": 812345, "gpu_busy_share": 0.97, "memory_controller_busy_share": 0.4, "power_watts": 512.3,
      "energy_joules": 123.4, "sm_clock_mhz": 1980, "memory_clock_mhz": 3201, "throttle": ["sw_power_cap"],
      "driver_memory_bytes": 81604378624}
 
-`t_ns` is `time.perf_counter_ns()`; a counter that the GPU does not offer is absent. `energy_joules`
-counts from the driver's start and is in the first line, the last, whenever it is asked for, and about
-one a second between.
+`t_ns` is `time.perf_counter_ns()`. Counters that the GPU does not offer are missing. `energy_joules` counts from the
+driver's start. It is in the first and last line, in samples on request, and about once per second.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from stepscope.recorder.nvml import Nvml, NvmlGpu, NvmlUnavailable
 
 FLUSH_NS = 1_000_000_000
 JOIN_SECONDS = 2.0
-# The interval doubles after each stretch of this many samples, so that a run of weeks stays small.
+# The interval doubles after this many samples, so that the file of a run of weeks stays small.
 STRETCH_SAMPLES = 36_000
 
 
 class CounterSampler:
-    """Samples one GPU until `stop`; what ends the sampling early is kept in `error`, never raised."""
+    """Samples one GPU until `stop`. An exception ends the sampling and is kept in `error`, never raised."""
 
     def __init__(self, nvml: Nvml, gpu: NvmlGpu, path: Path, interval_seconds: float) -> None:
         self.error: BaseException | None = None
@@ -39,7 +38,7 @@ class CounterSampler:
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._is_stopped = False
-        # Not a Python file: a forked child would write its copy of the file's buffer once more at its exit.
+        # Not a Python file object: a forked child would write its copy of the buffer again on exit.
         self._pending: list[str] = []
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._thread = threading.Thread(target=self._run, name="stepscope-counters", daemon=True)
@@ -52,7 +51,7 @@ class CounterSampler:
         interval_seconds: float = 0.1,
         library_name: str | None = None,
     ) -> CounterSampler:
-        """A sampler that is running; NvmlUnavailable when this GPU's counters cannot be read."""
+        """Return a running sampler. Raises NvmlUnavailable if the GPU's counters cannot be read."""
         if interval_seconds <= 0:
             raise ValueError(f"interval_seconds must be above 0, not {interval_seconds}")
         nvml = Nvml(library_name)
@@ -65,33 +64,29 @@ class CounterSampler:
         return sampler
 
     def stop(self) -> None:
-        """End the sampling and write what is left.
-
-        Takes at most JOIN_SECONDS, and does nothing in a forked child.
-        """
+        """Stop sampling within JOIN_SECONDS and write the rest. Does nothing in a forked child."""
         if self._is_stopped or os.getpid() != self._pid:
             return
         self._is_stopped = True
         self._stopping.set()
         self._wake.set()
         self._thread.join(JOIN_SECONDS)
-        # A thread that hangs inside the driver still holds both: leave them to the end of the process.
+        # A thread that hangs inside the driver still uses both: leave them open.
         if not self._thread.is_alive():
             os.close(self._descriptor)
             self._nvml.close()
 
     def sample_energy(self) -> None:
-        """Have the thread take a sample with its energy now; returns at once."""
+        """Ask the thread for a sample with energy now. Returns immediately."""
         self._wake.set()
 
     def other_processes(self) -> list[dict[str, Any]]:
-        """The other processes that compute on this GPU: `pid`, `name`, `used_bytes`; empty after `stop`.
+        """Return the other processes that compute on this GPU (`pid`, `name`, `used_bytes`); empty after `stop`.
 
-        Pids are the driver's: in a container they may belong to another namespace, and then this
-        process itself is in the list, under a pid it does not know. When NVML fails the list is
-        empty and `error` says why.
+        In a container the driver's pids may belong to another namespace. Then this process is in the list too. If
+        NVML fails, the list is empty and `error` is set.
         """
-        # A child forked while the thread was inside NVML would wait for a lock that nobody releases.
+        # A child forked while the thread was inside NVML would wait for a lock that is never released.
         if self._is_stopped or os.getpid() != self._pid:
             return []
         try:
@@ -147,7 +142,7 @@ class CounterSampler:
 
 
 def sample(gpu: NvmlGpu, t_ns: int, with_energy: bool) -> dict[str, Any]:
-    """One line of the counters file: the counters of `gpu` now, without those it does not offer."""
+    """Return one line of the counters file: the counters of `gpu` now, without those it does not offer."""
     busy = gpu.busy_shares()
     memory = gpu.memory_bytes()
     values = {
@@ -155,7 +150,7 @@ def sample(gpu: NvmlGpu, t_ns: int, with_energy: bool) -> dict[str, Any]:
         "gpu_busy_share": busy[0] if busy else None,
         "memory_controller_busy_share": busy[1] if busy else None,
         "power_watts": gpu.power_watts(),
-        # Takes milliseconds on an H200, where every other reading takes microseconds.
+        # Takes milliseconds on an H200. Every other reading takes microseconds.
         "energy_joules": gpu.energy_joules() if with_energy else None,
         "sm_clock_mhz": gpu.sm_clock_mhz(),
         "memory_clock_mhz": gpu.memory_clock_mhz(),

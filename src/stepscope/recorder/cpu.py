@@ -1,4 +1,4 @@
-"""What the standard library can tell about this machine's processor."""
+"""The processor's name and cache size, from the standard library alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """The processor's name, as every recording made on it spells it: "AMD EPYC 9554 64-Core Processor"."""
+    """Return the processor's name, e.g. "AMD EPYC 9554 64-Core Processor"."""
     try:
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -20,13 +20,13 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
                 return value.strip()
     except OSError:
         pass
-    # ARM kernels give no model name there, and platform.processor() is often empty or just the architecture.
+    # ARM kernels list no model name, and platform.processor() is often empty or only the architecture.
     name = platform.processor()
     return name if name and name != platform.machine() else f"{platform.machine() or 'unknown'} CPU"
 
 
 def last_level_cache_bytes(cpu_folder: Path = CPU_FOLDER) -> int | None:
-    """Bytes of the outermost cache, all its slices together, or None where the kernel does not say."""
+    """Return the bytes of the last-level cache, over all its slices, or None if the kernel does not report it."""
     slices: dict[int, dict[str, int]] = {}
     for index in cpu_folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:

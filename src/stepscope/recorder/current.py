@@ -1,10 +1,21 @@
-"""The recording session of this process, if there is one. Imports nothing: `stepscope.step()` must be free."""
+"""The recording session of this process, if one is active. Importing this must stay cheap for `stepscope.step()`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from stepscope.recorder.session import Session
 
-session: Session | None = None
+class ActiveSession(Protocol):
+    """The part of `session.Session` that the rest of Stepscope uses."""
+
+    folder: Path
+    is_script: bool
+
+    def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None: ...
+    def phase(self, name: str) -> AbstractContextManager[None]: ...
+    def stop_listening(self) -> None: ...
+
+
+session: ActiveSession | None = None

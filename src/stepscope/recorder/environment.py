@@ -1,4 +1,4 @@
-"""What a run ran on: versions, device, settings that decide speed, and the memory counters."""
+"""What a run ran on: versions, device, settings that affect speed, and memory counters."""
 
 from __future__ import annotations
 
@@ -7,86 +7,89 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stepscope.recorder.cpu import cpu_name
 
-# Settings that change how fast a step is. Nothing else of the environment is written down.
+# Variables that affect the speed of a step. No others are recorded.
 VARIABLE_PREFIXES = ("CUDA_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH", "TOKENIZERS_PARALLELISM")
 
 
-class Environment:
-    """Facts of this process that are asked for more than once."""
+def environment_facts(device: int | None) -> dict[str, Any]:
+    """Return versions, device and settings as JSON values."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": str(torch.__version__),
+        "device": "cpu" if device is None else "cuda",
+        "device_name": cpu_name() if device is None else torch.cuda.get_device_name(device),
+        "num_threads": torch.get_num_threads(),
+        "rank": int(os.environ.get("RANK", "0")),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "float32_matmul": float32_matmul(device),
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLE_PREFIXES)
+        },
+    }
+    if device is not None:
+        properties = torch.cuda.get_device_properties(device)
+        facts["cuda"] = torch.version.cuda
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["compute_capability"] = f"{properties.major}.{properties.minor}"
+        facts["memory_bytes"] = properties.total_memory
+        facts["num_visible_devices"] = torch.cuda.device_count()
+        facts["driver"] = driver_version()
+    return facts
 
-    def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
 
-    def facts(self, device: int | None) -> dict[str, Any]:
-        """Versions, device and settings, as JSON values."""
-        facts: dict[str, Any] = {
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "torch": str(torch.__version__),
-            "device": "cpu" if device is None else "cuda",
-            "device_name": cpu_name() if device is None else torch.cuda.get_device_name(device),
-            "num_threads": torch.get_num_threads(),
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "float32_matmul": float32_matmul(device),
-            "variables": {
-                name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLE_PREFIXES)
-            },
-        }
-        if device is not None:
-            properties = torch.cuda.get_device_properties(device)
-            facts["cuda"] = torch.version.cuda
-            facts["cudnn"] = torch.backends.cudnn.version()
-            facts["compute_capability"] = f"{properties.major}.{properties.minor}"
-            facts["memory_bytes"] = properties.total_memory
-            facts["num_visible_devices"] = torch.cuda.device_count()
-            facts["driver"] = driver_version()
-        return facts
-
-    def memory(self, device: int | None) -> dict[str, int]:
-        """Peaks since the process began, each by its own name; nothing is reset, the script may look too."""
-        unit = 1 if sys.platform == "darwin" else 1024
-        facts = {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-        if device is not None:
-            stats = torch.cuda.memory_stats(device)
-            free, total = torch.cuda.mem_get_info(device)
-            facts.update(
-                peak_allocated_bytes=stats["allocated_bytes.all.peak"],
-                peak_reserved_bytes=stats["reserved_bytes.all.peak"],
-                driver_used_bytes=total - free,
-                driver_total_bytes=total,
-                num_allocator_retries=stats["num_alloc_retries"],
-                num_allocator_ooms=stats["num_ooms"],
-            )
-        return facts
+def memory_facts(device: int | None) -> dict[str, int]:
+    """Return the memory peaks since the process began. Resets nothing, because the script may read them too."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    facts = {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device is not None:
+        stats = torch.cuda.memory_stats(device)
+        free, total = torch.cuda.mem_get_info(device)
+        facts.update(
+            peak_allocated_bytes=stats["allocated_bytes.all.peak"],
+            peak_reserved_bytes=stats["reserved_bytes.all.peak"],
+            driver_used_bytes=total - free,
+            driver_total_bytes=total,
+            num_allocator_retries=stats["num_alloc_retries"],
+            num_allocator_ooms=stats["num_ooms"],
+        )
+    return facts
 
 
 def float32_matmul(device: int | None) -> str:
-    """`tf32` when float32 matrix products may use TF32 on this device, else `fp32`."""
+    """Return `tf32` if float32 matrix products may use TF32 on this device, else `fp32`."""
     if device is None or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return "fp32"
-    # Since torch 2.9 there are two ways to set this, and asking the old one after the new one was used raises.
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if precision in ("tf32", "ieee"):
-        return "tf32" if precision == "tf32" else "fp32"
-    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if products_in_tf32() else "fp32"
+
+
+def products_in_tf32() -> bool:
+    """Return whether torch is set to multiply float32 matrices in TF32."""
+    return allows_tf32(torch.backends.cuda.matmul, lambda: torch.get_float32_matmul_precision() != "highest")
+
+
+def allows_tf32(backend: Any, by_old_setting: Callable[[], bool]) -> bool:
+    """Return whether a backend of torch is set to compute float32 in TF32."""
+    # Since torch 2.9 there are two settings, and reading the old one after the new one was set raises.
+    precision = getattr(backend, "fp32_precision", None)
+    return precision == "tf32" if precision in ("tf32", "ieee") else bool(by_old_setting())
 
 
 def gpu_uuid(device: int) -> str:
-    """The UUID of a CUDA device."""
+    """Return the UUID of a CUDA device."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @functools.cache
 def driver_version() -> str | None:
-    """The NVIDIA driver's version, or None."""
+    """Return the NVIDIA driver's version, or None."""
     from stepscope.recorder.nvml import Nvml, NvmlUnavailable
 
     try:

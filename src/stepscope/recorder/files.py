@@ -1,9 +1,7 @@
-"""The recording on disk: its names, and writes that a kill at any moment leaves readable.
+"""The files of a recording: their names, and writes that stay readable when the process is killed.
 
-`recording.json` is written to a temporary name and renamed. It says `interrupted` from the
-first write on and is only made `finished` or `failed` at the very end, so that what lies on
-disk is true even when the process is killed and nobody is left to say so.
-`samples.jsonl` is appended one whole line a step, straight to the operating system.
+`recording.json` is written under a temporary name and then renamed. Its status is `interrupted` until the very end,
+so that it is correct even if the process is killed. `samples.jsonl` is appended one whole line per step, unbuffered.
 """
 
 from __future__ import annotations
@@ -38,15 +36,15 @@ STATUS_INTERRUPTED = "interrupted"
 STATUS_FINISHED = "finished"
 STATUS_FAILED = "failed"
 
-# More lines than this would make a week-long run's recording the problem it looks for.
+# Limits the size of the recording of a very long run.
 MAX_SAMPLE_LINES = 100_000
 
 
 def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
-    """Create `folder`, or empty an earlier recording when `force` is set; ValueError when it cannot be.
+    """Create `folder`, or empty an earlier recording if `force` is set. Raises ValueError if that is not possible.
 
-    Only a folder that holds a recording is ever emptied: `--force` on a home directory is refused.
-    `keep_ranks` leaves the folders of other ranks alone: they are being written at this moment.
+    Only a folder that holds a recording is emptied: `--force` on a home directory is refused. `keep_ranks` leaves
+    other ranks' folders alone, because they are being written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,10 +53,10 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
             if not _is_recording(folder / RECORDING_FILE):
                 raise ValueError(f"{folder} is not empty and holds no recording: name another folder with -o")
             if not force:
-                raise ValueError(f"{folder} already holds a recording: add --force to replace it, or -o OTHER")
+                raise ValueError(f"{folder} already holds a recording: add --force to replace it, or use -o OTHER")
             for entry in entries:
                 if entry.name not in OWN_NAMES and not RANK_FOLDER.fullmatch(entry.name):
-                    continue  # somebody keeps notes beside the recording
+                    continue  # the user keeps own files beside the recording
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         probe = folder / f".{RECORDING_FILE}.tmp"
         probe.touch()
@@ -78,7 +76,7 @@ def _is_recording(path: Path) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON so that a reader sees the old file or the new one, never a part."""
+    """Write `value` as JSON atomically: a reader sees either the old file or the new one."""
     text = json.dumps(value, indent=1, allow_nan=False, default=str)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text + "\n", encoding="utf-8")
@@ -86,7 +84,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_json_gz(path: Path, value: Any) -> None:
-    """The same, compressed."""
+    """Write `value` as compressed JSON atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     with gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as stream:
         json.dump(value, stream, separators=(",", ":"), default=str)
@@ -94,18 +92,18 @@ def write_json_gz(path: Path, value: Any) -> None:
 
 
 class LineFile:
-    """An append-only file of JSON lines; each line is one `write`, so a kill never leaves half of two."""
+    """An append-only file of JSON lines. Each line is a single `write`, so a kill leaves no mixed lines."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        # Out of the way: scripts that become daemons close the low descriptors, whoever they belong to.
+        # A high number: scripts that become daemons close the low descriptors.
         self._descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
         os.close(descriptor)
         self.num_lines = 0
         self.num_dropped = 0
 
     def append(self, line: str) -> None:
-        """Append one line of JSON text; past MAX_SAMPLE_LINES, or on a full disk, it is only counted."""
+        """Append one line of JSON. After MAX_SAMPLE_LINES, or on a full disk, lines are only counted."""
         if self.num_lines >= MAX_SAMPLE_LINES:
             self.num_dropped += 1
             return
@@ -120,5 +118,5 @@ class LineFile:
             try:
                 os.close(self._descriptor)
             except OSError:
-                pass  # the script has closed it
+                pass  # the script closed it
             self._descriptor = -1

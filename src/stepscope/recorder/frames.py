@@ -1,4 +1,4 @@
-"""Whose code is running: the frames of the script on the stack, without torch's and without ours."""
+"""The stack frames of the script, without those of torch and Stepscope."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120  as a code object spells it
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PTH118, PTH120
-_WORKLOADS = os.path.join(_OURS, "workloads", "")  # noqa: PTH118  models: what is measured, not what measures
+_WORKLOADS = os.path.join(_OURS, "workloads", "")  # noqa: PTH118  these models are measured like the user's own
 
 _is_script: dict[str, bool] = {}
 
 
 def script_frames() -> Iterator[types.FrameType]:
-    """The frames of this thread that are neither torch's nor stepscope's, innermost first."""
+    """Yield the frames of this thread that belong to neither torch nor Stepscope, innermost first."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -33,16 +33,16 @@ def script_frames() -> Iterator[types.FrameType]:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file was installed, and is not what the user works on."""
+    """Return whether a file belongs to an installed package."""
     return f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
 
 
 def place(frame: types.FrameType) -> str:
-    """`train.py:42`."""
+    """Return `train.py:42`."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def caller() -> str | None:
-    """`train.py:42 forward`: the innermost frame of the script; None on a thread that has none."""
+    """Return the innermost frame of the script as `train.py:42 forward`, or None if this thread has none."""
     frame = next(script_frames(), None)
     return f"{place(frame)} {frame.f_code.co_name}" if frame is not None else None

@@ -1,6 +1,6 @@
-"""The places in PyTorch where a training loop shows what it is doing, each a handle that comes off again.
+"""Hooks on the places in PyTorch that show what a training loop does. Each is a handle that can be removed.
 
-None of these runs more than a few times a step: no hook sits on every op or every module.
+Each hook runs only a few times per step: none is on every op or every module.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -26,7 +23,7 @@ from stepscope.recorder.patches import Handle, Patch, remove_all
 
 
 class LoopListener(Protocol):
-    """What the hooks report, in the order a loop does it. `listens()` is false on other threads."""
+    """Receives the hooks' events. `listens()` is false on other threads."""
 
     def listens(self) -> bool: ...
     def data_begins(self) -> None: ...
@@ -44,12 +41,12 @@ class LoopListener(Protocol):
 
 
 def install_boundaries(listener: LoopListener) -> list[Handle]:
-    """Hook what ends a step: the optimizer, and the loss scaler that may skip it; step aside for TorchScript."""
+    """Hook what ends a step: optimizers and loss scalers. Also pause for TorchScript and skip replicas."""
     return [*_optimizer_hooks(listener), _scaler_patch(listener), *_script_patches(listener), _replica_patch()]
 
 
 def install_phases(listener: LoopListener) -> list[Handle]:
-    """Hook what a step is made of: autograd and the DataLoader; and the profiler, of which there is one."""
+    """Hook the parts of a step (autograd, the DataLoader) and the script's own profiler."""
     return [*_backward_patches(listener), *_data_patches(listener), *_profiler_patches(listener)]
 
 
@@ -66,7 +63,7 @@ def _optimizer_hooks(listener: LoopListener) -> list[Handle]:
 
 
 def install_free_step(listener: LoopListener, ended: Callable[[], None]) -> Handle:
-    """Hear only that an optimizer has stepped: all there is to hear where one optimizer makes the step."""
+    """Report only optimizer steps, for loops in which one optimizer step is one step."""
 
     def post_hook(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and listener.listens():
@@ -77,9 +74,9 @@ def install_free_step(listener: LoopListener, ended: Callable[[], None]) -> Hand
 
 
 def surround_optimizers(listener: LoopListener, optimizers: Iterable[Any]) -> list[Handle]:
-    """Hear these optimizers from outside torch's own `Optimizer.step` range, for the trace.
+    """Report these optimizers from outside torch's own `Optimizer.step` range, for the trace.
 
-    The global hooks run inside that range: ranges of ours that change there would not nest with it.
+    The global hooks run inside that range, so ranges opened there would not nest with it.
     """
 
     def around(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +95,7 @@ def surround_optimizers(listener: LoopListener, optimizers: Iterable[Any]) -> li
 
 
 def _scaler_patch(listener: LoopListener) -> Handle:
-    # A GradScaler that finds an infinity does not call the optimizer: the step took place and was skipped.
+    # A GradScaler that finds an infinity does not call the optimizer: the step happened and was skipped.
     def scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not listener.listens():
             return original(scaler, optimizer, *args, **kwargs)
@@ -124,7 +121,7 @@ def _scaler_patch(listener: LoopListener) -> Handle:
 
 
 def _backward_patches(listener: LoopListener) -> list[Handle]:
-    # Tensor.backward looks torch.autograd.backward up at each call, so this catches every loop's backward.
+    # Tensor.backward looks up torch.autograd.backward at each call, so this sees every backward.
     def around(position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not listener.listens():
             return original(*args, **kwargs)
@@ -136,7 +133,7 @@ def _backward_patches(listener: LoopListener) -> list[Handle]:
         finally:
             listener.backward_ended()
 
-    # The second figure is where `create_graph` stands when it is not given by name.
+    # The second argument is the position of `create_graph` when it is passed by position.
     return [
         Patch(torch.autograd, "backward", functools.partial(around, 3)),
         Patch(torch.autograd, "grad", functools.partial(around, 4)),
@@ -157,7 +154,7 @@ def _data_patches(listener: LoopListener) -> list[Handle]:
 
 
 def _profiler_patches(listener: LoopListener) -> list[Handle]:
-    # PyTorch has one profiler at a time. The script's own comes first: ours makes way.
+    # PyTorch allows one profiler at a time. The script's own has priority.
     def prepare(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if listener.listens():
             listener.profiler_begins()
@@ -174,16 +171,16 @@ def _profiler_patches(listener: LoopListener) -> list[Handle]:
 
 
 def _script_patches(listener: LoopListener) -> list[Handle]:
-    # TorchScript compiles what hangs on a module, and a trace would run our hooks as the model's own code.
-    def aside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # TorchScript compiles what is attached to a module, and a trace would record our hooks as the model's code.
+    def pause(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with listener.paused():
             return original(*args, **kwargs)
 
-    return [Patch(torch.jit, "script", aside), Patch(torch.jit, "trace", aside)]
+    return [Patch(torch.jit, "script", pause), Patch(torch.jit, "trace", pause)]
 
 
 def _replica_patch() -> Handle:
-    # A replica takes its module's attributes along, and our hook would send its calls to the original.
+    # A replica copies its module's attributes, and our hook would send its calls to the original.
     def replicate(original: Callable[..., Any], module: nn.Module) -> Any:
         replica = original(module)
         drop_hooks(replica)
@@ -193,7 +190,7 @@ def _replica_patch() -> Handle:
 
 
 class FirstModuleCall:
-    """Reports the first module that is called at all, then is gone: the root of a loop that only infers."""
+    """Reports the first module that is called, then removes itself: the root of an inference loop."""
 
     def __init__(self, found: Callable[[nn.Module], None]) -> None:
         original = nn.Module.__call__
@@ -206,37 +203,37 @@ class FirstModuleCall:
 
         self._original, self._wrapper = original, call
         self._handles: list[Handle] = []
-        # Dynamo keeps nn.Module.__call__ when it is imported (it has a short cut for it), and so does each
-        # torch.compile(module): neither must keep ours.
+        # Dynamo keeps a reference to nn.Module.__call__ when it is imported, and so does each torch.compile(module).
+        # Neither may keep ours.
         if "torch._dynamo" in sys.modules:
             self._watch_compile()
         else:
-            self._handles.append(AfterImport("torch._dynamo", before=self._take_off, after=self._dynamo_is_here))
-        self._put_on()
+            self._handles.append(AfterImport("torch._dynamo", before=self._detach, after=self._dynamo_imported))
+        self._attach()
 
-    def _dynamo_is_here(self) -> None:
+    def _dynamo_imported(self) -> None:
         self._watch_compile()
-        self._put_on()
+        self._attach()
 
     def _watch_compile(self) -> None:
         def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._take_off()
+            self._detach()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._put_on()
+                self._attach()
 
         module = sys.modules["torch._dynamo.eval_frame"]
         self._handles.append(Patch(module.OptimizedModule, "_initialize", initialize))
 
-    def _put_on(self) -> None:
-        if nn.Module.__call__ is self._original:  # and not a replacement of the script's own
+    def _attach(self) -> None:
+        if nn.Module.__call__ is self._original:  # leave the script's own replacement alone
             nn.Module.__call__ = self._wrapper
 
-    def _take_off(self) -> None:
+    def _detach(self) -> None:
         if nn.Module.__call__ is self._wrapper:
             nn.Module.__call__ = self._original
 
     def remove(self) -> None:
-        self._take_off()
+        self._detach()
         remove_all(self._handles)

@@ -1,8 +1,7 @@
-"""Runs somebody's script as Python itself would, with a hook that waits for torch to be imported.
+"""Runs a script the way Python would, with a hook that waits for torch to be imported.
 
-torch is not imported before the script does: what the script sets first (CUDA_VISIBLE_DEVICES,
-OMP_NUM_THREADS, the allocator's configuration) must still count. This module therefore imports
-neither torch nor anything that does.
+This module must not import torch: what the script sets before importing it (CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS,
+the allocator configuration) must still take effect.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
 
 @dataclass(frozen=True)
 class Program:
-    """A script or module, compiled and ready to be `__main__`."""
+    """A compiled script or module, ready to run as `__main__`."""
 
     name: str
     file: str
@@ -38,15 +37,15 @@ class Program:
 
 
 def load_script(script: str, arguments: Sequence[str]) -> Program:
-    """Compile a script file; ValueError with one clear line when it is not one."""
+    """Return a compiled script file. Raises ValueError with a one-line message if it cannot be compiled."""
     path = Path(script)
     file = os.path.abspath(script)  # noqa: PTH100  as Python does: absolute, links not resolved
     if not path.exists():
-        raise ValueError(f"there is no file {script}")
+        raise ValueError(f"{script} not found")
     if path.is_dir():
-        raise ValueError(f"{script} is a folder: name a Python script, or a module with -m")
+        raise ValueError(f"{script} is a folder: name a Python script, or use -m for a module")
     try:
-        # The declared encoding counts, as for Python itself.
+        # Reads the file as bytes, so that the script's encoding declaration applies.
         with io.open_code(str(path.resolve())) as stream:
             code = compile(stream.read(), file, "exec", dont_inherit=True)
     except OSError as error:
@@ -59,12 +58,12 @@ def load_script(script: str, arguments: Sequence[str]) -> Program:
 
 
 def load_module(module: str, arguments: Sequence[str]) -> Program:
-    """Find and compile a module for `-m`; ValueError when there is none."""
+    """Return a compiled module for `-m`. Raises ValueError if it is not found."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         _, spec, code = runpy._get_module_details(module)  # type: ignore[attr-defined]
     except ImportError as error:
-        raise ValueError(f"no module to run: {error}") from None
+        raise ValueError(f"cannot run the module: {error}") from None
     finally:
         sys.path.pop(0)
     name = module.split(".")[-1]
@@ -72,7 +71,7 @@ def load_module(module: str, arguments: Sequence[str]) -> Program:
 
 
 def run_program(program: Program) -> None:
-    """Run it as `__main__` in this process; its exceptions come out as they are."""
+    """Run a program as `__main__` in this process. Its exceptions pass through unchanged."""
     main = types.ModuleType("__main__")
     main.__file__ = program.file
     main.__spec__ = program.spec
@@ -82,7 +81,7 @@ def run_program(program: Program) -> None:
     main.__dict__["__cached__"] = None
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
-    # It stays in place after the script's end: its atexit functions and threads still look there.
+    # It stays in place after the script ends: atexit functions and threads still look it up.
     sys.modules["__main__"] = main
     sys.argv[:] = program.argv
     sys.path[0] = program.path_entry
@@ -90,7 +89,7 @@ def run_program(program: Program) -> None:
 
 
 def script_traceback(traceback: TracebackType | None, code: CodeType | None) -> TracebackType | None:
-    """The traceback as the script alone would show it: from its own first frame, without ours in between."""
+    """Return the traceback that the script alone would show, without frames of Stepscope."""
     frames: list[TracebackType] = []
     while traceback is not None:
         if traceback.tb_frame.f_code is code:
@@ -104,8 +103,8 @@ def script_traceback(traceback: TracebackType | None, code: CodeType | None) -> 
     return result
 
 
-def raise_as_the_script_would(error: BaseException, code: CodeType) -> NoReturn:
-    """Raise `error` so that Python prints the script's own traceback and exits with its own code."""
+def raise_as_script(error: BaseException, code: CodeType) -> NoReturn:
+    """Raise `error` so that Python prints the script's own traceback and exits with its code."""
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
@@ -121,7 +120,7 @@ def raise_as_the_script_would(error: BaseException, code: CodeType) -> NoReturn:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `before` and `after` around the first import of one module, and is gone then."""
+    """Calls `before` and `after` around the first import of one module, then removes itself."""
 
     def __init__(self, name: str, after: Callable[[], None], before: Callable[[], None] | None = None) -> None:
         self._name, self._after, self._before = name, after, before

@@ -1,4 +1,4 @@
-"""A training loop as the hooks show it: which phase it is in, what its step is made of, where the step ends."""
+"""The state of a training loop as the hooks report it: its current phase, its batch, and where each step ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
 class TensorObserver(Protocol):
-    """What wants to know whose tensors are whose while a step runs."""
+    """Observes which tensors are inputs and gradients while a step runs."""
 
     def note_inputs(self, args: Any, kwargs: Any) -> None: ...
     def backward_begins(self, create_graph: bool, tensors: Any) -> None: ...
@@ -31,32 +31,32 @@ class TensorObserver(Protocol):
 
 
 class ProfilerListener(Protocol):
-    """Who wants to know when the script uses a profiler of its own."""
+    """Is notified when the script uses its own profiler."""
 
     def script_profiler_begins(self) -> None: ...
     def script_profiler_ended(self) -> None: ...
 
 
 class StepFacts:
-    """What is known of the step that is open, beside its times."""
+    """What is known about the open step besides its times."""
 
     def __init__(self) -> None:
         self.batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
         self.given_tokens: int | None = None
         self.loss: Any = None
         self.num_skipped = 0
-        self.counted: set[int] = set()  # roots whose batch is known since the last backward
+        self.counted: set[int] = set()  # roots whose batch has been counted since the last backward
 
     @property
     def batch(self) -> tuple[int, int, int]:
-        """Tokens, samples and micro-batches of the busiest root: a teacher sees the student's tokens again."""
+        """Tokens, samples and micro-batches of the root with the most: a teacher repeats the student's tokens."""
         return max(self.batches.values(), default=(0, 0, 0))
 
 
 class Loop:
-    """Hears the hooks; cuts the clock; says `ended(boundary)` when a step is over.
+    """Receives the hooks' events, switches the clock between phases, and calls `ended(boundary)` after each step.
 
-    While `is_free` only the ends of steps are heard, at the cost of next to nothing.
+    While `is_free` is set, only the ends of steps are processed.
     """
 
     def __init__(self, clock: Clock, ended: Callable[[Boundary], None], profiler: ProfilerListener) -> None:
@@ -65,7 +65,7 @@ class Loop:
         self._profiler = profiler
         self.roots = Roots(self.forward_begins, self.forward_ended)
         self._thread = threading.get_ident()
-        self._listens_on: int | None = None  # the thread whose loop this is; None while nobody listens
+        self._listens_on: int | None = None  # the thread that runs the loop; None while not listening
         self.finder = StepFinder()
         self.facts = StepFacts()
         self.optimizers: dict[int, Any] = {}
@@ -73,7 +73,7 @@ class Loop:
         self.is_free = False
         self.is_open = False
         self.is_plain = True
-        """Whether every optimizer step so far stood alone: none nested, none given to a loss scaler."""
+        """True while no optimizer step was nested in another or called by a loss scaler."""
 
         self._optimizer_stack: list[int] = []
         self._manual_depth = 0
@@ -90,7 +90,7 @@ class Loop:
         self._listens_on = self._thread
 
     def stop_listening(self) -> None:
-        """From now on every hook passes by; the step that is open is not counted."""
+        """Ignore all hooks from now on. The open step is not counted."""
         self._listens_on = None
         self.is_open = False
 
@@ -103,11 +103,11 @@ class Loop:
             self._clock.begin_step()
 
     def _switch(self, label: str | None) -> None:
-        if not self._manual_depth:  # inside stepscope.phase() the user's word counts
+        if not self._manual_depth:  # inside stepscope.phase(), the user's label wins
             self._clock.switch(label)
 
     def _outer_label(self) -> str | None:
-        """The phase around what has just ended."""
+        """Return the phase that encloses the one that has just ended."""
         if self._backward_depth:
             return BACKWARD  # a reentrant checkpoint
         if self._root_depth:
@@ -115,7 +115,7 @@ class Loop:
         return OPTIMIZER if self._optimizer_stack else None
 
     def _end(self, boundary: Boundary) -> None:
-        # An optimizer may step inside backward, from a hook of autograd's: no window may change there.
+        # An optimizer may step inside backward, from an autograd hook. No window may change there.
         if self._backward_depth:
             self._deferred = max(self._deferred, boundary, key=list(Boundary).index)
         else:
@@ -146,8 +146,8 @@ class Loop:
         self._open()
         self._gradients_unused |= self._awaits_backward
         self._switch(FORWARD)
-        # In training, a forward without gradients is an evaluation or a teacher: no part of the batch. Calls
-        # that share a backward (a cell unrolled in time, two views of an image) are one micro-batch.
+        # In training, a forward without gradients is an evaluation or a teacher and not part of the batch. Calls
+        # that share a backward (an unrolled cell, two views of an image) are one micro-batch.
         is_training = torch.is_grad_enabled() or self.finder.source != BY_OPTIMIZER
         if is_training and id(root) not in self.facts.counted:
             self.facts.counted.add(id(root))
@@ -164,11 +164,11 @@ class Loop:
         self._root_depth -= 1
         if self._root_depth:
             return
-        # A forward that a backward will follow lasts until that begins: the loss is part of it.
+        # A forward that is followed by a backward lasts until the backward begins: it includes the loss.
         loss_follows = self._backward_seen and torch.is_grad_enabled()
         if not loss_follows and not self.is_free:
             self._switch(self._outer_label())
-        # With gradients on, a forward only ends a step once one was seen that no backward followed.
+        # With gradients on, a forward ends a step only if an earlier forward was not followed by a backward.
         self._awaits_backward = torch.is_grad_enabled() and not self._gradients_unused
         if not self._awaits_backward:
             self._end(self.finder.saw(BY_FORWARD, id(root)))
@@ -202,15 +202,15 @@ class Loop:
         if self._optimizer_stack and self._optimizer_stack[-1] >= 0:
             self.is_plain = False
         if id(optimizer) in self._optimizer_stack:
-            # A subclass's step calls its parent's, or an earlier one was left by an exception that the
-            # script caught and nobody said that it ended. The frames tell.
+            # Either a subclass's step calls its parent's, or an exception that the script caught ended an earlier
+            # step without notice. The stack frames show which.
             num_running = _num_running(optimizer)
             while self._optimizer_stack.count(id(optimizer)) >= num_running:
                 del self._optimizer_stack[self._optimizer_stack.index(id(optimizer)) :]
         self._begin(optimizer, id(optimizer))
 
     def optimizer_surrounded(self, optimizer: Any) -> None:
-        """The same, heard outside of the optimizer's own range, where the hooks are yet to come."""
+        """Handle a step that is reported outside the optimizer's own range, before its hooks run."""
         self._begin(optimizer, -id(optimizer))
 
     def _begin(self, optimizer: Any, entry: int) -> None:
@@ -240,11 +240,11 @@ class Loop:
         self.is_plain = False
 
     def optimizer_failed(self) -> None:
-        """An exception came out of an optimizer: no step was made."""
+        """Handle an exception from an optimizer: no step was made."""
         self._optimizer_stack.clear()
         self._switch(self._outer_label())
 
-    # --- what the script says itself ------------------------------------------------------------
+    # --- calls from the script ------------------------------------------------------------------
 
     def profiler_begins(self) -> None:
         self._profiler.script_profiler_begins()
@@ -254,20 +254,20 @@ class Loop:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Hear nothing and hang on nothing for a while."""
+        """Ignore events and remove the module hooks inside this context."""
         if not self.listens():
             yield
             return
         self._listens_on = None
-        self.roots.take_off()
+        self.roots.detach()
         try:
             yield
         finally:
-            self.roots.put_on()
+            self.roots.attach()
             self._listens_on = self._thread
 
-    def explicit_step(self, tokens: int | None, loss: Any) -> None:
-        """`stepscope.step()`: the step ends here."""
+    def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
+        """End the step here, for `stepscope.step()`."""
         if not self.listens():
             return
         if not self.is_free:
@@ -280,9 +280,9 @@ class Loop:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """`stepscope.phase(name)`: the time inside belongs to `name`, whatever the hooks say."""
+        """Label the time inside as `name`, for `stepscope.phase(name)`, regardless of the hooks."""
         if name not in PHASES:
-            raise ValueError(f"there is no phase {name!r}: the phases are {', '.join(PHASES)}")
+            raise ValueError(f"unknown phase {name!r}: use one of {', '.join(PHASES)}")
         if not self.listens() or self.is_free:
             yield
             return
@@ -298,7 +298,7 @@ class Loop:
 
 
 def _owner(optimizer: Any) -> int:
-    """What stays the same when a script makes a new optimizer for the same parameters."""
+    """Return an id that stays the same when a script makes a new optimizer for the same parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             return id(parameter)
@@ -306,7 +306,7 @@ def _owner(optimizer: Any) -> int:
 
 
 def _num_running(optimizer: Any) -> int:
-    """How many calls of this optimizer's hooked `step` are on the stack now."""
+    """Return how many calls of this optimizer's hooked `step` are on the stack."""
     frame: types.FrameType | None = sys._getframe()
     num_running = 0
     while frame is not None:
@@ -322,8 +322,8 @@ def _num_running(optimizer: Any) -> int:
 
 
 def _kept(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that can be read later: what a CUDA graph of torch.compile gave, its next run overwrites."""
+    """Return a loss that can be read later. The next run of a CUDA graph would overwrite its output."""
     has_graphs = loss.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
-    if has_graphs and not torch.cuda.is_current_stream_capturing():  # nothing of ours goes into somebody's graph
+    if has_graphs and not torch.cuda.is_current_stream_capturing():  # add nothing to the script's own graph
         return loss.detach().clone()
     return loss.detach()

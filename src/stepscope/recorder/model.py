@@ -1,4 +1,4 @@
-"""The modules of a running script: which ones are called from outside, and what they are made of."""
+"""The modules of a running script: which ones it calls directly, and what they consist of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stepscope.recorder.patches import Handle, remove_all
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this module go through torch.compile."""
+    """Return whether calls of this module go through torch.compile."""
     call = module.__dict__.get("_compiled_call_impl")
     if isinstance(call, _CallChain):
         call = call.inner
@@ -22,15 +22,15 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether calls of this module's children are not to be looked at.
+    """Return whether the calls of a module's children are hidden.
 
-    torch.compile does not show them. DataParallel runs copies of them, in threads of its own.
+    torch.compile does not show them. DataParallel runs copies of them in other threads.
     """
     return isinstance(module, nn.DataParallel) or is_compiled(module)
 
 
 def visible_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(fully qualified name, module) of a module and its descendants, not looking inside opaque ones."""
+    """Yield (fully qualified name, module) for a module and its descendants, except inside opaque ones."""
     yield name, module
     if not is_opaque(module):
         for child_name, child in module.named_children():
@@ -41,7 +41,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """A module's name as it would be without what torch wraps around modules.
+    """Return a module's name without the wrappers that torch adds.
 
     >>> plain_name("blocks.0._checkpoint_wrapped_module.up")
     'blocks.0.up'
@@ -50,10 +50,10 @@ def plain_name(name: str) -> str:
 
 
 def named_modules(roots: list[nn.Module]) -> list[tuple[nn.Module, str, list[tuple[str, nn.Module]]]]:
-    """(root, its name, its visible modules with theirs): a root that is alone has no name.
+    """Return (root, its name, its visible modules with their names) for each root module.
 
-    Of several each has its class for a name, with a number where two are of one class. A root that is a part of
-    another one has its place there.
+    A single root has no name. Several roots are named after their classes, numbered where needed. A root inside
+    another root is listed there.
     """
     parts = {id(inner) for root in roots for inner in root.modules() if inner is not root}
     outer = [root for root in roots if id(root) not in parts]
@@ -66,8 +66,8 @@ def named_modules(roots: list[nn.Module]) -> list[tuple[nn.Module, str, list[tup
 
 
 def live_modules() -> list[nn.Module]:
-    """Every nn.Module alive in this process that is not a part of an opaque one."""
-    # `type(o)` and not isinstance: proxies answer isinstance by running their own code.
+    """Return every living nn.Module of this process that is not inside an opaque one."""
+    # `type(o)` instead of isinstance: on proxies, isinstance runs their own code.
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     hidden: set[int] = set()
     for module in modules:
@@ -77,10 +77,10 @@ def live_modules() -> list[nn.Module]:
 
 
 class _CallChain:
-    """Stands where `Module.compile()` puts a compiled call: around the whole call of a module, hooks and all.
+    """Replaces the compiled call that `Module.compile()` sets: it wraps the whole call of a module, hooks included.
 
-    nn.Module looks there at each call, leaves it out when it is copied or pickled, and goes there
-    without the slow path that forward hooks take.
+    nn.Module checks this attribute at each call, drops it when it is copied or pickled, and avoids the slow path
+    that forward hooks take.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -89,7 +89,7 @@ class _CallChain:
         self.hooks: list[CallHooks] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # folded by Dynamo: a compiled caller looks the same without us
+        if torch.compiler.is_compiling():  # folded by Dynamo, so that a compiled caller is unaffected
             return self._call(*args, **kwargs)
         hooks = tuple(self.hooks)
         for hook in hooks:
@@ -102,9 +102,9 @@ class _CallChain:
 
 
 class CallHooks:
-    """`begin(module, args, kwargs)` and `end(module)` around each call of one module, outside of its compilation.
+    """Calls `begin(module, args, kwargs)` and `end(module)` around each call of one module, outside its compilation.
 
-    Hooks of one module nest: the first put on begins first and ends last.
+    Hooks of one module nest: the first to be added begins first and ends last.
     """
 
     def __init__(
@@ -132,9 +132,9 @@ class CallHooks:
 
 
 def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Any], compiles: bool = False) -> None:
-    """Let every call of a module go through `around(its call)`, inside of all hooks, as long as the process lives.
+    """Route every call of a module through `around(its call)`, inside all hooks, until the process ends.
 
-    `compiles` says that this is torch.compile: what the module is made of is hidden from now on.
+    `compiles` marks it as torch.compile: the module's children are hidden from then on.
     """
     chain = CallHooks(module, lambda *_: None, lambda _: None)._chain
     chain._call = around(chain._call)
@@ -143,14 +143,14 @@ def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Any],
 
 
 def drop_hooks(module: nn.Module) -> None:
-    """Take off a copied module what hangs on its original."""
+    """Remove hooks that a copied module inherited from its original."""
     chain = module.__dict__.get("_compiled_call_impl")
     if isinstance(chain, _CallChain):
         module.__dict__["_compiled_call_impl"] = chain.inner
 
 
 class CalledRoots:
-    """Which modules are called from outside any other module, learned from one step of hooks."""
+    """Finds the modules that are called from outside any other module, by hooking all of them for one step."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.found: dict[int, nn.Module] = {}
@@ -158,7 +158,7 @@ class CalledRoots:
         self._handles: list[Handle] = [CallHooks(module, self._enter, self._leave) for module in modules]
 
     def _enter(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        # What a checkpoint calls again from inside the backward was called by its model before.
+        # A module that a checkpoint calls again during backward was called by its model before.
         if self._depth == 0 and not backward_runs() and any(True for _ in module.parameters()):
             self.found[id(module)] = module
         self._depth += 1
@@ -171,14 +171,14 @@ class CalledRoots:
 
 
 class BatchSize(NamedTuple):
-    """What one call of the root module was given: tokens where it could be told, else samples."""
+    """The size of the batch in one call of the root module. Tokens are None if they cannot be determined."""
 
     num_tokens: int | None
     num_samples: int | None
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
-    """Tokens from the first integer input, samples from the first tensor's first dimension.
+    """Return tokens from the first integer input, and samples from the first tensor's first dimension.
 
     >>> batch_size((torch.zeros(8, 128, dtype=torch.long),), {})
     BatchSize(num_tokens=1024, num_samples=8)
@@ -186,14 +186,14 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
     BatchSize(num_tokens=None, num_samples=8)
     """
     if len(args) == 1 and type(args[0]) is torch.Tensor and args[0].dtype == torch.int64 and args[0].dim() > 1:
-        return BatchSize(args[0].numel(), args[0].shape[0])  # most language models; this runs at every step
+        return BatchSize(args[0].numel(), args[0].shape[0])  # fast path for language models: this runs at every step
     num_tokens = num_samples = None
     for tensor in _tensors((*args, *kwargs.values())):
         is_first = num_samples is None
         if is_first:
             num_samples = int(tensor.shape[0]) if tensor.dim() else 1
         is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-        # A vector of integers beside a float input is one class label or time step a sample, not text.
+        # A vector of integers beside a float input is one label or time step per sample, not text.
         if is_integer and (tensor.dim() >= 2 or (is_first and tensor.dim() == 1)):
             num_tokens = tensor.numel()
             break
@@ -211,7 +211,7 @@ def _tensors(values: Iterable[Any], depth: int = 2) -> Iterator[torch.Tensor]:
 
 
 def parameter_facts(parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """Counts and bytes by dtype, a parameter that turns up twice counted once."""
+    """Return parameter counts, and bytes by dtype. Shared parameters count once."""
     seen = {id(parameter): parameter for parameter in parameters}
     num_bytes: dict[str, int] = {}
     for parameter in seen.values():

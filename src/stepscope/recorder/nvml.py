@@ -1,12 +1,11 @@
-"""Readings of one NVIDIA GPU, straight from the driver's library through ctypes.
+"""Readings of one NVIDIA GPU from the driver's library, through ctypes.
 
     nvml = Nvml()
     gpu = nvml.gpu(nvml.gpu_uuids()[0])
     gpu.power_watts()
 
-A reading the GPU or the driver does not offer is None. Everything else that goes wrong is
-`NvmlUnavailable`. A GPU's readings reuse their buffers, so that a sample allocates no ctypes
-object: use one `NvmlGpu` from one thread.
+A reading that the GPU or the driver does not offer is None. All other errors raise `NvmlUnavailable`. Readings reuse
+their buffers to avoid allocations: use one `NvmlGpu` from one thread only.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ THROTTLE_REASONS = {
 
 
 class NvmlUnavailable(Exception):
-    """NVML cannot be used here; `reason` says why, in words for a user."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """NVML cannot be used. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class ComputeProcess:
     """A process that holds a compute context on a GPU, as the driver reports it."""
 
     pid: int
-    """In the driver's pid namespace: in a container it may be no process that the container sees."""
+    """In the driver's pid namespace, which a container may not see."""
     name: str | None
     used_bytes: int | None
 
@@ -77,40 +72,40 @@ class _Process(ctypes.Structure):
     )
 
 
-# Both fill `_Process`; the unversioned call of older drivers fills a shorter struct, and is not used.
+# Both fill `_Process`. The unversioned call of older drivers fills a shorter struct and is not used.
 _PROCESS_CALLS = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-# Renamed in driver 535; an older one has the second name only.
+# Renamed in driver 535. Older drivers have only the second name.
 _THROTTLE_CALLS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
 
 
 class Nvml:
-    """The driver's library, loaded and initialized; `close` gives it back."""
+    """The loaded and initialized driver library. Call `close` to release it."""
 
     def __init__(self, library_name: str | None = None) -> None:
         name = library_name or os.environ.get(LIBRARY_VARIABLE) or LIBRARY_NAME
         try:
             self._library = ctypes.CDLL(name)
         except OSError:
-            raise NvmlUnavailable(f"{name} cannot be loaded: no NVIDIA driver on this machine") from None
+            raise NvmlUnavailable(f"{name} cannot be loaded: this machine has no NVIDIA driver") from None
         self._require(self.call("nvmlInit_v2"), "NVML does not start")
         self._is_open = True
 
     def close(self) -> None:
-        """Shut NVML down, once; a second call does nothing."""
+        """Shut NVML down. Further calls do nothing."""
         if self._is_open:
             self._is_open = False
             self.call("nvmlShutdown")
 
     def driver_version(self) -> str | None:
-        """The driver's version, as in "580.95.05"."""
+        """Return the driver's version, e.g. "580.95.05"."""
         return self.text("nvmlSystemGetDriverVersion")
 
     def process_name(self, pid: int) -> str | None:
-        """The name of a process that uses a GPU, or None when it is gone or not ours to see."""
+        """Return the name of a process that uses a GPU, or None if it is gone or not visible."""
         return self.text("nvmlSystemGetProcessName", ctypes.c_uint(pid)) or None
 
     def gpu_uuids(self) -> list[str]:
-        """The UUIDs of the GPUs that the driver shows here, as in "GPU-5e6a…"."""
+        """Return the UUIDs of all visible GPUs, e.g. "GPU-5e6a…"."""
         count, handle = ctypes.c_uint(), ctypes.c_void_p()
         self._require(self.call("nvmlDeviceGetCount_v2", ctypes.byref(count)), "NVML cannot count the GPUs")
         uuids = []
@@ -122,7 +117,7 @@ class Nvml:
         return uuids
 
     def gpu(self, gpu_uuid: str) -> NvmlGpu:
-        """The GPU with this UUID; torch's spelling, without "GPU-" or "MIG-" before it, is accepted."""
+        """Return the GPU with this UUID. Also accepts torch's spelling, without "GPU-" or "MIG-"."""
         prefixed = gpu_uuid.startswith(("GPU-", "MIG-"))
         handle, code = ctypes.c_void_p(), _NOT_FOUND
         for uuid in (gpu_uuid,) if prefixed else (f"GPU-{gpu_uuid}", f"MIG-{gpu_uuid}"):
@@ -132,22 +127,22 @@ class Nvml:
         raise NvmlUnavailable(f"NVML knows no GPU {gpu_uuid}: {self._error_text(code)}")
 
     def call(self, name: str, *arguments: Any) -> int:
-        """The return code of a function; "function not found" when the library is too old for it."""
+        """Return the return code of a function, or "function not found" if the library does not have it."""
         function = getattr(self._library, name, None)
         return _FUNCTION_NOT_FOUND if function is None else int(function(*arguments))
 
     def first(self, names: tuple[str, ...]) -> str:
-        """The first of these functions that the library has, or the last of them."""
+        """Return the first of these functions that the library has, or the last one."""
         return next((name for name in names if hasattr(self._library, name)), names[-1])
 
     def text(self, name: str, *arguments: Any) -> str | None:
-        """The text that a function writes, or None when it fails."""
+        """Return the text that a function writes, or None if it fails."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         code = self.call(name, *arguments, buffer, ctypes.c_uint(_TEXT_BYTES))
         return buffer.value.decode(errors="replace") if code == _SUCCESS else None
 
     def offered(self, code: int) -> bool:
-        """Whether a reading was given; False when it is not offered here, NvmlUnavailable when it broke."""
+        """Return whether a reading succeeded; False if it is not offered. Raises NvmlUnavailable on other errors."""
         if code in _NOT_OFFERED:
             return False
         self._require(code, "NVML stopped answering")
@@ -166,7 +161,7 @@ class Nvml:
 
 
 class NvmlGpu:
-    """One GPU; a reading that is not offered is None."""
+    """One GPU. A reading that is not offered is None."""
 
     def __init__(self, nvml: Nvml, handle: ctypes.c_void_p) -> None:
         self._nvml = nvml
@@ -185,43 +180,42 @@ class NvmlGpu:
         self._read_throttle = self._bind(nvml.first(_THROTTLE_CALLS), long)
 
     def name(self) -> str | None:
-        """The product name, as torch reports it too."""
+        """Return the product name, as torch reports it."""
         return self._nvml.text("nvmlDeviceGetName", self._handle)
 
     def busy_shares(self) -> tuple[float, float] | None:
-        """Shares of the driver's last sampling period in which a kernel ran, and memory moved.
+        """Return the shares of the last sampling period in which a kernel ran, and in which memory was accessed.
 
-        The period is 1/6 s to 1 s, and one small kernel counts as much as a full GPU.
+        The period is 1/6 s to 1 s. One small kernel counts as much as a full GPU.
         """
         if not self._read_utilization():
             return None
         return self._utilization.gpu / 100, self._utilization.memory / 100
 
     def power_watts(self) -> float | None:
-        """The board's power; since Ampere (GA100 excepted) the driver averages it over one second."""
+        """Return the board's power in watts. Since Ampere (except GA100) it is averaged over one second."""
         return self._number.value / 1000 if self._read_power() else None
 
     def energy_joules(self) -> float | None:
-        """Energy since the driver was loaded."""
+        """Return the energy in joules since the driver was loaded."""
         return self._long.value / 1000 if self._read_energy() else None
 
     def sm_clock_mhz(self) -> int | None:
-        """The clock of the multiprocessors now."""
+        """Return the current clock of the multiprocessors."""
         return self._number.value if self._read_sm_clock() else None
 
     def memory_clock_mhz(self) -> int | None:
-        """The clock of the memory now."""
+        """Return the current memory clock."""
         return self._number.value if self._read_memory_clock() else None
 
     def throttle_reasons(self) -> list[str] | None:
-        """Why the clocks are below their highest, in words of THROTTLE_REASONS; empty when they are not."""
+        """Return why the clocks are reduced, as names from THROTTLE_REASONS; empty if they are not."""
         if not self._read_throttle():
             return None
         return [word for bit, word in THROTTLE_REASONS.items() if self._long.value & bit]
 
     def limits(self) -> dict[str, float]:
-        """What the clocks and the power can go to, those that the GPU tells: `max_sm_clock_mhz`, `power_limit_watts`
-        as it is set, and `default_power_limit_watts`."""
+        """Return `max_sm_clock_mhz`, `power_limit_watts` and `default_power_limit_watts`, as far as offered."""
         number = ctypes.c_uint()
         limits: dict[str, float] = {}
         for name, factor, function, arguments in (
@@ -234,15 +228,15 @@ class NvmlGpu:
         return limits
 
     def memory_bytes(self) -> tuple[int, int] | None:
-        """Bytes used, by all processes and the driver itself, and bytes in total."""
+        """Return the bytes used by all processes and the driver, and the total bytes."""
         return (self._memory.used, self._memory.total) if self._read_memory() else None
 
     def compute_processes(self) -> list[ComputeProcess] | None:
-        """The processes with a compute context on this GPU; may be called from any thread."""
+        """Return the processes with a compute context on this GPU. May be called from any thread."""
         name = self._nvml.first(_PROCESS_CALLS)
         count = ctypes.c_uint(0)
         for _ in range(_PROCESS_TRIES):
-            # A few more than were counted: processes may start between two calls.
+            # A few more than last counted: processes may start between two calls.
             infos = (_Process * (count.value + 8))()
             count.value = len(infos)
             code = self._nvml.call(name, self._handle, ctypes.byref(count), infos)

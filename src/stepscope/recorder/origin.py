@@ -1,4 +1,4 @@
-"""What was run, with which options, from which revision: the facts a recording begins with."""
+"""The first facts of a recording: the command, its options and the git revision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepscope.recorder.windows import Windows
 def run_facts(
     argv: list[str], windows: Windows, tokens_per_step: int | None, script_folder: Path, **command: Any
 ) -> dict[str, Any]:
-    """The first facts of a recording, as JSON values; `command` is said of the command line beside `argv`."""
+    """Return the first facts of a recording as JSON values. `command` adds to the command's facts."""
     config = {"argv": argv, "windows": windows.counts(), "tokens_per_step": tokens_per_step}
     return {
         "command": {"argv": argv, "folder": str(Path.cwd()), **command},
@@ -27,7 +27,7 @@ def run_facts(
 
 
 def file_hash(path: Path) -> str | None:
-    """The SHA-256 of a file, in hexadecimal; None where it cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal, or None if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -35,7 +35,7 @@ def file_hash(path: Path) -> str | None:
 
 
 def now() -> str:
-    """The time as ISO 8601, UTC."""
+    """Return the current time as ISO 8601, UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

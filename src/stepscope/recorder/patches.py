@@ -1,4 +1,4 @@
-"""Replacing a function of somebody else's for a while, and putting it back."""
+"""Temporarily replaces functions of other packages."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 
 class Handle(Protocol):
-    """Anything that can be taken off again."""
+    """Anything that can be removed again."""
 
     def remove(self) -> None: ...
 
 
 def remove_all(handles: list[Handle]) -> None:
-    """Take off every handle, the last put on first, and empty the list."""
+    """Remove every handle, the newest first, and empty the list."""
     while handles:
         handles.pop().remove()
 
 
 class Patch:
-    """`owner.name` wrapped by `around(original, *args, **kwargs)` until `remove()`.
+    """Wraps `owner.name` with `around(original, *args, **kwargs)` until `remove()`.
 
-    Code that torch.compile is tracing goes straight to the original: Dynamo folds the test to
-    a constant, so that a compiled region looks the same with and without us.
+    Code that torch.compile traces goes straight to the original. Dynamo folds the check to a constant, so compiled
+    code is the same with and without the patch.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -40,14 +40,14 @@ class Patch:
 
         self._is_removed = False
         self._is_own = name in vars(owner)
-        # On an instance a bound method stands for a bound method: schedulers look at its `__func__`.
+        # A bound method must be replaced with a bound method: schedulers look at its `__func__`.
         bound = types.MethodType(lambda _self, *args, **kwargs: wrapper(*args, **kwargs), owner)
         self._wrapper: Any = bound if isinstance(original, types.MethodType) else wrapper
         self._owner, self._name, self._original = owner, name, original
         setattr(owner, name, self._wrapper)
 
     def remove(self) -> None:
-        # Somebody may have wrapped our wrapper since: then it stays, and does nothing any more.
+        # If the wrapper was itself wrapped, it stays in place and does nothing.
         self._is_removed = True
         if vars(self._owner).get(self._name) is not self._wrapper:
             return

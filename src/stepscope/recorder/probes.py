@@ -1,7 +1,8 @@
-"""The probes of a session and what they have found out so far: the facts of `recording.json`."""
+"""The probes of a session, and the facts they collect for `recording.json`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from stepscope.recorder import files
 from stepscope.recorder.clock import Clock
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
 from stepscope.recorder.counters import CounterSampler
-from stepscope.recorder.environment import Environment, float32_matmul, gpu_uuid
+from stepscope.recorder.environment import environment_facts, float32_matmul, gpu_uuid, memory_facts
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.memory_window import MemoryProbe
 from stepscope.recorder.model import is_compiled, parameter_facts
@@ -23,14 +24,14 @@ from stepscope.recorder.trace import TraceProbe
 
 
 class Probes:
-    """Starts and stops each probe; keeps the facts; turns a fault of ours into a note."""
+    """Starts and stops each probe, keeps the facts, and turns the recorder's own errors into notes."""
 
     def __init__(self, folder: Path, clock: Clock, facts: dict[str, Any], memory_in_full: bool = False) -> None:
         self._folder = folder
         self._clock = clock
         self.facts = facts
         self.device: int | None = None
-        self.environment = Environment()
+        self._rank = int(os.environ.get("RANK", "0"))
         self.compiler = CompilerProbe()
         self.trace: TraceProbe | None = None
         self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
@@ -39,20 +40,20 @@ class Probes:
         self._float32_matmul: str | None = None
 
     def guard(self, doing: str, action: Callable[[], None]) -> None:
-        """Do something of ours inside somebody's training: a fault becomes a note, not their crash."""
+        """Run a part of the recorder inside the user's training. An exception becomes a note."""
         try:
             action()
         except Exception as error:
             self.note("recorder", f"while {doing}: {type(error).__name__}: {error}")
 
     def note(self, about: str, text: str) -> None:
-        """Something the reader of the card should know."""
+        """Add a note for the reader of the recording."""
         note, notes = {"about": about, "text": text}, self.facts.setdefault("notes", [])
         if note not in notes:
             notes.append(note)
 
     def use_gpu(self, roots: Iterable[nn.Module]) -> None:
-        """Time on the GPU and sample its counters, if the script uses one."""
+        """Time on the GPU and sample its counters if the script uses one."""
         if self.device is not None or not torch.cuda.is_initialized():
             return
         device = next((p.device for module in roots for p in module.parameters() if p.is_cuda), None)
@@ -64,54 +65,54 @@ class Probes:
             self.note("counters", f"no NVML counters: {error}")
 
     def sample_energy(self) -> None:
-        """Read the energy counter now: a window of which the energy matters begins or ends."""
+        """Sample the energy counter now, at the start or end of a window."""
         if self._counters is not None:
             self._counters.sample_energy()
 
     def synchronize(self) -> None:
-        """Wait for the GPU. Never called while a step is being timed."""
+        """Wait for the GPU. Never called while a step is timed."""
         if self.device is not None:
             torch.cuda.synchronize(self.device)
 
-    def read_memory(self) -> None:
-        self.facts["memory"] = self.environment.memory(self.device)
-
-    def read_precision(self) -> None:
-        """The switches of precision as the timed steps had them: a script may set them at any time, and undo it."""
+    def read_facts(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
+        """Read memory peaks, precision settings and parameters once, before a probe can add to them."""
+        if "memory" in self.facts:
+            return
+        self.facts["memory"] = memory_facts(self.device)
         self.facts["precision"] = precision_settings()
         self._float32_matmul = float32_matmul(self.device)
+        parameters = [p for module in roots for p in module.parameters()]
+        if not parameters:  # a compiled function hides its modules, but the optimizers have the parameters
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            parameters = [p for group in groups for p in group["params"]]
+        self.facts["parameters"] = parameter_facts(parameters)
+        self.facts["roots"] = [type(module).__name__ for module in roots]
 
     def compare_precision(self, window: str) -> None:
-        """Say which switches another window had otherwise."""
+        """Note the precision settings that differ between the timed steps and another window."""
         timed = self.facts.get("precision", {})
         for name, value in precision_settings().items():
             if timed.get(name, value) != value:
                 self.note("precision", f"{name} was {timed[name]} in the timed steps, {value} in the {window} window")
 
     def environment_facts(self) -> dict[str, Any]:
-        """The environment of the timed steps."""
-        facts = self.environment.facts(self.device)
+        """Return the environment of the timed steps."""
+        facts = environment_facts(self.device)
         if "precision" in self.facts:
             facts["float32_matmul"] = self._float32_matmul
         return facts
 
-    def read_parameters(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
-        parameters = [p for module in roots for p in module.parameters()]
-        if not parameters:  # a compiled function hides its modules; the optimizers know the parameters
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            parameters = [p for group in groups for p in group["params"]]
-        self.facts["parameters"] = parameter_facts(parameters)
-        self.facts["roots"] = [type(module).__name__ for module in roots]
-
     def prepare_trace(self, roots: list[nn.Module]) -> None:
         if self._profiler_is_on or torch.autograd._profiler_enabled():
-            self.note("trace", "the script's own profiler was on when the trace window began: no trace was taken")
+            self.note(
+                "trace", "no trace was taken: the script's own profiler was running when the trace window began"
+            )
             return
         traced = self.facts.get("trace")
-        # What reads a recording looks at the first; the further ones lie one folder deeper.
+        # Readers of a recording open the first trace. Repeated traces are in subfolders.
         number = 1 if not traced else 2 + len(traced.get("repeated", ()))
         folder = files.TRACE_FOLDER if number == 1 else f"{files.TRACE_FOLDER}/repeat{number}"
-        name = f"{folder}/rank{self.environment.rank}.json.gz"
+        name = f"{folder}/rank{self._rank}.json.gz"
         self.trace = TraceProbe(self._folder, name, roots, self.device)
         self.trace.prepare()
 
@@ -124,7 +125,7 @@ class Probes:
             else:
                 self.facts["trace"] = found
 
-    # --- the script's own profiler: there can be only one ---
+    # --- the script's own profiler: PyTorch allows only one at a time ---
 
     def script_profiler_begins(self) -> None:
         if self.trace is not None and self.trace.is_ours:
@@ -132,11 +133,11 @@ class Probes:
         if self.trace is not None:
             trace, self.trace = self.trace, None
             self._clock.on_range = None
-            self.guard("giving way to the script's profiler", trace.abandon)
-            self.note("trace", "the script started a profiler of its own: the trace window gave way to it")
+            self.guard("stopping the trace for the script's own profiler", trace.abandon)
+            self.note("trace", "the trace window was stopped because the script started its own profiler")
         if self.memory.ledger is not None:
             self.memory.drop()
-            self.note("memory", "the script started a profiler of its own: the memory window gave way to it")
+            self.note("memory", "the memory window was stopped because the script started its own profiler")
         self._profiler_is_on = True
 
     def script_profiler_ended(self) -> None:
@@ -145,13 +146,15 @@ class Probes:
 
     def start_memory(self, roots: list[nn.Module], optimizers: Iterable[Any]) -> None:
         if self._profiler_is_on or torch.autograd._profiler_enabled():
-            # It would see every op twice.
-            self.note("memory", "the script's own profiler was on: no memory and FLOPs window")
+            # The profiler would see every op twice.
+            self.note("memory", "no memory and FLOPs window: the script's own profiler was running")
             return
         compiles = self.compiler.used or any(is_compiled(module) for root in roots for module in root.modules())
         if compiles and not Ledger.passes_compiled_code:
-            text = f"torch {torch.__version__} compiles anew under a probe that sees every op"
-            self.note("memory", f"{text}: no memory and FLOPs window in a run that uses torch.compile")
+            text = (
+                f"no memory and FLOPs window: torch {torch.__version__} recompiles under a probe that sees every op"
+            )
+            self.note("memory", f"{text}, and this run uses torch.compile")
             return
         self.memory.start(roots, list(optimizers), self.device, lambda: self._clock.label)
 
@@ -162,24 +165,21 @@ class Probes:
             self.facts["attention"] = self.memory.attention.table()
 
     def forget_windows(self) -> None:
-        """What the windows found belongs to steps that are void."""
+        """Drop what the windows found: it belongs to discarded steps."""
         for name in ("memory", "parameters", "roots", "trace", "flops", "attention", "precision"):
             self.facts.pop(name, None)
 
     def stop_windows(self) -> None:
-        """Stop whatever window is open, in the middle of a step."""
+        """Stop the open window in the middle of a step."""
         self._clock.on_range = None
         if self.trace is not None:
             self.stop_trace(step_finished=False)
-        self.memory.drop()  # a part of a step has no FLOPs worth telling
+        self.memory.drop()  # FLOPs of a partial step are meaningless
 
     def stop_all(self) -> None:
-        """Stop the probes that last the whole run and write what they have."""
+        """Stop the probes that run until the end, and write their results."""
         if self._counters is not None:
-            self.facts["counters"] = {
-                "other_processes": self._counters.other_processes(),
-                **self._counters.limits,
-            }
+            self.facts["counters"] = {"other_processes": self._counters.other_processes(), **self._counters.limits}
             self._counters.stop()
             if self._counters.error:
                 self.note("counters", f"NVML sampling ended early: {self._counters.error}")

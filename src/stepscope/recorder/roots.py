@@ -1,4 +1,4 @@
-"""The root modules of a script: found in its first two steps, then hooked, and only they."""
+"""The root modules of a script: found in its first two steps, then hooked."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ End = Callable[[nn.Module], None]
 
 
 class Roots:
-    """Modules that the script calls itself. The first call shows one; a step of looking shows them all.
+    """Modules that the script calls directly. The first call shows one; one step of watching shows them all.
 
-    Ownership is not enough: a Lightning module owns the model but is not what is called.
+    Ownership is not enough: a Lightning module owns the model, but the script does not call it.
     """
 
     def __init__(self, begin: Begin, end: End) -> None:
@@ -31,13 +31,13 @@ class Roots:
         return [hooks.module for hooks in self._hooks.values()]
 
     def add(self, module: nn.Module) -> None:
-        """Hook one root."""
+        """Hook one root module."""
         self._first_call = None
         if id(module) not in self._hooks:
             self._hooks[id(module)] = CallHooks(module, self._begin, self._end)
 
     def await_first_call(self) -> None:
-        """Take the first module that is called at all for a root."""
+        """Treat the first module that is called as a root."""
         self._first_call = FirstModuleCall(self.add)
 
     def stop_awaiting(self) -> None:
@@ -46,13 +46,13 @@ class Roots:
             self._first_call = None
 
     def search(self) -> None:
-        """Watch every module for a step."""
+        """Watch every module for one step."""
         self.stop_awaiting()
         if self._search is None:
             self._search = CalledRoots(live_modules())
 
     def keep_called(self) -> None:
-        """End the search: what was called from outside is a root, what was not is none."""
+        """End the search and keep exactly the modules that were called from outside."""
         if self._search is None:
             return
         found = self._search.found
@@ -69,22 +69,21 @@ class Roots:
             self._search.remove()
             self._search = None
 
-    def put_on(self) -> None:
+    def attach(self) -> None:
         """Hook every known root again."""
         modules = self.modules
-        self.take_off()
-        self._hooks.clear()
+        self.forget()
         for module in modules:
             self.add(module)
 
-    def take_off(self) -> None:
-        """Leave every root as it was."""
+    def detach(self) -> None:
+        """Remove the hooks from every root."""
         self.stop_awaiting()
         self.stop_search()
         for hooks in self._hooks.values():
             hooks.remove()
 
     def forget(self) -> None:
-        """Take the hooks off and hold on to no module: the script may want the memory back."""
-        self.take_off()
+        """Remove the hooks and release the modules: the script may want the memory back."""
+        self.detach()
         self._hooks.clear()

@@ -1,4 +1,4 @@
-"""One recording in progress: runs the windows over a loop's steps and writes each step down as it ends."""
+"""One active recording: runs the windows over a loop's steps and writes each step as it ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from stepscope.recorder.probes import Probes
 from stepscope.recorder.steps import EXPLICIT, FORWARD, OPTIMIZER, Boundary
 from stepscope.recorder.windows import Windows
 
-# A window that takes longer than this says so again.
 PROGRESS_INTERVAL_NS = 10_000_000_000
 
 
 def _leave_in_child() -> None:
-    # A forked worker is not the training process: it keeps the patched functions, all asleep.
+    # A forked worker is not the training process. Its copies of the hooks stay installed and do nothing.
     if current.session is not None:
-        current.session.leave()
+        current.session.stop_listening()
         current.session = None
 
 
@@ -36,14 +34,14 @@ os.register_at_fork(after_in_child=_leave_in_child)
 
 
 class WindowsDone(SystemExit):
-    """Ends the script after the last window when `--exit-after` asks for it; exit code 0."""
+    """Ends the script after the last window, for `--exit-after`. The exit code is 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 class Session:
-    """Records one process. `start()`, then the hooks do the rest, then `close()`."""
+    """Records one process: call `start()`, let the hooks work, then call `close()`."""
 
     def __init__(
         self,
@@ -58,10 +56,10 @@ class Session:
         memory_in_full: bool = False,
         is_script: bool = False,
         on_roots: Callable[[list[nn.Module]], None] | None = None,
-        tell: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         if model is None and windows.warmup < 2:
-            raise ValueError("warmup must be at least 2 steps: in the first two the model is found")
+            raise ValueError("warmup must be at least 2: the first two steps are used to find the model")
         self.folder = folder
         self.is_script = is_script
         self._windows = windows
@@ -69,7 +67,7 @@ class Session:
         self._tokens_per_step = tokens_per_step
         self._exit_after = exit_after
         self._on_roots = on_roots
-        self._tell = tell or (lambda _line: None)
+        self._progress_line = progress or (lambda _line: None)
 
         self._pid = os.getpid()
         self._handles: list[Handle] = []
@@ -78,9 +76,12 @@ class Session:
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts, memory_in_full)
         self._loop = Loop(self._clock, self._step_ended, self._probes)
+        self.explicit_step = self._loop.explicit_step
+        self.phase = self._loop.phase
+        self.stop_listening = self._loop.stop_listening
         self._roots = self._loop.roots
         self._samples = files.LineFile(folder / files.SAMPLES_FILE)
-        self._pending: list[TimedStep] = []  # steps whose device side has not been read yet
+        self._pending: list[TimedStep] = []  # steps whose device times have not been read yet
         self._step = 0
         self._window = self._windows.at(0)
         self._free_ns = 0
@@ -91,23 +92,21 @@ class Session:
         if optimizer is not None:
             self._loop.optimizers[id(optimizer)] = optimizer
 
-    # --- life -----------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Hook into PyTorch and write the first, still empty, recording."""
+        """Install the hooks and write the first, still empty, recording."""
         self._probes.compiler.start()
-        self._probes.guard("keeping the allocator's history", self._probes.memory.await_cuda)
+        self._probes.guard("starting the allocator history", self._probes.memory.await_cuda)
         self.resume()
         if self._model is not None:
             self._roots.add(self._model)
             self._model = None
         else:
             self._roots.await_first_call()
-            self._probes.compiler.on_start = self._roots.stop_awaiting  # no trace of it in a compiled function
+            self._probes.compiler.on_start = self._roots.stop_awaiting  # keep it out of compiled functions
         self._write_recording(files.STATUS_INTERRUPTED)
 
     def resume(self) -> None:
-        """Put the hooks on."""
+        """Install the hooks."""
         if current.session is self:
             return
         self._loop.listen()
@@ -115,7 +114,7 @@ class Session:
         self._handles = self._install_boundaries()
         if not self._loop.is_free:
             self._phase_handles = hooks.install_phases(self._loop)
-        self._roots.put_on()
+        self._roots.attach()
 
     def _install_boundaries(self) -> list[Handle]:
         loop, finder = self._loop, self._loop.finder
@@ -126,43 +125,32 @@ class Session:
         return hooks.install_boundaries(loop)
 
     def suspend(self) -> None:
-        """Take every hook off; the step that is open is not counted."""
+        """Remove every hook. The open step is not counted."""
         self._loop.stop_listening()
         current.session = None
-        self._roots.take_off()
-        self._stop_surrounding()
+        self._roots.detach()
+        remove_all(self._trace_handles)
         remove_all(self._phase_handles)
         remove_all(self._handles)
 
     def close(self, status: str, error: BaseException | None = None, **facts: Any) -> None:
-        """Take every hook off and write what there is; `error` is what ended the script."""
+        """Remove every hook and write the recording. `error` is the exception that ended the script."""
         if os.getpid() != self._pid:
             return
         probes = self._probes
-        probes.guard("writing what filled the memory", lambda: probes.memory.script_failed(error))
+        probes.guard("writing the out-of-memory snapshot", lambda: probes.memory.script_failed(error))
         probes.guard("ending the window", probes.stop_windows)
         self.suspend()
-        probes.guard("ending the probes", probes.stop_all)
-        probes.guard("reading the device's clock", self._read_pending)
-        probes.guard("reading the memory counters", self._read_facts)
+        probes.guard("stopping the probes", probes.stop_all)
+        probes.guard("reading device times", self._read_pending)
+        probes.guard(
+            "reading the memory counters",
+            lambda: probes.read_facts(self._roots.modules, self._loop.optimizers.values()),
+        )
         self._roots.forget()
         self._samples.close()
         probes.facts.update(facts)
         probes.guard("writing the recording", lambda: self._write_recording(status))
-
-    def leave(self) -> None:
-        """Hear nothing more, and write nothing: this is a forked child."""
-        self._loop.stop_listening()
-
-    def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
-        """`stepscope.step()`: the step ends here."""
-        self._loop.explicit_step(tokens, loss)
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """`stepscope.phase(name)`: the time inside belongs to `name`."""
-        return self._loop.phase(name)
-
-    # --- steps ----------------------------------------------------------------------------------
 
     def _step_ended(self, boundary: Boundary) -> None:
         if boundary is Boundary.NONE:
@@ -178,7 +166,7 @@ class Session:
             step = self._restart(step)
         finished = self._window
         self._write_step(step)
-        self._last = (step, self._loop.facts) if self._step == 0 else None  # it would keep the loss
+        self._last = (step, self._loop.facts) if self._step == 0 else None  # keeping more would keep losses alive
         self._probes.memory.step_ended()
         self._step += 1
         self._window = self._windows.at(self._step)
@@ -195,40 +183,41 @@ class Session:
             if self._exit_after:
                 raise WindowsDone
         else:
-            self._clock.begin_step()  # what we did since the step ended is in no step
+            self._clock.begin_step()  # the recorder's own work since the step ended belongs to no step
 
     def _restart(self, step: TimedStep) -> TimedStep:
-        """What was counted so far is void; the step that ends now is returned as the first."""
-        self._samples.append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
+        """Discard all steps so far and return the step that ends now as the first one."""
         self._probes.guard("restarting", self._probes.stop_windows)
-        self._probes.forget_windows()
-        self._stop_surrounding()
+        remove_all(self._trace_handles)
         self._loop.observer = None
         self._pending.clear()
         if self._step == 1 and self._loop.finder.source == EXPLICIT and self._last is not None:
-            # The optimizer ended what stepscope.step() ends only now: both halves are the first step.
+            # The optimizer ended the first step before stepscope.step() was called: both halves are one step.
             before, facts = self._last
             facts.given_tokens = self._loop.facts.given_tokens
             if self._loop.facts.loss is not None:
                 facts.loss = self._loop.facts.loss
             self._loop.facts = facts
             step = before.joined(step)
-        self._step = step.index = 0
-        self._window = self._windows.at(0)
+        self._forget_steps()
+        step.index = 0
         return step
 
     def _leave_free_running(self) -> None:
-        """What ran freely was not what the script is about: training began after a long evaluation."""
-        self._samples.append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
-        self._probes.forget_windows()
+        """Start over: training began after a long evaluation whose steps had been counted."""
         self.suspend()
         self._loop.is_free = False
-        self._step = 0
-        self._window = self._windows.at(0)
+        self._forget_steps()
         self.resume()
 
+    def _forget_steps(self) -> None:
+        self._samples.append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
+        self._probes.forget_windows()
+        self._step = 0
+        self._window = self._windows.at(0)
+
     def _free_step(self) -> None:
-        """Outside every window a step costs one reading of the clock and one line."""
+        """Record a step outside every window: one clock reading and one line."""
         now = time.perf_counter_ns()
         if self._loop.is_open:
             wall_ns = now - self._free_ns
@@ -246,7 +235,7 @@ class Session:
         num_tokens, num_samples, num_micro_batches = facts.batch
         num_tokens = facts.given_tokens or self._tokens_per_step or num_tokens
         host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
-        line = (  # by hand: this stands between two timed steps, and json.dumps takes four times as long
+        line = (  # formatted by hand: this runs between two timed steps, and json.dumps takes four times as long
             f'{{"step": {step.index}, "window": "{self._window}", "start_ns": {step.start_ns}, '
             f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, '
             f'"num_tokens": {num_tokens or "null"}, "num_samples": {num_samples or "null"}, '
@@ -259,7 +248,7 @@ class Session:
             self._pending.append(step)
 
     def _read_pending(self) -> None:
-        """Write the device side of the steps so far; the GPU is waited for."""
+        """Write the device times and losses of the pending steps. Waits for the GPU."""
         self._probes.synchronize()
         for step in self._pending:
             line: dict[str, Any] = {"step": step.index}
@@ -272,17 +261,8 @@ class Session:
             self._samples.append(json.dumps(line))
         self._pending.clear()
 
-    def _read_facts(self) -> None:
-        """Peaks and parameters, once: before any probe could have added to them."""
-        if "memory" not in self._probes.facts:
-            self._probes.read_memory()
-            self._probes.read_precision()
-            self._probes.read_parameters(self._roots.modules, self._loop.optimizers.values())
-
-    # --- windows --------------------------------------------------------------------------------
-
     def _enter(self, finished: str) -> None:
-        """Do what the change of window asks for. Nothing is being timed while this runs."""
+        """Switch from the `finished` window to the current one. No step is timed while this runs."""
         probes, loop, roots = self._probes, self._loop, self._roots
         if self._step == 1:
             roots.search()
@@ -293,18 +273,18 @@ class Session:
                 self._on_roots(roots.modules)
         if self._window == finished:
             return
-        if finished == windows.MEMORY:  # before any op of our own
+        if finished == windows.MEMORY:  # before the recorder runs any op itself
             loop.observer = None
             probes.stop_memory()
         if finished == windows.WARMUP:
             probes.memory.warmup_ended()
         else:
             self._read_pending()
-            self._read_facts()
+            probes.read_facts(roots.modules, loop.optimizers.values())
         if windows.CLEAN in (finished, self._window):
             probes.sample_energy()
         if finished == windows.TRACE:
-            self._stop_surrounding()
+            remove_all(self._trace_handles)
             probes.stop_trace(step_finished=True)
             probes.compare_precision("traced")
         if self._window == windows.TRACE_WARMUP:
@@ -316,25 +296,19 @@ class Session:
             probes.start_memory(roots.modules, loop.optimizers.values())
             loop.observer = probes.memory.ledger
         elif self._window == windows.FREE:
-            self._let_go()
+            self._start_free_running()
         self._write_recording(files.STATUS_INTERRUPTED)
 
-    def _stop_surrounding(self) -> None:
-        remove_all(self._trace_handles)
-
-    def _let_go(self) -> None:
-        """Keep only what tells that a step ended."""
+    def _start_free_running(self) -> None:
+        """Keep only the hooks that detect the end of a step."""
         self._loop.is_free = True
         self._free_source = self._loop.finder.source
         self._loop.optimizers.clear()
         remove_all(self._phase_handles)
-        finder = self._loop.finder
-        if finder.source != FORWARD:
+        if self._free_source != FORWARD:
             self._roots.forget()
         remove_all(self._handles)
         self._handles = self._install_boundaries()
-
-    # --- words ----------------------------------------------------------------------------------
 
     def _progress(self, wall_ns: int, entered: bool) -> None:
         is_new = entered and self._window not in (windows.WARMUP, windows.TRACE)
@@ -345,14 +319,14 @@ class Session:
         title, seconds = windows.TITLES[self._window], wall_ns / 1e9
         if self._window != windows.FREE:
             num_left = self._windows.num_left(self._step)
-            # A first step compiles, allocates and tunes: no other takes as long.
+            # A first step compiles, allocates and tunes: no later step takes as long.
             left = f"the first took {seconds:.1f} s" if self._step == 1 else f"about {num_left * seconds:.1f} s"
-            self._tell(f"{title}: {num_left} step(s), {left}")
+            self._progress_line(f"{title}: {num_left} step(s), {left}")
         elif is_new:
-            after = "the script ends here" if self._exit_after else "the script runs on (--exit-after would end it)"
-            self._tell(f"all windows done; {after}")
+            after = "stopping the script" if self._exit_after else "the script continues (--exit-after would stop it)"
+            self._progress_line(f"all windows done; {after}")
         else:
-            self._tell(f"{title}: {self._step} steps so far, the last took {seconds:.3f} s")
+            self._progress_line(f"{title}: {self._step} steps so far, the last took {seconds:.3f} s")
 
     def _write_recording(self, status: str) -> None:
         probes, finder = self._probes, self._loop.finder

@@ -1,8 +1,7 @@
-"""Where one step ends and the next begins, found without edits to the script.
+"""Finds where each step ends without edits to the script.
 
-In this order: `stepscope.step()` if the script calls it; the optimizer; the root module's
-forward, for loops that only infer. A surer source that turns up later replaces the one in use
-and the count starts again: what was seen before it is not a sample of the same thing.
+Sources, from the most to the least certain: `stepscope.step()`, an optimizer step, and the root module's forward for
+inference loops. When a more certain source appears, it replaces the current one and counting restarts.
 """
 
 from __future__ import annotations
@@ -16,23 +15,20 @@ OPTIMIZER = "optimizer"
 FORWARD = "forward"
 _RANK = {None: 0, FORWARD: 1, OPTIMIZER: 2, EXPLICIT: 3}
 
-# One optimizer may step this often before another that has gone quiet is given up: a GAN's
-# critic steps a handful of times for each step of the generator, not more.
+# A GAN's critic takes a few steps per generator step. After this many, drop the optimizer that stopped stepping.
 MAX_STEPS_OF_ONE = 16
 
 
 class Boundary(Enum):
-    """What an event means for the step that is running."""
+    """What an event means for the current step."""
 
     NONE = "goes on"
     END = "ends here"
-    RESTART = "ends here, and what was counted before is void"
+    RESTART = "ends here, and all earlier steps are discarded"
 
 
 class StepFinder:
-    """Turns events into step boundaries.
-
-    Several optimizers make one step: it ends when each has stepped at least once.
+    """Turns events into step boundaries. With several optimizers, a step ends when each has stepped at least once.
 
     >>> finder = StepFinder()
     >>> [finder.saw(OPTIMIZER, who).name for who in ("D", "G", "D", "G", "D", "D", "G")]
@@ -45,7 +41,7 @@ class StepFinder:
         self._stepped: Counter[Any] = Counter()
 
     def saw(self, source: str, who: Any) -> Boundary:
-        """What it means that `who` (an optimizer, a root module) of this source has just finished."""
+        """Return what it means that `who` (an optimizer or a root module) has just finished."""
         if _RANK[source] < _RANK[self.source]:
             return Boundary.NONE
         if source != self.source:
@@ -69,5 +65,5 @@ class StepFinder:
 
     @property
     def num_sources(self) -> int:
-        """How many optimizers, or root modules, make one step."""
+        """The number of optimizers, or root modules, that make up one step."""
         return len(self._known)

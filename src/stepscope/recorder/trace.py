@@ -1,7 +1,7 @@
-"""The trace window: torch.profiler over a few steps, with our phases and every module by its full name.
+"""The trace window: torch.profiler over a few steps, with phases and fully qualified module names as ranges.
 
-The file is Kineto's own Chrome trace and opens in Perfetto as it is. What the card needs of it
-(GPU-busy time by phase, launches a step) is taken from the profiler's events in memory.
+The file is Kineto's own Chrome trace and opens in Perfetto. The summary for the terminal (GPU-busy time by phase,
+launches per step) is computed from the profiler's events in memory.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 MAX_TRACE_BYTES = 16 * 1024 * 1024
 
 
-def parse_nothing(profiler: Any) -> None:
-    """Let a profiler that runs stop without parsing its events in Python, which takes minutes where there are many.
+def skip_event_parsing(profiler: Any) -> None:
+    """Make a running profiler stop without parsing its events in Python, which can take minutes.
 
-    That is how it stops without `acc_events`, but then older torch warns of what it does between cycles.
+    Creating it without `acc_events` does the same, but then older torch versions warn.
     """
     profiler.profiler.acc_events = False
 
 
 class TraceProbe:
-    """`prepare()` one step early, `start()`, then `stop()` returns what was traced."""
+    """Traces a few steps: `prepare()` one step early, `start()`, then `stop()` returns a summary."""
 
     def __init__(self, folder: Path, name: str, roots: list[nn.Module], device: int | None) -> None:
         self._path = folder / name
@@ -52,7 +52,7 @@ class TraceProbe:
         self._num_steps = 0
         self._started = False
         self.is_ours = False
-        """True while a call into the profiler is this probe's and not the script's."""
+        """True while this probe, and not the script, calls the profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device is not None:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -66,12 +66,12 @@ class TraceProbe:
             self._profiler.prepare_trace()
 
     def start(self, clock: Clock) -> None:
-        """Begin to trace: labels on, the first step open."""
+        """Start tracing: attach the labels and open the first step."""
         if self._device is not None:
-            torch.cuda.synchronize(self._device)  # kernels launched before the trace would have no launch in it
+            torch.cuda.synchronize(self._device)  # otherwise earlier kernels would appear without a launch
         with self._calling():
             self._profiler.start_trace()
-            parse_nothing(self._profiler)
+            skip_event_parsing(self._profiler)
         self._started = True
         for name, module in _named(self._roots):
             self._label(name, module)
@@ -79,7 +79,7 @@ class TraceProbe:
         self._open_step()
 
     def next_step(self) -> None:
-        """One traced step is over and the next begins."""
+        """End a traced step and begin the next."""
         self._num_steps += 1
         self._close_ranges()
         self._open_step()
@@ -89,15 +89,15 @@ class TraceProbe:
         self._on_range(None)
 
     def stop(self, clock: Clock, step_finished: bool) -> dict[str, Any] | None:
-        """End the window, write the trace, return its summary; None when no whole step was traced."""
+        """End the window, write the trace, and return its summary, or None if no whole step was traced."""
         clock.on_range = None
-        self._take_labels_off()
+        remove_all(self._handles)
         self._num_steps += step_finished
         if self._num_steps == 0:
             self.abandon()
             return None
         if self._device is not None:
-            torch.cuda.synchronize(self._device)  # the last step's kernels belong into the trace
+            torch.cuda.synchronize(self._device)  # the last step's kernels belong in the trace
         self._close_ranges()
         with self._calling():
             self._profiler.stop_trace()
@@ -112,17 +112,17 @@ class TraceProbe:
         return summary
 
     def abandon(self) -> None:
-        """Stop and keep nothing."""
-        self._take_labels_off()
+        """Stop without keeping anything."""
+        remove_all(self._handles)
         self._close_ranges()
         with self._calling():
             if not self._started:
-                self._profiler.start_trace()  # a prepared profiler can only be got rid of by running it
+                self._profiler.start_trace()  # a prepared profiler can only be stopped after a start
             self._profiler.stop_trace()
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        # Kineto reads its log level when it is first used, and torch 2.13's says "profiler_start" on stderr.
+        # Kineto reads its log level at first use, and torch 2.13's version prints "profiler_start" to stderr.
         quiet = "KINETO_LOG_LEVEL" not in os.environ
         if quiet:
             os.environ["KINETO_LOG_LEVEL"] = "99"
@@ -157,9 +157,6 @@ class TraceProbe:
 
         self._handles.append(CallHooks(module, begin, end))
 
-    def _take_labels_off(self) -> None:
-        remove_all(self._handles)
-
 
 def _enter(name: str) -> Any:
     label = torch.autograd.profiler.record_function(name)
@@ -168,7 +165,7 @@ def _enter(name: str) -> Any:
 
 
 def _named(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Modules under their fully qualified names; a model that is alone goes by its class."""
+    """Return (fully qualified name, module). A single model goes by its class name."""
     return [
         (name or type(getattr(root, "_orig_mod", root)).__name__, module)
         for root, _, modules in named_modules(roots)
@@ -177,7 +174,7 @@ def _named(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def summarize(events: list[Any], num_steps: int) -> dict[str, Any]:
-    """Host and GPU facts of a window's whole steps: launches, and GPU-busy nanoseconds by the phase that launched."""
+    """Return a summary of the whole steps: launches, and GPU-busy nanoseconds by the phase that launched them."""
     ranges: list[tuple[int, str]] = []
     steps: list[tuple[int, int]] = []
     launches: dict[int, tuple[int, str]] = {}
@@ -207,10 +204,10 @@ def summarize(events: list[Any], num_steps: int) -> dict[str, Any]:
     num_kernels = num_templates = 0
     for start, stop, correlation, name in device_events:
         if name in annotations or name.startswith((PHASE_PREFIX, MODULE_PREFIX, STEP_PREFIX)):
-            continue  # the profiler repeats a range on the GPU's side
+            continue  # the profiler repeats each range on the GPU side
         launch_ns = launches[correlation][0] if correlation in launches else None
         if not begin <= (start if launch_ns is None else launch_ns) <= end:
-            continue  # of a step that was cut off
+            continue  # part of an incomplete step
         if not name.startswith(("Memcpy", "Memset")):
             num_kernels += 1
             num_templates += name.startswith("triton_tem")
@@ -239,7 +236,7 @@ def _phase_at(launch_ns: int | None, starts: list[int], ranges: list[tuple[int, 
 
 
 def union_ns(intervals: list[tuple[int, int]]) -> int:
-    """Nanoseconds covered by at least one interval.
+    """Return the nanoseconds covered by at least one interval.
 
     >>> union_ns([(0, 10), (5, 20), (30, 40)])
     30
@@ -254,12 +251,12 @@ def union_ns(intervals: list[tuple[int, int]]) -> int:
 
 
 def trim(path: Path) -> str | None:
-    """Cut a trace that is too large down to its first step, or as much of it as fits; what was cut, or None."""
+    """Cut a trace that is too large down to its first step or less. Return a description of the cut, or None."""
     if path.stat().st_size <= MAX_TRACE_BYTES:
         return None
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as stream:
         trace = json.load(stream)
-    # Flow arrows only repeat what the correlation ids say.
+    # Flow arrows only repeat the correlation ids.
     events = [event for event in trace["traceEvents"] if event.get("ph") not in ("s", "f")]
     step = next(e for e in events if e.get("name") == f"{STEP_PREFIX}0" and e.get("ph") == "X")
     kept_share = 1.0
@@ -272,11 +269,11 @@ def trim(path: Path) -> str | None:
             break
         kept_share *= 0.9 * MAX_TRACE_BYTES / size
     what = "the first step" if kept_share == 1.0 else f"the first {100 * kept_share:.1f} % of the first step"
-    return f"the trace was over {MAX_TRACE_BYTES >> 20} MiB: kept are the events of {what}, without flow arrows"
+    return f"the trace exceeded {MAX_TRACE_BYTES >> 20} MiB: only events of {what} were kept, without flow arrows"
 
 
 def _until(events: list[dict[str, Any]], end: float) -> list[dict[str, Any]]:
-    """Host events that begin before `end`, and the GPU work they launched, whenever it ran."""
+    """Return host events that begin before `end`, and the GPU work they launched."""
     kept = []
     launched = set()
     for event in events:

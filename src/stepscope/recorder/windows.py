@@ -1,4 +1,4 @@
-"""Which steps are warm-up, clean timing, traced, measured for memory, and free."""
+"""The windows of a recording: warm-up, clean timing, trace, memory, and free running."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """How many steps each window has; a window of 0 steps is left out.
+    """The number of steps in each window. A window with 0 steps is skipped.
 
     >>> windows = Windows(warmup=1, clean=2, trace=1, memory=1)
     >>> [windows.at(step) for step in range(7)]
@@ -31,35 +31,43 @@ class Windows:
     """
 
     warmup: int = 5
-    """Steps whose times are kept apart: first calls, autotuning, compilation."""
+    """Warm-up steps, excluded from timing: first calls, autotuning, compilation."""
     clean: int = 20
-    """Steps timed with no profiler, no memory history, no labels: the figures come from these."""
+    """Steps timed with no profiler, memory history or labels. All step times come from these."""
     trace: int = 2
-    """Steps under torch.profiler, after one more that only warms the profiler up."""
+    """Steps under torch.profiler, after one extra step that warms the profiler up."""
     repeat: int = 1
-    """How often the trace window comes, each time with its warm-up, and with a file of its own."""
+    """How many times to run the trace window. Each run has its own warm-up step and its own file."""
     memory: int = 1
-    """1 or 0: the step in which every op is seen, for FLOPs and for what each allocation belongs to."""
+    """1 or 0: the step in which every op is observed, for FLOPs and the owner of each allocation."""
 
     def __post_init__(self) -> None:
         for name in ("warmup", "clean", "trace", "memory"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: a window has 0 or more steps")
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be 0 or more")
         if self.repeat < 1:
-            raise ValueError(f"repeat is {self.repeat}: the trace window comes once or more; trace=0 leaves it out")
+            raise ValueError(f"repeat is {self.repeat}: it must be 1 or more. Set trace=0 to skip the trace window")
         if self.memory > 1:
-            raise ValueError(f"memory is {self.memory}: the memory window is one step or none")
+            raise ValueError(f"memory is {self.memory}: it must be 0 or 1")
 
     def at(self, step: int) -> str:
-        """The window that `step` belongs to, counted from 0."""
+        """Return the window that contains `step`, counted from 0."""
+        return self._locate(step)[0]
+
+    def num_left(self, step: int) -> int:
+        """Return the number of steps left in the window of `step`. A trace includes its warm-up step."""
+        name, num_left = self._locate(step)
+        return num_left + (self.trace if name == TRACE_WARMUP else 0)
+
+    def _locate(self, step: int) -> tuple[str, int]:
         for name, num_steps in self.sequence():
             if step < num_steps:
-                return name
+                return name, num_steps - step
             step -= num_steps
-        return FREE
+        return FREE, 0
 
     def sequence(self) -> list[tuple[str, int]]:
-        """The windows in order with their step counts, without the endless last one."""
+        """Return the windows in order with their step counts, without free running."""
         return [
             (WARMUP, self.warmup),
             (CLEAN, self.clean),
@@ -68,7 +76,7 @@ class Windows:
         ]
 
     def counts(self) -> dict[str, int]:
-        """All steps of each window.
+        """Return the total number of steps of each window.
 
         >>> Windows(trace=2, repeat=3).counts()
         {'warmup': 5, 'clean': 20, 'trace_warmup': 3, 'trace': 6, 'memory': 1}
@@ -78,15 +86,7 @@ class Windows:
             totals[name] = totals.get(name, 0) + num_steps
         return totals
 
-    def num_left(self, step: int) -> int:
-        """Steps until the window of `step` is over; the trace's warm-up counts as a part of the trace."""
-        for name, num_steps in self.sequence():
-            if step < num_steps:
-                return num_steps - step + (self.trace if name == TRACE_WARMUP else 0)
-            step -= num_steps
-        return 0
-
     @property
     def num_steps(self) -> int:
-        """Steps until free running begins."""
+        """The number of steps before free running begins."""
         return sum(num_steps for _, num_steps in self.sequence())

@@ -18,7 +18,7 @@ import torch
 
 from stepscope.recorder.clock import BACKWARD
 from stepscope.recorder.ledger.ledger import Ledger
-from stepscope.recorder.trace import parse_nothing, union_ns
+from stepscope.recorder.trace import skip_event_parsing, union_ns
 from stepscope.sweep.prepare import Pass
 
 BACKWARD_BEGINS = "stepscope.backward begins"
@@ -191,7 +191,7 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
     base_bytes = _storage_bytes(before)
     synchronize(device)
     with profiler:
-        parse_nothing(profiler)
+        skip_event_parsing(profiler)
         start_ns = time.perf_counter_ns()
         with torch.profiler.record_function("ProfilerStep#0"):
             run_once(on_phase) if wants_phases else run_once()

@@ -85,7 +85,7 @@ def _run(request: Request, report: Report) -> None:
 
         return check(request, report)
     from stepscope.recorder.compiler.compile_watch import CompilerProbe
-    from stepscope.recorder.environment import Environment
+    from stepscope.recorder.environment import environment_facts
     from stepscope.sweep import memory, prepare
     from stepscope.sweep.checks import gate
     from stepscope.sweep.checks.compiled_graphs import CompiledGraphs
@@ -104,7 +104,7 @@ def _run(request: Request, report: Report) -> None:
     if device == "cuda" and request.memory_limit_bytes is not None:
         _limit_cuda(request.memory_limit_bytes)
     prepare.apply_settings(run)
-    fields["environment"] = Environment().facts(0 if device == "cuda" else None)
+    fields["environment"] = environment_facts(0 if device == "cuda" else None)
     workload = find(request.workload)
     fields["reference"] = dict(workload.reference)
     fields["alternatives"] = dict(workload.alternatives)

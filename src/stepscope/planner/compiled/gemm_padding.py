@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from stepscope.devices.peaks import Device
-from stepscope.planner.emulation.torch_support import products_in_tf32
+from stepscope.recorder.environment import products_in_tf32
 
 DECIDERS = ("_should_pad", "should_pad_bench")
 """What asks the benchmark; the second in older versions."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,15 +29,3 @@ def this_torch() -> Iterator[None]:
             f"torch {torch.__version__} has not all that a plan uses ({error}): plan with torch 2.11 to 2.13, or "
             "measure with stepscope bench"
         ) from error
-
-
-def products_in_tf32() -> bool:
-    """Whether PyTorch is set to multiply float32 matrices in TF32."""
-    return allows_tf32(torch.backends.cuda.matmul, lambda: torch.get_float32_matmul_precision() != "highest")
-
-
-def allows_tf32(backend: Any, by_the_old_way: Callable[[], bool]) -> bool:
-    """Whether a back end is set to compute float32 in TF32."""
-    # Since torch 2.9 there are two ways to set this, and asking the old one after the new one was used raises.
-    precision = getattr(backend, "fp32_precision", None)
-    return precision == "tf32" if precision in ("tf32", "ieee") else bool(by_the_old_way())

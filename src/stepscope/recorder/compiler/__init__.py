@@ -1,1 +1,1 @@
-"""Watches torch.compile while a script runs."""
+"""Records what torch.compile does while a script runs."""

@@ -1,8 +1,7 @@
-"""What torch.compile did: graphs, breaks, recompiles, dynamic sizes, caches, CUDA graphs, seconds. Silent if unused.
+"""What torch.compile did: graphs, breaks, recompiles, dynamic sizes, caches, CUDA graphs and seconds.
 
-torch writes all of this to a structured log of its own, `torch.__trace`, whenever that log has
-a handler. We are one. Nothing is switched on, nothing of Dynamo is imported, and a script that
-compiles nothing never comes here.
+torch writes all of this to its structured log, `torch.__trace`, if that log has a handler. The probe adds one. It
+changes no setting and does not import Dynamo. If nothing is compiled, it costs nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from stepscope.recorder.compiler.messages import (
     place_of,
     reasons,
 )
-from stepscope.recorder.compiler.provenance import Provenance
+from stepscope.recorder.compiler.provenance import Provenance, compile_id_text
 
 MAX_ENTRIES = 200
-# What torch calls the parts of compiling, each inside the one before it: what the next does not take is its own.
+# torch's names for the stages of compiling. Each includes the next one.
 FORWARD_STAGES = {
     "dynamo": "dynamo_cumulative_compile_time_us",
     "autograd": "aot_autograd_cumulative_compile_time_us",
@@ -37,11 +36,11 @@ FORWARD_STAGES = {
 }
 BACKWARD_STAGES = {**FORWARD_STAGES, "autograd": "backward_cumulative_compile_time_us"}
 CACHES = {"fx_graph_cache": "graphs", "aotautograd_cache": "autograd"}
-"""What artifacts of torch's caches begin with, and what each keeps."""
+"""The prefixes of torch's cache artifacts, and what each cache holds."""
 
 
 class CompilerProbe:
-    """Collects compile events of this process between `start()` and `stop()`."""
+    """Collects compile events of this process from `start()` to `stop()`."""
 
     def __init__(self) -> None:
         self.num_compiles = 0
@@ -68,22 +67,18 @@ class CompilerProbe:
     def start(self) -> None:
         self._files = _numbered_files()
         self._listen("torch.__trace", self._structured)
-        # These two are said as warnings only.
+        # These two only log warnings.
         self._listen("torch._dynamo.convert_frame", self._warning)
         self._listen("torch._inductor.cudagraph_utils", self._warning)
 
     def stop(self) -> None:
         self._cuda_graphs = cuda_graphs()
-        untold = _num_cuda_graph_skips() - sum(self._skips.values())
-        if untold > 0:  # torch says why only where somebody asked for its cudagraphs log
-            self._skips['torch did not say why: TORCH_LOGS="cudagraphs" does'] += untold
+        unexplained = _num_cuda_graph_skips() - sum(self._skips.values())
+        if unexplained > 0:  # torch gives reasons only if its cudagraphs log is on
+            self._skips['torch did not say why: TORCH_LOGS="cudagraphs" does'] += unexplained
         for logger, handler in self._handlers:
             logger.removeHandler(handler)
         self._handlers.clear()
-
-    @property
-    def _is_listening(self) -> bool:
-        return bool(self._handlers)
 
     @property
     def used(self) -> bool:
@@ -91,7 +86,7 @@ class CompilerProbe:
         return self.num_compiles > 0
 
     def report(self) -> dict[str, Any]:
-        """Everything seen, as JSON values: `CompileReport` of `trace/compile_report.py`."""
+        """Return everything seen as JSON values, in the format of `CompileReport` in `trace/compile_report.py`."""
         return {
             "num_compiles": self.num_compiles,
             "compile_seconds": round(self._seconds, 3),
@@ -106,7 +101,7 @@ class CompilerProbe:
             "dynamic_dimensions": list(self._dynamic.values()),
             "caches": {name: dict(counts) for name, counts in self._caches.items()},
             "cuda_graph_skips": [{"reason": reason, "count": n} for reason, n in self._skips.items()],
-            "cuda_graphs": cuda_graphs() if self._is_listening else self._cuda_graphs,
+            "cuda_graphs": cuda_graphs() if self._handlers else self._cuda_graphs,
             "failures": list(self._failures.values()),
             "compiled_calls": self._provenance.graphs,
         }
@@ -124,7 +119,7 @@ class CompilerProbe:
         name = artifact.get("name") if isinstance(artifact, dict) else None
         frame = (metadata.get("frame_id"), metadata.get("frame_compile_id"))
         if isinstance(metadata.get("str"), (list, tuple)):
-            text, number = metadata["str"]  # torch writes a file's name once, and its number from then on
+            text, number = metadata["str"]  # torch logs a file's name once, and its number from then on
             self._files[number] = str(text)
         elif "dynamo_start" in metadata:
             if self.on_start is not None:
@@ -173,7 +168,8 @@ class CompilerProbe:
         if entry is None:
             if len(self._dynamic) >= MAX_ENTRIES:
                 return
-            entry = {"source": source, "symbol": str(facts.get("symbol")), "sizes": [], "compile_id": _slashed(frame)}
+            compile_id = compile_id_text(frame)
+            entry = {"source": source, "symbol": str(facts.get("symbol")), "sizes": [], "compile_id": compile_id}
             self._dynamic[source] = entry
             place = self._stack_place(facts.get("user_stack"))
             if place:
@@ -190,7 +186,7 @@ class CompilerProbe:
         return place_of("\n".join(lines))
 
     def _spent(self, metrics: dict[str, Any], stages: dict[str, str]) -> None:
-        """Seconds by stage, each less those of the stage inside it; all together are what was spent."""
+        """Add the seconds of each stage, without those of the next stage inside it."""
         known = [(stage, us) for stage, field in stages.items() if (us := _number(metrics.get(field)))]
         self._seconds += known[0][1] / 1e6 if known else _number(metrics.get("entire_frame_compile_time_s"))
         for (stage, us), inner in zip(known, [us for _, us in known[1:]] + [0.0]):
@@ -199,11 +195,11 @@ class CompilerProbe:
     def _compiled(self, metrics: dict[str, Any], frame: tuple[Any, Any]) -> None:
         self._spent(metrics, FORWARD_STAGES)
         if metrics.get("co_name") is None:
-            return  # at the recompile limit torch stops before it reads the function; `_warning` hears which it is
+            return  # at the recompile limit torch stops before it reads the function; `_warning` gets its name
         self.num_compiles += 1
         where = f"{metrics.get('co_name')} ({metrics.get('co_filename')}:{metrics.get('co_firstlineno')})"
         self._frames[where] += 1
-        compile_id = _slashed(frame)
+        compile_id = compile_id_text(frame)
         if len(self._regions) < MAX_ENTRIES:
             self._regions[compile_id] = where
         if _number(metrics.get("graph_op_count")) and len(self._graphs) < MAX_ENTRIES:
@@ -242,17 +238,13 @@ class CompilerProbe:
 
 
 def _numbered_files() -> dict[Any, str]:
-    """The names of files that torch has logged already, by their number: it does not say them again."""
+    """Return the names of files that torch has already logged, by number: it does not repeat them."""
     structured = sys.modules.get("torch._logging.structured")
     return {number: name for name, number in getattr(structured, "INTERN_TABLE", {}).items()}
 
 
-def _slashed(frame: tuple[Any, Any]) -> str:
-    return f"{frame[0]}/{frame[1]}"
-
-
 def _number(value: Any) -> float:
-    """A number of torch's log; 0 where it is none."""
+    """Return a number from torch's log, or 0 if it is not a finite number."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
@@ -262,9 +254,9 @@ def _num_cuda_graph_skips() -> int:
 
 
 def cuda_graphs() -> dict[str, int] | None:
-    """How many CUDA graphs Inductor holds and for how many distinct sizes at most; None when it has none.
+    """Return how many CUDA graphs Inductor holds, and for at most how many sizes; None if it has none.
 
-    The manager's inside differs between versions of torch: None also where this does not know its way there.
+    Also None if this torch version's graph manager has an unknown structure.
     """
     try:
         return _held_cuda_graphs()
@@ -280,9 +272,9 @@ def _held_cuda_graphs() -> dict[str, int] | None:
     manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     if manager is None:
         return None
-    # One function is registered for each compiled graph and each set of dynamic sizes it was called with.
+    # One function is registered per compiled graph and per set of dynamic sizes.
     sizes = Counter(id(function.model) for function in manager.ids_to_funcs.values())
-    recorded = re.search(r"\d+", repr(manager.graph_counter))  # looking at an itertools.count without using it
+    recorded = re.search(r"\d+", repr(manager.graph_counter))  # reads an itertools.count without advancing it
     return {
         "num_recorded": int(recorded.group()) if recorded else 0,
         "num_compiled_functions": len(sizes),
@@ -298,8 +290,5 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._receive(record)
-        except Exception:  # a log handler must never disturb the one who logs
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
+        except Exception:
+            pass  # a log handler must never disturb the code that logs

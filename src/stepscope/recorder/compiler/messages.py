@@ -1,4 +1,4 @@
-"""What torch.compile writes about graph breaks, guards and errors, taken apart: the reason, and the user's line."""
+"""Parses torch.compile's messages about graph breaks, guards and errors into reasons and lines of the user's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN_PLACE = "unknown place"
 
 
 def place_of(text: str) -> str | None:
-    """The innermost line of a traceback that is not torch's own, `model.py:12 in forward`; else the innermost.
+    """Return the innermost line of a traceback outside torch, else the innermost line.
 
     >>> place_of('File "/me/model.py", line 12, in forward')
     '/me/model.py:12 in forward'
@@ -28,8 +28,8 @@ def place_of(text: str) -> str | None:
 
 
 def break_of(text: str) -> tuple[str, str]:
-    """Why a graph broke, and where in the user's code."""
-    # torch 2.7 and later explain; the explanation says more than the heading.
+    """Return why a graph broke, and where in the user's code."""
+    # torch 2.7 and later add an explanation, which says more than the heading.
     match = re.search(r"Explanation: (.*)", text) or re.search(
         r"(?:Graph Break )?Reason: (?:Unsupported: )?(.*)", text
     )
@@ -39,12 +39,12 @@ def break_of(text: str) -> tuple[str, str]:
 
 
 def gives_up(text: str) -> bool:
-    """Whether a graph break ends the compiling of its function: all of it runs eagerly then."""
+    """Return whether a graph break ends compilation of the function, so that all of it runs eagerly."""
     return "falling back to eager" in text or "Skipping frame" in text
 
 
 def reasons(payload: Any) -> list[str]:
-    """The guards that failed, as torch writes them."""
+    """Return the guards that failed, as torch writes them."""
     try:
         values = json.loads(payload) if isinstance(payload, str) else payload
     except ValueError:
@@ -53,7 +53,7 @@ def reasons(payload: Any) -> list[str]:
 
 
 def guard_of(reason: str) -> str:
-    """The guard alone, without the line it stands for, hints and stacks.
+    """Return only the guard, without its source line, hints and stacks.
 
     >>> guard_of("0/0: s.step == 0      # return s.a(x)  # me/model.py:29 in forward (HINT: make it a tensor)")
     '0/0: s.step == 0'
@@ -63,26 +63,25 @@ def guard_of(reason: str) -> str:
 
 
 def guard_place(reason: str) -> str | None:
-    """The user's line that a guard stands for; None where this torch does not tell (2.6 tells none)."""
+    """Return the user's line that a guard refers to, or None if this torch does not report it (2.6 does not)."""
     head, _, stack = reason.partition("\nUser stack trace:")
     if stack:
         return place_of(stack)
     match = _COMMENT.search(head)
-    # Without a stack only the innermost file is named, cut at its left: torch's own helps nobody.
+    # Without a stack, torch names only the innermost file, with its path cut off. Its own files are no help.
     return None if match is None or "nn/modules/" in match.group(2) else match.group(2)
 
 
 def first_line(text: Any) -> str:
-    """The first line, and the next where the first only announces it ("backend='inductor' raised:")."""
+    """Return the first line, plus the second if the first only announces it ("backend='inductor' raised:")."""
     lines = [line.strip() for line in str(text).strip().splitlines() if line.strip()]
     return " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
 
 
 def useful_line(error: object) -> str:
-    """What an error of the compiler says in one line.
+    """Return a compiler error as one line.
 
-    torch announces who raised, Triton gives a place in code that nobody wrote and says why in its last line.
-
+    torch's first line only says who raised. Triton's gives a place in generated code, and its last line the reason.
     >>> useful_line("backend='inductor' raised:\\nLoweringException: AssertionError: no\\n  target: aten.mm")
     'LoweringException: AssertionError: no'
     """
@@ -92,7 +91,7 @@ def useful_line(error: object) -> str:
         lines = lines[1:]
     if not lines:
         return type(error).__name__
-    if match := re.search(r"Explanation: (.*)", text):  # torch 2.7 and later; the heading says little
+    if match := re.search(r"Explanation: (.*)", text):  # torch 2.7 and later
         return match.group(1).rpartition("): got ")[2].strip()[:500]
     line = f"{lines[0]} {lines[-1]}" if "CompilationError: at " in lines[0] and len(lines) > 1 else lines[0]
     return line[:500]

@@ -1,9 +1,8 @@
-"""Which module each call of compiled code comes from: Inductor's own comments, read off while it compiles.
+"""Which module each call of compiled code comes from, read from Inductor's comments while it compiles.
 
-Above every call in the code that Inductor writes stands a comment with the nodes that it computes, and each node of
-the graph keeps the stack of modules it was traced in. Both are there when torch logs the code, so that nothing has to
-be switched on: no setting of Inductor's that would change what it compiles, or the keys of its caches. The graph is
-taken from the frame that logs. What a torch does not show is left out.
+In Inductor's code each call has a comment with the graph nodes that it computes, and each node keeps the stack of
+modules it was traced in. Both exist when torch logs the code, so no setting has to change what is compiled or cached.
+The graph is taken from the frame that logs. What a torch version does not show is left out.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
-MAX_CALLS = 20_000
-"""Calls that are written down, in all graphs of a run together."""
+MAX_CALLS = 20_000  # recorded in all graphs of a run together
 _SOURCES = re.compile(r"# (?:Topologically Sorted|Unsorted) Source Nodes: \[(.*?)\]")
 _CALL = re.compile(r"\b(triton_\w+)\.run\(|\bextern_kernels\.(\w+)\(|\btorch\.ops\.(\w+)\.(\w+)\.\w+\(")
 _ROOT = re.compile(r"^L(?:\['\w+'\]|__\w+?__)")
@@ -24,7 +22,7 @@ _PART = re.compile(r"_modules\['([^']*)'\]|\['?([^\]']*)'?\]|([^.\[\]]+)")
 
 
 class Provenance:
-    """Fed with torch's log; `graphs` are the compiled graphs with their calls, in order, and each call's module."""
+    """Receives torch's log. `graphs` are the compiled graphs with their calls in order, and each call's module."""
 
     def __init__(self) -> None:
         self.graphs: list[dict[str, Any]] = []
@@ -34,11 +32,11 @@ class Provenance:
         self._without_key: dict[Any, list[dict[str, Any]]] = defaultdict(list)
 
     def captured(self, compile_id: Any) -> None:
-        """Dynamo logs the graph that it captured: of a graph from a cache there is no other."""
+        """Keep the graph that Dynamo captured: a graph from a cache has no other."""
         self._captured[compile_id] = nodes_of(graph_that_is_logged())
 
     def code(self, compile_id: Any, text: str) -> None:
-        """Inductor logs the code of one graph."""
+        """Read the code that Inductor logs for one graph."""
         graph = graph_that_is_logged()
         nodes = nodes_of(graph) if graph is not None else self._captured.get(compile_id, {})
         calls = [[name, common_module(module for node in made for module in nodes.get(node, ()))]
@@ -46,7 +44,7 @@ class Provenance:
         calls = calls[: max(0, MAX_CALLS - self._num_calls)]
         self._num_calls += len(calls)
         is_backward = "_backward']" in text[:200]
-        entry = {"compile_id": _text(compile_id), "key": None, "is_backward": is_backward, "calls": calls}
+        entry = {"compile_id": compile_id_text(compile_id), "key": None, "is_backward": is_backward, "calls": calls}
         self.graphs.append(entry)
         if self._keys[compile_id]:
             entry["key"] = self._keys[compile_id].pop(0)
@@ -54,7 +52,7 @@ class Provenance:
             self._without_key[compile_id].append(entry)
 
     def cache(self, compile_id: Any, key: str | None) -> None:
-        """The graph cache tells the key of one graph, before its code or after it; the profiler names calls by it."""
+        """Set the cache key of a graph, before or after its code is logged. The profiler names calls by it."""
         if self._without_key[compile_id]:
             self._without_key[compile_id].pop(0)["key"] = key
         else:
@@ -62,7 +60,7 @@ class Provenance:
 
 
 def graph_that_is_logged() -> Any:
-    """The innermost graph module in a frame of torch's that is logging right now; None where there is none."""
+    """Return the innermost graph module in a torch frame that is logging now, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         graph = frame.f_locals.get("gm") if "torch" in frame.f_code.co_filename else None
@@ -73,7 +71,7 @@ def graph_that_is_logged() -> Any:
 
 
 def nodes_of(graph: Any) -> dict[str, set[str]]:
-    """Name of a node, as Inductor's comments have it, → the modules that it was traced in."""
+    """Return the modules that each node was traced in, by the node's name in Inductor's comments."""
     modules: dict[str, set[str]] = defaultdict(set)
     for node in graph.graph.nodes if graph is not None else ():
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
@@ -84,7 +82,7 @@ def nodes_of(graph: Any) -> dict[str, set[str]]:
 
 
 def _source(node: Any) -> str:
-    """The node that it comes from, by the name in the captured graph; a backward node has none but its own."""
+    """Return the node's name in the captured graph. A backward node only has its own."""
     origins = node.meta.get("from_node")
     if not origins:
         return str(node.name)
@@ -93,7 +91,7 @@ def _source(node: Any) -> str:
 
 
 def module_path(path: str) -> str:
-    """A module's path as `named_modules` has it, from the expression that Dynamo reaches it by.
+    """Return a module's path in `named_modules`, from the expression by which Dynamo reaches it.
 
     >>> module_path("L['self']._modules['blocks']._modules['0'].attention")
     'blocks.0.attention'
@@ -105,7 +103,7 @@ def module_path(path: str) -> str:
 
 
 def calls_of(code: str) -> list[tuple[str, list[str]]]:
-    """Calls of kernels and ops in Inductor's code, in order, each with the nodes that it computes.
+    """Return the calls of kernels and ops in Inductor's code, in order, each with the nodes that it computes.
 
     >>> calls_of("# Topologically Sorted Source Nodes: [linear, gelu], Original ATen: []\\nextern_kernels.mm(a, b)")
     [('aten::mm', ['linear', 'gelu'])]
@@ -123,7 +121,7 @@ def calls_of(code: str) -> list[tuple[str, list[str]]]:
 
 
 def common_module(modules: Iterable[str]) -> str | None:
-    """The innermost module that all of these are in, or are; "" is the compiled module itself; None: not known.
+    """Return the innermost module that contains all of these; "" is the compiled module itself, None is unknown.
 
     >>> common_module(["blocks.0.norm", "blocks.0.attention.query"])
     'blocks.0'
@@ -135,5 +133,6 @@ def common_module(modules: Iterable[str]) -> str | None:
     return ".".join(parts[0] for parts in shared)
 
 
-def _text(compile_id: Any) -> str:
+def compile_id_text(compile_id: Any) -> str:
+    """Return `0/1` for a frame id and its compile count."""
     return "/".join(map(str, compile_id)) if isinstance(compile_id, tuple) else str(compile_id)

@@ -1,16 +1,16 @@
-"""Changes to a script from outside, one a file: `stepscope verify` runs a script with and without them.
+"""Applies fixes to a script from outside, for `stepscope verify`, which runs a script with and without them.
 
-`stepscope run` looks into the environment for the ones to make. Nothing here imports torch but the fixes themselves.
+`stepscope run` reads the fixes to apply from the environment. Only the fixes themselves import torch.
 """
 
 from __future__ import annotations
 
 VARIABLE = "STEPSCOPE_FIX"
-"""Set for a child process, and taken out of its environment before the script sees it."""
+"""Set for a child process, and removed from its environment before the script starts."""
 
 
 def split(text: str) -> list[tuple[str, str | None]]:
-    """Names and values of changes that are made together.
+    """Return the names and values of fixes that are applied together.
 
     >>> split("autocast+compile=max-autotune")
     [('autocast', None), ('compile', 'max-autotune')]

@@ -1,4 +1,4 @@
-"""The changes of one run: made, told of the roots, and written into its recording."""
+"""The fixes of one run: applied, extended to the root modules, and reported in the recording."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGES: dict[str, Callable[[str | None], Change]] = {
 
 
 class AppliedFixes:
-    """Changes by name, as `STEPSCOPE_FIX` has them: `autocast+compile=max-autotune`."""
+    """Fixes by name, as in `STEPSCOPE_FIX`: `autocast+compile=max-autotune`."""
 
     def __init__(self, text: str) -> None:
         self._changes = [(name, CHANGES[name](value)) for name, value in split(text) if name in CHANGES]
@@ -38,32 +38,32 @@ class AppliedFixes:
         for _, change in self._changes:
             try:
                 change.start()
-            except Exception as error:  # of ours, in the middle of the script's `import torch`
-                change.left[f"it could not be made: {type(error).__name__}: {error}"] += 1
+            except Exception as error:  # this runs inside the script's `import torch`
+                change.left[f"it could not be applied: {type(error).__name__}: {error}"] += 1
 
     def use_roots(self, roots: list[nn.Module]) -> None:
-        """Change the modules that the script calls itself; those of an earlier call are changed already."""
+        """Change the modules that the script calls directly, except those already changed."""
         new = [root for root in roots if root not in self._used]
         self._used.update(new)
-        # Outside of compiled code counting is free, and the code is compiled anew for what is around it.
+        # Compile first, so that the other changes wrap the compiled code and count outside it.
         for _, change in sorted(self._changes, key=lambda each: not isinstance(each[1], Compiled)):
             change.use_roots(new)
 
     def finish(self) -> list[dict[str, Any]]:
-        """What each did, once the script has ended."""
+        """Return what each fix did, after the script has ended."""
         for _, change in self._changes:
             try:
                 change.finish()
-            except Exception as error:  # of ours: it must not become the script's
+            except Exception as error:  # must not become the script's exception
                 change.left[f"it could not be counted: {type(error).__name__}: {error}"] += 1
         return self.facts()
 
     def facts(self) -> list[dict[str, Any]]:
-        """What each did so far, as JSON values."""
+        """Return what each fix has done so far, as JSON values."""
         unknown = [{"id": name, "changed": {}, "left": {}, "nothing_seen": "no such fix"} for name in self._unknown]
         return [*({"id": name, **change.facts()} for name, change in self._changes), *unknown]
 
     def remove(self) -> None:
-        """Take off what can be taken off."""
+        """Remove the fixes that can be removed."""
         for _, change in reversed(self._changes):
             change.remove()

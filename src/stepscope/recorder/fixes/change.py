@@ -1,4 +1,4 @@
-"""What every change has: handles that take it off again, and a count of what it touched."""
+"""The base of every fix: handles that remove it, and a count of what it changed."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from stepscope.recorder.patches import Handle, remove_all
 
 
 class Change:
-    """One change to a script. `start()` before the script runs, `use_roots()` once its root modules are known."""
+    """One fix. `start()` is called before the script runs, `use_roots()` once its root modules are known."""
 
     nothing_seen = "nothing of the kind was seen"
-    """Why nothing was changed, where the script never came to what the change is about."""
+    """Why nothing was changed if the script never used what the fix is about."""
 
     def __init__(self, value: str | None) -> None:
         self.value = value
         self.changed: Counter[str] = Counter()
-        """What was changed, and how often: the proof that it took."""
+        """What was changed, and how often."""
         self.left: Counter[str] = Counter()
-        """What was left as it was, with why, and how often."""
+        """What was left unchanged and why, and how often."""
         self.handles: list[Handle] = []
 
     def start(self) -> None:
-        """torch is here and the script has done nothing yet."""
+        """Apply what can be applied after torch is imported, before the script does anything."""
 
     def use_roots(self, roots: list[nn.Module]) -> None:
-        """The script's second step has ended: these modules it calls itself."""
+        """Change the modules that the script calls directly, after its second step."""
 
     def finish(self) -> None:
-        """The script has ended: count what can only be counted now."""
+        """Count what can only be counted after the script has ended."""
 
     def remove(self) -> None:
-        """Put back what `start` replaced."""
+        """Undo `start`."""
         remove_all(self.handles)
 
     def facts(self) -> dict[str, Any]:
-        """What it did, as JSON values."""
+        """Return what the fix did, as JSON values."""
         return {
             "value": self.value,
             "changed": {what: count for what, count in self.changed.items() if count},

@@ -1,4 +1,4 @@
-"""`waiting_for_data`, `small_batch`, `pageable_copies`: DataLoaders are made with other arguments."""
+"""`waiting_for_data`, `small_batch`, `pageable_copies`: changes the arguments of DataLoaders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFETCH_FACTOR = 4
 
 
 class LoaderChange(Change):
-    """`arguments_of(given)` says which arguments a DataLoader is made with instead."""
+    """`arguments_of(given)` returns the arguments to change."""
 
     nothing_seen = "no DataLoader was made"
 
@@ -35,7 +35,7 @@ class LoaderChange(Change):
 
 
 class MoreWorkers(LoaderChange):
-    """`num_workers` raised; they stay from one epoch to the next."""
+    """Raises `num_workers`, and keeps workers between epochs."""
 
     def arguments_of(self, given: dict[str, Any]) -> dict[str, Any]:
         wanted = int(self.value or min(MOST_WORKERS, max(2, os.cpu_count() or 2)))
@@ -55,7 +55,7 @@ class MoreWorkers(LoaderChange):
 
 
 class LargerBatch(LoaderChange):
-    """`batch_size` times a factor."""
+    """Multiplies `batch_size`."""
 
     def arguments_of(self, given: dict[str, Any]) -> dict[str, Any]:
         if given.get("batch_sampler") is not None or given.get("batch_size", 1) is None:
@@ -68,7 +68,7 @@ class LargerBatch(LoaderChange):
 
 
 class PinnedCopies(LoaderChange):
-    """`pin_memory=True`, and copies of what is pinned do not wait."""
+    """Sets `pin_memory=True`, and makes copies of pinned tensors non-blocking."""
 
     nothing_seen = "no DataLoader was made, and no pinned tensor was copied to a GPU"
 

@@ -1,4 +1,4 @@
-"""`unfused_optimizer`: torch.optim's optimizers are made with fused=True, or foreach=True where there is no such."""
+"""`unfused_optimizer`: creates torch.optim optimizers with fused=True, or foreach=True if they have no fused form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FusedOptimizers(Change):
             if forms and "__init__" in vars(kind):
                 make = functools.partial(self._make, kind, forms, list(names)[1:])
                 self.handles.append(Patch(kind, "__init__", make))
-        # Whatever is an optimizer at all comes through here.
+        # Every optimizer calls this constructor.
         self.handles.append(Patch(torch.optim.Optimizer, "__init__", self._made))
 
     def _made(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ class FusedOptimizers(Change):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._depth:  # AdamW is made as an Adam
+        if self._depth:  # AdamW's constructor calls Adam's
             return original(optimizer, *args, **kwargs)
         self._depth += 1
         try:
@@ -55,7 +55,7 @@ class FusedOptimizers(Change):
                 self.left[f"{name} {why_not}"] += 1
                 return original(optimizer, *args, **kwargs)
             if "params" in given and not isinstance(given["params"], (torch.Tensor, dict)):
-                given["params"] = list(given["params"])  # a generator can be read once
+                given["params"] = list(given["params"])  # a generator can be read only once
             for form in forms:
                 try:
                     original(optimizer, **{**given, "foreach": None, form: True})
@@ -71,10 +71,10 @@ class FusedOptimizers(Change):
 
 
 def _why_not(given: dict[str, Any], kind: Any, base: Any) -> str | None:
-    """Why an optimizer is left as it is."""
+    """Return why an optimizer is left unchanged, or None."""
     if given.get("fused"):
         return "is fused already"
     if given.get("differentiable"):
         return "is differentiable"
-    # torch wraps `step` anew for each class.
+    # torch wraps `step` separately for each class.
     return None if inspect.unwrap(kind.step) is inspect.unwrap(base.step) else "has a step of its own"

@@ -1,4 +1,4 @@
-"""`autocast`, `compile`, `launch_bound`: the modules that the script calls itself are called in another way."""
+"""`autocast`, `compile`, `launch_bound`: changes how the script's root modules are called."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class Autocast(Change):
-    """Root modules run under torch.autocast in bfloat16; what they return is float32 again.
+    """Runs root modules under torch.autocast in bfloat16, and casts their outputs back to float32.
 
-    Inside an autocast region of the script's own the loss would be taken in float32 too: the same cast, made there.
+    In an autocast region of the script itself, the loss would be computed in float32 too.
     """
 
     nothing_seen = "no module was called from outside compiled code"
@@ -34,14 +34,14 @@ class Autocast(Change):
                 replace_call(root, self._under_autocast(floats[0].device.type, name))
 
     def _under_autocast(self, device: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        told = f"forwards of {name} under autocast"
+        counted = f"forwards of {name} under autocast"
 
         def around(call: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if torch.is_autocast_enabled(device):
                     self.left[f"a forward of {name} is under the script's own autocast"] += 1
                     return call(*args, **kwargs)
-                self.changed[told] += 1
+                self.changed[counted] += 1
                 with torch.autocast(device, dtype=torch.bfloat16):
                     output = call(*args, **kwargs)
                 return with_tensors(output, _in_float32)
@@ -52,7 +52,7 @@ class Autocast(Change):
 
 
 class Compiled(Change):
-    """Root modules go through torch.compile in a mode."""
+    """Runs root modules through torch.compile in a given mode."""
 
     nothing_seen = "no module was called from outside compiled code"
 
@@ -74,7 +74,7 @@ class Compiled(Change):
 
     def _compile(self, call: Callable[..., Any]) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # A frame of our own: Dynamo begins at none of torch's, so that a Sequential would not be compiled at all.
+            # An extra frame: Dynamo skips torch's own frames, and would not compile a Sequential at all.
             return call(*args, **kwargs)
 
         return torch.compile(forward, mode=None if self.mode == "default" else self.mode)
@@ -95,7 +95,7 @@ class Compiled(Change):
 
 
 class CompiledWithGraphs(Compiled):
-    """Root modules through torch.compile(mode="reduce-overhead")."""
+    """Runs root modules through torch.compile(mode="reduce-overhead")."""
 
     def __init__(self, value: str | None) -> None:
         super().__init__("reduce-overhead")
@@ -111,7 +111,7 @@ def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cloning(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that a CUDA graph returns lives in the graph's memory, and the next step overwrites it."""
+    """Clone scalars: a loss returned by a CUDA graph is overwritten by the next step."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return with_tensors(call(*args, **kwargs), lambda tensor: tensor if tensor.dim() else tensor.clone())
@@ -120,7 +120,7 @@ def _cloning(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_tensors(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a module returned with its tensors changed; dictionaries, also those with attributes, stay themselves."""
+    """Return a module's output with its tensors changed. Dictionaries are changed in place and keep their type."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, dict):

@@ -1,4 +1,4 @@
-"""`fp32_matmul` and `attention_backend`: global settings of torch, and whether the script came to use them."""
+"""`fp32_matmul` and `attention_backend`: changes torch settings, and checks whether the script used them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,11 @@ from torch import nn
 from stepscope.recorder.environment import float32_matmul
 from stepscope.recorder.fixes.change import Change
 from stepscope.recorder.patches import Patch, remove_all
-
-SWITCHES = {
-    "flash": "flash_sdp",
-    "efficient": "mem_efficient_sdp",
-    "cudnn": "cudnn_sdp",
-    "math": "math_sdp",
-}
+from stepscope.recorder.precision.attention_calls import BACKENDS, SWITCHES
 
 
 class Tf32(Change):
-    """`torch.set_float32_matmul_precision("high")`, whatever the script sets."""
+    """Calls `torch.set_float32_matmul_precision("high")`, and blocks the script from setting "highest"."""
 
     nothing_seen = "there is no GPU at work: TF32 is a mode of its tensor cores"
 
@@ -51,7 +45,7 @@ class Tf32(Change):
 
 
 class AttentionBackend(Change):
-    """One back end of scaled_dot_product_attention allowed, the others not: it runs, or it refuses its inputs."""
+    """Allows a single backend of scaled_dot_product_attention, which then runs or rejects its inputs."""
 
     nothing_seen = "scaled_dot_product_attention was not called outside compiled code in the first two steps"
 
@@ -64,7 +58,7 @@ class AttentionBackend(Change):
     def _attend(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = _switches()
         if any(found[name] != self._wanted[name] for name in found):
-            self.left["an attention call stands where the script sets the back end itself"] += 1
+            self.left["an attention call runs where the script sets the backend itself"] += 1
             return original(*args, **kwargs)
         _set_switches(self._before)
         before = _chosen(*args, **kwargs)
@@ -78,7 +72,7 @@ class AttentionBackend(Change):
         return result
 
     def use_roots(self, roots: list[nn.Module]) -> None:
-        remove_all(self.handles)  # counted; no call pays for it in a step that is timed
+        remove_all(self.handles)  # after counting, so that timed steps do not pay for it
 
     def remove(self) -> None:
         super().remove()
@@ -97,21 +91,9 @@ def _set_switches(states: dict[str, bool]) -> None:
             enable(is_on)
 
 
-def _chosen(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> str:
-    """The back end that torch takes for these inputs, as it is set now."""
+def _chosen(*args: Any, **kwargs: Any) -> str:
+    """Return the backend that torch chooses for these arguments under the current settings."""
     try:
-        number = torch._fused_sdp_choice(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return BACKENDS.get(int(torch._fused_sdp_choice(*args, **kwargs)), "what torch chose")
     except (AttributeError, TypeError, RuntimeError):
         return "what torch chose"
-    return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(int(number), "what torch chose")

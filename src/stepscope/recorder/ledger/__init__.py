@@ -1,1 +1,1 @@
-"""One step with every op seen: FLOPs, and the lifetime of every storage."""
+"""Observes every op of one step: its FLOPs, and the lifetime of every storage."""

@@ -1,4 +1,4 @@
-"""Where a script puts something into a variable, read from its source."""
+"""Finds the source lines at which a script assigns or adds to a variable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FILLING = ("append", "appendleft", "extend", "insert", "add", "update", "setdef
 
 
 def lines_that_fill(name: str, file: str, code: types.CodeType | None = None) -> list[int]:
-    """The lines of a file, or of one function in it, that put something into a variable; of the file, into a global.
+    """Return the lines of a function, or of a file for a global, that add to a variable.
 
-    `name` is `losses`, `self.log`, or `*.log`, an attribute of any variable. Where no line adds to it, the last that
-    gives it a value; none where there is none, or no source.
+    `name` is `losses`, `self.log`, or `*.log` for an attribute of any variable. If no line adds to it, return the
+    last line that assigns it. Empty if there is none, or no source.
     """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -37,7 +37,7 @@ def lines_that_fill(name: str, file: str, code: types.CodeType | None = None) ->
 
 
 def _seeing(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """The nodes of a file that see a global: not those of functions that have a variable of its name."""
+    """Yield the nodes of a file that can see a global: not those in functions with a local of that name."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and _has_own(child, name)):
@@ -55,7 +55,7 @@ def _has_own(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, name
 
 
 def _body(node: ast.AST) -> Iterator[ast.AST]:
-    """What is in a function, without the functions in it."""
+    """Yield the nodes of a function, without those of nested functions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -63,7 +63,7 @@ def _body(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:
-    """`a` and `b` of `a, b = f()`."""
+    """Return `a` and `b` for `a, b = f()`."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return [part for target in targets for part in getattr(target, "elts", [target])]
 
@@ -76,7 +76,7 @@ def _is(node: ast.AST, name: str) -> bool:
 
 
 def _variable(node: ast.AST) -> str | None:
-    """`self.log` of `self.log["loss"][3]`."""
+    """Return `self.log` for `self.log["loss"][3]`."""
     while isinstance(node, (ast.Subscript, ast.Call)):
         node = node.value if isinstance(node, ast.Subscript) else getattr(node.func, "value", node.func)
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""CUDA's own account of its memory: the allocator's counters over a window, its history, and snapshots of it."""
+"""CUDA allocator counters over a window, the allocator history, and memory snapshots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 MAX_HISTORY_ENTRIES = 200_000
-SNAPSHOT_PROTOCOL = 4  # the newest that PyTorch's viewer, a page in JavaScript, reads
+SNAPSHOT_PROTOCOL = 4  # the newest that PyTorch's viewer reads
 
 
 class AllocatorCounters:
-    """What the allocator counts from `AllocatorCounters(device)` to `read()`.
+    """The allocator's counters from `AllocatorCounters(device)` to `read()`.
 
-    The peak counters are set back to now, once: there is no other way to know a window's peak, temporaries inside
-    of kernels included. The script sees a difference only if it had a higher peak before: `lowered` then says so.
+    Resets the peak counters once: there is no other way to get a window's peak with the temporaries inside kernels.
+    If the script had a higher peak before, `lowered` describes the effect.
     """
 
     def __init__(self, device: int) -> None:
@@ -34,8 +34,8 @@ class AllocatorCounters:
         peak_bytes = after.get("allocated_bytes.all.peak", 0)
         if peak_bytes < self._peak_before:
             self.lowered = (
-                "the peak counters were set back where the memory window began: from there on the script's own "
-                f"torch.cuda.max_memory_allocated() does not know its earlier peak of {self._peak_before} bytes"
+                "the peak counters were reset when the memory window began: the script's own "
+                f"torch.cuda.max_memory_allocated() no longer includes its earlier peak of {self._peak_before} bytes"
             )
         return {
             "start_allocated_bytes": self._start_bytes,
@@ -46,7 +46,7 @@ class AllocatorCounters:
 
 
 class AllocatorHistory:
-    """The allocator's history with Python stacks, while it is on; one that the script keeps itself is left alone."""
+    """Records the allocator history with Python stacks. A history that the script itself records is left alone."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -54,21 +54,21 @@ class AllocatorHistory:
         self._is_on = False
 
     def start_with_cuda(self) -> None:
-        """Keep history from the moment the script initializes CUDA: it may run out of memory in its first step."""
+        """Record history from the moment the script initializes CUDA: it may run out of memory in its first step."""
         self._is_wanted = True
-        torch.cuda._lazy_call(self._cuda_is_here)
+        torch.cuda._lazy_call(self._cuda_initialized)
 
-    def _cuda_is_here(self) -> None:
+    def _cuda_initialized(self) -> None:
         if self._is_wanted and os.getpid() == self._pid:
             try:
                 self.start()
             except Exception:
-                pass  # an exception here would be the script's failure to initialize CUDA
+                pass  # an exception here would make the script's CUDA initialization fail
 
     def start(self) -> bool:
-        """Whether it is on now and ours."""
+        """Start recording, and return whether this object records the history now."""
         self._is_wanted = True
-        if not self._is_on and not _script_keeps_history():
+        if not self._is_on and not _script_records_history():
             torch.cuda.memory._record_memory_history(
                 enabled="all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES
             )
@@ -82,13 +82,13 @@ class AllocatorHistory:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _script_keeps_history() -> bool:
+def _script_records_history() -> bool:
     is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return bool(is_enabled()) if is_enabled is not None else False
 
 
 def write_snapshot(path: Path) -> None:
-    """What is allocated now, and the history as far as one was kept; opens in pytorch.org/memory_viz."""
+    """Write a snapshot of current allocations and the recorded history, for pytorch.org/memory_viz."""
     snapshot: Any = torch.cuda.memory._snapshot()
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as stream:
@@ -97,7 +97,7 @@ def write_snapshot(path: Path) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception is torch's out-of-memory error, or came of one."""
+    """Return whether an exception is, or was caused by, torch's out-of-memory error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""The FLOPs of a step by op, phase and dtype, what had no formula, and each weight's share."""
+"""Sums the FLOPs of a step by op, phase and dtype, and by weight."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stepscope.recorder.ledger.op_facts import Op
 
 
 class FlopTally:
-    """Told of each op; `weights_of` gives the weights among an op's arguments, by the numbers of `add_weight`."""
+    """Counts each op. `weights_of` returns the weights among an op's arguments, as numbers from `add_weight`."""
 
     def __init__(self, weights_of: Callable[[Any], set[int]]) -> None:
         self._weights_of = weights_of
         self.backward_makes_graph = False
-        """Whether the backward that runs is to be differentiated again."""
+        """Whether the current backward creates a graph to be differentiated again."""
         self._known: dict[Any, OpFlops | None] = {}
         self._flops: Counter[tuple[str, str, str, bool]] = Counter()
         self._model_flops: Counter[str] = Counter()
@@ -27,13 +27,13 @@ class FlopTally:
         self._num_elements: list[int] = []
         self._num_dimensions: list[int] = []
         self._weight_flops: Counter[int] = Counter()
-        self._activation_flops = 0  # forward products of two activations: attention
+        self._activation_flops = 0  # forward products of two activations, as in attention
         self._looked_up: set[int] = set()
         self._touched: set[int] = set()
-        self._hidden: dict[str, None] = {}  # ops that multiply a weight by a formula nobody wrote
+        self._hidden: dict[str, None] = {}  # ops that multiply by a weight and have no formula
 
     def add_weight(self, parameter: torch.Tensor) -> int:
-        """The number of a parameter, from 0 on."""
+        """Return the number of a new parameter, counting from 0."""
         self._num_elements.append(parameter.numel())
         self._num_dimensions.append(parameter.dim())
         return len(self._num_elements) - 1
@@ -41,7 +41,7 @@ class FlopTally:
     def count(
         self, op: Op, func: Any, args: Any, kwargs: Any, out: Any, outputs: tuple[torch.Tensor, ...], phase: str
     ) -> None:
-        """An op has run; `outputs` are the tensors of `out`."""
+        """Count an op. `outputs` are the tensors in `out`."""
         given = (args, kwargs) if kwargs else args
         if op.has_formula:
             flops = self._flops_of(op, func, args, kwargs, out)
@@ -55,13 +55,13 @@ class FlopTally:
             if phase == FORWARD and (weights := self._weights_of(given)):
                 if op.may_hide_product and any(self._num_dimensions[index] > 1 for index in weights):
                     self._hidden.setdefault(op.name)
-                if num_elements:  # an expert that got no token is called with an empty tensor
+                if num_elements:  # an expert that received no token is called with an empty tensor
                     self._touched |= weights
         if op.name == "aten.embedding":
             self._looked_up |= self._weights_of(args[:1])
 
     def table(self, compiled: bool, error: str | None) -> dict[str, Any]:
-        """All of it; `error` is what went wrong with an op, if anything did."""
+        """Return all counts as JSON values. `error` is the first op error, if any."""
         return {
             "by_op": [
                 {"op": op, "phase": phase, "dtype": dtype, "recomputed": recomputed, "flops": flops}
@@ -81,7 +81,7 @@ class FlopTally:
                     "num_elements": num_elements,
                     "forward_flops": self._weight_flops.get(index, 0),
                     "looked_up": index in self._looked_up,
-                    # Compiled code reads its parameters unseen.
+                    # The parameters that compiled code reads are not visible.
                     "used": compiled or index in self._touched or index in self._weight_flops,
                 }
                 for index, num_elements in enumerate(self._num_elements)
@@ -97,8 +97,8 @@ class FlopTally:
         return self._known[key]
 
     def _add(self, op: OpFlops, name: str, phase: str, weights: set[int]) -> None:
-        # Backward formulas run with gradients off, unless a graph of them is asked for; a checkpointed
-        # forward that is run again turns them on.
+        # Backward formulas run with gradients off, unless a graph of them is requested. A checkpointed forward that
+        # runs again turns gradients on.
         recomputed = phase == BACKWARD and torch.is_grad_enabled() and not self.backward_makes_graph
         self._flops[name, phase, op.dtype, recomputed] += op.flops
         if not recomputed:

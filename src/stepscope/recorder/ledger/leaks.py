@@ -1,4 +1,4 @@
-"""Graphs of earlier steps that are still alive, with their bytes and the variable that holds them."""
+"""Finds graphs of earlier steps that are still alive, their bytes, and the variable that holds them."""
 
 from __future__ import annotations
 
@@ -22,35 +22,29 @@ from stepscope.recorder.ledger.assignments import lines_that_fill
 from stepscope.recorder.ledger.nodes import saved_tensors
 from stepscope.recorder.ledger.storages import storage_key, storage_of
 
-# What looking for the graphs, and then for the variables, may take.
-TIME_LIMIT_S = 2.0
-MAX_DEPTH = 4
-"""How far below a variable: `trainer.history["loss"][7]` is three."""
-
-MAX_ELEMENTS = 100_000
-"""Of one container: a data set held in a list is not walked through."""
-
-MAX_LINES = 3
-"""Of those that fill a variable."""
+TIME_LIMIT_S = 2.0  # for finding the graphs, and again for finding the variables
+MAX_DEPTH = 4  # below a variable: `trainer.history["loss"][7]` is three levels deep
+MAX_ELEMENTS = 100_000  # per container: a data set in a list is not searched
+MAX_LINES = 3  # reported per variable
 
 _CONTAINERS: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
 
 
 class Variable(NamedTuple):
-    """A variable of a frame, or what is reached from one by attributes: `trainer.log`."""
+    """A variable of a frame, or a value reached from one by attributes: `trainer.log`."""
 
     name: str
     file: str
     code: types.CodeType | None
-    """Of the function whose local it is; None of a global."""
+    """The function whose local it is; None for a global."""
     line: int | None
-    """Where the frame is that it was found in."""
+    """The current line of its frame."""
     class_file: str | None = None
-    """Of an attribute: where the class is written that has it."""
+    """For an attribute, the file that defines its class."""
 
     def place(self) -> str:
-        """`train.py:31 losses`: the lines that fill it where they can be told, else the one where its frame is."""
+        """Return `train.py:31 losses`: the lines that fill the variable if known, else its frame's current line."""
         file, lines = self.file, lines_that_fill(self.name, self.file, self.code)
         words = self.name.split(".")
         if not lines and self.class_file and not is_library(self.class_file):
@@ -62,33 +56,32 @@ class Variable(NamedTuple):
 
 
 Held = tuple[torch.Tensor, "str | None"]
-"""A tensor and the place of a variable that leads to it."""
+"""A tensor, and the place of a variable that leads to it."""
 
 
 class LeftAlive(NamedTuple):
-    """What graphs of earlier steps hold on to."""
+    """What graphs of earlier steps keep alive."""
 
     entries: list[dict[str, Any]]
     """One for each variable that holds graphs."""
     held: list[Held]
-    """A tensor of each storage that is counted in them, and who holds it."""
+    """One tensor for each storage that is counted in them, and its holder."""
     is_complete: bool
-    """Whether the search came to its end in time."""
+    """Whether the search finished in time."""
 
 
 def live_tensors() -> list[torch.Tensor]:
-    """Every tensor of this process that Python can see."""
-    # `type(o)` and not isinstance: proxies answer isinstance by running their own code. Fake tensors have no memory.
+    """Return every tensor of this process that Python can see."""
+    # `type(o)` instead of isinstance: on proxies, isinstance runs their own code. Fake tensors have no memory.
     return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o).__name__ != "FakeTensor"]
 
 
 def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
-    """The graphs made before this moment that are still alive; `keep` are parameters and buffers, not counted.
+    """Return the graphs of earlier steps that are still alive. `keep` are parameters and buffers, which do not count.
 
-    `step_began` is the sequence number with which the step that has just ended began. What an earlier step left
-    behind counts, and what hangs on to it. Of the last step's own tensors only those count that keep more than
-    themselves and are in a variable: `loss` is no leak once its backward has been run, nor is a result that is on its
-    way to the caller of the model.
+    `step_began` is the sequence number at which the step that just ended began. Tensors of earlier steps count, and
+    so does what they keep alive. Tensors of the last step count only if they are in a variable and keep others alive:
+    `loss` is no leak after its backward, nor is a result on its way to the caller of the model.
     """
     deadline = time.perf_counter() + TIME_LIMIT_S
     counted = {storage_key(tensor) for tensor in keep} | {None}
@@ -101,7 +94,7 @@ def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
             num_seen, num_bytes = len(seen), 0
             own_key, is_own_counted = storage_key(tensor), storage_key(tensor) in counted
             counted.add(own_key)
-            for _, saved in saved_tensors([tensor.grad_fn], seen):
+            for _, saved, _ in saved_tensors([tensor.grad_fn], seen):
                 key = storage_key(saved)
                 if key not in counted:
                     counted.add(key)
@@ -128,7 +121,7 @@ def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
 
 
 def find_holders(tensors: list[torch.Tensor]) -> list[Held]:
-    """The tensors, each with a variable that leads to its memory."""
+    """Return the tensors, each with a variable that leads to its memory."""
     places = _places({storage_key(tensor): tensor for tensor in tensors}, storage_key)
     return [(tensor, places.get(storage_key(tensor))) for tensor in tensors]
 
@@ -139,7 +132,7 @@ def _tensors_with_graph() -> list[torch.Tensor]:
 
 
 def _places(wanted: dict[Any, torch.Tensor], key_of: Callable[[torch.Tensor], Any]) -> dict[Any, str]:
-    """Where the variables are that lead to tensors of these keys, as far as there is time to look."""
+    """Return the places of the variables that lead to tensors with these keys, found within the time limit."""
     deadline, variables = time.perf_counter() + TIME_LIMIT_S, {}
     for variable, tensor in _reachable(deadline) if wanted else ():
         key = key_of(tensor)
@@ -163,7 +156,7 @@ def _by_place(found: dict[int, tuple[torch.Tensor, int]], places: dict[int, str]
                 "bytes": sum(num_bytes for _, num_bytes in group),
                 "num_tensors": len(group),
                 "op": tensor.grad_fn.name() if tensor.grad_fn is not None else None,
-                "module": None,  # made before anybody looked
+                "module": None,  # made before the window
                 "frame": place,
             }
         )
@@ -171,7 +164,7 @@ def _by_place(found: dict[int, tuple[torch.Tensor, int]], places: dict[int, str]
 
 
 def _reachable(deadline: float) -> Iterator[tuple[Variable, Any]]:
-    """The tensors that the script's variables reach, with the variable, the nearest first."""
+    """Yield the tensors that the script's variables reach, each with its variable, the nearest first."""
     level = list(_variables())
     seen: set[int] = set()
     for _ in range(MAX_DEPTH + 1):
@@ -188,7 +181,7 @@ def _reachable(deadline: float) -> Iterator[tuple[Variable, Any]]:
 
 
 def _variables() -> Iterator[tuple[Variable, Any]]:
-    """The locals and globals of every frame of the script, those of installed packages last."""
+    """Yield the locals and globals of every frame of the script, those of installed packages last."""
     globals_seen: set[int] = set()
     frames = sorted(script_frames(), key=lambda frame: is_library(frame.f_code.co_filename))
     for frame in frames:
@@ -196,8 +189,8 @@ def _variables() -> Iterator[tuple[Variable, Any]]:
         if code.co_flags & CO_OPTIMIZED:
             values = frame.f_locals
             yield from [(Variable(name, file, code, line), value) for name, value in values.items()]
-            # Before Python 3.13 this is a copy that stays with the frame and would keep what it names alive.
-            if sys.version_info < (3, 13) and sys.getrefcount(values) <= 3:  # not a dict that locals() gave away
+            # Before Python 3.13 this copy stays with the frame and would keep its values alive.
+            if sys.version_info < (3, 13) and sys.getrefcount(values) <= 3:  # not a dict that locals() returned
                 values.clear()
             del values
         elif id(frame.f_globals) not in globals_seen:
@@ -211,8 +204,8 @@ def _variables() -> Iterator[tuple[Variable, Any]]:
 
 
 def _parts(variable: Variable, value: Any) -> Iterator[tuple[Variable, Any]]:
-    """What a value is made of: elements have their container's name, attributes add their own."""
-    # By the built-in type's own methods: a subclass may answer with code of its own.
+    """Yield the parts of a value: elements keep their container's name, attributes add their own."""
+    # Uses the built-in type's methods, because a subclass may run its own code.
     if issubclass(type(value), dict):
         yield from [(variable, item) for item in islice(dict.values(value), MAX_ELEMENTS)]
         return

@@ -1,7 +1,7 @@
-"""One step with every op seen: its FLOPs by op, phase and dtype, and the birth and death of every storage.
+"""Observes every op of one step: FLOPs by op, phase and dtype, and the lifetime of every storage.
 
-A dispatch mode sees each op once autograd and autocast are through with it, forward and backward,
-on any device. It runs in a window of its own: the clock's samples never meet it.
+A dispatch mode sees each op after autograd and autocast, forward and backward, on any device. It runs in a separate
+window and never affects timed steps.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.patches import Handle, remove_all
 
 MEMORY_SCHEMA_VERSION = 2
-LOSS = "loss"  # the end of a forward: from the last root module to the backward
+LOSS = "loss"  # the end of a forward: after the last root module, before the backward
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
     """Counts FLOPs and follows storages from `start()` to `stop()`.
 
-    With `callers` it says who asked for each storage. `storages` that are given go on when the ledger has stopped.
-    One that `is_told` looks at nothing itself: `saw()` tells it of each op.
+    `callers` records who requested each storage. `storages` passed in stay open after the ledger stops. If
+    `is_passive`, the ledger observes nothing itself, and `saw()` reports each op to it.
     """
 
     supports_higher_order_operators = True
-    # Torch that does not know `ignore_compile_internals` guards compiled code on the modes that are on.
+    # Torch versions without `ignore_compile_internals` guard compiled code on the active modes.
     passes_compiled_code = hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     def __init__(
@@ -60,7 +60,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         *,
         callers: bool = False,
         storages: Storages | None = None,
-        is_told: bool = False,
+        is_passive: bool = False,
     ) -> None:
         super().__init__()
         self._roots, self._optimizers, self._phase, self._callers = roots, optimizers, phase, callers
@@ -74,16 +74,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._error: str | None = None
         self._tally = FlopTally(self._weights)
         self._parameter_of: dict[int, int] = {}  # storage key -> parameter index, casts included
-        self._holders: dict[int, str] = {}  # id of a parameter -> the module that has it
+        self._holders: dict[int, str] = {}  # id of a parameter -> the module that owns it
         self._nodes = NodeModules()
         self._backward_caller: str | None = None
         self.saved_error: str | None = None
-        self._saved: dict[str | None, tuple[int, int]] = {}  # module -> bytes, tensors; the largest of the backwards
+        self._saved: dict[str | None, tuple[int, int]] = {}  # module -> bytes, tensors: the largest of all backwards
         self._storages = storages or Storages(self._stage)
         self._owns_storages = storages is None
-        self._is_told = is_told
+        self._is_passive = is_passive
 
-    # Without this Dynamo marks a frame it meets while we are looking on as never to be compiled.
+    # Without this, Dynamo marks any frame it meets inside the mode as never to be compiled.
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
@@ -105,13 +105,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             for name, module in modules:
                 self._nodes.names.setdefault(id(module), plain_name(name))
                 self._handles.append(CallHooks(module, self._entering(plain_name(name)), self._leaving))
-        # Some have no module, or one that nobody calls.
+        # Some parameters have no module, or one that is never called.
         loose = [p for p in self._optimized() if id(p) not in self._holders]
         storages.own(loose, PARAMETER, BEFORE)
         self.note_parameter_gradients()
         self._note_optimizer_state()
         storages.open()
-        if not self._is_told:
+        if not self._is_passive:
             self.__enter__()
             self._entered = True
 
@@ -125,14 +125,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._storages.close()
         remove_all(self._handles)
 
-    # --- what the session reports --------------------------------------------------------------
+    # --- reports from the session --------------------------------------------------------------
 
     def note_inputs(self, args: Any, kwargs: Any) -> None:
-        """The tensors the root module is called with are inputs."""
+        """Mark the arguments of the root module as inputs."""
         self._storages.own(tensors_in((args, kwargs)), INPUT, OUTSIDE)
 
     def note_before(self, held: Iterable[tuple[torch.Tensor, str | None]], left_alive: bool = False) -> None:
-        """What is there before `start()`, and who holds it; first what graphs of earlier steps have `left_alive`."""
+        """Add tensors that exist before `start()`, with their holders. Call this first for those `left_alive`."""
         owner = LEFT_ALIVE if left_alive else OTHERS
         for tensor, holder in held:
             key = storage_key(tensor)
@@ -140,13 +140,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 self._storages.born(key, tensor, BEFORE, owner, caller=holder, before=True)
 
     def backward_begins(self, create_graph: bool = False, tensors: Any = ()) -> None:
-        """What the forward made and is still alive now is kept for backward; `tensors` are what it starts from."""
+        """Mark what the forward made and is still alive as kept for backward, which starts from `tensors`."""
         self._tally.backward_makes_graph = create_graph
         self._backward_caller = caller() if self._callers else None
         self._storages.keep_for_backward(FORWARD)
         try:
             self._note_saved([tensor.grad_fn for tensor in tensors_in(tensors)])
-        except Exception as error:  # a graph we did not think of is not the end of a training run either
+        except Exception as error:  # an unexpected graph must not end a training run
             self.saved_error = f"{type(error).__name__}: {error}"
 
     def note_gradients(self, optimizer: Any) -> None:
@@ -192,14 +192,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         return out
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An op that was run where this ledger does not look."""
+        """Count an op that ran outside this mode."""
         self._guarded(self._op(func), func, args, kwargs or {}, out)
 
     def _op(self, func: Any) -> Op:
         return self._ops.get(func) or self._ops.setdefault(func, Op(func))
 
     def _guarded(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        # A shape we did not think of is a gap in the count, said aloud; never the end of a training run.
+        # An unexpected shape leaves a reported gap in the counts. It must not end a training run.
         try:
             self._count(op, func, args, kwargs, out)
         except Exception as error:
@@ -207,17 +207,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def _count(self, op: Op, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self._phase() or OTHER
-        if phase != self._last_phase:  # it may be one that allocates nothing
-            if self._last_phase == BACKWARD:  # which may have been run by the optimizer that uses them
+        if phase != self._last_phase:  # a phase may allocate nothing
+            if self._last_phase == BACKWARD:  # the optimizer may have run the backward
                 self.note_parameter_gradients()
             self._last_phase = phase
             self._storages.note_stage()
         outputs = (out,) if isinstance(out, torch.Tensor) else tuple(tensors_in(out))
-        self._follow(outputs, op, args, kwargs, phase)  # first: whatever goes wrong with a formula, bytes are bytes
+        self._follow(outputs, op, args, kwargs, phase)  # first, so that a formula's error does not lose bytes
         self._tally.count(op, func, args, kwargs, out, outputs, phase)
 
     def _follow(self, outputs: tuple[torch.Tensor, ...], op: Op, args: Any, kwargs: Any, phase: str) -> None:
-        """Note the storages that nobody has shown us before."""
+        """Add the output storages that are not known yet."""
         born: dict[int, torch.Tensor] = {}
         for tensor in outputs:
             key = storage_key(tensor)
@@ -225,7 +225,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 born.setdefault(key, tensor)
         taken = {storage_key(tensor) for tensor in tensors_in((args, kwargs))} if born else set()
         for key, tensor in born.items():
-            if op.is_view or key in taken:  # it was there before
+            if op.is_view or key in taken:  # it existed before
                 self._storages.born(key, tensor, BEFORE, OTHERS, before=True)
             else:
                 self._born(key, tensor, op, args, phase)
@@ -239,7 +239,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._storages.born(key, tensor, op.name, owner, phase, self.module(), who)
 
     def _weights(self, given: Any) -> set[int]:
-        """The parameters among an op's arguments."""
+        """Return the parameters among an op's arguments."""
         keys = map(storage_key, tensors_in(given))
         return {self._parameter_of[key] for key in keys if key in self._parameter_of}
 
@@ -259,12 +259,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._left_root = not self._modules
 
     def module(self) -> str | None:
-        """The innermost module that is open now; in a backward, the one that made the node."""
+        """Return the innermost open module; in a backward, the module that made the running node."""
         if self._modules:
             return self._modules[-1]
         node, name = self._nodes.running()
         if name is None and (parameter := getattr(node, "variable", None)) is not None:
-            return self._holders.get(id(parameter))  # a gradient is added up
+            return self._holders.get(id(parameter))  # a gradient is being accumulated
         return name
 
     def _stage(self) -> str:
@@ -275,11 +275,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     # --- results -------------------------------------------------------------------------------
 
     def flops(self, compiled: bool) -> dict[str, Any]:
-        """FLOPs of the step by op, phase and dtype, what had no formula, and each weight's share."""
+        """Return the FLOPs of the step by op, phase and dtype, ops without a formula, and each weight's share."""
         return self._tally.table(compiled, self._error)
 
     def memory(self) -> dict[str, Any]:
-        """The tables of `memory.json.gz` (docs/recording.md); what only a running process can tell is empty here."""
+        """Return the tables of `memory.json.gz` (docs/recording.md), without those that need a running process."""
         storages = self._storages
         parameters = [p for root in self._roots for p in root.parameters()]
         parameters += self._optimized()
@@ -299,7 +299,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
 
 def _holder(name: str) -> str:
-    """The module that has a parameter or a buffer of this name.
+    """Return the module that owns a parameter or buffer of this name.
 
     >>> _holder("blocks.0.up.weight"), _holder("scale")
     ('blocks.0.up', '')
@@ -308,7 +308,7 @@ def _holder(name: str) -> str:
 
 
 def _without_pauses(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The stages; between two root modules of one forward it is not the loss yet."""
+    """Return the stages, with pauses between two root modules of one forward merged into the forward."""
     kept: list[dict[str, Any]] = []
     for stage in stages:
         if stage["name"] == FORWARD and [entry["name"] for entry in kept[-2:]] == [FORWARD, LOSS]:

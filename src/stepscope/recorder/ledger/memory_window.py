@@ -1,4 +1,4 @@
-"""The memory window of a session: the ledger, what earlier steps left alive, and CUDA's own account."""
+"""The memory window of a session: the ledger, tensors that earlier steps left alive, and CUDA's own counters."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS, next_sequence_n
 from stepscope.recorder.ledger.storages import MAX_ALLOCATIONS, storage_key, storage_of, tensors_in
 from stepscope.recorder.precision.attention_calls import AttentionCalls
 
-MAX_BEFORE = MAX_ALLOCATIONS // 4
-"""Tensors that are there when the window begins: a data set can be a million."""
-MAX_NAMED = 50
-"""Of them, the largest, whose variables are looked for."""
+MAX_BEFORE = MAX_ALLOCATIONS // 4  # tensors listed that exist before the window: a data set can have a million
+MAX_NAMED = 50  # the largest of them, whose variables are looked up
 
 
 class MemoryProbe:
-    """`start()`, a step, `stop()`: writes `memory.json.gz`, and in full also callers and CUDA's snapshot."""
+    """Records one step from `start()` to `stop()` into `memory.json.gz`; `in_full` adds callers and a snapshot."""
 
     def __init__(
         self,
@@ -50,16 +48,16 @@ class MemoryProbe:
         self._step_began = self._next_began = next_sequence_number()
 
     def await_cuda(self) -> None:
-        """In full: the allocator's history from CUDA's first moment to the end of the warm-up."""
+        """If `in_full`, record the allocator history from CUDA's initialization to the end of the warm-up."""
         if self._in_full:
             self._history.start_with_cuda()
 
     def warmup_ended(self) -> None:
-        """What is timed is timed without history."""
+        """Stop the history: steps are timed without it."""
         self._history.stop()
 
     def step_ended(self) -> None:
-        """Remember which nodes belong to the step that has just ended."""
+        """Remember which graph nodes belong to the step that just ended."""
         self._step_began, self._next_began = self._next_began, next_sequence_number()
 
     def start(
@@ -67,13 +65,13 @@ class MemoryProbe:
     ) -> None:
         if not SHOWS_SAVED_TENSORS:
             text = f"torch {torch.__version__} does not show what a graph has saved"
-            self._note("memory", f"{text}: nothing is said about what is saved for backward")
+            self._note("memory", f"{text}, so the tensors saved for backward are not reported")
         if device is not None:
             self._guard("reading the allocator's counters", lambda: self._start_cuda(device))
         ledger = Ledger(roots, optimizers, phase, callers=self._in_full)
         known = list(_belonging(roots, optimizers))
         self._guard("looking for graphs of earlier steps", lambda: self._find_left_alive(known, ledger))
-        self._guard("looking for tensors that are there already", lambda: self._find_others(known, ledger))
+        self._guard("looking for existing tensors", lambda: self._find_others(known, ledger))
         self.ledger = ledger
         self.attention = AttentionCalls(ledger.module)
         self._guard("watching attention", self.attention.start)
@@ -88,8 +86,8 @@ class MemoryProbe:
             ledger.note_before(find_holders(largest[:MAX_NAMED]))
         ledger.note_before([(tensor, None) for tensor in largest[:MAX_BEFORE]])
         if len(others) > MAX_BEFORE:
-            text = f"the {len(others) - MAX_BEFORE:,} smallest tensors that were there before the step"
-            self._note("memory", f"{text} are in none of the figures")
+            text = f"the {len(others) - MAX_BEFORE:,} smallest tensors that existed before the step"
+            self._note("memory", f"{text} are not included in any figure")
 
     def _find_left_alive(self, known: list[torch.Tensor], ledger: Ledger) -> None:
         self._left_alive, held, is_complete = find_left_alive(self._step_began, known)
@@ -99,16 +97,18 @@ class MemoryProbe:
             text = f"a leak: {num_bytes:,} bytes of earlier steps' graphs are still alive"
             self._note("memory", f"{text}, most of them held at {holder}" if holder else text)
         if not is_complete:
-            text = f"graphs of earlier steps were looked for no longer than {TIME_LIMIT_S:.0f} s"
-            self._note("memory", f"{text}: there may be more than were found")
+            text = f"the search for graphs of earlier steps stopped after {TIME_LIMIT_S:.0f} s"
+            self._note("memory", f"{text}: there may be more of them")
 
     def _start_cuda(self, device: int) -> None:
         self._counters = AllocatorCounters(device)
         if self._in_full and not self._history.start():
-            self._note("memory", "the script keeps the allocator's history itself: the snapshot has what it keeps")
+            self._note(
+                "memory", "the script records the allocator history itself: the snapshot contains that history"
+            )
 
     def stop(self) -> Ledger | None:
-        """The ledger of the window that ends here, written down; None when there was none."""
+        """End the window, write its results, and return its ledger, or None if there was none."""
         ledger = self.ledger
         if ledger is not None:
             self._stop_attention()
@@ -117,7 +117,7 @@ class MemoryProbe:
             self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
             files.write_json_gz(self._folder / files.MEMORY_FILE, memory)
             if ledger.saved_error:
-                self._note("memory", f"what is saved for backward could not be read: {ledger.saved_error}")
+                self._note("memory", f"tensors saved for backward could not be read: {ledger.saved_error}")
         self.drop()
         return ledger
 
@@ -133,13 +133,12 @@ class MemoryProbe:
     def _stop_attention(self) -> None:
         self.attention.stop()
         if self.attention.error:
-            self._note("attention", f"a call of attention could not be looked at: {self.attention.error}")
+            self._note("attention", f"an attention call could not be inspected: {self.attention.error}")
         if self.attention.num_dropped:
-            text = f"{self.attention.num_dropped:,} calls of attention past the first different ones"
-            self._note("attention", f"{text} are not written down")
+            self._note("attention", f"{self.attention.num_dropped:,} further attention calls were not recorded")
 
     def drop(self) -> None:
-        """End the window and forget what it saw."""
+        """End the window and discard its results."""
         self.attention.stop()
         ledger, self.ledger, self._counters = self.ledger, None, None
         if ledger is not None:
@@ -147,15 +146,15 @@ class MemoryProbe:
         self._history.stop()
 
     def script_failed(self, error: BaseException | None) -> None:
-        """When the script has run out of CUDA's memory: a snapshot of what filled it."""
+        """If the script ran out of CUDA memory, write a snapshot of what filled it."""
         if is_out_of_memory(error) and torch.cuda.is_initialized():
             write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
-            text = f"what filled the memory is in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens it"
+            text = f"see what filled it in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens the file"
             self._note("memory", f"CUDA ran out of memory: {text}")
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that have memory, and their gradients: Python has no object of those that nobody has asked for."""
+    """Yield the tensors that have memory, and their gradients, which Python may not have seen yet."""
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
             if tensor.device.type != "meta":
@@ -165,7 +164,7 @@ def _with_gradients(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _belonging(roots: list[nn.Module], optimizers: list[Any]) -> Iterator[torch.Tensor]:
-    """What the ledger will know by itself: parameters and buffers, gradients, the optimizers' state."""
+    """Yield what the ledger finds by itself: parameters, buffers, gradients and optimizer state."""
     parameters = [p for root in roots for p in root.parameters()]
     parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     yield from parameters

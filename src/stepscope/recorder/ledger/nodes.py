@@ -1,38 +1,38 @@
-"""The autograd graph as the ledger reads it: which module's forward made a node, and what a graph has saved."""
+"""Reads the autograd graph: which module's forward made a node, and which tensors a graph has saved."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import takewhile
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from stepscope.recorder.compiler.provenance import common_module
 from stepscope.recorder.ledger.storages import storage_key, storage_of
 
-# Both are private to torch; where a release has them no more, what the backward allocates has no module.
+# Both are private to torch. Without them, allocations in the backward have no module.
 _current_node: Any = getattr(torch._C, "_current_autograd_node", lambda: None)
 _next_sequence_number: Any = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 
 SHOWS_SAVED_TENSORS = hasattr(torch._C._autograd.SavedTensor, "data")
-"""Whether torch shows what a node has saved without running the hooks that would bring it back."""
+"""Whether torch shows what a node has saved without running its unpack hooks."""
 
 
 def backward_runs() -> bool:
-    """Whether autograd's engine runs on this thread: what is called now, a backward calls."""
+    """Return whether autograd's engine is running on this thread."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def next_sequence_number() -> int:
-    """The number that the next node made on this thread will have."""
+    """Return the number that the next node made on this thread will have."""
     return int(_next_sequence_number())
 
 
 class NodeModules:
-    """The module that was open when a node was made: a thread numbers its nodes in the order it makes them."""
+    """Maps nodes to the module that was open when they were made: each thread numbers its nodes in order."""
 
     def __init__(self) -> None:
         self._home = threading.get_ident()
@@ -41,27 +41,27 @@ class NodeModules:
         self._marks: dict[int, tuple[list[int], list[str | None]]] = {}
 
     def open(self, name: str | None) -> None:
-        """From here on nodes made on this thread belong to `name`."""
+        """Assign nodes made on this thread from now on to `name`."""
         numbers, names = self._marks.setdefault(threading.get_ident(), ([], []))
         numbers.append(next_sequence_number())
         names.append(name)
 
     def running(self) -> tuple[Any, str | None]:
-        """The node whose backward runs now on this thread, and its module; (None, None) outside a backward."""
+        """Return the node whose backward runs on this thread, and its module; (None, None) outside a backward."""
         node = _current_node()
         return (None, None) if node is None else (node, self.of(node))
 
     def of(self, node: Any) -> str | None:
-        """The innermost module whose forward made a node; None when that cannot be told."""
+        """Return the innermost module whose forward made a node, or None if unknown."""
         if not hasattr(node, "_sequence_nr"):
             return None
-        checkpointed = _bound_to(getattr(node, "run_function", None))  # of a reentrant checkpoint
+        checkpointed = _bound_to(getattr(node, "run_function", None))  # in a reentrant checkpoint
         if id(checkpointed) in self.names:
             return self.names[id(checkpointed)]
         number, thread = int(node._sequence_nr()), threading.get_ident()
         made_here = None
         if thread != self._home and number < next_sequence_number():
-            made_here = self._at(thread, number)  # by a checkpointed forward that ran again on a thread of autograd's
+            made_here = self._at(thread, number)  # by a checkpointed forward that ran again on an autograd thread
         made_home = self._at(self._home, number)
         if made_here is None or made_home is None:
             return (made_here or made_home or (None,))[0]
@@ -73,18 +73,11 @@ class NodeModules:
         return (names[position],) if position >= 0 else None
 
 
-def saved_tensors(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """(node, tensor) of everything that the graphs below `roots` keep for their backward.
+def saved_tensors(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[tuple[Any, torch.Tensor, Any]]:
+    """Yield (node, tensor, checkpoint or None) for everything that the graphs below `roots` keep for backward.
 
-    `seen` maps the id of each node that was visited to the node: it is not visited again.
-    """
-    return ((node, tensor) for node, tensor, _ in _saved(roots, seen))
-
-
-def _saved(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[tuple[Any, torch.Tensor, Any]]:
-    """The same, with the checkpoint that starts again from the tensor, or None.
-
-    `seen` maps the id of each node that was visited to the node: it is not visited again.
+    A checkpoint is given for the tensors that it restarts from. `seen` maps the id of each visited node to the node.
+    Those are not visited again.
     """
     waiting = list(roots)
     while waiting:
@@ -97,7 +90,7 @@ def _saved(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[tuple[Any, to
             try:
                 saved = getattr(node, name)
             except RuntimeError:
-                continue  # its backward has been run: nothing is kept any more
+                continue  # its backward has run, so nothing is saved any more
             for entry in saved if isinstance(saved, (tuple, list)) else (saved,):
                 for tensor, checkpoint in _kept(entry, waiting):
                     yield node, tensor, checkpoint
@@ -106,16 +99,17 @@ def _saved(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[tuple[Any, to
 def saved_bytes(
     roots: Iterable[Any], modules: NodeModules, is_parameter: Callable[[int], bool]
 ) -> dict[str | None, tuple[int, int]]:
-    """Bytes and number of storages saved below `roots` by module; parameters left out, each storage once.
+    """Return bytes and number of saved storages below `roots` by module, each storage once, without parameters.
 
-    What a checkpoint starts again from is saved by the module that is around all that the checkpoint computes.
+    The inputs of a checkpoint count for the module that encloses everything the checkpoint computes.
     """
     found: dict[int, tuple[int, Any, Any]] = {}  # storage -> bytes, node, checkpoint
     around: dict[int, str | None] = {}  # checkpoint -> module
-    for node, tensor, checkpoint in _saved(roots, seen={}):
+    for node, tensor, checkpoint in saved_tensors(roots, seen={}):
         if checkpoint is not None:
             module = modules.of(node)
-            around[id(checkpoint)] = _common(around.get(id(checkpoint), module), module)
+            known = around.get(id(checkpoint), module)
+            around[id(checkpoint)] = None if module is None or known is None else common_module((known, module))
         key = storage_key(tensor)
         if key is not None and key not in found and not is_parameter(key):
             found[key] = (storage_of(tensor).nbytes(), node, checkpoint)
@@ -127,38 +121,20 @@ def saved_bytes(
     return saved
 
 
-def _common(one: str | None, other: str | None) -> str | None:
-    """The innermost module around both.
-
-    >>> _common("blocks.1.up", "blocks.1.down"), _common("blocks.1", "head"), _common("head", None)
-    ('blocks.1', '', None)
-    """
-    if one is None or other is None:
-        return None
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split(".")))
-    return ".".join(name for name, _ in shared)
-
-
 def _bound_to(function: Any) -> Any:
-    """The module behind a checkpointed function: itself, or what a bound or partial call of it is bound to."""
+    """Return the module behind a checkpointed function: itself, or what a bound or partial call is bound to."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__self__", function)
 
 
-_names_by_type: dict[type, list[str]] = {}
-
-
-def _saved_names(kind: type) -> list[str]:
-    if not SHOWS_SAVED_TENSORS:
-        return []
-    if kind not in _names_by_type:
-        _names_by_type[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-    return _names_by_type[kind]
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_")) if SHOWS_SAVED_TENSORS else ()
 
 
 def _kept(saved: Any, waiting: list[Any]) -> Iterator[tuple[torch.Tensor, Any]]:
-    """The tensor behind one saved value; behind a checkpoint's, the inputs that it will start again from, and it."""
+    """Yield the tensor behind a saved value; for a checkpoint, the inputs that it restarts from, and itself."""
     data = getattr(saved, "data", None)
     if isinstance(data, torch.Tensor):
         yield data, None
@@ -178,7 +154,7 @@ def _kept(saved: Any, waiting: list[Any]) -> Iterator[tuple[torch.Tensor, Any]]:
 
 
 def _inputs(saver: Any) -> Iterator[torch.Tensor]:
-    """What the node keeps that saves a checkpoint's inputs, before torch 2.13."""
+    """Yield what the node that saves a checkpoint's inputs keeps, before torch 2.13."""
     for name in _saved_names(type(saver)):
         for entry in getattr(saver, name, ()):
             if isinstance(getattr(entry, "data", None), torch.Tensor):

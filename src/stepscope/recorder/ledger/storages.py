@@ -1,4 +1,4 @@
-"""Storages in one step: born, owned, dead, in the one order in which it happened."""
+"""The storages of one step: when each was allocated and freed, and what it belongs to."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ INPUT = "input"
 WEIGHT_CAST = "autocast_weight_cast"
 ACTIVATION = "activation"
 TEMPORARY = "temporary"
-WORKSPACE = "workspace"  # a library's, kept between calls; only a plan knows of it
+WORKSPACE = "workspace"  # kept by a library between calls; only plans have it
 LEFT_ALIVE = "left_alive"  # by a graph of an earlier step
-OTHERS = "other"  # there before the window, and none of these
+OTHERS = "other"  # existed before the window, and is none of these
 
 BEFORE = "before the window"
 OUTSIDE = "outside an op"
 
 
 def storage_of(tensor: Any) -> Any:
-    """A tensor's storage; of one that stands for another (`_stepscope_inner`, a DTensor's local one), that one's."""
+    """Return a tensor's storage, or that of the tensor it wraps (`_stepscope_inner`, a DTensor's local tensor)."""
     inner = getattr(tensor, "_stepscope_inner", None)
     if inner is None:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -39,7 +39,7 @@ def storage_of(tensor: Any) -> Any:
 
 
 def storage_key(tensor: Any) -> int | None:
-    """What identifies a tensor's storage while it lives; None for tensors that have none of their own."""
+    """Return an id of a tensor's storage while it lives, or None for tensors without their own storage."""
     try:
         storage = storage_of(tensor)
         return storage._cdata if storage.nbytes() else None
@@ -48,7 +48,7 @@ def storage_key(tensor: Any) -> int | None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what an op takes or returns."""
+    """Yield the tensors in what an op takes or returns."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -63,9 +63,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Storages:
-    """The storages that are alive from `open()` to `close()`; `stage()` says in what part of the step we are.
+    """Follows storages from `open()` to `close()`. `stage()` returns the current part of the step.
 
-    One that `is_capped` drops, and counts, what comes after MAX_ALLOCATIONS.
+    If `is_capped`, storages after the first MAX_ALLOCATIONS are only counted.
     """
 
     def __init__(self, stage: Callable[[], str], is_capped: bool = True) -> None:
@@ -83,13 +83,13 @@ class Storages:
         self._names: dict[Any, str] = {}
 
     def open(self) -> None:
-        """What is born from now on is born in the window."""
+        """Start the window."""
         if self._began_ns is None:
             self._began_ns = time.perf_counter_ns()
         self._is_open = True
 
     def close(self) -> None:
-        """What dies from now on was alive after the window."""
+        """End the window: storages freed later count as alive."""
         self._is_open = False
 
     def born(
@@ -103,31 +103,36 @@ class Storages:
         caller: str | None = None,
         before: bool = False,
     ) -> None:
-        """Enter a storage that is not known yet; `before`: it was there when the window opened."""
+        """Add a new storage. `before` means that it existed when the window opened."""
         if self._is_capped and len(self.allocations) >= MAX_ALLOCATIONS:
             self.num_dropped += 1
             return
         storage = storage_of(tensor)
         before = before or not self._is_open
         self.live[key] = len(self.allocations)
-        self.allocations.append(
-            {
-                "bytes": storage.nbytes(),
-                "device": self._name(tensor.device),
-                "dtype": self._name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "owner": owner,
-                "op": BEFORE if before else op,
-                "phase": None if before else phase,
-                "module": module,
-                "caller": caller,
-                "born": None if before else self._next_event(),
-                "died": None,
-                "born_ns": None if before else self._now(),
-                "died_ns": None,
-            }
-        )
+        self._add(
+            storage.nbytes(), self._name(tensor.device), self._name(tensor.dtype), list(tensor.shape), owner,
+            BEFORE if before else op, None if before else phase, module, caller, is_new=not before,
+        )  # fmt: skip
         self._references[key] = weakref.ref(storage, lambda _reference: self._died(key))
+
+    def _add(
+        self,
+        num_bytes: int,
+        device: str,
+        dtype: str,
+        shape: list[int],
+        owner: str,
+        op: str,
+        phase: str | None,
+        module: str | None,
+        caller: str | None = None,
+        is_new: bool = True,
+    ) -> None:
+        entry: dict[str, Any] = {"bytes": num_bytes, "device": device, "dtype": dtype, "shape": shape, "owner": owner}
+        entry |= {"op": op, "phase": phase, "module": module, "caller": caller}
+        entry |= {"born": self._next_event() if is_new else None, "died": None}
+        self.allocations.append({**entry, "born_ns": self._now() if is_new else None, "died_ns": None})
 
     def _died(self, key: int) -> None:
         index = self.live.pop(key, None)
@@ -137,7 +142,7 @@ class Storages:
             self.gave_back(index)
 
     def emptied(self, tensor: torch.Tensor) -> None:
-        """A storage is about to be resized to nothing: dead, though it may be filled and born again."""
+        """Mark a storage that is about to be resized to 0 as freed. It may be filled and added again."""
         key = storage_key(tensor)
         if key is not None:
             self._died(key)
@@ -145,27 +150,18 @@ class Storages:
     def took(
         self, num_bytes: int, op: str, owner: str, phase: str | None, device: str, module: str | None = None
     ) -> int:
-        """Enter memory that no tensor shows; the index to `gave_back` it by."""
-        entry = {
-            "bytes": num_bytes,
-            "device": device,
-            "dtype": "uint8",
-            "shape": [num_bytes],
-            "owner": owner,
-            "op": op,
-        }
-        entry |= {"phase": phase, "module": module, "caller": None, "born": self._next_event(), "died": None}
-        self.allocations.append({**entry, "born_ns": self._now(), "died_ns": None})
+        """Add memory without a tensor, and return its index for `gave_back`."""
+        self._add(num_bytes, device, "uint8", [num_bytes], owner, op, phase, module)
         return len(self.allocations) - 1
 
     def gave_back(self, index: int) -> None:
-        """The memory of `took` is free again."""
+        """Free the memory that `took` added."""
         entry = self.allocations[index]
         entry["died"] = self._next_event()
         entry["died_ns"] = self._now()
 
     def own(self, tensors: Iterable[torch.Tensor], owner: str, op: str, module: str | None = None) -> None:
-        """Say whose the tensors are, whether they are known or not."""
+        """Set the owner of tensors, known or not."""
         for tensor in tensors:
             key = storage_key(tensor)
             if key is None:
@@ -176,27 +172,27 @@ class Storages:
             else:
                 entry = self.allocations[index]
                 entry["owner"] = owner
-                if owner == INPUT:  # a batch may be a part of a data set
+                if owner == INPUT:  # a batch may be part of a data set
                     entry["shape"] = list(tensor.shape)
                 entry["module"] = entry["module"] or module
 
     def keep_for_backward(self, phase: str) -> None:
-        """What `phase` made and is still alive now is kept for backward."""
-        for index in list(self.live.values()):  # a storage may die meanwhile
+        """Mark what `phase` made and is still alive as kept for backward."""
+        for index in list(self.live.values()):  # a storage may be freed meanwhile
             entry = self.allocations[index]
             if entry["owner"] == TEMPORARY and entry["phase"] == phase:
                 entry["owner"] = ACTIVATION
 
     def owner_of(self, key: int) -> str | None:
-        """The owner of a storage that is alive; None when it is not known."""
+        """Return the owner of a living storage, or None if it is not known."""
         index = self.live.get(key)
         return None if index is None else self.allocations[index]["owner"]
 
     def note_stage(self) -> None:
-        """Say that the next event is in the stage we are in now."""
+        """Note that the next event belongs to the current stage."""
         stage = self.stage()
         if self.stages and self.stages[-1] == {"name": OTHER, "event": self.num_events} and stage != OTHER:
-            self.stages.pop()  # between two phases, and nothing happened
+            self.stages.pop()  # between two phases, without any event
         if not self.stages or self.stages[-1]["name"] != stage:
             self.stages.append({"name": stage, "event": self.num_events})
 

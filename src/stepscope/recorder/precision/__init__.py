@@ -1,1 +1,1 @@
-"""Dtypes while a script runs: settings, casts, attention calls."""
+"""Dtypes while a script runs: settings, casts and attention calls."""

@@ -1,9 +1,8 @@
-"""Every call of scaled dot-product attention in a window: what it was given, which back end torch chose, and why not
-another.
+"""Every scaled dot-product attention call of a window: its arguments, the backend torch chose, and why not another.
 
-What torch chooses, and its reasons, can be asked only in the process, with the tensors at hand. A kernel of ours
-stands before `aten::scaled_dot_product_attention` while the window is open: after autocast, before autograd, so it
-sees what torch decides from. It asks once for each different call and hands every call on unchanged.
+Only the running process, with the tensors at hand, can ask torch for its choice and its reasons. While the window is
+open, a kernel in front of `aten::scaled_dot_product_attention` (after autocast, before autograd) sees what torch
+decides from. It asks once per distinct call and passes every call on unchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import torch
 
 from stepscope.recorder.frames import caller
 
-BACK_ENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
-"""What `torch._fused_sdp_choice` answers."""
+BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+"""The return values of `torch._fused_sdp_choice`."""
 FUSED = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-ON_CPU = ("flash",)
-"""Fused back ends that torch has on a CPU."""
-MAX_DIFFERENT = 200
-"""Calls of different shapes, modules and places that are kept."""
+ON_CPU = ("flash",)  # the fused backends that torch has on a CPU
+SWITCHES = {"flash": "flash_sdp", "efficient": "mem_efficient_sdp", "cudnn": "cudnn_sdp", "math": "math_sdp"}
+"""The names in `torch.backends.cuda` that enable each backend."""
+MAX_DIFFERENT = 200  # distinct shapes, modules and places that are recorded
 
 _HEADINGS = {
     "flash": re.compile(r"(?i)^flash.*not used because"),
@@ -35,7 +34,7 @@ _ORIGIN = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
 
 
 class AttentionCalls:
-    """Sees calls from `start()` to `stop()`; `module` tells where the program is."""
+    """Observes calls from `start()` to `stop()`. `module` returns the module that is running."""
 
     def __init__(self, module: Callable[[], str | None] = lambda: None) -> None:
         self._module = module
@@ -44,7 +43,7 @@ class AttentionCalls:
         self._asked: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.num_dropped = 0
         self.error: str | None = None
-        """The first thing that went wrong while we looked: never the end of a training run."""
+        """The first error of the observer, which must not end a training run."""
 
     def start(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")
@@ -57,7 +56,7 @@ class AttentionCalls:
             self._library = None
 
     def table(self) -> list[dict[str, Any]]:
-        """The different calls, in the order in which they came first (docs/recording.md)."""
+        """Return the distinct calls, in order of first appearance (docs/recording.md)."""
         return list(self._entries.values())
 
     def _call(
@@ -96,7 +95,7 @@ class AttentionCalls:
             "needs_gradient": needs_gradient,
         }
         strides = tuple(tuple(t.stride()) for t in (query, key, value))
-        switched_off = [name for name in ("flash", "efficient", "cudnn", "math") if not _is_enabled(name)]
+        switched_off = [name for name in SWITCHES if not _is_enabled(name)]
         signature = (repr(given), strides, tuple(switched_off))
         where = (signature, self._module(), caller())
         entry = self._entries.get(where)
@@ -119,22 +118,17 @@ class AttentionCalls:
 
 
 def ask(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """What torch chooses for a call (`backend`), and of each fused back end that it `refused` what it says.
+    """Return the `backend` that torch chooses for a call, and its reasons for each fused backend that it `refused`.
 
-    `refused` has no entry for a back end that can run; an empty list where torch refuses and does not say why.
+    A backend that can run is not in `refused`. The list is empty if torch refuses without a reason.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
     with ExitStack() as quiet:
-        quiet.enter_context(_disable_current_modes())  # these are no ops of the program's
+        quiet.enter_context(_disable_current_modes())  # these are not the program's ops
         caught = quiet.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        try:
-            backend = BACK_ENDS.get(int(torch._fused_sdp_choice(*arguments, **options)), "unknown")
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            backend = "none"
+        backend = _choice(arguments, options)
         refused = {}
         for name in ON_CPU if arguments[0].device.type == "cpu" else FUSED:
             caught.clear()
@@ -144,7 +138,7 @@ def ask(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def reasons(name: str, messages: list[str]) -> list[str]:
-    """Of what torch warns of when no back end can run, what it says of one.
+    """Return the reasons that torch's warnings give for one backend.
 
     >>> reasons("flash", ["CuDNN attention kernel not used because:", "Not here. (Triggered internally at x)",
     ...                   "Flash attention kernel not used because:", "Flash Attention does not support a mask."])
@@ -163,21 +157,24 @@ def reasons(name: str, messages: list[str]) -> list[str]:
 
 
 def _can_run(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether torch would take this back end if it were the only one allowed; it warns of why not."""
+    """Return whether torch would use this backend if no other were allowed. If not, torch warns with the reason."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backend = getattr(SDPBackend, FUSED[name], None)
-    if backend is None:  # a torch that has no such back end
+    if backend is None:  # this torch has no such backend
         return False
     with sdpa_kernel([backend]):
-        try:
-            return BACK_ENDS.get(int(torch._fused_sdp_choice(*arguments, **options))) == name
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            return False
+        return _choice(arguments, options) == name
+
+
+def _choice(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    try:
+        return BACKENDS.get(int(torch._fused_sdp_choice(*arguments, **options)), "unknown")
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        return "none"
 
 
 def _is_enabled(name: str) -> bool:
-    switch = {"efficient": "mem_efficient_sdp_enabled"}.get(name, f"{name}_sdp_enabled")
-    return bool(getattr(torch.backends.cuda, switch, lambda: True)())
+    return bool(getattr(torch.backends.cuda, f"{SWITCHES[name]}_enabled", lambda: True)())

@@ -1,8 +1,7 @@
-"""What autocast does with an op on a device: torch itself is asked, by a call that is stopped before it computes.
+"""What autocast does with an op on a device, found by calling torch and stopping before the op computes.
 
-Autocast casts an op's arguments first and calls the op then. So tensors of one element are passed to it in float32,
-in the low dtype and in both, and a dispatch mode sees what arrives: which casts came before, and whether a `dtype`
-was added. The op itself never runs.
+Autocast first casts an op's arguments and then calls the op. Each op gets one-element tensors in float32, in the low
+dtype and in both, and a dispatch mode sees the casts and any added `dtype`. The op itself never runs.
 """
 
 from __future__ import annotations
@@ -16,35 +15,33 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LOW = "low"  # its arguments are cast to autocast's dtype
-FLOAT32 = "float32"  # its arguments are cast to float32, or its result is made float32
-WIDEST = "widest"  # its arguments are cast to the widest dtype among them
-REFUSED = "refused"  # it raises under autocast
-OTHER = "other"  # autocast knows it, and none of these was seen
-UNLISTED = None  # it runs in the dtype of what it is given
+LOW = "low"  # arguments are cast to autocast's dtype
+FLOAT32 = "float32"  # arguments are cast to float32, or the result is float32
+WIDEST = "widest"  # arguments are cast to the widest dtype among them
+REFUSED = "refused"  # the op raises under autocast
+OTHER = "other"  # autocast lists the op, and none of these was seen
+UNLISTED = None  # the op runs in the dtype of its arguments
 
 _WIDE = torch.float32
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-_HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # their last argument says that the result is float32
+_HALF_TO_FLOAT = ("aten::_softmax", "aten::_log_softmax")  # their last argument makes the result float32
 
 
 def policy(device_type: str, name: str, low: torch.dtype) -> str | None:
-    """What autocast does on a device with an op of this name, without namespace and overload; UNLISTED: nothing.
+    """Return what autocast does with an op of this name (without namespace and overload); UNLISTED if nothing.
 
-    Where overloads differ, what most of them get; those that could not be asked have no say.
+    If overloads differ, the majority wins. Overloads that could not be tested do not count.
 
     >>> [policy("cpu", name, torch.bfloat16) for name in ("mm", "mse_loss", "cat", "relu")]
     ['low', 'float32', 'widest', None]
     """
-    found = [
-        _asked(overload, device_type, low) for overload in _listed(device_type) if overload.partition(".")[0] == name
-    ]
-    told = [answer for answer in found if answer != OTHER] or found
-    return max(told, key=told.count) if told else UNLISTED
+    found = [_tested(name_, device_type, low) for name_ in _listed(device_type) if name_.partition(".")[0] == name]
+    known = [answer for answer in found if answer != OTHER] or found
+    return max(known, key=known.count) if known else UNLISTED
 
 
 def listed_name(device_type: str, names: Sequence[str]) -> str | None:
-    """The first of some names that autocast knows on this device; what ops are made of is known by its op's name.
+    """Return the first of these names that autocast lists on this device. Inner ops match the name of their op.
 
     >>> listed_name("cpu", ["_log_softmax", "cross_entropy"]), listed_name("cpu", ["add"])
     ('cross_entropy_loss', None)
@@ -63,7 +60,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 @functools.cache
 def _listed(device_type: str) -> tuple[str, ...]:
-    """The ops that autocast has a kernel for, as `name.overload`."""
+    """Return the ops that autocast has a kernel for, as `name.overload`."""
     key = _KEYS.get(device_type)
     if key is None:
         return ()
@@ -72,7 +69,7 @@ def _listed(device_type: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _asked(overload: str, device_type: str, low: torch.dtype) -> str:
+def _tested(overload: str, device_type: str, low: torch.dtype) -> str:
     packet, _, kind = overload.partition(".")
     op = getattr(getattr(torch.ops.aten, packet, None), kind or "default", None)
     if op is None:
@@ -81,7 +78,7 @@ def _asked(overload: str, device_type: str, low: torch.dtype) -> str:
         wide, narrow, both = (_seen(op, device_type, low, dtypes) for dtypes in ((_WIDE,), (low,), (low, _WIDE)))
     except _Refused:
         return REFUSED
-    except TypeError:  # an argument of a kind that we cannot make up
+    except TypeError:  # an argument of a type that cannot be made up
         return OTHER
     if low in wide:
         return LOW
@@ -91,7 +88,7 @@ def _asked(overload: str, device_type: str, low: torch.dtype) -> str:
 
 
 class _Stop(BaseException):
-    """The op has come through autocast."""
+    """Raised when the op has passed autocast."""
 
 
 class _Refused(Exception):
@@ -99,7 +96,7 @@ class _Refused(Exception):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
-    """Lets casts pass and keeps what they cast to; stops the rest."""
+    """Lets casts pass and records their target dtypes. Stops everything else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +114,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
 
 def _seen(op: Any, device_type: str, low: torch.dtype, dtypes: Sequence[torch.dtype]) -> set[Any]:
-    """The dtypes that autocast makes of arguments of these dtypes."""
+    """Return the dtypes to which autocast casts arguments of these dtypes."""
     watch = _Watch()
     args, kwargs = _arguments(op._schema, device_type, dtypes)
     try:
@@ -130,12 +127,12 @@ def _seen(op: Any, device_type: str, low: torch.dtype, dtypes: Sequence[torch.dt
         if "unsafe to autocast" in str(error):
             raise _Refused from None
     except (TypeError, ValueError, IndexError, NotImplementedError):
-        pass  # of the op, after autocast was through with its arguments
+        pass  # raised by the op, after autocast has cast its arguments
     return watch.targets
 
 
 def _arguments(schema: Any, device_type: str, dtypes: Sequence[torch.dtype]) -> tuple[list[Any], dict[str, Any]]:
-    """Something for every argument that must be given, and for every tensor."""
+    """Return a value for every required argument and every tensor."""
     kinds = itertools.cycle(dtypes)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -148,7 +145,7 @@ def _arguments(schema: Any, device_type: str, dtypes: Sequence[torch.dtype]) -> 
         elif "List[" in kind and "Tensor" in kind:
             value = [torch.zeros(1, 1, dtype=next(kinds), device=device_type) for _ in range(2)]
         elif argument.has_default_value():
-            by_name = True  # what comes after one that is left out
+            by_name = True  # for the arguments after the one that is left out
             continue
         elif kind not in _PLAIN and not kind.startswith("Optional"):
             raise TypeError(kind)

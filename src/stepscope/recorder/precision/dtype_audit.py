@@ -1,7 +1,7 @@
-"""One forward and backward, and one optimizer step, of any model, with every dtype written down.
+"""Records every dtype in one forward, backward and optimizer step of any model.
 
-The model is left as it was: its gradients and buffers are put back, the optimizer works on copies of its parameters,
-and the random numbers go on where they were.
+The model stays unchanged: gradients, buffers and the random state are restored, and the optimizer works on copies of
+the parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AUTOCAST_OFF, INPUTS, NORM_MISMATCH = "autocast_off", "inputs", "norm_mismatch"
 
 
 class BadAudit(ValueError):
-    """What was asked for cannot be audited."""
+    """The request cannot be audited."""
 
 
 def audit_module(
@@ -41,13 +41,13 @@ def audit_module(
     optimizer: Callable[[Iterable[torch.Tensor]], Any] | None,
     num_micro_batches: int,
 ) -> dict[str, Any]:
-    """The audit of a module that is called with these arguments."""
+    """Return the audit of a module that is called with these arguments."""
     if not isinstance(module, nn.Module):
-        raise BadAudit(f"audit: a torch.nn.Module, not {type(module).__name__}")
+        raise BadAudit(f"audit needs a torch.nn.Module, not {type(module).__name__}")
     if autocast is not None and autocast not in (torch.bfloat16, torch.float16):
-        raise BadAudit(f"autocast={autocast!r}: torch.bfloat16, torch.float16, or left out")
+        raise BadAudit(f"autocast={autocast!r} is not supported: use torch.bfloat16, torch.float16, or leave it out")
     if num_micro_batches < 1:
-        raise BadAudit(f"micro_batches={num_micro_batches}: 1 or more")
+        raise BadAudit(f"micro_batches={num_micro_batches} must be 1 or more")
     facts = audit_dtypes(
         module,
         lambda: module(*args, **kwargs),
@@ -74,30 +74,30 @@ def audit_dtypes(
     num_micro_batches: int = 1,
     has_backward: bool = True,
 ) -> dict[str, Any]:
-    """The facts of an audit as JSON values (docs/precision.md): `forward()` is the call of the module.
+    """Return the audit as JSON values (docs/precision.md). `forward()` calls the module.
 
-    `contexts` is entered around each forward instead of autocast in the dtype `autocast`. `loss` makes a number of
-    what the forward gave, where that is none; without it a backward starts from ones. `logits` is another forward,
-    whose result is what the loss is made of.
+    `contexts` replaces the autocast context around each forward. `loss` turns the forward's result into a scalar;
+    without it, backward starts from ones. `logits` is an additional forward that returns the logits.
     """
     parameters = [*module.parameters(), *module.buffers(), *tensors_in(inputs)]
     device_type = parameters[0].device.type if parameters else "cpu"
     if contexts is None:
         contexts = (lambda: torch.autocast(device_type, dtype=autocast)) if autocast is not None else nullcontext
     phase: list[str] = [FORWARD]
+    micro_batches = range(num_micro_batches)
     functions, modules = Functions(device_type), ModuleDtypes(module)
     ledger = DtypeLedger(module, [], lambda: phase[-1], functions, device_type, autocast)
     found: dict[str, Any] = {"logits": None, "loss": None, "gradients": [], "optimizer_state": []}
-    of_logits = None
+    found_logits = None
     with _as_it_was(module, inputs):
         if logits is not None:
             with torch.no_grad(), contexts():
-                of_logits = logits_in(logits())
+                found_logits = logits_in(logits())
         modules.start()
         ledger.start()
         ledger.note_batch(tensors_in(inputs))
         try:
-            for micro_batch in range(num_micro_batches):
+            for micro_batch in micro_batches:
                 ledger.micro_batch = micro_batch
                 phase.append(FORWARD)
                 with functions, contexts():
@@ -109,7 +109,7 @@ def audit_dtypes(
                     phase.append(BACKWARD)
                     start = out if number is None else number
                     if not any(tensor.requires_grad for tensor in tensors_of(start)):
-                        raise BadAudit("what the module returns needs no gradient: there is no backward to audit")
+                        raise BadAudit("the module's output needs no gradient, so there is no backward to audit")
                     ledger.backward_begins(tensors=start)
                     with functions:
                         (backward or _backward)(start)
@@ -127,7 +127,7 @@ def audit_dtypes(
         finally:
             ledger.stop()
             modules.stop()
-    made = modules.logits if of_logits is None else of_logits.dtype
+    made = modules.logits if found_logits is None else found_logits.dtype
     found["logits"] = None if made is None else short(made)
     low = autocast if autocast is not None else _low_dtype(module)
     return {
@@ -143,7 +143,7 @@ def audit_dtypes(
         "modules": [row for row in modules.rows.values() if row["num_calls"]],
         "ops": [_op_row(key, count, device_type, autocast) for key, count in ledger.ops.items()],
         "casts": [
-            {**vars(key), "num_by_micro_batch": list(_numbers(count.num_by_micro_batch, num_micro_batches)),
+            {**vars(key), "num_by_micro_batch": [count.num_by_micro_batch.get(n, 0) for n in micro_batches],
              "read_bytes": count.read_bytes, "written_bytes": count.written_bytes, "num_again": count.num_again,
              "again_bytes": count.again_bytes}
             for key, count in ledger.casts.items()
@@ -159,17 +159,13 @@ def audit_dtypes(
     }  # fmt: skip
 
 
-def _numbers(by_micro_batch: dict[int, int], num_micro_batches: int) -> Iterator[int]:
-    return (by_micro_batch.get(index, 0) for index in range(num_micro_batches))
-
-
 def _op_row(key: OpKey, count: Any, device_type: str, autocast: torch.dtype | None) -> dict[str, Any]:
     reason, detail = _why_float32(key, device_type, autocast)
     return {**vars(key), "inputs": list(key.inputs), **vars(count), "reason": reason, "detail": detail}
 
 
 def _why_float32(key: OpKey, device_type: str, autocast: torch.dtype | None) -> tuple[str | None, str | None]:
-    """Why an op of the forward computed in float32, and what that names; (None, None) where it did not."""
+    """Return why an op of the forward computed in float32, and a related name; (None, None) if it did not."""
     if key.phase != FORWARD or (key.output != "float32" and key.inputs != ("float32",)):
         return None, None
     if autocast is not None:
@@ -188,14 +184,14 @@ def _why_float32(key: OpKey, device_type: str, autocast: torch.dtype | None) -> 
 
 
 def _norm_rows(calls: list[NormCall], device_type: str, autocast: torch.dtype | None) -> list[dict[str, Any]]:
-    """The norms whose weight has another dtype than their input, and whether a fused kernel was lost by that."""
+    """Return the norms whose weight and input differ in dtype, and whether that prevents a fused kernel."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for call in calls:
         is_listed = call.autocast and autocast is not None
         if not call.is_mixed or (
             is_listed and autocast_policy.policy(device_type, call.function, autocast) == autocast_policy.FLOAT32
         ):
-            continue  # or autocast makes them alike
+            continue  # or autocast gives both the same dtype
         key = (call.function, call.input, call.weight, call.is_fused)
         row = rows.get(key)
         if row is None:
@@ -210,7 +206,7 @@ def _norm_rows(calls: list[NormCall], device_type: str, autocast: torch.dtype | 
 
 
 def _has_fused(function: str, dtype: torch.dtype, device_type: str) -> bool:
-    """Whether a small norm of one dtype runs as a fused op here: torch is asked."""
+    """Return whether a small norm of one dtype runs as a fused op on this device, by running one."""
     functions = Functions(device_type)
     norm = nn.Module()
     ledger = DtypeLedger(norm, [], lambda: FORWARD, functions, device_type, None)
@@ -231,7 +227,7 @@ def _backward(out: Any) -> None:
 
 
 def _copies(module: nn.Module) -> list[torch.Tensor]:
-    """Copies of the parameters that have a gradient, with the gradient."""
+    """Return copies of the parameters that have a gradient, with the gradient."""
     copies: list[torch.Tensor] = []
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -242,13 +238,13 @@ def _copies(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _loss_in(out: Any) -> torch.Tensor | None:
-    """The first floating-point tensor without dimensions."""
+    """Return the first floating-point tensor without dimensions."""
     return next((tensor for tensor in tensors_of(out) if tensor.is_floating_point() and not tensor.dim()), None)
 
 
 @contextmanager
 def _as_it_was(module: nn.Module, inputs: Any) -> Iterator[None]:
-    """Gradients, buffers and random numbers are put back."""
+    """Restore gradients, buffers and the random state afterward."""
     tensors = [*module.parameters(), *(t for t in tensors_in(inputs) if t.is_leaf)]
     gradients = [(tensor, tensor.grad) for tensor in tensors]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

@@ -1,4 +1,4 @@
-"""What a program calls, with dtypes: functions of torch, norms among them, and modules."""
+"""Which torch functions, norms and modules a program calls, with dtypes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from stepscope.recorder.patches import Handle, remove_all
 
 _RUNS_BACKWARD = frozenset(("backward", "grad"))
 NORMS = {"rms_norm": 2, "layer_norm": 2}
-"""Functions with a weight that must have its input's dtype for the fused kernel → the weight's place."""
+"""Functions whose weight must have the input's dtype for the fused kernel, and the weight's position."""
 _FUSED_NORMS = ("aten._fused_rms_norm", "aten.native_layer_norm")
 
 
 def short(dtype: torch.dtype) -> str:
-    """`bfloat16`."""
+    """Return `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module takes or gives: in lists, dicts and, unlike an op's, dataclasses."""
+    """Yield the tensors in what a module takes or returns: in lists, dicts and dataclasses."""
     if is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, one.name) for one in fields(value)]
     return tensors_in(value)
 
 
 def logits_in(output: Any) -> torch.Tensor | None:
-    """The first floating-point tensor with dimensions in what a module gave: one without is a loss."""
+    """Return the first floating-point tensor with dimensions: one without is a loss."""
     return next((tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.dim()), None)
 
 
 class Functions(TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
-    """The functions of torch that the program is in, and whether it has autocast on; what a norm was given."""
+    """Tracks the torch function that the program is in, whether autocast is on, and the dtypes given to norms."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Functions(TorchFunctionMode):  # type: ignore[misc]  # torch is not type c
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # Asked here: within autocast's own kernels it is off.
+        # Checked here, because autocast is off inside its own kernels.
         self._open.append((name, bool(torch.is_autocast_enabled(self._device_type))))
         try:
             if name in NORMS:
@@ -60,9 +60,9 @@ class Functions(TorchFunctionMode):  # type: ignore[misc]  # torch is not type c
             self._open.pop()
 
     def current(self) -> tuple[str | None, bool]:
-        """The function that calls the ops of now, and whether the program has autocast on.
+        """Return the function that calls the current ops, and whether the program has autocast on.
 
-        None in a backward, which calls them by itself.
+        The function is None in a backward.
         """
         name, autocast = self._open[-1] if self._open else (None, False)
         return (None, False) if name in _RUNS_BACKWARD else (name, autocast)
@@ -70,7 +70,7 @@ class Functions(TorchFunctionMode):  # type: ignore[misc]  # torch is not type c
 
 @dataclass
 class NormCall:
-    """A call of a norm: the dtypes of what it was given, and the ops that it became."""
+    """A call of a norm: the dtypes of its arguments, and the ops it ran as."""
 
     function: str
     input: torch.dtype
@@ -96,14 +96,14 @@ class NormCall:
 
 
 class ModuleDtypes:
-    """What each module of a model takes and gives, by dtype, from `start()` to `stop()`."""
+    """Records the dtypes that each module takes and returns, from `start()` to `stop()`."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._handles: list[Handle] = []
         self.rows: dict[str, dict[str, Any]] = {}
         self.logits: torch.dtype | None = None
-        """Of what the root gave besides a loss."""
+        """The dtype of what the root returned besides a loss."""
 
     def start(self) -> None:
         for name, module in self._root.named_modules():

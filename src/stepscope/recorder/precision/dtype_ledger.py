@@ -1,4 +1,4 @@
-"""Every op of a step with the dtypes it took and gave, every cast with who asked for it."""
+"""Every op of a step with its input and output dtypes, and every cast with who requested it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,21 @@ from stepscope.recorder.ledger.storages import storage_key, tensors_in
 from stepscope.recorder.precision.autocast_policy import listed_name
 from stepscope.recorder.precision.dtype_calls import NORMS, Functions, short
 
-# Who asked for a cast.
+# Who requested a cast.
 BY_AUTOCAST, BY_CODE, BY_BACKWARD, BY_OPTIMIZER, BY_TORCH = "autocast", "code", "backward", "optimizer", "torch"
 # What was cast.
 WEIGHT, GRADIENT, ACTIVATION = "weight", "gradient", "activation"
 
 _EXPLICIT = frozenset(("to", "float", "half", "bfloat16", "double", "type", "type_as", "_to_copy", "copy_", "clone"))
-_COMPUTE_NOTHING = (
-    "aten.detach",
-    "aten.alias",
-    "aten.fill_",
-    "aten.zero_",
-    "aten._local_scalar_dense",
-    "aten.lift_fresh",
+_NO_COMPUTATION = (
+    *("aten.detach", "aten.alias", "aten.fill_", "aten.zero_"),
+    *("aten._local_scalar_dense", "aten.lift_fresh"),
 )
 
 
 @dataclass(frozen=True)
 class OpKey:
-    """What makes two calls of an op the same to an audit."""
+    """Calls of an op are counted together if all of these are equal."""
 
     op: str
     function: str | None
@@ -45,13 +41,13 @@ class OpKey:
     autocast: bool
     """Whether the program had autocast on."""
     origin: str | None
-    """Where its float32 comes from."""
+    """Where its float32 arguments come from."""
     is_mixed_norm: bool
 
 
 @dataclass
 class OpCount:
-    """Calls of an op with these dtypes."""
+    """How often an op was called with these dtypes, and where first."""
 
     num_calls: int
     module: str | None
@@ -60,7 +56,7 @@ class OpCount:
 
 @dataclass(frozen=True)
 class CastKey:
-    """What makes two casts the same to an audit."""
+    """Casts are counted together if all of these are equal."""
 
     source: str
     target: str
@@ -74,18 +70,18 @@ class CastKey:
 
 @dataclass
 class CastCount:
-    """Casts of one kind: how many in which micro-batch, and the bytes they moved."""
+    """Casts of one kind: their number by micro-batch, and the bytes they moved."""
 
     num_by_micro_batch: dict[int, int]
     read_bytes: int = 0
     written_bytes: int = 0
     num_again: int = 0
-    """Of something that the same forward has cast to the same dtype before, and that nobody has changed since."""
+    """Casts of an unchanged tensor that the same forward had already cast to the same dtype."""
     again_bytes: int = 0
 
 
 class DtypeLedger(Ledger):
-    """A ledger that also keeps dtypes. `functions` is on while it is; `micro_batch` is set from outside."""
+    """A ledger that also records dtypes. `functions` must be active meanwhile; `micro_batch` is set from outside."""
 
     def __init__(
         self,
@@ -102,14 +98,14 @@ class DtypeLedger(Ledger):
         self.micro_batch = 0
         self.ops: dict[OpKey, OpCount] = {}
         self.casts: dict[CastKey, CastCount] = {}
-        self.weights_cast: dict[int, int] = {}  # parameter index → its bytes
+        self.weights_cast: dict[int, int] = {}  # parameter index -> its bytes
         self.num_weight_uses = 0
-        self._origins: dict[int, str] = {}  # storage → where its float32 comes from
+        self._origins: dict[int, str] = {}  # storage -> where its float32 comes from
         self._cast_before: set[tuple[Any, ...]] = set()  # storage, offset, shape, target, micro-batch
 
     @property
     def error(self) -> str | None:
-        """What could not be counted; None where all was."""
+        """The first op that could not be counted, or None."""
         return self._error
 
     def start(self) -> None:
@@ -122,7 +118,7 @@ class DtypeLedger(Ledger):
         self._cast_before = {known for known in self._cast_before if known[0] != key}
 
     def note_batch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The tensors that the step begins with."""
+        """Mark the tensors that the step begins with."""
         for tensor in tensors:
             if (key := storage_key(tensor)) is not None:
                 self._origins[key] = "the batch"
@@ -132,7 +128,7 @@ class DtypeLedger(Ledger):
         given = list(tensors_in((args, kwargs)))
         made = list(tensors_in(out))
         if phase == OTHER:
-            pass  # the audit's own
+            pass  # the audit's own ops
         elif op.name in ("aten._to_copy", "aten.copy_") and _is_cast(op, given, made):
             self._note_cast(op, given, made[0], phase)
         elif not op.is_view:
@@ -140,7 +136,7 @@ class DtypeLedger(Ledger):
         super()._count(op, func, args, kwargs, out)
 
     def _caller(self) -> str | None:
-        """The model's line that is being run; None where the audit calls by itself, as it does the backward."""
+        """Return the model's line that is running, or None if the audit itself is the caller, as for backward."""
         who = caller() or self._backward_caller
         return None if who == self._asked_by else who
 
@@ -173,7 +169,7 @@ class DtypeLedger(Ledger):
         if function in _EXPLICIT:
             return BY_CODE
         if function is None and phase == BACKWARD:
-            # A checkpoint runs modules again, where functions are not seen.
+            # A checkpoint runs modules again, where functions are not visible.
             is_again = self._autocast is not None and (is_weight or bool(self._modules))
             return BY_AUTOCAST if is_again else BY_BACKWARD
         if function is None:
@@ -184,7 +180,7 @@ class DtypeLedger(Ledger):
     def _note_op(self, op: Op, given: list[torch.Tensor], made: list[torch.Tensor], phase: str) -> None:
         floating = [tensor for tensor in given if tensor.is_floating_point()]
         results = [tensor for tensor in made if tensor.is_floating_point()]
-        if op.name in _COMPUTE_NOTHING or not floating or not (results or phase == OPTIMIZER) or _is_factory(op):
+        if op.name in _NO_COMPUTATION or not floating or not (results or phase == OPTIMIZER) or _is_factory(op):
             self._set_origin(made, None)
             return
         function, autocast = self._functions.current()
@@ -214,7 +210,7 @@ class DtypeLedger(Ledger):
         self._set_origin(made, self._passed_on(op, function, origin))
 
     def _origin(self, floating: list[torch.Tensor]) -> str | None:
-        """Where an op's float32 arguments come from: the batch, a cast in the code, parameters, an op on a list."""
+        """Return where an op's float32 arguments come from: the batch, a cast, parameters, or an op on a list."""
         wide = [tensor for tensor in floating if tensor.dtype is torch.float32]
         keys = [key for tensor in wide if (key := storage_key(tensor)) is not None]
         found = [self._origins[key] for key in keys if key in self._origins]

@@ -1,9 +1,9 @@
-"""Torch's global switches of precision: what they are, set in one call, and put back exactly.
+"""Reads torch's global precision settings, sets them in one call, and restores them exactly.
 
-Torch keeps the precision of float32 products twice. `set_float32_matmul_precision` and `allow_tf32` are the old way;
-`fp32_precision` of a back end and an op, inherited from the back end and from `torch.backends`, came with torch 2.9.
-Setting the old way sets the new one too, and reading the old one after the new one was set raises. So what is
-remembered here is both, the new one without what it inherits.
+Torch stores the precision of float32 products twice. `set_float32_matmul_precision` and `allow_tf32` are the old
+settings. `fp32_precision`, per backend and op and inherited from the backend and from `torch.backends`, came with
+torch 2.9. Writing the old setting also writes the new one, and reading the old one after the new one was set raises.
+So both are remembered here, the new one without inherited values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 MATMUL_PRECISIONS = ("highest", "high", "medium")
 REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
-# Where the new way keeps what the old one sets too; and the parents that these inherit from.
+# Where the new settings store what the old ones also set, and the parents that they inherit from.
 _OWN = {"matmul": (("cuda", "matmul"), ("mkldnn", "matmul")), "cudnn": (("cuda", "conv"), ("cuda", "rnn"))}
 _PARENTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 
@@ -28,7 +28,7 @@ Setting = str | bool
 
 
 def precision_settings() -> dict[str, Setting]:
-    """What holds now, by the name that torch gives it: JSON values.
+    """Return the current settings by torch's names, as JSON values.
 
     >>> sorted(precision_settings())[:2]
     ['cuda.matmul.allow_bf16_reduced_precision_reduction', 'cuda.matmul.allow_fp16_reduced_precision_reduction']
@@ -47,25 +47,25 @@ def precision_settings() -> dict[str, Setting]:
 
 @dataclass(frozen=True)
 class Changed:
-    """One switch before and after."""
+    """One setting before and after."""
 
     old: Setting
     new: Setting
 
 
 class PrecisionChange:
-    """What `configure_precision` changed: `changed` by name. `undo()`, or leaving the `with` block, puts it back."""
+    """The settings that `configure_precision` changed. `undo()` or leaving the `with` block restores them."""
 
     def __init__(
         self, before: dict[str, Setting], after: dict[str, Setting], restore: list[Callable[[], None]]
     ) -> None:
         self.changed = {name: Changed(old, after[name]) for name, old in before.items() if old != after[name]}
         self.settings = after
-        """All switches, as they are since the call."""
+        """All settings, as they are after the call."""
         self._restore = restore
 
     def undo(self) -> None:
-        """Put every switch that the call touched back to what it was; a second time does nothing."""
+        """Restore every setting that the call changed. A second call does nothing."""
         restore, self._restore = self._restore, []
         with _quiet():
             for put_back in reversed(restore):
@@ -91,9 +91,9 @@ def configure_precision(
     allow_fp16_reduced_precision_reduction: bool | None = None,
     matmul_precision: str | None = None,
 ) -> PrecisionChange:
-    """Set torch's switches of precision; what is left out stays. ValueError for arguments that contradict each other.
+    """Set torch's precision settings; None leaves one unchanged. Raises ValueError if arguments are contradictory.
 
-    `allow_tf32` is of matrix products and of cuDNN's convolutions, which torch sets apart.
+    `allow_tf32` applies to matrix products and to cuDNN convolutions, which torch sets separately.
 
     >>> with configure_precision(allow_tf32=True) as precision:
     ...     precision_settings()["cuda.matmul.allow_tf32"]
@@ -126,11 +126,11 @@ def configure_precision(
 def _check(allow_tf32: bool | None, matmul_precision: str | None, reductions: dict[str, bool | None]) -> None:
     for name, value in {"allow_tf32": allow_tf32, **reductions}.items():
         if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: True, False, or left out")
+            raise ValueError(f"{name}={value!r} must be True, False, or left out")
     if matmul_precision is None:
         return
     if matmul_precision not in MATMUL_PRECISIONS:
-        raise ValueError(f"matmul_precision={matmul_precision!r}: one of {', '.join(MATMUL_PRECISIONS)}")
+        raise ValueError(f"matmul_precision={matmul_precision!r} must be one of {', '.join(MATMUL_PRECISIONS)}")
     if allow_tf32 is not None and allow_tf32 != (matmul_precision != "highest"):
         means = "forbids" if matmul_precision == "highest" else "allows"
         raise ValueError(
@@ -139,52 +139,43 @@ def _check(allow_tf32: bool | None, matmul_precision: str | None, reductions: di
         )
 
 
-def _is_tf32(backend: str, op: str, by_the_old_way: Callable[[], bool]) -> bool:
-    """Whether a kernel of this op would take TF32 now: the new way decides where torch has it."""
+def _is_tf32(backend: str, op: str, by_old_setting: Callable[[], bool]) -> bool:
+    """Return whether a kernel of this op would use TF32 now. The new setting decides if torch has it."""
     get = getattr(torch._C, "_get_fp32_precision_getter", None)
-    return get(backend, op) == "tf32" if get is not None else bool(by_the_old_way())
+    return get(backend, op) == "tf32" if get is not None else bool(by_old_setting())
 
 
-def _agrees(what: str, by_the_old_way: Callable[[], bool], wanted: bool) -> bool:
-    """Whether both ways say so already, for every op that it is about."""
+def _agrees(what: str, by_old_setting: Callable[[], bool], wanted: bool) -> bool:
+    """Return whether the old and the new settings already have this value for every op concerned."""
     places = [place for place in _OWN[what] if place[0] == "cuda"]
     try:
-        return bool(by_the_old_way()) == wanted and all(_is_tf32(*p, by_the_old_way) == wanted for p in places)
+        return bool(by_old_setting()) == wanted and all(_is_tf32(*p, by_old_setting) == wanted for p in places)
     except RuntimeError:  # they contradict each other
         return False
 
 
 def _matmul_precision() -> str:
-    """The old way's word, also after the new way has contradicted it, when torch raises."""
+    """Return the old setting, even if the new one contradicts it and torch would raise."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:
-        with _set_aside(_OWN["matmul"], "ieee"):
+        own = _own(_OWN["matmul"])
+        try:
+            _put_back(dict.fromkeys(own, "ieee"))
             return str(torch.get_float32_matmul_precision())
-
-
-@contextmanager
-def _set_aside(places: tuple[tuple[str, str], ...], value: str) -> Iterator[None]:
-    """Some `fp32_precision`s at `value` for a moment; nothing where torch has none."""
-    set_to = getattr(torch._C, "_set_fp32_precision_setter", None)
-    before = _own(places)
-    try:
-        for place in before:
-            set_to(*place, value)  # type: ignore[misc]  # it is there where there are values
-        yield
-    finally:
-        for place, old in before.items():
-            set_to(*place, old)  # type: ignore[misc]  # as above
+        finally:
+            _put_back(own)
 
 
 def _own(places: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], str]:
-    """`fp32_precision` of back ends and ops without what they inherit."""
-    get, set_to = (getattr(torch._C, f"_{name}", None) for name in _FUNCTIONS)
+    """Return `fp32_precision` of backends and ops without inherited values; empty if torch does not have it."""
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    set_to = getattr(torch._C, "_set_fp32_precision_setter", None)
     if get is None or set_to is None:
         return {}
     parents: dict[tuple[str, str], str] = {}
     try:
-        for parent in _PARENTS:  # from the top: what the next one says then is its own
+        for parent in _PARENTS:  # from the top, so that each next one shows its own value
             if parent not in places:
                 parents[parent] = get(*parent)
                 set_to(*parent, "none")
@@ -192,9 +183,6 @@ def _own(places: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], str]:
     finally:
         for parent, value in parents.items():
             set_to(*parent, value)
-
-
-_FUNCTIONS = ("get_fp32_precision_getter", "set_fp32_precision_setter")
 
 
 def _put_back(values: dict[tuple[str, str], str]) -> None:
@@ -216,7 +204,7 @@ def _remembered_cudnn() -> Callable[[], None]:
     own = _own(_OWN["cudnn"])
     try:
         allowed = bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # the new way was used: which of the two holds is in `own`
+    except RuntimeError:  # the new setting was used, and `own` has its value
         allowed = own.get(("cuda", "conv")) == "tf32"
 
     def restore() -> None:
@@ -229,20 +217,20 @@ def _remembered_cudnn() -> Callable[[], None]:
 def _set_matmul(allowed: bool) -> None:
     if allowed:
         torch.backends.cuda.matmul.allow_tf32 = True
-    else:  # `allow_tf32 = False` would leave oneDNN what "high" gave it, and torch then raises when it is asked
+    else:  # `allow_tf32 = False` would leave oneDNN at "high", and torch would raise when it is read
         torch.set_float32_matmul_precision("highest")
 
 
 def _set_cudnn(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
-    if not allowed:  # the old way says "none" here, which inherits torch.backends.fp32_precision
+    if not allowed:  # the old setting writes "none" here, which inherits torch.backends.fp32_precision
         _put_back(dict.fromkeys(_own(_OWN["cudnn"]), "ieee"))
 
 
 def _remembered_reduction(name: str) -> Callable[[], None]:
     matmul = torch.backends.cuda.matmul
     old: Any = getattr(matmul, name)
-    try:  # newer torch also has whether products may be split at all
+    try:  # newer torch also stores whether products may be split
         old = (old, getattr(matmul, f"{name}_split_k"))
     except AttributeError:
         pass
@@ -252,5 +240,5 @@ def _remembered_reduction(name: str) -> Callable[[], None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some torch would have us use a name that older torch has not
+        warnings.simplefilter("ignore")  # some torch versions recommend names that older ones lack
         yield

@@ -18,7 +18,7 @@ import torch
 
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
 from stepscope.recorder.compiler.messages import place_of, useful_line
-from stepscope.recorder.environment import Environment
+from stepscope.recorder.environment import environment_facts
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate
 from stepscope.sweep.point_process import CRASHED, OK, OOM, WRONG, Report, Request
@@ -39,7 +39,7 @@ def check(request: Request, report: Report) -> None:
     if run["compile"] == "off":
         raise prepare.CannotRun("compile=off: there is nothing to check")
     prepare.apply_settings(run)
-    fields["environment"] = Environment().facts(0 if device == "cuda" else None)
+    fields["environment"] = environment_facts(0 if device == "cuda" else None)
     workload = find(request.workload)
     report.stage("build")
     sizes = [{**request.config, **shape} for shape in shapes]
