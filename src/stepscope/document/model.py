@@ -68,6 +68,8 @@ class Table(Part):
     note: str = ""
     screen: tuple[str, ...] = ()
     """Columns shown on a terminal, most important first: the last are dropped on a narrow one. Empty: all columns."""
+    below: tuple[str, ...] = ()
+    """Columns of long text: a terminal writes them in full below their row, other renderers as any column."""
 
     @property
     def num_rows(self) -> int:

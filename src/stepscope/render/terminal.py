@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 
 from stepscope.document.model import (
     Bars,
@@ -19,7 +20,7 @@ from stepscope.document.model import (
     Table,
     Text,
 )
-from stepscope.formatting import cell, fit_names, heading, percent, safe
+from stepscope.formatting import cell, fit_names, heading, percent, safe, title_of
 from stepscope.render.terminal_tables import table_lines
 
 BAR_WIDTH = 20
@@ -95,12 +96,24 @@ class _Terminal:
         num_rows = min(table.num_rows, self.num_rows or table.num_shown)
         if not table.num_rows:
             return []
-        lines = [*self._title(table.title), *(f"  {line}" for line in table_lines(table, num_rows, self.width - 2))]
+        lines = [*self._title(table.title), *self._rows(table, num_rows)]
         if table.num_rows > num_rows:
             lines.append(self.dim(f"  … {table.num_rows - num_rows:,} more"))
         if table.note:
             lines += [self.dim(line) for line in wrapped(table.note, self.width, "  ", "  ")]
         return lines
+
+    def _rows(self, table: Table, num_rows: int) -> Iterator[str]:
+        """Yield the header and the rows, each with its long texts below it."""
+        across = {name: values for name, values in table.columns.items() if name not in table.below}
+        header, *rows = table_lines(replace(table, columns=across), num_rows, self.width - 2)
+        below = [name for name in table.below if name in table.columns]
+        yield f"  {header}"
+        for place, row in enumerate(rows):
+            yield f"  {row}"
+            texts = [(title_of(name), table.columns[name][place]) for name in below]
+            if text := "; ".join(f"{title}: {value}" for title, value in texts if value not in (None, "")):
+                yield from map(self.dim, wrapped(text, self.width, "      ", "      "))
 
     def _bars(self, chart: Bars) -> Iterator[str]:
         if len(chart.series) == 1:
