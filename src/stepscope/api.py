@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stepscope.analysis.comparison.verified import Verification
     from stepscope.analysis.ranks.all_ranks import Analysis
     from stepscope.document.card import Card
-    from stepscope.document.model import Report
+    from stepscope.document.model import Document
     from stepscope.document.text.audit_text import Audit
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
@@ -52,11 +52,12 @@ def phase(name: str) -> AbstractContextManager[None]:
     return current.session.phase(name) if current.session is not None else nullcontext()
 
 
-def read(folder: str | os.PathLike[str]) -> Card:
+def read(folder: str | os.PathLike[str] | None = None) -> Card:
     """The card of a recording: figures as attributes, text as `str()`, a table in a notebook."""
     from stepscope.document.card import Card
+    from stepscope.session import open_session
 
-    return Card.of(Path(folder))
+    return Card.of(open_session(folder))
 
 
 def analyze(
@@ -70,11 +71,11 @@ def analyze(
 
     `progress` is told the share of the work that is done.
     """
-    need_read_side()
     from stepscope.render.notebook import with_html
-    from stepscope.session.traces import analyze_paths
+    from stepscope.session import open_session
 
-    return with_html(analyze_paths([Path(path) for path in paths], step, rank, use_cache, progress))
+    session = open_session(paths or None, rank=rank, use_cache=use_cache, progress=progress)
+    return with_html(session.analyze(step))
 
 
 def compare(
@@ -85,6 +86,7 @@ def compare(
     allow: Collection[str] = (),
     fail_on: Collection[str] = (),
     use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
 ) -> Comparison:
     """Whether two recordings, bench results or traces differ; `.pairs[0].change("step_time").verdict` says it.
 
@@ -94,7 +96,8 @@ def compare(
     """
     from stepscope.analysis.comparison.gates import parse_gate
     from stepscope.render.notebook import with_html
-    from stepscope.session.compare_paths import compare_paths
+    from stepscope.session.compare import compare as compare_sessions
+    from stepscope.session.compare import open_sides
 
     gates = [parse_gate(text) for text in ([fail_on] if isinstance(fail_on, str) else fail_on)]
     sides = [
@@ -102,11 +105,12 @@ def compare(
     ]
     if not all(sides):
         raise UsageError("compare: a side is an empty list")
-    return with_html(compare_paths(sides[0], sides[1], threshold, allow, gates, use_cache))
+    sessions = open_sides(sides[0], sides[1], use_cache, progress)
+    return with_html(compare_sessions(*sessions, threshold, allow, gates))
 
 
 def diagnose(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     rank: int | None = None,
     ignore: Collection[str] = (),
@@ -114,17 +118,17 @@ def diagnose(
     progress: Callable[[float], None] | None = None,
 ) -> Diagnosis:
     """What is wrong with a step of a recording or a trace: `.findings`, those that save most first."""
-    need_read_side()
+    from stepscope.session import open_session
+
+    case = open_session(path, rank=rank, use_cache=use_cache, progress=progress).case
     from stepscope.findings.diagnose import diagnose as ask
     from stepscope.render.notebook import with_html
-    from stepscope.session.case import open_case
 
-    ignored = [ignore] if isinstance(ignore, str) else ignore
-    return with_html(ask(open_case(Path(path), rank, use_cache, progress), ignored))
+    return with_html(ask(case, [ignore] if isinstance(ignore, str) else ignore))
 
 
 def what_if(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     scale: Sequence[tuple[str, float]] = (),
     drop_launches: Sequence[str] = (),
@@ -136,12 +140,12 @@ def what_if(
     progress: Callable[[float], None] | None = None,
 ) -> WhatIf:
     """What a step would take with a change, as `stepscope whatif`: `scale` is pairs of work and factor."""
-    need_read_side()
+    from stepscope.session import open_session
+
+    case = open_session(path, rank=rank, use_cache=use_cache, progress=progress).case
     from stepscope.findings.what_if import what_if as replay
     from stepscope.render.notebook import with_html
-    from stepscope.session.case import open_case
 
-    case = open_case(Path(path), rank, use_cache, progress)
     return with_html(replay(case, scale, drop_launches, host, waits, clean))
 
 
@@ -177,22 +181,24 @@ def verify(
 
 
 def report(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     *,
     rank: int | None = None,
     ignore: Collection[str] = (),
     use_cache: bool = True,
     progress: Callable[[float], None] | None = None,
-) -> Report:
+) -> Document:
     """The report of a recording, a trace, a folder of ranks or a sweep: a notebook shows it, `.save(path)` keeps it.
 
     The path's ending says as what: .html, .md, .json, or a folder with all of them, tables as CSV and charts as PNG.
     """
+    from stepscope.session import need_read_side, open_session
+
     need_read_side()
     from stepscope.document.build import report_of
 
     ignored = [ignore] if isinstance(ignore, str) else ignore
-    return report_of(Path(path), rank, ignored, use_cache, progress)
+    return report_of(open_session(path, rank=rank, use_cache=use_cache, progress=progress), ignored)
 
 
 def configure_precision(
@@ -245,13 +251,6 @@ def audit(
 def _need_torch() -> None:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch")
-
-
-def need_read_side() -> None:
-    """MissingDependencyError where the libraries that read traces are not installed."""
-    for name in ("polars", "msgspec"):
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(f"{name} is missing: pip install polars msgspec")
 
 
 class Recorder(ContextDecorator):

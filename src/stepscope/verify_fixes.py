@@ -13,8 +13,9 @@ from stepscope.analysis.comparison.verification import medians_ns, refusal, step
 from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
 from stepscope.errors import MissingDependencyError, RecordingError, StepscopeError, UsageError
 from stepscope.findings.fixes import Chosen, parse_fix
+from stepscope.session import Session, open_session
 from stepscope.sweep.rerun import Command, Options, recorded_command, run_again, script_command
-from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
+from stepscope.trace.recording import Recording, read_recording
 
 RESULT_FILE = "verify.json"
 RESTLESS_SHARE = 0.1
@@ -53,11 +54,11 @@ def verify_fixes(
         raise MissingDependencyError("a script is run again: pip install torch")
     chosen = [parse_fix(text) for text in dict.fromkeys(fixes)]
     path = Path(words[0])
-    recording: Recording | None = None
+    session: Session | None = None
     warnings: list[str] = []
-    if not is_module and (path / RECORDING_FILE).is_file():
-        recording = read_recording(path)
-        command, warnings = recorded_command(path, recording.facts)
+    if not is_module and path.is_dir():
+        session = open_session(path)
+        command, warnings = recorded_command(path, session.recording.facts)
     else:
         command = script_command(list(words), is_module)
     if warn is not None:
@@ -74,8 +75,8 @@ def verify_fixes(
     first = before[0].recording
     assert first is not None
     environment = first.facts.get("environment") or {}
-    warnings += _environment_changes(recording, first)
-    expected = _expected_gains(path, recording, environment.get("device_name"), chosen)
+    warnings += _environment_changes(None if session is None else session.recording, first)
+    expected = _expected_gains(session, environment.get("device_name"), chosen)
     medians = medians_ns(before)
     apart_share = max(medians) / min(medians) - 1
     if apart_share > RESTLESS_SHARE:
@@ -163,24 +164,20 @@ def _environment_changes(recorded: Recording | None, now: Recording) -> list[str
     return [f"not as when it was recorded: {told}"] if told else []
 
 
-def _expected_gains(
-    path: Path, recording: Recording | None, device_name: str | None, chosen: list[Chosen]
-) -> dict[str, Expected]:
+def _expected_gains(session: Session | None, device_name: str | None, chosen: list[Chosen]) -> dict[str, Expected]:
     """What diagnose expects of each fix, by its text; nothing where no recording was given."""
-    if recording is None:
+    if session is None:
         return {}
-    was = (recording.facts.get("environment") or {}).get("device_name")
+    was = (session.recording.facts.get("environment") or {}).get("device_name")
     if was != device_name:
         reason = f"it was recorded on {was}: what is expected there says nothing here"
         return {each.text: Expected(None, None, False, None, reason) for each in chosen}
     try:
+        case = session.case
         from stepscope.findings.diagnose import diagnose
         from stepscope.findings.expected import expected_of
-        from stepscope.session.case import open_case
 
-        diagnosis = diagnose(open_case(path))
-    except ModuleNotFoundError as error:
-        reason = f"diagnose: {error.name} is missing: pip install polars msgspec"
+        diagnosis = diagnose(case)
     except StepscopeError as error:
         reason = f"diagnose: {error}"
     else:

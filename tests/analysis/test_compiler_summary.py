@@ -10,8 +10,8 @@ import pytest
 from handmade import gpu_recording
 from stepscope.analysis.compiler.compile_summary import break_even, compiler_summary, split_guard
 from stepscope.document.text.compiler_text import break_even_words, compiler_text
-from stepscope.session.case import open_case
-from stepscope.session.compiler_view import compiler_report
+from stepscope.findings.compiler_report import compiler_report
+from stepscope.session import open_session
 
 REPORT = {
     "num_compiles": 4,
@@ -112,7 +112,7 @@ def test_when_compiling_has_paid():
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_screen_of_a_recording_fits(tmp_path, width):
-    case = open_case(gpu_recording(tmp_path / "run", REPORT))
+    case = open_session(gpu_recording(tmp_path / "run", REPORT)).case
     text = compiler_text(compiler_report(case), 8, width)
 
     assert max(map(len, text.splitlines())) <= width

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stepscope.analysis.memory.account import account
 from stepscope.document.text.memory_text import memory_text
-from stepscope.session.memory_view import RECORDING, MemoryAnalysis, MemoryReport
+from stepscope.session.memory import RECORDING, MemoryReport
+from stepscope.session.memory_growth import MemoryAnalysis
 
 LOSSES, SEEN = "train.py:9 losses", "train.py:12 seen"
 

@@ -6,11 +6,11 @@ import polars as pl
 import pytest
 
 from handmade import gpu_recording
+from stepscope import read
 from stepscope.analysis.compiler.compiled_regions import regions_by_name
 from stepscope.analysis.costs.flops import StepFlops
 from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dtype, products_by_dtype
 from stepscope.analysis.time.step_parts import gpu_rows_of_trace, gpu_split, host_rows, host_rows_of_trace, waiting_ns
-from stepscope.document.card import Card
 from trace_builder import TraceBuilder
 
 
@@ -54,7 +54,7 @@ def test_what_the_gpu_did_sums_to_its_window(trace):
 
 
 def test_a_recordings_host_rows_sum_to_the_host_and_waiting_to_idle(tmp_path):
-    summary = Card.of(gpu_recording(tmp_path / "run")).summary
+    summary = read(gpu_recording(tmp_path / "run")).summary
     rows = {row.name: row for row in host_rows(summary.phases)}
 
     assert sum(row.ns for row in rows.values()) == 10_000_000 and rows["forward"].share == 0.4

@@ -11,10 +11,10 @@ from analyze_verb import analyze
 from stepscope.document.text.attention_text import attention_text
 from stepscope.document.text.compiler_text import compiler_text
 from stepscope.document.text.copies_text import copies_text
-from stepscope.session.attention_view import attention_report
-from stepscope.session.case import open_case
-from stepscope.session.compiler_view import compiler_report
-from stepscope.session.copies_view import copies_report
+from stepscope.findings.compiler_report import compiler_report
+from stepscope.session import open_session
+from stepscope.session.attention import attention_report
+from stepscope.session.copies import copies_report
 from trace_builder import TRACES, TraceBuilder
 
 
@@ -26,7 +26,7 @@ def real(name: str) -> Path:
 
 
 def test_attention_names_the_mask_and_fits_80_columns():
-    report = attention_report(open_case(real("mask_blocks_flash"), use_cache=False))
+    report = attention_report(open_session(real("mask_blocks_flash"), use_cache=False).case)
     text = attention_text(report, 8, 80)
 
     assert "6 on cuDNN" in text
@@ -36,7 +36,7 @@ def test_attention_names_the_mask_and_fits_80_columns():
 
 
 def test_the_compilers_screen_of_a_trace_names_what_it_plans_for_again():
-    report = compiler_report(open_case(real("recompiles"), use_cache=False))
+    report = compiler_report(open_session(real("recompiles"), use_cache=False).case)
     text = compiler_text(report, 8, 80)
 
     assert "the shapes change from step to step" in " ".join(text.split())
@@ -55,7 +55,7 @@ def test_attention_as_json():
 
 
 def test_copies_of_the_planted_trace_save_what_the_fix_was_measured_to_save():
-    report = copies_report(open_case(real("contiguous_copies"), use_cache=False))
+    report = copies_report(open_session(real("contiguous_copies"), use_cache=False).case)
 
     truth = json.loads((Path(TRACES) / "h200" / "truth.json").read_text())["contiguous_copies"]
     measured_ns = (truth["slow_ms"] - truth["fixed_ms"]) * 1e6
@@ -79,7 +79,7 @@ def test_a_trace_of_the_host_alone_has_copies_with_a_saving(tmp_path):
         trace.op("aten::contiguous", start, 30).op(
             "aten::copy_", start + 5, 20, **given, **{"Input Strides": strides}
         )
-    report = copies_report(open_case(trace.write(tmp_path / "trace.json"), use_cache=False))
+    report = copies_report(open_session(trace.write(tmp_path / "trace.json"), use_cache=False).case)
 
     (row,) = report.rows
     assert (row["what"], row["cause"], row["num_calls"], row["total_ns"]) == ("layout", "called", 1.0, 20_000)
@@ -108,7 +108,7 @@ def test_mistakes_are_one_line(words, message):
 
 def test_a_trace_without_either_says_so(tmp_path):
     path = TraceBuilder().step(1, 0, 50).op("aten::mm", 10, 10).write(tmp_path / "trace.json")
-    case = open_case(path, use_cache=False)
+    case = open_session(path, use_cache=False).case
 
     assert "No call of scaled_dot_product_attention" in attention_text(attention_report(case), 8, 80)
     assert "No copy, cast, contiguous or clone" in copies_text(copies_report(case), 8, 80)

@@ -11,8 +11,8 @@ import sys
 import pytest
 from analyze_verb import training
 
+from stepscope import read
 from stepscope.cli.main import main
-from stepscope.document.card import Card
 from trace_builder import TRACES, needs_traces
 
 TRAIN = """
@@ -112,7 +112,7 @@ def test_two_recordings_of_one_script(runs):
     (pair,) = found["pairs"]
     assert (found["kind"], found["exit_code"], pair["refused"], pair["unchecked"]) == ("recording", 0, [], [])
     step = next(change for change in pair["changes"] if change["metric"] == "step_time")
-    card = Card.of(runs / "base").to_json()
+    card = read(runs / "base").to_json()
     assert step["base"] == card["step_ns"]["median"] and step["num_samples"] == [8, 8]
     assert step["low"] <= step["share"] == 0 <= step["high"] and step["verdict"] == "no difference shown"
     metrics = {change["metric"]: change for change in pair["changes"]}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from handmade import cpu_recording
+from stepscope import read
 from stepscope.cli.support.output import print_result, write
-from stepscope.document.card import Card
-from stepscope.session.traces import analyze_paths
+from stepscope.session import open_session
 from trace_builder import PUBLIC, TRACES, needs_traces
 
 
@@ -23,7 +23,7 @@ def test_what_is_no_json_value_is_not_made_one_in_silence(value):
 
 def test_a_card_is_made_of_plain_values(tmp_path):
     stream = io.StringIO()
-    card = Card.of(cpu_recording(tmp_path / "run"))
+    card = read(cpu_recording(tmp_path / "run"))
     print_result(card.to_json, card.text, True, stream)
 
     assert json.loads(stream.getvalue())["recording"] == str(tmp_path / "run")
@@ -43,7 +43,7 @@ def test_a_card_is_made_of_plain_values(tmp_path):
 )
 def test_an_analysis_is_made_of_plain_values(path):
     stream = io.StringIO()
-    analysis = analyze_paths([path], use_cache=False)
+    analysis = open_session(path, use_cache=False).analyze()
     print_result(lambda: analysis.to_json(5), lambda color, width: "", True, stream)
 
     assert json.loads(stream.getvalue()) == analysis.to_json(5)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from handmade import MS, cpu_facts, sample, write_recording
-from stepscope.session.case import Case, open_case
+from stepscope.session import open_session
+from stepscope.session.case import Case
 
 GPU = {"device": "cuda", "device_name": "NVIDIA H200", "torch": "2.11.0", "rank": 0, "world_size": 1}
 
@@ -41,7 +42,7 @@ def recorded(
     write_recording(folder, cpu_facts(trace=None, **{**environment, **facts}), lines, nvml)
     if window is not None:
         (folder / "memory.json.gz").write_bytes(gzip.compress(json.dumps({"schema_version": 2, **window}).encode()))
-    return open_case(folder, use_cache=False)
+    return open_session(folder, use_cache=False).case
 
 
 def tensor(num_bytes: int, born: int | None = None, died: int | None = None, **fields: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def run_script(folder: Path, script: str, *options: str) -> Case:
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "stepscope", "run", "--quiet", "-o", str(folder / "run"), *options, "train.py"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=200)
-    return open_case(folder / "run", use_cache=False)
+    return open_session(folder / "run", use_cache=False).case
 
 
 TRAINING = """

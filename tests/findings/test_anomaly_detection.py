@@ -13,7 +13,7 @@ import stepscope
 from stepscope.findings.rules.host import anomaly_detection
 from stepscope.findings.rules.host import synchronization as synchronization
 from stepscope.recorder.windows import Windows
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
 
@@ -39,8 +39,8 @@ def test_checks_of_ones_own():
     # and waits for the last at its end, of which 50 µs are its own.
     left = 10_000 + 4 * 1_000_000 + 3 * 1_500 + 50_000
     assert finding.saving_ns == pytest.approx(4_850_000 - left, abs=5_000)
-    assert "the program looks for NaN 4 times a step" in finding.sentence
-    assert "3.92 ms of the host" in finding.sentence  # from 50 to 1,030, four times
+    assert "The program runs 4 NaN checks per step" in finding.sentence
+    assert "3.92 ms of host time" in finding.sentence  # from 50 to 1,030, four times
     assert synchronization.check(case) == []
 
 
@@ -60,12 +60,12 @@ def test_detect_anomaly_in_a_real_run(tmp_path: Path):
                     model(torch.ones(4, 32)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        found[name] = anomaly_detection.check(open_case(tmp_path / name, use_cache=False))
+        found[name] = anomaly_detection.check(open_session(tmp_path / name, use_cache=False).case)
 
     assert found["off"] == []
     (finding,) = found["on"]
-    assert "torch.autograd.detect_anomaly looks for NaN" in finding.sentence
-    assert "a stack written down at" in finding.sentence
+    assert "torch.autograd.detect_anomaly runs" in finding.sentence
+    assert "to record a stack trace at" in finding.sentence
     assert finding.fix == "torch.autograd.set_detect_anomaly(False)"
     rows = finding.evidence[0].rows
     assert all(row["is_autograd"] for row in rows)

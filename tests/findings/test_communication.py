@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.machine import communication, stragglers
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 SAYS = {"Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 20,
@@ -39,7 +39,7 @@ def rank_trace(rank=0, late_us=0.0, beside_us=0.0, num_steps=6, is_idle=False, m
 def case_of(folder, **traces):
     for name, trace in traces.items():
         trace.write(folder / f"{name}.json")
-    return open_case(folder if len(traces) > 1 else folder / f"{next(iter(traces))}.json", use_cache=False)
+    return open_session(folder if len(traces) > 1 else folder / f"{next(iter(traces))}.json", use_cache=False).case
 
 
 def test_an_all_reduce_beside_which_nothing_computes(tmp_path):
@@ -48,8 +48,8 @@ def test_an_all_reduce_beside_which_nothing_computes(tmp_path):
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
     assert finding.upper_bound
     assert finding.confidence == "low"
-    assert "2 ms of " in finding.sentence
-    assert "1 all_reduce call a step, the longest of 2.0 MiB" in finding.sentence
+    assert "2.00 ms per step" in finding.sentence
+    assert "1 all_reduce call per step, most of the time for 2.00 MiB" in finding.sentence
     assert "bucket_cap_mb" in finding.fix
 
 
@@ -75,8 +75,8 @@ def test_a_rank_that_comes_late(tmp_path, is_idle, why):
 
     (finding,) = stragglers.check(case_of(tmp_path, **ranks))
 
-    assert finding.sentence.startswith("Rank 1 comes last to 6 of 6 collectives and causes 100% of all waiting")
-    assert "stand 2 ms a step each" in finding.sentence
+    assert finding.sentence.startswith("Rank 1 arrives last at 6 of 6 collectives and causes 100%")
+    assert "waits 2.00 ms per step" in finding.sentence
     assert why in finding.sentence
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
     assert finding.confidence == "high"
@@ -90,9 +90,9 @@ def test_the_late_rank_looked_at_by_itself_saves_as_much(tmp_path):
     for rank, late in ((0, 2000.0), (1, 0.0)):
         rank_trace(rank, late_us=late).write(tmp_path / f"rank{rank}.json")
 
-    (finding,) = stragglers.check(open_case(tmp_path, use_cache=False))
+    (finding,) = stragglers.check(open_session(tmp_path, use_cache=False).case)
 
-    assert finding.sentence.startswith("Rank 0 comes last")
+    assert finding.sentence.startswith("Rank 0 arrives last")
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
 
 
@@ -116,9 +116,9 @@ def test_two_calls_say_too_little_of_the_clocks(tmp_path):
 @needs_traces
 def test_eight_ranks_of_one_real_step():
     """Rank 7 is last to five of eight calls, by 505, 509.5, 162.5, 124 and 9 µs; the others wait for it."""
-    (finding,) = stragglers.check(open_case(PUBLIC / "dlrm_8ranks_v100", use_cache=False))
+    (finding,) = stragglers.check(open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case)
 
-    assert finding.sentence.startswith("Rank 7 comes last to 5 of 8 collectives and causes 76% of all waiting")
+    assert finding.sentence.startswith("Rank 7 arrives last at 5 of 8 collectives and causes 76%")
     assert finding.confidence == "low"
     assert 0 < finding.saving_ns < 1.31e6
 

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from recorded_cases import recorded
+from stepscope.document.text.findings_text import diagnosis_text, saving_of, saving_text
 
 import stepscope.findings
 from any_trace import any_trace
 from call_count import num_calls
-from stepscope.document.text.findings_text import diagnosis_text, saving_of, saving_text
 from stepscope.errors import UsageError
 from stepscope.findings.diagnose import Diagnosis, Unchecked, all_rules, diagnose
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.session.case import Case, open_case
+from stepscope.session import open_session
+from stepscope.session.case import Case
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 DOCS = Path(__file__).parents[2] / "docs" / "findings"
@@ -25,7 +26,7 @@ RULES = {rule.id: rule for rule in all_rules()}
 
 
 def case_of(builder: TraceBuilder, tmp_path: Path) -> Case:
-    return open_case(builder.write(tmp_path / "trace.json"), use_cache=False)
+    return open_session(builder.write(tmp_path / "trace.json"), use_cache=False).case
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -66,7 +67,7 @@ def test_a_rule_can_be_suppressed(tmp_path):
 
     assert diagnosis.suppressed == ("launch_bound",)
     assert "launch_bound" not in [*diagnosis.clean, *(one.id for one in diagnosis.unchecked)]
-    with pytest.raises(UsageError, match="no rule is called 'lunch_bound'"):
+    with pytest.raises(UsageError, match="Unknown rule 'lunch_bound'"):
         diagnose(case_of(trace, tmp_path), {"lunch_bound"})
 
 
@@ -112,11 +113,11 @@ def test_a_folder_of_traces_says_which_one_is_told(tmp_path):
             tmp_path / name
         )
 
-    told = diagnose(open_case(tmp_path, use_cache=False)).warnings
+    told = diagnose(open_session(tmp_path, use_cache=False).case).warnings
 
     assert any("of 2 traces this is rank 0, one.json" in note for note in told)
     assert any("nor their names say their ranks" in note for note in told)
-    assert not diagnose(open_case(tmp_path / "one.json", use_cache=False)).warnings
+    assert not diagnose(open_session(tmp_path / "one.json", use_cache=False).case).warnings
 
 
 def test_a_saving_in_time_and_memory_is_said_with_its_share():
@@ -161,7 +162,7 @@ def test_no_trace_is_too_odd(tmp_path, builder):
     "path", sorted(PUBLIC.rglob("*.json.gz")), ids=lambda path: path.name.removesuffix(".json.gz")
 )
 def test_other_peoples_traces(path):
-    diagnosis = diagnose(open_case(path, use_cache=False))
+    diagnosis = diagnose(open_session(path, use_cache=False).case)
 
     json.dumps(diagnosis.to_json(), allow_nan=False)
     for finding in diagnosis.findings:

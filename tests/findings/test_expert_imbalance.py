@@ -7,7 +7,7 @@ import pytest
 from stepscope.analysis.kernels.experts import Router, looped_experts, routers
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.kernels.expert_imbalance import check
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
 
@@ -35,7 +35,7 @@ class Steps:
         return self.op("aten::topk", [[num_tokens, num_experts], [], [], [], []], 10, **values)
 
     def case(self, folder):
-        return open_case(self.trace.write(folder / "trace.json"), use_cache=False)
+        return open_session(self.trace.write(folder / "trace.json"), use_cache=False).case
 
 
 def padded(capacity, num_tokens=1024, num_experts=8, num_chosen=2):
@@ -51,8 +51,8 @@ def test_places_for_the_busiest_expert(tmp_path):
 
     # 2,048 of 8,192 places can be filled: three quarters of 2,500 µs on them.
     assert finding.saving_ns == pytest.approx(0.75 * 2.5e6, rel=0.01)
-    assert "8 experts have 1,024 places each, 8,192 in all, for 1,024 tokens that go to 2" in finding.sentence
-    assert "at least 75% of what they compute is padding, in 2 products a step" in finding.sentence
+    assert "8 experts have 1,024 slots each, 8,192 in total, but 1,024 tokens go to 2" in finding.sentence
+    assert "At least 75%" in finding.sentence and "2 matrix products per step" in finding.sentence
 
 
 def test_a_usual_capacity_factor(tmp_path):
@@ -63,7 +63,7 @@ def test_tokens_that_find_no_place(tmp_path):
     (finding,) = check(padded(128).case(tmp_path))
 
     assert finding.saving_ns is None
-    assert "cannot take the 2,048 that 1,024 tokens ask for: 50% are dropped at least" in finding.sentence
+    assert "At least 50%" in finding.sentence and "1,024 tokens need 2,048 slots" in finding.sentence
     assert "320" in finding.fix
 
 
@@ -87,7 +87,7 @@ def test_an_expert_that_gets_most_tokens(tmp_path):
 
     assert finding.saving_ns is None
     assert "The busiest of 8 experts gets 900 of 1,028 tokens" in finding.sentence
-    assert "at the median of 2 layers" in finding.sentence
+    assert "median over 2 layers" in finding.sentence
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_a_sampler_is_no_router(tmp_path):
 def test_without_shapes(tmp_path):
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 20, id=1).launch("gemm", 12, runs=(30, 40), id=1)
     with pytest.raises(Unavailable, match="record_shapes"):
-        check(open_case(trace.write(tmp_path / "trace.json"), use_cache=False))
+        check(open_session(trace.write(tmp_path / "trace.json"), use_cache=False).case)

@@ -15,7 +15,8 @@ from stepscope.analysis.structure.intervals import intersect, length_ns, spans, 
 from stepscope.findings.diagnose import Diagnosis, diagnose
 from stepscope.findings.rules.host import pageable_copies
 from stepscope.findings.rules.host import synchronization as synchronization
-from stepscope.session.case import Case, open_case
+from stepscope.session import open_session
+from stepscope.session.case import Case
 from stepscope.session.places import MOST_PLACES, places_of_stretches, places_of_work, places_without_work
 
 MS = 1_000_000
@@ -35,7 +36,7 @@ IDLE = {"waiting_for_data": 0.01, "recompiles": 0.05, "launch_bound": 0.5}
 
 @cache
 def diagnosed(name: str) -> tuple[Case, Diagnosis]:
-    case = open_case(H200 / f"{name}.json.gz", use_cache=False)
+    case = open_session(H200 / f"{name}.json.gz", use_cache=False).case
     return case, diagnose(case)
 
 

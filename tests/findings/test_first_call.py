@@ -7,7 +7,7 @@ from recorded_cases import recorded
 
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.host.first_call import check
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
 
@@ -17,7 +17,7 @@ def test_clean_steps_that_had_not_settled(tmp_path):
     (finding,) = check(case)
 
     assert finding.saving_ns is None
-    assert finding.sentence.startswith("The first 4 of 20 clean steps had not settled: the first took 30 ms")
+    assert finding.sentence.startswith("The first 4 of 20 clean steps were still warming up: the first took 30.0 ms")
     assert "--warmup 9 " in finding.fix
     assert finding.evidence[0].rows[0]["mean_ns"] == 12.5e6
 
@@ -50,9 +50,9 @@ def traced(num_steps, load_us, num_loading=1):
 
 
 def test_the_only_step_of_a_trace_loads_its_kernels(tmp_path):
-    (finding,) = check(open_case(traced(1, 3000).write(tmp_path / "trace.json"), use_cache=False))
+    (finding,) = check(open_session(traced(1, 3000).write(tmp_path / "trace.json"), use_cache=False).case)
 
-    assert "The trace has one step, and it looks like a first one" in finding.sentence
+    assert "only one step" in finding.sentence
     assert finding.saving_ns == pytest.approx(3e6, rel=0.05)
 
 
@@ -60,7 +60,7 @@ def test_the_only_step_of_a_trace_loads_its_kernels(tmp_path):
 def test_a_trace_of_steady_steps(tmp_path, num_steps, load_us, num_loading):
     trace = traced(num_steps, load_us, num_loading)
 
-    assert check(open_case(trace.write(tmp_path / "trace.json"), use_cache=False)) == []
+    assert check(open_session(trace.write(tmp_path / "trace.json"), use_cache=False).case) == []
 
 
 def test_without_anything(tmp_path):

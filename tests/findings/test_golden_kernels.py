@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.findings.diagnose import Diagnosis, diagnose
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 
 TRACES = Path(__file__).parents[1] / "traces"
 PLANTED = {
@@ -36,7 +36,7 @@ TRUE_OF_FIXED = {
 
 @cache
 def diagnosed(name: str) -> Diagnosis:
-    return diagnose(open_case(TRACES / f"{name}.json.gz", use_cache=False))
+    return diagnose(open_session(TRACES / f"{name}.json.gz", use_cache=False).case)
 
 
 @cache
@@ -68,6 +68,6 @@ def test_the_bytes_of_logits_are_those_that_compiling_the_loss_saved():
 def test_a_loop_is_named_with_what_it_launches():
     found = next(finding for finding in diagnosed("small_gemms.slow").findings if finding.id == "small_gemms")
 
-    assert "320 matrix products a step come one after the other in 1 loop" in found.sentence
-    assert "448 of the step's 475 launches are the loop's" in found.sentence
+    assert "320 matrix products per step run one after the other in 1 loop" in found.sentence
+    assert "448 of 475 launches per step" in found.sentence
     assert "_grouped_mm" in found.fix

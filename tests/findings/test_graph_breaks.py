@@ -13,7 +13,7 @@ from torch import nn
 import stepscope
 from stepscope.findings.rules.compiler import graph_breaks
 from stepscope.recorder.windows import Windows
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
 BREAK = {"reason": "Data-dependent branching.", "place": "model.py:12 in forward", "count": 3}
@@ -36,8 +36,8 @@ def test_a_region_called_by_another_follows_a_break():
 
     # The second region's 0.6 ms of getting in, and 0.1 ms until its code does something.
     assert finding.saving_ns == 700_000
-    assert "regions call one another" in finding.sentence
-    assert "2 compiled regions are called a step" in finding.sentence and "0.7 ms of 2.1 ms" in finding.sentence
+    assert "regions call each other" in finding.sentence
+    assert "2 compiled regions" in finding.sentence and "700 µs per step (33% of 2.10 ms)" in finding.sentence
     assert finding.confidence == "medium"
 
 
@@ -69,7 +69,7 @@ def test_pieces_of_a_model_in_a_row_cost_the_way_from_one_to_the_next():
 
     # Four times: 0.1 ms of Python in between, 0.6 ms of getting in.
     assert finding.saving_ns == 4 * 700_000
-    assert "breaks within a loop, or each was compiled by itself" in finding.sentence
+    assert "breaks within a loop" in finding.sentence
 
 
 @pytest.mark.parametrize("arguments", [{"backward_after_each": True}, {"is_differentiated": False}])
@@ -157,11 +157,11 @@ def test_a_real_model_that_breaks(tmp_path):
                 compiled_model(torch.ones(4, 8)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        found[breaks] = open_case(tmp_path / breaks, use_cache=False)
+        found[breaks] = open_session(tmp_path / breaks, use_cache=False).case
 
     assert graph_breaks.check(found["nowhere"]) == []
     (given_up,) = graph_breaks.check(found["in the loop"])
-    assert "test_graph_breaks.py" in given_up.sentence and "the function is run eagerly" in given_up.sentence
+    assert "test_graph_breaks.py" in given_up.sentence and "the function runs eagerly" in given_up.sentence
     assert given_up.saving_ns is None
     # What it costs depends on the machine; that two regions of each step are called by others does not.
     for breaks, nested in (("between", [False, True, True]), ("nowhere", [False])):

@@ -7,7 +7,7 @@ from recorded_cases import TRAINING, recorded, run_script, tensor
 
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory.memory_growth import check
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
 MODEL = tensor(8000, owner="parameter")
@@ -52,7 +52,7 @@ def test_a_graph_that_is_kept_but_does_not_grow(tmp_path):
 
     assert finding.saving_bytes == 2000
     assert "held by train.py:9 out" in finding.sentence
-    assert "of the 9.8 KiB at the peak" in finding.sentence
+    assert "of the 9.75 KiB peak" in finding.sentence
 
 
 def test_without_memory_nothing_is_said(tmp_path):
@@ -79,15 +79,15 @@ def traced(kept_bytes, freed_bytes=4096):
 
 
 def test_a_trace_whose_level_rises_from_step_to_step(tmp_path):
-    (finding,) = check(open_case(traced(1 << 15).write(tmp_path / "trace.json"), use_cache=False))
+    (finding,) = check(open_session(traced(1 << 15).write(tmp_path / "trace.json"), use_cache=False).case)
 
     assert finding.saving_bytes == 1 << 15
-    assert "leaves 32.0 KiB behind, most of it from aten::mm" in finding.sentence
-    assert "seen in 3 steps in a row" in finding.sentence
+    assert "leaves 32.0 KiB of memory behind, mostly from aten::mm" in finding.sentence
+    assert "3 steps in a row" in finding.sentence
 
 
 def test_a_trace_whose_level_stays(tmp_path):
-    assert check(open_case(traced(0).write(tmp_path / "trace.json"), use_cache=False)) == []
+    assert check(open_session(traced(0).write(tmp_path / "trace.json"), use_cache=False).case) == []
 
 
 @pytest.mark.parametrize(

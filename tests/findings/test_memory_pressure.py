@@ -8,7 +8,7 @@ from recorded_cases import GPU, recorded
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.memory import allocator_churn
 from stepscope.findings.rules.memory.memory_pressure import check
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 
 GIB = 1 << 30
 
@@ -28,24 +28,24 @@ def test_fragments_in_a_full_memory(tmp_path):
     (finding,) = reserved(tmp_path, 60, 90)
 
     assert finding.saving_bytes == 30 * GIB
-    assert "90.00 GiB of the device's 100.00 GiB are reserved, and 30.00 GiB (33%)" in finding.sentence
+    assert "30.0 GiB (33%) of 90.0 GiB reserved memory (of 100 GiB on the device)" in finding.sentence
     assert "expandable_segments:True" in finding.fix
 
 
 def test_the_allocator_had_to_begin_again(tmp_path):
     (finding,) = reserved(tmp_path, 30, 50, retries=3, used=60)
 
-    assert "gave its cache back 3 times" in finding.sentence
+    assert "returned its cache 3 times" in finding.sentence
     assert finding.confidence == "high"
 
 
 def test_retries_of_every_step_are_told_once(tmp_path):
     """By the rule that tells what they cost."""
     (finding,) = reserved(tmp_path, 30, 50, retries=30, used=60)
-    (churn,) = allocator_churn.check(open_case(tmp_path))
+    (churn,) = allocator_churn.check(open_session(tmp_path).case)
 
-    assert "gave its cache back" not in finding.sentence
-    assert "found no room 30 times" in churn.sentence
+    assert "returned its cache" not in finding.sentence
+    assert "ran out of memory 30 times" in churn.sentence
 
 
 def test_expandable_segments_are_not_recommended_twice(tmp_path):

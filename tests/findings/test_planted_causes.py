@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stepscope.findings.diagnose import diagnose
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 from trace_builder import TRACES
 
 H200 = TRACES / "h200"
@@ -33,7 +33,7 @@ TRUE_OF_UNPLANTED = {
 
 
 def diagnosed(name):
-    return diagnose(open_case(H200 / f"{name}.json.gz", use_cache=False))
+    return diagnose(open_session(H200 / f"{name}.json.gz", use_cache=False).case)
 
 
 @needs_h200

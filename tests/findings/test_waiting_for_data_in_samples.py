@@ -8,7 +8,7 @@ from recorded_cases import GPU, recorded
 from handmade import MS, cpu_facts, sample, write_recording
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.host.waiting_for_data import check
-from stepscope.session.case import open_case
+from stepscope.session import open_session
 
 
 def phases(folder, data_ms, label="data", device_data_ms=None):
@@ -20,7 +20,7 @@ def phases(folder, data_ms, label="data", device_data_ms=None):
         sample(i, host_ns={label: data_ms * MS, "forward": (10 - data_ms) * MS}, **device) for i in range(8)
     ]  # fmt: skip
     facts = {"environment": GPU} if device else {}
-    return open_case(write_recording(folder, cpu_facts(trace=None, **facts), lines), use_cache=False)
+    return open_session(write_recording(folder, cpu_facts(trace=None, **facts), lines), use_cache=False).case
 
 
 @pytest.mark.parametrize(("label", "confidence"), [("data", "high"), ("before_forward", "medium")])
@@ -29,7 +29,7 @@ def test_a_processor_that_waits(tmp_path, label, confidence):
 
     assert finding.saving_ns == 4e6
     assert finding.confidence == confidence
-    assert "stands 4 ms of 10 ms" in finding.sentence
+    assert "waits 4.00 ms per step (40% of 10.0 ms)" in finding.sentence
 
 
 def test_little_of_a_step_on_a_processor(tmp_path):

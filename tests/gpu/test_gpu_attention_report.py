@@ -97,10 +97,10 @@ def test_without_a_mask_flash_is_refused_nothing(tmp_path):
 def test_the_report_of_a_fresh_run_names_the_mask(tmp_path):
     pytest.importorskip("polars")
     pytest.importorskip("msgspec")
-    from stepscope.session.attention_view import attention_report
-    from stepscope.session.case import open_case
+    from stepscope.session import open_session
+    from stepscope.session.attention import attention_report
 
-    report = attention_report(open_case(recorded(tmp_path, "mask")))
+    report = attention_report(open_session(recorded(tmp_path, "mask")).case)
 
     (row,) = report.rows
     assert (row.call["num_calls"], row.call["module"]) == (3.0, "layers.*")

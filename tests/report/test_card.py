@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from handmade import MS, cpu_facts, cpu_recording, gpu_facts, gpu_recording, sample, write_recording
+from stepscope import read
 from stepscope.cli.support.output import print_card
 from stepscope.document.card import Card
 
@@ -49,28 +50,28 @@ def strictly(text: str) -> dict:
 
 
 def test_a_cpu_recordings_card():
-    card = Card.of(cpu_recording(Path("runs/cpu")))
+    card = read(cpu_recording(Path("runs/cpu")))
 
     assert str(card) + "\n" == (GOLDEN / "cpu.txt").read_text(encoding="utf-8")
 
 
 def test_a_gpu_recordings_card():
     notes = [{"about": "trace", "text": "the script started a profiler of its own"}]
-    card = Card.of(gpu_recording(Path("runs/gpu"), COMPILER, notes=notes))
+    card = read(gpu_recording(Path("runs/gpu"), COMPILER, notes=notes))
 
     assert str(card) + "\n" == (GOLDEN / "gpu.txt").read_text(encoding="utf-8")
 
 
 def test_the_printed_shares_sum_to_a_hundred_per_cent():
     for folder in (cpu_recording(Path("cpu")), gpu_recording(Path("gpu"))):
-        lines = Card.of(folder).text().split("where a step goes")[1].split("\n\n")[0].splitlines()[1:]
+        lines = read(folder).text().split("where a step goes")[1].split("\n\n")[0].splitlines()[1:]
         shares = [float(line.split("ms")[1].split("%")[0]) for line in lines if " ms " in line]
 
         assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) >= 6
 
 
 def test_plain_where_nobody_looks_and_color_on_request():
-    card = Card.of(cpu_recording(Path("run")))
+    card = read(cpu_recording(Path("run")))
 
     assert "\x1b" not in printed(card)
     colored = card.text(color=True)
@@ -83,14 +84,14 @@ def test_plain_where_nobody_looks_and_color_on_request():
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
 def test_a_terminal_that_knows_few_letters_gets_question_marks(encoding):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    print_card(Card.of(cpu_recording(Path("run"))), False, stream)
+    print_card(read(cpu_recording(Path("run"))), False, stream)
 
     assert stream.tell() > 0
 
 
 @pytest.mark.parametrize("make", [cpu_recording, gpu_recording])
 def test_json_is_strict_and_says_what_the_text_says(make):
-    card = Card.of(make(Path("run")))
+    card = read(make(Path("run")))
     found = strictly(printed(card, as_json=True))
 
     assert found["schema_version"] == 1 and found["verdict"] == card.verdict
@@ -102,7 +103,7 @@ def test_json_is_strict_and_says_what_the_text_says(make):
 
 @pytest.mark.parametrize("loss", ["nan", "inf", float("nan"), float("inf")])
 def test_json_is_strict_when_the_loss_is_not_a_number(loss):
-    card = Card.of(write_recording(Path("run"), cpu_facts(), [sample(i, loss=loss) for i in range(4)]))
+    card = read(write_recording(Path("run"), cpu_facts(), [sample(i, loss=loss) for i in range(4)]))
 
     strictly(printed(card, as_json=True))
 
@@ -146,7 +147,7 @@ def test_no_control_character_of_anybody_reaches_the_terminal(make, extra):
     folder = Path(f"run{EVIL[5:]}")
     samples = [*(sample(i) for i in range(4)), sample(4, "memory")]
     write_recording(folder, poisoned(facts, keep), samples, counters, poisoned(COMPILER))
-    text = printed(Card.of(folder))
+    text = printed(read(folder))
 
     assert "heat" in text and "evil" in text
     assert sorted({c for c in text if not c.isprintable()} - {"\n"}) == []
@@ -156,7 +157,7 @@ def test_no_control_character_of_anybody_reaches_the_terminal(make, extra):
 def test_html_is_escaped():
     bad = "<script>alert('x')</script>&\""
     facts = cpu_facts(command={"argv": [bad]}, notes=[{"about": bad, "text": bad}])
-    html = Card.of(write_recording(Path("run"), facts, [sample(i) for i in range(4)]))._repr_html_()
+    html = read(write_recording(Path("run"), facts, [sample(i) for i in range(4)]))._repr_html_()
 
     assert "<script>" not in html and html.count("&lt;script&gt;") == 3
     assert html.startswith("<p><b>A step takes 10.00 ms")
@@ -167,14 +168,14 @@ def test_a_failed_run_says_how_and_an_api_run_without_an_exit_code_does_not_say_
     api = cpu_facts(status="failed")
     del api["exit_code"]
 
-    assert "failed with exit code 3 (ValueError: no)" in Card.of(failed).text()
-    text = Card.of(write_recording(Path("b"), api, [sample(i) for i in range(4)])).text()
+    assert "failed with exit code 3 (ValueError: no)" in read(failed).text()
+    text = read(write_recording(Path("b"), api, [sample(i) for i in range(4)])).text()
     assert "failed" in text and "None" not in text
 
 
 def test_the_next_command_can_be_typed_as_it_stands():
     folder = Path("my runs/run 1")
-    text = Card.of(cpu_recording(folder, trace=None)).text()
+    text = read(cpu_recording(folder, trace=None)).text()
     command = next(line for line in text.splitlines() if line.strip().startswith("next")).split("next", 1)[1]
 
     assert shlex.split(command)[:3] == ["stepscope", "report", str(folder)]
@@ -183,7 +184,7 @@ def test_the_next_command_can_be_typed_as_it_stands():
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_a_run_that_was_cut_off_early_still_has_a_card(num_steps):
     facts = {"command": {"argv": ["train.py"]}, "status": "interrupted"}
-    text = Card.of(write_recording(Path("run"), facts, [sample(i, "warmup") for i in range(num_steps)])).text()
+    text = read(write_recording(Path("run"), facts, [sample(i, "warmup") for i in range(num_steps)])).text()
 
     assert "interrupted, or still running" in text and "None" not in text
 
@@ -204,7 +205,7 @@ def test_facts_that_have_a_line_of_their_own(facts, said):
     samples = [*(sample(step) for step in range(3)), sample(3, "memory")]
     folder = write_recording(Path("run"), cpu_facts(**facts), samples)
 
-    assert said in " ".join(Card.of(folder).text(width=120).split())
+    assert said in " ".join(read(folder).text(width=120).split())
 
 
 def test_samples_that_vary_are_called_noisy_and_warnings_are_shown():
@@ -212,7 +213,7 @@ def test_samples_that_vary_are_called_noisy_and_warnings_are_shown():
     folder = write_recording(Path("run"), cpu_facts(), samples)
     with (folder / "samples.jsonl").open("a") as stream:
         stream.write("{cut")
-    text = Card.of(folder).text()
+    text = read(folder).text()
 
     assert "noisy: p10 to p90 spans" in text
     assert "1 line(s) could not be read" in text

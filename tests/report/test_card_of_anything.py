@@ -9,6 +9,7 @@ import pytest
 from test_card import COMPILER
 
 from handmade import flops_facts, gpu_facts, sample, write_recording
+from stepscope import read
 from stepscope.analysis.time import statistics
 from stepscope.document.card import Card
 from stepscope.errors import RecordingError
@@ -42,7 +43,7 @@ def replaced(value: object, path: tuple, new: object) -> object:
 def card_of(folder, parts: dict) -> Card | None:
     write_recording(folder, *parts.values())
     try:
-        card = Card.of(folder)
+        card = read(folder)
         assert card.text() and card._repr_html_()
         json.dumps(card.to_json(), allow_nan=False, default=str)
         return card

@@ -7,7 +7,8 @@ import pytest
 from memories import a_step, tensor, write_memory
 from stepscope.analysis.memory.account import account
 from stepscope.document.text.memory_text import memory_text
-from stepscope.session.memory_view import analyze_memory
+from stepscope.session import open_session
+from stepscope.session.memory_growth import analyze_memory
 
 
 def left(num_bytes: int, frame: str | None = "train.py:9 losses") -> dict:
@@ -22,7 +23,7 @@ def leaking(*entries: dict) -> dict:
 
 def said(tmp_path, memory: dict, width: int = 100) -> list[str]:
     path = write_memory(tmp_path / "memory.json.gz", memory)
-    return memory_text(analyze_memory([path]), 8, width).splitlines()
+    return memory_text(analyze_memory([open_session(path)]), 8, width).splitlines()
 
 
 def test_a_leak_is_a_part_of_the_peak():

@@ -12,14 +12,15 @@ from memories import S, a_step, snapshot, tensor, transformer, write_memory
 from stepscope.analysis.memory.account import REMAINDER, account
 from stepscope.document.text.memory_text import memory_text
 from stepscope.render.memory_picture import timeline_svg
-from stepscope.session.memory_view import analyze_memory
+from stepscope.session import open_session
+from stepscope.session.memory_growth import analyze_memory
 
 EVIL = "evil\x1b[31m\x1b]0;title\x07\x9b2J‮</text><script>alert('&')</script>\r\n"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def of(path: Path, *others: Path, width: int = 100) -> str:
-    return memory_text(analyze_memory([path, *others]), 8, width)
+    return memory_text(analyze_memory([open_session(each) for each in (path, *others)]), 8, width)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_modules_that_have_no_row_are_one(tmp_path):
     memory["saved"].append({"module": None, "bytes": 32, "num_tensors": 1})
     path = write_memory(tmp_path / "memory.json.gz", memory)
 
-    text = memory_text(analyze_memory([path]), 1, 100)
+    text = memory_text(analyze_memory([open_session(path)]), 1, 100)
 
     assert line_of(text, "blocks", "1.17 KiB", "1.07 KiB")
     assert line_of(text, "other modules", "64 B", "32 B")
@@ -164,7 +165,7 @@ def test_the_picture_has_the_peak_the_stages_and_the_lines():
 def test_the_picture_of_a_snapshot_has_both_lines(tmp_path):
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps(snapshot()))
-    svg = timeline_svg(analyze_memory([path]).reports[0].account)
+    svg = timeline_svg(analyze_memory([open_session(path)]).reports[0].account)
 
     assert {"allocated", "reserved", "peak 16.0 MiB"} <= set(texts(svg))
 

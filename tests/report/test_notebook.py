@@ -8,18 +8,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from stepscope.document.text.compare_text import compare_text
+from stepscope.document.text.findings_text import diagnosis_text
+from stepscope.document.text.sweeps import sweep_of, sweep_text
+from stepscope.document.text.whatif_text import whatif_text
 
 import stepscope
 from handmade import cpu_recording
 from memories import a_step, write_memory
-from stepscope.document.text.compare_text import compare_text
-from stepscope.document.text.findings_text import diagnosis_text
 from stepscope.document.text.memory_text import memory_text
-from stepscope.document.text.sweeps import sweep_of, sweep_text
 from stepscope.document.text.trace_text import analysis_text
-from stepscope.document.text.whatif_text import whatif_text
 from stepscope.findings.finding import Finding
-from stepscope.session.memory_view import analyze_memory
+from stepscope.session import open_session
+from stepscope.session.memory_growth import analyze_memory
 from trace_builder import TraceBuilder
 
 NASTY = "</pre><script>alert(1)</script>\"'\n\u202e\x1b[31m<img src=x onerror=alert(1)>" + "y" * 5000
@@ -132,7 +133,7 @@ def test_a_comparison(trace, tmp_path):
 
 
 def test_an_analysis_of_memory(tmp_path):
-    found = analyze_memory([write_memory(tmp_path / "memory.json.gz", a_step())])
+    found = analyze_memory([open_session(write_memory(tmp_path / "memory.json.gz", a_step()))])
     rows = hold(found._repr_html_(), memory_text(found, 8))
 
     assert rows[0] == ["live at the peak", "size", "of the peak"]

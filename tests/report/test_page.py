@@ -12,7 +12,7 @@ import pytest
 
 from handmade import cpu_recording
 from report_samples import EVIL, SHOWN, charts, sample_report, table
-from stepscope.document.build import report_of
+from stepscope import report
 from stepscope.document.model import Bars, Chart, Node, Document, Section, Series, Tree
 from stepscope.errors import MissingDependencyError
 from stepscope.render.page import page as page_module
@@ -97,7 +97,7 @@ def test_data_in_the_page_is_json_that_nothing_in_it_can_end():
 
 
 def test_a_page_of_a_typical_recording_is_small_and_one_without_charts_smaller(tmp_path):
-    whole = page_of(report_of(cpu_recording(tmp_path / "run")))
+    whole = page_of(report(cpu_recording(tmp_path / "run")))
     bare = page_of(Report("bare", "Nothing.", (Section("overview", "Overview", ()),)))
 
     assert len(whole.encode()) < 4_000_000

@@ -14,7 +14,7 @@ from conftest import opened_page
 from handmade import cpu_facts, cpu_recording, gpu_recording, write_recording
 from report_samples import EVIL, SHOWN, sample_report, table
 from stepscope.analysis.time import statistics
-from stepscope.document.build import report_of
+from stepscope import report
 from stepscope.document.model import Document, Section, Table
 from stepscope.document.timeline.timeline import timeline_of
 from stepscope.formatting import cell
@@ -66,7 +66,7 @@ def sample(sample_tab):
 @pytest.fixture(scope="module")
 def sweep(chromium, tmp_path_factory):
     """The page of a sweep, on a phone."""
-    path = report_of(SWEEP).save(tmp_path_factory.mktemp("sweep") / "page.html")
+    path = report(SWEEP).save(tmp_path_factory.mktemp("sweep") / "page.html")
     opened = opened_page(chromium, path, viewport={"width": 390, "height": 844})
     yield opened
     opened.page.context.close()
@@ -139,7 +139,7 @@ def test_every_kind_of_part_is_drawn_and_a_hostile_name_is_text(open_page):
 @needs_traces
 @pytest.mark.parametrize("name", REAL)
 def test_every_section_of_a_real_trace(open_page, name, tmp_path):
-    path = report_of(TRACES / name, use_cache=False).save(tmp_path / "trace.html")
+    path = report(TRACES / name, use_cache=False).save(tmp_path / "trace.html")
 
     assert path.stat().st_size < 6_000_000
     opened = open_page(path, reduced_motion="reduce")
@@ -149,12 +149,12 @@ def test_every_section_of_a_real_trace(open_page, name, tmp_path):
 
 
 def test_every_section_of_recordings(open_page, tmp_path):
-    walk(open_page(report_of(cpu_recording(tmp_path / "cpu"))))
-    walk(open_page(report_of(gpu_recording(tmp_path / "gpu"))))
+    walk(open_page(report(cpu_recording(tmp_path / "cpu"))))
+    walk(open_page(report(gpu_recording(tmp_path / "gpu"))))
 
 
 def test_every_section_of_an_empty_recording(open_page, tmp_path):
-    opened = open_page(report_of(write_recording(tmp_path / "empty", cpu_facts(status="interrupted"), [])))
+    opened = open_page(report(write_recording(tmp_path / "empty", cpu_facts(status="interrupted"), [])))
     walk(opened)
 
     assert opened.page.query_selector(".missing") is not None

@@ -10,7 +10,7 @@ from stepscope.document.model import Bars, Table, Text
 from stepscope.document.sections import attention, copies
 from stepscope.document.text.copies_text import copies_text
 from stepscope.errors import Unavailable
-from stepscope.session.source import Source
+from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
 SIZES, HALF = [2, 4, 64, 16], "c10::BFloat16"
@@ -28,7 +28,7 @@ def source(tmp_path):
         trace.op("aten::clone", start + 100, 20)
         trace.op("aten::copy_", start + 105, 10, id=start + 2, **given)
         trace.launch("elementwise_copy_kernel", start + 106, (start + 110, 20), id=start + 2)
-    return Source(trace.write(tmp_path / "trace.json"), use_cache=False)
+    return open_session(trace.write(tmp_path / "trace.json"), use_cache=False)
 
 
 def of(parts, kind, id=None):
@@ -71,7 +71,9 @@ def test_the_screen_of_copies_has_module_and_line_below_what_was_called(source):
 
 
 def test_a_trace_without_either_says_so(tmp_path):
-    source = Source(TraceBuilder().step(1, 0, 50).op("aten::mm", 10, 10).write(tmp_path / "t.json"), use_cache=False)
+    source = open_session(
+        TraceBuilder().step(1, 0, 50).op("aten::mm", 10, 10).write(tmp_path / "t.json"), use_cache=False
+    )
 
     with pytest.raises(Unavailable, match="no call of scaled_dot_product_attention"):
         attention.parts(source)

@@ -17,7 +17,7 @@ from stepscope.document.build import section_of
 from stepscope.document.model import Bars, Chart, Lines, Missing, Table, Text
 from stepscope.document.sections import compiler, counters, precision, ranks, steps
 from stepscope.errors import Unavailable
-from stepscope.session.source import Source
+from stepscope.session import open_session
 from trace_builder import PUBLIC, TraceBuilder, needs_traces
 
 
@@ -31,50 +31,50 @@ def quick_and_alone(monkeypatch, tmp_path):
 
 
 def test_every_sample_is_in_the_table_and_its_phases_sum_to_it(tmp_path):
-    source = Source(gpu_recording(tmp_path / "run"))
+    source = open_session(gpu_recording(tmp_path / "run"))
     table = of(steps.parts(source), Table, "steps")
     names = [f"{phase}_ns" for phase in (*PHASES, UNATTRIBUTED) if f"{phase}_ns" in table.columns]
 
-    assert table.columns["step"] == [sample.step for sample in source.card.recording.samples]
+    assert table.columns["step"] == [sample.step for sample in source.recording.samples]
     for row in range(table.num_rows):
         assert sum(table.columns[name][row] or 0 for name in names) == table.columns["duration_ns"][row]
     clean = [ns for ns, window in zip(table.columns["duration_ns"], table.columns["window"]) if window == "clean"]
-    assert tuple(clean) == clean_step_ns(source.card.recording)
+    assert tuple(clean) == clean_step_ns(source.recording)
 
 
 def test_windows_are_apart_and_a_long_warm_up_makes_the_axis_logarithmic(tmp_path):
-    chart = of(steps.parts(Source(cpu_recording(tmp_path / "run"))), Lines, "step_times")
+    chart = of(steps.parts(open_session(cpu_recording(tmp_path / "run"))), Lines, "step_times")
     assert [series.name for series in chart.series] == [
         "warm-up", "clean", "profiler warm-up", "traced", "memory and FLOPs", "free",
     ]  # fmt: skip
     assert chart.log_y and "step 9 with 100 ms, 10.0 times the median" in chart.caption
 
     few = write_recording(tmp_path / "few", cpu_facts(), [sample(0, "warmup"), sample(1), sample(2, num_compiles=1)])
-    chart = of(steps.parts(Source(few)), Lines, "step_times")
+    chart = of(steps.parts(open_session(few)), Lines, "step_times")
     assert not chart.log_y and [series.name for series in chart.series] == ["warm-up", "clean", "compiling"]
 
 
 def test_the_areas_of_the_clean_steps_sum_to_them(tmp_path):
-    source = Source(cpu_recording(tmp_path / "run"))
+    source = open_session(cpu_recording(tmp_path / "run"))
     chart = of(steps.parts(source), Lines, "clean_step_phases")
 
     sums = [sum(series.y[i] for series in chart.series) for i in range(len(chart.series[0].y))]
-    assert tuple(sums) == clean_step_ns(source.card.recording) and chart.style == "areas"
+    assert tuple(sums) == clean_step_ns(source.recording) and chart.style == "areas"
     assert list(chart.series[0].x) == [2, 3, 4, 5]
 
 
 def test_the_bins_hold_every_clean_step(tmp_path):
-    source = Source(cpu_recording(tmp_path / "run"))
+    source = open_session(cpu_recording(tmp_path / "run"))
     chart = of(steps.parts(source), Bars, "step_distribution")
 
-    assert sum(chart.series[0].y) == source.card.summary.num_clean and len(chart.labels) == len(chart.series[0].y)
+    assert sum(chart.series[0].y) == source.summary.num_clean and len(chart.labels) == len(chart.series[0].y)
 
 
 def test_an_outlier_says_which_how_much_where_and_what_was_special(tmp_path):
     host_ns = {"data": MS, "forward": 3 * MS, "backward": 5 * MS, "optimizer": MS}
     lines = [sample(i, host_ns=host_ns | {"forward": 3 * MS + i * 1000}) for i in range(12)]
     lines.append(sample(12, host_ns=host_ns | {"backward": 65 * MS}, num_compiles=2, num_skipped=1))
-    parts = steps.parts(Source(write_recording(tmp_path / "run", cpu_facts(), lines)))
+    parts = steps.parts(open_session(write_recording(tmp_path / "run", cpu_facts(), lines)))
     table = of(parts, Table, "outliers")
 
     assert (table.columns["step"], table.columns["phase_that_grew"]) == ([12], ["backward"])
@@ -87,13 +87,13 @@ def test_an_outlier_says_which_how_much_where_and_what_was_special(tmp_path):
 @pytest.mark.parametrize(("num", "said"), [(7, "7 clean steps are too few"), (8, "No step is an outlier")])
 def test_without_outliers_a_sentence_says_so(tmp_path, num, said):
     lines = [sample(i, host_ns={"forward": (40 if num == 7 and i == 3 else 10) * MS}) for i in range(num)]
-    parts = steps.parts(Source(write_recording(tmp_path / "run", cpu_facts(), lines)))
+    parts = steps.parts(open_session(write_recording(tmp_path / "run", cpu_facts(), lines)))
     assert of(parts, Text).text.startswith(said)
 
 
 def test_a_traces_steps_are_the_accounts(tmp_path):
     trace = TraceBuilder().step(3, 0, 100).step(4, 100, 80).op("aten::mm", 10, 20, id=5)
-    source = Source(trace.launch("k", 12, runs=(30, 40), id=5).write(tmp_path / "t.json"))
+    source = open_session(trace.launch("k", 12, runs=(30, 40), id=5).write(tmp_path / "t.json"))
     parts, table = steps.parts(source), source.analysis.ranks[0].steps
     chart, rows = of(parts, Bars), of(parts, Table)
 
@@ -102,7 +102,7 @@ def test_a_traces_steps_are_the_accounts(tmp_path):
     many = TraceBuilder()
     for number in range(40):
         many.step(number, number * 10, 10).op("aten::mm", number * 10 + 1, 5)
-    parts = steps.parts(Source(many.write(tmp_path / "many.json")))
+    parts = steps.parts(open_session(many.write(tmp_path / "many.json")))
     assert len(of(parts, Lines).series[0].y) == of(parts, Table).num_rows == 40
 
 
@@ -110,7 +110,7 @@ def test_a_trace_without_steps_says_what_to_run(tmp_path):
     path = TraceBuilder().op("aten::mm", 10, 20).write(tmp_path / "t.json")
 
     with pytest.raises(Unavailable, match=r"prof\.step\(\)"):
-        steps.parts(Source(path))
+        steps.parts(open_session(path))
 
 
 @pytest.mark.parametrize("nonsense", [None, "text", [], {}, -1])
@@ -126,7 +126,7 @@ def test_a_wrong_field_is_a_missing_section_and_never_a_traceback(tmp_path, nons
             tmp_path / "run", facts, [sample(i) for i in range(3)], [{"t_ns": 5, "power_watts": 3}]
         )
         for name in ("steps", "compiler", "precision", "counters", "ranks"):
-            assert section_of(Source(folder), name, name).parts, path
+            assert section_of(open_session(folder), name, name).parts, path
 
 
 # -- compiler -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_all_that_the_compiler_said_is_in_tables(tmp_path):
         ],
         "frames": [{"frame": EVIL, "num_compiles": 7}],
     }
-    parts = compiler.parts(Source(gpu_recording(tmp_path / "run", told)))
+    parts = compiler.parts(open_session(gpu_recording(tmp_path / "run", told)))
 
     assert of(parts, Table, "graph_breaks").columns == {
         "place": ["a.py:1 in f", "c.py:2 in g"], "reason": [EVIL, "b"], "whole_function_runs_eagerly": [None, True],
@@ -164,13 +164,13 @@ def test_a_damaged_compile_file_is_survived(tmp_path, nonsense):
     for name in COMPILER:
         folder = gpu_recording(tmp_path / "run", COMPILER)
         (folder / "compile.json").write_text(json.dumps(COMPILER | {name: nonsense}))
-        assert section_of(Source(folder), "compiler", "Compiler").parts
+        assert section_of(open_session(folder), "compiler", "Compiler").parts
 
 
 def test_compiled_regions_of_a_trace(tmp_path):
     trace = TraceBuilder().step(1, 0, 100)
     trace.annotation("Torch-Compiled Region: 0/0", 10, 60).annotation("Torch-Compiled Region: 1/0", 30, 20)
-    parts = compiler.parts(Source(trace.op("aten::mm", 12, 4).write(tmp_path / "t.json")))
+    parts = compiler.parts(open_session(trace.op("aten::mm", 12, 4).write(tmp_path / "t.json")))
     table = of(parts, Table, "compiled_regions")
 
     assert table.columns["region"] == ["compiled region 0/0", "compiled region 1/0"]
@@ -180,9 +180,9 @@ def test_compiled_regions_of_a_trace(tmp_path):
 
 def test_nothing_compiled_says_what_to_run(tmp_path):
     with pytest.raises(Unavailable, match="--fix compile"):
-        compiler.parts(Source(cpu_recording(tmp_path / "run")))
+        compiler.parts(open_session(cpu_recording(tmp_path / "run")))
     with pytest.raises(Unavailable, match=r"torch\.compile\(model\)"):
-        compiler.parts(Source(TraceBuilder().step(1, 0, 9).op("aten::mm", 1, 2).write(tmp_path / "t.json")))
+        compiler.parts(open_session(TraceBuilder().step(1, 0, 9).op("aten::mm", 1, 2).write(tmp_path / "t.json")))
 
 
 # -- precision ------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ def test_precision_of_a_recording(tmp_path):
     facts = gpu_facts() | {"environment": {"device": "cuda", "device_name": "NVIDIA H200", "float32_matmul": "tf32"}}
     folder = write_recording(tmp_path / "run", facts, [sample(0), sample(1), sample(2, "memory")])
     write_memory(folder / "memory.json.gz", a_step())
-    source = Source(folder)
-    parts, flops = precision.parts(source), source.card.summary.flops
+    source = open_session(folder)
+    parts, flops = precision.parts(source), source.summary.flops
 
     table = of(parts, Table, "flops_by_dtype")
     assert table.columns["executed_flops"] == [flops.hardware_flops] and table.columns["share"] == [1.0]
@@ -216,7 +216,7 @@ def test_products_and_casts_of_a_trace(tmp_path):
     trace.launch("bfloat16_copy_kernel", 13, runs=(20, 5), id=2)
     shaped("aten::mm", 30, [[64, 64], [64, 32]], ["c10::BFloat16", "c10::BFloat16"], 3)
     trace.launch("sm90_gemm_bf16", 31, runs=(40, 10), id=3)
-    source = Source(trace.write(tmp_path / "t.json"))
+    source = open_session(trace.write(tmp_path / "t.json"))
     parts = precision.parts(source)
 
     products = of(parts, Table, "products_by_dtype")
@@ -238,8 +238,8 @@ def test_counters_over_time_with_the_clean_window_marked(tmp_path):
         lines = [json.loads(line) for line in (folder / name).read_text().splitlines()]
         moved = [line | {field: line[field] + 12345 * MS} if field in line else line for line in lines]
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in moved))
-    source = Source(folder)
-    parts, found = counters.parts(source), source.card.summary.counters
+    source = open_session(folder)
+    parts, found = counters.parts(source), source.summary.counters
 
     power = of(parts, Lines, "power")
     assert [series.name for series in power.series] == ["power", "limit"] and power.series[0].y == [500.0, 500.0]
@@ -250,16 +250,16 @@ def test_counters_over_time_with_the_clean_window_marked(tmp_path):
     clock = of(parts, Lines, "clock")
     assert {series.name: len(series.y) for series in clock.series} == {"not held back": 1, "sw_power_cap": 1}
     assert of(parts, Table, "other_processes").columns["process"] == [EVIL]
-    assert of(parts, Table, "counters").num_rows == len(source.card.recording.counters)
+    assert of(parts, Table, "counters").num_rows == len(source.recording.counters)
 
 
 def test_no_counters_says_why(tmp_path):
     with pytest.raises(Unavailable, match="on a CPU"):
-        counters.parts(Source(cpu_recording(tmp_path / "cpu")))
+        counters.parts(open_session(cpu_recording(tmp_path / "cpu")))
     with pytest.raises(Unavailable, match="NVML"):
-        counters.parts(Source(write_recording(tmp_path / "gpu", gpu_facts(), [sample(0)])))
+        counters.parts(open_session(write_recording(tmp_path / "gpu", gpu_facts(), [sample(0)])))
     with pytest.raises(Unavailable, match="a trace has no counters"):
-        counters.parts(Source(TraceBuilder().step(1, 0, 9).write(tmp_path / "t.json")))
+        counters.parts(open_session(TraceBuilder().step(1, 0, 9).write(tmp_path / "t.json")))
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def folder_of_ranks(folder, late=0):
 
 
 def test_ranks_side_by_side_are_the_analysis(tmp_path):
-    source = Source(folder_of_ranks(tmp_path / "ranks", late=30))
+    source = open_session(folder_of_ranks(tmp_path / "ranks", late=30))
     parts, across = ranks.parts(source), source.analysis.across
 
     table = of(parts, Table, "ranks")
@@ -295,10 +295,10 @@ def test_ranks_side_by_side_are_the_analysis(tmp_path):
 
 def test_one_rank_says_what_to_run_and_shows_its_collectives(tmp_path):
     with pytest.raises(Unavailable, match="torchrun -m stepscope run"):
-        ranks.parts(Source(TraceBuilder().step(1, 0, 9).op("aten::mm", 1, 2).write(tmp_path / "t.json")))
+        ranks.parts(open_session(TraceBuilder().step(1, 0, 9).op("aten::mm", 1, 2).write(tmp_path / "t.json")))
     with pytest.raises(Unavailable, match="torchrun -m stepscope run"):
-        ranks.parts(Source(cpu_recording(tmp_path / "run")))
-    parts = ranks.parts(Source(folder_of_ranks(tmp_path / "ranks"), rank=1))
+        ranks.parts(open_session(cpu_recording(tmp_path / "run")))
+    parts = ranks.parts(open_session(folder_of_ranks(tmp_path / "ranks"), rank=1))
     assert of(parts, Table, "collectives").num_rows == 1 and "one rank" in of(parts, Missing).text
 
 
@@ -307,14 +307,14 @@ def test_recordings_of_several_ranks(tmp_path):
     cpu_recording(folder / "rank1")
     write_recording(folder / "rank2", cpu_facts(), [sample(0, host_ns={"forward": 20 * MS})])
     (folder / "rank2" / "recording.json").write_text('{"schema_version": 1, "status": "x", "environment": []}')
-    table = of(ranks.parts(Source(folder)), Table, "rank_steps")
+    table = of(ranks.parts(open_session(folder)), Table, "rank_steps")
 
     assert table.columns["rank"] == [0, 1, 2] and table.columns["step_ns"][:2] == [10 * MS, 10 * MS]
 
 
 @needs_traces
 def test_eight_real_ranks():
-    parts = ranks.parts(Source(PUBLIC / "dlrm_8ranks_v100", use_cache=False))
+    parts = ranks.parts(open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False))
     table, late = of(parts, Table, "ranks"), of(parts, Table, "stragglers")
 
     assert table.columns["rank"] == list(range(8)) and late.columns["num_last"][7] == 5

@@ -9,14 +9,14 @@ import pytest
 
 from stepscope.document.model import Bars, Chart, Facts, Lines, Missing, Table, Text
 from stepscope.document.sections.kernels import parts, titles_of
-from stepscope.session.source import Source
+from stepscope.session import Session, open_session
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
 HOSTILE = "void <script>alert(1)</script>\u202e\n'" + "x" * 10_000
 
 
-def source_of(trace: TraceBuilder, folder: Path) -> Source:
-    return Source(trace.write(folder / "trace.json"), use_cache=False)
+def source_of(trace: TraceBuilder, folder: Path) -> Session:
+    return open_session(trace.write(folder / "trace.json"), use_cache=False)
 
 
 def one(every: tuple[Any, ...], kind: type, id: str) -> Any:
@@ -133,7 +133,7 @@ def test_a_trace_that_is_cut_off_is_said_to_be(tmp_path):
     path = TraceBuilder().op("aten::mm", 0, 5).write(tmp_path / "trace.json")
     path.write_bytes(path.read_bytes()[:-2])
 
-    missing, *_ = parts(Source(path, use_cache=False))
+    missing, *_ = parts(open_session(path, use_cache=False))
 
     assert "cut off" in missing.text
 
@@ -165,7 +165,7 @@ def test_a_kernel_has_one_short_name_everywhere(tmp_path):
 
 @needs_traces
 def test_of_a_real_trace_the_parts_are_the_whole():
-    source = Source(TRACES / "h200" / "gpt2_eager.json.gz", use_cache=False)
+    source = open_session(TRACES / "h200" / "gpt2_eager.json.gz", use_cache=False)
     every, account = parts(source), source.analysis.ranks[0]
 
     work_ns = int(account.kernel_classes["total_ns"].sum())

@@ -13,7 +13,7 @@ from stepscope.analysis.memory.account import account
 from stepscope.document.model import Bars, Facts, Lines, Missing, Table, Text, Tree
 from stepscope.document.sections.memory import parts
 from stepscope.errors import Unavailable
-from stepscope.session.source import Source
+from stepscope.session import open_session
 from trace_builder import PUBLIC, TRACES, TraceBuilder, needs_traces
 
 HOSTILE = "</script><script>alert(1)\u202e\n=cmd()" + "y" * 10_000
@@ -22,7 +22,7 @@ HOSTILE = "</script><script>alert(1)\u202e\n=cmd()" + "y" * 10_000
 def found(memory: dict[str, Any], folder: Path) -> tuple[Any, ...]:
     write_recording(folder, {}, [])
     write_memory(folder / "memory.json.gz", memory)
-    return parts(Source(folder, use_cache=False))
+    return parts(open_session(folder, use_cache=False))
 
 
 def one(every: tuple[Any, ...], kind: type, id: str) -> Any:
@@ -167,19 +167,19 @@ def test_memory_that_nothing_was_put_into_is_said_to_be_empty(tmp_path):
 def test_what_is_not_there_is_said_without_a_path(tmp_path):
     write_recording(tmp_path / "run", {}, [])
     with pytest.raises(Unavailable, match=r"neither a memory window nor a trace.*stepscope run"):
-        parts(Source(tmp_path / "run", use_cache=False))
+        parts(open_session(tmp_path / "run", use_cache=False))
     path = TraceBuilder().op("aten::mm", 0, 5).write(tmp_path / "trace.json")
     with pytest.raises(Unavailable, match=r"^the trace has no \[memory\] events: .*profile_memory=True"):
-        parts(Source(path, use_cache=False))
+        parts(open_session(path, use_cache=False))
     write_memory(tmp_path / "run" / "memory.json.gz", {"allocations": 3})
     with pytest.raises(Unavailable, match=r"^memory.json.gz is not a memory file"):
-        parts(Source(tmp_path / "run", use_cache=False))
+        parts(open_session(tmp_path / "run", use_cache=False))
 
 
 @needs_traces
 @pytest.mark.parametrize("path", [TRACES / "h200" / "gpt2_eager.json.gz", PUBLIC / "qwen0.5b_h100_stacks.json.gz"])
 def test_of_a_real_trace_it_is_by_phase_and_the_peak_is_the_accounts(path):
-    source = Source(path, use_cache=False)
+    source = open_session(path, use_cache=False)
     every, whole = parts(source), source.memory.account
 
     chart = one(every, Lines, "memory_timeline")

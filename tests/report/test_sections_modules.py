@@ -12,14 +12,14 @@ from memories import a_step, tensor, write_memory
 from stepscope.document.model import Missing, Node, Table, Text, Tree
 from stepscope.document.sections.modules import OUTSIDE, parts
 from stepscope.document.sections.trees import MAX_DEPTH, Branch, module_path
-from stepscope.session.source import Source
+from stepscope.session import open_session
 from trace_builder import AUTOGRAD, PUBLIC, TraceBuilder, needs_traces
 
 HOSTILE = '</script><b onload="x">\u202e\n=1+1'
 
 
 def found(trace: TraceBuilder, folder: Path) -> tuple[Any, ...]:
-    return parts(Source(trace.write(folder / "trace.json"), use_cache=False))
+    return parts(open_session(trace.write(folder / "trace.json"), use_cache=False))
 
 
 def tree(every: tuple[Any, ...], name: str) -> Tree:
@@ -85,7 +85,7 @@ def test_forward_and_backward_are_apart_and_all_gpu_work_is_there(tmp_path):
 
 
 def test_the_tables_have_the_figures_of_the_analysis(tmp_path):
-    source = Source(two_blocks().write(tmp_path / "trace.json"), use_cache=False)
+    source = open_session(two_blocks().write(tmp_path / "trace.json"), use_cache=False)
     tables = {part.id: part for part in parts(source) if isinstance(part, Table)}
     modules = source.analysis.ranks[0].modules
 
@@ -120,7 +120,7 @@ def test_a_recording_without_a_trace_still_has_its_memory(tmp_path):
     write_recording(tmp_path, {}, [])
     write_memory(tmp_path / "memory.json.gz", a_step())
 
-    missing, chart = parts(Source(tmp_path, use_cache=False))
+    missing, chart = parts(open_session(tmp_path, use_cache=False))
 
     assert isinstance(missing, Missing) and "no trace" in missing.text
     assert_adds_up(chart.nodes)
@@ -139,7 +139,7 @@ def test_less_than_the_tensors_say_is_no_part_of_the_tree(tmp_path):
     write_recording(tmp_path, {}, [])
     write_memory(tmp_path / "memory.json.gz", a_step(allocator=allocator))
 
-    *_, chart = parts(Source(tmp_path, use_cache=False))
+    *_, chart = parts(open_session(tmp_path, use_cache=False))
 
     assert chart.nodes[0].value == 3300 and all(node.value > 0 for node in chart.nodes)
 
@@ -209,13 +209,15 @@ def test_a_module_of_a_hostile_name_has_its_memory(tmp_path):
     memory = a_step(allocations=[tensor(1000, "activation", 0, module=HOSTILE)], allocator=None)
     write_memory(tmp_path / "memory.json.gz", memory)
 
-    assert HOSTILE in [node.name for node in tree(parts(Source(tmp_path, use_cache=False)), "modules_memory").nodes]
+    assert HOSTILE in [
+        node.name for node in tree(parts(open_session(tmp_path, use_cache=False)), "modules_memory").nodes
+    ]
 
 
 @needs_traces
 @pytest.mark.parametrize("name", ["qwen0.5b_h100_stacks", "resnet_act_checkpoint_mi300"])
 def test_of_a_real_trace_the_whole_is_all_gpu_work(name):
-    source = Source(PUBLIC / f"{name}.json.gz", use_cache=False)
+    source = open_session(PUBLIC / f"{name}.json.gz", use_cache=False)
     account = source.analysis.ranks[0]
     nodes = tree(parts(source), "modules_device").nodes
 

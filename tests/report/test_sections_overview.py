@@ -9,14 +9,16 @@ import pytest
 from section_parts import EVIL, facts_in, of
 
 from handmade import WINDOWS, cpu_facts, cpu_recording, gpu_recording, sample, write_recording
+from stepscope import read, report
 from stepscope.analysis.time import statistics
-from stepscope.document.build import SECTIONS, report_of, section_of, title_of, verdict_of
+from stepscope.document.build import SECTIONS, section_of, title_of, verdict_of
 from stepscope.document.card import Card
 from stepscope.document.model import Bars, Facts, Findings, Missing, Table, Text
 from stepscope.document.sections import overview
 from stepscope.document.sections.shared import MOST_POINTS, thinned, thinning
 from stepscope.errors import TraceError
-from stepscope.session.source import Source
+from stepscope.findings.diagnose import diagnose
+from stepscope.session import Session, open_session
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
 MINE = ("overview", "steps", "compiler", "precision", "counters", "ranks")
@@ -28,6 +30,10 @@ def quick_and_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(statistics, "NUM_RESAMPLES", 5)
 
 
+def parts_of(session: Session) -> tuple:
+    return overview.parts(session, diagnose(session.case))
+
+
 def step_trace(path: Path, name: str = "gemm", **fields) -> Path:
     trace = TraceBuilder(**fields).step(1, 0, 100).op("aten::mm", 10, 20, id=5)
     return trace.launch(name, 12, runs=(30, 40), id=5).launch(name, 50, runs=(90, 5)).write(path)
@@ -35,8 +41,8 @@ def step_trace(path: Path, name: str = "gemm", **fields) -> Path:
 
 def test_where_a_step_goes_is_the_summarys_rows_and_sums_to_it(tmp_path):
     for folder in (cpu_recording(tmp_path / "cpu"), gpu_recording(tmp_path / "gpu")):
-        source = Source(folder)
-        parts, summary = overview.parts(source), source.card.summary
+        source = open_session(folder)
+        parts, summary = parts_of(source), source.summary
         chart, table = of(parts, Bars), of(parts, Table, "where_a_step_goes")
 
         whose = chart.labels[0].lower()
@@ -49,31 +55,31 @@ def test_where_a_step_goes_is_the_summarys_rows_and_sums_to_it(tmp_path):
 
 
 def test_the_idle_time_of_the_verdict_is_on_the_page(tmp_path):
-    source = Source(gpu_recording(tmp_path / "run"))
-    table = of(overview.parts(source), Table, "where_a_step_goes")
+    source = open_session(gpu_recording(tmp_path / "run"))
+    table = of(parts_of(source), Table, "where_a_step_goes")
     waits = dict(zip(table.columns["part"], table.columns["gpu_waiting_ns"]))
 
-    assert "waits for the host in 15.0 % of it, most in data" in source.card.verdict
+    assert "waits for the host in 15.0 % of it, most in data" in Card.of(source).verdict
     assert max(waits, key=lambda part: waits[part] or 0) == "data" and waits["data"] == 500_000
     assert dict(zip(table.columns["part"], table.columns["gpu_share"]))["idle"] == 0.15
 
 
 def test_the_lines_of_the_card_are_the_key_figures(tmp_path):
-    source = Source(gpu_recording(tmp_path / "run"))
-    parts = overview.parts(source)
+    source = open_session(gpu_recording(tmp_path / "run"))
+    parts = parts_of(source)
     shown = {(fact.title, fact.detail) for part in parts if isinstance(part, Facts) for fact in part.rows}
 
-    for line in source.card.lines:
+    for line in Card.of(source).lines:
         if line.title in ("step", "speed", "MFU", "HFU", "memory", "observer effect", "launches"):
             assert (line.title, line.detail) in shown
     assert facts_in(parts)["MFU"] == "50.0 %"
     assert facts_in(parts)["command"] == "train.py --lr 0.1" and facts_in(parts)["torch"] == "2.11.0"
-    assert of(parts, Findings).verify == str(source.path) and of(parts, Findings).diagnosis is source.diagnosis
+    assert of(parts, Findings).verify == str(source.path) and of(parts, Findings).diagnosis == diagnose(source.case)
 
 
 def test_a_traces_overview(tmp_path):
-    source = Source(step_trace(tmp_path / "trace.json"))
-    parts, account = overview.parts(source), source.analysis.ranks[0]
+    source = open_session(step_trace(tmp_path / "trace.json"))
+    parts, account = parts_of(source), source.analysis.ranks[0]
     chart, table = of(parts, Bars), of(parts, Table, "where_a_step_goes")
 
     assert chart.labels == ["GPU", "host"]
@@ -92,11 +98,11 @@ def test_a_traces_overview(tmp_path):
 
 
 def test_titles_that_a_colleague_knows(tmp_path):
-    assert title_of(Source(gpu_recording(tmp_path / "run"))) == "train.py on NVIDIA H200"
+    assert title_of(open_session(gpu_recording(tmp_path / "run"))) == "train.py on NVIDIA H200"
     path = step_trace(tmp_path / "my_trace.json", deviceProperties=[{"name": "NVIDIA B200"}])
-    assert title_of(Source(path)) == "my_trace.json on NVIDIA B200"
+    assert title_of(open_session(path)) == "my_trace.json on NVIDIA B200"
     empty = write_recording(tmp_path / "empty", {"status": "interrupted"}, [])
-    assert title_of(Source(empty)) == "empty"
+    assert title_of(open_session(empty)) == "empty"
 
 
 def strange(name: str, folder: Path) -> Path:
@@ -139,7 +145,7 @@ STRANGE = (
 
 @pytest.mark.parametrize("name", STRANGE)
 def test_strange_sources_have_every_section(tmp_path, name):
-    source = Source(strange(name, tmp_path / "run"))
+    source = open_session(strange(name, tmp_path / "run"))
     for section, title in SECTIONS.items():
         if section not in MINE:
             continue
@@ -154,11 +160,11 @@ def test_strange_sources_have_every_section(tmp_path, name):
 
 def test_a_trace_that_cannot_be_read_is_refused_in_one_line(tmp_path):
     with pytest.raises(TraceError, match="no events"):
-        report_of(TraceBuilder().write(tmp_path / "t.json"))
+        report(TraceBuilder().write(tmp_path / "t.json"))
 
 
 def test_a_recording_without_clean_steps_says_so(tmp_path):
-    parts = overview.parts(Source(strange("interrupted in its warm-up", tmp_path / "run")))
+    parts = parts_of(open_session(strange("interrupted in its warm-up", tmp_path / "run")))
 
     assert "lower --warmup" in of(parts, Missing).text
 
@@ -170,10 +176,10 @@ def test_hostile_names_pass_through_unchanged(tmp_path):
         git={"revision": EVIL},
         environment={"device": "cpu", "device_name": EVIL, "variables": {"TORCH": EVIL}},
     )
-    shown = facts_in(overview.parts(Source(write_recording(tmp_path / "run", facts, [sample(0)]))))
+    shown = facts_in(parts_of(open_session(write_recording(tmp_path / "run", facts, [sample(0)]))))
 
     assert shown["revision"] == shown["device"] == EVIL and EVIL in shown["settings"]
-    assert title_of(Source(tmp_path / "run")).isprintable()
+    assert title_of(open_session(tmp_path / "run")).isprintable()
 
 
 def test_a_long_series_keeps_its_extremes_and_says_what_it_leaves_out():
@@ -190,7 +196,7 @@ def test_a_long_series_keeps_its_extremes_and_says_what_it_leaves_out():
 @needs_traces
 @pytest.mark.parametrize("name", ["h200/contiguous_copies.json.gz", "public/cpu_only_gloo.json.gz"])
 def test_real_traces_add_up(name):
-    chart = of(overview.parts(Source(TRACES / name, use_cache=False)), Bars)
+    chart = of(parts_of(open_session(TRACES / name, use_cache=False)), Bars)
 
     for number in range(len(chart.labels)):
         assert sum(series.y[number] for series in chart.series) == pytest.approx(1)
@@ -199,4 +205,4 @@ def test_real_traces_add_up(name):
 def test_the_whole_summary_is_the_cards(tmp_path):
     folder = gpu_recording(tmp_path / "run")
 
-    assert Source(folder).card.summary == Card.of(folder).summary
+    assert open_session(folder).summary == read(folder).summary

@@ -10,7 +10,7 @@ import pytest
 from stepscope.devices import Ceilings, find_device, save_ceilings
 from stepscope.document.model import Bars, Facts, Missing, Scatter, Table, Text
 from stepscope.document.sections.roofline import LEAST_SHARE, MOST_DOTS, parts
-from stepscope.session.source import Source
+from stepscope.session import Session, open_session
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
 H200 = "NVIDIA H200"
@@ -36,8 +36,8 @@ def added(trace: TraceBuilder, ts: float, runs: float, size: int = 1024) -> Trac
     return trace.op("aten::add", ts, 1, **args).launch("add_kernel", ts + 0.2, (ts + 2, runs), took=0.1)
 
 
-def source_of(trace: TraceBuilder, folder: Path) -> Source:
-    return Source(trace.write(folder / "trace.json"), use_cache=False)
+def source_of(trace: TraceBuilder, folder: Path) -> Session:
+    return open_session(trace.write(folder / "trace.json"), use_cache=False)
 
 
 def one(every: tuple[Any, ...], kind: type, id: str) -> Any:
@@ -171,7 +171,7 @@ def test_names_are_as_they_were(tmp_path):
 
 @needs_traces
 def test_of_a_real_trace_dots_and_table_are_the_analysis():
-    source = Source(TRACES / "h200" / "gpt2_eager.json.gz", use_cache=False)
+    source = open_session(TRACES / "h200" / "gpt2_eager.json.gz", use_cache=False)
     every, rows = parts(source), source.analysis.ranks[0].roofline
 
     table = one(every, Table, "roofline").columns

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from stepscope.document.text.sweeps import hash_of, sweep_of
 
 from hostile_names import NAMES
-from stepscope.document.build import report_of
+from stepscope import report
 from stepscope.document.explorer import Explorer
 from stepscope.document.model import Bars, Chart, Facts, Heat, Lines, Missing, Scatter, Table, Text
 from stepscope.document.sections.sweep import sweep_report
 from stepscope.document.sections.sweep_axes import layout_of
-from stepscope.document.text.sweeps import hash_of, sweep_of
 from stepscope.errors import RecordingError
 from stepscope.render.json_values import plain_of
 from stepscope.render.markdown.markdown import markdown_of
@@ -208,4 +208,4 @@ def test_a_field_of_the_wrong_kind_is_one_line(tmp_path, wrong):
            "run": {"mode": "step", "dtype": "fp32"}, "samples_device_ns": [1000, 1100]}  # fmt: skip
     (tmp_path / "results.jsonl").write_text(json.dumps(row | wrong) + "\n")
     with pytest.raises(RecordingError, match=r"wrong kind|no row of a sweep"):
-        page_of(report_of(tmp_path))
+        page_of(report(tmp_path))

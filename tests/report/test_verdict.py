@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from handmade import MS, cpu_facts, cpu_recording, gpu_recording, sample, write_recording
-from stepscope.document.card import Card
+from stepscope import read
 from stepscope.document.verdict import verdict
 
 
@@ -17,18 +17,18 @@ def no_measured_ceilings(monkeypatch, tmp_path):
 
 
 def verdict_of(folder, samples=(), **facts) -> str:
-    return Card.of(write_recording(folder, cpu_facts(**facts), list(samples))).verdict
+    return read(write_recording(folder, cpu_facts(**facts), list(samples))).verdict
 
 
 def test_a_cpu_step(tmp_path):
-    assert Card.of(cpu_recording(tmp_path / "run")).verdict == (
+    assert read(cpu_recording(tmp_path / "run")).verdict == (
         "A step takes 10.00 ms (51,200 tokens/s): backward is the largest part (50.0 %); "
         "waiting for data takes 10.0 %."
     )
 
 
 def test_a_gpu_that_waits(tmp_path):
-    assert Card.of(gpu_recording(tmp_path / "run")).verdict == (
+    assert read(gpu_recording(tmp_path / "run")).verdict == (
         "A step takes 10.00 ms (51,200 tokens/s): the GPU waits for the host in 15.0 % of it, most in data; "
         "backward is the largest part (45.0 %); 50.0 % MFU."
     )
@@ -52,7 +52,7 @@ def test_data_is_named_once_when_it_is_the_largest(tmp_path):
 
 def test_a_lower_bound_is_called_one(tmp_path):
     folder = gpu_recording(tmp_path / "run")
-    card = Card.of(folder)
+    card = read(folder)
     flops = dataclasses.replace(card.summary.flops, hidden="CUDA graphs")
     assert "; at least 50.0 % MFU" in verdict(card.recording, dataclasses.replace(card.summary, flops=flops))
 
@@ -91,7 +91,7 @@ def test_steps_without_a_clean_window_are_not_called_warm_up(tmp_path):
 def test_a_script_that_never_imported_torch(tmp_path):
     folder = write_recording(tmp_path / "run", {"command": {"argv": ["hello.py"]}, "exit_code": 0}, [])
 
-    assert Card.of(folder).verdict == "The script never imported torch: there was nothing to measure."
+    assert read(folder).verdict == "The script never imported torch: there was nothing to measure."
 
 
 def test_a_script_that_trains_in_other_processes(tmp_path):

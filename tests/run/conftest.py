@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from stepscope.document.card import Card
+from stepscope import read
 from stepscope.trace.recording import Recording, read_recording
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
@@ -72,7 +72,7 @@ class Run:
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        return Card.of(self.folder).to_json()
+        return read(self.folder).to_json()
 
     @property
     def steps(self) -> list[int]:

@@ -10,7 +10,8 @@ import pytest
 from stepscope.document.text.memory_text import memory_text
 from stepscope.recorder import files
 from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS
-from stepscope.session.memory_view import analyze_memory
+from stepscope.session import open_session
+from stepscope.session.memory_growth import analyze_memory
 
 SHORT = ("--warmup", "2", "--clean", "2", "--trace", "0", "--memory")
 NUM_STEPS_BEFORE = 4
@@ -84,7 +85,7 @@ def runs(lab):
 
 def account_of(run):
     assert run.exit_code == 0, run.stderr
-    (report,) = analyze_memory([run.folder]).reports
+    (report,) = analyze_memory([open_session(run.folder)]).reports
     found = report.account
     for parts in vars(found.live_at_peak).values():
         assert sum(part.bytes for part in parts) == found.peak_bytes
@@ -105,7 +106,7 @@ def test_a_leak_is_in_the_peak_and_the_first_thing_that_is_said(runs):
 
     assert entry.bytes == owners(found)["left_alive"] == num * a_graph + (num - 1) * loss
     assert entry.frame == "train.py:11 evaluated"
-    text = memory_text(analyze_memory([runs["leak"].folder]), 8, 100).splitlines()
+    text = memory_text(analyze_memory([open_session(runs["leak"].folder)]), 8, 100).splitlines()
     assert text[2].startswith(f"Leak: {entry.bytes / 1024:.2f} KiB ")
     assert max(map(len, text)) <= 100
     (note,) = json.loads((runs["leak"].folder / files.RECORDING_FILE).read_text())["notes"]

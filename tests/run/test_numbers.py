@@ -5,8 +5,8 @@ from statistics import median
 
 import pytest
 
+from stepscope import read
 from stepscope.analysis.time.phases import phase_of
-from stepscope.document.card import Card
 
 # Every phase sleeps for a time of its own; the script has a stopwatch: {phase: [seconds of step 0, of step 1, ...]}.
 SLEEPER = """
@@ -242,9 +242,7 @@ def cards(lab):
     script = lab.script(TRANSFORMER)
     run = script.bare()
     assert run.exit_code == 0, run.stderr
-    return {
-        path.name: Card.of(path).to_json() for path in script.folder.iterdir() if (path / "samples.jsonl").exists()
-    }
+    return {path.name: read(path).to_json() for path in script.folder.iterdir() if (path / "samples.jsonl").exists()}
 
 
 @pytest.mark.parametrize(

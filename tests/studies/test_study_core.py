@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stepscope import read
 from stepscope.document.model import Facts, Missing, Table, Text
 from stepscope.errors import RecordingError, Unavailable, UsageError
 from stepscope.studies import Question, Recordings, Study, Sweep
@@ -155,7 +156,7 @@ def test_a_point_can_be_recorded_and_its_recording_asked(tmp_path):
 
     def answer(stored):
         found = stored.recording("step", dtype="fp32")
-        yield Text(found.source.card.verdict)
+        yield Text(read(found.folder).verdict)
         assert stored.recording("step", dtype="tf32").status == "skipped"
         stored.recording("step", dtype="tf32").source  # noqa: B018
 

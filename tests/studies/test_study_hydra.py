@@ -273,9 +273,9 @@ def test_a_gpus_own_times_are_told(monkeypatch):
     if not path.is_file():
         pytest.skip("../shared/traces is not there")
     pytest.importorskip("polars")
-    from stepscope.session.source import Source
+    from stepscope.session import open_session
 
-    recorded = SimpleNamespace(source=Source(path, use_cache=False), axes={"preset": "traced"})
+    recorded = SimpleNamespace(source=open_session(path, use_cache=False), axes={"preset": "traced"})
     stored = SimpleNamespace(recording=lambda _measure: recorded)
 
     assert "aten::copy_ 57.2 %" in said(hydra_ops.bottlenecks, stored)

@@ -35,7 +35,13 @@ from stepscope.errors import StepscopeError, UsageError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a trace, a folder of ranks, a recording")
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="*",
+        metavar="PATH",
+        help="a recording, trace or folder of ranks (default: latest run)",
+    )
     parser.add_argument(
         "--memory", action="store_true", help="what filled the memory, instead of where the time goes"
     )
@@ -87,7 +93,8 @@ def main(arguments: argparse.Namespace) -> int:
 def _memory(arguments: argparse.Namespace) -> int:
     from stepscope.cli.support.output import print_result
     from stepscope.cli.support.progress import Progress
-    from stepscope.session.memory_view import analyze_memory
+    from stepscope.session import open_session
+    from stepscope.session.memory_growth import analyze_memory
 
     output: Path | None = arguments.output
     if arguments.step is not None:
@@ -99,7 +106,12 @@ def _memory(arguments: argparse.Namespace) -> int:
     if output is not None and output.exists():
         raise UsageError(f"{output} is there already: name another file, or remove it")
     with Progress("reading") as progress:
-        analysis = analyze_memory(arguments.paths, arguments.rank, not arguments.no_cache, progress)
+        analysis = analyze_memory(
+            [
+                open_session(path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress)
+                for path in arguments.paths or [None]
+            ]
+        )
     if output is not None:
         from stepscope.render.memory_picture import timeline_svg
 

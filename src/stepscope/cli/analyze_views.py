@@ -9,7 +9,7 @@ from typing import Any
 from stepscope.errors import UsageError
 
 VIEWS = ("attention", "copies", "compiler")
-"""Each is `report/<view>.py` with `<view>_report(case)`, and `report/<view>_text.py` with its text."""
+"""Each has its text in `document/text/<view>_text.py`."""
 
 
 def asked(arguments: argparse.Namespace) -> str | None:
@@ -22,7 +22,6 @@ def asked(arguments: argparse.Namespace) -> str | None:
 
 def show(arguments: argparse.Namespace, view: str) -> int:
     """Read, work out the view and print it."""
-    from stepscope.api import need_read_side
     from stepscope.cli.support.output import print_result
     from stepscope.cli.support.progress import Progress
 
@@ -34,16 +33,24 @@ def show(arguments: argparse.Namespace, view: str) -> int:
         raise UsageError("--step does not go with --compiler: a run is compiled as a whole")
     if view == "copies" and arguments.step is not None:
         raise UsageError("--step does not go with --copies: what a copy saves is told of the typical steps together")
-    path = arguments.paths[0]
-    if not path.exists():
-        raise UsageError(f"there is no {path}")
-    need_read_side()
-    from stepscope.session.case import open_case
+    from stepscope.session import open_session
 
     with Progress("reading") as progress:
-        case = open_case(path, arguments.rank, not arguments.no_cache, progress)
-    make: Any = getattr(import_module(f"stepscope.session.{view}_view"), f"{view}_report")
+        session = open_session(
+            arguments.paths, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress
+        )
+        case = session.case
+    report: Any
+    if view == "compiler":
+        from stepscope.findings.compiler_report import compiler_report
+
+        report = compiler_report(case)
+    elif view == "attention":
+        from stepscope.session.attention import attention_report
+
+        report = attention_report(case, arguments.step)
+    else:
+        report = session.copies
     text_of: Any = getattr(import_module(f"stepscope.document.text.{view}_text"), f"{view}_text")
-    report = make(case, arguments.step) if view == "attention" else make(case)
     print_result(report.to_json, lambda color, width: text_of(report, arguments.top, width), arguments.json)
     return 0

@@ -12,13 +12,13 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recording", type=Path, help="the folder a run left behind")
+    parser.add_argument("recording", type=Path, nargs="?", help="the folder of a run (default: the latest run)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text (docs/card.md)")
 
 
 def main(arguments: argparse.Namespace) -> int:
+    from stepscope.api import read
     from stepscope.cli.support.output import print_card
-    from stepscope.document.card import Card
 
-    print_card(Card.of(arguments.recording), arguments.json)
+    print_card(read(arguments.recording), arguments.json)
     return 0

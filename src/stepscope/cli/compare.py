@@ -68,29 +68,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit code that a job can go by."""
-    from stepscope.analysis.comparison.gates import EXIT_NOT_COMPARABLE, parse_gate
+    from stepscope.analysis.comparison.gates import EXIT_NOT_COMPARABLE
+    from stepscope.api import compare
     from stepscope.cli.support.output import tell
     from stepscope.cli.support.progress import Progress
     from stepscope.formatting import safe
-    from stepscope.session.compare_paths import compare_paths
 
     if arguments.json and arguments.markdown:
         raise UsageError("--json and --markdown are two ways to print one answer: name one")
     base, new = _sides(arguments)
-    gates = [parse_gate(text) for text in _words(arguments.fail_on)]
+    gates = _words(arguments.fail_on)
     if arguments.fail_on and not gates:
         raise UsageError("--fail-on names no gate: write METRIC:LIMIT%, as in step_time:3%")
     summary = _summary_file() if arguments.github_summary else None
     try:
         with Progress("reading") as progress:
-            comparison = compare_paths(
+            comparison = compare(
                 base,
                 new,
-                arguments.threshold,
-                _words(arguments.allow),
-                gates,
-                not arguments.no_cache,
-                progress,
+                threshold=arguments.threshold,
+                allow=_words(arguments.allow),
+                fail_on=gates,
+                use_cache=not arguments.no_cache,
+                progress=progress,
             )
     except NotComparableError as error:
         tell(f"stepscope compare: {safe(error, 1000)}")
@@ -115,20 +115,20 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 
 def _print(comparison: Comparison, arguments: argparse.Namespace) -> None:
-    from stepscope.cli.support.output import print_result, write
+    from stepscope.cli.support.output import print_document, write
+    from stepscope.document.comparison import comparison_document
 
     if arguments.markdown:
-        from stepscope.render.markdown.comparison import compare_markdown
-
-        write([compare_markdown(comparison, arguments.top)])
+        write([_markdown(comparison, arguments.top)])
         return
+    print_document(lambda: comparison_document(comparison, arguments.top), comparison.to_json, arguments.json)
 
-    def to_text(color: bool, width: int) -> str:
-        from stepscope.document.text.compare_text import compare_text
 
-        return compare_text(comparison, arguments.top, color, width)
+def _markdown(comparison: Comparison, num_rows: int) -> str:
+    from stepscope.document.comparison import comparison_document
+    from stepscope.render.markdown.markdown import markdown_of
 
-    print_result(comparison.to_json, to_text, arguments.json)
+    return markdown_of(comparison_document(comparison, num_rows))
 
 
 def _summary_file() -> Path:
@@ -140,12 +140,10 @@ def _summary_file() -> Path:
     return Path(name)
 
 
-def _append(file: Path, comparison: Comparison, most: int) -> None:
-    from stepscope.render.markdown.comparison import compare_markdown
-
+def _append(file: Path, comparison: Comparison, num_rows: int) -> None:
     try:
         with file.open("a", encoding="utf-8") as stream:
-            stream.write(compare_markdown(comparison, most) + "\n")
+            stream.write(_markdown(comparison, num_rows) + "\n")
     except OSError as error:
         raise StepscopeError(f"{file} ({SUMMARY_VARIABLE}) cannot be written: {error.strerror or error}") from None
 

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="a recording, a trace, a folder of ranks")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        metavar="PATH",
+        help="a recording, trace or folder of ranks (default: latest run)",
+    )
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="ID", help="a rule not to ask; may be repeated"
@@ -38,28 +44,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Diagnose and print."""
-    from stepscope.api import diagnose
     from stepscope.cli.support.output import print_document
     from stepscope.cli.support.progress import Progress
     from stepscope.cli.support.settings import ignored_rules
+    from stepscope.session import open_session
 
     named = [name for names in arguments.ignore for name in names.split(",") if name]
     ignored = {*ignored_rules(Path.cwd()), *named}
     with Progress("reading") as progress:
-        diagnosis = diagnose(
-            arguments.path,
-            rank=arguments.rank,
-            ignore=ignored,
-            use_cache=not arguments.no_cache,
-            progress=progress,
+        session = open_session(
+            arguments.path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress
         )
+        case = session.case
+        from stepscope.findings.diagnose import diagnose
+
+        diagnosis = diagnose(case, ignored)
 
     def document() -> Document:
         from stepscope.document.findings import diagnosis_document
-        from stepscope.trace.recording import RECORDING_FILE
 
-        is_recording = (arguments.path / RECORDING_FILE).is_file()
-        return diagnosis_document(diagnosis, str(arguments.path) if is_recording else None)
+        return diagnosis_document(diagnosis, str(session.path) if session.is_recording else None)
 
     print_document(document, diagnosis.to_json, arguments.json)
     return 0

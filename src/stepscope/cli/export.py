@@ -25,14 +25,20 @@ from stepscope.errors import UsageError
 if TYPE_CHECKING:
     from stepscope.analysis.structure.links import Linked
     from stepscope.exporters.selection import Selection
-    from stepscope.session.source import Source
+    from stepscope.session import Session
 
 FORMS = ("perfetto", "speedscope", "csv", "parquet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="a recording, a trace, a folder of ranks")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        metavar="PATH",
+        help="a recording, trace or folder of ranks (default: latest run)",
+    )
     parser.add_argument("form", metavar="FORM", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--step", type=int, metavar="N", help="this step alone")
     parser.add_argument("--module", metavar="FQN", help="this module alone, with its backward; * stands for a number")
@@ -47,28 +53,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Write the part that was asked for, and say where it is and what it lacks."""
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")  # as analyze does
-    from stepscope.api import need_read_side
     from stepscope.cli.support.output import tell
     from stepscope.cli.support.progress import Progress
-    from stepscope.cli.support.settings import ignored_rules
     from stepscope.formatting import plural, safe
+    from stepscope.session import need_read_side, open_session
 
-    if not arguments.path.exists():
-        raise UsageError(f"there is no {arguments.path}")
-    target: Path = arguments.output or default_target(arguments.path, arguments.form)
     need_read_side()
-    _check(target, arguments.form, arguments.force)
     from stepscope.exporters.selection import select
-    from stepscope.session.source import Source
 
     with Progress("reading") as progress:
-        source = Source(arguments.path, arguments.rank, ignored_rules(Path.cwd()), not arguments.no_cache, progress)
-        linked = source.case.linked
+        session = open_session(
+            arguments.path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress
+        )
+        target: Path = arguments.output or default_target(session.path, arguments.form)
+        _check(target, arguments.form, arguments.force)
+        linked = session.case.linked
     _check_step(linked, arguments.step)
     _check_module(linked, arguments.module)
     selection = select(linked, arguments.step, arguments.module)
-    notes = _write(source, selection, target, arguments.form)
-    for note in [*notes, *_others(arguments.path, arguments.rank, source.case.rank)]:
+    notes = _write(session, selection, target, arguments.form)
+    num_ranks = len(session.trace_files) if session.rank is None else 1
+    if num_ranks > 1:
+        notes.append(f"rank {session.case.rank} of {num_ranks}: --rank chooses another")
+    for note in notes:
         tell(f"stepscope export: {safe(note, 400)}")
     parts = f"{plural(selection.host.height, 'host event')}, {plural(selection.device.height, 'piece')} of GPU work"
     tell(f"stepscope: {safe(target)} ({parts})")
@@ -119,7 +126,7 @@ def _check_module(linked: Linked, module: str | None) -> None:
         raise UsageError(f"no module {module!r}: {nearest(module, names)}")
 
 
-def _write(source: Source, selection: Selection, target: Path, form: str) -> list[str]:
+def _write(session: Session, selection: Selection, target: Path, form: str) -> list[str]:
     """Write it; what has to be said of it."""
     from stepscope.exporters.perfetto import perfetto_texts
     from stepscope.exporters.speedscope import Speedscope
@@ -135,9 +142,12 @@ def _write(source: Source, selection: Selection, target: Path, form: str) -> lis
         if made.num_cut:
             notes.append(f"{made.num_cut:,} events overlap another in part and were cut: speedscope cannot show both")
         return notes
-    findings = source.diagnosis.findings
+    from stepscope.cli.support.settings import ignored_rules
+    from stepscope.findings.diagnose import diagnose
+
+    findings = diagnose(session.case, ignored_rules(Path.cwd())).findings
     if form in ("csv", "parquet"):
-        write_tables(selection, source.case.rank, findings, target, "csv" if form == "csv" else "parquet")
+        write_tables(selection, session.case.rank, findings, target, "csv" if form == "csv" else "parquet")
         return notes
     write_texts(target, perfetto_texts(selection, findings))
     if not selection.linked.modules.calls.height:
@@ -147,11 +157,3 @@ def _write(source: Source, selection: Selection, target: Path, form: str) -> lis
     if homeless := [finding.id for finding in findings if not finding.places]:
         notes.append(f"no place on the timeline, so not in it: {', '.join(homeless)}")
     return notes
-
-
-def _others(path: Path, rank: int | None, taken: int) -> list[str]:
-    """What of a folder of ranks was not taken."""
-    from stepscope.trace.find import find_traces
-
-    num = len(find_traces([path])) if rank is None else 1
-    return [f"rank {taken} of {num}: --rank chooses another"] if num > 1 else []

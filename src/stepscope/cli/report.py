@@ -17,8 +17,12 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from stepscope.session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,27 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Make the report and say where it is."""
-    from stepscope.api import need_read_side
     from stepscope.cli.support.output import tell
     from stepscope.cli.support.progress import Progress
     from stepscope.cli.support.settings import ignored_rules
-    from stepscope.document.build import report_of
-    from stepscope.render.write import check_target, write_report
-    from stepscope.studies.stored import is_study
+    from stepscope.session import Kind, need_read_side, open_session
 
-    if arguments.path is None and arguments.rows is None:
-        raise UsageError("name what to report on: a recording, a trace, a folder of ranks or a sweep")
     if arguments.path is not None and arguments.rows is not None:
         raise UsageError("PATH and --from both say what to report on: leave one of them out")
-    path: Path = arguments.path or arguments.rows
-    if not path.exists():
-        raise UsageError(f"there is no {path}")
     need_read_side()
-    if arguments.output is None and is_study(path):
-        return _study(path)
-    target = check_target(arguments.output or default_target(path), arguments.force)
+    from stepscope.document.build import report_of
+    from stepscope.render.write import check_target, write_report
+
     with Progress("reading") as progress:
-        report = report_of(path, arguments.rank, ignored_rules(Path.cwd()), not arguments.no_cache, progress)
+        session = open_session(
+            arguments.path or arguments.rows,
+            rank=arguments.rank,
+            use_cache=not arguments.no_cache,
+            progress=progress,
+        )
+        if arguments.output is None and session.kind is Kind.STUDY:
+            return _study(session.path)
+        target = check_target(arguments.output or default_target(session), arguments.force)
+        report = report_of(session, ignored_rules(Path.cwd()))
     written = write_report(report, target)
     tell(f"stepscope: {written}")
     if arguments.open:
@@ -76,17 +81,13 @@ def _study(folder: Path) -> int:
     return 0
 
 
-def default_target(path: Path) -> Path:
-    """Where a report goes that nobody gave a place: beside what it is of, a trace's into the working folder.
-
-    >>> default_target(Path("traces/rank0.pt.trace.json.gz")).as_posix()
-    'rank0.report.html'
-    """
+def default_target(session: Session) -> Path:
+    """Return where a report goes by default: inside a recording or a sweep, a trace's into the working folder."""
     from stepscope.render.files import stem_of
-    from stepscope.trace.recording import RECORDING_FILE
-    from stepscope.trace.sweep_file import is_sweep
+    from stepscope.session import Kind
 
-    if (path / RECORDING_FILE).is_file() or is_sweep(path):
+    path = session.path
+    if session.kind in (Kind.RECORDING, Kind.SWEEP):
         folder = path if path.is_dir() else path.parent
         if os.access(folder, os.W_OK):
             return folder / "report.html"

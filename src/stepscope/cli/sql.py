@@ -14,7 +14,6 @@ examples:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
 import shutil
@@ -25,8 +24,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from stepscope.cli.support.numbers import positive
 from stepscope.cli.support.output import is_terminal, tell, write
-from stepscope.errors import MissingDependencyError, UsageError
+from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe, significant
+from stepscope.session import need_read_side
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,7 +49,13 @@ _FILE_IN_PLAN = re.compile(r"^\s*\w+ SCAN\b", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help="a trace, a folder of ranks, a recording")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        metavar="PATH",
+        help="a recording, trace or folder of ranks (default: latest run)",
+    )
     parser.add_argument("query", metavar="QUERY", help="one SQL query, in Polars' dialect")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="all rows as a JSON list of objects")
@@ -69,13 +75,13 @@ class _ListTables(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        _need_libraries()
+        need_read_side()
         write(_list_of_tables())
         parser.exit()
 
 
 def main(arguments: argparse.Namespace) -> int:
-    _need_libraries()
+    need_read_side()
     refuse_what_is_no_query(arguments.query)
     tables = tables_at(arguments.path, not arguments.no_cache, arguments.rank)
     answer = run_query(tables, arguments.query)
@@ -88,12 +94,6 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _need_libraries() -> None:
-    for name in ("polars", "msgspec"):
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(f"{name} is missing: pip install polars msgspec")
-
-
 def refuse_what_is_no_query(query: str) -> None:
     """Raise UsageError for what would do anything else than look at the trace's tables."""
     first = _FIRST_WORD.match(query)
@@ -104,18 +104,17 @@ def refuse_what_is_no_query(query: str) -> None:
         raise UsageError(f"{safe(function[1])}() is refused: a query sees the trace's tables and no other file")
 
 
-def tables_at(path: Path, use_cache: bool, rank: int | None = None) -> dict[str, pl.LazyFrame]:
+def tables_at(path: Path | None, use_cache: bool, rank: int | None = None) -> dict[str, pl.LazyFrame]:
     """The tables of all traces at `path`, or of one rank's; names and kinds as plain text, which SQL expects."""
     import polars as pl
     import polars.selectors as cs
 
     from stepscope.cli.support.progress import Progress
-    from stepscope.trace.find import find_traces
+    from stepscope.session import open_session
     from stepscope.trace.schema import TABLES
-    from stepscope.trace.several import open_ranks
 
     with Progress("reading") as progress:
-        traces = list(open_ranks(find_traces([path]), rank, use_cache, progress))
+        traces = list(open_session(path, rank=rank, use_cache=use_cache, progress=progress).traces())
     parts: dict[str, list[pl.LazyFrame]] = {table.name: [] for table in TABLES}
     for opened in traces:
         _warn(opened.trace)

@@ -23,7 +23,13 @@ from stepscope.errors import UsageError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="a trace, a folder of ranks, a recording")
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        metavar="PATH",
+        help="a recording, trace or folder of ranks (default: latest run)",
+    )
     parser.add_argument(
         "--scale", action="append", default=[], metavar="WORK:FACTOR", help="this GPU work takes FACTOR of its time"
     )
@@ -47,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Replay and print."""
     from stepscope.api import what_if
-    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.output import print_document
     from stepscope.cli.support.progress import Progress
 
     with Progress("reading") as progress:
@@ -63,12 +69,9 @@ def main(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
 
-    def to_text(color: bool, width: int) -> str:
-        from stepscope.document.text.whatif_text import whatif_text
+    from stepscope.document.what_if import what_if_document
 
-        return whatif_text(answer)
-
-    print_result(answer.to_json, to_text, arguments.json)
+    print_document(lambda: what_if_document(answer), answer.to_json, arguments.json)
     return 0
 
 

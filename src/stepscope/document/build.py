@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib import import_module
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
+from stepscope.document.card import Card
 from stepscope.document.model import Document, Missing, Section
 from stepscope.document.sections.shared import mapping
 from stepscope.document.trace_verdict import trace_verdict
 from stepscope.errors import WRONG_KIND, RecordingError, TraceError, Unavailable, wrong_kind
+from stepscope.findings.diagnose import diagnose
 from stepscope.formatting import safe
-from stepscope.session.source import Source
-from stepscope.trace.sweep_file import is_sweep, read_sweep
+from stepscope.session import Kind, Session
 from stepscope.version import __version__
 
 SECTIONS = {
@@ -33,56 +34,50 @@ SECTIONS = {
 """Files of `report/sections`, in the order of the page, with their titles."""
 
 
-def report_of(
-    path: Path,
-    rank: int | None = None,
-    ignored: Collection[str] = (),
-    use_cache: bool = True,
-    progress: Callable[[float], None] | None = None,
-) -> Document:
-    """The report of a recording, a trace, a folder of ranks, or a sweep (its folder, or its file of rows)."""
-    if is_sweep(path):
+def report_of(session: Session, ignored: Collection[str] = ()) -> Document:
+    """Return the report of a recording, a trace, a folder of ranks or a sweep, without the findings of some rules."""
+    if session.kind is Kind.SWEEP:
         from stepscope.document.sections.sweep import sweep_report
 
         try:
-            return sweep_report(read_sweep(path))
+            return sweep_report(session.sweep)
         except WRONG_KIND as error:
-            raise RecordingError(f"{path} has a row with {wrong_kind(error)}") from None
-    source = Source(path, rank, ignored, use_cache, progress)
+            raise RecordingError(f"{session.path} has a row with {wrong_kind(error)}") from None
     # These two first: a recording that has no card is refused before any work is done.
-    title, verdict = title_of(source), verdict_of(source)
-    sections = tuple(section_of(source, name, section) for name, section in SECTIONS.items())
-    return Document(title, verdict, sections, {"source": str(path), "stepscope": __version__})
+    title, verdict = title_of(session), verdict_of(session)
+    sections = tuple(section_of(session, name, section, ignored) for name, section in SECTIONS.items())
+    return Document(title, verdict, sections, {"source": str(session.path), "stepscope": __version__})
 
 
-def title_of(source: Source) -> str:
+def title_of(session: Session) -> str:
     """What a colleague knows it by: the script and its device, or the trace's name."""
-    name, device = source.path.resolve().name, None
-    if source.is_recording:
-        facts = source.card.recording.facts
+    name, device = session.path.resolve().name, None
+    if session.is_recording:
+        facts = session.recording.facts
         argv = mapping(facts.get("command")).get("argv")
         name = PurePath(str(argv[0])).name if isinstance(argv, list) and argv else name
         device = mapping(facts.get("environment")).get("device_name")
     else:
-        device = source.analysis.ranks[0].device_name
-        if (num := len(source.analysis.ranks)) > 1:
+        device = session.analysis.ranks[0].device_name
+        if (num := len(session.analysis.ranks)) > 1:
             name = f"{name}, {num} ranks"
     return safe(f"{name} on {device}" if device else name)
 
 
-def section_of(source: Source, name: str, title: str) -> Section:
+def section_of(session: Session, name: str, title: str, ignored: Collection[str] = ()) -> Section:
     """One section; where the source has nothing for it, why, and what to run."""
     try:
-        parts = import_module(f"stepscope.document.sections.{name}").parts(source)
+        build = import_module(f"stepscope.document.sections.{name}").parts
+        parts = build(session, diagnose(session.case, ignored)) if name == "overview" else build(session)
     except (Unavailable, RecordingError, TraceError) as reason:
         parts = (Missing(str(reason)),)
     except WRONG_KIND as error:
-        if not source.is_recording:
+        if not session.is_recording:
             raise
         parts = (Missing(f"the recording has {wrong_kind(error)}"),)
     return Section(name, title, parts)
 
 
-def verdict_of(source: Source) -> str:
+def verdict_of(session: Session) -> str:
     """The card's, or that of the trace's first rank."""
-    return source.card.verdict if source.is_recording else trace_verdict(source.analysis.ranks[0])
+    return Card.of(session).verdict if session.is_recording else trace_verdict(session.analysis.ranks[0])

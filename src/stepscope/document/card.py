@@ -1,76 +1,79 @@
-"""The card: a recording on one screen, as text, as JSON, as HTML for a notebook."""
+"""The card of a recording: key figures, where a step goes, and how it was measured. Standard library only."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
-import textwrap
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.time.summary import Summary, summarize
-from stepscope.devices import find_device, load_ceilings
-from stepscope.document.text.card_lines import Line, card_lines
+from stepscope.analysis.time.summary import Summary
+from stepscope.document.card_figures import figures
+from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series
 from stepscope.document.verdict import verdict
 from stepscope.errors import WRONG_KIND, RecordingError, wrong_kind
-from stepscope.formatting import safe
-from stepscope.trace.recording import Recording, read_recording
-
-BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+from stepscope.formatting import milliseconds, plural
+from stepscope.session import Session
+from stepscope.trace.recording import Recording
 
 _FACTS = ("exit_code", "command", "environment", "precision", "steps", "memory", "notes")
+_EXACT = "for exact step boundaries, call stepscope.step() at the end of your loop"
+_STEP_SOURCES = {
+    "step()": ("the script calls stepscope.step()", ""),
+    "optimizer": ("each ends with optimizer.step()", _EXACT),
+    "forward": ("each ends with the root module's forward, because no optimizer stepped", _EXACT),
+}
 
 
 @dataclass(frozen=True)
 class Card:
-    """A recording, its summary and its verdict. `str(card)` is the plain text."""
+    """A recording with its figures as attributes; `document()` is what people read."""
 
     recording: Recording
     summary: Summary
     verdict: str
-    lines: tuple[Line, ...]
+    figures: tuple[Fact, ...]
+    """What was measured."""
+    measurement: tuple[Fact, ...]
+    """How it was measured."""
 
     @classmethod
-    def of(cls, folder: Path) -> Card:
-        """The card of the recording in `folder`; RecordingError when it cannot be made."""
-        return cls.of_recording(read_recording(folder))
-
-    @classmethod
-    def of_recording(cls, recording: Recording) -> Card:
-        """The same of a recording that has been read."""
+    def of(cls, session: Session) -> Card:
+        """Return the card of a recording; RecordingError if a field of it is damaged."""
+        recording, summary = session.recording, session.summary
         try:
-            name = str((recording.facts.get("environment") or {}).get("device_name"))
-            device = find_device(name)
-            summary = summarize(recording, device, load_ceilings(name) if device is None else None)
-            return cls(recording, summary, verdict(recording, summary), tuple(card_lines(recording, summary)))
+            facts = tuple(figures(recording, summary)), (*_steps(recording, summary), *_caveats(recording))
+            return cls(recording, summary, verdict(recording, summary), *facts)
         except WRONG_KIND as error:
             raise RecordingError(f"{recording.folder} holds a recording with {wrong_kind(error)}") from None
 
-    def text(self, color: bool = False, width: int = 100) -> str:
-        """The card for a terminal of so many columns; plain unless `color`."""
-        bold, dim, reset = (BOLD, DIM, RESET) if color else ("", "", "")
-        lines = [line.made_safe() for line in self.lines]
-        indent = 4 + max(len(line.title) for line in lines if not line.is_heading)
-        parts = [f"{bold}{row}{reset}" for row in textwrap.wrap(safe(self.verdict, 1000), width)] + [""]
-        for line in lines:
-            if line.is_heading:
-                parts += ["", f"{bold}{line.title}{reset}"]
-                continue
-            text = f"  {line.title:<{indent - 4}}  {line.value}".rstrip()
-            if line.detail and len(text) + 3 + len(line.detail) <= width:
-                parts.append(f"{text}   {dim}{line.detail}{reset}")
-            else:
-                details = textwrap.wrap(line.detail, max(40, width - indent))
-                parts += [text] + [f"{' ' * indent}{dim}{detail}{reset}" for detail in details]
-        return "\n".join(parts)
-
-    def __str__(self) -> str:
-        return self.text()
+    def document(self) -> Document:
+        """Return the card as a document of one section."""
+        folder = self.recording.folder
+        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+        report = f"stepscope report {shlex.quote(str(shown))} --open"
+        has_trace = (self.recording.facts.get("trace") or {}).get("file")
+        diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
+        last = (Fact("recording", str(shown)), Fact("next", f"{diagnose}{report}"))
+        parts: list[Part] = [Facts((*_run(self.recording), *self.figures))]
+        if self.summary.rows:
+            rows = self.summary.rows
+            parts.append(
+                Bars(
+                    id="step_parts",
+                    title=f"where a step goes ({how_split(self.summary)}, mean of the middle half of the clean steps)",
+                    labels=[row.name for row in rows],
+                    series=(Series("step", [row.ns for row in rows]),),
+                    unit="time_ns",
+                )
+            )
+        parts.append(Facts((*self.measurement, *last), "about this measurement"))
+        return Document(str(shown), self.verdict, (Section("overview", "Overview", tuple(parts)),))
 
     def to_json(self) -> dict[str, Any]:
-        """The card as one JSON object; docs/card.md lists its fields."""
+        """Return the card as one JSON object; docs/card.md lists its fields."""
         facts = self.recording.facts
         return {
             "schema_version": 1,
@@ -83,15 +86,71 @@ class Card:
             "warnings": list(self.recording.warnings),
         }
 
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th colspan=3 style='text-align:left'>{html.escape(line.title)}</th></tr>"
-            if line.is_heading
-            else f"<tr><td>{html.escape(line.title)}</td><td>{html.escape(line.value)}</td>"
-            f"<td style='opacity:.7'>{html.escape(line.detail)}</td></tr>"
-            for line in self.lines
-        )
-        return f"<p><b>{html.escape(self.verdict)}</b></p><table>{rows}</table>"
+
+def how_split(summary: Summary) -> str:
+    """Return what the parts of a recorded step are: GPU work, or time on one clock."""
+    if any(row.name == "idle" for row in summary.rows):
+        return "GPU work by the phase that launched it"
+    return "time between the CUDA events of each phase" if summary.clock == "device" else "host time by phase"
+
+
+def _run(recording: Recording) -> Iterator[Fact]:
+    environment = recording.facts.get("environment") or {}
+    command = recording.facts.get("command") or {}
+    if command.get("argv"):
+        yield Fact("script", " ".join(map(str, command["argv"])), _status(recording))
+    if environment:
+        world = environment.get("world_size", 1)
+        rank = f", rank {environment.get('rank')} of {world}" if world > 1 else ""
+        yield Fact("device", f"{environment.get('device_name')}{rank}", f"torch {environment.get('torch')}")
+
+
+def _status(recording: Recording) -> str:
+    if recording.status == "interrupted":
+        return "interrupted, or still running"
+    if recording.status != "failed":
+        return ""
+    exit_code, error = recording.facts.get("exit_code"), recording.facts.get("exception")
+    return (
+        "failed"
+        + (f" with exit code {exit_code}" if exit_code is not None else "")
+        + (f" ({error})" if error else "")
+    )
+
+
+def _steps(recording: Recording, summary: Summary) -> Iterator[Fact]:
+    steps = recording.facts.get("steps") or {}
+    if (source := steps.get("source")) is not None:
+        text, detail = _STEP_SOURCES.get(source, (str(source), ""))
+        if source == "optimizer":
+            text += f" ({plural(steps.get('num_sources', 1), 'optimizer')})"
+        skipped = f"; the GradScaler skipped {summary.num_skipped}" if summary.num_skipped else ""
+        yield Fact("steps", f"{summary.num_steps} recorded, {text}{skipped}", detail)
+    if summary.warmup_ns:
+        first = f"the first took {milliseconds(summary.warmup_ns[0])}"
+        yield Fact("warm-up", f"{plural(len(summary.warmup_ns), 'step')} excluded from timing, {first}")
+    if any(phase.name == "forward" and phase.host_ns for phase in summary.phases):
+        if summary.data_is_named:
+            yield Fact("data", "time inside the DataLoader")
+        else:
+            how = 'wrap your data loading in `with stepscope.phase("data"):` to measure it exactly'
+            yield Fact("data", "time between steps (no DataLoader found)", how)
+    if summary.num_kernels_per_step is not None:
+        yield Fact("launches", f"{summary.num_kernels_per_step:,.0f} kernels per step")
+    if summary.observer_effects:
+        effects = ", ".join(f"{effect.window} {effect.ratio:.2f}×" for effect in summary.observer_effects)
+        yield Fact("overhead", effects, "probed step ÷ clean step; clean steps are not probed")
+
+
+def _caveats(recording: Recording) -> Iterator[Fact]:
+    for note in recording.facts.get("notes") or []:
+        yield Fact("note", f"{note.get('about')}: {note.get('text')}")
+    if trimmed := (recording.facts.get("trace") or {}).get("trimmed"):
+        yield Fact("note", f"trace: {trimmed}")
+    if dropped := (recording.facts.get("steps") or {}).get("num_lines_dropped"):
+        yield Fact("note", f"{dropped:,} sample lines beyond the limit were dropped")
+    for warning in recording.warnings:
+        yield Fact("warning", warning)
 
 
 def _plain(value: Any) -> Any:

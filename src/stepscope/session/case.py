@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -14,20 +15,16 @@ from stepscope.analysis.memory.account import account as account_for_memory
 from stepscope.analysis.memory.left_behind import MemoryGrowth, growth_between_steps, growth_in_window
 from stepscope.analysis.memory.trace_events import trace_memory
 from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
-from stepscope.analysis.ranks.rank_account import RankAccount, account
+from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.analysis.structure.intervals import length_ns
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.time.replay import Change, Replayed
-from stepscope.analysis.time.summary import Summary, summarize
+from stepscope.analysis.time.summary import Summary, summary_of
 from stepscope.analysis.time.whatif import without
-from stepscope.devices import find_device, load_ceilings
-from stepscope.errors import TraceError, Unavailable, UsageError
+from stepscope.errors import Unavailable
 from stepscope.session.places import Places, places_of_stretches, places_of_work, places_without_work
 from stepscope.session.typical_steps import TraceTables
-from stepscope.trace.find import find_traces
-from stepscope.trace.memory_file import MEMORY_FILE, read_memory
-from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
-from stepscope.trace.several import RankTrace, open_ranks, refuse_two_of_one_rank
+from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03
@@ -49,12 +46,14 @@ class Case(TraceTables):
         recording: Recording | None = None,
         ranks: tuple[RankAccount, ...] = (),
         notes: tuple[str, ...] = (),
+        window: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(trace, rank)
         self.path = path
         self._notes = notes
         self._recording = recording
         self._ranks = ranks
+        self._window = window
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -76,9 +75,7 @@ class Case(TraceTables):
     @cached_property
     def summary(self) -> Summary:
         """What the card shows."""
-        name = str((self.recording.facts.get("environment") or {}).get("device_name"))
-        device = find_device(name)
-        return summarize(self.recording, device, load_ceilings(name) if device is None else None)
+        return summary_of(self.recording)
 
     @cached_property
     def clean_ns(self) -> float | None:
@@ -89,25 +86,14 @@ class Case(TraceTables):
 
     @cached_property
     def memory(self) -> Account:
-        """What was live at the peak: of the recording's memory window, else of the trace's memory events."""
-        path = self.path / MEMORY_FILE
-        if self._recording is not None and path.is_file():
-            return account_for_memory(read_memory(path))
-        if self._linked.memory.is_empty():
-            raise Unavailable(
-                "nothing says what was in memory: it takes profile_memory=True, or `stepscope run train.py`"
-            )
-        try:
-            return account_for_memory(trace_memory(self._linked))
-        except TraceError as error:
-            raise Unavailable(str(error)) from None
+        """What was live at the peak, from the recording's memory window or the trace's memory events."""
+        return account_for_memory(trace_memory(self._linked) if self._window is None else self._window())
 
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:
         """What every step leaves behind (`analysis/memory/left_behind.py`)."""
-        path = self.path / MEMORY_FILE
-        if self._recording is not None and path.is_file():
-            return growth_in_window(read_memory(path))
+        if self._window is not None:
+            return growth_in_window(self._window())
         if self._linked.memory.is_empty():
             raise Unavailable("nothing says what stays in memory: it takes profile_memory=True, or `stepscope run`")
         if self._linked.steps.num < 2:
@@ -194,35 +180,3 @@ class Case(TraceTables):
     def is_worth(self, saving_ns: float) -> bool:
         """Whether a saving is large enough to be told."""
         return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns
-
-
-def open_case(
-    path: Path,
-    rank: int | None = None,
-    use_cache: bool = True,
-    progress: Callable[[float], None] | None = None,
-) -> Case:
-    """The case of a trace, a folder of ranks (the first, unless one is named) or a recording."""
-    recording = read_recording(path) if (path / RECORDING_FILE).is_file() else None
-    try:
-        files = find_traces([path])
-    except TraceError:
-        if recording is None:
-            raise
-        return Case(path, None, 0, recording)
-    refuse_two_of_one_rank(files, rank)
-    first: RankTrace | None = None
-    accounts, notes = [], []
-    is_known = True
-    for opened in open_ranks(files, rank, use_cache, progress):
-        first = opened if first is None or opened.rank < first.rank else first
-        is_known = is_known and opened.is_known
-        if len(files) > 1 and rank is None:
-            accounts.append(account(opened.trace, opened.rank))
-    if first is None:
-        raise UsageError(f"{path}: no trace")
-    if accounts:
-        notes.append(f"of {len(files)} traces this is rank {first.rank}, {first.path.name}; --rank chooses another")
-    if accounts and not is_known:
-        notes.append("neither the traces nor their names say their ranks: of different runs, name one file at a time")
-    return Case(path, first.trace, first.rank, recording, tuple(accounts), tuple(notes))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepscope.errors import TraceError, UsageError
+from stepscope.errors import TraceError, Unavailable, UsageError
 from stepscope.trace.cache import SUFFIX
 from stepscope.trace.compile_file import COMPILE_FILE
+from stepscope.trace.kind import BEGINNING, Kind, beginning_of, follow_link, kind_of
+from stepscope.trace.memory_file import MEMORY_FILE
 from stepscope.trace.recording import RECORDING_FILE
 from stepscope.trace.source import Document, Source
 from stepscope.trace.tables import facts_of
 
 TRACE_FOLDER = "trace"
-MEMORY_FILE = "memory.json.gz"
 NOT_TRACES = (RECORDING_FILE, COMPILE_FILE, MEMORY_FILE)
 ENDINGS = (".json", ".json.gz")
 
@@ -27,7 +26,6 @@ RANK_PATTERNS = (
     re.compile(r"(?<![a-z0-9])worker[_-]?(\d{1,6})(?!\d)", re.IGNORECASE),
 )
 _RANK_FOLDER = re.compile(r"rank\d+")
-_BEGINNING = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -89,20 +87,16 @@ def _only_number(pattern: re.Pattern[str], name: str) -> int | None:
 
 
 def _traces_of(path: Path) -> list[Path]:
-    _follow(path)
-    if not path.exists():
-        raise UsageError(f"there is no {path}")
+    kind = kind_of(path)
     if not path.is_dir():
+        if kind is not Kind.TRACE:
+            raise UsageError(f"{path} is a {kind.value}, not a trace")
         return [path]
     if path.name.endswith(SUFFIX):
         raise UsageError(f"{path} only keeps what was read of a trace: name {path.with_suffix('')}")
-    try:
-        entries = list(path.iterdir())
-        is_recording = (path / RECORDING_FILE).is_file()
-    except PermissionError:
-        raise TraceError(f"{path}: this folder may not be read") from None
-    if is_recording:
+    if kind is Kind.RECORDING:
         return _traces_of_recording(path)
+    entries = list(path.iterdir())
     if not entries:
         raise UsageError(f"{path} is empty")
     traces = [entry for entry in entries if _is_named_like_a_trace(entry) and _may_be_a_trace(entry)]
@@ -119,25 +113,11 @@ def _traces_of_recording(folder: Path) -> list[Path]:
         entry for traces in folders if traces.is_dir() for entry in traces.iterdir() if _is_named_like_a_trace(entry)
     ]
     if not traces:
-        raise TraceError(
-            f"{folder} is a recording without a trace, as a run with --trace 0, or one that ended before its trace "
-            "window, leaves it: stepscope run --trace 2 SCRIPT records one"
+        raise Unavailable(
+            f"{folder} is a recording without a trace, as after a run with --trace 0 or one that ended before its "
+            "trace window. `stepscope run --trace 2 train.py` records one"
         )
     return traces
-
-
-def _follow(path: Path) -> None:
-    """UsageError for a link that leads to no file."""
-    if not path.is_symlink():
-        return
-    try:
-        path.stat()
-    except FileNotFoundError:
-        raise UsageError(f"{path} is a link to {path.readlink()}, which is not there") from None
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UsageError(f"{path} is a link that leads in a circle") from None
 
 
 def _is_named_like_a_trace(path: Path) -> bool:
@@ -145,7 +125,7 @@ def _is_named_like_a_trace(path: Path) -> bool:
     if not name.endswith(ENDINGS) or name.startswith(".") or name in NOT_TRACES:
         return False
     try:
-        _follow(path)
+        follow_link(path)
     except UsageError as error:  # a rank must not be missing in silence
         raise UsageError(f"{error}: remove the link, or name the other files") from None
     return path.is_file()
@@ -154,15 +134,11 @@ def _is_named_like_a_trace(path: Path) -> bool:
 def _may_be_a_trace(path: Path) -> bool:
     """False only for JSON that surely is something else: settings and results lie beside traces."""
     try:
-        with path.open("rb") as stream:
-            text = stream.read(_BEGINNING)
+        text = beginning_of(path)
     except OSError:
         return True  # and the reader says why not
-    if text.startswith(b"\x1f\x8b"):
-        try:
-            text = zlib.decompressobj(wbits=31).decompress(text, _BEGINNING)
-        except zlib.error:
-            return True  # and the reader says what is wrong with it
+    if not text:
+        return True  # and the reader says what is wrong with it
     text = text.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text.startswith(b"["):
         return b'"ph"' in text  # every event has its phase
@@ -177,7 +153,7 @@ def _rank_in_header(path: Path) -> int | None:
         return None
     try:
         document = Document(source)
-        document.read_header(_BEGINNING)
+        document.read_header(BEGINNING)
         return facts_of(document.fields).rank
     except TraceError:
         return None

@@ -27,11 +27,6 @@ class Sweep:
     warnings: tuple[str, ...]
 
 
-def is_sweep(path: Path) -> bool:
-    """Whether a path is a sweep's folder, or its file of rows."""
-    return (path / RESULTS_FILE).is_file() if path.is_dir() else path.suffix == ".jsonl"
-
-
 def read_sweep(path: Path) -> Sweep:
     """The sweep in a folder or a file of rows; RecordingError in one line when it cannot be read."""
     file = path / RESULTS_FILE if path.is_dir() else path

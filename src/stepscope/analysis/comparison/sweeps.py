@@ -10,7 +10,7 @@ from typing import Any
 from stepscope.analysis.compiler.compile_summary import break_even
 from stepscope.analysis.costs.flops import Utilization, utilization
 from stepscope.analysis.time.statistics import Distribution, describe
-from stepscope.devices import Ceilings, Device
+from stepscope.devices import Ceilings, Device, find_device, load_ceilings
 
 Limits = Callable[[str], tuple[Device | None, Ceilings | None]]
 """A device's name → what it can do, by its maker and by measurement."""
@@ -110,6 +110,15 @@ class SweepSummary:
     constants: Mapping[str, Any]
     """Axes that are the same in every row."""
     num_by_status: Mapping[str, int]
+
+
+def sweep_of(rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]]) -> SweepSummary:
+    """Return the figures of a sweep's rows, held against what is known of their devices."""
+    return summarize(rows, environments, _limits)
+
+
+def _limits(name: str) -> tuple[Device | None, Ceilings | None]:
+    return find_device(name), load_ceilings(name)
 
 
 def summarize(

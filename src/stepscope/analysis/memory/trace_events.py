@@ -15,7 +15,7 @@ from stepscope.analysis.memory.allocator_events import (
     memory_summary,
 )
 from stepscope.analysis.structure.links import Linked
-from stepscope.errors import TraceError
+from stepscope.errors import Unavailable
 
 
 def trace_memory(linked: Linked) -> dict[str, Any]:
@@ -23,15 +23,16 @@ def trace_memory(linked: Linked) -> dict[str, Any]:
 
     A trace knows the op, the module and the phase of an allocation, and neither its owner nor its dtype or shape.
     """
-    path = linked.trace.path
     summaries = memory_summary(linked)
     if not summaries:
-        raise TraceError(f"{path} has no [memory] events: record it with profile(profile_memory=True)")
+        raise Unavailable("the trace has no [memory] events: record it with profile(profile_memory=True)")
     chosen = max(summaries, key=lambda each: (each.device_type != "cpu", each.peak_allocated_bytes))
     (number,) = (n for n, i in memory_devices(linked) if (DEVICE_TYPES.get(n, str(n)), i) == _which(chosen))
     lives = memory_lives(linked, number, chosen.device)
     if lives["address"].null_count():
-        raise TraceError(f"{path} has no addresses in its [memory] events: what was released when cannot be told")
+        raise Unavailable(
+            "the [memory] events of the trace have no addresses, so it is unknown when memory was released"
+        )
     name = chosen.device_type if chosen.device < 0 else f"{chosen.device_type}:{chosen.device}"
     begin_ns = int(lives["time_ns"][0])
     times = lives["time_ns"] - begin_ns

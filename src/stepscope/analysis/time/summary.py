@@ -17,7 +17,7 @@ from stepscope.analysis.time.phases import (
     rows,
 )
 from stepscope.analysis.time.statistics import Distribution, describe
-from stepscope.devices import Ceilings, Device
+from stepscope.devices import Ceilings, Device, find_device, load_ceilings
 from stepscope.trace.recording import Recording, StepSample
 
 
@@ -85,6 +85,13 @@ class Summary:
     """NVML during the clean steps; null without."""
     num_kernels_per_step: float | None
     """From the trace window; null without a GPU."""
+
+
+def summary_of(recording: Recording) -> Summary:
+    """Return the summary of a recording, held against what is known of its device."""
+    name = str((recording.facts.get("environment") or {}).get("device_name"))
+    device = find_device(name)
+    return summarize(recording, device, load_ceilings(name) if device is None else None)
 
 
 def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | None) -> Summary:

@@ -10,15 +10,15 @@ from stepscope.document.model import Bars, Missing, Series, Table, Text
 from stepscope.document.text.attention_text import in_words, shape_of, sizes, verdict
 from stepscope.errors import Unavailable
 from stepscope.formatting import percent
-from stepscope.session.attention_view import AttentionReport, attention_report
-from stepscope.session.source import Source
+from stepscope.session import Session
+from stepscope.session.attention import AttentionReport
 
 NONE = "no call of scaled_dot_product_attention or FlexAttention is in it: attention written out by hand shows as ops"
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """A sentence, time by call, the calls, and the reasons."""
-    report = attention_report(source.case)
+    report = session.attention
     if not report.rows:
         raise Unavailable(NONE)
     texts = [verdict(report), *_first_reason(report)]

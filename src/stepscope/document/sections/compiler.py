@@ -13,9 +13,9 @@ from stepscope.document.sections.shared import mapping, plain, table_of
 from stepscope.document.text.compiler_text import STAGES, break_even_words
 from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
+from stepscope.findings.compiler_report import TRACE_ALONE, seen_planning
 from stepscope.formatting import average, duration, percent, plural, significant
-from stepscope.session.compiler_view import TRACE_ALONE, seen_planning
-from stepscope.session.source import Source
+from stepscope.session import Session
 
 _LISTS = {
     "graph_breaks": (
@@ -40,18 +40,18 @@ _LISTS = {
 """Lists of `compile.json`: what each is, its fields under the names of a table's columns, and its count's."""
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """From `compile.json`, and from the regions of compiled code that the trace shows."""
-    report = compile_report(source.case)
-    regions = tuple(_regions(source))
+    report = compile_report(session.case)
+    regions = tuple(_regions(session))
     if report:
-        return (*_told(source, report), *regions)
+        return (*_told(session, report), *regions)
     if regions:
-        if source.is_recording:
+        if session.is_recording:
             return regions
-        return (*regions, *map(Text, seen_planning(source.case)), Missing(TRACE_ALONE))
-    if source.is_recording:
-        path = shlex.quote(str(source.path))
+        return (*regions, *map(Text, seen_planning(session.case)), Missing(TRACE_ALONE))
+    if session.is_recording:
+        path = shlex.quote(str(session.path))
         raise Unavailable(
             "torch.compile compiled nothing in this run; "
             f"`stepscope verify {path} --fix compile` measures what it would bring"
@@ -59,9 +59,9 @@ def parts(source: Source) -> tuple[Any, ...]:
     raise Unavailable("the trace shows no compiled code: torch.compile(model), then record again")
 
 
-def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
-    summary = compiler_summary(report, _clean_ns(source))
-    entries = {name: compile_entries(source.case, name) for name in _LISTS} | {"failures": [*summary.failures]}
+def _told(session: Session, report: Mapping[str, Any]) -> Iterator[Any]:
+    summary = compiler_summary(report, session.case.clean_ns)
+    entries = {name: compile_entries(session.case, name) for name in _LISTS} | {"failures": [*summary.failures]}
     yield Facts((*_figures(report, entries), *_costs(summary)))
     if summary.seconds_by_stage:
         stages = summary.seconds_by_stage
@@ -94,12 +94,12 @@ def _told(source: Source, report: Mapping[str, Any]) -> Iterator[Any]:
         if told:
             counts = {count: [count_of(entry) for entry in entries[name]]} if count else {}
             yield Table(name, title, {**told, **counts})
-    frames = compile_entries(source.case, "frames")
+    frames = compile_entries(session.case, "frames")
     if frames:
         names = [_cell(frame.get("frame")) for frame in frames]
         nums = [plain(frame.get("num_compiles")) for frame in frames]
         yield Table("compiled_functions", "what was compiled", {"function": names, "num_compiles": nums})
-    compiling = [sample for sample in source.card.recording.samples if sample.num_compiles]
+    compiling = [sample for sample in session.recording.samples if sample.num_compiles]
     if compiling:
         yield Table(
             "compiling_steps",
@@ -146,23 +146,16 @@ def _costs(summary: CompilerSummary) -> Iterator[Fact]:
         yield Fact("modules of compiled code", f"known of {share} of its calls", f"{summary.num_calls:,} calls")
 
 
-def _clean_ns(source: Source) -> float | None:
-    try:
-        return source.case.clean_ns
-    except Unavailable:
-        return None
-
-
 def _cell(value: Any) -> str | bool | None:
     if isinstance(value, list):
         return "; ".join(map(str, value))
     return value if value is None or isinstance(value, bool) else str(value)
 
 
-def _regions(source: Source) -> Iterator[Any]:
+def _regions(session: Session) -> Iterator[Any]:
     """Calls of compiled code in the trace's typical steps."""
     try:
-        case = source.case
+        case = session.case
         regions, num_steps = case.compiled_regions, case.num_steps
     except Unavailable:
         return

@@ -9,15 +9,15 @@ from stepscope.document.model import Bars, Missing, Series, Table, Text
 from stepscope.document.text.copies_text import CAUSES, short_op, source_name, verdict, weights_sentence
 from stepscope.errors import Unavailable
 from stepscope.formatting import percent
-from stepscope.session.copies_view import CopiesReport
-from stepscope.session.source import Source
+from stepscope.session import Session
+from stepscope.session.copies import CopiesReport
 
 NUM_BARS = 12
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """A sentence, time and saving by source, the weights that autocast casts, and the table."""
-    report = source.copies
+    report = session.copies
     if not report.rows:
         raise Unavailable(verdict(report))
     weights = weights_sentence(report)

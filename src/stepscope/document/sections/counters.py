@@ -9,7 +9,7 @@ from stepscope.document.model import Fact, Facts, Lines, Mark, Missing, Series, 
 from stepscope.document.sections.shared import known, mapping, plain, thinned, thinning
 from stepscope.errors import Unavailable
 from stepscope.formatting import cell, percent, plural, significant
-from stepscope.session.source import Source
+from stepscope.session import Session
 from stepscope.trace.recording import CounterSample, Recording
 
 GAUGES = ("gpu_busy_share", "memory_controller_busy_share", "power_watts", "sm_clock_mhz", "memory_clock_mhz")
@@ -17,11 +17,11 @@ _IDLE = "gpu_idle"
 _FREE = "not held back"
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """Lines over the run with the clean window marked, and the figures of that window."""
-    if not source.is_recording:
+    if not session.is_recording:
         raise Unavailable("a trace has no counters: `stepscope run train.py` samples them on an NVIDIA GPU")
-    recording = source.card.recording
+    recording = session.recording
     if not recording.counters:
         on_cpu = mapping(recording.facts.get("environment")).get("device") == "cpu"
         raise Unavailable(
@@ -29,11 +29,11 @@ def parts(source: Source) -> tuple[Any, ...]:
             if on_cpu
             else "no counter was sampled: it takes an NVIDIA GPU whose driver offers NVML (`stepscope doctor` says)"
         )
-    return (*_summary(source), *_charts(recording), *_processes(recording), _samples(recording))
+    return (*_summary(session), *_charts(recording), *_processes(recording), _samples(recording))
 
 
-def _summary(source: Source) -> Iterator[Any]:
-    recording, summary = source.card.recording, source.card.summary
+def _summary(session: Session) -> Iterator[Any]:
+    recording, summary = session.recording, session.summary
     found = summary.counters
     if found is None:
         yield Missing(

@@ -14,7 +14,7 @@ from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, 
 from stepscope.document.sections.shared import table_of
 from stepscope.document.trace_facts import work_facts
 from stepscope.formatting import average, duration, percent, plural
-from stepscope.session.source import Source
+from stepscope.session import Session
 
 NUM_BARS = 12
 UNCLASSIFIED = "unclassified"
@@ -22,9 +22,9 @@ _NO_GPU = "the trace has no GPU work: record on a GPU, with ProfilerActivity.CUD
 _CUT_OFF = "the trace is cut off, and GPU work is written last: record it again"
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """Classes, names and sizes of kernels; launches and the queue; idle time; ops, copies and waits as tables."""
-    account = source.analysis.ranks[0]
+    account = session.analysis.ranks[0]
     if not account.gpu_time.window_ns:
         return (Missing(no_gpu(account)), *_ops(account))
     every = (

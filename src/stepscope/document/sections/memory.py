@@ -1,192 +1,110 @@
-"""The section `memory` of a report: whose it was over the step, what is alive at the peak, what is largest."""
+"""The section `memory`: what filled the memory at the peak, what is largest, and how it grows with the shape."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, REMAINDER, Account, Part
-from stepscope.analysis.memory.by_owner import Alive, LevelsBy, alive_at_peak, known_split, levels_by
-from stepscope.analysis.memory.module_tree import ModuleBytes
-from stepscope.document.memory_facts import facts, in_words
-from stepscope.document.model import Bars, Fact, Facts, Lines, Mark, Missing, Series, Table, Text, Tree
-from stepscope.document.sections.trees import Branch
-from stepscope.document.text.memory_text import leak_sentence, memory_verdict
-from stepscope.formatting import percent, plural, safe, size
-from stepscope.session.memory_view import TRACE, MemoryReport
-from stepscope.session.source import Source
+from stepscope.analysis.memory.account import REMAINDER, Account
+from stepscope.analysis.memory.account import Part as Live
+from stepscope.analysis.memory.growth import Growth
+from stepscope.analysis.memory.module_tree import ModuleBytes, alike, ancestors, frontier
+from stepscope.analysis.memory.size_formulas import SYMBOLS
+from stepscope.document.memory_charts import memory_charts, module_title
+from stepscope.document.memory_facts import in_words, memory_facts, memory_sentences
+from stepscope.document.model import Document, Facts, Missing, Part, Section, Table, Text, Value
+from stepscope.formatting import safe, size
+from stepscope.session import Session
+from stepscope.session.memory import SNAPSHOT, TRACE, MemoryReport
+from stepscope.session.memory_growth import MemoryAnalysis
 
-LEAST_STAGE = 0.04
-"""Of the chart's width: a shorter stage is not named on it."""
-NOT_KNOWN = "not known"
-OUTSIDE = "outside every module"
-_NO_TENSOR = "in no tensor"
-_BY = {"owner": "owner", "phase": "the phase that allocated it"}
-
-
-def parts(source: Source) -> tuple[Any, ...]:
-    """The verdict, leaks, memory over the step, what is alive at the peak, the largest allocations, the allocator."""
-    report, memory = source.memory, source.allocations
-    found, split = report.account, known_split(memory)
-    if not found.num_allocations:
-        return (
-            Missing(f"not one allocation on {safe(found.device, 20)} was recorded: nothing is known of its memory"),
-        )
-    leaks = (Text(leak_sentence(found)),) if found.left_alive else ()
-    return (
-        *leaks,
-        Text(memory_verdict(report)),
-        timeline(found, levels_by(memory, split)),
-        _owners(found, split),
-        *_treemap(found, alive_at_peak(memory), split),
-        *_not_owned(report),
-        largest(found),
-        *_stages(found),
-        *_kept(found),
-        *_ops(found),
-        Facts(tuple(Fact(title, text) for title, text in facts(report))),
-        *_left_alive(found),
-    )
+NUM_MODULES = 8
+MOST_STAGES = 12
+"""Stages that a terminal shows: those around the peak."""
+OTHERS = "other modules"
+Columns = dict[str, Sequence[Value]]
 
 
-# -- over the step ----------------------------------------------------------------------------------------------
+def parts(session: Session) -> tuple[Part, ...]:
+    """Return the verdict, leaks, charts over the step and at the peak, tables and facts."""
+    report = session.memory
+    if not report.account.num_allocations:
+        return tuple(_tables(report))
+    texts = (Text(text) for text in memory_sentences(report))
+    return (*texts, *memory_charts(report.account, session.allocations), *_tables(report))
 
 
-def timeline(found: Account, levels: LevelsBy) -> Lines:
-    """Levels on top of one another: at the peak they are `peak_tracked_bytes`."""
-    x, name = _places(levels)
-    peak = f"peak {size(found.peak_tracked_bytes)}"
-    owners = [
-        f"{in_words(owner)} {size(levels.levels[owner][levels.peak_index])}"
-        for owner in levels.names[:3]
-        if levels.levels[owner][levels.peak_index] > 0
+def memory_document(analysis: MemoryAnalysis, num_rows: int = NUM_MODULES) -> Document:
+    """Return the memory of the first source; of two recordings, also how memory grows from one to the other."""
+    report = analysis.reports[0]
+    sections = [
+        Section("memory", f"Memory of {Path(report.path).name}", tuple(_tables(report, num_rows, MOST_STAGES)))
     ]
-    text = f"At the peak {size(found.peak_tracked_bytes)} are allocated: {', '.join(owners)}."
-    if found.remainder_bytes:
-        text += f" The allocator's own peak is {size(found.peak_bytes)}"
-        more, less = "are in no tensor, and not in this chart.", ", less: it does not count all of these tensors."
-        text += f": {size(found.remainder_bytes)} {more}" if found.remainder_bytes > 0 else less
-    # What stays is at the bottom, so that what comes and goes is seen.
-    order = sorted(levels.names, key=lambda owner: -min(levels.levels[owner]))
-    return Lines(
-        id="memory_timeline",
-        title=f"Allocated memory of {safe(found.device, 20)}, by {_BY[levels.by]}",
-        caption=text,
-        x=name,
-        y="allocated_bytes",
-        series=tuple(Series(in_words(owner), levels.levels[owner], x, owner or "unattributed") for owner in order),
-        marks=(Mark(x[levels.peak_index], peak), *_stage_marks(found, levels, x)),
-        style="areas",
-    )
+    if analysis.growth is not None:
+        sections.append(_growth(analysis.growth, [Path(each.path).name for each in analysis.reports], num_rows))
+    return Document(f"Memory of {report.path}", " ".join(memory_sentences(report)), tuple(sections))
 
 
-def _places(levels: LevelsBy) -> tuple[list[float], str]:
-    """The x of each point: its time, or its place in the order where some time is not known."""
-    times = levels.times_ns[1:]
-    if times and all(time is not None for time in times):
-        known = [float(time) for time in times if time is not None]
-        return [min(0.0, known[0]), *known], "time_ns"
-    return [float(event) for event in levels.events], "num_allocations_and_releases"
-
-
-def _stage_marks(found: Account, levels: LevelsBy, x: Sequence[float]) -> Iterator[Mark]:
-    """Where stages begin that are long enough to have a name on the chart."""
-    begins = []
-    for stage in found.stages[1:]:
-        place = next((i for i, event in enumerate(levels.events) if event >= stage.first_event), None)
-        if place is not None:
-            begins.append((x[place], stage.name))
-    ends = [*(begin for begin, _ in begins[1:]), x[-1]]
-    for (begin, name), end in zip(begins, ends):
-        if name != "other" and end - begin >= LEAST_STAGE * (x[-1] - x[0]):
-            yield Mark(begin, in_words(name))
-
-
-# -- at the peak ------------------------------------------------------------------------------------------------
-
-
-def _owners(found: Account, split: str) -> Bars:
-    """One bar: every owner, and what is in no tensor; together the peak."""
-    at_peak = _split(found, split)
-    texts = [f"{_name(part.name)} {percent(part.share)}" for part in at_peak if part.share >= 0.01]
-    return Bars(
-        id="memory_at_peak",
-        title=f"At the peak, by {_BY[split]}",
-        caption=f"Of {size(found.peak_bytes)}: {', '.join(texts)}.",
-        labels=["at the peak"],
-        series=tuple(
-            Series(_name(part.name), [part.bytes], color=_color(part.name)) for part in at_peak if part.bytes > 0
-        ),
-        unit="peak_bytes",
-    )
-
-
-def _split(found: Account, split: str) -> Sequence[Part]:
-    return found.live_at_peak.by_owner if split == "owner" else found.live_at_peak.by_phase
-
-
-def _name(name: str | None) -> str:
-    return _NO_TENSOR if name == REMAINDER else in_words(name)
-
-
-def _color(name: str | None) -> str:
-    return "unattributed" if name is None or name == REMAINDER else name
-
-
-def _treemap(found: Account, alive: Sequence[Alive], split: str) -> Iterator[Tree]:
-    """By owner, then modules alike, then op and shape; the whole is the peak."""
-    if not alive:
+def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int | None = None) -> Iterator[Part]:
+    found, live, is_snapshot = report.account, report.account.live_at_peak, report.source == SNAPSHOT
+    if not found.num_allocations:
+        yield Missing(f"memory of {safe(found.device, 20)}. No allocation on it was recorded")
         return
-    root = Branch()
-    has_modules = any(each.module is not None for each in alive)
-    for each in alive:
-        first = each.owner if split == "owner" else each.phase
-        inner = [*([each.module or _of_none(each.module)] if has_modules else []), _what(each)]
-        is_known = each.op != BEFORE_THE_WINDOW or each.shape is not None
-        root.add([in_words(first), *(inner if is_known else ())], each.bytes, _color(first))
-    if (found.remainder_bytes or 0) > 0:
-        root.add([_NO_TENSOR], found.remainder_bytes or 0, _color(None))
-    first_alive = alive[0]
-    module = f" in {safe(first_alive.module, 80)}" if first_alive.module else ""
-    number = plural(first_alive.num_allocations, "allocation")
-    levels = f"By {_BY[split]}, {'then by module, ' if has_modules else ''}then by what made it."
-    yield Tree(
-        id="memory_tree",
-        title="What is alive at the peak",
-        caption=f"{levels} The most that is alike is {number} of {safe(_what(first_alive), 80)}{module}: "
-        f"{size(first_alive.bytes)}.",
-        shape="treemap",
-        unit="peak_bytes",
-        nodes=root.nodes("at the peak"),
-    )
-
-
-def _of_none(module: str | None) -> str:
-    return OUTSIDE if module is None else "the model itself"
-
-
-def _what(each: Alive) -> str:
-    """The op that made it, the shape and the dtype, as far as they are known; of what was there before, no op did."""
-    op = "" if each.op == BEFORE_THE_WINDOW and each.shape is not None else each.op or NOT_KNOWN
-    shape = "" if each.shape is None else "×".join(map(str, each.shape)) or "scalar"
-    return " ".join(word for word in (op, shape, each.dtype) if word)
-
-
-def _not_owned(report: MemoryReport) -> Iterator[Missing]:
     if report.source == TRACE:
-        yield Missing(
-            "a trace does not know whose memory it is: parameters, gradients, activations. `stepscope run train.py` "
-            "records it"
+        text = "which memory is parameters, gradients or activations. `stepscope run train.py` records it"
+        yield Missing(text, page_only=True)
+    at_peak = f"alive at the peak of {size(found.peak_bytes)}"
+    if any(part.name not in (None, REMAINDER) for part in live.by_owner):
+        owners = [Live(in_words(part.name), *list(vars(part).values())[1:]) for part in live.by_owner]
+        note = (
+            "in no tensor: allocator rounding, workspaces and temporaries inside kernels"
+            if found.remainder_bytes
+            else ""
         )
+        yield from _live("owner", f"{at_peak}, by owner", owners, 20, note=note)
+    yield from _stages(found, most_stages)
+    yield from _modules(found, num_rows)
+    yield from _live("op", f"{at_peak}, by op", live.by_op, num_rows)
+    yield from _live(
+        "called_at", f"{at_peak}, by line of Python", live.by_caller, num_rows, page_only=not is_snapshot
+    )
+    yield from _kept(found, num_rows)
+    yield largest(found, num_shown=num_rows)
+    if report.snapshot_end:
+        by_caller = report.snapshot_end.live_by_caller
+        yield from _live("called_at", "alive at the end, by line of Python", by_caller, num_rows, id="live_at_end")
+    yield Facts(tuple(memory_facts(report)))
+    yield from _left_alive(found)
 
 
-# -- tables -----------------------------------------------------------------------------------------------------
+def _live(
+    name: str,
+    title: str,
+    parts: Sequence[Live],
+    num_shown: int,
+    *,
+    id: str = "",
+    note: str = "",
+    page_only: bool = False,
+) -> Iterator[Table]:
+    """Yield parts of what is alive as a table, if the name of any is known."""
+    known = [part for part in parts if part.name != REMAINDER]
+    if any(part.name is not None for part in known):
+        columns: Columns = {
+            name: [in_words(None) if part.name is None else part.name for part in known],
+            "live_bytes": [part.bytes for part in known],
+            "share": [part.share for part in known],
+            "num_allocations": [part.num_allocations for part in known],
+        }
+        yield Table(id or f"live_by_{name}", title, columns, num_shown, note, page_only=page_only)
 
 
-def largest(found: Account, most: int | None = None) -> Table:
-    """The places that make the largest allocations, all of them or so many."""
+def largest(found: Account, most: int | None = None, num_shown: int = 12) -> Table:
+    """Return the places that make the largest allocations, all of them or the first `most`."""
     rows = found.largest[:most]
-    columns: dict[str, Sequence[Any]] = {
+    columns: Columns = {
         "op": [large.op for large in rows],
         "module": [large.module for large in rows],
         "each_bytes": [large.bytes for large in rows],
@@ -199,71 +117,130 @@ def largest(found: Account, most: int | None = None) -> Table:
         "owner": [large.owner for large in rows],
         "called_at": [large.caller for large in rows],
     }
-    return Table("largest_allocations", "Largest allocations, by the place that makes them", _known(columns))
+    screen = (
+        "op",
+        "each_bytes",
+        "num_allocations",
+        "formula",
+        "module",
+        "owner",
+        "shape",
+        "phase",
+        "called_at",
+        "dtype",
+    )
+    title = "Largest allocations, by the place that makes them"
+    return Table("largest_allocations", title, _known(columns), num_shown, screen=screen)
 
 
-def _stages(found: Account) -> Iterator[Table]:
+def _stages(found: Account, most: int | None) -> Iterator[Table]:
+    """Yield the stages of the step, or the `most` of them around the peak."""
     if len(found.stages) < 2:
         return
-    highest = max(stage.peak_bytes for stage in found.stages)
-    columns: dict[str, Sequence[Any]] = {
-        "stage": [in_words(stage.name) for stage in found.stages],
-        "when_it_ended_bytes": [stage.after_bytes for stage in found.stages],
-        "at_most_bytes": [stage.peak_bytes for stage in found.stages],
-        "has_the_peak": [stage.peak_bytes == highest for stage in found.stages],
+    highest, first = max(stage.peak_bytes for stage in found.stages), 0
+    if most is not None:
+        place = sum(stage.first_event <= found.peak_event for stage in found.stages)
+        first = max(0, min(place - most // 2, len(found.stages) - most))
+    stages = found.stages[first : None if most is None else first + most]
+    columns: Columns = {
+        "stage": [in_words(stage.name) for stage in stages],
+        "when_it_ended_bytes": [stage.after_bytes for stage in stages],
+        "at_most_bytes": [stage.peak_bytes for stage in stages],
+        "has_the_peak": [stage.peak_bytes == highest for stage in stages],
     }
-    yield Table("memory_stages", "Memory by stage", columns, num_shown=24)
+    note = f"{len(stages)} of {len(found.stages)} stages, around the peak" if len(stages) < len(found.stages) else ""
+    yield Table("memory_stages", "Memory by stage", columns, 24, note)
 
 
-def _kept(found: Account) -> Iterator[Table]:
-    """Activations and what autograd saved, side by side."""
-    if not found.activations and not found.saved:
+def _modules(found: Account, num_rows: int) -> Iterator[Table]:
+    """Yield the modules that together hold what is alive at the peak, in about `num_rows` rows."""
+    sizes = {part.name: part.bytes for part in found.live_at_peak.by_module if part.name != REMAINDER}
+    if not any(name is not None for name in sizes):
         return
-    rows = {row.module: row for row in found.activations}
-    saved = {row.module: row for row in found.saved}
-    names = list(dict.fromkeys([*rows, *saved]))
-    nothing = ModuleBytes(None, 0, 0, 0)
-    columns: dict[str, Sequence[Any]] = {
-        "module": [name or _of_none(name) for name in names],
-        "activations_bytes": [rows.get(name, nothing).bytes for name in names],
-        "activations_with_inner_bytes": [rows.get(name, nothing).total_bytes for name in names],
+    rows = frontier(sizes, num_rows)
+    columns: Columns = {
+        "module": [module_title(name) for name, _ in rows],
+        "live_bytes": [num_bytes for _, num_bytes in rows],
+        "share": [num_bytes / max(1, found.peak_bytes) for _, num_bytes in rows],
     }
-    note = "activations: the most at one time"
-    if saved:  # a recording may not have it, and a trace never has
-        columns["saved_bytes"] = [saved.get(name, nothing).bytes for name in names]
-        columns["saved_with_inner_bytes"] = [saved.get(name, nothing).total_bytes for name in names]
-        note += "; saved: what autograd packed, parameters excluded"
-    yield Table("kept_for_backward", "Kept for backward, by module", columns, note=note)
+    note = "including submodules; * stands for every number"
+    yield Table("live_by_module", "Alive at the peak, by module", columns, num_rows, note)
 
 
-def _ops(found: Account) -> Iterator[Table]:
-    for name, rows in {"op": found.live_at_peak.by_op, "called_at": found.live_at_peak.by_caller}.items():
-        known = [part for part in rows if part.name != REMAINDER]
-        if not [part for part in known if part.name is not None]:
-            continue
-        columns: Mapping[str, Sequence[Any]] = {
-            name: [in_words(part.name) if part.name is None else part.name for part in known],
-            "live_bytes": [part.bytes for part in known],
-            "share": [part.share for part in known],
-            "num_allocations": [part.num_allocations for part in known],
-        }
-        yield Table(f"live_by_{name}", f"Alive at the peak, by {name.replace('called_at', 'place')}", columns)
+def _kept(found: Account, num_rows: int) -> Iterator[Table]:
+    """Yield activations and what autograd saved: in about `num_rows` groups of modules, and by every module."""
+    kinds = {"activations": found.activations, "saved": found.saved}
+    by_kind = {kind: {row.module: row for row in rows} for kind, rows in kinds.items() if rows}
+    if not by_kind:
+        return
+    names = list(dict.fromkeys(name for rows in by_kind.values() for name in rows))
+    most = {name: max(rows[name].bytes for rows in by_kind.values() if name in rows) for name in names}
+    groups = alike(held := {name: num_bytes for name, num_bytes in most.items() if num_bytes})
+    shown: list[str | None] = [name for name, _ in frontier(held, num_rows)][:num_rows]
+    sums: dict[str, Counter[str | None]] = {kind: Counter() for kind in by_kind}
+    for kind, rows in by_kind.items():
+        for name, row in rows.items():
+            around = ancestors(groups.get(name, name))
+            sums[kind][next((each for each in around if each in shown), OTHERS)] += row.bytes
+    shown += [OTHERS] if any(table[OTHERS] for table in sums.values()) else []
+    title, note = "Kept for backward, by module", "activations: the most at one time"
+    note += "; saved: what autograd packed, parameters excluded" if found.saved else ""
+    columns: Columns = {"module": [module_title(name) for name in shown]}
+    columns |= {f"{kind}_bytes": [table[name] for name in shown] for kind, table in sums.items()}
+    yield Table("kept_by_module", title, columns, len(shown), note)
+    nothing = ModuleBytes(None, 0, 0, 0)
+    columns = {"module": [module_title(name) for name in names]}
+    for kind in ("activations", *(["saved"] if found.saved else [])):
+        every = [by_kind.get(kind, {}).get(name, nothing) for name in names]
+        columns[f"{kind}_bytes"] = [row.bytes for row in every]
+        columns[f"{kind}_with_inner_bytes"] = [row.total_bytes for row in every]
+    yield Table("kept_for_backward", "Kept for backward, every module", columns, note=note, page_only=True)
 
 
 def _left_alive(found: Account) -> Iterator[Table]:
-    if not found.left_alive:
-        return
-    rows = found.left_alive
-    columns: dict[str, Sequence[Any]] = {
-        "op": [left.op for left in rows],
-        "module": [left.module for left in rows],
-        "left_bytes": [left.bytes for left in rows],
-        "num_tensors": [left.num_tensors for left in rows],
-        "held_at": [left.frame for left in rows],
+    if rows := found.left_alive:
+        columns: Columns = {
+            "op": [left.op for left in rows],
+            "module": [left.module for left in rows],
+            "left_bytes": [left.bytes for left in rows],
+            "num_tensors": [left.num_tensors for left in rows],
+            "held_at": [left.frame for left in rows],
+        }
+        yield Table("left_alive", "Graphs of earlier steps that are still alive", _known(columns), below=("held_at",))
+
+
+def _growth(found: Growth, names: Sequence[str], num_rows: int) -> Section:
+    sides = [f"{found.symbol}={value:,}" for value in found.values]
+    where = ", ".join(f"{side} in {safe(name, 40)}" for side, name in zip(sides, names))
+    text = f"{where}. The peaks are {' and '.join(size(num_bytes) for num_bytes in found.peak_bytes)}."
+    if any(found.num_unmatched):
+        counts = " and ".join(f"{number:,}" for number in found.num_unmatched)
+        text += f" {counts} allocations have no counterpart in the other recording."
+    at_peak: Columns = {"growth": [row.growth for row in found.at_peak], **_sides(sides, found.at_peak)}
+    grown = [row for row in found.rows if row.growth != "constant"]
+    rows: Columns = {
+        "op": [row.op for row in grown],
+        "module": [row.module for row in grown],
+        "owner": [row.owner for row in grown],
+        "phase": [row.phase for row in grown],
+        "num_allocations": [row.num_allocations for row in grown],
+        **_sides(sides, grown),
+        "growth": [row.growth if row.growth != "other" else f"^{row.exponent:.2f}" for row in grown],
+        "formula": [row.formula for row in grown],
     }
-    yield Table("left_alive", "Graphs of earlier steps that are still alive", _known(columns))
+    screen = ("op", *_sides(sides, ()), "growth", "module", "formula", "num_allocations", "phase", "owner")
+    tables = (
+        Table("growth_at_peak", f"Alive at the peak of {sides[0]}, in both", at_peak),
+        Table("growth", "What grows", _known(rows), num_rows, screen=screen),
+    )
+    return Section("growth", f"How memory grows with {SYMBOLS[found.symbol]}", (Text(text), *tables))
 
 
-def _known(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Columns without those of which nothing is known."""
+def _sides(names: Sequence[str], rows: Sequence[Any]) -> Columns:
+    """Return the bytes of both recordings under their names."""
+    return {f"{name}_bytes": [row.bytes[side] for row in rows] for side, name in enumerate(names)}
+
+
+def _known(columns: Mapping[str, Sequence[Value]]) -> Columns:
+    """Return the columns of which at least one value is known."""
     return {name: values for name, values in columns.items() if any(value is not None for value in values)}

@@ -15,8 +15,8 @@ from stepscope.document.sections.shared import table_of
 from stepscope.document.sections.trees import Branch, module_path, own_of
 from stepscope.errors import Unavailable
 from stepscope.formatting import duration, percent, plural, safe, size
-from stepscope.session.memory_view import RECORDING, MemoryReport
-from stepscope.session.source import Source
+from stepscope.session import Session
+from stepscope.session.memory import RECORDING, MemoryReport
 
 OUTSIDE = "outside every module"
 _NO_NAMES = (
@@ -30,16 +30,16 @@ _SOURCES = {
 }
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """Time by module, of the GPU where there is one, else of the host; memory at the peak by module; tables."""
     time: list[Any]
     memory: list[Any]
     try:
-        time = list(_time(source.analysis.ranks[0]))
+        time = list(_time(session.analysis.ranks[0]))
     except Unavailable as reason:
         time = [Missing(str(reason))]
     try:
-        memory = list(_memory(source.memory))
+        memory = list(_memory(session.memory))
     except Unavailable as reason:
         memory = [Missing(f"memory by module: {reason}")] if len(time) > 1 else []
     trees, tables = ([part for part in time if isinstance(part, Table) == wanted] for wanted in (False, True))

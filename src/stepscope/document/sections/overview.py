@@ -20,8 +20,9 @@ from stepscope.document.text.trace_text import PHASE_SOURCES, STEP_SOURCES
 from stepscope.document.trace_facts import facts_of
 from stepscope.document.trace_verdict import IDLE_MEANS
 from stepscope.errors import Unavailable
+from stepscope.findings.diagnose import Diagnosis
 from stepscope.formatting import duration, percent, plural, size
-from stepscope.session.source import Source
+from stepscope.session import Session
 
 ABOUT = "about this measurement"
 _ELSEWHERE = ("script", "on", "recording", "next")
@@ -30,24 +31,24 @@ _WORTH_SAYING = 0.1
 """Of the idle time: what causes less of it is among the kernels' tables."""
 
 
-def parts(source: Source) -> tuple[Any, ...]:
-    """Key figures, where a step goes, findings, the measurement, the environment."""
-    if source.is_recording:
-        figures, about = _card_facts(source.card)
-        where = _where_of_card(source.card)
-        environment = _environment(source)
+def parts(session: Session, diagnosis: Diagnosis) -> tuple[Any, ...]:
+    """Return key figures, where a step goes, findings, the measurement, the environment."""
+    if session.is_recording:
+        card = Card.of(session)
+        figures, about = _card_facts(card)
+        where = _where_of_card(card)
+        environment = _environment(session)
     else:
-        figures, about = Facts(tuple(_trace_figures(source))), Facts(tuple(_trace_about(source)), ABOUT)
-        where = _where_of_trace(source.analysis.ranks[0])
-        environment = Facts(known(_trace_environment(source)), "environment")
-    diagnosis = source.diagnosis
-    found = findings_part(diagnosis, str(source.path) if source.is_recording else None)
+        figures, about = Facts(tuple(_trace_figures(session, diagnosis))), Facts(tuple(_trace_about(session)), ABOUT)
+        where = _where_of_trace(session.analysis.ranks[0])
+        environment = Facts(known(_trace_environment(session)), "environment")
+    found = findings_part(diagnosis, str(session.path) if session.is_recording else None)
     binds = f"From the trace: {diagnosis.binds[:1].lower()}{diagnosis.binds[1:]}"
     bound = () if diagnosis.gpu_busy_share is None else (Text(binds),)
     seen = tuple(where)
     drawn = [part for part in seen if not isinstance(part, Table)]
     tables = [part for part in seen if isinstance(part, Table)]  # the same in figures: after what matters more
-    every = (figures, *drawn, *bound, found, *tables, *_idle(source), about, environment)
+    every = (figures, *drawn, *bound, found, *tables, *_idle(session), about, environment)
     return tuple(part for part in every if not isinstance(part, Facts) or part.rows)
 
 
@@ -155,12 +156,12 @@ def _parts_of(rows: Iterable[Sequence[Row]]) -> list[str]:
     return sorted(names, key=lambda name: (name == UNATTRIBUTED, name == IDLE))
 
 
-def _idle(source: Source) -> Iterator[Any]:
+def _idle(session: Session) -> Iterator[Any]:
     """What the GPU did in the trace, and why it stood."""
     try:
-        account = source.analysis.ranks[0]
+        account = session.analysis.ranks[0]
     except Unavailable as reason:
-        if source.is_recording and source.card.summary.clock == "device":
+        if session.is_recording and session.summary.clock == "device":
             yield Missing(f"why the GPU was idle: {reason}")
         return
     split = gpu_split(account.gpu_time)
@@ -184,8 +185,8 @@ def _idle(source: Source) -> Iterator[Any]:
         yield Text(f"Idle are {duration(account.gpu_time.idle_ns, 3)}: {'; '.join(said)}.")
 
 
-def _trace_figures(source: Source) -> Iterator[Fact]:
-    account, diagnosis = source.analysis.ranks[0], source.diagnosis
+def _trace_figures(session: Session, diagnosis: Diagnosis) -> Iterator[Fact]:
+    account = session.analysis.ranks[0]
     if num := account.steps.height:
         if diagnosis.step_ns is not None:
             yield Fact("step", duration(diagnosis.step_ns, 3), "the trace's, without what the profiler adds")
@@ -196,22 +197,22 @@ def _trace_figures(source: Source) -> Iterator[Fact]:
         yield Fact("step", "not known", "nothing in the trace says where a step ends")
     if diagnosis.gpu_busy_share is not None:
         yield Fact("GPU busy", percent(diagnosis.gpu_busy_share), "of a step without the profiler")
-    for title, text in facts_of(source.analysis):
+    for title, text in facts_of(session.analysis):
         if title not in ("not linked", "warning"):
             yield Fact(title, text)
 
 
-def _trace_about(source: Source) -> Iterator[Fact]:
-    account = source.analysis.ranks[0]
-    yield Fact("events", f"{sum(rank.num_events for rank in source.analysis.ranks):,}")
+def _trace_about(session: Session) -> Iterator[Fact]:
+    account = session.analysis.ranks[0]
+    yield Fact("events", f"{sum(rank.num_events for rank in session.analysis.ranks):,}")
     yield Fact("observer effect", "not known", "a trace alone does not tell: stepscope run times steps without it")
     if account.is_cut_off:
         yield Fact("cut off", "the file ends before its list of events", "GPU events come last: they may be missing")
-    yield from (Fact(title, text) for title, text in facts_of(source.analysis) if title in ("not linked", "warning"))
+    yield from (Fact(title, text) for title, text in facts_of(session.analysis) if title in ("not linked", "warning"))
 
 
-def _environment(source: Source) -> Facts:
-    facts = source.card.recording.facts
+def _environment(session: Session) -> Facts:
+    facts = session.recording.facts
     found, command = mapping(facts.get("environment")), mapping(facts.get("command"))
     git, windows = mapping(facts.get("git")), mapping(facts.get("windows"))
     argv = command.get("argv")
@@ -237,8 +238,8 @@ _VERSIONS = {"torch": "torch", "CUDA": "cuda", "cuDNN": "cudnn", "driver": "driv
              "CPU threads": "num_threads", "ranks": "world_size", "platform": "platform"}  # fmt: skip
 
 
-def _trace_environment(source: Source) -> Iterator[Fact]:
-    facts, ranks = source.case.linked.trace.facts, source.analysis.ranks
+def _trace_environment(session: Session) -> Iterator[Fact]:
+    facts, ranks = session.linked.trace.facts, session.analysis.ranks
     yield Fact("device", _text(ranks[0].device_name))
     yield Fact("ranks", ", ".join(str(rank.rank) for rank in ranks) if len(ranks) > 1 else "")
     yield Fact("world size", _text(facts.world_size))

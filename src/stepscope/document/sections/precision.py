@@ -14,8 +14,7 @@ from stepscope.document.sections.shared import known, mapping, table_of, table_o
 from stepscope.errors import Unavailable
 from stepscope.findings.gemms import gemm_calls
 from stepscope.formatting import average, duration, percent, size
-from stepscope.session.source import Source
-from stepscope.trace.memory_file import MEMORY_FILE
+from stepscope.session import Session
 
 _MATMUL = {
     "fp32": "in float32, without TF32",
@@ -23,17 +22,17 @@ _MATMUL = {
 }
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """Settings, FLOPs, products, casts, memory: each from whatever knows it."""
-    settings = Facts(known(_settings(source)))
-    found = (*_flops(source), *_products(source), *_casts(source), *_memory(source))
+    settings = Facts(known(_settings(session)))
+    found = (*_flops(session), *_products(session), *_casts(session), *_memory(session))
     return (settings, *found) if settings.rows else found
 
 
-def _settings(source: Source) -> Iterator[Fact]:
-    if not source.is_recording:
+def _settings(session: Session) -> Iterator[Fact]:
+    if not session.is_recording:
         return
-    facts = source.card.recording.facts
+    facts = session.recording.facts
     environment = mapping(facts.get("environment"))
     if settings := mapping(facts.get("precision")):
         yield Fact("switches", *precision_words(settings, on_gpu=environment.get("device") == "cuda"))
@@ -42,15 +41,15 @@ def _settings(source: Source) -> Iterator[Fact]:
     stored = mapping(mapping(facts.get("parameters")).get("bytes_by_dtype"))
     sizes = [f"{size(num)} {dtype}" for dtype, num in stored.items() if isinstance(num, (int, float))]
     yield Fact("parameters", ", ".join(sizes), "as the model keeps them")
-    if (mfu := source.card.summary.mfu) is not None:
+    if (mfu := session.summary.mfu) is not None:
         yield Fact("limit", mfu.limit, mfu.source)
 
 
-def _flops(source: Source) -> Iterator[Any]:
-    if not source.is_recording:
+def _flops(session: Session) -> Iterator[Any]:
+    if not session.is_recording:
         yield Missing("FLOPs by dtype: a trace alone does not tell; `stepscope run train.py` counts them op by op")
         return
-    flops = source.card.summary.flops
+    flops = session.summary.flops
     if flops is None or not flops.hardware_flops:
         yield Missing("FLOPs by dtype were not counted: the run ended before its memory and FLOPs window")
         return
@@ -71,8 +70,8 @@ def _flops(source: Source) -> Iterator[Any]:
     yield table_of_rows(rows, columns, "flops_by_dtype", "FLOPs by dtype", note=note)
 
 
-def _products(source: Source) -> Iterator[Any]:
-    case = source.case
+def _products(session: Session) -> Iterator[Any]:
+    case = session.case
     try:
         calls = gemm_calls(case)
     except Unavailable as reason:
@@ -102,8 +101,8 @@ def _name(row: dict[str, Any]) -> str:
     return f"{dtype}, as tf32" if unit == "tf32" else str(dtype)
 
 
-def _casts(source: Source) -> Iterator[Any]:
-    case = source.case
+def _casts(session: Session) -> Iterator[Any]:
+    case = session.case
     try:
         case.with_shapes()
         casts, num_steps = case.casts, case.num_steps
@@ -126,17 +125,17 @@ def _casts(source: Source) -> Iterator[Any]:
         yield table_of(casts_by_use(casts, num_steps), "casts", "casts by what they are for", note=note)
 
 
-def _memory(source: Source) -> Iterator[Any]:
-    if source.is_recording and not (source.path / MEMORY_FILE).is_file():
+def _memory(session: Session) -> Iterator[Any]:
+    if session.is_recording and not session.has_memory_window:
         yield Missing("memory by dtype: the run ended before its memory window; `stepscope run train.py` has one")
         return
     try:
-        account = source.memory.account
+        account = session.memory.account
     except Unavailable as reason:
         yield Missing(f"memory by dtype: {reason}")
         return
     found = account.live_at_peak.by_dtype
-    if source.memory.source != "recording" or not any(part.name for part in found):
+    if session.memory.source != "recording" or not any(part.name for part in found):
         yield Missing("memory by dtype: a trace does not know what was allocated as what; `stepscope run` records it")
         return
     yield Table(

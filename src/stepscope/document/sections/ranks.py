@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -11,15 +10,12 @@ import polars as pl
 from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.ranks.side_by_side import REASONS
-from stepscope.document.card import Card
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, Table, Text, Value
 from stepscope.document.sections.shared import mapping, plain, table_of, table_of_rows
 from stepscope.document.trace_facts import facts_of
 from stepscope.errors import RecordingError, Unavailable
 from stepscope.formatting import percent, plural
-from stepscope.session.source import Source
-from stepscope.trace.find import rank_in_name
-from stepscope.trace.recording import RECORDING_FILE
+from stepscope.session import Session
 
 _SPLIT = {
     "compute": ("compute_ns", "forward"),
@@ -33,11 +29,11 @@ _ONE = (
 )
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """Of several ranks what they did to one another; of one its collectives, where it has any."""
-    recordings = tuple(_recordings(source))
+    recordings = tuple(_recordings(session))
     try:
-        analysis = source.analysis
+        analysis = session.analysis
     except Unavailable as reason:
         if not recordings:
             raise Unavailable(_ONE) from None
@@ -50,30 +46,28 @@ def parts(source: Source) -> tuple[Any, ...]:
     return (*recordings, *_side_by_side(analysis), *_waits(analysis.across), *collectives, *_clocks(analysis.across))
 
 
-def _recordings(source: Source) -> Iterator[Table]:
+def _recordings(session: Session) -> Iterator[Table]:
     """The steps of each rank's own recording, under torchrun."""
-    if not source.is_recording:
+    if not session.is_recording:
         return
-    folders = [path for path in source.path.iterdir() if (path / RECORDING_FILE).is_file()]
-    ranks = sorted((rank, path) for path in folders if (rank := rank_in_name(path.name)) is not None)
+    ranks = session.rank_recordings
     if not ranks:
         return
-    first = mapping(source.card.recording.facts.get("environment")).get("rank")
-    rows = [_recorded(rank, path) for rank, path in [(plain(first), source.path), *ranks]]
+    first = mapping(session.recording.facts.get("environment")).get("rank")
+    rows = [_recorded(rank, each) for rank, each in [(plain(first), session), *ranks.items()]]
     note = "step: the median; low and high: its 95 % interval"
     yield table_of_rows(rows, list(rows[0]), "rank_steps", "the clean steps of each rank", note=note)
 
 
-def _recorded(rank: Value, folder: Path) -> dict[str, Any]:
+def _recorded(rank: Value, session: Session) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(("rank", "device", "status", "num_steps", "step_ns", "low_ns", "high_ns"))
     row["rank"] = rank
     try:
-        card = Card.of(folder)
+        recording, summary = session.recording, session.summary
     except RecordingError as error:
         return {**row, "status": str(error)}
-    summary = card.summary
-    row["device"] = plain(mapping(card.recording.facts.get("environment")).get("device_name"))
-    row["status"], row["num_steps"] = card.recording.status, summary.num_steps
+    row["device"] = plain(mapping(recording.facts.get("environment")).get("device_name"))
+    row["status"], row["num_steps"] = recording.status, summary.num_steps
     if (step := summary.step_ns) is not None:
         row["step_ns"], row["low_ns"], row["high_ns"] = step.median, step.ci_low, step.ci_high
     return row

@@ -15,7 +15,7 @@ from stepscope.document.sections.kernels import no_gpu, titles_of
 from stepscope.document.sections.shared import table_of
 from stepscope.document.trace_facts import limit_facts
 from stepscope.formatting import cell, duration, percent, plural, safe
-from stepscope.session.source import Source
+from stepscope.session import Session
 
 MOST_DOTS = 300
 LEAST_SHARE = 0.0005
@@ -32,9 +32,9 @@ class Limits(NamedTuple):
     source: str
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """FLOP/s over intensity, bytes/s over size, time above the limits, and every op with its rates."""
-    account = source.analysis.ranks[0]
+    account = session.analysis.ranks[0]
     if not account.gpu_time.window_ns:
         return (Missing(f"a roofline is of work on a GPU: {no_gpu(account)}"),)
     if not account.roofline_summary.known_ns:

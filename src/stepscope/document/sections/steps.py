@@ -18,12 +18,13 @@ from stepscope.analysis.time.step_samples import (
     timed_steps,
 )
 from stepscope.analysis.time.summary import Summary, clean_step_ns
+from stepscope.document.card import Card
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, Table, Text
 from stepscope.document.sections.shared import MOST_POINTS, mapping, plain, thinned, thinning
 from stepscope.document.sections.traced_steps import step_table, traced_steps
 from stepscope.errors import Unavailable
 from stepscope.formatting import duration, milliseconds, percent, plural
-from stepscope.session.source import Source
+from stepscope.session import Session
 from stepscope.trace.recording import Recording
 
 WINDOWS = ("warmup", "clean", "trace_warmup", "trace", "memory", "free")
@@ -35,16 +36,16 @@ logarithmic."""
 _MOST_NAMED = 5
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """Of a recording every sample; of a trace its steps."""
-    if not source.is_recording:
-        return tuple(traced_steps(source.analysis.ranks[0]))
-    recording, summary = source.card.recording, source.card.summary
+    if not session.is_recording:
+        return tuple(traced_steps(session.analysis.ranks[0]))
+    recording, summary = session.recording, session.summary
     if not recording.samples:
-        raise Unavailable(f"no step was recorded: {source.card.verdict}")
+        raise Unavailable(f"no step was recorded: {Card.of(session).verdict}")
     found: list[Any] = list(_of_recording(recording, summary))
     try:
-        account = source.analysis.ranks[0]
+        account = session.analysis.ranks[0]
     except Unavailable as reason:
         on_gpu = summary.clock == "device"
         return (*found, Missing(f"kernels a step: {reason}")) if on_gpu else tuple(found)

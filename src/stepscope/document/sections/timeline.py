@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from stepscope.document.timeline.timeline import timeline_of
-from stepscope.session.source import Source
+from stepscope.session import Session
 
 
-def parts(source: Source) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Any, ...]:
     """One timeline, of the rank that the report looks into."""
-    return (timeline_of(source.case.linked),)
+    return (timeline_of(session.linked),)

@@ -54,11 +54,11 @@ class CompilerReport:
 def compiler_report(case: Case) -> CompilerReport:
     """The report of a case."""
     report, notes = compile_report(case), []
-    summary = compiler_summary(report, _clean_ns(case)) if report else None
+    summary = compiler_summary(report, case.clean_ns) if report else None
     regions = _regions(case, report)
     if summary is None:
         notes += seen_planning(case)
-        if _is_recording(case):
+        if case.has_recording:
             notes.append("torch.compile compiled nothing in this run.")
         elif regions:
             notes.append(TRACE_ALONE)
@@ -73,20 +73,6 @@ def seen_planning(case: Case) -> list[str]:
         return [finding.sentence for finding in recompiles.check(case)]
     except Unavailable:
         return []
-
-
-def _is_recording(case: Case) -> bool:
-    try:
-        return case.recording is not None
-    except Unavailable:
-        return False
-
-
-def _clean_ns(case: Case) -> float | None:
-    try:
-        return case.clean_ns
-    except Unavailable:
-        return None
 
 
 def _regions(case: Case, report: Mapping[str, Any]) -> tuple[Region, ...]:

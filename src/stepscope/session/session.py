@@ -1,0 +1,320 @@
+"""One path, opened: what it is, and every view of it that the source has. Views are computed once, when asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from stepscope.analysis.time.summary import Summary, summary_of
+from stepscope.errors import (
+    WRONG_KIND,
+    MissingDependencyError,
+    RecordingError,
+    Unavailable,
+    UsageError,
+    wrong_kind,
+)
+from stepscope.trace.kind import Kind, kind_of
+from stepscope.trace.memory_file import MEMORY_FILE, read_memory
+from stepscope.trace.recording import RECORDING_FILE, Recording, read_recording
+from stepscope.trace.sweep_file import Sweep, read_sweep
+
+if TYPE_CHECKING:
+    from stepscope.analysis.comparison.sweeps import SweepSummary
+    from stepscope.analysis.ranks.all_ranks import Analysis
+    from stepscope.analysis.ranks.rank_account import RankAccount
+    from stepscope.analysis.structure.links import Linked
+    from stepscope.session.attention import AttentionReport
+    from stepscope.session.case import Case
+    from stepscope.session.copies import CopiesReport
+    from stepscope.session.memory import MemoryReport
+    from stepscope.trace.find import TraceFile
+    from stepscope.trace.several import RankTrace
+    from stepscope.trace.snapshot import Snapshot
+
+PathLike = str | os.PathLike[str]
+Progress = Callable[[float], None]
+
+RUNS_FOLDER = Path("runs")
+"""Where `stepscope run` writes when nobody names a folder."""
+
+
+def open_session(
+    path: PathLike | Sequence[PathLike] | None = None,
+    *,
+    rank: int | None = None,
+    use_cache: bool = True,
+    progress: Progress | None = None,
+) -> Session:
+    """Return the session of a path, of several trace files of one run, or of the latest run if no path is given.
+
+    Nothing is read yet beyond what tells the kind of the path. UsageError if the path is nothing Stepscope reads.
+    """
+    named = [latest_run()] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    paths = tuple(Path(each) for each in named) or (latest_run(),)
+    kinds = [kind_of(each) for each in paths]
+    session = Session(paths, kinds[0] if len(paths) == 1 else Kind.RANKS, rank, use_cache, progress)
+    if session.kind is Kind.RANKS:
+        _ = session.trace_files  # UsageError for a folder without a trace
+    return session
+
+
+def latest_run(folder: Path = RUNS_FOLDER) -> Path:
+    """Return the recording under `folder` that was written last; UsageError if there is none."""
+    found = list(folder.glob(f"*/{RECORDING_FILE}"))
+    if not found:
+        raise UsageError(f"no path was given, and {folder}/ holds no recording: name one, or run `stepscope run`")
+    return max(found, key=lambda file: file.stat().st_mtime_ns).parent
+
+
+def need_read_side() -> None:
+    """Raise MissingDependencyError if a library that reading traces needs is not installed."""
+    for name in ("polars", "msgspec"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(f"{name} is missing: pip install polars msgspec")
+
+
+class Session:
+    """What one path holds. A view that the source does not have raises Unavailable, which says what to run.
+
+    Opening and every view of a recording alone need only the standard library.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        kind: Kind,
+        rank: int | None = None,
+        use_cache: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.paths = tuple(paths)
+        self.kind = kind
+        self.rank = rank
+        self.use_cache = use_cache
+        self._progress = progress
+
+    def __repr__(self) -> str:
+        return f"<Session {self.kind.value}: {', '.join(map(str, self.paths))}>"
+
+    @property
+    def path(self) -> Path:
+        """The path that was named; the first of several."""
+        return self.paths[0]
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a run recorded it, with step times and facts beside the trace."""
+        return self.kind is Kind.RECORDING
+
+    @cached_property
+    def recording(self) -> Recording:
+        """The facts and step times of a recording."""
+        if not self.is_recording:
+            raise self._lacks("recording", "record one with `stepscope run train.py`")
+        return read_recording(self.path)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The figures of a recording: step time, phases, throughput, MFU."""
+        try:
+            return summary_of(self.recording)
+        except WRONG_KIND as error:
+            raise RecordingError(f"{self.path} holds a recording with {wrong_kind(error)}") from None
+
+    @cached_property
+    def rank_recordings(self) -> dict[int, Session]:
+        """The recordings of the other ranks of a run under torchrun, which lie in folders inside the first."""
+        folders = [file.parent for file in self.path.glob(f"rank*/{RECORDING_FILE}")]
+        ranks = sorted((int(each.name[4:]), each) for each in folders if each.name[4:].isdecimal())
+        return {rank: Session([folder], Kind.RECORDING, None, self.use_cache) for rank, folder in ranks}
+
+    @cached_property
+    def trace_files(self) -> list[TraceFile]:
+        """The trace file of every rank; Unavailable for a recording without a trace."""
+        need_read_side()
+        from stepscope.trace.find import find_traces
+
+        return find_traces(self.paths)
+
+    def traces(self, rank: int | None = None) -> Iterator[RankTrace]:
+        """Read every trace, or those of one rank, each when it is asked for; two of one rank are two traces."""
+        files = self.trace_files
+        from stepscope.trace.several import open_ranks
+
+        return open_ranks(files, self.rank if rank is None else rank, self.use_cache, self._progress)
+
+    def _ranks(self, rank: int | None = None) -> Iterator[RankTrace]:
+        """Read every rank, or one, each when it is asked for; UsageError if a rank has two traces."""
+        files = self.trace_files
+        from stepscope.trace.several import refuse_two_of_one_rank
+
+        refuse_two_of_one_rank(files, self.rank if rank is None else rank)
+        return self.traces(rank)
+
+    def analyze(self, step: int | None = None, rank: int | None = None) -> Analysis:
+        """Return where the time goes on every rank. One trace is in memory at a time, and none is kept."""
+        traces = self._ranks(rank)
+        # Reading releases the interpreter and importing needs little else: this saves 0.15 s.
+        Thread(target=import_module, args=("stepscope.analysis.ranks.all_ranks",), daemon=True).start()
+        accounts: dict[int, RankAccount] = {}
+        for opened in traces:
+            from stepscope.analysis.ranks.rank_account import account
+            from stepscope.trace.several import two_of_one_rank
+
+            if opened.rank in accounts:
+                raise two_of_one_rank(opened.rank, Path(accounts[opened.rank].path), opened.path)
+            accounts[opened.rank] = account(opened.trace, opened.rank, step)
+            del opened  # before the next is read
+        from stepscope.analysis.ranks.all_ranks import Analysis
+
+        return Analysis.of(list(accounts.values()))
+
+    @cached_property
+    def case(self) -> Case:
+        """What rules look at: the first rank's typical steps, the recording, the other ranks' accounts."""
+        recording = self.recording if self.is_recording else None
+        window = (lambda: self.allocations) if self.has_memory_window else None
+        try:
+            files = self.trace_files
+        except Unavailable:  # a recording without a trace still answers some rules
+            from stepscope.session.case import Case
+
+            return Case(self.path, None, 0, recording, window=window)
+        from stepscope.analysis.ranks.rank_account import account
+        from stepscope.session.case import Case
+
+        first: RankTrace | None = None
+        accounts, notes, is_known = [], [], True
+        for opened in self._ranks():
+            first = opened if first is None or opened.rank < first.rank else first
+            is_known = is_known and opened.is_known
+            if len(files) > 1 and self.rank is None:
+                accounts.append(account(opened.trace, opened.rank))
+        assert first is not None, "a path without traces is refused before"
+        if accounts:
+            notes.append(
+                f"of {len(files)} traces this is rank {first.rank}, {first.path.name}; --rank chooses another"
+            )
+            if not is_known:
+                notes.append(
+                    "neither the traces nor their names say their ranks: of different runs, name one file at a time"
+                )
+        return Case(self.path, first.trace, first.rank, recording, tuple(accounts), tuple(notes), window)
+
+    @cached_property
+    def linked(self) -> Linked:
+        """The events of the first rank's trace, linked to one another."""
+        if "case" in vars(self):
+            return self.case.linked
+        traces = self.traces()
+        from stepscope.analysis.structure.links import link
+
+        return link(next(traces).trace)
+
+    @property
+    def analysis(self) -> Analysis:
+        """Where the time goes on every rank, of the trace that `case` keeps."""
+        return self.case.analysis
+
+    @cached_property
+    def attention(self) -> AttentionReport:
+        """Every attention call, the backend it ran on, and why it was not flash."""
+        from stepscope.session.attention import attention_report
+
+        return attention_report(self.case)
+
+    @cached_property
+    def copies(self) -> CopiesReport:
+        """Where copies and casts come from, and what a step would save without each."""
+        from stepscope.session.copies import copies_report
+
+        return copies_report(self.case)
+
+    @cached_property
+    def memory_file(self) -> Path | None:
+        """The file of the memory window; None without one."""
+        if self.kind is Kind.MEMORY and self.path.is_file():
+            return self.path
+        if self.kind not in (Kind.RECORDING, Kind.MEMORY):
+            return None
+        folder = self.path / f"rank{self.rank}" if self.rank else self.path
+        if not folder.is_dir():
+            raise UsageError(f"no rank {self.rank}: the ranks are {', '.join(map(str, [0, *self.rank_recordings]))}")
+        return folder / MEMORY_FILE if (folder / MEMORY_FILE).is_file() else None
+
+    @property
+    def has_memory_window(self) -> bool:
+        """Whether a recording's memory window tells the memory; otherwise only a trace or a snapshot can."""
+        return self.memory_file is not None
+
+    @cached_property
+    def allocations(self) -> dict[str, Any]:
+        """Every allocation of the memory window, the snapshot or the trace, in the structure of docs/memory.md."""
+        if self.memory_file is not None:
+            try:
+                return read_memory(self.memory_file)
+            except RecordingError as error:
+                raise Unavailable(str(error)) from None
+        if self.kind is Kind.SNAPSHOT:
+            from stepscope.analysis.memory.snapshot import devices_of, snapshot_memory
+
+            return snapshot_memory(self.snapshot, (devices_of(self.snapshot) or [0])[0])[0]
+        try:
+            linked = self.linked
+        except Unavailable:
+            if not self.is_recording:
+                raise
+            raise Unavailable(
+                f"{self.path} has neither a memory window nor a trace, as after a run with --no-memory or one that "
+                "ended early. Record one with `stepscope run train.py`"
+            ) from None
+        from stepscope.analysis.memory.trace_events import trace_memory
+
+        return trace_memory(linked)
+
+    @cached_property
+    def memory(self) -> MemoryReport:
+        """What was live at the peak, by owner, op and module."""
+        from stepscope.session.memory import snapshot_report, trace_report, window_report
+
+        if self.has_memory_window:
+            return window_report(self.path, self.allocations)
+        if self.kind is Kind.SNAPSHOT:
+            return snapshot_report(self.path, self.snapshot)
+        return trace_report(self.linked, self.allocations)
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """A CUDA memory snapshot, read without executing anything in it."""
+        if self.kind is not Kind.SNAPSHOT:
+            raise self._lacks("memory snapshot", "write one with torch.cuda.memory._dump_snapshot()")
+        from stepscope.trace.snapshot import read_snapshot
+
+        return read_snapshot(self.path)
+
+    @cached_property
+    def sweep(self) -> Sweep:
+        """The rows of a sweep as they were written, and what they ran on."""
+        if self.kind is not Kind.SWEEP:
+            raise self._lacks("sweep", "run one with `stepscope bench`")
+        return read_sweep(self.path)
+
+    @cached_property
+    def sweep_summary(self) -> SweepSummary:
+        """The figures of a sweep: times, rates, MFU, and the best of what computes the same."""
+        from stepscope.analysis.comparison.sweeps import sweep_of
+
+        try:
+            return sweep_of(self.sweep.rows, self.sweep.environments)
+        except WRONG_KIND as error:
+            raise RecordingError(f"{self.path} has a row with {wrong_kind(error)}") from None
+
+    def _lacks(self, what: str, remedy: str) -> Unavailable:
+        return Unavailable(f"{self.path} is a {self.kind.value}, not a {what}: {remedy}")
