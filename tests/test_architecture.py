@@ -14,27 +14,29 @@ import stepscope
 ROOT = Path(stepscope.__file__).parent
 
 # What each part may import of Stepscope besides itself. A part that is not here is not in the design.
-READ_SIDE = {"findings", "session", "analysis", "trace", "devices", "errors", "formatting", "version"}
+READ_SIDE = {"findings", "session", "analysis", "trace", "devices", "display", "errors", "formatting", "version"}
 RUN_SIDE = {"planner", "sweep", "recorder", "workloads"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "formatting": set(),
+    "display": set(),
     "devices": {"errors"},
     "recorder": set(),
     "workloads": {"errors"},
     "sweep": {"recorder", "workloads", "errors", "formatting"},
     "trace": {"errors"},
-    "analysis": {"trace", "devices", "errors", "formatting"},
-    "session": {"analysis", "trace", "devices", "errors", "formatting"},
-    "findings": {"session", "analysis", "trace", "devices", "errors", "formatting"},
+    "analysis": {"trace", "devices", "display", "errors", "formatting"},
+    "session": {"analysis", "trace", "devices", "display", "errors", "formatting"},
+    "findings": {"session", "analysis", "trace", "devices", "display", "errors", "formatting"},
     "document": READ_SIDE,
     "render": {"document", "errors", "formatting", "version"},
     "exporters": READ_SIDE,
     "planner": {"sweep", "recorder", "workloads", "devices", "errors", "formatting"},
     "studies": {"render", "document"} | READ_SIDE | RUN_SIDE,
     "verify_fixes": {"sweep"} | READ_SIDE,
-    "api": {"render", "document", "exporters", "verify_fixes"} | READ_SIDE | RUN_SIDE,
+    "displays": {"display", "document", "render"},
+    "api": {"displays", "render", "document", "exporters", "verify_fixes"} | READ_SIDE | RUN_SIDE,
     "cli": {"api", "studies", "render", "document", "exporters", "verify_fixes"} | READ_SIDE | RUN_SIDE,
     "__main__": {"cli"},
     "__init__": {"api", "version"},

@@ -22,13 +22,12 @@ import importlib.util
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.output import print_result, tell
+from stepscope.cli.support.output import print_document, tell
 from stepscope.cli.support.points import RUN_FLAGS, add_point_arguments, find_workload, typed_axes
 from stepscope.cli.support.users_code import users_code
 from stepscope.errors import MissingDependencyError, UsageError
@@ -37,12 +36,13 @@ from stepscope.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stepscope.document.model import Document
     from stepscope.sweep.grid import Point
     from stepscope.sweep.runner import Options
     from stepscope.workloads.workload import Workload
 
-    Answer = tuple[Callable[[], Any], Callable[[bool, int], str]]
-    """What is printed: as JSON values, and as text by color and width."""
+    Answer = tuple[Callable[[], Document], Callable[[], Any]]
+    """What is printed: as a document, and as JSON values."""
 
 EXIT_NOT_ALL_OK = 1
 EXIT_INTERRUPTED = 130
@@ -123,15 +123,12 @@ def default_device() -> str:
 
 
 def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
-    from stepscope.document.text.sweeps import sweep_of, sweep_text, to_json
+    from stepscope.analysis.comparison.sweep_records import sweep_json
+    from stepscope.analysis.comparison.sweeps import sweep_of
+    from stepscope.document.sweep_table import sweep_document
 
     sweep = sweep_of(rows, environments)
-
-    def to_text(_color: bool, width: int) -> str:
-        # Sentences are wrapped; a table has use for all there is.
-        return sweep_text(sweep, max(width, shutil.get_terminal_size((width, 24)).columns))
-
-    return lambda: to_json(sweep), to_text
+    return lambda: sweep_document(sweep), lambda: sweep_json(sweep)
 
 
 def run_sweep(
@@ -146,9 +143,11 @@ def run_sweep(
     fine: Sequence[str] = ("ok",),
 ) -> int:
     """Run the points that have no row yet and print the `answer` to all rows; 0 when each row's status is `fine`."""
+    from stepscope.analysis.comparison.sweeps import sweep_of
     from stepscope.cli.support.progress import Progress
-    from stepscope.document.text.sweeps import sweep_of, write_tables
+    from stepscope.document.sweep_table import records_table, sweep_document
     from stepscope.formatting import plural
+    from stepscope.render.write import write_sweep_tables
     from stepscope.sweep.results import Results
     from stepscope.sweep.runner import Runner, run_points
     from stepscope.sweep.server import Server, default_start
@@ -187,9 +186,10 @@ def run_sweep(
         rows = results.rows
         sweep = sweep_of(rows, results.facts["environments"])
         with results.writing():
-            write_tables(folder, sweep, command)
+            write_sweep_tables(folder, sweep_document(sweep, command), records_table(sweep))
     if rows:
-        print_result(*answer(rows, results.facts["environments"]), arguments.json)
+        document, to_json = answer(rows, results.facts["environments"])
+        print_document(document, to_json, arguments.json, is_wide=True)
     tell(f"stepscope: {plural(len(rows), 'row')} in {folder}/results.jsonl, .csv, .md")
     if interrupted:
         tell(f"stepscope: interrupted; go on with  {resume_command(folder)}")
@@ -208,7 +208,7 @@ class _Teller:
         self._quiet = quiet
 
     def finished(self, row: dict[str, Any], num_done: int) -> None:
-        from stepscope.document.text.sweeps import row_line
+        from stepscope.document.sweep_table import row_line
 
         if not self._quiet:
             tell(f"{num_done}/{self._num_points}  {row_line(row, self._varying)}")
@@ -219,13 +219,13 @@ class _Teller:
 
 
 def _dry_run(points: list[Point], as_json: bool) -> int:
-    from stepscope.document.text.sweeps import points_text
+    from stepscope.document.sweep_table import grid_document
 
     listed = [
         {"hash": p.hash, "workload": p.workload, "preset": p.preset, "config": dict(p.config), "run": dict(p.run)}
         for p in points
     ]
-    print_result(lambda: {"points": listed}, lambda _color, width: points_text(listed, width), as_json)
+    print_document(lambda: grid_document(listed), lambda: {"points": listed}, as_json)
     return 0
 
 

@@ -20,7 +20,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.output import print_result
+from stepscope.cli.support.output import print_document
 from stepscope.cli.support.points import add_point_arguments, find_workload, typed_axes
 from stepscope.cli.support.users_code import users_code
 from stepscope.devices.peaks import Device, find_device, known_devices, nearest_names
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     with this_torch():
         from stepscope.planner.prediction import Planner
-    from stepscope.document.text.plans import plans_text
+    from stepscope.document.plan import plan_document
     from stepscope.sweep.grid import Grid
 
     devices = [_device(name) for name in dict.fromkeys(name.strip() for name in arguments.device.split(","))]
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     with Doing() as doing:
         plans = _Plans(workload, Planner(workload, _num_ranks(arguments.fsdp)), doing)
         rows = [plans.row(point, device, arguments) for point in points for device in devices]
-    print_result(lambda: _json(rows), lambda _color, width: plans_text(rows, width), arguments.json)
+    print_document(lambda: plan_document(rows), lambda: _json(rows), arguments.json)
     return 0
 
 

@@ -102,7 +102,7 @@ def _source(name: str) -> str:
 
 def _line(measure: Measure, row: dict[str, Any], num_done: int, plan: Plan) -> str:
     from stepscope.analysis.comparison.sweeps import varying_axes
-    from stepscope.document.text.sweeps import row_line
+    from stepscope.document.sweep_table import row_line
 
     points = plan.points[measure.id]
     names = varying_axes([{"preset": p.preset, **p.config, **p.run} for p in points])[0]

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.bench import default_device, default_folder, fill_closed_streams, resume_command
-from stepscope.cli.support.output import print_result, tell
+from stepscope.cli.support.output import print_document, tell
 from stepscope.cli.support.points import RUN_FLAGS, add_point_arguments, find_workload, typed_axes
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.formatting import safe
@@ -97,7 +97,7 @@ def _space(arguments: argparse.Namespace) -> Space:
 
 
 def _run(space: Space, budget: int | None, arguments: argparse.Namespace) -> int:
-    from stepscope.document.text.tune_text import tuning_text
+    from stepscope.document.tuning import tuning_document
     from stepscope.sweep.results import Results
     from stepscope.sweep.tuning.descent import INTERRUPTED, TIME
     from stepscope.sweep.tuning.trials import Clock
@@ -118,7 +118,7 @@ def _run(space: Space, budget: int | None, arguments: argparse.Namespace) -> int
             f"stepscope tune: the defaults were not done in {arguments.minutes:g} minutes: --minutes gives them more"
         )
         return EXIT_NOTHING_RIGHT
-    print_result(lambda: asdict(tuning), lambda color, width: tuning_text(tuning, color, width), arguments.json)
+    print_document(lambda: tuning_document(tuning), lambda: asdict(tuning), arguments.json)
     tell(f"stepscope: all rows in {folder}/results.jsonl, .csv, .md; the answer in {folder}/{TUNE_FILE}")
     if tuning.stopped in (TIME, INTERRUPTED):
         said = "the time was over" if tuning.stopped == TIME else "interrupted"
@@ -132,7 +132,7 @@ def _tuned(space: Space, budget: int | None, results: Results, clock: Clock, arg
     from stepscope.analysis.comparison.significance import difference
     from stepscope.cli.support.progress import Progress
     from stepscope.cli.tune_forecast import Forecaster
-    from stepscope.document.text.tune_text import trial_line, tuning_from
+    from stepscope.document.tuning import trial_line, tuning_from
     from stepscope.sweep.runner import Options, Runner
     from stepscope.sweep.server import Server, default_start
     from stepscope.sweep.tuning.descent import Search
@@ -189,13 +189,16 @@ def _tuned(space: Space, budget: int | None, results: Results, clock: Clock, arg
 
 
 def _write(results: Results, tuning: Tuning, command: str) -> None:
-    from stepscope.document.text.sweeps import sweep_of, write_tables
+    from stepscope.analysis.comparison.sweeps import sweep_of
+    from stepscope.document.sweep_table import records_table, sweep_document
     from stepscope.recorder.files import write_json
+    from stepscope.render.write import write_sweep_tables
 
     with results.writing():
         write_json(results.folder / TUNE_FILE, asdict(tuning))
         if results.rows:
-            write_tables(results.folder, sweep_of(results.rows, results.facts["environments"]), command)
+            sweep = sweep_of(results.rows, results.facts["environments"])
+            write_sweep_tables(results.folder, sweep_document(sweep, command), records_table(sweep))
 
 
 def _check_same(folder: Path, asked: dict[str, Any], is_resumed: bool) -> None:

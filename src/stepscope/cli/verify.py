@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from stepscope.cli.support.numbers import positive
-from stepscope.cli.support.output import print_result, tell, write
+from stepscope.cli.support.output import print_document, tell, write
 from stepscope.cli.support.progress import Doing
 from stepscope.errors import UsageError
 
@@ -84,12 +84,9 @@ def main(arguments: argparse.Namespace) -> int:
             warn=lambda warning: tell(f"stepscope verify: {warning}"),
         )
 
-    def to_text(color: bool, width: int) -> str:
-        from stepscope.document.text.verify_text import verify_text
+    from stepscope.document.verification import verification_document
 
-        return verify_text(verification, color, width)
-
-    print_result(verification.to_json, to_text, arguments.json)
+    print_document(lambda: verification_document(verification), verification.to_json, arguments.json)
     return verification.exit_code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stepscope.document.model import Value
+from stepscope.document.model import Part, Value
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Explorer:
+class Explorer(Part):
     """The points of a sweep as columns: entry `p` of every column is of point `p`.
 
     To draw figure `f` over axis `x` with axis `s` as series and every other axis held at one value each (`others`):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from stepscope.document.model import Document, FindingCard, Findings, Section, Table
 from stepscope.findings.diagnose import Diagnosis
-from stepscope.findings.finding import Finding
+from stepscope.findings.finding import Finding, saving_texts
 from stepscope.findings.fixes import FIXES
-from stepscope.formatting import duration, percent, plural, size
+from stepscope.formatting import duration, percent, plural
 
 LOW_BUSY_SHARE = 0.5
 """A GPU that is busy for less of the step than this has a problem, even if no rule names it."""
@@ -17,9 +17,7 @@ LOW_BUSY_SHARE = 0.5
 
 def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Document:
     """Return a diagnosis as a document: how long a step takes, what limits it, every finding."""
-    how = (
-        "measured without a profiler" if diagnosis.is_measured else "from the trace, less profiler overhead"
-    )
+    how = "measured without a profiler" if diagnosis.is_measured else "from the trace, less profiler overhead"
     step = "The step time is unknown."
     if diagnosis.step_ns is not None:
         step = f"A step takes {duration(diagnosis.step_ns, 3)} ({how})."
@@ -71,17 +69,6 @@ def _card(finding: Finding, step_ns: float | None, recording: str | None) -> Fin
         evidence=tuple(_evidence(finding)),
         places=finding.places,
     )
-
-
-def saving_texts(finding: Finding, step_ns: float | None) -> tuple[str, str]:
-    """Return what the fix saves and what that is of: `3.43 ms`, `per step (5.1 %)`."""
-    most = "up to " if finding.upper_bound else ""
-    memory = None if finding.saving_bytes is None else size(finding.saving_bytes)
-    if finding.saving_ns is not None:
-        share = f" ({percent(finding.saving_ns / step_ns)})" if step_ns else ""
-        also = f" and {memory} of the peak" if memory else ""
-        return f"{most}{duration(finding.saving_ns, 3)}", f"per step{share}{also}"
-    return (f"{most}{memory}", "of the peak") if memory else ("unknown", "")
 
 
 def _evidence(finding: Finding) -> Iterator[Table]:

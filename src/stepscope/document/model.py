@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from stepscope.display import Shown
+
 Value = float | int | str | bool | None
 
 
@@ -249,8 +251,8 @@ class Section:
     parts: tuple[Part, ...]
 
 
-@dataclass(frozen=True)
-class Document:
+@dataclass(frozen=True, repr=False)
+class Document(Shown):
     """Everything there is to show about one result, whatever shows it."""
 
     title: str
@@ -264,3 +266,8 @@ class Document:
     def parts(self, kind: type | tuple[type, ...]) -> list[Any]:
         """Return every part of a kind, in order."""
         return [part for section in self.sections for part in section.parts if isinstance(part, kind)]
+
+
+def itself(document: Document) -> Document:
+    """Return the document: how a document shows itself."""
+    return document

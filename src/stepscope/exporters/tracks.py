@@ -10,9 +10,8 @@ import polars as pl
 
 from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_timeline
 from stepscope.analysis.structure.nesting import ancestor
-from stepscope.document.text.findings_text import saving_of
 from stepscope.exporters.selection import Selection
-from stepscope.findings.finding import Finding
+from stepscope.findings.finding import Finding, saving_texts
 
 MOST_POINTS = 50_000
 """Of a memory counter; of more the lowest and the highest of each stretch are kept."""
@@ -131,7 +130,7 @@ def _findings(selection: Selection, findings: Sequence[Finding]) -> Iterator[Tra
 def _about(finding: Finding) -> dict[str, Any]:
     return {
         "sentence": finding.sentence,
-        "saving": " and ".join(saving_of(finding).parts) or "not known",
+        "saving": " ".join(saving_texts(finding, None)).rstrip(),
         "saving_ns": finding.saving_ns,
         "saving_bytes": finding.saving_bytes,
         "confidence": finding.confidence,

@@ -23,7 +23,7 @@ def table_lines(table: Table, num_rows: int, width: int) -> list[str]:
     """
     order = [name for name in table.screen if name in table.columns] or list(table.columns)
     texts = {name: _cells(name, table.columns[name][:num_rows]) for name in table.columns if name in order}
-    is_text = {name: not is_numeric(table.columns[name]) for name in texts}
+    is_text = {name: not is_numeric(table.columns[name]) and not _are_figures(texts[name]) for name in texts}
     first = next(iter(texts), "")
     while len(texts) > 1 and _least(texts, is_text, first) > width:
         dropped = next(name for name in reversed(order) if name in texts and name != first)
@@ -48,6 +48,11 @@ def table_lines(table: Table, num_rows: int, width: int) -> list[str]:
 
 def _cells(name: str, values: Sequence[object]) -> list[str]:
     return [safe(cell(name, value), _MOST_CHARACTERS) for value in values]
+
+
+def _are_figures(cells: Sequence[str]) -> bool:
+    """Whether texts are figures with units: they are aligned like numbers, and never cut."""
+    return any(cells) and all(not text or (text[0] in "+−–" or text[0].isdigit()) for text in cells)
 
 
 def _least(texts: dict[str, list[str]], is_text: dict[str, bool], first: str) -> int:

@@ -32,6 +32,15 @@ def write_report(report: Document, target: Path) -> Path:
     return _write_folder(report, target)
 
 
+def write_sweep_tables(folder: Path, document: Document, records: Table) -> None:
+    """Write results.md and results.csv beside the rows of a sweep."""
+    from stepscope.render.csv import csv_of
+    from stepscope.render.markdown.markdown import markdown_of
+
+    write_texts(folder / "results.csv", [csv_of(records)])
+    write_texts(folder / "results.md", [markdown_of(document)])
+
+
 def _write_folder(report: Document, target: Path) -> Path:
     from stepscope.render.csv import csv_of
     from stepscope.render.png.pictures import png_of

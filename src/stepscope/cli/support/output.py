@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 def print_card(card: Card, as_json: bool, stream: TextIO | None = None) -> None:
-    """Print a card."""
-    print_result(card.to_json, card.text, as_json, stream)
+    """Print a card on the terminal, or as JSON."""
+    from stepscope.document.card import card_document
+    from stepscope.render.terminal import terminal_text
+
+    print_result(card.to_json, lambda color, width: terminal_text(card_document(card), width, color), as_json, stream)
 
 
 def print_result(
@@ -38,12 +41,20 @@ def print_result(
 
 
 def print_document(
-    document: Callable[[], Document], to_json: Callable[[], Any], as_json: bool, num_rows: int | None = None
+    document: Callable[[], Document],
+    to_json: Callable[[], Any],
+    as_json: bool,
+    num_rows: int | None = None,
+    is_wide: bool = False,
 ) -> None:
-    """Print a document on the terminal, or its result as JSON."""
+    """Print a document on the terminal, or its result as JSON; a wide table uses the whole terminal."""
     from stepscope.render.terminal import terminal_text
 
-    print_result(to_json, lambda color, width: terminal_text(document(), width, color, num_rows), as_json)
+    def to_text(color: bool, width: int) -> str:
+        whole = max(width, shutil.get_terminal_size((width, 24)).columns) if is_wide else width
+        return terminal_text(document(), whole, color, num_rows)
+
+    print_result(to_json, to_text, as_json)
 
 
 def write(parts: Iterable[str], stream: TextIO | None = None) -> None:

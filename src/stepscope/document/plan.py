@@ -1,0 +1,133 @@
+"""Builds predictions as a document: one in full, several as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from stepscope.analysis.comparison.sweeps import varying_axes
+from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series, Table, Value
+from stepscope.formatting import count, duration, flops, plural, safe, size
+
+OWNERS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimizer_state": "optimizer state",
+    "activation": "activations",
+    "autocast_weight_cast": "autocast weight casts",
+    "input": "inputs",
+    "unsharded_parameter": "unsharded parameters",
+    "unsharded_gradient": "unsharded gradients",
+    "communication": "communication buffers",
+    "temporary": "temporaries",
+    "workspace": "workspaces",
+    "allocator_rounding": "allocator rounding",
+}
+SEARCHED = {"max_batch": "largest batch", "max_seq_len": "longest sequence"}
+SHOWN = ("preset", "batch", "seq_len", "dtype", "mode", "compile", "sdpa", "optimizer")
+"""Knobs that the title names."""
+DEFAULTS = {"compile": "off", "sdpa": "free", "optimizer": "adamw"}
+"""Values that the title leaves out."""
+NUM_MODULES = 6
+
+
+def plan_document(rows: Sequence[Mapping[str, Any]]) -> Document:
+    """Return the predictions of `stepscope plan`; a row is what `plan --json` prints."""
+    parts: list[Part] = list(_one(rows[0])) if len(rows) == 1 else [_table(rows)]
+    bounds = {} if len(rows) == 1 else {row["device"]: why for row in rows for why in row["bounded_by"].values()}
+    if bounds:
+        parts.append(Facts(tuple(Fact(device, why) for device, why in bounds.items()), "what else limits the search"))
+    notes = dict.fromkeys(note for row in rows for note in row["unmodelled"])
+    if notes:
+        parts.append(Facts(tuple(Fact("", note) for note in notes), "not modeled, or assumed"))
+    device = f" on {rows[0]['device']}" if len(rows) == 1 else ""
+    axes = _axes(rows[0]) if len(rows) == 1 else varying_axes([_axes(row) for row in rows])[1]
+    title = f"{_title(rows[0], axes)}{device}"
+    return Document(title, title, (Section("plan", "", tuple(parts)),))
+
+
+def _one(row: Mapping[str, Any]) -> Iterator[Part]:
+    reserved = "" if row["peak_reserved_bytes"] is None else f", {size(row['peak_reserved_bytes'])} reserved"
+    facts = [
+        Fact("verdict", _verdict(row)),
+        Fact("peak", f"{size(row['peak_allocated_bytes'])} allocated{reserved}; {_settles(row)}"),
+    ]
+    if row.get("error_bar"):
+        facts.append(Fact("error bar", f"±{row['error_bar']:.0%} of the allocated bytes"))
+    facts += [Fact("parameters", f"{row['parameters']:,}"), Fact("FLOPs", f"{flops(row['flops'])} per step")]
+    if (bound := row["lower_bound"]) is not None:
+        other = "bandwidth" if bound["binds"] == "compute" else "compute"
+        text = (
+            f"{_ms(bound['ms'])} per step, limited by {bound['binds']} ({other} alone: {_ms(bound[f'{other}_ms'])})"
+        )
+        tokens = "" if row["tokens_per_s"] is None else f"; at most {count(row['tokens_per_s'])} tokens/s"
+        facts.append(Fact("least time", text + tokens))
+    for key, title in SEARCHED.items():
+        if key in row:
+            why = row["bounded_by"].get(key)
+            found = "unknown" if row[key] is None else f"{row[key]:,}" if row[key] else "not even 1 fits"
+            facts.append(Fact(title, found + (f": {why}" if why else "")))
+    yield Facts(tuple(facts))
+    yield Bars(
+        id="live_at_peak",
+        title=f"live at the peak of {size(row['peak_allocated_bytes'])}",
+        labels=[OWNERS.get(owner, owner) for owner in row["live_at_peak"]],
+        series=(Series("live at the peak", list(row["live_at_peak"].values())),),
+        unit="live_bytes",
+        whole=row["peak_allocated_bytes"],
+    )
+    modules = {name: num_bytes for name, num_bytes in row["live_at_peak_by_module"].items() if name}
+    if modules:
+        columns = {"module": list(modules), "live_bytes": list(modules.values())}
+        yield Table("modules", "modules that hold the most of it", columns, num_shown=NUM_MODULES)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    axes = [_axes(row) for row in rows]
+    varying, _ = varying_axes(axes)
+    bounds = [row["lower_bound"] or {} for row in rows]
+    columns: dict[str, list[Value]] = {name: [safe(each.get(name, ""), 30) for each in axes] for name in varying}
+    columns["device"] = [row["device"] for row in rows]
+    columns["verdict"] = [row["fits"] or "" for row in rows]
+    columns["peak_bytes"] = [row["peak_allocated_bytes"] for row in rows]
+    columns |= {key: [row.get(key) for row in rows] for key in SEARCHED if key in rows[0]}
+    columns["reserved_bytes"] = [row["peak_reserved_bytes"] for row in rows]
+    columns["least_time_ns"] = [bound["ms"] * 1e6 if bound else None for bound in bounds]
+    columns["limited_by"] = [bound.get("binds", "") for bound in bounds]
+    return Table("plans", "Predictions", columns, num_shown=len(rows), screen=tuple(columns))
+
+
+def _axes(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of a point; a whole step of the user's own ignores the run knobs."""
+    preset = {} if row["preset"] in (None, "default") else {"preset": row["preset"]}
+    return {**preset, **row["config"], **({} if row["is_whole_step"] else row["run"])}
+
+
+def _title(row: Mapping[str, Any], axes: Mapping[str, Any]) -> str:
+    named = {name: axes[name] for name in SHOWN if name in axes and DEFAULTS.get(name) != axes[name]}
+    bare = ("preset", "dtype", "mode")
+    words = [str(value) if name in bare else f"{name}={value}" for name, value in named.items()]
+    rank = f", one rank of {row['fsdp']}" if row.get("fsdp") else ""
+    return safe(" ".join((row["workload"], *words)), 200) + (", a whole step" if row["is_whole_step"] else rank)
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    if row["fits"] is None:
+        return "a CPU is limited only by the machine's memory"
+    usable, growth = row["usable_bytes"], row["growth_bytes_per_step"]
+    retries = f", after {plural(row['num_retries'], 'allocator flush')}" if row["num_retries"] else ""
+    full = ""
+    if growth and row["peak_reserved_bytes"] < usable:
+        full = f", full after {count(row['peak_step'] + (usable - row['peak_reserved_bytes']) // growth)} steps"
+    return f"{row['fits']}{retries}; the device has {size(usable)} for tensors{full}"
+
+
+def _settles(row: Mapping[str, Any]) -> str:
+    if row["growth_bytes_per_step"]:
+        return f"at step {row['peak_step']}, and {size(row['growth_bytes_per_step'])} more with every step"
+    return f"constant from step {row['settles_at_step']} on"
+
+
+def _ms(milliseconds: float) -> str:
+    return duration(milliseconds * 1e6, digits=3)
