@@ -44,9 +44,9 @@ def on_math(program: Program, took: float = 1000) -> None:
     ("options", "why", "fix"),
     [
         ({"dtype": FP32}, "the tensors are float32", "bfloat16"),
-        ({"size": 320}, "a head of 320 is wider than 256", "more heads"),
-        ({"size": 100}, "nothing in the trace stands against flash", "remove sdpa_kernel"),  # flash pads it to 104
-        ({}, "nothing in the trace stands against flash", "remove sdpa_kernel"),
+        ({"size": 320}, "the head size of 320 is larger than 256", "more heads"),
+        ({"size": 100}, "nothing in the trace rules it out", "remove sdpa_kernel"),  # flash pads it to 104
+        ({}, "nothing in the trace rules it out", "remove sdpa_kernel"),
     ],
 )
 def test_the_reason(options, why, fix):
@@ -55,7 +55,7 @@ def test_the_reason(options, why, fix):
 
     (finding,) = attention_backend.check(program.case())
 
-    assert "efficient back end" in finding.sentence and why in finding.sentence
+    assert "efficient backend" in finding.sentence and why in finding.sentence
     assert fix in finding.fix
     expected_ns = flops(options.get("size", SIZE)) / FLASH * 1e9
     assert finding.saving_ns == pytest.approx(4_000_000 - expected_ns, rel=1e-6)
@@ -67,7 +67,7 @@ def test_the_math_back_end_becomes_one_kernel():
 
     (finding,) = attention_backend.check(program.case())
 
-    assert "math back end" in finding.sentence
+    assert "math backend" in finding.sentence
     assert finding.saving_ns == pytest.approx(3_000_000 - flops() / FLASH * 1e9, rel=1e-6)
 
 
@@ -90,7 +90,7 @@ def test_one_call_is_told_by_one_rule():
     case = program.case()
     assert attention_mask.check(case) == []
     (finding,) = attention_backend.check(case)
-    assert "a mask of 4×16×2048×2048 is given" in finding.sentence and "are float32" in finding.sentence
+    assert "of a 4×16×2048×2048 mask" in finding.sentence and "are float32" in finding.sentence
 
 
 def test_a_device_without_flash_is_clean():

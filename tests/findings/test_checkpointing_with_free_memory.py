@@ -31,8 +31,8 @@ def test_recomputation_with_room_for_it():
     (finding,) = checkpointing_with_free_memory.check(step().case())
 
     assert finding.saving_ns == pytest.approx(2_000_000)
-    assert "1 op of the forward run again" in finding.sentence
-    assert "keeping what is computed again takes 1.00 GiB at the most" in finding.sentence
+    assert "Recomputing 1 forward op" in finding.sentence
+    assert "at most 1.00 GiB" in finding.sentence
 
 
 def test_room_for_a_part_of_it():

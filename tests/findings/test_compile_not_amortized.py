@@ -22,10 +22,8 @@ def compiling(folder: Path, seconds: float, **facts: Any) -> Path:
 def test_seconds_for_a_run_of_a_tenth_of_one(tmp_path):
     (finding,) = compile_not_amortized.check(case_of(None, compiling(tmp_path / "run", 30.0)))
 
-    assert finding.sentence == (
-        "torch.compile took 30 s for a run of 12 steps of 10 ms, 0.1 s in all: had it made each step twice as fast, "
-        "it would have paid after 3,000 steps."
-    )
+    for figure in ("took 30 s", "12 steps", "0.1 s (10.0 ms each)", "after 3,000 steps"):
+        assert figure in finding.sentence
     assert finding.saving_ns is None and finding.confidence == "high"
 
 

@@ -86,9 +86,8 @@ def compiling(folder: Path, **fields: Any) -> Path:
 def test_the_recording_knows_where_and_why(tmp_path):
     (finding,) = graph_breaks.check(case_of(None, compiling(tmp_path / "run", graph_breaks=[BREAK])))
 
-    assert finding.sentence == (
-        "torch.compile broke the graph 3 times, most often at model.py:12 in forward: Data-dependent branching."
-    )
+    for figure in ("3 times", "model.py:12 in forward", "Data-dependent branching"):
+        assert figure in finding.sentence
     assert finding.saving_ns is None and "model.py:12" in finding.fix
 
 

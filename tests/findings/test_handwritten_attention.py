@@ -36,7 +36,7 @@ def test_products_and_softmax_become_flash_attention():
     # Two products over half of the scores, as under a causal mask.
     flash_ns = 2 * PRODUCT_FLOPS / 2 / FLASH * 1e9
     assert finding.saving_ns == pytest.approx(2_300_000 - flash_ns, rel=1e-6)
-    assert "1 softmax a step over 2,048 × 2,048 scores, with 5 kernels" in finding.sentence
+    assert "1 softmax call per step over 2,048 × 2,048 scores, with 5 kernels" in finding.sentence
     assert "is_causal=True" in finding.fix and finding.upper_bound
 
 
@@ -88,7 +88,7 @@ def test_bytes_of_the_scores_at_the_peak():
     (finding,) = handwritten_attention.check(program.case())
 
     assert finding.saving_bytes == 2 * size
-    assert "1.00 GiB of the peak" in finding.sentence
+    assert "1.00 GiB of the memory peak" in finding.sentence
 
 
 def test_chains_over_scores_are_told_once():

@@ -33,7 +33,7 @@ def test_python_that_gives_the_gpu_nothing():
     (finding,) = host_stall.check(case_of(steps(training)))
 
     assert finding.saving_ns == 5_000_000
-    assert "away for 5 ms of a step of 10 ms, in 1 stretch, mostly in Python between the passes" in finding.sentence
+    assert "5.00 ms per step (50% of 10.0 ms), in 1 stretch, mostly in Python code outside" in finding.sentence
     assert finding.confidence == "medium"
 
 
@@ -110,4 +110,4 @@ def test_after_the_backward_a_longer_stretch_or_one_that_ends_with_no_tensor_is_
     (other,) = host_stall.check(case_of(steps(lambda trace, at: graph_given_back(trace, at, is_let_go=False))))
 
     assert longer.saving_ns == pytest.approx(1_600_000, abs=20_000)
-    assert "the host is away" in other.sentence.lower()
+    assert "the host launches nothing" in other.sentence.lower()

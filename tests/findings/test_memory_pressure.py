@@ -53,7 +53,7 @@ def test_expandable_segments_are_not_recommended_twice(tmp_path):
 
     (finding,) = reserved(tmp_path, 60, 90, environment=environment)
 
-    assert "on already" in finding.fix
+    assert "already on" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_memory_as_it_should_be(tmp_path, allocated, held, retries):
 
 
 def test_a_processor_has_no_allocator_s_figures(tmp_path):
-    with pytest.raises(Unavailable, match="a GPU's"):
+    with pytest.raises(Unavailable, match="on a GPU"):
         check(recorded(tmp_path, [10.0] * 8))

@@ -35,7 +35,7 @@ def test_nobody_else(tmp_path):
 
 
 def test_a_process_without_figures_may_be_the_run_itself(tmp_path):
-    with pytest.raises(Unavailable, match="may be the run itself"):
+    with pytest.raises(Unavailable, match="may be this run"):
         beside(tmp_path, {"pid": 1, "name": None, "used_bytes": None})
 
 

@@ -33,7 +33,7 @@ def test_a_batch_from_pageable_memory():
     assert finding.saving_ns == pytest.approx(
         8_150_000 - (10_000 + 1_000_000 + 1_500 + 3_000_000 + 40_000), abs=12_000
     )
-    assert "47.7 MiB a step" in finding.sentence and "1 copy at 10.0 GB/s" in finding.sentence
+    assert "47.7 MiB" in finding.sentence and "1 transfer at 10.0 GB/s" in finding.sentence
     assert "pin_memory=True" in finding.fix and "50 GB/s" in finding.derived
     assert synchronization.check(case) == []
 

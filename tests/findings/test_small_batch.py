@@ -30,8 +30,8 @@ def test_short_kernels_take_more_data_for_nothing():
     (finding,) = small_batch.check(case_of(graph(took=3)))
 
     assert finding.saving_ns == pytest.approx(3_000_000, rel=0.01), "half of 6 ms"
-    assert "half of 2,000 kernels a step is shorter than 3 µs" in finding.sentence
-    assert "of 139.80 GiB are free" in finding.sentence and "batch_size × 2" in finding.fix
+    assert "Half of 2,000 kernels per step are shorter than 3.00 µs" in finding.sentence
+    assert "of 140 GiB of memory are free" in finding.sentence and "batch_size × 2" in finding.fix
 
 
 @pytest.mark.parametrize(

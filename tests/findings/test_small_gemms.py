@@ -33,7 +33,7 @@ def test_a_loop_over_experts():
     # 24 products: their bytes, each read and written once, take longer than their arithmetic.
     moved = sum(2 * 2 * (num * WIDTH + WIDTH * INNER + num * INNER) for num in rows)
     assert finding.saving_ns == pytest.approx(24 * 30_000 - moved / (4.8e12 * 0.85) * 1e9, rel=1e-6)
-    assert "24 matrix products a step come one after the other in 1 loop" in finding.sentence
+    assert "24 matrix products per step run one after the other in 1 loop" in finding.sentence
     assert "_grouped_mm" in finding.fix
 
 
@@ -43,7 +43,7 @@ def test_one_product_for_each_head():
 
     (finding,) = small_gemms.check(program.case())
 
-    assert "each with tiles for 2% of the device's 132 processors" in finding.sentence
+    assert "each with tiles for 2% of the GPU's 132 SMs" in finding.sentence
     assert "torch.bmm" in finding.fix
 
 
@@ -90,7 +90,7 @@ def test_experts_that_fill_the_device_on_a_host_that_is_late():
     (finding,) = small_gemms.check(program.case())
 
     assert finding.saving_ns == pytest.approx(36 * 100_000 - 12 * 65_000, rel=0.05)
-    assert "With what else is done in a turn, 36 of the step's 36 launches are the loop's" in finding.sentence
+    assert "36 of 36 launches per step" in finding.sentence
 
 
 def test_without_a_late_host_products_that_fill_the_device_are_clean():

@@ -27,8 +27,8 @@ def test_a_value_read_in_the_middle_costs_what_the_host_then_needs():
 
     # 9.1 ms; without the read the second kernel follows the first after a pause of 1.5 µs, and Python runs beside it.
     assert finding.saving_ns == 9_100_000 - (4_010_000 + 1_500 + 4_000_000 + 90_000)
-    assert "stops 1 time a step to wait for the GPU, in aten::item of the forward" in finding.sentence
-    assert "stands for 3 ms, and the GPU then has nothing to do for 0.998 ms" in finding.sentence
+    assert "stops 1 time per step to wait for the GPU, in aten::item in the forward" in finding.sentence
+    assert "waits 3.00 ms, then the GPU is idle for 998 µs" in finding.sentence
     assert finding.fix.startswith("keep the value on the GPU")
     (row,) = finding.evidence[0].rows
     assert (row["op"], row["num_calls"]) == ("aten::item", 1)
@@ -39,7 +39,7 @@ def test_stacks_name_the_caller():
 
     (finding,) = synchronization.check(case_of(trace))
 
-    assert "aten::item of train.py(41): log_norms" in finding.sentence
+    assert "aten::item in train.py(41): log_norms" in finding.sentence
 
 
 def norms_one_by_one(trace: TraceBuilder, at: float, num: int = 5) -> float:
@@ -62,7 +62,7 @@ def test_norms_read_one_by_one_are_computed_as_one():
     # Of 100 µs a norm, 30 are neither the norm's nor the read's. The first norm, after another op, is left too: 20.
     # So the second kernel is launched at 1,270 µs, and ends 40 µs before its step.
     assert finding.saving_ns == 2_650_000 - (1_100_000 + 5 * 30_000 + 20_000 + 10_000 + 1_000_000 + 40_000)
-    assert "stops 5 times a step" in finding.sentence
+    assert "stops 5 times per step" in finding.sentence
 
 
 def test_a_few_norms_are_left_as_they_are():
@@ -150,7 +150,7 @@ def test_a_small_tensor_made_on_the_host_stops_the_step_too():
 
     # The copy stays, after the first kernel as before; the second waits for it and a pause each.
     assert finding.saving_ns == pytest.approx(9_100_000 - (4_012_000 + 1_500 + 4_000_000 + 90_000), abs=2_000)
-    assert finding.fix.startswith("make it on the GPU")
+    assert finding.fix.startswith("create it on the GPU")
 
 
 def test_without_gpu_work_nothing_is_waited_for():
@@ -183,7 +183,7 @@ def test_a_mask_costs_what_an_op_of_a_fixed_shape_would_not():
 
     # 200 µs of the host become the 20 of the other ops.
     assert finding.saving_ns == pytest.approx(180_000, abs=2_000)
-    assert "indexing with a mask, 1 time a step, keeps it for 0.2 ms" in finding.sentence
+    assert "Indexing with a mask, 1 time per step, keeps the host busy for 200 µs" in finding.sentence
     assert finding.fix.startswith("keep the shape fixed")
 
 

@@ -25,23 +25,21 @@ def test_heat(tmp_path):
 
     assert finding.saving_ns == pytest.approx(10e6 * 0.25)
     assert finding.upper_bound
-    assert (
-        "1,485 MHz at 500 W in the clean steps, 25% below the device's 1,980 MHz: held back by heat in 95% of 20"
-        in finding.sentence
-    )
+    assert "1,485 MHz at 500 W in the clean steps, 25% below the device's 1,980 MHz" in finding.sentence
+    assert "limited by heat in 95% of 20 samples" in finding.sentence
 
 
 def test_without_the_device_s_highest_clock_the_highest_that_was_seen_counts(tmp_path):
     (finding,) = held_back(tmp_path, 1485, "sw_thermal_slowdown")
 
     assert finding.saving_ns == pytest.approx(10e6 * 0.25 * 19 / 20)
-    assert "below the highest that was seen, 1,980 MHz" in finding.sentence
+    assert "below the highest observed, 1,980 MHz" in finding.sentence
 
 
 def test_heat_is_named_before_the_power_limit(tmp_path):
     (finding,) = held_back(tmp_path, 1485, "sw_power_cap", "sw_thermal_slowdown")
 
-    assert "held back by heat" in finding.sentence
+    assert "limited by heat" in finding.sentence
 
 
 def test_a_power_limit_that_was_lowered(tmp_path):
