@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.errors import TraceError, UsageError
+from stepscope.errors import StepscopeError, Unavailable, UsageError
 from stepscope.recorder import files
 from stepscope.trace import find
 from stepscope.trace.find import TraceFile, find_traces, ranks_of
@@ -219,9 +219,9 @@ def test_a_folder_one_may_not_read_is_named_itself(nobody, mode):
     folder.chmod(mode)
     become_nobody()
 
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(StepscopeError, match="Permission denied") as caught:
         find_traces([folder])
-    assert str(caught.value) == f"{folder}: this folder may not be read"
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_file_one_may_not_read_is_left_to_the_reader(nobody):
@@ -253,7 +253,7 @@ def test_a_recording_without_a_trace_says_how_to_make_one(tmp_path):
     put(tmp_path / "recording.json", "{}")
     (tmp_path / "trace").mkdir()
 
-    with pytest.raises(TraceError, match=r"without a trace.*stepscope run --trace 2") as caught:
+    with pytest.raises(Unavailable, match=r"without a trace.*stepscope run --trace 2") as caught:
         find_traces([tmp_path])
     assert "\n" not in str(caught.value)
 

@@ -27,20 +27,20 @@ import argparse
 import gc
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepscope.cli import analyze_views
 from stepscope.cli.support.numbers import positive
 from stepscope.errors import StepscopeError, UsageError
 
+if TYPE_CHECKING:
+    from stepscope.document.model import Document
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument(
-        "paths",
-        type=Path,
-        nargs="*",
-        metavar="PATH",
-        help="a recording, trace or folder of ranks (default: latest run)",
+        "paths", type=Path, nargs="*", metavar="PATH", help="recording or trace (default: latest run)"
     )
     parser.add_argument(
         "--memory", action="store_true", help="what filled the memory, instead of where the time goes"
@@ -68,30 +68,26 @@ def main(arguments: argparse.Namespace) -> int:
         return _memory(arguments)
     if arguments.output:
         raise UsageError("-o draws memory over time: it goes with --memory")
-    from stepscope.api import analyze
-    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.output import print_document
     from stepscope.cli.support.progress import Progress
+    from stepscope.session import open_session
 
     with Progress("reading") as progress:
-        analysis = analyze(
-            *arguments.paths,
-            step=arguments.step,
-            rank=arguments.rank,
-            use_cache=not arguments.no_cache,
-            progress=progress,
-        )
+        use_cache = not arguments.no_cache
+        session = open_session(arguments.paths, rank=arguments.rank, use_cache=use_cache, progress=progress)
+        analysis = session.analyze(arguments.step)
 
-    def to_text(color: bool, width: int) -> str:
-        from stepscope.document.text.trace_text import analysis_text
+    def document() -> Document:
+        from stepscope.document.analysis import analysis_document
 
-        return analysis_text(analysis, arguments.top, width)
+        return analysis_document(analysis, arguments.top)
 
-    print_result(lambda: analysis.to_json(arguments.top), to_text, arguments.json)
+    print_document(document, lambda: analysis.to_json(arguments.top), arguments.json)
     return 0
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from stepscope.cli.support.output import print_result
+    from stepscope.cli.support.output import print_document
     from stepscope.cli.support.progress import Progress
     from stepscope.session import open_session
     from stepscope.session.memory_growth import analyze_memory
@@ -113,17 +109,18 @@ def _memory(arguments: argparse.Namespace) -> int:
             ]
         )
     if output is not None:
-        from stepscope.render.memory_picture import timeline_svg
+        from stepscope.document.memory_charts import allocator_timeline
+        from stepscope.render.svg import svg_of
 
         try:
-            output.write_text(timeline_svg(analysis.reports[0].account), encoding="utf-8")
+            output.write_text(svg_of(allocator_timeline(analysis.reports[0].account)), encoding="utf-8")
         except OSError as error:
             raise StepscopeError(f"{output} could not be written: {error.strerror or error}") from None
 
-    def to_text(color: bool, width: int) -> str:
-        from stepscope.document.text.memory_text import memory_text
+    def document() -> Document:
+        from stepscope.document.sections.memory import memory_document
 
-        return memory_text(analysis, arguments.top, width)
+        return memory_document(analysis, arguments.top)
 
-    print_result(lambda: analysis.to_json(arguments.top), to_text, arguments.json)
+    print_document(document, lambda: analysis.to_json(arguments.top), arguments.json)
     return 0

@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument(
-        "path",
-        type=Path,
-        nargs="?",
-        metavar="PATH",
-        help="a recording, trace or folder of ranks (default: latest run)",
-    )
+    parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="recording or trace (default: latest run)")
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="ID", help="a rule not to ask; may be repeated"

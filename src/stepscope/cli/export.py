@@ -32,13 +32,7 @@ FORMS = ("perfetto", "speedscope", "csv", "parquet")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument(
-        "path",
-        type=Path,
-        nargs="?",
-        metavar="PATH",
-        help="a recording, trace or folder of ranks (default: latest run)",
-    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a recording, a trace, a folder of ranks")
     parser.add_argument("form", metavar="FORM", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--step", type=int, metavar="N", help="this step alone")
     parser.add_argument("--module", metavar="FQN", help="this module alone, with its backward; * stands for a number")

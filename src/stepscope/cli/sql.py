@@ -49,13 +49,7 @@ _FILE_IN_PLAN = re.compile(r"^\s*\w+ SCAN\b", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        nargs="?",
-        metavar="PATH",
-        help="a recording, trace or folder of ranks (default: latest run)",
-    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a recording, a trace, a folder of ranks")
     parser.add_argument("query", metavar="QUERY", help="one SQL query, in Polars' dialect")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="all rows as a JSON list of objects")

@@ -23,13 +23,7 @@ from stepscope.errors import UsageError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument(
-        "path",
-        type=Path,
-        nargs="?",
-        metavar="PATH",
-        help="a recording, trace or folder of ranks (default: latest run)",
-    )
+    parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="recording or trace (default: latest run)")
     parser.add_argument(
         "--scale", action="append", default=[], metavar="WORK:FACTOR", help="this GPU work takes FACTOR of its time"
     )
