@@ -195,7 +195,7 @@ def title_of(name: str) -> str:
         name = name.removesuffix("_bytes_per_s")
     for suffix in ("_ns", "_bytes", *_SMALL_UNITS):
         name = name.removesuffix(suffix)
-    return name.removeprefix("num_").replace("_", " ")
+    return name.removeprefix("num_").replace("_", " ").replace("gpu", "GPU")
 
 
 def heading(title: str) -> str:
@@ -272,7 +272,8 @@ _SMALL_UNITS = {"_watts": ("W", 3), "_mhz": ("MHz", 4), "_joules": ("J", 4)}
 _WHOLE = {
     "flops_per_s": "FLOP/s", "flops_per_byte": "FLOPs a byte", "bytes_per_s": "bandwidth", "flops": "FLOP",
     "bytes": "size", "share": "share", "tokens_per_s": "tokens/s", "mfu_share": "MFU",
-    "peak_flops_per_s": "peak FLOP/s",
+    "peak_flops_per_s": "peak FLOP/s", "back_end": "backend", "exposed_communication_share": "exposed comm.",
+    "overlapped_communication_share": "hidden comm.",
 }  # fmt: skip
 _SCALES = {
     "_ns": [Scale(1e9, "s"), Scale(1e6, "ms"), Scale(1e3, "µs"), Scale(1.0, "ns")],

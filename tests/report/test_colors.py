@@ -9,7 +9,7 @@ import pytest
 from stepscope.analysis.kernels.kernel_classes import KERNEL_CLASSES
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED
 from stepscope.analysis.time.phases import PHASES as PHASE_NAMES
-from stepscope.render.colors import CLASSES, OWNERS, PALETTE, PHASES
+from stepscope.document.colors import CLASSES, OWNERS, PALETTE, PHASES
 
 np = pytest.importorskip("numpy")
 

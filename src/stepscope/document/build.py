@@ -1,4 +1,4 @@
-"""From a path to a report: every section of a recording or a trace, or those of a sweep."""
+"""The report of a session: every section of a recording or a trace, or those of a sweep."""
 
 from __future__ import annotations
 
@@ -9,29 +9,16 @@ from pathlib import PurePath
 from stepscope.document.card import Card
 from stepscope.document.model import Document, Missing, Section
 from stepscope.document.sections.shared import mapping
-from stepscope.document.trace_verdict import trace_verdict
+from stepscope.document.verdict import trace_verdict
 from stepscope.errors import WRONG_KIND, RecordingError, TraceError, Unavailable, wrong_kind
 from stepscope.findings.diagnose import diagnose
 from stepscope.formatting import safe
 from stepscope.session import Kind, Session
 from stepscope.version import __version__
 
-SECTIONS = {
-    "overview": "Overview",
-    "timeline": "Timeline",
-    "modules": "Modules",
-    "kernels": "Kernels",
-    "attention": "Attention",
-    "copies": "Copies",
-    "roofline": "Roofline",
-    "memory": "Memory",
-    "steps": "Steps",
-    "compiler": "Compiler",
-    "precision": "Precision",
-    "counters": "Counters",
-    "ranks": "Ranks",
-}
-"""Files of `report/sections`, in the order of the page, with their titles."""
+SECTIONS = ("overview", "timeline", "modules", "kernels", "attention", "copies", "roofline", "memory", "steps",
+            "compiler", "precision", "counters", "ranks")  # fmt: skip
+"""Files of `document/sections`, in the order of the page."""
 
 
 def report_of(session: Session, ignored: Collection[str] = ()) -> Document:
@@ -45,12 +32,12 @@ def report_of(session: Session, ignored: Collection[str] = ()) -> Document:
             raise RecordingError(f"{session.path} has a row with {wrong_kind(error)}") from None
     # These two first: a recording that has no card is refused before any work is done.
     title, verdict = title_of(session), verdict_of(session)
-    sections = tuple(section_of(session, name, section, ignored) for name, section in SECTIONS.items())
+    sections = tuple(section_of(session, name, ignored) for name in SECTIONS)
     return Document(title, verdict, sections, {"source": str(session.path), "stepscope": __version__})
 
 
 def title_of(session: Session) -> str:
-    """What a colleague knows it by: the script and its device, or the trace's name."""
+    """Return the script and its device, or the name of the trace."""
     name, device = session.path.resolve().name, None
     if session.is_recording:
         facts = session.recording.facts
@@ -64,8 +51,8 @@ def title_of(session: Session) -> str:
     return safe(f"{name} on {device}" if device else name)
 
 
-def section_of(session: Session, name: str, title: str, ignored: Collection[str] = ()) -> Section:
-    """One section; where the source has nothing for it, why, and what to run."""
+def section_of(session: Session, name: str, ignored: Collection[str] = ()) -> Section:
+    """Return one section; if the source has nothing for it, why, and what to run."""
     try:
         build = import_module(f"stepscope.document.sections.{name}").parts
         parts = build(session, diagnose(session.case, ignored)) if name == "overview" else build(session)
@@ -75,9 +62,9 @@ def section_of(session: Session, name: str, title: str, ignored: Collection[str]
         if not session.is_recording:
             raise
         parts = (Missing(f"the recording has {wrong_kind(error)}"),)
-    return Section(name, title, parts)
+    return Section(name, name.capitalize(), parts)
 
 
 def verdict_of(session: Session) -> str:
-    """The card's, or that of the trace's first rank."""
+    """Return the verdict of the card, or of the trace's first rank."""
     return Card.of(session).verdict if session.is_recording else trace_verdict(session.analysis.ranks[0])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.analysis.time.summary import Summary
+from stepscope.display import Shown
 from stepscope.document.card_figures import figures
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series
 from stepscope.document.verdict import verdict
@@ -27,9 +28,9 @@ _STEP_SOURCES = {
 }
 
 
-@dataclass(frozen=True)
-class Card:
-    """A recording with its figures as attributes; `document()` is what people read."""
+@dataclass(frozen=True, repr=False)
+class Card(Shown):
+    """A recording with its figures as attributes; printed, it is what `stepscope card` shows."""
 
     recording: Recording
     summary: Summary
@@ -49,29 +50,6 @@ class Card:
         except WRONG_KIND as error:
             raise RecordingError(f"{recording.folder} holds a recording with {wrong_kind(error)}") from None
 
-    def document(self) -> Document:
-        """Return the card as a document of one section."""
-        folder = self.recording.folder
-        shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-        report = f"stepscope report {shlex.quote(str(shown))} --open"
-        has_trace = (self.recording.facts.get("trace") or {}).get("file")
-        diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
-        last = (Fact("recording", str(shown)), Fact("next", f"{diagnose}{report}"))
-        parts: list[Part] = [Facts((*_run(self.recording), *self.figures))]
-        if self.summary.rows:
-            rows = self.summary.rows
-            parts.append(
-                Bars(
-                    id="step_parts",
-                    title=f"where a step goes ({how_split(self.summary)}, mean of the middle half of the clean steps)",
-                    labels=[row.name for row in rows],
-                    series=(Series("step", [row.ns for row in rows]),),
-                    unit="time_ns",
-                )
-            )
-        parts.append(Facts((*self.measurement, *last), "about this measurement"))
-        return Document(str(shown), self.verdict, (Section("overview", "Overview", tuple(parts)),))
-
     def to_json(self) -> dict[str, Any]:
         """Return the card as one JSON object; docs/card.md lists its fields."""
         facts = self.recording.facts
@@ -85,6 +63,22 @@ class Card:
             "compiler": self.recording.compiler,
             "warnings": list(self.recording.warnings),
         }
+
+
+def card_document(card: Card) -> Document:
+    """Return the card as a document of one section."""
+    folder, summary = card.recording.folder, card.summary
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    has_trace = (card.recording.facts.get("trace") or {}).get("file")
+    diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
+    last = Fact("recording", str(shown)), Fact("next", f"{diagnose}stepscope report {shlex.quote(str(shown))} --open")
+    parts: list[Part] = [Facts((*_run(card.recording), *card.figures))]
+    if summary.rows:
+        title, names = f"where a step goes ({how_split(summary)})", [row.name for row in summary.rows]
+        series = (Series("step", [row.ns for row in summary.rows]),)
+        parts.append(Bars(id="step_parts", title=title, labels=names, series=series, unit="time_ns"))
+    parts.append(Facts((*card.measurement, *last), "about this measurement"))
+    return Document(str(shown), card.verdict, (Section("overview", "Overview", tuple(parts)),))
 
 
 def how_split(summary: Summary) -> str:

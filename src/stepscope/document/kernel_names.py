@@ -1,11 +1,15 @@
-"""Kernel names short enough to read: what is left when a compiler's decoration is taken off."""
+"""Kernel names short enough to read: without return types, namespaces and most template arguments."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from stepscope.formatting import alike, num_common, safe
+
+if TYPE_CHECKING:
+    from stepscope.analysis.ranks.rank_account import RankAccount
 
 _LONGEST_NAME = 1000
 _CALLABLE = re.compile(r"(\w+?)(?:_kernel_cuda|_kernel_impl|_cuda|Functor)\b")
@@ -16,7 +20,7 @@ _NOISE = re.compile(
 
 
 def short_name(name: str, most: int = 60) -> str:
-    """A kernel's name without return type, namespaces, arguments and most of its template arguments.
+    """Return a kernel's name without return type, namespaces, arguments and most of its template arguments.
 
     >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int)")
     'vectorized_elementwise_kernel[CUDAFunctor_add<float>]'
@@ -41,7 +45,7 @@ def short_name(name: str, most: int = 60) -> str:
 
 
 def _template(name: str) -> tuple[str, list[str]]:
-    """What stands before the template arguments, and these, split at the commas of the outermost level."""
+    """Return what is before the template arguments, and these, split at the commas of the outermost level."""
     start = name.find("<")
     if start < 0:
         return name, []
@@ -64,7 +68,7 @@ def _template(name: str) -> tuple[str, list[str]]:
 
 
 def kernel_titles(names: Sequence[str]) -> list[str]:
-    """Kernels' names made short; where that makes two alike, with the first word in which they differ.
+    """Return short kernel names; if two become alike, with the first word in which they differ.
 
     >>> kernel_titles(["void f<MulFunctor<float>, 1>(int)", "void f<MulFunctor<float>, 2>(int)"])
     ['f[MulFunctor<float>] 1', 'f[MulFunctor<float>] 2']
@@ -80,7 +84,13 @@ def kernel_titles(names: Sequence[str]) -> list[str]:
 
 
 def _word_at(text: str, place: int) -> str:
-    """The word that is at a place of a text, or the next one, in a few characters."""
+    """Return the word at a place of a text, or the next one, cut to a few characters."""
     start = max((found.start() for found in re.finditer(r"\b\w", text[: place + 1])), default=place)
     word = re.search(r"\w+", text[start:])
     return word[0][:24] if word else ""
+
+
+def titles_of(account: RankAccount) -> dict[str | None, str]:
+    """Return a short name for every kernel, the same wherever it is shown."""
+    names = account.top_kernels["name"].to_list()
+    return dict(zip(names, kernel_titles([name or "" for name in names])))

@@ -128,7 +128,7 @@ class Series:
     x: Sequence[float] = ()
     """Of a line; bars have the chart's labels."""
     color: str | None = None
-    """A name of `render/colors.py` (a phase, a class of kernels, an owner of memory); None: the next one free."""
+    """A name of `document/colors.py` (a phase, a class of kernels, an owner of memory); None: the next one free."""
     low: Sequence[float | None] = ()
     """One a y: the lower end of its interval, for an error bar; () where there are none."""
     high: Sequence[float | None] = ()
@@ -240,6 +240,16 @@ class Heat(Chart):
     """By row of y, then x."""
     texts: Sequence[Sequence[str]]
     """What stands in each cell: the figure, or its status."""
+
+
+@dataclass(frozen=True)
+class Timeline(Part):
+    """Every event of a trace at every zoom; only a page can draw it."""
+
+    meta: Mapping[str, Any]
+    """Plain JSON: tracks, colors, where each column is in the blob, and what was left out."""
+    blob: bytes
+    """Columns of numbers (`timeline/bytes.py`), gzip."""
 
 
 @dataclass(frozen=True)

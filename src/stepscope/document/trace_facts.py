@@ -1,4 +1,4 @@
-"""The lines of an analysis that say one thing each: launches, copies, limits, waits, memory, what is missing."""
+"""Facts of an analysis, one line each: launches, copies, limits, synchronization, memory, what is missing."""
 
 from __future__ import annotations
 
@@ -8,54 +8,55 @@ import polars as pl
 
 from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.rank_account import RankAccount
-from stepscope.formatting import average, duration, percent, plural, safe, size
+from stepscope.document.kernel_names import short_name
+from stepscope.document.model import Fact
+from stepscope.formatting import average, duration, percent, plural, safe, shortened, size
 
-_COLUMN = 13
+_MOST_COPIES = 4
+_UNLINKED = {
+    "kernel_to_launch": "kernels to a launch",
+    "launch_to_op": "launches to an op",
+    "kernel_to_op": "kernels to an op",
+    "backward_to_forward": "backward ops to a forward op",
+    "memory_to_op": "memory events to an op",
+    "event_to_step": "GPU events to a step",
+    "kernel_to_module": "kernels to a module",
+}
 
 
-def fact_lines(analysis: Analysis) -> list[str]:
-    """Every line for a terminal."""
-    return [f"{title:<{_COLUMN}}{safe(text, 400)}" for title, text in facts_of(analysis)]
-
-
-def facts_of(analysis: Analysis) -> list[tuple[str, str]]:
-    """What each line is about and what it says, the ranks' first, warnings last."""
+def trace_facts(analysis: Analysis) -> Iterator[Fact]:
+    """Yield the facts of an analysis: about the ranks, then about the first rank."""
     first = analysis.ranks[0]
-    return [
-        *_waits(analysis),
-        *_launches(first),
-        *_copies(first),
-        *limit_facts(first),
-        *_syncs(first),
-        *_memory(first),
-        *_unlinked(first),
-        *_warnings(analysis),
-    ]
+    if analysis.across is not None:
+        yield from rank_facts(analysis.across)
+    yield from work_facts(first)
+    yield from limit_facts(first)
+    for memory in first.memory[:1]:
+        least = "" if memory.is_start_known else "at least "
+        reserved = f", {size(memory.peak_reserved_bytes)} reserved" if memory.peak_reserved_bytes else ""
+        places = [place for place in (memory.peak_phase, memory.peak_module, memory.peak_op) if place]
+        where = f"reached by {safe(' '.join(places))}" if places else ""
+        yield Fact("memory", f"peak {least}{size(memory.peak_allocated_bytes)} allocated{reserved}", where)
 
 
-def work_facts(account: RankAccount) -> Iterator[tuple[str, str]]:
-    """Of a rank's launches, copies and waits, and what could not be linked: what each is about, and the sentence."""
-    for facts in (_launches, _copies, _syncs, _unlinked):
-        yield from facts(account)
+def caveats(analysis: Analysis) -> Iterator[Fact]:
+    """Yield what the first rank's trace could not attribute, and what was wrong with the files."""
+    yield from _unattributed(analysis.ranks[0])
+    yield from (Fact("warning", safe(text, 400)) for text in analysis.warnings)
 
 
-def _waits(analysis: Analysis) -> Iterator[tuple[str, str]]:
-    if analysis.across is None:
-        return
-    ranks, calls = analysis.across.stragglers.ranks, analysis.across.stragglers.calls
+def rank_facts(across: AcrossRanks) -> Iterator[Fact]:
+    """Yield who waits for whom in collectives, and how well the clocks of the ranks are aligned."""
+    ranks, calls = across.stragglers.ranks, across.stragglers.calls
     if calls.height:
         waiting, moving = int(ranks["wait_ns"].sum()), int(ranks["transfer_ns"].sum())
         worst = ranks.sort("caused_wait_ns", "rank", descending=[True, False]).row(0, named=True)
         share = percent(waiting / max(1, waiting + moving))
-        yield (
-            "waiting",
-            f"{share} of the time in matched collectives is waiting for the last rank; rank {worst['rank']} is last "
-            f"in {worst['num_last']} of {calls.height}",
-        )
-    yield "clocks", _clocks(analysis.across)
-    lost = analysis.across.matched.unlinked
-    if lost.num:
-        yield "not matched", f"{percent(lost.share)} of collectives across ranks"
+        last = f"rank {worst['rank']} is last in {worst['num_last']} of {calls.height}"
+        yield Fact("waiting", f"{share} of the time in matched collectives is waiting for the last rank; {last}")
+    yield Fact("clocks", _clocks(across))
+    if across.matched.unlinked.num:
+        yield Fact("not matched", f"{percent(across.matched.unlinked.share)} of collectives across ranks")
 
 
 def _clocks(across: AcrossRanks) -> str:
@@ -65,11 +66,34 @@ def _clocks(across: AcrossRanks) -> str:
         return "not aligned: no collective is in the traces of two ranks"
     widest = duration(int(tied["uncertainty_ns"].max()), 3)  # type: ignore[arg-type]
     others = offsets.filter(pl.col("reference") != offsets["reference"].min())["rank"].to_list()
-    apart = f"; not with these: rank {', '.join(map(str, others))}" if others else ""
+    apart = f", except rank {', '.join(map(str, others))}" if others else ""
     return f"aligned on collectives to ±{widest}{apart}"
 
 
-def _launches(account: RankAccount) -> Iterator[tuple[str, str]]:
+def work_facts(account: RankAccount) -> Iterator[Fact]:
+    """Yield how one rank's GPU was fed: launches, copies, synchronization, the longest idle gap."""
+    yield from _launches(account)
+    # Shares as in the table of kernels: of the sum of all durations.
+    work = int(account.kernel_classes["total_ns"].sum())
+    copies = account.copies.group_by("what").agg(pl.col("total_ns").sum()).sort("total_ns", descending=True)
+    if copies.height and work:
+        shares = [f"{what.replace('_', ' ')} {percent(ns / work)}" for what, ns in copies.head(_MOST_COPIES).rows()]
+        yield Fact("copies", f"{percent(int(copies['total_ns'].sum()) / work)} of GPU work: {', '.join(shares)}")
+    time = account.gpu_time
+    if time.communication_ns:
+        overlapped = percent(time.overlapped_communication_ns / time.communication_ns)
+        yield Fact("communication", f"{duration(time.communication_ns)}, {overlapped} of it overlapped by compute")
+    for index, other in account.gpu_time_by_device.items():
+        busy = percent(other.busy_ns / max(1, other.window_ns))
+        yield Fact(f"device {index}", f"busy {busy} of {duration(other.window_ns)}")
+    yield from _syncs(account)
+    for gap in account.longest_gaps.head(1).iter_rows(named=True):
+        inside = f"in {shortened(safe(gap['host'], 1000), 60, 0.25)}, " if gap["host"] else ""
+        before = shortened(short_name(safe(gap["next_kernel"] or "?", 1000), 1000), 40)
+        yield Fact("longest idle gap", f"{duration(gap['duration_ns'])} ({gap['cause']})", f"{inside}before {before}")
+
+
+def _launches(account: RankAccount) -> Iterator[Fact]:
     found = account.launches
     if not found["num_kernels"]:
         return
@@ -77,76 +101,55 @@ def _launches(account: RankAccount) -> Iterator[tuple[str, str]]:
     if per_step is None:
         text = plural(int(found["num_kernels"]), "kernel")
     else:
-        text = f"{average(per_step)} kernel{'' if per_step == 1 else 's'} a step"
+        text = f"{average(per_step)} kernel{'' if per_step == 1 else 's'} per step"
     if found["num_unlaunched_kernels"]:
         more = "of them" if per_step is None else "more"
         text += f", {found['num_unlaunched_kernels']:,} {more} without a launch in the trace"
     if found["num_graph_kernels"]:
         replays = plural(int(found["num_graph_launches"] or 0), "graph replay")
         text += f", {found['num_graph_kernels']:,} of all by {replays}"
+    detail = ""
     if found["latency_p50_ns"] is not None:
         median, slow = duration(found["latency_p50_ns"], 3), duration(found["latency_p99_ns"] or 0, 3)
-        text += f"; launch to start {median} (p99 {slow})"
-        text += f"; queue empty at {percent(found['starved_share'] or 0.0)} of launches"
-    yield "launches", text
+        empty = percent(found["starved_share"] or 0.0)
+        detail = f"launch to start {median} (p99 {slow}); queue empty at {empty} of launches"
+    yield Fact("launches", text, detail)
 
 
-def _copies(account: RankAccount) -> Iterator[tuple[str, str]]:
-    # As in the table of kernels: of the sum of all durations.
-    work = int(account.kernel_classes["total_ns"].sum())
-    copies = account.copies.group_by("what").agg(pl.col("total_ns").sum()).sort("total_ns", descending=True)
-    if copies.height and work:
-        shares = [f"{str(what).replace('_', ' ')} {percent(ns / work)}" for what, ns in copies.head(4).iter_rows()]
-        yield "copies", f"{percent(int(copies['total_ns'].sum()) / work)} of GPU work: {', '.join(shares)}"
-
-
-def limit_facts(account: RankAccount) -> Iterator[tuple[str, str]]:
-    """What the GPU's work is limited by, where the device is known."""
+def limit_facts(account: RankAccount) -> Iterator[Fact]:
+    """Yield what limits the GPU work, if the limits of the device are known."""
     found = account.roofline_summary
     if found.limit_share is None:
         return
-    parts = {"compute": found.compute_ns, "memory": found.memory_ns, "neither": found.neither_ns}
-    shares = [f"{name} {percent(ns / max(1, found.total_ns))}" for name, ns in parts.items()]
-    unknown = percent(found.unknown_ns / max(1, found.total_ns))
-    yield (
+    parts = {
+        "compute": found.compute_ns,
+        "memory": found.memory_ns,
+        "neither": found.neither_ns,
+        "unknown": found.unknown_ns,
+    }
+    shares = ", ".join(f"{name} {percent(ns / max(1, found.total_ns))}" for name, ns in parts.items())
+    yield Fact(
         "limited by",
-        f"{', '.join(shares)}, not known {unknown}, of {duration(found.total_ns)}: GPU work without communication "
-        f"and copies to and from the host; what is known runs at {percent(found.limit_share)} of its limit",
+        f"{shares} of {duration(found.total_ns)}",
+        f"GPU work without communication and host copies; on average, kernels run at {percent(found.limit_share)} of "
+        "the hardware limit",
     )
 
 
-def _syncs(account: RankAccount) -> Iterator[tuple[str, str]]:
+def _syncs(account: RankAccount) -> Iterator[Fact]:
     waits = account.syncs.filter(pl.col("kind") == "host_wait")
     if waits.is_empty():
         return
-    most = waits.row(0, named=True)
-    idle = int(waits["idle_after_ns"].sum())
-    text = f"{plural(int(waits['num_calls'].sum()), 'wait')} of the host for the GPU"
-    if idle:
-        where = f" in {most['op']}" if most["op"] else ""
-        text += (
-            f"; with nothing queued after them the GPU then stood idle for {duration(idle)}, whatever the host did "
-            f"by then; longest after {most['call']}{where}"
-        )
-    yield "syncs", text
+    text, detail = f"the host waits for the GPU {plural(int(waits['num_calls'].sum()), 'time')}", ""
+    if idle := int(waits["idle_after_ns"].sum()):
+        most = waits.row(0, named=True)
+        where = f" in {safe(most['op'])}" if most["op"] else ""
+        text += f", which leaves it idle for {duration(idle)}"
+        detail = f"nothing was queued; longest after {safe(most['call'])}{where}"
+    yield Fact("synchronization", text, detail)
 
 
-def _memory(account: RankAccount) -> Iterator[tuple[str, str]]:
-    for memory in account.memory[:1]:
-        least = "" if memory.is_start_known else "at least "
-        reserved = f", {size(memory.peak_reserved_bytes)} reserved" if memory.peak_reserved_bytes else ""
-        places = [place for place in (memory.peak_phase, memory.peak_module, memory.peak_op) if place]
-        where = f"; made by {' '.join(places)}" if places else ""
-        yield "memory", f"peak {least}{size(memory.peak_allocated_bytes)} allocated{reserved}{where}"
-
-
-def _unlinked(account: RankAccount) -> Iterator[tuple[str, str]]:
-    shares = account.unlinked.items()
-    missing = [f"{name.replace('_', ' ')} {percent(share.share)}" for name, share in shares if share.num]
+def _unattributed(account: RankAccount) -> Iterator[Fact]:
+    missing = [f"{percent(one.share)} of {_UNLINKED[name]}" for name, one in account.unlinked.items() if one.num]
     if missing:
-        yield "not linked", ", ".join(missing)
-
-
-def _warnings(analysis: Analysis) -> Iterator[tuple[str, str]]:
-    for text in analysis.warnings:
-        yield "warning", text
+        yield Fact("not attributed", ", ".join(missing))

@@ -1,18 +1,37 @@
-"""The verdict: one sentence made from the numbers."""
+"""The verdict on a recording or a trace: one or two sentences made from its figures. Standard library only."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED
 from stepscope.analysis.time.summary import Summary
-from stepscope.formatting import milliseconds, percent, significant
+from stepscope.formatting import duration, milliseconds, percent, plural, significant
 from stepscope.trace.recording import Recording
 
-# Below this a share is not worth a clause of the sentence.
+if TYPE_CHECKING:
+    from stepscope.analysis.ranks.rank_account import RankAccount
+
 WORTH_SAYING = 0.10
+"""A smaller share is not worth a clause of the sentence."""
+MUCH_SHORTER = 0.9
+"""If the GPU's window is a smaller part of the steps, it leaves out idle time before its first event or after its
+last."""
+_IDLE_MEANS = {
+    "launch": "the host was in ops and kernel launches and could not keep up: launch-bound",
+    "synchronization": "the host waited for the GPU instead of launching ahead",
+    "data": "the host was loading data",
+    "allocator": "the host was in the driver's allocator",
+    "python": "the host ran Python outside of ops",
+    "compile": "the host was compiling, planning or loading code",
+    "other_ranks": "the host waited for other ranks",
+    "queued": "kernels were launched but had not started yet",
+    "unknown": "the trace does not show what the host did",
+}
 
 
 def verdict(recording: Recording, summary: Summary) -> str:
-    """What the recording says, in one sentence."""
+    """Return how long a recorded step takes and what most of it is."""
     if summary.step_ns is None:
         return _without_samples(recording, summary)
     noise = summary.step_ns.ci_high - summary.step_ns.ci_low
@@ -22,44 +41,95 @@ def verdict(recording: Recording, summary: Summary) -> str:
     clauses = []
     shares = {row.name: row.share for row in summary.rows}
     if IDLE in shares:
-        waits = max(summary.phases, key=lambda p: (p.device_ns or 0) - (p.gpu_busy_ns or 0))
+        waits = max(summary.phases, key=lambda phase: (phase.device_ns or 0) - (phase.gpu_busy_ns or 0))
         if shares[IDLE] >= WORTH_SAYING:
-            clauses.append(f"the GPU waits for the host in {percent(shares[IDLE])} of it, most in {waits.name}")
+            clauses.append(f"the GPU is idle {percent(shares[IDLE])} of it, mostly in {waits.name}")
         else:
-            clauses.append(f"the GPU is busy in {percent(1 - shares[IDLE])} of it")
+            clauses.append(f"the GPU is busy {percent(1 - shares[IDLE])} of it")
     parts = {name: share for name, share in shares.items() if name not in (IDLE, UNATTRIBUTED)}
     if parts:
         largest = max(parts, key=lambda name: parts[name])
         clauses.append(f"{largest} is the largest part ({percent(parts[largest])})")
         if largest != "data" and parts.get("data", 0.0) >= WORTH_SAYING:
-            what = "waiting for data takes" if summary.data_is_named else "what comes before the forward takes"
+            what = "waiting for data takes" if summary.data_is_named else "the time before the forward takes"
             clauses.append(f"{what} {percent(parts['data'])}")
     if summary.mfu is not None:
         bound = "at least " if summary.flops is not None and summary.flops.hidden else ""
         what = "of the measured matmul rate" if summary.mfu.is_measured else "MFU"
         clauses.append(f"{bound}{percent(summary.mfu.share)} {what}")
-    sentence += ": " + "; ".join(clauses) if clauses else ""
-    return sentence + "."
+    return sentence + (": " + "; ".join(clauses) if clauses else "") + "."
 
 
 def _without_samples(recording: Recording, summary: Summary) -> str:
     if summary.num_steps:
-        windows = recording.facts.get("windows") or {}
+        windows, seen = recording.facts.get("windows") or {}, plural(summary.num_steps, "step")
         if not windows.get("clean"):
-            return f"{summary.num_steps} step(s) were seen, and no clean window was asked for: no step time."
+            return f"The step time is unknown: {seen} recorded, but no clean steps were requested."
         return (
-            f"Only {summary.num_steps} step(s) were seen, all of them warm-up ({windows.get('warmup')} asked for): "
-            "too few to say how fast a step is; run longer or lower --warmup."
+            f"The step time is unknown: {seen} recorded, all within the {windows.get('warmup')} warm-up steps. "
+            "Run longer, or lower --warmup."
         )
     if not recording.facts.get("environment"):
-        return "The script never imported torch: there was nothing to measure."
-    num_children = recording.facts.get("num_child_processes") or 0
-    if num_children:
+        return "Nothing was measured: the script never imported torch."
+    if num_children := recording.facts.get("num_child_processes") or 0:
         return (
-            f"No step was seen in this process, which started {num_children} process(es) of its own: "
-            "record where the training runs, with torchrun -m stepscope run or stepscope.record() in the worker."
+            f"No step was found in this process, which started {num_children} other process(es). Record where the "
+            "training runs: use torchrun -m stepscope run, or stepscope.record() in the worker."
         )
     return (
-        "No step was seen in the main thread: no torch optimizer stepped there and no module was called. "
-        "Call stepscope.step() at the end of your loop's body."
+        "No step was found in the main thread: no torch optimizer stepped and no module was called. "
+        "Call stepscope.step() at the end of your loop."
     )
+
+
+def trace_verdict(account: RankAccount) -> str:
+    """Return how busy the GPU was on one rank, why it was idle, and what most of its work is."""
+    time = account.gpu_time
+    if not time.window_ns:
+        return _without_gpu(account)
+    clauses = [_how_busy(account)]
+    if time.idle_ns / time.window_ns >= WORTH_SAYING:
+        cause = account.idle_causes.sort("total_ns", descending=True).row(0, named=True)
+        clauses.append(f"for {percent(cause['share'])} of that {_IDLE_MEANS[cause['cause']]}")
+    exposed = time.exposed_communication_ns / time.window_ns
+    if exposed >= WORTH_SAYING:
+        clauses.append(f"{percent(exposed)} went to communication that no compute overlapped")
+    largest = account.kernel_classes.row(0, named=True)
+    part = "most of its work" if largest["share"] > 0.5 else "the largest part of its work"
+    clauses.append(f"{part} is in {class_name(largest['class'])} kernels ({percent(largest['share'])})")
+    return "; ".join(clauses) + "."
+
+
+def class_name(name: str) -> str:
+    """Return a class of kernels for people.
+
+    >>> class_name("copy_cast"), class_name("other")
+    ('copy cast', 'unclassified')
+    """
+    return "unclassified" if name == "other" else name.replace("_", " ")
+
+
+def _how_busy(account: RankAccount) -> str:
+    time = account.gpu_time
+    idle, word = time.idle_ns / time.window_ns, "idle"
+    steps_ns = int(account.steps["duration_ns"].sum())
+    in_steps = 1 - int(account.steps["gpu_busy_ns"].sum()) / max(1, steps_ns)
+    if idle < WORTH_SAYING:
+        idle, in_steps, word = 1 - idle, 1 - in_steps, "busy"
+    if time.window_ns >= MUCH_SHORTER * steps_ns:
+        return f"The GPU was {word} {percent(idle)} of {duration(time.window_ns)}"
+    return (
+        f"The GPU was {word} {percent(in_steps)} of the steps ({duration(steps_ns)}). From its first to its last "
+        f"event ({duration(time.window_ns)}) it was {word} {percent(idle)}"
+    )
+
+
+def _without_gpu(account: RankAccount) -> str:
+    no_work = "The trace has no GPU work"
+    if account.is_cut_off:
+        no_work = "The trace file is cut off before any GPU event, so GPU work may be missing"
+    phases = account.phases.sort("host_ns", descending=True).row(0, named=True)
+    if not phases["host_ns"]:
+        return f"{no_work} and no ops."
+    most = "Most" if phases["host_share"] > 0.5 else "The largest part"
+    return f"{no_work}. {most} of the host time is {phases['phase']} ({percent(phases['host_share'])})."

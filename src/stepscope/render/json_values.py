@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from stepscope.document.model import Chart, Document, Findings, Table
-from stepscope.document.timeline.timeline import Timeline
+from stepscope.document.model import Chart, Document, Findings, Table, Timeline
 
 SCHEMA_VERSION = 1
 _HALF_A_SIGN = re.compile("[\ud800-\udfff]")

@@ -1,24 +1,30 @@
-"""What the GPU's own counters showed during the run: clocks, power, how busy, what held it back."""
+"""The section `counters`: clocks, power, how busy the GPU was and what throttled it, sampled during the run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepscope.document.model import Fact, Facts, Lines, Mark, Missing, Series, Table, Text
-from stepscope.document.sections.shared import known, mapping, plain, thinned, thinning
+from stepscope.document.model import Fact, Facts, Lines, Mark, Missing, Part, Series, Table, Text
+from stepscope.document.sections.shared import mapping, plain, table_of_rows, thinned, thinning
 from stepscope.errors import Unavailable
 from stepscope.formatting import cell, percent, plural, significant
 from stepscope.session import Session
 from stepscope.trace.recording import CounterSample, Recording
 
-GAUGES = ("gpu_busy_share", "memory_controller_busy_share", "power_watts", "sm_clock_mhz", "memory_clock_mhz")
+_GAUGES = ("gpu_busy_share", "memory_controller_busy_share", "power_watts", "sm_clock_mhz", "memory_clock_mhz")
 _IDLE = "gpu_idle"
-_FREE = "not held back"
+_FREE = "not throttled"
+_CHARTS = (
+    ("power", "power", "power_watts", {"power": "power_watts"}),
+    ("busy", "how busy the GPU was", "busy_share",
+     {"kernel running": "gpu_busy_share", "memory controller": "memory_controller_busy_share"}),
+    ("driver_memory", "memory in use by the driver", "used_bytes", {"in use": "driver_memory_bytes"}),
+)  # fmt: skip
 
 
-def parts(session: Session) -> tuple[Any, ...]:
-    """Lines over the run with the clean window marked, and the figures of that window."""
+def parts(session: Session) -> tuple[Part, ...]:
+    """Return lines over the run with the clean window marked, and the figures of that window."""
     if not session.is_recording:
         raise Unavailable("a trace has no counters: `stepscope run train.py` samples them on an NVIDIA GPU")
     recording = session.recording
@@ -27,90 +33,64 @@ def parts(session: Session) -> tuple[Any, ...]:
         raise Unavailable(
             "the run was on a CPU, which has no NVML: `stepscope run train.py` on an NVIDIA GPU samples its counters"
             if on_cpu
-            else "no counter was sampled: it takes an NVIDIA GPU whose driver offers NVML (`stepscope doctor` says)"
+            else "no counters were sampled: they need an NVIDIA GPU with NVML; `stepscope doctor` checks it"
         )
     return (*_summary(session), *_charts(recording), *_processes(recording), _samples(recording))
 
 
-def _summary(session: Session) -> Iterator[Any]:
-    recording, summary = session.recording, session.summary
-    found = summary.counters
+def _summary(session: Session) -> Iterator[Part]:
+    summary, found = session.summary, session.summary.counters
     if found is None:
-        yield Missing(
-            "no sample lies in the clean steps: there are none, or they are too short; take more --clean steps"
-        )
+        yield Missing("counters of the clean steps: no sample falls into them; record more --clean steps")
         return
-    told = mapping(recording.facts.get("counters"))
-    limits = {"power_watts": told.get("power_limit_watts"), "sm_clock_mhz": told.get("max_sm_clock_mhz")}
-    gauges = {name: getattr(found, name) for name in GAUGES}
-    num = 3 if any(isinstance(limit, (int, float)) for limit in limits.values()) else 2
+    limits = mapping(session.recording.facts.get("counters"))
+    limit_of = {"power_watts": limits.get("power_limit_watts"), "sm_clock_mhz": limits.get("max_sm_clock_mhz")}
+    num = 3 if any(isinstance(limit, (int, float)) for limit in limit_of.values()) else 2
     columns: dict[str, list[Any]] = {"figure": ["mean", "95th percentile", "limit"][:num]}
-    columns |= {
-        name: [gauge.mean, gauge.p95, plain(limits.get(name))][:num]
-        for name, gauge in gauges.items()
-        if gauge is not None
-    }
+    for name in _GAUGES:
+        if (gauge := getattr(found, name)) is not None:
+            columns[name] = [gauge.mean, gauge.p95, plain(limit_of.get(name))][:num]
     rows = [Fact("samples", f"{found.num_samples:,}", f"during {plural(summary.num_clean, 'clean step')}")]
     if found.joules is not None and summary.num_clean:
-        rows.append(Fact("energy", f"{significant(found.joules / summary.num_clean)} J a step"))
-    joules = summary.throughput.joules_per_unit if summary.throughput else None
-    if joules is not None and summary.throughput is not None:
-        rows.append(Fact("energy", f"{significant(joules)} J a {summary.throughput.unit.removesuffix('s')}"))
-    yield Facts(known(rows))
-    note = "over the clean steps; busy: some kernel ran, not how full the GPU was"
-    yield Table("counters_summary", "counters over the clean steps", columns, note=note)
+        rows.append(Fact("energy", f"{significant(found.joules / summary.num_clean)} J per step"))
+    if summary.throughput is not None and (joules := summary.throughput.joules_per_unit) is not None:
+        rows.append(Fact("energy", f"{significant(joules)} J per {summary.throughput.unit.removesuffix('s')}"))
+    yield Facts(tuple(rows))
+    note = "busy: a kernel was running; it does not say how full the GPU was"
+    yield Table("counters_summary", "counters during the clean steps", columns, note=note)
     if not found.throttle_shares:
-        yield Text("The clocks were not held back in any sample of the clean steps.")
+        yield Text("The clocks were not throttled in any sample of the clean steps.")
         return
     reasons, shares = zip(*sorted(found.throttle_shares, key=lambda item: -item[1]))
-    yield Table("throttling", "what held the clocks back", {"reason": list(reasons), "share": list(shares)},
-                note="of the samples in the clean steps; more than one reason can hold at a time")  # fmt: skip
+    note = "share: of the samples in the clean steps; several reasons can apply at once"
+    yield Table(
+        "throttling", "what throttled the clocks", {"reason": list(reasons), "share": list(shares)}, note=note
+    )
 
 
 def _charts(recording: Recording) -> Iterator[Lines]:
     counters = recording.counters
     origin = min([counters[0].t_ns, *(sample.start_ns for sample in recording.samples[:1])])
     marks = _marks(recording, origin)
-    clocks = _by_reason(counters, origin)
-    if clocks:
+    if clocks := _by_reason(counters, origin):
         values = [one.sm_clock_mhz for one in counters if one.sm_clock_mhz is not None]
-        held = sum(len(one.y) for one in clocks if one.name != _FREE)
-        share = percent(held / len(values))
-        caption = f"From {min(values):,} to {max(values):,} MHz; something held it back in {share}"
-        yield Lines(
-            id="clock", title="SM clock", caption=f"{caption} of the samples.", x="time_ns", y="clock_mhz",
-            series=clocks, marks=marks, style="dots",
-        )  # fmt: skip
-    told = mapping(recording.facts.get("counters"))
-    limit = told.get("power_limit_watts")
-    charts = (
-        ("power", "power", "power_watts", {"power": "power_watts"}),
-        ("busy", "how busy the GPU was", "busy_share",
-         {"a kernel ran": "gpu_busy_share", "memory controller": "memory_controller_busy_share"}),
-        ("driver_memory", "memory in use by the driver's account", "used_bytes", {"in use": "driver_memory_bytes"}),
-    )  # fmt: skip
-    for id, title, y, names in charts:
+        share = percent(sum(len(one.y) for one in clocks if one.name != _FREE) / len(values))
+        caption = f"{min(values):,} to {max(values):,} MHz; throttled in {share} of the samples."
+        yield Lines(id="clock", title="SM clock", caption=caption, x="time_ns", y="clock_mhz", series=clocks,
+                    marks=marks, style="dots")  # fmt: skip
+    limit = mapping(recording.facts.get("counters")).get("power_limit_watts")
+    for id, title, y, names in _CHARTS:
         series = [one for name, field in names.items() if (one := _line(counters, name, field, origin)).y]
-        if not series:
+        values = [value for value in series[0].y if value is not None] if series else []
+        if not values or (id == "driver_memory" and cell(y, min(values)) == cell(y, max(values))):
             continue
         num_points = sum(getattr(one, field) is not None for one in counters for field in names.values())
-        left_out = thinning(series, num_points)
-        caption = _range(series[0], y)
-        if id == "driver_memory" and " to " not in caption:
-            continue
+        caption = f"{series[0].name.capitalize()}: {cell(y, min(values))} to {cell(y, max(values))}."
+        caption += thinning(series, num_points)
         if id == "power" and isinstance(limit, (int, float)):
             ends = [series[0].x[0], series[0].x[-1]]
             series.append(Series("limit", [float(limit)] * 2, ends, "unattributed"))
-        caption = f"{caption}.{left_out}"
         yield Lines(id=id, title=title, caption=caption, x="time_ns", y=y, series=tuple(series), marks=marks)
-
-
-def _range(series: Series, y: str) -> str:
-    values = [value for value in series.y if value is not None]
-    low, high = cell(y, min(values)), cell(y, max(values))
-    return (
-        f"{series.name.capitalize()}: from {low} to {high}" if low != high else f"{series.name.capitalize()}: {low}"
-    )
 
 
 def _line(counters: Sequence[CounterSample], name: str, field: str, origin: int) -> Series:
@@ -119,7 +99,7 @@ def _line(counters: Sequence[CounterSample], name: str, field: str, origin: int)
 
 
 def _by_reason(counters: Sequence[CounterSample], origin: int) -> tuple[Series, ...]:
-    """The SM clock, its samples apart by what held it back."""
+    """Return the SM clock as one series per reason that throttled it."""
     groups: dict[str, list[tuple[int, float]]] = {}
     for one in counters:
         if one.sm_clock_mhz is not None:
@@ -139,29 +119,21 @@ def _marks(recording: Recording, origin: int) -> tuple[Mark, ...]:
 
 def _processes(recording: Recording) -> Iterator[Table]:
     others = mapping(recording.facts.get("counters")).get("other_processes")
-    rows = [one for one in others if isinstance(one, dict)] if isinstance(others, list) else []
+    rows = (
+        [one | {"process": one.get("name")} for one in others if isinstance(one, dict)]
+        if isinstance(others, list)
+        else []
+    )
     if rows:
-        yield Table(
-            "other_processes",
-            "other processes on this GPU",
-            {
-                "process": [plain(one.get("name")) for one in rows],
-                "pid": [plain(one.get("pid")) for one in rows],
-                "used_bytes": [plain(one.get("used_bytes")) for one in rows],
-            },
-            note="when the run ended",
-        )
+        title, columns = "other processes on this GPU", ("process", "pid", "used_bytes")
+        yield table_of_rows(rows, columns, "other_processes", title, note="when the run ended")
 
 
 def _samples(recording: Recording) -> Table:
     counters = recording.counters
-    origin = counters[0].t_ns
-    fields = (*GAUGES, "energy_joules", "driver_memory_bytes")
-    columns: dict[str, Sequence[Any]] = {"time_ns": [one.t_ns - origin for one in counters]}
-    columns |= {
-        name: [plain(getattr(one, name)) for one in counters]
-        for name in fields
-        if any(getattr(one, name) is not None for one in counters)
-    }
+    columns: dict[str, Sequence[Any]] = {"time_ns": [one.t_ns - counters[0].t_ns for one in counters]}
+    for name in (*_GAUGES, "energy_joules", "driver_memory_bytes"):
+        if any(getattr(one, name) is not None for one in counters):
+            columns[name] = [plain(getattr(one, name)) for one in counters]
     columns["held_back_by"] = [", ".join(one.throttle) or None for one in counters]
     return Table("counters", "every sample", columns, note="time: since the first sample")

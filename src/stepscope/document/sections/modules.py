@@ -1,20 +1,19 @@
-"""The section `modules` of a report: whose the time is, and whose the memory at the peak."""
+"""The section `modules`: time and memory at the peak by module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.kernels.ops import module_groups
 from stepscope.analysis.memory.account import REMAINDER
 from stepscope.analysis.ranks.rank_account import RankAccount
-from stepscope.document.model import Missing, Table, Text, Tree
+from stepscope.document.model import Missing, Part, Table, Text, Tree
 from stepscope.document.sections.shared import table_of
 from stepscope.document.sections.trees import Branch, module_path, own_of
 from stepscope.errors import Unavailable
-from stepscope.formatting import duration, percent, plural, safe, size
+from stepscope.formatting import duration, percent, plural, size
 from stepscope.session import Session
 from stepscope.session.memory import RECORDING, MemoryReport
 
@@ -24,151 +23,151 @@ _NO_NAMES = (
     "by their full names"
 )
 _SOURCES = {
-    "ranges": "Stepscope's labels",
-    "stacks": "the Python stacks in the trace",
-    "compiled": "the regions of compiled code",
+    "ranges": "from Stepscope's labels",
+    "stacks": "from the Python stacks in the trace",
+    "compiled": "from the regions of compiled code",
 }
+_LEAST_COMPILED_SHARE = 0.01
 
 
-def parts(session: Session) -> tuple[Any, ...]:
-    """Time by module, of the GPU where there is one, else of the host; memory at the peak by module; tables."""
-    time: list[Any]
-    memory: list[Any]
+def parts(session: Session) -> tuple[Part, ...]:
+    """Return time by module, of the GPU if there is one, else of the host; memory at the peak by module; tables."""
+    time: list[Part]
+    memory: list[Part]
+    tables: list[Table] = []
     try:
-        time = list(_time(session.analysis.ranks[0]))
+        account = session.analysis.ranks[0]
+        time = list(_time(account))
+        tables = [group_table(account), _module_table(account)]
     except Unavailable as reason:
         time = [Missing(str(reason))]
     try:
         memory = list(_memory(session.memory))
     except Unavailable as reason:
-        memory = [Missing(f"memory by module: {reason}")] if len(time) > 1 else []
-    trees, tables = ([part for part in time if isinstance(part, Table) == wanted] for wanted in (False, True))
-    return (*trees, *memory, *tables)
+        memory = [Missing(f"memory by module: {reason}")] if tables else []
+    return (*time, *memory, *tables)
 
 
-def _time(account: RankAccount) -> Iterator[Any]:
+def say_more_than_ops(account: RankAccount) -> bool:
+    """Return whether modules say more than ops: compiled regions only do if work of the step is in them."""
+    if account.module_source != "compiled":
+        return account.module_source != "none"
+    inside = account.modules.filter(pl.col("module").is_not_null())
+    spent = "device_total_ns" if account.gpu_time.window_ns else "host_total_ns"
+    return int(inside[spent].sum()) > _LEAST_COMPILED_SHARE * int(account.modules[spent].sum())
+
+
+def _time(account: RankAccount) -> Iterator[Part]:
     if account.modules.is_empty():
         raise Unavailable(_NO_NAMES)
-    has_gpu = bool(account.gpu_time.window_ns)
-    yield Text(_said(account))
-    yield _device_tree(account) if has_gpu else _host_tree(account)
-    yield from _tables(account, has_gpu)
-
-
-def _said(account: RankAccount) -> str:
     inside = account.modules.filter(pl.col("module").is_not_null())
     over = plural(account.steps.height, "traced step") if account.steps.height else "the whole trace"
-    text = (
-        f"{plural(inside.height, 'module')}, named by {_SOURCES[account.module_source]}; times are sums over {over}."
-    )
+    text = f"{plural(inside.height, 'module')}, {_SOURCES[account.module_source]}; times are sums over {over}."
     lost = account.unlinked.get("kernel_to_module")
     if lost is not None and lost.num:
-        text += f" {lost.num:,} of {lost.num_all:,} pieces of GPU work belong to no module."
-    return text
+        text += f" {lost.num:,} of {lost.num_all:,} GPU events could not be attributed to a module."
+    yield Text(text)
+    yield _device_tree(account, inside) if account.gpu_time.window_ns else _host_tree(inside)
 
 
-def _device_tree(account: RankAccount) -> Tree:
-    """Forward and backward apart; the whole is all GPU work."""
+def _device_tree(account: RankAccount, inside: pl.DataFrame) -> Tree:
+    """Return all GPU work by module, forward and backward apart."""
     root, sums = Branch(is_ordered=True), {}
-    table = account.modules.filter(pl.col("module").is_not_null())
     for phase in ("forward", "backward"):
-        totals = dict(table.select("module", f"device_{phase}_ns").iter_rows())
+        totals = dict(inside.select("module", f"device_{phase}_ns").iter_rows())
         for module, own_ns in own_of(totals).items():
             root.add([phase, *module_path(module)], own_ns, phase)
-        sums[phase] = root.inner[phase].total if phase in root.inner else 0
+        sums[f"in the {phase} of modules"] = root.inner[phase].total if phase in root.inner else 0
     outside_ns = int(account.modules.filter(pl.col("module").is_null())["device_self_ns"].sum())
     root.add([OUTSIDE], outside_ns, "unattributed")
-    whole = max(1, root.total)
-    shares = [f"{duration(ns)} ({percent(ns / whole)}) are the modules' {phase}" for phase, ns in sums.items() if ns]
-    shares.append(f"{duration(outside_ns)} ({percent(outside_ns / whole)}) belong to no module")
-    text = f"Of {duration(root.total)} of GPU work, {', '.join(shares)}. "
+    sums[OUTSIDE] = outside_ns
+    shares = [f"{duration(ns)} ({percent(ns / max(1, root.total))}) {where}" for where, ns in sums.items() if ns]
     return Tree(
         id="modules_device",
         title="GPU time by module",
-        caption=text + _largest(module_groups(table), "device_total_ns", whole),
+        caption=f"GPU work, {duration(root.total)}: {', '.join(shares)}.",
         shape="icicle",
         unit="device_total_ns",
         nodes=root.nodes("GPU work"),
     )
 
 
-def _host_tree(account: RankAccount) -> Tree:
+def _host_tree(inside: pl.DataFrame) -> Tree:
     root = Branch()
-    table = account.modules.filter(pl.col("module").is_not_null())
-    totals = dict(table.select("module", "host_total_ns").iter_rows())
-    for module, own_ns in own_of(totals).items():
+    for module, own_ns in own_of(dict(inside.select("module", "host_total_ns").iter_rows())).items():
         root.add(module_path(module), own_ns)
-    text = f"{duration(root.total)} of the host's time are inside modules, their backward included. "
     return Tree(
         id="modules_host",
-        title="Host time by module",
-        caption=text + _largest(module_groups(table), "host_total_ns", max(1, root.total)),
+        title="host time by module",
+        caption=f"{duration(root.total)} of host time in modules, backward included.",
         shape="icicle",
         unit="host_total_ns",
         nodes=root.nodes("host time in modules"),
     )
 
 
-def _largest(groups: pl.DataFrame, column: str, whole: int) -> str:
-    """The group of modules with the most time, of those that hold not all of it."""
-    inner = groups.filter(pl.col(column) > 0, pl.col(column) < 0.98 * whole)
-    if inner.is_empty():
-        return ""
-    row = inner.sort(column, descending=True, maintain_order=True).row(0, named=True)
-    name, share = safe(row["module"], 80), percent(row[column] / whole)
-    many = f", {row['num_modules']:,} modules," if row["num_modules"] > 1 else ""
-    return f"Most is in {name}{many} with {share}."
-
-
-def _tables(account: RankAccount, has_gpu: bool) -> Iterator[Table]:
-    note = "Totals include the modules inside. Work of the backward belongs to the module whose forward needed it."
-    table = account.modules if has_gpu else account.modules.filter(pl.col("module").is_not_null())
-    own = ("host_self_ns", "host_total_ns")
-    device = ("device_self_ns", "device_forward_ns", "device_backward_ns", "device_total_ns")
-    figures = ["num_calls", *(device if has_gpu else ()), *own]
-    # Outside the modules, what is not the backward's is not a forward's: nobody says what it is.
+def _figures(account: RankAccount, table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
+    """Return a table of modules or groups of them, and its columns of figures."""
+    host = ["host_self_ns", "host_total_ns"]
+    device = ["device_self_ns", "device_forward_ns", "device_backward_ns", "device_total_ns"]
+    has_gpu = bool(account.gpu_time.window_ns)
+    # Outside the modules, what is not backward is not forward either: it is unknown.
     forward = pl.when(pl.col("module").is_not_null()).then("device_forward_ns").alias("device_forward_ns")
-    named = (forward, pl.col("module").fill_null(OUTSIDE))
-    groups = module_groups(table).with_columns(named)
-    yield table_of(
-        groups,
+    own, total = ("device_self_ns", "device_total_ns") if has_gpu else ("host_self_ns", "host_total_ns")
+    share = (pl.col(total) / max(1, int(account.modules[own].sum()))).alias("share")
+    table = table if has_gpu else table.filter(pl.col("module").is_not_null())
+    table = table.with_columns(forward, share, pl.col("module").fill_null(OUTSIDE))
+    return table, ["num_calls", *(device if has_gpu else ()), *host, "share"]
+
+
+def group_table(account: RankAccount) -> Table:
+    """Return one row per group of modules whose names differ only in numbers."""
+    table, figures = _figures(account, module_groups(account.modules))
+    what = "GPU work" if account.gpu_time.window_ns else "host time in modules"
+    device = ("device_total_ns", "device_forward_ns", "device_backward_ns")
+    screen = device if account.gpu_time.window_ns else ("host_total_ns", "host_self_ns")
+    return table_of(
+        table,
         "module_groups",
-        "Modules alike",
+        f"modules, {_SOURCES.get(account.module_source, '')}",
         ["module", "num_modules", *figures],
-        note=f"{note} * is every number.",
+        note=f"*: every number; totals include the modules inside; share: of {what}",
+        screen=("module", "share", *screen, "num_modules"),
     )
-    yield table_of(table.with_columns(named), "modules", "All modules", ["module", *figures], note=note)
 
 
-def _memory(report: MemoryReport) -> Iterator[Any]:
+def _module_table(account: RankAccount) -> Table:
+    table, figures = _figures(account, account.modules)
+    note = "totals include the modules inside; backward work belongs to the module whose forward needed it"
+    return table_of(table, "modules", "all modules", ["module", *figures], note=note)
+
+
+def _memory(report: MemoryReport) -> Iterator[Part]:
     found, root = report.account, Branch()
     known = {part.name: part.bytes for part in found.live_at_peak.by_module}
     if not [name for name in known if name not in (None, REMAINDER)]:
         if report.source == RECORDING:
             yield Missing("memory by module: no allocation at the peak was made inside a module")
         return
-    remainder = known.pop(REMAINDER, 0)
-    outside = known.pop(None, 0)
+    remainder, outside = known.pop(REMAINDER, 0), known.pop(None, 0)
     for module, num_bytes in known.items():
         root.add(module_path(module or ""), num_bytes)
-    inside = root.total
+    whole, inside = max(1, found.peak_bytes), root.total
     root.add([OUTSIDE], outside, "unattributed")
     if remainder > 0:
         root.add([REMAINDER], remainder, "unattributed")
-    whole = max(1, found.peak_bytes)
-    belong, outer = "belong to modules", "belong to none"
+    where, elsewhere = "in modules", "outside of them"
     if report.source != RECORDING:
-        belong, outer = "were allocated inside modules while the trace ran", "outside them or before"
+        where, elsewhere = "allocated in modules during the trace", "outside of them or before"
     text = (
-        f"Of {size(found.peak_bytes)} at the peak, {size(inside)} ({percent(inside / whole)}) {belong}, "
-        f"{size(outside)} ({percent(outside / whole)}) {outer}."
+        f"{size(found.peak_bytes)} at the peak: {size(inside)} ({percent(inside / whole)}) {where}, "
+        f"{size(outside)} ({percent(outside / whole)}) {elsewhere}"
     )
-    if remainder:
-        text += f" {size(remainder)} are in no tensor: {REMAINDER}."
+    text += f", {size(remainder)} in no tensor ({REMAINDER})" if remainder else ""
     yield Tree(
         id="modules_memory",
-        title="Memory at the peak by module",
-        caption=text,
+        title="memory at the peak by module",
+        caption=f"{text}.",
         shape="icicle",
         unit="peak_bytes",
         nodes=root.nodes("at the peak"),

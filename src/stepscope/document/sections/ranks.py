@@ -1,4 +1,4 @@
-"""Ranks side by side: their GPU time, who comes last to collectives, their clocks, how fast data moved."""
+"""The section `ranks`: GPU time of each rank, who comes last to collectives, clocks, bandwidth of collectives."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import polars as pl
 from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.ranks.side_by_side import REASONS
-from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, Table, Text, Value
+from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text, Value
 from stepscope.document.sections.shared import mapping, plain, table_of, table_of_rows
-from stepscope.document.trace_facts import facts_of
+from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import RecordingError, Unavailable
-from stepscope.formatting import percent, plural
+from stepscope.formatting import cell, percent, plural
 from stepscope.session import Session
 
+_MOST_RANKS = 32
 _SPLIT = {
     "compute": ("compute_ns", "forward"),
     "communication, exposed": ("exposed_communication_ns", "communication"),
@@ -24,13 +25,13 @@ _SPLIT = {
     "idle": ("idle_ns", "idle"),
 }
 _ONE = (
-    "there is one rank: name a folder with a trace of each, or record all of them with "
+    "there is only one rank: name a folder with a trace of each, or record all of them with "
     "`torchrun -m stepscope run train.py`"
 )
 
 
-def parts(session: Session) -> tuple[Any, ...]:
-    """Of several ranks what they did to one another; of one its collectives, where it has any."""
+def parts(session: Session) -> tuple[Part, ...]:
+    """Return what several ranks did to one another; of one rank its collectives, if it has any."""
     recordings = tuple(_recordings(session))
     try:
         analysis = session.analysis
@@ -38,25 +39,24 @@ def parts(session: Session) -> tuple[Any, ...]:
         if not recordings:
             raise Unavailable(_ONE) from None
         return (*recordings, Missing(str(reason)))
-    collectives = tuple(_collectives(analysis))
-    if analysis.across is None:
+    collectives, across = tuple(_collectives(analysis)), analysis.across
+    if across is None:
         if not recordings and not collectives:
             raise Unavailable(_ONE)
         return (*recordings, *collectives, Missing(_ONE))
-    return (*recordings, *_side_by_side(analysis), *_waits(analysis.across), *collectives, *_clocks(analysis.across))
+    numbers = Fact("ranks", ", ".join(str(rank.rank) for rank in analysis.ranks))
+    facts = Facts((numbers, *rank_facts(across)))
+    return (*recordings, facts, *_gpu_time(across), *_waits(across), *collectives, *_clocks(across))
 
 
 def _recordings(session: Session) -> Iterator[Table]:
-    """The steps of each rank's own recording, under torchrun."""
-    if not session.is_recording:
-        return
-    ranks = session.rank_recordings
-    if not ranks:
+    """Yield the steps of each rank's own recording, under torchrun."""
+    if not session.is_recording or not (ranks := session.rank_recordings):
         return
     first = mapping(session.recording.facts.get("environment")).get("rank")
     rows = [_recorded(rank, each) for rank, each in [(plain(first), session), *ranks.items()]]
     note = "step: the median; low and high: its 95 % interval"
-    yield table_of_rows(rows, list(rows[0]), "rank_steps", "the clean steps of each rank", note=note)
+    yield table_of_rows(rows, list(rows[0]), "rank_steps", "clean steps of each rank", note=note)
 
 
 def _recorded(rank: Value, session: Session) -> dict[str, Any]:
@@ -73,11 +73,8 @@ def _recorded(rank: Value, session: Session) -> dict[str, Any]:
     return row
 
 
-def _side_by_side(analysis: Analysis) -> Iterator[Any]:
-    assert analysis.across is not None
-    table = analysis.across.table
-    said = [Fact(title, text) for title, text in facts_of(analysis) if title in ("waiting", "clocks", "not matched")]
-    yield Facts((Fact("ranks", ", ".join(str(rank.rank) for rank in analysis.ranks)), *said))
+def _gpu_time(across: AcrossRanks) -> Iterator[Part]:
+    table = across.table
     if not int(table["window_ns"].sum()):
         yield Missing("GPU time of the ranks: their traces have no GPU work")
         return
@@ -85,9 +82,8 @@ def _side_by_side(analysis: Analysis) -> Iterator[Any]:
     worst = idlest.row(0, named=True)
     yield Bars(
         id="ranks",
-        title="the GPU time of each rank",
-        caption=f"Rank {worst['rank']} is idle most, for {percent(worst['idle_share'])} of its window; exposed "
-        "communication is what no computing hid.",
+        title="GPU time of each rank",
+        caption=f"Rank {worst['rank']} is idle the most, {percent(worst['idle_share'])} of its window.",
         labels=[f"rank {rank}" for rank in table["rank"]],
         series=tuple(
             Series(name, [float(ns) for ns in table[column]], color=color)
@@ -96,11 +92,18 @@ def _side_by_side(analysis: Analysis) -> Iterator[Any]:
         ),
         unit="time_ns",
     )
-    note = "compute, exposed communication, exposed memory and idle add up to the window"
-    yield table_of(table, "ranks", "ranks side by side", num_shown=32, note=note)
+    yield rank_table(across)
 
 
-def _waits(across: AcrossRanks) -> Iterator[Any]:
+def rank_table(across: AcrossRanks) -> Table:
+    """Return the GPU time of each rank side by side."""
+    note = "exposed: not overlapped by compute; compute, exposed and idle time add up to the window"
+    shares = ("idle_share", "exposed_communication_share", "overlapped_communication_share")
+    screen = ("rank", "window_ns", *shares, "busy_ns", "compute_ns")
+    return table_of(across.table, "ranks", "ranks", num_shown=_MOST_RANKS, note=note, screen=screen)
+
+
+def _waits(across: AcrossRanks) -> Iterator[Part]:
     found = across.stragglers
     if found.calls.is_empty():
         yield Missing("who waits for whom: no collective is in the traces of two ranks")
@@ -109,7 +112,7 @@ def _waits(across: AcrossRanks) -> Iterator[Any]:
         yield Bars(
             id="stragglers",
             title="time in matched collectives",
-            caption=f"Of all of it {percent(found.wait_share)} is waiting for the last rank to come.",
+            caption=f"{percent(found.wait_share)} of it is waiting for the last rank.",
             labels=[f"rank {rank}" for rank in found.ranks["rank"]],
             series=(
                 Series("transfer", [float(ns) for ns in found.ranks["transfer_ns"]], color="communication"),
@@ -117,54 +120,54 @@ def _waits(across: AcrossRanks) -> Iterator[Any]:
             ),
             unit="time_ns",
         )
-    note = "caused wait: what other ranks waited for this one; certain: by more than the clocks' uncertainty"
-    yield table_of(found.ranks, "stragglers", "who comes last", num_shown=32, note=note)
+    note = "caused wait: how long other ranks waited for this one; certain: by more than the clocks' uncertainty"
+    yield table_of(found.ranks, "stragglers", "who comes last", num_shown=_MOST_RANKS, note=note)
     names = {"rank": "rank", "last_rank": "waits_for_rank", "wait_ns": "wait_ns", "num_calls": "num_calls"}
     yield table_of(found.pairs, "waits", "who waits for whom", names)
-    calls = found.calls.sort("wait_ns", descending=True)
     columns = ["call", "collective", "step", "bytes", "num_ranks", "last_rank", "wait_ns", "transfer_ns", "lead_ns",
                "is_certain", "bus_bandwidth_bytes_per_s"]  # fmt: skip
-    yield table_of(calls, "collective_calls", "collectives that were waited for longest", columns)
+    calls = found.calls.sort("wait_ns", descending=True)
+    yield table_of(calls, "collective_calls", "collectives with the longest waits", columns)
     if found.num_clamped:
         yield Text(
-            f"{plural(found.num_clamped, 'kernel')} of a rank ended before the last rank came, on these clocks: the "
-            "clocks or the matches are wrong by that much."
+            f"{plural(found.num_clamped, 'kernel')} ended before the last rank arrived: the clocks or the matches of "
+            "collectives are wrong there."
         )
 
 
-def _collectives(analysis: Analysis) -> Iterator[Any]:
+def _collectives(analysis: Analysis) -> Iterator[Part]:
     table = collectives_by_size(pl.concat([rank.collectives for rank in analysis.ranks]))
     if table.is_empty():
         return
-    sized = table.filter(pl.col("bytes") > 0, pl.col("bus_bandwidth_bytes_per_s") > 0)
-    kinds = sized["collective"].unique(maintain_order=True).to_list()
+    rate = "bus_bandwidth_bytes_per_s"
+    sized = table.filter(pl.col("bytes") > 0, pl.col(rate) > 0).sort("bytes", maintain_order=True)
     if sized.height:
-        best = sized.sort("bus_bandwidth_bytes_per_s", descending=True).row(0, named=True)
-        series = []
-        for kind in kinds:
-            of = sized.filter(pl.col("collective") == kind).sort("bytes")
-            rates = [float(rate) for rate in of["bus_bandwidth_bytes_per_s"]]
-            series.append(Series(str(kind), rates, [float(size) for size in of["bytes"]]))
-        rate = f"{best['bus_bandwidth_bytes_per_s'] / 1e9:.3g} GB/s"
+        best = sized.sort(rate, descending=True).row(0, named=True)
+        kinds = sized.partition_by("collective", as_dict=True, maintain_order=True)
         yield Lines(
             id="collectives",
-            title="bandwidth of collectives by their size",
-            caption=f"The fastest is {best['collective']} with {rate} of bus bandwidth, waiting included.",
+            title="bandwidth of collectives by size",
+            caption=f"The fastest is {best['collective']} with {cell(rate, best[rate])}, waiting included.",
             x="bytes",
-            y="bus_bandwidth_bytes_per_s",
-            series=tuple(series),
+            y=rate,
+            series=tuple(
+                Series(str(kind), of[rate].cast(pl.Float64).to_list(), of["bytes"].cast(pl.Float64).to_list())
+                for (kind,), of in kinds.items()
+            ),
             style="dots",
             log_x=True,
             log_y=True,
         )
-    note = "over the kernels' whole time, waiting included; best: of the call that waited least; exposed: nothing "
-    yield table_of(table, "collectives", "collectives by size", note=f"{note}computed beside it")
+    note = (
+        "bandwidth over the whole kernel time, waiting included; best: of the call that waited least; exposed: not "
+    )
+    yield table_of(table, "collectives", "collectives by size", note=f"{note}overlapped by compute")
 
 
-def _clocks(across: AcrossRanks) -> Iterator[Any]:
+def _clocks(across: AcrossRanks) -> Iterator[Table]:
     columns = ["rank", "reference", "offset_ns", "uncertainty_ns", "skew_ns", "num_calls", "is_contradicted"]
-    note = "offset: the rank's clock less the reference's; skew: after the traces' own base times"
-    yield table_of(across.clocks.offsets, "clocks", "the ranks' clocks", columns, 32, note)
+    note = "offset: this rank's clock minus the reference's; skew: after the base times of the traces"
+    yield table_of(across.clocks.offsets, "clocks", "clocks of the ranks", columns, _MOST_RANKS, note)
     lost = across.matched.unmatched
     if lost.height:
         reasons = lost.with_columns(pl.col("reason").replace_strict(REASONS, default=None).alias("meaning"))

@@ -1,10 +1,11 @@
-"""Every step: how long it took, in which phases, which took much longer and why."""
+"""The section `steps`: how long every step took, in which phases, which took much longer and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
 from stepscope.analysis.time.statistics import Distribution
 from stepscope.analysis.time.step_samples import (
@@ -18,43 +19,51 @@ from stepscope.analysis.time.step_samples import (
     timed_steps,
 )
 from stepscope.analysis.time.summary import Summary, clean_step_ns
-from stepscope.document.card import Card
-from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Series, Table, Text
-from stepscope.document.sections.shared import MOST_POINTS, mapping, plain, thinned, thinning
-from stepscope.document.sections.traced_steps import step_table, traced_steps
+from stepscope.document.card_figures import step_facts
+from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text
+from stepscope.document.sections.shared import MOST_POINTS, mapping, plain, table_of, thinned, thinning
+from stepscope.document.sections.time import STEP_SOURCES
+from stepscope.document.verdict import verdict
 from stepscope.errors import Unavailable
 from stepscope.formatting import duration, milliseconds, percent, plural
 from stepscope.session import Session
 from stepscope.trace.recording import Recording
 
-WINDOWS = ("warmup", "clean", "trace_warmup", "trace", "memory", "free")
-_TITLES = {"warmup": "warm-up", "trace_warmup": "profiler warm-up", "trace": "traced", "memory": "memory and FLOPs"}
-COMPILING = "compiling"
+_TITLES = {
+    "warmup": "warm-up",
+    "clean": "clean",
+    "trace_warmup": "profiler warm-up",
+    "trace": "traced",
+    "memory": "memory and FLOPs",
+    "free": "free",
+}
+"""Windows in the order of a run."""
+_COMPILING = "compiling"
 _DWARFS = 5.0
-"""Times the median: from there on steps of other windows leave no room for the clean ones, and the axis is
-logarithmic."""
+"""If the longest step is this many times the median, the axis is logarithmic to leave room for the clean steps."""
 _MOST_NAMED = 5
+_MOST_BARS = 24
+_SAMPLE = ("num_tokens", "num_samples", "num_micro_batches", "num_skipped", "num_compiles", "loss")
 
 
-def parts(session: Session) -> tuple[Any, ...]:
-    """Of a recording every sample; of a trace its steps."""
+def parts(session: Session) -> tuple[Part, ...]:
+    """Return every sample of a recording and its traced steps, or the steps of a trace."""
     if not session.is_recording:
-        return tuple(traced_steps(session.analysis.ranks[0]))
+        return tuple(_traced(session.analysis.ranks[0]))
     recording, summary = session.recording, session.summary
     if not recording.samples:
-        raise Unavailable(f"no step was recorded: {Card.of(session).verdict}")
-    found: list[Any] = list(_of_recording(recording, summary))
+        raise Unavailable(f"no step was recorded. {verdict(recording, summary)}")
+    found = tuple(_recorded(recording, summary))
     try:
         account = session.analysis.ranks[0]
     except Unavailable as reason:
-        on_gpu = summary.clock == "device"
-        return (*found, Missing(f"kernels a step: {reason}")) if on_gpu else tuple(found)
-    return (*found, *([step_table(account)] if account.steps.height else ()))
+        return (*found, Missing(f"kernels per step: {reason}")) if summary.clock == "device" else found
+    return (*found, *([_traced_table(account)] if account.steps.height else ()))
 
 
-def _of_recording(recording: Recording, summary: Summary) -> Iterator[Any]:
+def _recorded(recording: Recording, summary: Summary) -> Iterator[Part]:
     steps = timed_steps(recording, summary.clock)
-    yield Facts(tuple(_figures(steps, summary)))
+    yield Facts((*step_facts(summary), *_facts(steps, summary)))
     yield _over_time(steps, summary)
     if summary.step_ns is None:
         yield Missing("there are no clean steps: run longer, or lower --warmup")
@@ -65,49 +74,40 @@ def _of_recording(recording: Recording, summary: Summary) -> Iterator[Any]:
     yield _samples(steps)
 
 
-def _figures(steps: Sequence[TimedStep], summary: Summary) -> Iterator[Fact]:
-    step, clock = summary.step_ns, "between CUDA events" if summary.clock == "device" else "host clock"
-    if step is not None:
-        noise = step.ci_high - step.ci_low
-        of = f"of {plural(step.num_samples, 'clean step')}; {clock}"
-        yield Fact("median", milliseconds(step.median, noise), of)
-        low, high = milliseconds(step.ci_low, noise), milliseconds(step.ci_high, noise)
-        yield Fact("95 % interval of the median", f"{low} to {high}", "bootstrap")
-        yield Fact("p10 to p90", f"{milliseconds(step.p10, noise)} to {milliseconds(step.p90, noise)}")
-        yield Fact("mean", milliseconds(step.mean, noise), f"standard deviation {duration(step.std, 2)}")
+def _by_window(steps: Sequence[TimedStep]) -> dict[str, list[TimedStep]]:
+    """Return the steps by window, in the order of a run."""
+    groups: dict[str, list[TimedStep]] = {title: [] for title in _TITLES.values()}
+    for step in steps:
+        groups.setdefault(_TITLES.get(step.sample.window, step.sample.window), []).append(step)
+    return {title: group for title, group in groups.items() if group}
+
+
+def _facts(steps: Sequence[TimedStep], summary: Summary) -> Iterator[Fact]:
+    if summary.step_ns is not None:
+        mean, noise = summary.step_ns.mean, summary.step_ns.ci_high - summary.step_ns.ci_low
+        yield Fact("mean", milliseconds(mean, noise), f"standard deviation {duration(summary.step_ns.std, 2)}")
     if summary.host_step_ns is not None and summary.clock == "device":
         host = summary.host_step_ns
-        yield Fact("host", milliseconds(host.median, host.ci_high - host.ci_low), "median, on the host's clock")
-    if summary.warmup_ns:
-        first, rest = summary.warmup_ns[0], summary.warmup_ns[1:]
-        more = f", the last of {plural(len(rest) + 1, 'step')} {duration(rest[-1], 3)}" if rest else ""
-        yield Fact("warm-up", f"the first step took {duration(first, 3)}{more}", "kept apart; on the host's clock")
-    compiling = [step for step in steps if step.sample.num_compiles]
-    if compiling:
-        worst = max(compiling, key=lambda step: step.sample.wall_ns)
-        longest = f"the longest, step {worst.sample.step}, took {duration(worst.sample.wall_ns, 3)}"
-        yield Fact("compiling", f"{plural(len(compiling), 'step')} compiled something", longest)
+        yield Fact("host", milliseconds(host.median, host.ci_high - host.ci_low), "median on the host clock")
+    if warmup := summary.warmup_ns:
+        last = f", the last of {len(warmup)} {duration(warmup[-1], 3)}" if len(warmup) > 1 else ""
+        yield Fact("warm-up", f"the first step took {duration(warmup[0], 3)}{last}", "excluded; host clock")
+    if compiling := [step for step in steps if step.sample.num_compiles]:
+        worst = max(compiling, key=lambda step: step.sample.wall_ns).sample
+        longest = f"the longest, step {worst.step}, took {duration(worst.wall_ns, 3)}"
+        yield Fact("compiling", f"{plural(len(compiling), 'step')} compiled", longest)
     if summary.num_skipped:
         yield Fact("skipped", plural(summary.num_skipped, "optimizer step"), "by the GradScaler")
-    counts = {window: sum(step.sample.window == window for step in steps) for window in _windows(steps)}
-    yield Fact("steps", ", ".join(f"{_TITLES.get(window, window)} {num:,}" for window, num in counts.items()))
-
-
-def _windows(steps: Sequence[TimedStep]) -> list[str]:
-    """The windows that steps are in, in the order of a run."""
-    seen = dict.fromkeys(step.sample.window for step in steps)
-    return [*(name for name in WINDOWS if name in seen), *(name for name in seen if name not in WINDOWS)]
+    yield Fact("steps", ", ".join(f"{title} {len(group):,}" for title, group in _by_window(steps).items()))
 
 
 def _over_time(steps: Sequence[TimedStep], summary: Summary) -> Lines:
-    groups = {_TITLES.get(window, window): [] for window in _windows(steps)}  # type: dict[str, list[TimedStep]]
-    for step in steps:
-        window = _TITLES.get(step.sample.window, step.sample.window)
-        groups.setdefault(COMPILING if step.sample.num_compiles else window, []).append(step)
+    groups = _by_window([step for step in steps if not step.sample.num_compiles])
+    if compiling := [step for step in steps if step.sample.num_compiles]:
+        groups[_COMPILING] = compiling
     series = tuple(
         thinned(name, [step.sample.step for step in group], [float(step.step_ns) for step in group])
         for name, group in groups.items()
-        if group
     )
     longest = max(steps, key=lambda step: step.step_ns)
     caption = f"The longest is step {longest.sample.step} with {duration(longest.step_ns, 3)}"
@@ -115,38 +115,42 @@ def _over_time(steps: Sequence[TimedStep], summary: Summary) -> Lines:
     if middle:
         caption += f", {longest.step_ns / middle:.1f} times the median of the clean steps ({duration(middle, 3)})"
     if summary.clock == "device" and any(step.clock == "host" for step in steps):
-        caption += ". Steps without CUDA events are on the host's clock, which may run ahead of the GPU"
-    dwarfed = middle is not None and longest.step_ns > _DWARFS * middle and min(step.step_ns for step in steps) > 0
+        caption += ". Steps without CUDA events are on the host clock, which may run ahead of the GPU"
     return Lines(
         id="step_times",
-        title="every step by its window",
+        title="every step by window",
         caption=f"{caption}.{thinning(series, len(steps))}",
         x="step",
         y="step_time_ns",
         series=series,
         style="dots",
-        log_y=dwarfed,
+        log_y=bool(middle and longest.step_ns > _DWARFS * middle and min(step.step_ns for step in steps) > 0),
     )
 
 
 def _phases(clean: Sequence[TimedStep]) -> Iterator[Lines]:
     if len(clean) < 2:
         return
-    shown = clean[:: -(-len(clean) // MOST_POINTS)]
-    names = [name for name in (*PHASES, UNATTRIBUTED) if any(step.phases_ns.get(name) for step in shown)]
+    every = -(-len(clean) // MOST_POINTS)
+    shown = clean[::every]
     numbers = [float(step.sample.step) for step in shown]
-    series = tuple(Series(name, [step.phases_ns.get(name, 0) for step in shown], numbers, name) for name in names)
-    which = f" Every {-(-len(clean) // MOST_POINTS)}th step is drawn." if len(shown) < len(clean) else ""
-    clock = "between CUDA events" if clean[0].clock == "device" else "on the host's clock"
+    clock = "between CUDA events" if clean[0].clock == "device" else "on the host clock"
     yield Lines(
         id="clean_step_phases",
         title="phases of the clean steps",
-        caption=f"{plural(len(clean), 'clean step')}, {clock}.{which}",
+        caption=f"{plural(len(clean), 'clean step')}, {clock}." + (f" Shows every {every}th." if every > 1 else ""),
         x="step",
         y="time_by_phase_ns",
-        series=series,
+        series=tuple(
+            Series(name, [step.phases_ns.get(name, 0) for step in shown], numbers, name) for name in _names(shown)
+        ),
         style="areas",
     )
+
+
+def _names(steps: Sequence[TimedStep]) -> list[str]:
+    """Return the phases in which any of the steps spent time."""
+    return [name for name in (*PHASES, UNATTRIBUTED) if any(step.phases_ns.get(name) for step in steps)]
 
 
 def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
@@ -156,7 +160,7 @@ def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
     spread = percent((step.p90 - step.p10) / step.median) if step.median else "0 %"
     return Bars(
         id="step_distribution",
-        title="how the clean steps are spread",
+        title="distribution of the clean steps",
         caption=f"The middle 80 % of {plural(step.num_samples, 'clean step')} span {spread} of the median.",
         labels=labels if len(set(labels)) == len(labels) else [f"{i + 1}: {label}" for i, label in enumerate(labels)],
         series=(Series("clean steps", [float(one.num) for one in bins]),),
@@ -164,23 +168,21 @@ def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
     )
 
 
-def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) -> Iterator[Any]:
-    if not found and summary.num_clean < FEWEST:
-        yield Text(f"{plural(summary.num_clean, 'clean step')} are too few to tell an outlier.")
-        return
+def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) -> Iterator[Part]:
     if not found:
-        yield Text(
-            f"No step is an outlier: none is more than {FENCE:.0f} inter-quartile ranges above the third quartile of "
-            f"its window, and {percent(LEAST_EXCESS_SHARE)} above its median."
-        )
+        text = f"{plural(summary.num_clean, 'clean step')} are too few to find outliers."
+        if summary.num_clean >= FEWEST:
+            text = (
+                f"No outliers: no step is more than {FENCE:.0f} interquartile ranges above the third quartile of its "
+                f"window and {percent(LEAST_EXCESS_SHARE)} above its median."
+            )
+        yield Text(text)
         return
-    said = "; ".join(_sentence(outlier, summary) for outlier in found[:_MOST_NAMED])
+    slow = [_sentence(outlier, summary) for outlier in found[:_MOST_NAMED]]
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     retries = mapping(recording.facts.get("memory")).get("num_allocator_retries")
-    asked = ""
-    if isinstance(retries, int) and retries:
-        asked = f" The allocator gave its cache back and tried again {plural(retries, 'time')} during the run."
-    yield Text(f"{plural(len(found), 'outlier')}: {said}{more}.{asked}")
+    retried = f" The allocator retried {plural(retries, 'time')}." if isinstance(retries, int) and retries else ""
+    yield Text(f"{plural(len(found), 'outlier')}: {'; '.join(slow)}{more}.{retried}")
     yield Table(
         "outliers",
         "outliers",
@@ -193,7 +195,7 @@ def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) 
             "phase_excess_ns": [outlier.phase_excess_ns for outlier in found],
             "what_was_special": ["; ".join(_special(outlier, summary)) for outlier in found],
         },
-        note="excess: above the median of the clean steps, or of the free ones; a phase's above its own",
+        note="excess: above the median of the same kind of steps, or of the same phase",
     )
 
 
@@ -207,7 +209,7 @@ def _sentence(outlier: Outlier, summary: Summary) -> str:
 
 
 def _special(outlier: Outlier, summary: Summary) -> list[str]:
-    """What else the sample of a slow step says that the others' do not."""
+    """Return what the sample of a slow step has that the others do not."""
     sample, found = outlier.step.sample, []
     if sample.num_compiles:
         found.append(f"{plural(sample.num_compiles, 'compile')}")
@@ -218,26 +220,63 @@ def _special(outlier: Outlier, summary: Summary) -> list[str]:
     throughput = summary.throughput
     num = None if throughput is None else sample.num_tokens if throughput.unit == "tokens" else sample.num_samples
     if throughput is not None and num is not None and num > throughput.per_step:
-        found.append(f"{num:,} {throughput.unit} where the mean is {throughput.per_step:,.0f}")
+        found.append(f"{num:,} {throughput.unit}, on average {throughput.per_step:,.0f}")
     return found
 
 
 def _samples(steps: Sequence[TimedStep]) -> Table:
-    names = [name for name in (*PHASES, UNATTRIBUTED) if any(step.phases_ns.get(name) for step in steps)]
     samples = [step.sample for step in steps]
+    durations, host = [step.step_ns for step in steps], [sample.wall_ns for sample in samples]
     columns: dict[str, Sequence[Any]] = {
         "step": [sample.step for sample in samples],
         "window": [sample.window for sample in samples],
         "clock": [step.clock for step in steps],
-        "duration_ns": [step.step_ns for step in steps],
-        **{f"{name}_ns": [step.phases_ns.get(name) for step in steps] for name in names},
-        "host_ns": [sample.wall_ns for sample in samples],
-        **{
-            name: [plain(getattr(sample, name)) for sample in samples]
-            for name in ("num_tokens", "num_samples", "num_micro_batches", "num_skipped", "num_compiles", "loss")
-        },
+        "duration_ns": durations,
+        **{f"{name}_ns": [step.phases_ns.get(name) for step in steps] for name in _names(steps)},
+        **({"host_ns": host} if durations != host else {}),
+        **{name: [plain(getattr(sample, name)) for sample in samples] for name in _SAMPLE},
     }
-    first = columns["duration_ns"]
-    if all(ns == sample.wall_ns for ns, sample in zip(first, samples)):
-        del columns["host_ns"]
     return Table("steps", "every step", columns, note="phases sum to the step, on its clock")
+
+
+def _traced(account: RankAccount) -> Iterator[Part]:
+    """Yield the steps of a trace; Unavailable if it has none."""
+    if not (num := account.steps.height):
+        raise Unavailable(
+            "nothing in the trace marks the end of a step: call prof.step() at the end of each step, or record with "
+            "`stepscope run train.py`"
+        )
+    durations = [float(ns) for ns in account.steps["duration_ns"]]
+    busy = [float(ns) for ns in account.steps["gpu_busy_ns"]]
+    numbers = [int(step) for step in account.steps["step"]]
+    facts = [
+        Fact("steps", f"{num:,}", STEP_SOURCES[account.step_source]),
+        Fact("mean", duration(sum(durations) / num, 3), "includes profiler overhead"),
+        Fact("shortest to longest", f"{duration(min(durations), 3)} to {duration(max(durations), 3)}"),
+    ]
+    if any(busy):
+        facts.append(Fact("GPU busy", percent(sum(busy) / max(1, sum(durations))), "of the steps"))
+    yield Facts(tuple(facts))
+    id, title = "traced_steps", "traced steps"
+    if num <= _MOST_BARS:
+        series = [Series("step", durations, color="forward")]
+        if any(busy):
+            idle = [ns - worked for ns, worked in zip(durations, busy)]
+            series = [Series("GPU busy", busy, color="forward"), Series("GPU idle", idle, color="idle")]
+        labels = [f"step {number}" for number in numbers]
+        yield Bars(id=id, title=title, labels=labels, series=tuple(series), unit="step_time_ns")
+    else:
+        series = [thinned("step", numbers, durations)]
+        series += [thinned("GPU busy", numbers, busy)] if any(busy) else []
+        text = thinning(series, num * len(series)).strip()
+        yield Lines(id=id, title=title, caption=text, x="step", y="step_time_ns", series=tuple(series), style="dots")
+    yield _traced_table(account)
+
+
+def _traced_table(account: RankAccount) -> Table:
+    steps = account.steps.with_columns((account.steps["start_ns"] - account.steps["start_ns"][0]).alias("begin_ns"))
+    columns, note = ["step", "begin_ns", "duration_ns"], "begin: since the first"
+    if account.gpu_time.window_ns:
+        columns += ["gpu_busy_ns", "num_kernels"]
+        note += "; GPU busy: during the step, whichever step launched the work"
+    return table_of(steps, "traced_steps", "traced steps", columns, note=note)

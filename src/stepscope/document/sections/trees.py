@@ -1,4 +1,4 @@
-"""Trees of parts by name: what is too small to be seen is one part with its siblings, and nothing is lost."""
+"""Trees of parts by name; parts that are too small to see are merged with their siblings, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from stepscope.document.model import Node
 
 LEAST_SHARE = 0.002
-"""Of the whole: what is less is drawn together with its siblings."""
+"""Parts with a smaller share of the whole are merged with their siblings."""
 MAX_DEPTH = 24
-"""Words of a module's name: what is deeper keeps its dots."""
+"""Levels of a module name; deeper ones keep their dots."""
 _NUMBER = re.compile(r"\d{1,9}$")
 
 
@@ -20,7 +20,7 @@ class Branch:
 
     def __init__(self, is_ordered: bool = False) -> None:
         self.is_ordered = is_ordered
-        """Whether the parts inside stay in the order in which they came."""
+        """Whether the parts inside stay in the order in which they were added."""
         self.own = 0
         """What is in none of the parts inside."""
         self.total = 0
@@ -28,7 +28,7 @@ class Branch:
         self.inner: dict[str, Branch] = {}
 
     def add(self, path: Sequence[str], value: int, color: str | None = None) -> None:
-        """Put a value at the end of a path of names."""
+        """Add a value at the end of a path of names."""
         branch = self
         branch.total += value
         for name in path:
@@ -38,7 +38,7 @@ class Branch:
         branch.own += value
 
     def nodes(self, name: str, least_share: float = LEAST_SHARE) -> tuple[Node, ...]:
-        """As nodes of a chart, parents first. Siblings under a share of the whole are one node; empty ones none."""
+        """Return the nodes of a chart, parents first; siblings below a share of the whole are one node."""
         return tuple(self._nodes(name, "", "0", least_share * self.total))
 
     def _nodes(self, name: str, parent: str, id: str, least: float) -> Iterator[Node]:
@@ -55,7 +55,7 @@ class Branch:
 
 
 def module_path(module: str) -> list[str]:
-    """The words of a module's name, outermost first.
+    """Return the parts of a module name, outermost first.
 
     >>> module_path("blocks.0.mlp"), module_path("")
     (['blocks', '0', 'mlp'], ['the model itself'])
@@ -64,7 +64,7 @@ def module_path(module: str) -> list[str]:
 
 
 def own_of(totals: dict[str, int]) -> dict[str, int]:
-    """What each module has beside the modules inside it, from totals that include them.
+    """Return what each module has without the modules inside it, from totals that include them.
 
     >>> own_of({"blocks.0": 10, "blocks.0.mlp": 7, "head": 2})
     {'blocks.0': 3, 'blocks.0.mlp': 7, 'head': 2}
@@ -80,7 +80,7 @@ def own_of(totals: dict[str, int]) -> dict[str, int]:
 
 
 def _in_order(sizes: dict[str, int]) -> list[str]:
-    """The largest first; what differs in its number alone, as layers do, is one group and in order of it.
+    """Return the names, largest first; names that differ only in a number, as layers do, are together in its order.
 
     >>> _in_order({"10": 5, "9": 6, "head": 2, "norm": 4})
     ['9', '10', 'norm', 'head']

@@ -1,8 +1,8 @@
-"""Columns as bytes that compress well, and that a few lines of JavaScript turn back into numbers.
+"""Columns as bytes that compress well and that a few lines of JavaScript decode.
 
-A column is unsigned numbers of up to 32 bits. Where neighbors are alike it is stored as differences, modulo 2³² and
-with the sign in the lowest bit. Then come the lowest bytes of all its numbers, the next ones, and so on up to the
-highest that is not zero everywhere.
+A column has unsigned numbers of up to 32 bits. If neighbors are similar, it is stored as differences modulo 2³², with
+the sign in the lowest bit. The lowest bytes of all numbers come first, then the next ones, up to the highest that is
+not zero everywhere.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MOST_PLANES = 4
 
 
 class Bytes:
-    """Columns one after the other; `columns` says where each is."""
+    """Columns one after the other."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._length = 0
 
     def add(self, numbers: pl.Series, delta: bool = False) -> dict[str, Any]:
-        """Append a column; what a reader needs to have it back: `at`, `num`, `planes`, `delta`."""
+        """Append a column and return what a reader needs: `at`, `num`, `planes`, `delta`."""
         plain = numbers.cast(pl.Int64)
         if delta:
             change = plain.diff().fill_null(plain.head(1)) if len(plain) else plain
@@ -39,13 +39,14 @@ class Bytes:
         return place
 
     def add_text(self, text: str) -> dict[str, int]:
-        """Append text as UTF-8: `at` and `bytes`."""
+        """Append text as UTF-8 and return `at` and `bytes`."""
         data = text.encode("utf-8", "replace")
         place = {"at": self._length, "bytes": len(data)}
         self._append(data)
         return place
 
     def joined(self) -> bytes:
+        """Return everything that was appended."""
         return b"".join(self._pieces)
 
     def _append(self, data: bytes) -> None:
@@ -54,7 +55,7 @@ class Bytes:
 
 
 def _words(numbers: list[int]) -> bytes:
-    """As little-endian words of 32 bits."""
+    """Return numbers as little-endian words of 32 bits."""
     code = "I" if array("I").itemsize == 4 else "L"
     words = array(code, numbers)
     if sys.byteorder == "big":

@@ -1,4 +1,4 @@
-"""The color of every event on the timeline, as a place in one list: by phase, by class of kernel, by module."""
+"""The color of every event on the timeline, as an index into one list: by phase, class of kernel, module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope.analysis.kernels.kernel_classes import KERNEL_CLASSES
 from stepscope.analysis.structure.modules import MODULE_PREFIX
 from stepscope.analysis.structure.steps import PHASE_PREFIX
 from stepscope.analysis.time.phases import PHASES
-from stepscope.render.colors import GREY, NAMED, PALETTE
+from stepscope.document.colors import GREY, NAMED, PALETTE
 
 _OWN = {"step": "#8a94a6", "call": "#5f7187", "python": "#a89f8e", "overhead": "#c4564a"}
 _CLASSES = tuple(name for name in KERNEL_CLASSES if name not in PHASES)
@@ -23,7 +23,7 @@ _LEGEND = {"call": "CUDA calls", "python": "Python", "overhead": "profiler"}
 
 
 def colors() -> list[dict[str, str]]:
-    """Every color in order: `name` for the legend ("" where it has no place in one), `color`, and `group`."""
+    """Return every color in order: `name` in the legend ("" if it is not in it), `color` and `group`."""
     own = {**NAMED, **_OWN, **{f"module {number}": color for number, color in enumerate(PALETTE)}}
     return [
         {
@@ -36,17 +36,17 @@ def colors() -> list[dict[str, str]]:
 
 
 def phase_colors(phases: pl.Series) -> pl.Series:
-    """Of phases; of a step, which has none, its own."""
+    """Return the colors of phases; null is a step."""
     return _numbers(phases.cast(pl.String), "step")
 
 
 def kernel_colors(device: pl.DataFrame) -> pl.Series:
-    """Of GPU work by its `class`."""
+    """Return the colors of GPU work by its `class`."""
     return _numbers(device["class"].cast(pl.String), "other")
 
 
 def host_colors(host: pl.DataFrame) -> pl.Series:
-    """Ops and labels have their phase's, the rest that of what it is."""
+    """Return the colors of host events: ops and labels by phase, the rest by kind."""
     names = (
         pl.when(pl.col("kind").is_in(["runtime", "driver"]))
         .then(pl.lit("call"))
@@ -60,12 +60,12 @@ def host_colors(host: pl.DataFrame) -> pl.Series:
 
 
 def module_colors(modules: pl.Series) -> pl.Series:
-    """Modules of one kind have one color, whatever their number: the last word of the name without digits."""
+    """Return the colors of modules by the last word of their name, without digits."""
     return _by_name(modules, lambda name: _FIRST_MODULE + _palette_place(name))
 
 
 def range_colors(ranges: pl.DataFrame) -> pl.Series:
-    """Labels on the GPU: a phase's own, else as modules are."""
+    """Return the colors of labels on the GPU: by phase, else as modules."""
 
     def number(name: str) -> int:
         phase = name.removeprefix(PHASE_PREFIX)

@@ -1,4 +1,4 @@
-"""What is told of each event that is drawn one by one: name, op, module, shapes, caller; and its launch."""
+"""What a page shows about each event: name, op, module, shapes, caller, and its launch."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ KINDS = (
     "kernel", "memcpy", "memset", "label",
 )  # fmt: skip
 TEXTS = ("name", "module", "op", "shapes", "dtypes", "step", "phase", "caller", "more")
-"""Columns of text, each a place in the list of strings."""
+"""Columns of text, each an index into the list of strings."""
 MOST_CHARACTERS = 600
-"""Of a name: a C++ template can have thousands."""
+"""Longest name: a C++ template can have thousands of characters."""
 _MOST_LABEL = 80
 
 
 def details(linked: Linked, drawn: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """`kind` (a place in `KINDS`), `launch` (1 + the row in `drawn` of the call that launched it, 0 where there is
-    none) and the columns of `TEXTS`, for each row of `drawn`."""
+    """Return `kind` (an index into `KINDS`), `launch` (1 + the row in `drawn` of the call that launched it, or 0) and
+    the columns of `TEXTS`, for each row of `drawn`."""
     parts = [pl.DataFrame(schema={"at": pl.UInt32, "kind": pl.String, "launch_row": pl.UInt32, **_text_schema()})]
     for number, table in enumerate(TABLES):
         some = drawn.filter(pl.col("table") == number)
         if some.height:
-            told = _of_runs(runs, some["place"]) if table == "runs" else _TELL[table](linked, some["place"])
-            parts.append(pl.concat([some.select("at"), told], how="horizontal"))
+            found = _of_runs(runs, some["place"]) if table == "runs" else _DETAILS[table](linked, some["place"])
+            parts.append(pl.concat([some.select("at"), found], how="horizontal"))
     every = pl.concat(parts, how="diagonal_relaxed").sort("at")
-    # Of an event that two tracks show, the later one is not the copy.
+    # If two tracks show an event, the later one is not the copy.
     on_host = drawn.filter(pl.col("table") == TABLES.index("host")).unique("place", keep="last", maintain_order=True)
     place = pl.zeros(linked.host.height, pl.UInt32, eager=True).scatter(on_host["place"], on_host["at"] + 1)
     return every.with_columns(
@@ -46,8 +46,8 @@ def details(linked: Linked, drawn: pl.DataFrame, runs: pl.DataFrame) -> pl.DataF
 
 
 def strings(told: pl.DataFrame) -> tuple[list[str], list[str], pl.DataFrame]:
-    """Every text once, the most frequent first and "" at the head; a shorter label for each ("": itself); and the
-    columns of `TEXTS` as places in the list."""
+    """Return every text once, "" and then the most frequent first; a shorter label for each ("": itself); and the
+    columns of `TEXTS` as indices into the list."""
     every = pl.concat([told[name].alias("text") for name in TEXTS]).drop_nulls()
     counts = every.value_counts(sort=False).sort("count", "text", descending=[True, False])
     known = counts["text"].to_list()
@@ -70,13 +70,13 @@ def _shown(text: str) -> str:
 
 
 def _label(name: str, is_kernel: bool) -> str:
-    """What stands on the event itself, where the name says the same with more letters."""
+    """Return a shorter name to write on the event, or "" if there is none."""
     short = name
     for prefix in (MODULE_PREFIX, PHASE_PREFIX, "autograd::engine::evaluate_function: ", "aten::"):
         short = short.removeprefix(prefix)
     if is_kernel:
         short = short_name(short, _MOST_LABEL)
-        # CUTLASS calls every kernel so; what it is stands inside.
+        # CUTLASS gives every kernel this name; what it is is inside.
         short = re.sub(r"^Kernel2?\[(.*)\]$", r"\1", short)
     elif "/" in short and ".py(" in short:
         short = short.rsplit("/", 1)[-1]
@@ -123,7 +123,7 @@ def _of_runs(runs: pl.DataFrame, place: pl.Series) -> pl.DataFrame:
 
 
 def _last_words(path: pl.Expr) -> pl.Expr:
-    """A module's name where the lanes above show the rest of it; a number is never alone."""
+    """Return the last part of a module name; the lanes above show the rest. A number is never alone."""
     return path.str.extract(r"((?:[^.]*\.)?\d+|[^.]*)$").fill_null(path)
 
 
@@ -136,7 +136,7 @@ def _of_host(linked: Linked, place: pl.Series) -> pl.DataFrame:
             "kind": rows["kind"].cast(pl.String),
             "name": rows["name"].cast(pl.String),
             "module": rows["module"].cast(pl.String),
-            # Of an op its own name says it.
+            # An op has its own name already.
             "op": host["name"].gather(op.set(rows["kind"] == "op", None)).cast(pl.String),
             **_of_op(host, op),
             "step": rows["step"].cast(pl.String),
@@ -177,8 +177,10 @@ def _of_op(host: pl.DataFrame, op: pl.Series) -> dict[str, pl.Series]:
 
 
 def callers(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
-    """The user's function around each row of the host table, or around its forward op; of old profilers, which
-    write an op's stack down beside it, its innermost frames."""
+    """Return the user's function around each row of the host table, or around its forward op.
+
+    Old profilers write an op's stack beside it: then its innermost frames.
+    """
     forward = host["forward"].gather(rows)
     around = python_callers(host, rows)
     around = around.zip_with(around.is_not_null(), python_callers(host, forward))
@@ -193,7 +195,7 @@ def callers(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
     return caller
 
 
-_TELL = {
+_DETAILS = {
     "steps": _of_steps, "phases": _of_phases, "modules": _of_modules, "host": _of_host, "ranges": _of_ranges,
     "gpu": _of_device,
 }  # fmt: skip

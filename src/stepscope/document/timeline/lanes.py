@@ -1,4 +1,4 @@
-"""Lanes of the timeline: events that may be nested or run side by side, placed so that none covers another."""
+"""Lanes of the timeline: nested or parallel events, placed so that none covers another."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import polars as pl
 from stepscope.formatting import plural
 
 MOST_LANES = 96
-"""Of a track: what is nested deeper is counted."""
+"""Lanes of a track; deeper events are only counted."""
 _MOST_BESIDE = 24
-"""Lanes of a stream whose work runs side by side."""
+"""Lanes of a stream whose work runs in parallel."""
 
 LANE = {"lane": pl.UInt32, "table": pl.UInt8, "place": pl.UInt32, "start_ns": pl.Int64, "end_ns": pl.Int64,
         "color": pl.UInt8, "weight_ns": pl.Int64}  # fmt: skip
-"""Columns of the events: `table` is a place in `TABLES` and `place` the row there; the heavier is kept first."""
+"""Columns of the events: `table` is an index into `TABLES`, `place` the row there; heavier events are kept first."""
 TABLES = ("steps", "phases", "modules", "runs", "host", "ranges", "gpu")
 
 
 @dataclass(frozen=True)
 class Track:
-    """One track: its lanes follow one another from `first_lane` on."""
+    """A group of lanes that begins at `first_lane`."""
 
     kind: str
     title: str
     detail: str
-    """What it is, in a few more words."""
+    """What the track shows."""
     first_lane: int
     num_lanes: int
     is_copy: bool = False
@@ -43,18 +43,18 @@ class Lanes:
     runs: pl.DataFrame = field(default_factory=pl.DataFrame)
     """Modules on the GPU (`runs.py`)."""
     left_out: list[str] = field(default_factory=list)
-    """What is on no track, in words."""
+    """Sentences about what is on no track."""
     num_left_out: int = 0
-    """Events of these."""
+    """Events that are on no track."""
 
     @property
     def num(self) -> int:
-        """Lanes of all tracks."""
+        """Return the number of lanes of all tracks."""
         return sum(track.num_lanes for track in self.tracks)
 
 
 def add_nested(lanes: Lanes, kind: str, title: str, detail: str, events: pl.DataFrame, table: str) -> None:
-    """Events with their `depth`: a lane each."""
+    """Add a track of nested events, one lane per `depth`."""
     deepest = int(events["depth"].max()) + 1  # type: ignore[arg-type]
     if deepest > MOST_LANES:
         num_deep = events.filter(pl.col("depth") >= MOST_LANES).height
@@ -68,7 +68,7 @@ def add_nested(lanes: Lanes, kind: str, title: str, detail: str, events: pl.Data
 def add_beside(
     lanes: Lanes, kind: str, title: str, detail: str, events: pl.DataFrame, table: str, is_copy: bool = False
 ) -> None:
-    """Events that may run side by side: one lane where they do not."""
+    """Add a track of events that may run in parallel."""
     ordered = events.sort("start_ns", "end_ns", descending=[False, True])
     lane, num_lanes, num_beyond = _beside(ordered)
     if num_beyond:
@@ -108,7 +108,7 @@ def events_of(frame: pl.DataFrame, table: str, colors: pl.Series, lane: pl.Serie
 
 
 def _beside(ordered: pl.DataFrame) -> tuple[pl.Series, int, int]:
-    """The first free lane of each event in order of start, how many there are, and how many events find none."""
+    """Return the first free lane of each event, how many lanes there are, and how many events find none."""
     starts, ends = ordered["start_ns"], ordered["end_ns"]
     if not (starts < ends.cum_max().shift(1)).any():
         return pl.zeros(ordered.height, pl.UInt32, eager=True), 1, 0
@@ -130,7 +130,7 @@ def _beside(ordered: pl.DataFrame) -> tuple[pl.Series, int, int]:
 
 
 def depths(parent: pl.Series) -> pl.Series:
-    """How many are above each, by the place of the one above; the distance looked up doubles each time."""
+    """Return the depth of each row from the row of its parent; the distance looked up doubles each time."""
     depth: pl.Series = parent.is_not_null().cast(pl.UInt32)
     above = parent
     while above.null_count() < len(above):

@@ -1,8 +1,8 @@
-"""Levels of detail: which events are drawn one by one, and the blocks that stand for the rest at each zoom.
+"""Levels of detail: which events are drawn individually, and the blocks that replace the rest at each zoom.
 
-A cell is a stretch of one lane, `width` ticks long. On a level with cells of a width, an event that is kept and no
-shorter than a cell is drawn by itself; all others that begin in a cell are one block. Level 0 has no shortest event:
-its blocks are those of the events that are not kept. So each moment that a lane is busy is on every level once.
+A cell is a stretch of one lane, `width` ticks long. On each level, a kept event that is at least as long as a cell is
+drawn individually; all others that begin in a cell are one block. On level 0 every kept event is drawn, and blocks
+replace the others. So each moment that a lane is busy is on every level exactly once.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from dataclasses import dataclass
 import polars as pl
 
 FACTOR = 4
-"""From one level's width to the next one's."""
+"""The width of a level's cells, in cells of the level below."""
 _COARSEST = 256
-"""Cells of the last level: enough for a page of this many pixels."""
+"""Cells of the last level."""
 _FINE_ENOUGH = 4096
-"""Cells of the first level, where every event is drawn one by one on level 0."""
+"""Cells of the first level if every event is kept."""
 _FINEST = 1 << 18
 
 BLOCK = ("lane", "start", "end", "busy", "num", "color")
-"""Columns of a block, times in ticks: `busy` is the time in it that events cover, `color` that of most of it."""
+"""Columns of a block, in ticks: `busy` is the time that events cover, `color` the color of most of it."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """The blocks of one level, by lane and start."""
+    """The blocks of one level, sorted by lane and start."""
 
     width: int
-    """Events shorter than this many ticks are in blocks; 0: only those that are not kept."""
+    """Shorter events are in blocks; 0: only events that are not kept are."""
     blocks: pl.DataFrame
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Which events are drawn one by one."""
+    """Which events are drawn individually."""
 
     is_kept: pl.Series
     steps: list[int]
-    """Of these steps all."""
+    """Steps of which all events are kept."""
     least_ns: int | None
-    """Elsewhere those that last so long; None: none of them, or all."""
+    """The shortest event kept elsewhere; None: no others, or all."""
 
     @property
     def num(self) -> int:
@@ -48,7 +48,7 @@ class Kept:
 
 
 def keep(events: pl.DataFrame, typical: pl.DataFrame, in_step: pl.Series, most: int) -> Kept:
-    """At most so many events: all, or those of as many typical steps as there is room for, and the longest others."""
+    """Return which events to keep: all, or those of as many typical steps as fit, and the longest others."""
     everything = pl.repeat(True, events.height, dtype=pl.Boolean, eager=True)
     if events.height <= most:
         return Kept(everything, [], None)
@@ -67,9 +67,9 @@ def keep(events: pl.DataFrame, typical: pl.DataFrame, in_step: pl.Series, most: 
 
 
 def levels(events: pl.DataFrame, is_kept: pl.Series, total: int, most_blocks: int) -> list[Level]:
-    """Level 0 and those above it, of events with `lane`, `start`, `end` (ticks) and `color`.
+    """Return level 0 and those above it, of events with `lane`, `start`, `end` (ticks) and `color`.
 
-    The cells of the first level are as fine as so many blocks allow.
+    The cells of the first level are as fine as `most_blocks` allows.
     """
     width = max(1, -(-total // (_FINE_ENOUGH if is_kept.all() else _FINEST)))
     rest = _merged(_pieces(events.filter(~is_kept), width))
@@ -93,7 +93,7 @@ def levels(events: pl.DataFrame, is_kept: pl.Series, total: int, most_blocks: in
 
 
 def _pieces(events: pl.DataFrame, width: int) -> pl.DataFrame:
-    """Events as parts of blocks: the blocks that each would be, alone."""
+    """Return each event as a block of its own."""
     return events.select(
         "lane",
         (pl.col("start") // width).alias("cell"),
@@ -110,14 +110,14 @@ def _coarser(pieces: pl.DataFrame, factor: int) -> pl.DataFrame:
 
 
 def _merged(pieces: pl.DataFrame) -> pl.DataFrame:
-    """One piece a cell and color."""
+    """Return one piece per cell and color."""
     return pieces.group_by("lane", "cell", "color").agg(
         pl.col("start").min(), pl.col("end").max(), pl.col("busy").sum(), pl.col("num").sum()
     )
 
 
 def _blocks(pieces: pl.DataFrame) -> pl.DataFrame:
-    """One block a cell."""
+    """Return one block per cell."""
     return (
         pieces.sort("busy", "num", "color", descending=[True, True, False])
         .group_by("lane", "cell", maintain_order=True)

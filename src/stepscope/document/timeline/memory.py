@@ -1,23 +1,20 @@
-"""Memory over time for the timeline: a curve a device, thinned with its true lowest and highest."""
+"""Memory over time for the timeline: one curve per device, thinned without losing extremes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import polars as pl
 
 from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_timeline
 from stepscope.analysis.structure.links import Linked
-
-if TYPE_CHECKING:
-    from stepscope.document.timeline.timeline import Clock
+from stepscope.document.timeline.clock import Clock
 
 MOST_POINTS = 16_000
-"""Of all curves."""
+"""Points of all curves together."""
 _MOST_CURVES = 8
 _LEAST_BYTES = 1 << 20
-"""Beside another device's: a host that holds a few numbers for its GPU has no curve to look at."""
+"""A second curve needs at least this: a host that only feeds its GPU has no curve worth drawing."""
 _MOST_UNITS = (1 << 32) - 1
 
 
@@ -30,14 +27,14 @@ class Curve:
     points: pl.DataFrame
     """`time` in ticks, `allocated` and `reserved` in units of `unit_bytes`."""
     unit_bytes: int
-    """1, or the power of two with which the highest has 32 bits."""
+    """1, or the smallest power of two with which all values fit into 32 bits."""
     has_reserved: bool
     num_all: int
     """Points before thinning."""
 
 
 def memory_curves(linked: Linked, clock: Clock) -> list[Curve]:
-    """Those of GPUs first."""
+    """Return the curves of all devices, those of GPUs first."""
     devices = sorted(memory_devices(linked), key=lambda device: (device[0] == 0, device))[:_MOST_CURVES]
     curves: list[Curve] = []
     for number, index in devices:

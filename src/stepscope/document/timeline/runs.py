@@ -1,4 +1,4 @@
-"""Which module the GPU works for: kernels that follow one another and belong to one module, at every depth."""
+"""Runs of consecutive kernels that belong to one module, at every depth of the module tree."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ RUN = {"device": pl.Int32, "stream": pl.Int64, "depth": pl.UInt32, "module": pl.
 
 
 def module_runs(linked: Linked) -> pl.DataFrame:
-    """The runs of each stream (`RUN`): a new module, phase or step begins another, and so does a kernel of none.
+    """Return the runs of each stream (`RUN`); a new module, phase or step begins another, as does a kernel of none.
 
-    A number belongs to the word before it: `blocks.3.mlp` is `mlp` in `blocks.3` in `blocks`… never `3`.
+    A number belongs to the word before it: `blocks.3.mlp` is `mlp` in `blocks.3`, never in `3`.
     """
     none = pl.DataFrame(schema=RUN)
-    # A collective is of the module that happened to wait for it.
+    # A collective would belong to the module that happened to wait for it.
     device = linked.device.filter(pl.col("activity") != "communication")
     if device["module"].null_count() == device.height:
         return none

@@ -4,66 +4,37 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.time.replay import typical_steps
+from stepscope.document.model import Timeline
 from stepscope.document.timeline.bytes import Bytes
+from stepscope.document.timeline.clock import Clock
 from stepscope.document.timeline.colors import colors
 from stepscope.document.timeline.details import KINDS, TEXTS, details, strings
 from stepscope.document.timeline.lanes import TABLES, Lanes
 from stepscope.document.timeline.levels import Kept, Level, keep, levels
 from stepscope.document.timeline.memory import Curve, memory_curves
 from stepscope.document.timeline.tracks import lanes_of
-from stepscope.document.timeline.words import note
+from stepscope.formatting import duration, listed, plural
 
 MOST_EVENTS = 150_000
-"""Drawn one by one."""
+"""Events drawn one by one."""
 MOST_BLOCKS = 30_000
-"""On a level."""
+"""Blocks on a level."""
 MOST_BYTES = 1_500_000
-"""Of the compressed blob: 2 MB as base64."""
-_MOST_TICKS = (1 << 32) - 1
+"""Size of the compressed blob: 2 MB as base64."""
 _FAR, _MINUTE_NS = 1000, 60 * 10**9
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """A zoomable picture of a trace; only a page can show it."""
-
-    meta: dict[str, Any]
-    """Plain JSON: the tracks, the colors, where each column is in the blob, and what was left out, in words."""
-    blob: bytes
-    """Columns (`bytes.py`), gzip."""
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Nanoseconds to ticks: of one nanosecond, or as many as make the whole 2³² ticks long."""
-
-    origin_ns: int
-    tick_ns: float
-    total: int
-
-    @classmethod
-    def of(cls, start_ns: int, end_ns: int) -> Clock:
-        length = max(1, end_ns - start_ns)
-        tick_ns = 1.0 if length <= _MOST_TICKS else length / _MOST_TICKS
-        return cls(start_ns, tick_ns, min(_MOST_TICKS, length))
-
-    def ticks(self, time: pl.Expr) -> pl.Expr:
-        since = time - self.origin_ns
-        exact = since if self.tick_ns == 1.0 else (since / self.tick_ns).floor()
-        return exact.cast(pl.Int64).clip(0, self.total)
-
-
 def timeline_of(linked: Linked, most_events: int = MOST_EVENTS, most_bytes: int = MOST_BYTES) -> Timeline:
-    """The timeline of a rank's trace, its blob no larger than so many bytes (unless nothing is left to leave out).
+    """Return the timeline of a rank's trace, with a blob of at most `most_bytes` if enough can be left out.
 
-    Every moment that a lane is busy is on every level of detail, once: as an event or in a block.
+    Every moment that a lane is busy is on every level of detail exactly once: as an event or in a block.
     """
     lanes = lanes_of(linked)
     start_ns, end_ns = _window(lanes.events)
@@ -88,7 +59,7 @@ def timeline_of(linked: Linked, most_events: int = MOST_EVENTS, most_bytes: int 
 
 
 def _window(events: pl.DataFrame) -> tuple[int, int]:
-    """From the first start to the last end, without what lies absurdly far from almost everything."""
+    """Return the first start and the last end, without events that are far away from almost all others."""
     if events.is_empty():
         return 0, 1
     low = int(events["start_ns"].quantile(0.05, "nearest"))  # type: ignore[arg-type]
@@ -100,7 +71,7 @@ def _window(events: pl.DataFrame) -> tuple[int, int]:
 
 
 def _in_step(events: pl.DataFrame, linked: Linked, typical: pl.DataFrame) -> pl.Series:
-    """The typical step of each event: GPU work has its launch's, everything else the one it starts in."""
+    """Return the typical step of each event: of GPU work that of its launch, else the one it starts in."""
     place = typical["start_ns"].search_sorted(events["start_ns"], side="right").cast(pl.Int64) - 1
     place = place.set(place < 0, None).cast(pl.UInt32)
     by_time = typical["step"].gather(place)
@@ -141,7 +112,7 @@ def _packed(
         "total": clock.total,
         "num_events": lanes.events.height + lanes.num_left_out,
         "num_drawn": drawn.height,
-        "note": note(linked, lanes, kept, drawn.height, curves, clock.tick_ns, num_far),
+        "note": _note(linked, lanes, kept, drawn.height, curves, clock.tick_ns, num_far),
         "tracks": [asdict(track) for track in lanes.tracks],
         "num_lanes": lanes.num,
         "kinds": list(KINDS),
@@ -154,11 +125,11 @@ def _packed(
         "strings": data.add_text(json.dumps(texts, ensure_ascii=False)),
         "labels": data.add_text(json.dumps(labels, ensure_ascii=False)),
     }
-    return Timeline(meta, gzip.compress(data.joined(), 6, mtime=0))
+    return Timeline(meta, gzip.compress(data.joined(), 6, mtime=0), page_only=True)
 
 
 def _offsets(lane: pl.Series, num_lanes: int) -> pl.Series:
-    """Where each lane begins in an ordered column, and where the last one ends."""
+    """Return where each lane begins in an ordered column, and where the last one ends."""
     return lane.search_sorted(pl.int_range(num_lanes + 1, dtype=pl.UInt32, eager=True), side="left")
 
 
@@ -188,8 +159,38 @@ def _curve(data: Bytes, curve: Curve) -> dict[str, Any]:
 
 
 def _steps(data: Bytes, linked: Linked, clock: Clock) -> dict[str, Any]:
-    """Where steps begin and end, for lines through all tracks."""
+    """Return where steps begin and end, for lines through all tracks."""
     steps = linked.steps.table.select(
         clock.ticks(pl.col("start_ns")).alias("start"), clock.ticks(pl.col("end_ns")).alias("end")
     )
     return {"start": data.add(steps["start"], delta=True), "end": data.add(steps["end"], delta=True)}
+
+
+def _note(
+    linked: Linked, lanes: Lanes, kept: Kept, num_drawn: int, curves: list[Curve], tick_ns: float, num_far: int
+) -> str:
+    """Return what the timeline leaves out, in a few sentences."""
+    num_all = lanes.events.height
+    if num_all == 0:
+        return "The trace has no events to draw."
+    sentences = [f"{num_drawn:,} of {plural(num_all, 'event')} drawn individually"]
+    if num_drawn + num_far < num_all:
+        which = [f"all of {'steps' if len(kept.steps) > 1 else 'step'} {listed(kept.steps)}"] if kept.steps else []
+        if kept.least_ns is not None:
+            which.append(f"elsewhere those of at least {duration(kept.least_ns, 3)} and the launches of such kernels")
+        sentences[0] += f": {'; '.join(which)}. The rest is shaded"
+    if lanes.left_out:
+        sentences.append(f"Not shown: {'; '.join(lanes.left_out)}")
+    if num_far:
+        sentences.append(f"{plural(num_far, 'event')} not drawn because they are far away from all others in time")
+    if thinned := [curve for curve in curves if curve.points.height < curve.num_all]:
+        num_shown, num_changes = (
+            sum(curve.points.height for curve in thinned),
+            sum(curve.num_all for curve in thinned),
+        )
+        sentences.append(f"Memory shows {num_shown:,} of {num_changes:,} changes, with the extremes of every stretch")
+    if tick_ns > 1:
+        sentences.append(f"Times are rounded to {duration(tick_ns, 2)}")
+    if linked.trace.facts.is_cut_off:
+        sentences.append("The trace file is cut off, so later events are missing")
+    return ". ".join(sentences) + "."

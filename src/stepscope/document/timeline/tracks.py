@@ -1,4 +1,4 @@
-"""Where every event of a trace is drawn: tracks from top to bottom, each with lanes on which nothing overlaps."""
+"""Tracks of the timeline from top to bottom, each with lanes on which nothing overlaps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from stepscope.document.timeline.runs import module_runs
 from stepscope.formatting import plural, safe
 
 MOST_TRACKS = {"modules": 4, "communication": 16, "host": 32, "ranges": 16, "gpu": 48}
-"""Of a kind: the busiest are shown, the rest is counted."""
+"""Tracks per kind: the busiest are shown, the rest are counted."""
 _COLLECTIVES = "^(nccl|gloo|mpi|ucc):"
 
 
 def lanes_of(linked: Linked) -> Lanes:
-    """Steps and phases, modules, communication, GPU streams, host threads: in the order in which they are read."""
+    """Return steps and phases, modules, communication, GPU streams and host threads, in this order."""
     lanes = Lanes()
     _add_steps(lanes, linked)
     _add_modules(lanes, linked)
@@ -75,10 +75,7 @@ def _add_modules(lanes: Lanes, linked: Linked) -> None:
 
 
 def _add_gpu_modules(lanes: Lanes, linked: Linked) -> None:
-    """A stretch for each module on the way to a kernel: from the first to the last of those that follow one another.
-
-    Unlike the calls on the host it shows the backward as well.
-    """
+    """Add one stretch per module and run of kernels; unlike the calls on the host it shows the backward too."""
     runs = module_runs(linked)
     lanes.runs = runs
     placed = runs.with_row_index("place").with_columns(module_colors(runs["module"]).alias("color"))
@@ -90,13 +87,13 @@ def _add_gpu_modules(lanes: Lanes, linked: Linked) -> None:
 
 def _add_host(lanes: Lanes, linked: Linked) -> None:
     host = linked.host
-    # The profiler's own span over everything says nothing.
+    # The span of the profiler over everything says nothing.
     shown = host["kind"] != "other"
     if not shown.any():
         return
     kernels = linked.device.select("launch", "duration_ns").drop_nulls()
     longest = kernels.group_by("launch").agg(pl.col("duration_ns").max())
-    # A launch is as worth being seen as the kernel it launched.
+    # A launch is as important as the kernel it launched.
     weight = pl.zeros(host.height, pl.Int64, eager=True).scatter(longest["launch"], longest["duration_ns"])
     placed = host.select(
         "thread",
@@ -121,7 +118,7 @@ def _add_device(lanes: Lanes, linked: Linked) -> None:
     names = linked.trace.facts.devices
     by = ["device", "stream"]
     is_communication = pl.col("activity") == "communication"
-    # A stream that does nothing else is shown once, among the communication.
+    # A stream with only communication is shown once, as communication.
     is_apart = work.select(is_communication.all().over(by)).to_series()
     communication = work.filter(is_communication)
     apart = set(work.filter(is_apart).select(by).unique().rows())
@@ -152,7 +149,7 @@ def _add_device(lanes: Lanes, linked: Linked) -> None:
 
 
 def _add_host_communication(lanes: Lanes, linked: Linked) -> None:
-    """Collectives that the processor carries out itself: by their labels, else those with figures in the trace."""
+    """Add collectives that run on the CPU: by their labels, else those with figures in the trace."""
     host = linked.host
     found = host.filter((host["kind"] == "annotation") & matches(host["name"], _COLLECTIVES))
     if found.is_empty():
@@ -167,7 +164,7 @@ def _add_host_communication(lanes: Lanes, linked: Linked) -> None:
 def _busiest(
     lanes: Lanes, events: pl.DataFrame, by: list[str], kind: str, noun: str, linked: Linked | None = None
 ) -> Iterable[tuple[tuple[int, ...], pl.DataFrame]]:
-    """The events of each thread or stream, in order; where there are too many, of the busiest."""
+    """Yield the events of each thread or stream, in order; if there are too many, of the busiest."""
     if events.is_empty():
         return
     busy = events.group_by(by).agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("busy_ns"), pl.len())
@@ -194,7 +191,7 @@ def _busiest(
 
 
 def _thread_titles(linked: Linked) -> dict[int, str]:
-    """Of each thread, from the name that the trace gives it."""
+    """Return the title of each thread, from its name in the trace."""
     titles = {}
     for thread, tid, name in linked.trace.threads.select("thread", "tid", "thread_name").iter_rows():
         found = re.fullmatch(r"thread (-?\d+) \((.+)\)", name or "", re.DOTALL)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from stepscope.document.colors import PALETTE
 from stepscope.document.explorer import Axis, Explorer, Figure
 from stepscope.formatting import Scale, cell, safe, scale, title_of
-from stepscope.render.colors import PALETTE
 from stepscope.render.page.axes import axis_title, scaled
 
 

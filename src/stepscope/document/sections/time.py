@@ -1,0 +1,145 @@
+"""Where the GPU time goes, why the GPU was idle, where a step goes: for `analyze` and the overview of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import polars as pl
+
+from stepscope.analysis.ranks.rank_account import RankAccount
+from stepscope.analysis.time.idle import CAUSES
+from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED, Row
+from stepscope.analysis.time.step_parts import gpu_rows_of_trace, gpu_split, host_rows, host_rows_of_trace, waiting_ns
+from stepscope.analysis.time.summary import Summary
+from stepscope.document.card import how_split
+from stepscope.document.kernel_names import titles_of
+from stepscope.document.model import Bars, Missing, Part, Series, Table, Text
+from stepscope.document.sections.shared import plain, table_of
+from stepscope.formatting import duration, plural
+
+STEP_SOURCES = {
+    "ProfilerStep": "labeled by the profiler",
+    "optimizer": "each ends with an optimizer step",
+    "backward": "each ends with a backward",
+}
+_PHASE_SOURCES = {
+    "labels": "phases from Stepscope's labels",
+    "annotations": "phases from the labels in the trace and from autograd",
+    "autograd": "phases from autograd",
+}
+_WHERE = "where_a_step_goes"
+
+
+def gpu_time_parts(account: RankAccount) -> Iterator[Part]:
+    """Yield the GPU's window by what it did, then its idle time by cause; nothing without GPU work."""
+    time, split = account.gpu_time, gpu_split(account.gpu_time)
+    if not split:
+        return
+    title = f"where the GPU time goes ({duration(time.window_ns)} from its first to its last event)"
+    shown = [row for row in split if row.ns or row.name in ("compute", IDLE)]
+    series = (Series("GPU time", [row.ns for row in shown]),)
+    yield Bars(id="gpu_time", title=title, labels=[row.name for row in shown], series=series, unit="time_ns")
+    note = "communication and copies: what no compute overlapped"
+    names = {"part": "name", "total_ns": "ns", "share": "share"}
+    columns = {column: [getattr(row, name) for row in split] for column, name in names.items()}
+    yield Table("gpu_time", title, columns, note=note, page_only=True)
+    yield from _idle_parts(account)
+
+
+def _idle_parts(account: RankAccount) -> Iterator[Part]:
+    if not account.gpu_time.idle_ns:
+        yield Text("The GPU was never idle between its first and its last event.")
+        return
+    causes = account.idle_causes.filter(pl.col("total_ns") > 0).sort("total_ns", descending=True)
+    title = f"why the GPU was idle ({duration(account.gpu_time.idle_ns)})"
+    yield Bars(
+        id="idle_causes",
+        title=title,
+        labels=[
+            f"{cause.replace('_', ' ')}, {plural(num, 'gap')}"
+            for cause, num in causes.select("cause", "num_gaps").rows()
+        ],
+        series=(Series("idle", causes["total_ns"].to_list()),),
+        unit="total_ns",
+    )
+    means = pl.Series("what_it_is", [CAUSES[cause] for cause in causes["cause"]])
+    yield table_of(causes.with_columns(means), "idle_causes", title, page_only=True)
+    gaps, steps = account.longest_gaps, account.steps
+    zero = "the first step" if steps.height else "the first of them"
+    first_ns = steps["start_ns"].min() if steps.height else gaps["start_ns"].min()
+    titles = titles_of(account)
+    kernels = pl.Series("title", [titles.get(name, name) for name in gaps["next_kernel"].cast(pl.String)], pl.String)
+    columns = ("begin_ns", "duration_ns", "cause", "step", "host")
+    yield table_of(
+        gaps.with_columns((pl.col("start_ns") - pl.lit(first_ns)).alias("begin_ns"), kernels),
+        "longest_gaps",
+        "longest idle gaps",
+        {**dict(zip(columns, columns)), "title": "next_kernel", "start_ns": "begin_on_trace_clock"},
+        note=f"begin: since {zero}; host: what the launching thread was in, outermost first",
+        page_only=True,
+    )
+
+
+def step_parts_of_summary(summary: Summary) -> Iterator[Part]:
+    """Yield where a recorded step goes, on the GPU and on the host."""
+    if not summary.rows:
+        yield Missing("where a step goes: there are no clean steps; run longer, or lower --warmup")
+        return
+    on_gpu = summary.clock == "device"
+    rows = {"GPU" if on_gpu else "host": list(summary.rows)}
+    if on_gpu:
+        rows["host"] = host_rows(summary.phases)
+    waits = {phase.name: waiting_ns(phase) for phase in summary.phases}
+    more = {"gpu_waiting_ns": waits} if any(row.name == IDLE for row in summary.rows) else {}
+    note = f"{how_split(summary)}; mean of the middle half of {plural(summary.num_clean, 'clean step')}"
+    yield from _step_parts("where a step goes", rows, more, note)
+
+
+def step_parts_of_trace(account: RankAccount) -> Iterator[Part]:
+    """Yield where a traced step goes, on the GPU and on the host; the whole trace if it has no steps."""
+    num_steps = account.steps.height
+    gpu, host = gpu_rows_of_trace(account), host_rows_of_trace(account)
+    rows = {name: found for name, found in (("GPU", gpu), ("host", host)) if any(row.ns for row in found)}
+    if not rows:
+        yield Missing(
+            "where the time goes: the trace has neither ops nor GPU work; record the steps of a training loop"
+        )
+        return
+    notes = [_PHASE_SOURCES[account.phase_source]]
+    notes += ["GPU work belongs to the phase that launched it"] if gpu else []
+    notes += [f"mean of {num_steps} traced steps"] if num_steps > 1 else []
+    counts = dict(account.phases.select("phase", pl.col("num_kernels") / max(1, num_steps)).iter_rows())
+    title = "where a step goes" if num_steps else "where the time goes"
+    yield from _step_parts(title, rows, {"num_kernels": counts} if gpu else {}, "; ".join(notes))
+
+
+def _step_parts(
+    title: str, rows: dict[str, list[Row]], more: dict[str, dict[str, Any]], note: str
+) -> Iterator[Bars | Table]:
+    """Yield a chart of shares and a table: phases first, then idle time and what belongs to no phase."""
+    every = dict.fromkeys(row.name for found in rows.values() for row in found)
+    names = sorted([*every, *([] if UNATTRIBUTED in every else [UNATTRIBUTED])], key=_last)
+    by_name = {whose: {row.name: row for row in found} for whose, found in rows.items()}
+    shares = {name: [of[name].share if name in of else 0.0 for of in by_name.values()] for name in names}
+    yield Bars(
+        id=_WHERE,
+        title=title,
+        caption=f"{note[:1].upper()}{note[1:]}.",
+        labels=list(rows),
+        series=tuple(Series(name, values, color=name) for name, values in shares.items() if any(values)),
+        unit="share",
+        page_only=True,
+    )
+    columns: dict[str, Sequence[Any]] = {"part": names}
+    for whose, of in by_name.items():
+        of.setdefault(UNATTRIBUTED, Row(UNATTRIBUTED, 0.0, 0.0))
+        columns[f"{whose.lower()}_ns"] = [of[name].ns if name in of else None for name in names]
+        columns[f"{whose.lower()}_share"] = [of[name].share if name in of else None for name in names]
+    columns |= {column: [plain(of.get(name)) for name in names] for column, of in more.items()}
+    screen = ("part", "host_ns", "host_share", "gpu_ns", "num_kernels", "gpu_share")
+    yield Table(_WHERE, title, columns, note=note, screen=tuple(name for name in screen if name in columns))
+
+
+def _last(name: str) -> tuple[bool, bool]:
+    return name == UNATTRIBUTED, name == IDLE
