@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from stepscope.displays import register_displays
 from stepscope.errors import MissingDependencyError, RecordingError, UsageError
 from stepscope.recorder import current
 
@@ -18,15 +19,17 @@ if TYPE_CHECKING:
 
     from stepscope.analysis.comparison.gates import Comparison
     from stepscope.analysis.comparison.verified import Verification
+    from stepscope.analysis.precision.dtype_audit import DtypeAudit
     from stepscope.analysis.ranks.all_ranks import Analysis
     from stepscope.document.card import Card
     from stepscope.document.model import Document
-    from stepscope.document.text.audit_text import Audit
     from stepscope.findings.diagnose import Diagnosis
     from stepscope.findings.what_if import WhatIf
     from stepscope.recorder.precision.settings import PrecisionChange
     from stepscope.recorder.session import Session
     from stepscope.recorder.windows import Windows
+
+register_displays()
 
 
 def is_disabled() -> bool:
@@ -71,11 +74,10 @@ def analyze(
 
     `progress` is told the share of the work that is done.
     """
-    from stepscope.render.notebook import with_html
     from stepscope.session import open_session
 
     session = open_session(paths or None, rank=rank, use_cache=use_cache, progress=progress)
-    return with_html(session.analyze(step))
+    return session.analyze(step)
 
 
 def compare(
@@ -95,7 +97,6 @@ def compare(
     `dtype` …), `fail_on` gates as on the command line (`step_time:3%`): see `.gates` and `.exit_code`.
     """
     from stepscope.analysis.comparison.gates import parse_gate
-    from stepscope.render.notebook import with_html
     from stepscope.session.compare import compare as compare_sessions
     from stepscope.session.compare import open_sides
 
@@ -106,7 +107,7 @@ def compare(
     if not all(sides):
         raise UsageError("compare: a side is an empty list")
     sessions = open_sides(sides[0], sides[1], use_cache, progress)
-    return with_html(compare_sessions(*sessions, threshold, allow, gates))
+    return compare_sessions(*sessions, threshold, allow, gates)
 
 
 def diagnose(
@@ -122,9 +123,8 @@ def diagnose(
 
     case = open_session(path, rank=rank, use_cache=use_cache, progress=progress).case
     from stepscope.findings.diagnose import diagnose as ask
-    from stepscope.render.notebook import with_html
 
-    return with_html(ask(case, [ignore] if isinstance(ignore, str) else ignore))
+    return ask(case, [ignore] if isinstance(ignore, str) else ignore)
 
 
 def what_if(
@@ -144,9 +144,8 @@ def what_if(
 
     case = open_session(path, rank=rank, use_cache=use_cache, progress=progress).case
     from stepscope.findings.what_if import what_if as replay
-    from stepscope.render.notebook import with_html
 
-    return with_html(replay(case, scale, drop_launches, host, waits, clean))
+    return replay(case, scale, drop_launches, host, waits, clean)
 
 
 def verify(
@@ -232,18 +231,18 @@ def audit(
     optimizer: Callable[[Any], Any] | None = None,
     micro_batches: int = 1,
     **named_inputs: Any,
-) -> Audit:
-    """The dtype of everything in one step of a module, as `stepscope audit`: print it, or look at its attributes.
+) -> DtypeAudit:
+    """Return the dtype of everything in one step of a module, as `stepscope audit`: print it or use its attributes.
 
     The module is called with `inputs` and `named_inputs`, under autocast in the dtype `autocast`; `loss` makes a
     number of what it returns. `optimizer` (AdamW) gets copies of the parameters: the module stays as it was.
     """
     _need_torch()
-    from stepscope.document.text.audit_text import Audit
+    from stepscope.analysis.precision.dtype_audit import DtypeAudit
     from stepscope.recorder.precision.dtype_audit import BadAudit, audit_module
 
     try:
-        return Audit(audit_module(module, inputs, named_inputs, autocast, loss, optimizer, micro_batches))
+        return DtypeAudit(audit_module(module, inputs, named_inputs, autocast, loss, optimizer, micro_batches))
     except BadAudit as error:
         raise UsageError(str(error)) from None
 

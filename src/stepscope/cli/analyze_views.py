@@ -9,11 +9,11 @@ from typing import Any
 from stepscope.errors import UsageError
 
 VIEWS = ("attention", "copies", "compiler")
-"""Each has its text in `document/text/<view>_text.py`."""
+"""Each is a module of `document/sections` with `<view>_document`."""
 
 
 def asked(arguments: argparse.Namespace) -> str | None:
-    """The view that was asked for, or None; UsageError where it was two."""
+    """Return the view that was asked for, or None; UsageError if there are two."""
     names = [name for name in ("memory", *VIEWS) if getattr(arguments, name, False)]
     if len(names) > 1:
         raise UsageError(f"--{names[0]} and --{names[1]}: ask one at a time")
@@ -21,18 +21,16 @@ def asked(arguments: argparse.Namespace) -> str | None:
 
 
 def show(arguments: argparse.Namespace, view: str) -> int:
-    """Read, work out the view and print it."""
-    from stepscope.cli.support.output import print_result
+    """Print one view of a session."""
+    from stepscope.cli.support.output import print_document
     from stepscope.cli.support.progress import Progress
 
     if len(arguments.paths) > 1:
         raise UsageError(f"--{view} reads one path: {len(arguments.paths)} were named")
     if arguments.output:
-        raise UsageError("-o draws memory over time: it goes with --memory")
-    if view == "compiler" and arguments.step is not None:
-        raise UsageError("--step does not go with --compiler: a run is compiled as a whole")
-    if view == "copies" and arguments.step is not None:
-        raise UsageError("--step does not go with --copies: what a copy saves is told of the typical steps together")
+        raise UsageError("-o draws memory over time: use it with --memory")
+    if view != "attention" and arguments.step is not None:
+        raise UsageError(f"--step does not go with --{view}, which looks at all typical steps together")
     from stepscope.session import open_session
 
     with Progress("reading") as progress:
@@ -51,6 +49,9 @@ def show(arguments: argparse.Namespace, view: str) -> int:
         report = attention_report(case, arguments.step)
     else:
         report = session.copies
-    text_of: Any = getattr(import_module(f"stepscope.document.text.{view}_text"), f"{view}_text")
-    print_result(report.to_json, lambda color, width: text_of(report, arguments.top, width), arguments.json)
+
+    def document() -> Any:
+        return getattr(import_module(f"stepscope.document.sections.{view}"), f"{view}_document")(report)
+
+    print_document(document, report.to_json, arguments.json, arguments.top)
     return 0

@@ -17,7 +17,7 @@ import argparse
 import importlib.util
 import warnings
 
-from stepscope.cli.support.output import print_result
+from stepscope.cli.support.output import print_document
 from stepscope.cli.support.points import add_point_arguments, find_workload, typed_axes
 from stepscope.cli.support.users_code import users_code
 from stepscope.errors import MissingDependencyError, UsageError
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch")
     from stepscope.analysis.precision.dtype_audit import DtypeAudit
     from stepscope.cli.bench import default_device
-    from stepscope.document.text.audit_text import audit_text
+    from stepscope.document.audit import audit_document
     from stepscope.sweep.checks.audit import audit_point
     from stepscope.sweep.grid import Grid
 
@@ -56,5 +56,5 @@ def main(arguments: argparse.Namespace) -> int:
     with users_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the model's own ops: they are no part of the answer
         audit = DtypeAudit(audit_point(workload, points[0], arguments.micro_batches))
-    print_result(audit.to_json, lambda _color, width: audit_text(audit, width, arguments.rows), arguments.json)
+    print_document(lambda: audit_document(audit, arguments.rows), audit.to_json, arguments.json)
     return 0

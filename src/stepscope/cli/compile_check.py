@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.support.numbers import positive
-from stepscope.cli.support.output import print_result
+from stepscope.cli.support.output import print_document
 from stepscope.cli.support.points import add_point_arguments, find_workload, typed_axes
 from stepscope.errors import MissingDependencyError, UsageError
 
@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("PyTorch is not installed here: pip install torch")
     from stepscope.cli.bench import default_device
-    from stepscope.document.text.compile_check_text import check_json, check_text
+    from stepscope.document.compile_check import check_json, checks_document
     from stepscope.sweep.grid import Grid
 
     if not 0 < arguments.timeout < math.inf:
@@ -67,10 +67,11 @@ def main(arguments: argparse.Namespace) -> int:
     points = grid.points([typed_axes(grid, arguments, FLAGS)])
     asked = _shapes(grid, arguments.shapes)
     rows = _run(workload, points, asked, arguments.timeout)
-    print_result(
+    print_document(
+        lambda: checks_document(rows),
         lambda: {"checks": [check_json(row) for row in rows]},
-        lambda _color, width: check_text(rows, arguments.top, width),
         arguments.json,
+        arguments.top,
     )
     return 0 if all(row["status"] == "ok" for row in rows) else EXIT_NOT_WELL
 

@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
     from stepscope.analysis.precision.dtype_comparison import compare_dtypes
-    from stepscope.document.text.precision_text import precision_text
+    from stepscope.document.dtype_comparison import dtypes_document
 
     found = compare_dtypes(rows, environments)
 
@@ -70,4 +70,4 @@ def _answer(rows: list[dict[str, Any]], environments: dict[str, Any]) -> Answer:
         listed = [one.to_json() for one in found]
         return {**listed[0], "comparisons": listed} if listed else {"comparisons": []}
 
-    return to_json, lambda _color, width: precision_text(found, width)
+    return lambda: dtypes_document(found), to_json

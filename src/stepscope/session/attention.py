@@ -18,9 +18,9 @@ from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
 NO_WORDS = (
-    "the trace alone: reasons follow from PyTorch's documented rules; `stepscope run train.py` records its own words"
+    "PyTorch's own reasons. Those above follow from its documented rules; `stepscope run train.py` records its own"
 )
-NO_SHAPES = "the trace has no shapes: what the calls were given is not known; record with record_shapes=True"
+NO_SHAPES = "what the calls were given. The trace has no shapes; record with record_shapes=True"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _without_trace(case: Case, recorded: list[dict[str, Any]]) -> AttentionRepor
         known["num_calls"] += entry["num_calls"] if isinstance(entry.get("num_calls"), int) else 1
     on_gpu = any(entry.get("device") == "cuda" for entry in recorded)
     found = tuple(AttentionRow(row, reasons(row, recorded, on_gpu)) for row in rows.values())
-    note = "the recording has no trace: what was called is from the memory window, without times"
+    note = "times. The recording has no trace; the calls are those of its memory window"
     return AttentionReport(str(case.path), "GPU" if on_gpu else "CPU", on_gpu, 1, None, found, (note,))
 
 

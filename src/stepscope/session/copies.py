@@ -89,9 +89,7 @@ def copies_report(case: Case) -> CopiesReport:
     weights = WeightCasts(*found, float(casts["duration_ns"].sum()) / case.num_steps) if found[0] else None
     notes = []
     if linked.host["shapes"].null_count() == linked.host.height:
-        notes.append(
-            "the trace has no shapes: bytes and dtypes of kernels are not known; record_shapes=True has them"
-        )
+        notes.append("bytes and dtypes of kernels. The trace has no shapes; record with record_shapes=True")
     return CopiesReport(
         str(case.path), is_on_gpu, case.num_steps, case.step_ns, whole_ns,
         _saving_ns(case, sources["event"].to_list(), is_on_gpu), tuple(rows), weights, tuple(notes),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepscope.analysis.memory.growth import Growth, growth
+from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.session.memory import MemoryReport
 from stepscope.session.session import Session
@@ -14,8 +15,8 @@ from stepscope.session.session import Session
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class MemoryAnalysis:
+@dataclass(frozen=True, repr=False)
+class MemoryAnalysis(Shown):
     """What `stepscope analyze --memory` found."""
 
     reports: tuple[MemoryReport, ...]

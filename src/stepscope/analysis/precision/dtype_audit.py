@@ -1,4 +1,4 @@
-"""What an audit of dtypes found, summed up: modules alike together, ops by dtype, casts by what they are for."""
+"""Summary of a dtype audit: modules, ops by dtype, casts by purpose."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stepscope.display import Shown
+
 PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules of one place and one kind, in as many blocks: `layers.*.norm`."""
+    """Modules of the same kind at the same place in several blocks: `layers.*.norm`."""
 
     name: str
     kind: str
@@ -23,7 +25,7 @@ class ModuleGroup:
 
 @dataclass(frozen=True)
 class OpGroup:
-    """Calls of one op in one phase with one dtype in and out."""
+    """Calls of one op in one phase with the same input and output dtype."""
 
     op: str
     phase: str
@@ -34,19 +36,18 @@ class OpGroup:
 
 @dataclass(frozen=True)
 class Stayed:
-    """Ops that computed in float32 in the forward for one reason."""
+    """Forward ops that computed in float32 for one reason."""
 
     reason: str
     detail: str | None
     ops: tuple[str, ...]
     num_calls: int
-    places: tuple[str, ...]
-    """Lines of the program, else modules."""
+    places: tuple[str, ...]  # lines of the program, or else modules
 
 
 @dataclass(frozen=True)
 class CastGroup:
-    """Casts of one kind, of a step."""
+    """Casts of one kind per step."""
 
     source: str
     target: str
@@ -55,10 +56,8 @@ class CastGroup:
     by: str
     function: str | None
     num_by_micro_batch: tuple[int, ...]
-    moved_bytes: int
-    """Read and written."""
-    num_again: int
-    """Of what the same forward had cast before."""
+    moved_bytes: int  # bytes read and written
+    num_again: int  # casts that repeat one in the same forward
     again_bytes: int
     modules: tuple[str, ...]
     callers: tuple[str, ...]
@@ -70,39 +69,39 @@ class CastGroup:
 
 @dataclass(frozen=True)
 class WeightCasts:
-    """Weights that autocast casts: each once a micro-batch, kept for its other uses in that forward."""
+    """Weights cast by autocast: each once per micro-batch, then reused in that forward."""
 
     num_parameters: int
     parameter_bytes: int
     num_casts: int
     cast_bytes: int
-    """Written in the first micro-batch."""
+    """Bytes written in the first micro-batch."""
     num_uses: int
-    """By ops of all forwards."""
+    """Uses by ops in all forwards."""
     num_repeated: int
-    """Casts that an earlier micro-batch made already."""
+    """Casts already made by an earlier micro-batch."""
     repeated_bytes: int
-    """That those move, read and written."""
+    """Bytes read and written by those."""
 
 
-class DtypeAudit:
-    """An audit of dtypes. `facts` are the JSON values that it was made of."""
+class DtypeAudit(Shown):
+    """The result of a dtype audit. `facts` are its JSON values."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON values (docs/precision.md)."""
+        """Return everything as JSON values (docs/precision.md)."""
         return {**self.facts, "weight_casts": vars(self.weight_casts), "cast_bytes": self.cast_bytes()}
 
     def module(self, name: str) -> Mapping[str, Any]:
-        """The row of one module: `inputs`, `outputs`, `parameters` are lists of dtypes."""
+        """Return one module's row: `inputs`, `outputs`, `parameters` are lists of dtypes."""
         found: Mapping[str, Any] = next(row for row in self.facts["modules"] if row["name"] == name)
         return found
 
     @property
     def modules(self) -> list[ModuleGroup]:
-        """The modules that were called, those that differ only in the number of their block together."""
+        """Called modules, grouped if they differ only in their block's number."""
         groups: dict[tuple[Any, ...], int] = {}
         for row in self.facts["modules"]:
             dtypes = tuple(tuple(row[name]) for name in ("parameters", "inputs", "outputs"))
@@ -115,7 +114,7 @@ class DtypeAudit:
 
     @property
     def ops(self) -> list[OpGroup]:
-        """Ops by phase and dtype, the most called first."""
+        """Ops by phase and dtype, the most frequent first."""
         groups = _summed(
             self.facts["ops"],
             lambda row: (row["op"].removeprefix("aten."), row["phase"], tuple(row["inputs"]), row["output"]),
@@ -124,7 +123,7 @@ class DtypeAudit:
 
     @property
     def stayed(self) -> list[Stayed]:
-        """What computed in float32 though a lower dtype is in play, by reason; the most called first."""
+        """Ops that computed in float32 despite a lower dtype, by reason, the most frequent first."""
         if self.facts["low_dtype"] is None:
             return []
         groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
@@ -145,7 +144,7 @@ class DtypeAudit:
 
     @property
     def casts(self) -> list[CastGroup]:
-        """Casts by what they are for; most bytes first."""
+        """Casts by purpose, the most bytes first."""
         groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
         for row in self.facts["casts"]:
             key = tuple(row[name] for name in ("source", "target", "phase", "of", "by", "function"))
@@ -170,18 +169,18 @@ class DtypeAudit:
         return sorted(found, key=lambda one: -one.moved_bytes)
 
     def cast_bytes(self, **only: str) -> int:
-        """Bytes that casts move in a step; `phase="forward"`, `of="weight"`, `by="autocast"` choose some."""
+        """Return bytes moved by casts per step; `phase="forward"`, `of="weight"`, `by="autocast"` filter."""
         return sum(
             one.moved_bytes for one in self.casts if all(getattr(one, name) == value for name, value in only.items())
         )
 
     @property
     def weight_casts(self) -> WeightCasts:
-        """Casts of weights by autocast."""
+        """Weight casts by autocast."""
         rows = [row for row in self.facts["casts"] if row["of"] == "weight" and row["by"] == "autocast"]
         num_casts = sum(sum(row["num_by_micro_batch"]) for row in rows)
         num_first = sum(row["num_by_micro_batch"][0] for row in rows)
-        # A row's casts are of one place: every micro-batch moves as much there.
+        # A row's casts have one source line, so every micro-batch moves as much.
         firsts = [(row, row["num_by_micro_batch"][0] / sum(row["num_by_micro_batch"])) for row in rows]
         repeated = sum((row["read_bytes"] + row["written_bytes"]) * (1 - share) for row, share in firsts)
         known = self.facts["weight_casts"]
@@ -197,7 +196,7 @@ class DtypeAudit:
 
 
 def numberless(name: str) -> str:
-    """A module's name with stars for the numbers of its blocks; one that is nothing but numbers stays.
+    """Return a module's name with its block numbers starred; a name of only numbers stays.
 
     >>> numberless("layers.11.attention.q"), numberless("0")
     ('layers.*.attention.q', '0')

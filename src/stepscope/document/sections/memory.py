@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int 
         yield Missing(text, page_only=True)
     at_peak = f"alive at the peak of {size(found.peak_bytes)}"
     if any(part.name not in (None, REMAINDER) for part in live.by_owner):
-        owners = [Live(in_words(part.name), *list(vars(part).values())[1:]) for part in live.by_owner]
+        owners = [replace(part, name=in_words(part.name)) for part in live.by_owner]
         note = (
             "in no tensor: allocator rounding, workspaces and temporaries inside kernels"
             if found.remainder_bytes

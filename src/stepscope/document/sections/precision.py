@@ -1,4 +1,4 @@
-"""In which number formats the step computes and keeps its tensors, and what it casts between them."""
+"""The section `precision`: in which dtypes the step computes and stores tensors, and what it casts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MATMUL = {
 
 
 def parts(session: Session) -> tuple[Any, ...]:
-    """Settings, FLOPs, products, casts, memory: each from whatever knows it."""
+    """Return settings, FLOPs, matrix products, casts and memory by dtype."""
     settings = Facts(known(_settings(session)))
     found = (*_flops(session), *_products(session), *_casts(session), *_memory(session))
     return (settings, *found) if settings.rows else found
@@ -47,24 +47,24 @@ def _settings(session: Session) -> Iterator[Fact]:
 
 def _flops(session: Session) -> Iterator[Any]:
     if not session.is_recording:
-        yield Missing("FLOPs by dtype: a trace alone does not tell; `stepscope run train.py` counts them op by op")
+        yield Missing("FLOPs by dtype: a trace does not have them; `stepscope run train.py` counts them op by op")
         return
     flops = session.summary.flops
     if flops is None or not flops.hardware_flops:
-        yield Missing("FLOPs by dtype were not counted: the run ended before its memory and FLOPs window")
+        yield Missing("FLOPs by dtype: the run ended before its memory and FLOPs window")
         return
     rows = flops_by_dtype(flops)
     if len(rows) > 1:
         yield Bars(
             id="flops_by_dtype",
             title="executed FLOPs by dtype",
-            caption=f"{percent(rows[0]['share'])} of a step's FLOPs are in {rows[0]['dtype']}.",
-            labels=["a step"],
+            caption=f"{percent(rows[0]['share'])} of the FLOPs per step are in {rows[0]['dtype']}.",
+            labels=["FLOPs per step"],
             series=tuple(Series(row["dtype"], [row["share"]]) for row in rows),
             unit="share",
         )
     columns = ["dtype", "model_flops", "executed_flops", "share"]
-    note = "a step's, counted op by op; executed: recomputation included"
+    note = "per step, counted op by op; executed: recomputation included"
     if flops.hidden:
         note += f"; a lower bound: {flops.hidden}"
     yield table_of_rows(rows, columns, "flops_by_dtype", "FLOPs by dtype", note=note)
@@ -78,7 +78,7 @@ def _products(session: Session) -> Iterator[Any]:
         yield Missing(f"dtypes of matrix products: {reason}")
         return
     if calls.is_empty():
-        yield Missing("dtypes of matrix products: the traced steps have none whose FLOPs the trace tells")
+        yield Missing("dtypes of matrix products: the traced steps have none with known FLOPs")
         return
     table = products_by_dtype(calls, case.num_steps)
     rows = table.to_dicts()
@@ -92,7 +92,7 @@ def _products(session: Session) -> Iterator[Any]:
             series=tuple(Series(name, [row["time_share"]]) for name, row in zip(names, rows)),
             unit="share",
         )
-    note = "of a typical traced step, attention's own products left out; peak dtype: the unit that the kernel ran on"
+    note = "per typical traced step, without those inside attention; peak dtype: the unit that the kernel ran on"
     yield table_of(table, "products_by_dtype", "matrix products by dtype", note=note)
 
 
@@ -112,22 +112,22 @@ def _casts(session: Session) -> Iterator[Any]:
     by_autocast = casts.filter("is_autocast")
     weights = by_autocast.filter("is_weight", pl.col("source") == "float32")
     total_ns = int(casts["duration_ns"].sum()) / num_steps
-    found = [Fact("autocast", "no sign of it", "no product's weight is cast before it")]
+    found = [Fact("autocast", "not seen", "no weight is cast before a matrix product")]
     if weights.height:
         targets = ", ".join(sorted(weights["target"].unique().drop_nulls()))
-        of_weights = f"{average(weights.height / num_steps)} weights are cast to {targets} a step"
+        of_weights = f"{average(weights.height / num_steps)} weights are cast to {targets} per step"
         found = [Fact("autocast", "on", of_weights)]
-    many = f"{average(casts.height / num_steps)} a step, {duration(total_ns, 3)} of the GPU"
-    of_autocast = f"{percent(by_autocast.height / casts.height)} asked for by autocast" if casts.height else ""
+    many = f"{average(casts.height / num_steps)} per step, {duration(total_ns, 3)} of GPU time"
+    of_autocast = f"{percent(by_autocast.height / casts.height)} by autocast" if casts.height else ""
     yield Facts((*found, Fact("casts", many if casts.height else "none", of_autocast)), "casts")
     if casts.height:
-        note = "of a typical traced step; between float32 and bfloat16 or float16, by a kernel of their own"
-        yield table_of(casts_by_use(casts, num_steps), "casts", "casts by what they are for", note=note)
+        note = "per typical traced step; between float32 and bfloat16 or float16, by a kernel of their own"
+        yield table_of(casts_by_use(casts, num_steps), "casts", "casts by purpose", note=note)
 
 
 def _memory(session: Session) -> Iterator[Any]:
     if session.is_recording and not session.has_memory_window:
-        yield Missing("memory by dtype: the run ended before its memory window; `stepscope run train.py` has one")
+        yield Missing("memory by dtype: the run ended before its memory window")
         return
     try:
         account = session.memory.account
@@ -136,13 +136,13 @@ def _memory(session: Session) -> Iterator[Any]:
         return
     found = account.live_at_peak.by_dtype
     if session.memory.source != "recording" or not any(part.name for part in found):
-        yield Missing("memory by dtype: a trace does not know what was allocated as what; `stepscope run` records it")
+        yield Missing("memory by dtype: a trace does not have it; `stepscope run train.py` records it")
         return
     yield Table(
         "memory_by_dtype",
         "what is alive at the peak, by dtype",
         {
-            "dtype": [part.name or "not known" for part in found],
+            "dtype": [part.name or "unknown" for part in found],
             "live_bytes": [part.bytes for part in found],
             "share": [part.share for part in found],
             "num_allocations": [part.num_allocations for part in found],

@@ -1,0 +1,168 @@
+"""Builds the document of a dtype audit: the dtype of every module and op, what stayed in float32, and every cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from stepscope.analysis.precision.dtype_audit import PHASES, CastGroup, DtypeAudit, Stayed
+from stepscope.document.model import Document, Fact, Facts, Section, Table, Text
+from stepscope.formatting import percent, plural, safe, size
+
+NUM_ROWS = 12
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_WHY = {
+    "autocast_fp32_list": "{detail} is on autocast's float32 list for {device}",
+    "autocast_promote_list": "{detail} is on autocast's list of ops that take the widest dtype among their inputs",
+    "type_promotion": "type promotion: one input is float32{origin}, another is lower",
+    "autocast_off": "autocast is off there",
+    "inputs": "their inputs are float32{origin}",
+    "norm_mismatch": "the weight of {detail} is float32 and its input is not",
+}
+
+
+def audit_document(audit: DtypeAudit, num_rows: int = NUM_ROWS) -> Document:
+    """Return the whole audit; tables show `num_rows` rows, that of modules twice as many."""
+    parts = (
+        Facts(tuple(_facts(audit))),
+        _modules(audit, 2 * num_rows),
+        *_ops(audit, num_rows),
+        *_stayed(audit, num_rows),
+        *_casts(audit, num_rows),
+        Text(" ".join(_sentences(audit))),
+    )
+    return Document("Dtype audit", _verdict(audit), (Section("audit", "Dtypes", parts),))
+
+
+def _verdict(audit: DtypeAudit) -> str:
+    total = audit.cast_bytes()
+    if not total:
+        return "No casts."
+    shares = [f"{phase} {percent(audit.cast_bytes(phase=phase) / total)}" for phase in PHASES]
+    return f"Casts move {size(total)} per step: {', '.join(shares)}."
+
+
+def _short(dtypes: Sequence[str]) -> str:
+    return ", ".join(_SHORT.get(dtype, dtype) for dtype in dtypes) or "–"
+
+
+def _facts(audit: DtypeAudit) -> Iterator[Fact]:
+    facts = audit.facts
+    how = f"autocast {facts['autocast']}" if facts["autocast"] else str(facts.get("dtype") or "no autocast")
+    what = [facts.get("workload"), facts.get("preset"), how, f"on {facts['device']}", f"torch {facts['torch']}"]
+    yield Fact("audit of", " · ".join(safe(word) for word in what if word))
+    sizes = [f"{_short([dtype])} {size(num)}" for dtype, num in facts["parameters"].items()]
+    yield Fact("parameters", ", ".join(sizes) or "none")
+    yield from (Fact(name, _short([facts[name]])) for name in ("logits", "loss") if facts[name])
+    for name in ("gradients", "optimizer_state"):
+        if found := [f"{_short([row['dtype']])} {size(row['bytes'])}" for row in facts[name]]:
+            yield Fact(name.replace("_", " "), ", ".join(found))
+
+
+def _modules(audit: DtypeAudit, num_rows: int) -> Table:
+    groups = audit.modules
+    columns = {
+        "module": [one.name or "(model)" for one in groups],
+        "num_modules": [one.num_modules for one in groups],
+        "kind": [one.kind for one in groups],
+        "weights": [_short(one.parameters) for one in groups],
+        "inputs": [_short(one.inputs) for one in groups],
+        "outputs": [_short(one.outputs) for one in groups],
+    }
+    return Table("audit_modules", "Dtypes of modules", columns, num_rows)
+
+
+def _ops(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
+    for phase in PHASES:
+        groups = [one for one in audit.ops if one.phase == phase]
+        columns = {
+            "op": [one.op for one in groups],
+            "num_calls": [one.num_calls for one in groups],
+            "inputs": [_short(one.inputs) for one in groups],
+            "output": [_short([one.output] if one.output else one.inputs[:1]) for one in groups],
+        }
+        yield Table(f"audit_ops_{phase}", f"Dtypes of ops in {phase}", columns, num_rows)
+
+
+def _stayed(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
+    found, device = audit.stayed, str(audit.facts["device"])
+    if found:
+        columns = {
+            "ops": [f"{', '.join(one.ops[:8])}{' …' * (len(one.ops) > 8)}" for one in found],
+            "num_calls": [one.num_calls for one in found],
+            "because": [_why(one, device) for one in found],
+            "at": [_places(one.places) for one in found],
+        }
+        yield Table("audit_float32", "Computed in float32", columns, num_rows, below=("because", "at"))
+
+
+def _why(one: Stayed, device: str) -> str:
+    origin = f" (from {one.detail})" if one.detail else ""
+    return _WHY[one.reason].format(detail=one.detail, origin=origin, device=device.upper())
+
+
+def _places(places: Sequence[str], most: int = 1) -> str:
+    more = f" and {plural(len(places) - most, 'other place')}" if len(places) > most else ""
+    return f"{', '.join(places[:most])}{more}"
+
+
+def _casts(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
+    if found := audit.casts:
+        columns = {
+            "from_to": [f"{_short([one.source])} → {_short([one.target])}" for one in found],
+            "casts": [_numbers(one) for one in found],
+            "moved_bytes": [one.moved_bytes for one in found],
+            "phase": [one.phase for one in found],
+            "of": [one.of for one in found],
+            "cast_by": [_asker(one) for one in found],
+            "in": [_places(one.modules, 4) or "the model" for one in found],
+            "at": [_places(one.callers) for one in found],
+        }
+        note = "casts: per micro-batch" if audit.facts["num_micro_batches"] > 1 else ""
+        yield Table("audit_casts", "Casts", columns, num_rows, note, below=("in", "at"))
+
+
+def _numbers(one: CastGroup) -> str:
+    numbers = one.num_by_micro_batch
+    more = " …" if len(numbers) > 4 else ""
+    return f"{one.num_casts:,}" if len(numbers) == 1 else " + ".join(map(str, numbers[:4])) + more
+
+
+def _asker(one: CastGroup) -> str:
+    if one.by == "autocast" and one.function:
+        return f"autocast, {one.function}"
+    return {"code": f"your code, {one.function}", "torch": one.function or "torch"}.get(one.by, one.by)
+
+
+def _sentences(audit: DtypeAudit) -> Iterator[str]:
+    facts, weights = audit.facts, audit.weight_casts
+    if weights.num_casts:
+        yield (
+            f"Autocast casts {plural(weights.num_parameters, 'weight')} of {size(weights.parameter_bytes)} to "
+            f"{facts['autocast']}: {size(weights.cast_bytes)} per micro-batch, for {plural(weights.num_uses, 'use')}."
+        )
+    if weights.num_repeated:
+        yield (
+            f"{plural(weights.num_repeated, 'cast')} of them repeat what an earlier micro-batch did and move "
+            f"{size(weights.repeated_bytes)} per step."
+        )
+    elif weights.num_casts and facts["num_micro_batches"] == 1:
+        yield "Each further micro-batch casts them again (see --micro-batches 2)."
+    if again := [one for one in audit.casts if one.num_again]:
+        number, moved = sum(one.num_again for one in again), sum(one.again_bytes for one in again)
+        yield (
+            f"{plural(number, 'cast')} in forward repeat an earlier cast and move {size(moved)} per step. "
+            "Autocast caches its casts of weights, not of activations."
+        )
+    for norm in facts["norms"]:
+        effect = "no fused kernel is lost here"
+        if norm["loses_fused"]:
+            effect = (
+                f"it loses the fused kernel and runs as {', '.join(op.removeprefix('aten.') for op in norm['ops'])}"
+            )
+        first = norm["module"] or norm["caller"] or "unknown"
+        calls = f"{plural(norm['num_calls'], 'call')} of {norm['function']} (first: {first})"
+        yield f"{calls} with a {norm['input']} input and a {norm['weight']} weight: {effect}."
+    if facts["settings"]["cuda.matmul.allow_tf32"] and facts["device"] == "cuda":
+        yield "float32 matrix products may run in TF32: cuda.matmul.allow_tf32 is on."
+    if facts["error"]:
+        yield f"Not everything was counted: {safe(facts['error'])}."

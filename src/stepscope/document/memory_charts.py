@@ -1,0 +1,165 @@
+"""Charts of an account of memory: over the step, at the peak by owner, and down to op and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, REMAINDER, Account
+from stepscope.analysis.memory.by_owner import Alive, LevelsBy, alive_at_peak, known_split, levels_by
+from stepscope.document.memory_facts import NO_TENSOR, in_words
+from stepscope.document.model import Bars, Lines, Mark, Series, Tree
+from stepscope.document.sections.trees import Branch
+from stepscope.formatting import percent, plural, safe, size
+
+LEAST_STAGE = 0.04
+"""Share of the chart's width: a shorter stage has no name on it."""
+OUTSIDE = "outside every module"
+IN_ORDER = "num_allocations_and_releases"
+_BY = {"owner": "owner", "phase": "the phase that allocated it"}
+
+
+def memory_charts(found: Account, memory: Mapping[str, Any]) -> Iterator[Lines | Bars | Tree]:
+    """Yield memory over the step, what is alive at the peak as a bar, and as a treemap."""
+    split = known_split(memory)
+    yield timeline(found, levels_by(memory, split))
+    yield _at_peak(found, split)
+    yield from _treemap(found, alive_at_peak(memory), split)
+
+
+def timeline(found: Account, levels: LevelsBy) -> Lines:
+    """Return the levels of every owner on top of one another: at the peak they add up to `peak_tracked_bytes`."""
+    x, name = _places(levels)
+    at_peak = {owner: levels.levels[owner][levels.peak_index] for owner in levels.names[:3]}
+    owners = [f"{in_words(owner)} {size(num_bytes)}" for owner, num_bytes in at_peak.items() if num_bytes > 0]
+    text = f"{size(found.peak_tracked_bytes)} is allocated at the peak: {', '.join(owners)}."
+    if found.remainder_bytes:
+        text += f" The allocator's own peak is {size(found.peak_bytes)}"
+        more, less = "is in no tensor, and not in this chart.", ", less: it does not count all of these tensors."
+        text += f": {size(found.remainder_bytes)} {more}" if found.remainder_bytes > 0 else less
+    # What stays is at the bottom, so that what comes and goes can be seen.
+    order = sorted(levels.names, key=lambda owner: -min(levels.levels[owner]))
+    return Lines(
+        id="memory_timeline",
+        title=f"Allocated memory of {safe(found.device, 20)}, by {_BY[levels.by]}",
+        caption=text,
+        x=name,
+        y="allocated_bytes",
+        series=tuple(Series(in_words(owner), levels.levels[owner], x, owner or "unattributed") for owner in order),
+        marks=(_peak_mark(found, x[levels.peak_index]), *_stage_marks(found, levels.events, x)),
+        style="areas",
+        page_only=True,
+    )
+
+
+def allocator_timeline(found: Account) -> Lines:
+    """Return what the allocator had allocated and reserved after each allocation and release."""
+    points = found.timeline
+    x = [float(point.event) for point in points]
+    peak_index = max(range(len(points)), key=lambda i: points[i].allocated_bytes)
+    series = [Series("allocated", [point.allocated_bytes for point in points], x)]
+    if any(point.reserved_bytes is not None for point in points):
+        series.append(Series("reserved", [point.reserved_bytes for point in points], x))
+    elif found.peak_reserved_bytes:
+        series.append(_level(f"reserved at most, {size(found.peak_reserved_bytes)}", found.peak_reserved_bytes, x))
+    if found.remainder_bytes:
+        series.append(_level(f"the allocator's own peak, {size(found.peak_bytes)}", found.peak_bytes, x))
+    return Lines(
+        id="allocator_timeline",
+        title=f"Memory of {safe(found.device, 20)} over a step: peak {size(found.peak_bytes)}",
+        x=IN_ORDER,
+        y="allocated_bytes",
+        series=tuple(series),
+        marks=(_peak_mark(found, x[peak_index]), *_stage_marks(found, [point.event for point in points], x)),
+        style="steps",
+    )
+
+
+def _level(name: str, num_bytes: int, x: Sequence[float]) -> Series:
+    return Series(name, [num_bytes, num_bytes], [x[0], x[-1]])
+
+
+def _places(levels: LevelsBy) -> tuple[list[float], str]:
+    """Return the x of each point: its time, or its place in the order if some time is unknown."""
+    times = levels.times_ns[1:]
+    if times and all(time is not None for time in times):
+        known = [float(time) for time in times if time is not None]
+        return [min(0.0, known[0]), *known], "time_ns"
+    return [float(event) for event in levels.events], IN_ORDER
+
+
+def _peak_mark(found: Account, x: float) -> Mark:
+    return Mark(x, f"peak {size(found.peak_tracked_bytes)}{' in tensors' if found.remainder_bytes else ''}")
+
+
+def _stage_marks(found: Account, events: Sequence[int], x: Sequence[float]) -> Iterator[Mark]:
+    """Yield the begin of every stage that is long enough to have a name on the chart."""
+    begins = []
+    for stage in found.stages[1:]:
+        place = next((i for i, event in enumerate(events) if event >= stage.first_event), None)
+        if place is not None:
+            begins.append((x[place], stage.name))
+    ends = [*(begin for begin, _ in begins[1:]), x[-1]]
+    for (begin, name), end in zip(begins, ends):
+        if name != "other" and end - begin >= LEAST_STAGE * (x[-1] - x[0]):
+            yield Mark(begin, in_words(name))
+
+
+def _at_peak(found: Account, split: str) -> Bars:
+    """Return one bar: every owner, and what is in no tensor; together they are the peak."""
+    live = found.live_at_peak.by_owner if split == "owner" else found.live_at_peak.by_phase
+    texts = [f"{in_words(part.name)} {percent(part.share)}" for part in live if part.share >= 0.01]
+    parts = [part for part in live if part.bytes > 0]
+    return Bars(
+        id="memory_at_peak",
+        title=f"At the peak, by {_BY[split]}",
+        caption=f"Of {size(found.peak_bytes)}: {', '.join(texts)}.",
+        labels=["at the peak"],
+        series=tuple(Series(in_words(part.name), [part.bytes], color=_color(part.name)) for part in parts),
+        unit="peak_bytes",
+        page_only=True,
+    )
+
+
+def _color(name: str | None) -> str:
+    return "unattributed" if name is None or name == REMAINDER else name
+
+
+def _treemap(found: Account, alive: Sequence[Alive], split: str) -> Iterator[Tree]:
+    """Yield what is alive by owner, then by module, then by op and shape; the whole is the peak."""
+    if not alive:
+        return
+    root = Branch()
+    has_modules = any(each.module is not None for each in alive)
+    for each in alive:
+        first = each.owner if split == "owner" else each.phase
+        inner = [*([module_title(each.module)] if has_modules else []), _what(each)]
+        is_known = each.op != BEFORE_THE_WINDOW or each.shape is not None
+        root.add([in_words(first), *(inner if is_known else ())], each.bytes, _color(first))
+    if (found.remainder_bytes or 0) > 0:
+        root.add([NO_TENSOR], found.remainder_bytes or 0, _color(None))
+    most = alive[0]
+    module = f" in {safe(most.module, 80)}" if most.module else ""
+    levels = f"By {_BY[split]}, {'then by module, ' if has_modules else ''}then by op, shape and dtype."
+    yield Tree(
+        id="memory_tree",
+        title="What is alive at the peak",
+        caption=f"{levels} The largest group is {plural(most.num_allocations, 'allocation')} of "
+        f"{safe(_what(most), 80)}{module}: {size(most.bytes)}.",
+        shape="treemap",
+        unit="peak_bytes",
+        nodes=root.nodes("at the peak"),
+        page_only=True,
+    )
+
+
+def module_title(module: str | None) -> str:
+    """Return a module's name for people."""
+    return OUTSIDE if module is None else module or "the model itself"
+
+
+def _what(each: Alive) -> str:
+    """Return the op that made it, the shape and the dtype, as far as known; what was there before has no op."""
+    op = "" if each.op == BEFORE_THE_WINDOW and each.shape is not None else each.op or "unknown"
+    shape = "" if each.shape is None else "×".join(map(str, each.shape)) or "scalar"
+    return " ".join(word for word in (op, shape, each.dtype) if word)
