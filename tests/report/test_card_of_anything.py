@@ -44,7 +44,7 @@ def card_of(folder, parts: dict) -> Card | None:
     write_recording(folder, *parts.values())
     try:
         card = read(folder)
-        assert card.text() and card._repr_html_()
+        assert str(card) and card._repr_html_()
         json.dumps(card.to_json(), allow_nan=False, default=str)
         return card
     except RecordingError:

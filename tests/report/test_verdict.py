@@ -29,7 +29,7 @@ def test_a_cpu_step(tmp_path):
 
 def test_a_gpu_that_waits(tmp_path):
     assert read(gpu_recording(tmp_path / "run")).verdict == (
-        "A step takes 10.00 ms (51,200 tokens/s): the GPU waits for the host in 15.0 % of it, most in data; "
+        "A step takes 10.00 ms (51,200 tokens/s): the GPU is idle 15.0 % of it, mostly in data; "
         "backward is the largest part (45.0 %); 50.0 % MFU."
     )
 
@@ -39,7 +39,7 @@ def test_a_gpu_that_is_busy(tmp_path):
     device_ns = {"forward": 3 * MS, "backward": 7 * MS}
     samples = [sample(step, device_ns=device_ns) for step in range(4)]
 
-    assert "the GPU is busy in 100.0 % of it; backward is the largest part (70.0 %)" in verdict_of(
+    assert "the GPU is busy 100.0 % of it; backward is the largest part (70.0 %)" in verdict_of(
         tmp_path / "run", samples, trace=trace
     )
 
@@ -73,7 +73,7 @@ def test_too_few_steps_says_how_many_were_asked_for(tmp_path):
     """GIVEN 3 steps of a warm-up of 5 THEN both numbers are right."""
     said = verdict_of(tmp_path / "run", [sample(i, "warmup") for i in range(3)], windows={"warmup": 5, "clean": 20})
 
-    assert "3 step(s) were seen" in said and "5 asked for" in said
+    assert "3 steps recorded" in said and "5 warm-up steps" in said
 
 
 def test_steps_without_a_clean_window_are_not_called_warm_up(tmp_path):
@@ -85,22 +85,22 @@ def test_steps_without_a_clean_window_are_not_called_warm_up(tmp_path):
         windows={"warmup": 2, "clean": 0, "trace_warmup": 1, "trace": 1},
     )
 
-    assert "all of them warm-up" not in said
+    assert "5 steps" in said and "warm-up" not in said
 
 
 def test_a_script_that_never_imported_torch(tmp_path):
     folder = write_recording(tmp_path / "run", {"command": {"argv": ["hello.py"]}, "exit_code": 0}, [])
 
-    assert read(folder).verdict == "The script never imported torch: there was nothing to measure."
+    assert read(folder).verdict.endswith("the script never imported torch.")
 
 
 def test_a_script_that_trains_in_other_processes(tmp_path):
     said = verdict_of(tmp_path / "run", num_child_processes=4)
 
-    assert "which started 4 process(es) of its own" in said and "torchrun" in said
+    assert "4 other process" in said and "torchrun" in said
 
 
 def test_a_script_that_never_steps(tmp_path):
     said = verdict_of(tmp_path / "run")
 
-    assert said.startswith("No step was seen") and "stepscope.step()" in said
+    assert said.startswith("No step was found") and "stepscope.step()" in said

@@ -35,6 +35,8 @@ class Card(Shown):
     recording: Recording
     summary: Summary
     verdict: str
+    run: tuple[Fact, ...]
+    """What ran, and on which device."""
     figures: tuple[Fact, ...]
     """What was measured."""
     measurement: tuple[Fact, ...]
@@ -45,8 +47,14 @@ class Card(Shown):
         """Return the card of a recording; RecordingError if a field of it is damaged."""
         recording, summary = session.recording, session.summary
         try:
-            facts = tuple(figures(recording, summary)), (*_steps(recording, summary), *_caveats(recording))
-            return cls(recording, summary, verdict(recording, summary), *facts)
+            return cls(
+                recording=recording,
+                summary=summary,
+                verdict=verdict(recording, summary),
+                run=tuple(_run(recording)),
+                figures=tuple(figures(recording, summary)),
+                measurement=(*_steps(recording, summary), *_caveats(recording)),
+            )
         except WRONG_KIND as error:
             raise RecordingError(f"{recording.folder} holds a recording with {wrong_kind(error)}") from None
 
@@ -72,7 +80,7 @@ def card_document(card: Card) -> Document:
     has_trace = (card.recording.facts.get("trace") or {}).get("file")
     diagnose = f"stepscope diagnose {shlex.quote(str(shown))}, " if has_trace else ""
     last = Fact("recording", str(shown)), Fact("next", f"{diagnose}stepscope report {shlex.quote(str(shown))} --open")
-    parts: list[Part] = [Facts((*_run(card.recording), *card.figures))]
+    parts: list[Part] = [Facts((*card.run, *card.figures))]
     if summary.rows:
         title, names = f"where a step goes ({how_split(summary)})", [row.name for row in summary.rows]
         series = (Series("step", [row.ns for row in summary.rows]),)
