@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from analyze_verb import analyze
 
-from stepscope.document.text.attention_text import attention_text
-from stepscope.document.text.compiler_text import compiler_text
-from stepscope.document.text.copies_text import copies_text
+from stepscope.document.sections.attention import attention_document
+from stepscope.document.sections.compiler import compiler_document
+from stepscope.document.sections.copies import copies_document
 from stepscope.findings.compiler_report import compiler_report
+from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
 from stepscope.session.attention import attention_report
 from stepscope.session.copies import copies_report
@@ -27,19 +28,19 @@ def real(name: str) -> Path:
 
 def test_attention_names_the_mask_and_fits_80_columns():
     report = attention_report(open_session(real("mask_blocks_flash"), use_cache=False).case)
-    text = attention_text(report, 8, 80)
+    text = terminal_text(attention_document(report), 80)
 
     assert "6 on cuDNN" in text
-    assert "a mask of 8×1×4096×4096 is given" in text
-    assert "by PyTorch's documented rules" in " ".join(text.split())
+    assert "8×1×4096×4096 mask" in text
+    assert "derived = PyTorch's documented rules" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_compilers_screen_of_a_trace_names_what_it_plans_for_again():
     report = compiler_report(open_session(real("recompiles"), use_cache=False).case)
-    text = compiler_text(report, 8, 80)
+    text = terminal_text(compiler_document(report), 80)
 
-    assert "the shapes change from step to step" in " ".join(text.split())
+    assert "shapes change from step to step" in " ".join(text.split())
     assert "[8, 12, 656, 64], [8, 12, 664, 64]" in " ".join(text.split())
     assert "compiled region 2/0" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -66,7 +67,7 @@ def test_copies_of_the_planted_trace_save_what_the_fix_was_measured_to_save():
         "aten::clone",
     ]
     assert sum(row["saving_ns"] for row in report.rows) >= report.saving_ns * 0.95
-    text = copies_text(report, 2, 80)
+    text = terminal_text(copies_document(report), 80, num_rows=2)
     assert max(map(len, text.splitlines())) <= 80
     assert "1 more" in text
 
@@ -84,7 +85,7 @@ def test_a_trace_of_the_host_alone_has_copies_with_a_saving(tmp_path):
     (row,) = report.rows
     assert (row["what"], row["cause"], row["num_calls"], row["total_ns"]) == ("layout", "called", 1.0, 20_000)
     assert row["saving_ns"] == pytest.approx(20_000, rel=0.5)
-    assert "GPU" not in copies_text(report, 8, 80)
+    assert "GPU" not in terminal_text(copies_document(report), 80)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +111,5 @@ def test_a_trace_without_either_says_so(tmp_path):
     path = TraceBuilder().step(1, 0, 50).op("aten::mm", 10, 10).write(tmp_path / "trace.json")
     case = open_session(path, use_cache=False).case
 
-    assert "No call of scaled_dot_product_attention" in attention_text(attention_report(case), 8, 80)
-    assert "No copy, cast, contiguous or clone" in copies_text(copies_report(case), 8, 80)
+    assert "No scaled_dot_product_attention" in terminal_text(attention_document(attention_report(case)))
+    assert "No copy, cast, contiguous or clone" in terminal_text(copies_document(copies_report(case)))

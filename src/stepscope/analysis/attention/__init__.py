@@ -1,1 +1,1 @@
-"""Attention calls: backend, shape, mask, module, and why a call did not run on flash."""
+"""Attention calls: backend, shape, mask, module, and why a call did not use flash attention."""

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention as it ran: which back end, with which mask, how much arithmetic."""
+"""Scaled dot-product attention on the GPU: backend, mask and FLOPs of each call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, argument_values, operands
 from stepscope.analysis.structure.links import Linked
 
-BACK_ENDS = ("flash", "cudnn", "efficient", "math")
-DISPATCHER = "aten::scaled_dot_product_attention"
-"""What a program calls."""
+BACKENDS = ("flash", "cudnn", "efficient", "math")
+DISPATCHER = "aten::scaled_dot_product_attention"  # the op that programs call
 _SCHEMA = pl.Schema(
     {
         "call": pl.UInt32(), "phase": pl.String(), "module": pl.String(), "direction": pl.String(),
@@ -27,15 +26,13 @@ _SCHEMA = pl.Schema(
 class _Op(NamedTuple):
     backend: str
     direction: str
-    query: int
-    """Where the query is among the op's inputs; key and value follow it."""
+    query: int  # position of the query among the op's inputs; key and value follow
     mask: int | None
-    sequence: int
-    """The axis of a query that counts its positions."""
+    sequence: int  # the query's sequence axis
 
     @property
     def num_products(self) -> int:
-        """Products of matrices: two forward; the backward makes the first again and two for each of them."""
+        """Number of matrix products: two in the forward, five in the backward, which recomputes the first."""
         return {"forward": 2, "backward": 5, "both": 7}[self.direction]
 
 
@@ -53,14 +50,12 @@ _OPS = {
 
 
 def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
-    """Calls of attention in order of time, a forward and its backward apart.
+    """Return attention calls by time, forward and backward separately.
 
-    `call` (the op's row), `phase`, `module`, `direction`, `backend` (one of `BACK_ENDS`), `dtype`; `batch`,
-    `num_heads`, `num_queries`, `num_keys`, `head_size`; `mask`, the shape of the mask that was given or null;
-    `full_flops` without a causal mask's saving; `is_causal` and `is_dense`, whether query, key and value have their
-    last dimension in one piece, as the program called it: null where the trace does not say; `duration_ns` on the
-    device and `events`, the GPU work. A call whose shapes the trace does not say has nulls. The math back end is many
-    kernels: its `call` is the dispatching op, and its backward stands with it in one row.
+    `call` is the op's row. `mask` is the mask's shape or null. `full_flops` ignores the saving of a causal mask.
+    `is_dense` means that query, key and value have stride(-1) == 1; null if unknown, like `is_causal`. `events` is
+    the GPU work. The math backend has many kernels: its `call` is the dispatching op, and its row includes the
+    backward.
     """
     names = work["op"].cast(pl.String)
     fused = work.filter(names.is_in([name for name in _OPS if name != DISPATCHER]))
@@ -89,7 +84,7 @@ def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, .
     num_queries, num_keys, num_heads = query.shape[op.sequence], key.shape[op.sequence], query.shape[3 - op.sequence]
     mask = tensors[op.mask] if op.mask is not None and op.mask < len(tensors) else None
     flops = 2 * op.num_products * batch * num_heads * num_queries * num_keys * head_size
-    if flops >= 2**63:  # nobody's attention
+    if flops >= 2**63:  # not an attention op
         return (op.direction, op.backend, *(None,) * 8)
     return (
         op.direction, op.backend, query.dtype, batch, num_heads, num_queries, num_keys, head_size,
@@ -98,7 +93,7 @@ def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, .
 
 
 def _asked(linked: Linked, dispatcher: int | None) -> tuple[bool | None, bool | None]:
-    """Whether the program asked for a causal mask, and gave tensors whose last dimension is in one piece."""
+    """Return `is_causal` and `is_dense` as the program called the op."""
     if dispatcher is None:
         return None, None
     name, shapes, dtypes, strides, inputs = linked.host[dispatcher].select(COLUMNS).row(0)

@@ -1,4 +1,4 @@
-"""Attention written by hand: products, softmax and masks over tensors of queries × keys, forward and backward."""
+"""Handwritten attention: products, softmax and masks over queries × keys tensors, forward and backward."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _SCHEMA = pl.Schema(
 
 
 def squares(sized: pl.DataFrame) -> pl.DataFrame:
-    """The GPU work of hand-written attention, one row a piece, from work with its sizes (`with_sizes`).
+    """Return the GPU work of handwritten attention, one row per event, from work with sizes (`with_sizes`).
 
-    Found where a product makes a tensor of queries × keys, a softmax (or an exponential) goes over it, and a product
-    takes it: all work on tensors of that size and those last dimensions belongs to it. `num_elements` of the tensor,
-    `num_queries`, `num_keys`, `head_size`; `event`, `op`, `phase`, `duration_ns`; `flops` and `peak_dtype` of
-    products, null for the rest; `is_mask`, whether it puts a mask on the scores, `is_softmax`.
+    It is found where a product creates a queries × keys tensor, a softmax or exponential reads it, and another
+    product takes the result; all work on tensors of that shape belongs to it. `flops` and `peak_dtype` are those of
+    products, else null. `is_mask` marks ops that apply a mask.
     """
     rows = [
         row
@@ -57,7 +56,7 @@ def squares(sized: pl.DataFrame) -> pl.DataFrame:
 
 
 def _attentions(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], int]:
-    """Elements, queries and keys of each kind of score tensor, with the size of a head."""
+    """Return elements, queries, keys and head size of each kind of score tensor."""
     soft = {
         (prod(row["shape"]), *row["shape"][-2:])
         for row in rows
@@ -81,7 +80,7 @@ def _is_mask(row: dict[str, Any], num_elements: int, num_keys: int) -> bool:
     if row["op"] in _MASKING:
         return True
     tensors = [one for one in operands(row["shapes"], row["dtypes"]) if isinstance(one, Tensor)]
-    # A mask that is added is there once for all heads.
+    # An added mask is shared by all heads.
     return row["op"] in _ADDING and any(
         len(one.shape) >= 2 and one.shape[-1] == num_keys and one.num_elements < num_elements for one in tensors[:2]
     )

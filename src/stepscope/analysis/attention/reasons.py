@@ -1,4 +1,4 @@
-"""Why attention did not run on flash: in torch's words where a recording has them, else by its documented rules."""
+"""Why attention did not use flash attention: PyTorch's own message if recorded, else its documented rules."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from stepscope.analysis.memory.module_tree import starred
 
 HALF = ("bfloat16", "float16")
 LARGEST_HEAD = 256
-LEAST_CAPABILITY = (8, 0)
-"""Flash attention runs on Ampere and later."""
+LEAST_CAPABILITY = (8, 0)  # flash attention needs Ampere or later
 CODES = (
     "mask", "dtype", "head_size", "value_size", "layout", "causal_lengths", "capability", "dropout", "switched_off",
     "preferred", "unsaid", "not_seen",
 )  # fmt: skip
-"""What can stand against flash: the first eight are its rules; `switched_off` by a setting, `preferred`: torch asks
-another back end first and flash could run; `unsaid`: torch refuses and gives no reason; `not_seen`: no rule that a
-trace shows stands against it, so that a setting or the program chose otherwise."""
+"""Reasons against flash attention. The first eight are its rules. `switched_off`: by a setting. `preferred`: PyTorch
+tries another backend first. `unsaid`: PyTorch rejects it without a reason. `not_seen`: no rule visible in the trace
+rules it out.
+"""
 
 
-BACK_ENDS = {"cudnn": "cuDNN", "efficient": "efficient", "math": "math", "flash": "flash", "flex": "flex"}
-"""As they are written."""
+# Names as displayed.
+BACKENDS = {"cudnn": "cuDNN", "efficient": "efficient", "math": "math", "flash": "flash", "flex": "flex"}
 
 
 @dataclass(frozen=True)
 class Reason:
-    """One reason why a back end did not run."""
+    """One reason why a backend was not used."""
 
     backend: str
-    """The one that did not: `flash`, `efficient` or `cudnn`."""
+    """The backend that was not used: `flash`, `efficient` or `cudnn`."""
     code: str | None
-    """One of `CODES`; None of torch's own words that are none of them."""
+    """One of `CODES`; None if PyTorch's message matches none of them."""
     said: str | None = None
-    """Torch's own words, as a recording has them."""
+    """PyTorch's message, if recorded."""
 
     @property
     def source(self) -> str:
-        """`torch`: said by it; `recorded`: a setting or a choice seen in the process; `derived`: from its rules."""
+        """`torch` (its message), `recorded` (a setting or choice in the process) or `derived` (from its rules)."""
         if self.said is not None:
             return "torch"
         return "recorded" if self.code in ("switched_off", "preferred", "unsaid") else "derived"
@@ -50,8 +50,7 @@ class Reason:
 
 
 def against_flash(call: Mapping[str, Any], is_on_gpu: bool, capability: tuple[int, int] | None = None) -> list[str]:
-    """The codes of the documented rules that a call (a row of `attention_summary`) breaks; empty where it breaks none
-    that the trace shows.
+    """Return the codes of the documented rules that a call (a row of `attention_summary`) breaks.
 
     >>> against_flash({"dtype": "float32", "mask": "[64, 64]", "head_size": 64}, is_on_gpu=True)
     ['mask', 'dtype']
@@ -77,31 +76,31 @@ def against_flash(call: Mapping[str, Any], is_on_gpu: bool, capability: tuple[in
 
 
 def in_words(code: str, call: Mapping[str, Any]) -> str:
-    """What stands against flash, with what the call was given.
+    """Return a reason against flash attention as text, with the call's figures.
 
     >>> in_words("mask", {"mask": "[64, 64]", "backend": "math"})
-    'a mask of 64×64 is given: flash takes none but is_causal=True'
+    'a 64×64 mask is passed (flash supports only is_causal=True)'
     """
-    backend = BACK_ENDS.get(call["backend"], str(call["backend"]))
+    backend = BACKENDS.get(call["backend"], str(call["backend"]))
     return {
-        "mask": f"a mask of {shape_of(call.get('mask'))} is given: flash takes none but is_causal=True",
-        "dtype": f"the tensors are {call.get('dtype')}: flash takes {' and '.join(HALF)}",
-        "head_size": f"a head of {call.get('head_size')} is wider than {LARGEST_HEAD}",
-        "value_size": f"values are {call.get('value_size')} wide, queries {call.get('head_size')}",
-        "layout": "the last dimension of query, key or value is not in one piece",
-        "causal_lengths": f"is_causal with {call.get('num_queries')} queries and {call.get('num_keys')} keys",
+        "mask": f"a {shape_of(call.get('mask'))} mask is passed (flash supports only is_causal=True)",
+        "dtype": f"the tensors are {call.get('dtype')} (flash supports {' and '.join(HALF)})",
+        "head_size": f"the head size of {call.get('head_size')} is larger than {LARGEST_HEAD}",
+        "value_size": f"the value size is {call.get('value_size')} but the query size {call.get('head_size')}",
+        "layout": "the last dimension of query, key or value is not contiguous",
+        "causal_lengths": f"is_causal is set with {call.get('num_queries')} queries and {call.get('num_keys')} keys",
         "capability": "the device is older than compute capability 8.0",
-        "dropout": f"dropout of {call.get('dropout')}: the CPU's fused kernel has none",
-        "switched_off": "flash was switched off: sdpa_kernel(…) or torch.backends.cuda.enable_flash_sdp(False)",
-        "preferred": f"flash could run: PyTorch asks {backend} first on this device",
-        "unsaid": "PyTorch refuses it and does not say why",
-        "not_seen": f"nothing in the trace stands against flash: PyTorch prefers {backend} on this device, or a "
-        "setting or the program chose it",
+        "dropout": f"dropout is {call.get('dropout')} (the CPU's fused kernel supports none)",
+        "switched_off": "flash is disabled by sdpa_kernel(…) or torch.backends.cuda.enable_flash_sdp(False)",
+        "preferred": f"PyTorch tries {backend} first on this device (flash could run)",
+        "unsaid": "PyTorch rejects it without giving a reason",
+        "not_seen": f"PyTorch prefers {backend} on this device, or a setting or the program chose it (nothing in the "
+        "trace rules flash out)",
     }[code]
 
 
 def shape_of(mask: str | None) -> str:
-    """A mask's shape, or that there is none."""
+    """Return a mask's shape as text, or `none`."""
     return "none" if mask is None else mask.strip("[]").replace(", ", "×")
 
 
@@ -111,10 +110,10 @@ def reasons(
     is_on_gpu: bool,
     capability: tuple[int, int] | None = None,
 ) -> tuple[Reason, ...]:
-    """Why a call that did not run on flash did not; empty where it did.
+    """Return why a call did not use flash attention; empty if it did.
 
-    `recorded`: what `stepscope run` wrote down of calls in the process. Torch names the first rule that a call
-    breaks; those of the documented rules that it broke besides follow.
+    `recorded` are the calls that `stepscope run` recorded. PyTorch reports only the first broken rule; other broken
+    rules follow.
     """
     if call["backend"] in ("flash", "flex"):
         return ()
@@ -138,7 +137,7 @@ def reasons(
 
 
 def is_same(call: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    """Whether a recorded call was given what a row of the trace's was; by its module too, where both have one."""
+    """Return whether a recorded call has the same inputs (and module, if both are known) as a row of the trace."""
     query, key = entry.get("query"), entry.get("key")
     if not (isinstance(query, list) and isinstance(key, list) and len(query) >= 3 and len(key) == len(query)):
         return False
@@ -157,7 +156,7 @@ def is_same(call: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
 
 
 def recorded_callers(table: pl.DataFrame, recorded: Iterable[Mapping[str, Any]]) -> pl.Series:
-    """Who called each row of `attention_summary`: as the trace has it, else as the recording has."""
+    """Return the caller of each row of `attention_summary`, from the trace or else from the recording."""
     entries = list(recorded)
     callers = []
     for row in table.iter_rows(named=True):

@@ -1,6 +1,6 @@
-"""Where a program calls scaled dot-product attention: back end, shape, mask, module, time forward and backward.
+"""Calls of scaled dot-product attention: backend, shape, mask, module, forward and backward time.
 
-Read from the ops on the host, so a trace without GPU work has them too. `backends.py` has the GPU kernels one by one.
+They are read from host ops, so a trace without GPU work has them too. `backends.py` has the GPU kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIGNATURE = (
     "backend", "dtype", "batch", "num_heads", "num_key_heads", "num_queries", "num_keys", "head_size", "value_size",
     "mask", "is_causal", "dropout", "is_dense",
 )  # fmt: skip
-"""The columns that say what a call was given."""
+"""The columns that describe a call's inputs."""
 _CALLS = pl.Schema(
     {
         "row": pl.Int64(), "direction": pl.String(), "step": pl.Int64(), "phase": pl.String(),
@@ -40,8 +40,7 @@ _CALLS = pl.Schema(
 
 class _Op(NamedTuple):
     backend: str
-    query: int = 0
-    """Where the query is among the op's inputs; key and value follow it."""
+    query: int = 0  # position of the query among the op's inputs; key and value follow
     mask: int | None = None
     dropout: int | None = None
     causal: int | None = None
@@ -69,18 +68,15 @@ _BACKWARD = {
     "aten::_cudnn_attention_backward": _Op("cudnn", 1, 8, 13, 14),
 }
 _PACKED = ("aten::_flash_attention_", "aten::_efficient_attention_")
-"""Ops whose tensors have their positions before their heads, or sequences of many lengths in one."""
+"""Ops with the sequence axis before the heads, or with packed sequences of different lengths."""
 
 
 def attention_sites(linked: Linked) -> pl.DataFrame:
-    """Calls of attention in order of time; a backward stands with its forward where the trace links them.
+    """Return attention calls by time; a backward is merged with its forward if the trace links them.
 
-    `row` of the host table; `direction`, `forward`, or `backward` of one that is linked to no forward, as in compiled
-    code; `step`, `phase`, `module`; `caller`, the user's function where the trace has stacks; `backend`, `dtype`,
-    `batch`, `num_heads`, `num_key_heads`, `num_queries`, `num_keys`, `head_size`, `value_size`; `mask`, the shape of
-    the mask given, or null; `is_causal`, `dropout`, `is_dense` (the last dimension of query, key and value is in one
-    piece), null where the trace does not say. `forward_ns` and `backward_ns` on the GPU, of a trace without GPU work
-    on the host; `beside_ns`, what the call did on top of its kernel: a mask made a bias, padding.
+    `row` is the host row. `direction` is `backward` only without a linked forward, as in compiled code. `mask` is the
+    mask's shape or null; `is_dense` means stride(-1) == 1. `forward_ns` and `backward_ns` are GPU time (host time
+    without GPU work), `beside_ns` the time besides the attention kernel: mask conversion and padding.
     """
     host = linked.host
     is_on_gpu = linked.device.height > 0
@@ -127,10 +123,10 @@ def attention_sites(linked: Linked) -> pl.DataFrame:
 
 
 def attention_summary(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:
-    """Calls that are given the same and made by modules that differ in a number alone, most time first, a step.
+    """Return calls per step grouped by inputs and by module (numbers starred), the longest first.
 
-    The columns of `SIGNATURE`, `module` (`blocks.*`), `caller`, `num_calls`, `forward_ns`, `backward_ns`,
-    `beside_ns`, `total_ns`.
+    Columns: `SIGNATURE`, `module` (`blocks.*`), `caller`, `num_calls`, `forward_ns`, `backward_ns`, `beside_ns`,
+    `total_ns`.
     """
     modules = pl.Series("module", [starred(name) for name in calls["module"]], dtype=pl.String)
     sums = [pl.col(name).sum() / max(1, num_steps) for name in ("forward_ns", "backward_ns", "beside_ns")]
@@ -145,7 +141,7 @@ def attention_summary(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:
 
 
 def _joined(table: pl.DataFrame) -> pl.DataFrame:
-    """A backward that is linked to no forward goes to the one row of a forward that was given the same."""
+    """Return the table with each unlinked backward merged into the only forward with the same inputs."""
     keys = [name for name in SIGNATURE if name not in ("is_causal", "dropout", "is_dense")]
     alone = table.filter(pl.col("num_calls") == 0)
     if alone.is_empty():
@@ -166,11 +162,11 @@ def _rows_of(host: pl.DataFrame, ops: Mapping[str, _Op]) -> pl.Series:
 
 
 def _outer(host: pl.DataFrame, rows: pl.Series, ops: Mapping[str, _Op]) -> dict[int, tuple[int, _Op, int]]:
-    """By the row of an op: the outermost one around it, and of that call the kernel's op and row."""
+    """Return by op row the outermost op around it, and that call's kernel op and row."""
     outer = outermost(host, rows, frozenset(ops)).to_list()
     names = host["name"].gather(rows).cast(pl.String).to_list()
     kernels: dict[int, tuple[str, int]] = {}
-    for row, site, name in zip(rows.to_list(), outer, names):  # parents have lower rows: they come first
+    for row, site, name in zip(rows.to_list(), outer, names):  # parents have lower rows, so they come first
         if site not in kernels or (kernels[site][0] == DISPATCHER and name != DISPATCHER):
             kernels[site] = (name, row)
     return {row: (site, ops[kernels[site][0]], kernels[site][1]) for row, site in zip(rows.to_list(), outer)}
@@ -194,7 +190,7 @@ def _place(host: pl.DataFrame, row: int, direction: str) -> tuple[Any, ...]:
 
 
 def _facts(host: pl.DataFrame, site: int, kernel: int, op: _Op) -> tuple[Any, ...]:
-    """dtype to is_dense: of the kernel's op; mask, causal, dropout and layout as the program gave them."""
+    """Return dtype to is_dense from the kernel's op; mask, causal, dropout and layout from the program's call."""
     name, shapes, dtypes, _, inputs = _texts(host, kernel)
     if name.startswith(_PACKED):
         return (operands_dtype(shapes, dtypes, op.query), *(None,) * 11)
@@ -222,7 +218,7 @@ def _facts(host: pl.DataFrame, site: int, kernel: int, op: _Op) -> tuple[Any, ..
 
 
 def operands_dtype(shapes: str | None, dtypes: str | None, place: int) -> str | None:
-    """The dtype of one of an op's tensors."""
+    """Return the dtype of one of an op's tensors."""
     tensors = operands(shapes, dtypes)
     found = tensors[place] if place < len(tensors) else None
     return found.dtype if isinstance(found, Tensor) else None
@@ -241,7 +237,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _flex(linked: Linked, sites: Mapping[int, Any]) -> list[tuple[Any, ...]]:
-    """FlexAttention's kernels that no op in the trace stands for: compiled ones say what they are by their name."""
+    """Return FlexAttention kernels without an op in the trace, recognized by name."""
     kernels = linked.device.filter(matches(linked.device["name"], _FLEX_KERNEL))
     rows: list[tuple[Any, ...]] = []
     for row, name, duration_ns in kernels.select("op", pl.col("name").cast(pl.String), "duration_ns").iter_rows():

@@ -1,1 +1,1 @@
-"""What torch.compile did: compilations, graph breaks, recompiles, compiled regions."""
+"""Compilations, graph breaks, recompiles and compiled regions."""

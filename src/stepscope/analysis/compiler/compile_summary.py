@@ -1,4 +1,4 @@
-"""What torch.compile did, as figures: recompiles by their guard with the sizes seen, seconds by stage, break-even."""
+"""Figures about torch.compile: recompiles by guard and sizes, seconds by stage, break-even."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Recompiled:
 
     frame: str
     guard: str
-    """The guard without the value that differed."""
+    """The guard without the value that changed."""
     values: tuple[str, ...]
     """The sizes, or other values, that were seen, in order."""
     count: int
     place: str | None
-    """The user's line that the guard stands for; None where torch does not tell."""
+    """The user's line that the guard refers to; None if torch does not report it."""
     is_size: bool
 
 
@@ -38,39 +38,39 @@ class CompilerSummary:
 
     num_compiles: int
     num_graphs: int | None
-    """None: a recording that does not tell."""
+    """None if the recording does not contain it."""
     num_ops: int | None
-    """Ops in all graphs, as captured."""
+    """Ops captured in all graphs."""
     seconds: float
     seconds_by_stage: Mapping[str, float]
-    """In the order of the stages; empty where torch does not tell."""
+    """In the order of the stages; empty if torch does not report it."""
     graph_breaks: tuple[Mapping[str, Any], ...]
-    """`reason`, `place`, `count`, `runs_eagerly`; most often first."""
+    """`reason`, `place`, `count`, `runs_eagerly`; the most frequent first."""
     recompiles: tuple[Recompiled, ...]
-    """Most often first."""
+    """The most frequent first."""
     limit_hits: tuple[Mapping[str, Any], ...]
-    """`frame`, `count`: it runs eagerly from then on."""
+    """`frame`, `count`; the frame runs eagerly from then on."""
     dynamic_dimensions: tuple[Mapping[str, Any], ...]
     """`source`, `sizes`, `place`."""
     cuda_graphs: Mapping[str, int] | None
     cuda_graph_skips: tuple[Mapping[str, Any], ...]
     caches: Mapping[str, Mapping[str, int]]
     failures: tuple[Mapping[str, Any], ...]
-    """`reason`, `place`, `count`: what was given up, where no graph break says so already."""
+    """`reason`, `place`, `count` of failures without a graph break at the same place."""
     frames: tuple[Mapping[str, Any], ...]
     num_calls: int
-    """Calls of kernels and library ops in the compiled code that was seen."""
+    """Kernel and library calls in the compiled code."""
     num_placed_calls: int
-    """Those of which the module is known."""
+    """Calls whose module is known."""
     untold: tuple[str, ...]
-    """What this version of torch does not say."""
+    """What this version of torch does not report."""
     compiled_ns: float | None = None
     eager_ns: float | None = None
     break_even: float | None = None
-    """Steps until the seconds of compiling are won back; infinite where a compiled step is not faster."""
+    """Steps until the compile time is recovered; infinite if a compiled step is not faster."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON values; a break-even that never comes is null, and `pays` false."""
+        """Return everything as JSON values; an infinite break-even is null, with `pays` false."""
         values = dataclasses.asdict(self)
         if self.break_even is not None:
             values["pays"] = math.isfinite(self.break_even)
@@ -89,7 +89,7 @@ class CompilerSummary:
 def compiler_summary(
     report: Mapping[str, Any], compiled_ns: float | None = None, eager_ns: float | None = None
 ) -> CompilerSummary:
-    """The figures of a `compile.json`; with a step's times, compiled and eager, what compiling costs against them."""
+    """Return the figures of `compile.json`, compared with compiled and eager step times if given."""
     stages = report.get("seconds_by_stage")
     stages = stages if isinstance(stages, dict) else {}
     graphs, calls = entries(report, "graphs"), _calls(report)
@@ -124,7 +124,7 @@ def compiler_summary(
 
 
 def break_even(seconds: float, compiled_ns: float | None, eager_ns: float | None) -> float | None:
-    """Steps until compiling has paid: its seconds ÷ what a step saves; None where a time is not known.
+    """Return steps until compiling pays off: compile seconds ÷ saving per step; None if a time is unknown.
 
     >>> break_even(2.0, compiled_ns=1e6, eager_ns=3e6)
     1000.0
@@ -150,9 +150,9 @@ def _untold(report: Mapping[str, Any], recompiles: tuple[Recompiled, ...]) -> li
 
 
 def _recompiles(found: list[dict[str, Any]], places: Mapping[str, Any]) -> tuple[Recompiled, ...]:
-    """One entry for a function and a guard: of the guards of all earlier compiles, the first is the latest one's.
+    """Return one entry per function and guard; the first listed guard is that of the latest compile.
 
-    `places` tell where a size is first used, by its expression: of a tensor's guard torch says no line.
+    `places` has the line where a size is first used, by its expression, which torch does not report with a guard.
     """
     groups: dict[tuple[str, str], list[tuple[list[str], str | None, bool]]] = {}
     for entry in found:
@@ -177,7 +177,7 @@ def _recompiles(found: list[dict[str, Any]], places: Mapping[str, Any]) -> tuple
 
 
 def split_guard(text: str) -> tuple[str, list[str], bool]:
-    """A guard without its value, the values it tells, and whether they are sizes of a tensor.
+    """Return a guard without its value, its values, and whether they are tensor sizes.
 
     >>> split_guard("0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6")
     ("size 0 of 'x'", ['4', '6'], True)
@@ -194,7 +194,7 @@ def split_guard(text: str) -> tuple[str, list[str], bool]:
 
 
 def _size_of(guard: str) -> str | None:
-    """The expression of the size that a guard is about, as Dynamo writes it where it is made dynamic.
+    """Return the expression of the size in a guard, as Dynamo writes it when it becomes dynamic.
 
     >>> _size_of("0/0: tensor 'x' size mismatch at index 1. expected 8, actual 9")
     "L['x'].size()[1]"
@@ -207,7 +207,7 @@ def _size_of(guard: str) -> str | None:
 
 
 def _is_told(failure: Mapping[str, Any], breaks: list[dict[str, Any]]) -> bool:
-    """Whether a graph break at the same line says already that its function runs eagerly."""
+    """Return whether a graph break at the same line already shows that its function runs eagerly."""
     place = failure.get("place")
     return place is not None and any(
         entry.get("runs_eagerly") and str(entry.get("place")).startswith(f"{place} in ") for entry in breaks

@@ -1,4 +1,4 @@
-"""Calls of what torch.compile made: which were entered from which, and what the host spent to enter them."""
+"""Calls of compiled regions: which called which, and the host time spent entering them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _WORKING = "^aten::|^triton_"
 _DIFFERENTIATED = "^CompiledFunction$"
 _NODE = "^autograd::engine::evaluate_function"
 _IN_A_ROW = 4
-"""Regions called from outside, one after another in a forward: from here on they are the pieces of one model."""
+"""Regions called from outside in a row within a forward; from this many on, they are pieces of one model."""
 
 
 def compiled_regions(linked: Linked) -> pl.DataFrame:
-    """Regions in order of time: `name`, `start_ns`, `end_ns`, `step`; `is_nested`, whether another one called it: so
-    what comes after a graph break is called by what came before it; and `follows`, whether it is a later one of four
-    and more that are called from outside in a row, with no backward in between: so are the pieces of a model whose
-    graph breaks within a loop, and blocks that were compiled one by one. A compiled model that is called again and
-    again, for one micro-batch after another or without gradients, is no row."""
+    """Return compiled regions by time: `name`, `start_ns`, `end_ns`, `step`, `is_nested`, `follows`.
+
+    `is_nested`: called by another region, as after a graph break. `follows`: a later one of four or more regions
+    called in a row without a backward between, as with a graph break in a loop or separately compiled blocks.
+    Repeated calls of one region, as for micro-batches, do not count as a row.
+    """
     host = linked.host
     is_region = matches(host["name"], _REGION)
     around = ancestor(host, is_region).gather(host["parent"])
@@ -46,10 +47,11 @@ def compiled_regions(linked: Linked) -> pl.DataFrame:
 
 
 def entering(linked: Linked, regions: pl.DataFrame, all_but_first: bool) -> pl.DataFrame:
-    """The host's time that goes into calling regions that another calls or that follow others in a row, or all but
-    the first of a step, and their backwards: `start_ns`, `end_ns`, disjoint. From the end of the region before, where
-    one came before it in its row, else from its lookup, to the first op of the compiled code, and from the end of
-    that on; ops and launches on the way are left out."""
+    """Return host time spent entering nested or following regions (or all but the first), and their backwards.
+
+    Disjoint `start_ns`, `end_ns`: from the end of the region before in its row, else from its lookup, to the first op
+    of the compiled code, and after its end. Ops and launches in between are excluded.
+    """
     host = linked.host
     is_later = pl.int_range(pl.len()).over("step") > 0
     called = regions.with_columns(pl.when("follows").then(pl.col("end_ns").shift(1)).alias("begin"))
@@ -57,7 +59,7 @@ def entering(linked: Linked, regions: pl.DataFrame, all_but_first: bool) -> pl.D
     if called.is_empty():
         return called.select("start_ns", "end_ns")
     lookups = host.filter(matches(host["name"], _LOOKUP)).sort("start_ns")
-    # A region's lookup comes right before it, on its way in.
+    # A region's lookup comes right before it.
     before = called.select("start_ns").join_asof(
         lookups.select("start_ns", pl.col("start_ns").alias("begin"), "end_ns"), on="start_ns", check_sortedness=False
     )
@@ -72,7 +74,7 @@ def entering(linked: Linked, regions: pl.DataFrame, all_but_first: bool) -> pl.D
 
 
 def _code(host: pl.DataFrame) -> pl.DataFrame:
-    """Calls of compiled code from the first thing that each does on: before that it takes its arguments apart."""
+    """Return calls of compiled code from the first event in each; before that, it unpacks arguments."""
     calls = host.filter(matches(host["name"], _CODE))
     inside = host.filter(pl.col("parent").is_in(calls["row"].implode())).group_by("parent")
     first = inside.agg(pl.col("start_ns").min().alias("first_ns")).rename({"parent": "row"})
@@ -81,8 +83,7 @@ def _code(host: pl.DataFrame) -> pl.DataFrame:
 
 
 def regions_by_name(regions: pl.DataFrame, num_steps: int, compiler: Mapping[str, Any]) -> pl.DataFrame:
-    """Regions by `name`, with its function where `compile.json` tells it, and `is_nested`: `num_calls` and `host_ns`,
-    with all that each calls, a step; most first."""
+    """Return `num_calls` and `host_ns` (with everything called) per step by region `name` and `is_nested`."""
     length = pl.col("end_ns") - pl.col("start_ns")
     return (
         regions.with_columns(named_regions(regions["name"], compiler))

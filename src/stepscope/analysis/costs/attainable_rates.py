@@ -1,11 +1,10 @@
-"""What good kernels reach of a device's limits: shares that an expected time is made from, and where they come from.
+"""Shares of a device's limits that good kernels reach, to compute expected times.
 
-Each is a middle of what was measured on an H200 (docs/findings/README.md, "What a kernel can reach"): a large GEMM of
-cuBLAS reached 55 to 93 % of the dense peak, one with a dimension that is no multiple of 16 bytes 10 to 15 %, flash
-attention 22 % at 1,024 positions and 33 % at 4,096 and more, the efficient one in float32 40 % of the float32 peak,
-an elementwise kernel 85 to 90 % of the bandwidth, and the backward of an embedding, which sorts the indices first and
-adds up what goes to one row in parallel, 40 to 47 % of it beside 0.2 ns for each index. A compiled cross-entropy,
-which reads the scores in the forward, and reads them and writes their gradient in the backward, reached 41 to 50 %.
+Each is a middle of measurements on an H200 (docs/findings/README.md, "What a kernel can reach"): large cuBLAS GEMMs
+reached 55 to 93 % of the dense peak, 10 to 15 % if a dimension is not a multiple of 16 bytes; flash attention 22 % at
+1,024 positions and 33 % at 4,096 and more; efficient attention 40 % of the float32 peak; elementwise kernels 85 to 90
+% of the bandwidth; embedding's backward, which sorts the indices, 40 to 47 % plus 0.2 ns per index; a compiled
+cross-entropy 41 to 50 %.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ SCATTER_SHARE, _SORT_NS_PER_INDEX = 0.4, 0.2
 LOSS_SHARE, _LOSS_PASSES = 0.5, 3
 _ATTENTION_SHARE, _ATTENTION_HALF_LENGTH = 0.35, 512
 _FLOAT32_ATTENTION_SHARE = 0.4
-LEAST_KERNEL_NS = 3_000.0
-"""No kernel is expected to take less."""
+LEAST_KERNEL_NS = 3_000.0  # lower limit of any expected time
 
 
 def gemm_ns(device: Device, dtype: str, flops: int, num_bytes: int | None, is_aligned: bool = True) -> float:
-    """How long a good GEMM takes; `dtype` as in the device's peaks."""
+    """Return how long a good GEMM takes, in ns; `dtype` as in the device's peaks."""
     peak = device.peak_flops[dtype] * (GEMM_SHARE if is_aligned else MISALIGNED_GEMM_SHARE)
     return max(flops / peak * 1e9, traffic_ns(device, num_bytes or 0))
 
 
 def attention_ns(device: Device, dtype: str, flops: int, length: int) -> float:
-    """How long flash attention takes over `length` keys; in float32, which flash does not do, the efficient one."""
+    """Return how long flash attention over `length` keys takes, in ns; efficient attention for float32."""
     share = _ATTENTION_SHARE * length / (length + _ATTENTION_HALF_LENGTH)
     if dtype in ("fp32", "tf32"):
         dtype, share = "fp32", _FLOAT32_ATTENTION_SHARE
@@ -38,16 +36,16 @@ def attention_ns(device: Device, dtype: str, flops: int, length: int) -> float:
 
 
 def traffic_ns(device: Device, num_bytes: float) -> float:
-    """How long a kernel takes that only moves bytes."""
+    """Return how long a kernel that only moves bytes takes, in ns."""
     return max(num_bytes / (device.bandwidth_bytes_per_s * BANDWIDTH_SHARE) * 1e9, LEAST_KERNEL_NS)
 
 
 def scatter_ns(device: Device, num_bytes: float, num_indices: int) -> float:
-    """How long a scatter takes that sorts its indices and adds up in parallel what goes to one row."""
+    """Return how long a scatter takes that sorts its indices and adds rows in parallel, in ns."""
     moving_ns = num_bytes / (device.bandwidth_bytes_per_s * SCATTER_SHARE) * 1e9
     return max(moving_ns + num_indices * _SORT_NS_PER_INDEX, LEAST_KERNEL_NS)
 
 
 def loss_ns(device: Device, num_bytes: float) -> float:
-    """How long the passes of a compiled cross-entropy over scores of so many bytes take, forward and backward."""
+    """Return how long a compiled cross-entropy takes on logits of so many bytes, forward and backward, in ns."""
     return max(_LOSS_PASSES * num_bytes / (device.bandwidth_bytes_per_s * LOSS_SHARE) * 1e9, LEAST_KERNEL_NS)

@@ -1,4 +1,4 @@
-"""FLOPs of a step, active parameters, and how far the step is from the device's limit."""
+"""FLOPs of a step, active parameters, and the share of the device's limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from stepscope.devices import Ceilings, Device
 
-# Ops that move or fill data: no arithmetic is missing when they have no formula.
+# Ops that move or fill data need no formula.
 DATA_MOVEMENT = (
     "aten.copy_", "aten._to_copy", "aten.clone", "aten.empty", "aten.empty_like", "aten.new_empty",
     "aten.empty_strided", "aten.new_empty_strided", "aten.zeros", "aten.zero_", "aten.zeros_like",
@@ -24,19 +24,19 @@ class StepFlops:
     """FLOPs of one step, counted op by op in the memory window."""
 
     model_flops: int
-    """What the model asks for: nothing computed twice, causal attention as half of its square."""
+    """Required by the model: no recomputation, causal attention counted as half."""
     hardware_flops: int
-    """What was executed, recomputation included."""
+    """Executed, including recomputation."""
     recomputed_flops: int
     model_flops_by_dtype: Mapping[str, int]
     hardware_flops_by_dtype: Mapping[str, int]
     has_backward: bool
     formula_flops: int | None
-    """6·N·tokens (2·N·tokens without a backward) plus attention: the cross-check."""
+    """6·N·tokens (2·N·tokens without a backward) plus attention, as a cross-check."""
     num_active_parameters: int | None
-    """Parameters a token passes through on average; a routed expert counts for the tokens it got."""
+    """Parameters per token on average; a routed expert counts in proportion to its tokens."""
     uncounted_ops: tuple[str, ...]
-    """Ops that compute and have no formula, most elements first."""
+    """Ops that compute but have no formula, the most elements first."""
     num_uncounted_calls: int
     hidden: str | None
     """Why the count is a lower bound, or None."""
@@ -49,16 +49,16 @@ class Utilization:
     share: float
     flops_per_s: float
     is_measured: bool
-    """Whether the limit was measured on the device instead of being its maker's dense peak."""
+    """Whether the limit was measured, instead of the vendor's dense peak."""
     limit: str
-    """The limit in words."""
+    """The limit as text."""
     source: str
-    """Where the limit comes from."""
+    """Source of the limit."""
     formula: str
 
 
 def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_tokens: int | None) -> StepFlops:
-    """The ledger's facts as one step's FLOPs; `num_tokens` of the step they were counted in."""
+    """Return one step's FLOPs from the ledger's facts; `num_tokens` of the step they were counted in."""
     by_op = facts["by_op"]
     hardware_by_dtype: dict[str, int] = {}
     for entry in by_op:
@@ -82,7 +82,7 @@ def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_to
         has_backward=has_backward,
         formula_flops=(
             round(passes * (2 * matmul_active * num_tokens + facts["forward_activation_flops"]))
-            if num_tokens and matmul_active is not None and not facts["compiled"]  # weights are read unseen there
+            if num_tokens and matmul_active is not None and not facts["compiled"]  # there, weights are read unseen
             else None
         ),
         num_active_parameters=active,
@@ -98,7 +98,7 @@ def _computes(op: str) -> bool:
 
 def _active_share(weight: Mapping[str, Any], num_tokens: int) -> float:
     if not weight["forward_flops"]:
-        return 1.0 if weight["used"] else 0.0  # an expert that got no token
+        return 1.0 if weight["used"] else 0.0  # an expert without tokens
     share: float = weight["forward_flops"] / (2 * weight["num_elements"] * num_tokens)
     return min(1.0, share)
 
@@ -122,9 +122,9 @@ def utilization(
     ceilings: Ceilings | None,
     what: str,
 ) -> Utilization | None:
-    """The share of the limit that a step reaches; None when no limit is known for one of its dtypes.
+    """Return the share of the limit that a step reaches; None if the limit for one of its dtypes is unknown.
 
-    With several dtypes the limit is the time each would need at its own peak, added up.
+    With several dtypes, the limit is the sum of the times each would need at its own peak.
     """
     limits: Mapping[str, int]
     if device is not None:

@@ -1,4 +1,4 @@
-"""One op call as a trace tells it: its tensors and its arguments, and the registry of formulas over them."""
+"""One op call from a trace (tensors and arguments), and the registry of formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "complex64": 8, "complex128": 16,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "bool": 1,
 }  # fmt: skip
-# c10::ScalarType, the number a trace writes for a dtype argument.
+# c10::ScalarType: the number for a dtype argument in a trace.
 _SCALAR_TYPES = {
     0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
     9: "complex64", 10: "complex128", 11: "bool", 15: "bfloat16", 23: "float8", 24: "float8", 25: "float8",
@@ -20,7 +20,7 @@ _SCALAR_TYPES = {
 
 
 class NotKnown(Exception):
-    """The trace does not say what a formula needs."""
+    """The trace does not contain what a formula needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int | None:
-        """Bytes of memory behind the tensor: what is broadcast, or overlaps, is there once."""
+        """Bytes of memory behind the tensor; broadcast or overlapping elements count once."""
         if self.dtype not in ITEM_BYTES:
             return None
         elements = self.num_elements
@@ -46,17 +46,16 @@ class Tensor:
         return elements * ITEM_BYTES[self.dtype]
 
     def like(self, dtype: str | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A fresh tensor: this one's shape and dtype where nothing else is said."""
+        """Return a new tensor with this one's shape and dtype unless given."""
         return Tensor(self.shape if shape is None else shape, dtype or self.dtype)
 
 
 Operand = Tensor | tuple[Tensor, ...] | None
-UNSEEN = Tensor((), None)
-"""A result whose size the trace does not say: its bytes are None."""
+UNSEEN = Tensor((), None)  # A result of unknown size: its bytes are None
 
 
 class Work(NamedTuple):
-    """What a formula answers."""
+    """The result of a formula."""
 
     flops: int | None
     reads: list[Tensor]
@@ -66,7 +65,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op call: its operands by position, the arguments' names that the formula uses, and their values as text."""
+    """One op call: operands by position, argument names, and values as text."""
 
     name: str
     operands: tuple[Operand, ...]
@@ -90,11 +89,11 @@ class Call:
         return operand
 
     def given(self, *arguments: str | int) -> list[Tensor]:
-        """Those of the arguments that are tensors."""
+        """Return the arguments that are tensors."""
         return [tensor for argument in arguments if (tensor := self.optional(argument)) is not None]
 
     def tensors(self, argument: str | int) -> list[Tensor]:
-        """A tensor list; one with over 30 members is empty in a trace."""
+        """Return a tensor list; a trace omits lists of more than 30."""
         index = self._index(argument)
         operand = self.operands[index] if index < len(self.operands) else None
         if not isinstance(operand, tuple) or not operand:
@@ -102,7 +101,7 @@ class Call:
         return list(operand)
 
     def text(self, argument: str | int) -> str:
-        """An argument's value; "" is None or a default that was not passed on."""
+        """Return an argument's value; "" is None or a default that was not passed."""
         if self.values is None:
             raise NotKnown
         index = self._index(argument)
@@ -118,7 +117,7 @@ class Call:
         return _integer(self.text(argument))
 
     def integers(self, argument: str | int, count: int = 0) -> tuple[int, ...]:
-        """A list of integers; one alone stands for `count` of them."""
+        """Return a list of integers; a single one is repeated `count` times."""
         text = self.text(argument).strip()
         numbers = tuple(_integer(part) for part in text.strip("[]").split(",") if part.strip())
         if count and len(numbers) == 1:
@@ -134,7 +133,7 @@ class Call:
         return [part == "True" for part in parts]
 
     def scalar_type(self, argument: str | int) -> str | None:
-        """The dtype an argument asks for, or None when it leaves it to the op."""
+        """Return the dtype an argument asks for, or None."""
         text = self.text(argument)
         if not text:
             return None
@@ -146,7 +145,7 @@ class Call:
 
 def _integer(text: str) -> int:
     text = text.strip()
-    # More digits than an int64 has are nobody's size, and costly to read.
+    # More digits than an int64 has cannot be a size, and are slow to parse.
     if len(text) > 20:
         raise NotKnown
     try:
@@ -160,7 +159,7 @@ FORMULAS: dict[str, tuple[Formula, tuple[str, ...]]] = {}
 
 
 def formula(names: str, arguments: str = "") -> Callable[[Formula], Formula]:
-    """Registers a formula for ops, with the names of their arguments in the order of their schema."""
+    """Return a decorator that registers a formula for ops, with their argument names in schema order."""
 
     def register(function: Formula) -> Formula:
         for name in names.split():
@@ -171,7 +170,7 @@ def formula(names: str, arguments: str = "") -> Callable[[Formula], Formula]:
 
 
 def words(text: str) -> frozenset[str]:
-    """The names in a text."""
+    """Return the words of a text."""
     return frozenset(text.split())
 
 

@@ -1,6 +1,6 @@
-"""FLOPs and bytes of framework ops, from the texts a Kineto trace has of each: shapes, dtypes, strides, values.
+"""FLOPs and bytes of framework ops from a Kineto trace's shapes, dtypes, strides and values.
 
-A trace comes from strangers: no text raises, none is evaluated, and absurd ones cost little and give None.
+Traces are untrusted: no text raises or is evaluated, and absurd ones give None at little cost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-# Imported for the formulas it registers, as the others do.
+# Imported because it registers formulas, like the others.
 from stepscope.analysis.costs import op_formulas, op_layers  # noqa: F401
 from stepscope.analysis.costs.op_calls import FORMULAS, Call, NotKnown, Operand, Tensor
 from stepscope.analysis.costs.op_traffic import FREE
@@ -31,7 +31,7 @@ _DTYPES = {
 }  # fmt: skip
 _ON_PARAMETERS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach_")
 COLUMNS = ("name", "shapes", "dtypes", "strides", "inputs")
-# torch writes tensor lists of up to 30 members, and tensors of up to 64 dimensions.
+# torch writes lists of up to 30 tensors, and up to 64 dimensions.
 _MAX_CHARACTERS = 32_768
 _MAX_OPERANDS = 256
 _MAX_DIMENSIONS = 64
@@ -40,16 +40,14 @@ _MAX_INT64 = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one op does; None: the trace does not say."""
+    """The cost of one op; None if unknown."""
 
-    flops: int | None
-    """Matrix work, 2 a multiply-add; 0 for an op that multiplies no matrices."""
+    flops: int | None  # matrix FLOPs, 2 per multiply-add; 0 for ops without matrix products
     read_bytes: int | None
-    """The least it must read: each operand once, what is broadcast once. One tensor given twice counts twice: a
-    trace does not tell it from two (the gradient in AdamW's `addcmul_`)."""
+    """The least it must read: each operand once, broadcast elements once. A tensor passed twice counts twice, since a
+    trace cannot tell (the gradient in AdamW's `addcmul_`)."""
     written_bytes: int | None
-    dtype: str | None
-    """What the arithmetic runs in, as torch names it, all of float8 as one; a float32 product may run in TF32."""
+    dtype: str | None  # dtype of the arithmetic in torch's name, all float8 as one; a float32 product may run in TF32
 
 
 UNKNOWN = OpCost(None, None, None, None)
@@ -64,15 +62,16 @@ def op_cost(
     *,
     parameter_dtype: str | None = None,
 ) -> OpCost:
-    """FLOPs and bytes of one op, from a trace's "Input Dims", "Input type", "Input Strides", "Concrete Inputs".
+    """Return FLOPs and bytes of one op, from a trace's "Input Dims", "Input type", "Input Strides", "Concrete
+    Inputs".
 
-    A trace does not say the dtype of a list's tensors: the bytes of `aten::cat` are None, and those of foreach ops
-    and fused optimizers need `parameter_dtype`, that of parameters, gradients and optimizer states.
+    A trace omits the dtype of a list's tensors: the bytes of `aten::cat` are None, and foreach ops and fused
+    optimizers need `parameter_dtype`, that of parameters, gradients and states.
 
     >>> op_cost("aten::mm", "[[8, 16], [16, 4]]", '["float", "float"]')
     OpCost(flops=1024, read_bytes=768, written_bytes=128, dtype='float32')
     """
-    # Asked before the cache, which would keep them.
+    # Checked before the cache, which would keep them.
     if _is_too_long(name, shapes, dtypes, strides, inputs):
         return UNKNOWN
     return _op_cost(name, shapes, dtypes, strides, inputs, parameter_dtype)
@@ -98,16 +97,16 @@ def _op_cost(
         operands = _operands(shapes, dtypes, strides, list_dtype)
         work = function(Call(base, operands, argument_values(inputs), arguments))
     except NotKnown:
-        # Of any shape, only the ops of `op_formulas` multiply matrices.
+        # Only the ops in `op_formulas` multiply matrices.
         return UNKNOWN if function.__module__ == op_formulas.__name__ else OpCost(0, None, None, None)
     return OpCost(_sound(work.flops), _total(work.reads), _total(work.writes), work.dtype)
 
 
 def op_costs(ops: pl.DataFrame, *, parameter_dtype: str | None = None) -> pl.DataFrame:
-    """The same rows in the same order, with `flops`, `read_bytes`, `written_bytes` (Int64) and `dtype` (String).
+    """Return the rows with `flops`, `read_bytes`, `written_bytes` (Int64) and `dtype` (String).
 
-    `ops` has the columns `name`, `shapes`, `dtypes`, `strides`, `inputs`: texts, or null. Each distinct row is
-    worked out once.
+    `ops` has the columns `name`, `shapes`, `dtypes`, `strides`, `inputs`: text or null. Each distinct row is computed
+    once.
     """
     import polars as pl
 
@@ -125,10 +124,10 @@ def op_costs(ops: pl.DataFrame, *, parameter_dtype: str | None = None) -> pl.Dat
 
 
 def touched_bytes(shapes: str | None, dtypes: str | None, strides: str | None = None) -> int | None:
-    """Bytes of all tensors an op is given: what a kernel that torch.compile made reads or writes at the least.
+    """Return the bytes of all tensors passed to an op: the least that a torch.compile kernel reads or writes.
 
-    Its arguments are its inputs and its results, and a trace does not say which is which. An argument that is both
-    moves twice; a table that is only looked up moves less.
+    Arguments are inputs and results, and a trace does not tell which. One that is both moves twice; a table that is
+    only looked up moves less.
 
     >>> touched_bytes("[[4, 8], [4, 8], []]", '["float", "c10::BFloat16", "Scalar"]')
     192
@@ -159,7 +158,7 @@ def _total(tensors: Iterable[Tensor]) -> int | None:
 
 
 def _sound(number: int | None) -> int | None:
-    """A number that a trace can mean: its texts may hold negative sizes, or ones beyond an int64."""
+    """Return a number if it is valid: texts in a trace may hold negative sizes, or ones beyond an int64."""
     return number if number is not None and 0 <= number <= _MAX_INT64 else None
 
 
@@ -174,7 +173,7 @@ def _parsed(text: str | None) -> list[Any] | None:
 
 
 def argument_values(text: str | None) -> tuple[str, ...] | None:
-    """A call's arguments as text, from a trace's "Concrete Inputs"; None where the trace does not say.
+    """Return a call's arguments as text, from a trace's "Concrete Inputs"; None if unknown.
 
     >>> argument_values('["", "2", "[0, 1]"]')
     ('', '2', '[0, 1]')
@@ -184,7 +183,7 @@ def argument_values(text: str | None) -> tuple[str, ...] | None:
 
 
 def operands(shapes: str | None, dtypes: str | None, strides: str | None = None) -> tuple[Operand, ...]:
-    """The tensors of a call by position, None for what is none; empty where the trace does not say.
+    """Return a call's tensors by position, None for other arguments; empty if unknown.
 
     >>> operands("[[8, 16], []]", '["float", "Scalar"]')
     (Tensor(shape=(8, 16), dtype='float32', strides=None), None)
@@ -221,7 +220,7 @@ def _operand(sizes: Any, name: str | None, steps: Any, list_dtype: str | None) -
         if not isinstance(steps, list) or len(steps) != len(sizes):
             steps = [None] * len(sizes)
         return tuple(_tensor(size, list_dtype, step) for size, step in zip(sizes, steps))
-    # A number's shape is empty too: only a tensor's dtype tells a tensor of no dimensions from it.
+    # Numbers have an empty shape too: only the dtype tells a zero-dimensional tensor from them.
     if not sizes and name not in _DTYPES:
         return None
     return _tensor(sizes, _DTYPES.get(name or ""), steps)

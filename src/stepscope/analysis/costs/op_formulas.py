@@ -1,8 +1,7 @@
-"""FLOPs of the ops that multiply matrices, with what they read and write.
+"""FLOPs, reads and writes of ops that multiply matrices.
 
-A multiply-add is 2 FLOPs. Causal attention counts half of its square; an attention backward counts its
-five products, the scores it computes again among them, as torch.utils.flop_counter does: these are the
-FLOPs a kernel executes.
+A multiply-add is 2 FLOPs. Causal attention counts half; an attention backward counts five products including the
+recomputed scores, like torch.utils.flop_counter: these are the FLOPs a kernel executes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from stepscope.analysis.costs.op_calls import UNSEEN, Call, NotKnown, Work, broa
 
 
 def _product(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The shape of torch.matmul's result, and its FLOPs."""
+    """Return the shape of torch.matmul's result, and its FLOPs."""
     if not left or not right:
         raise NotKnown
     rows, inner = left[-2:-1], left[-1]
@@ -32,7 +31,7 @@ def _matmul(call: Call) -> Work:
     left, right = call.tensor("left"), call.tensor("right")
     shape, flops = _product(left.shape, right.shape)
     dtype = "int32" if call.name == "_int_mm" else None
-    # Where a dtype may stand there may be a tensor instead, for the result to go to.
+    # An `out` tensor may take the position of a dtype.
     if "out_dtype" in call.arguments and call.values is not None and call.optional("out_dtype") is None:
         dtype = call.scalar_type("out_dtype") or dtype
     reads = [left, right, *call.given("bias", "scale_a", "scale_b", "scale_result")]
@@ -51,7 +50,7 @@ def _linear(call: Call) -> Work:
 @formula("_grouped_mm", "self mat2 offs bias out_dtype")
 @formula("_scaled_grouped_mm", "self mat2 scale_a scale_b offs bias scale_result out_dtype")
 def _grouped_matmul(call: Call) -> Work:
-    """One product a group; where one side is a matrix the groups cut it, and their sizes add up to its own."""
+    """Return one product per group; if one side is a matrix, the groups divide it."""
     left, right = call.tensor("self"), call.tensor("mat2")
     if not {len(left.shape), len(right.shape)} <= {2, 3} or left.shape[-1] != right.shape[-2]:
         raise NotKnown
@@ -96,13 +95,13 @@ def _convolution(call: Call) -> Work:
     except NotKnown:
         return Work(None, reads, [UNSEEN], source.dtype)
     out = source.like(shape=source.shape[: -len(kernel) - 1] + shape)
-    # Each point of the output, or of the input when transposed, meets the whole kernel of its group.
+    # Each output element (input element if transposed) meets the whole kernel of its group.
     flops = 2 * (source if is_transposed else out).num_elements * prod(weight.shape[1:])
     return Work(flops, reads, [out], source.dtype)
 
 
 def _convolved(call: Call, sizes: tuple[int, ...], weight: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-    """Channels and sizes of the output, and whether the convolution is transposed."""
+    """Return channels and sizes of the output, and whether the convolution is transposed."""
     count = len(sizes)
     is_transposed = "transpose" in call.name or ("transposed" in call.arguments and call.flag("transposed"))
     stride, padding = call.integers("stride", count), call.integers("padding", count)
@@ -135,7 +134,7 @@ def _convolution_backward(call: Call) -> Work:
 
 @formula("cudnn_convolution_backward_input miopen_convolution_backward_input", "self_size grad_output weight")
 def _convolution_backward_input(call: Call) -> Work:
-    """Of before torch 1.11, when a trace did not say the size of a list of numbers."""
+    """For torch before 1.11, whose traces omit the length of number lists."""
     grad, weight = call.tensor("grad_output"), call.tensor("weight")
     return Work(2 * grad.num_elements * prod(weight.shape[1:]), [grad, weight], [UNSEEN], grad.dtype)
 
@@ -231,9 +230,9 @@ def _attention_backward(call: Call) -> Work:
 
 
 def _attention_flops(call: Call, num_wide: int, num_value_wide: int) -> int | None:
-    """FLOPs of products as wide as the queries and as wide as the values, over all pairs of positions.
+    """Return FLOPs of products over all pairs of positions, as wide as the queries and as the values.
 
-    None when the trace does not say whether the mask is causal, or when lengths differ within the batch.
+    None if the trace does not tell whether the mask is causal, or if lengths differ within the batch.
     """
     query, key, value = (call.tensor(name).shape for name in ("query", "key", "value"))
     if not len(query) == len(key) == len(value) == 4 or call.given("cum_seq_q", "cu_seqlens_q", "seqlen_k"):

@@ -1,6 +1,6 @@
-"""What norms, lookups, pools, losses and optimizers read and write.
+"""Reads and writes of norms, lookups, pools, losses and optimizers.
 
-As in `op_traffic`: each operand once, each result once, by the op's own kernels, and FLOPs 0.
+As in `op_traffic`: each operand once, each result once, by the op's own kernels, and 0 FLOPs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stepscope.analysis.costs.op_calls import FORMULAS, UNSEEN, Call, NotKnown, 
 
 
 def _statistics(source: Tensor, *shape: int) -> Tensor:
-    """A mean or a deviation: float32 beside smaller dtypes, as on a GPU."""
+    """Return a mean or deviation: float32 for smaller dtypes, as on a GPU."""
     return Tensor(shape, "float64" if source.dtype == "float64" else "float32")
 
 
@@ -65,7 +65,7 @@ def _norm_backward(call: Call) -> Work:
 )
 @formula("_batch_norm_with_update", "input weight bias running_mean running_var")
 def _batch_norm(call: Call) -> Work:
-    """A trace without values is taken as training, where four more rows of channels are written."""
+    """Without values, training is assumed, which writes four more rows of channels."""
     source = call.tensor("input")
     if len(source.shape) < 2:
         raise NotKnown
@@ -83,7 +83,7 @@ def _group_norm(call: Call) -> Work:
     return Work(0, call.given("input", "weight", "bias"), [source.like(), rows, rows], source.dtype)
 
 
-# Lookups: what is looked up is read once, but never more than the whole table.
+# Lookups: read once, but never more than the whole table.
 
 
 def _rows(table: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -124,7 +124,7 @@ def _gather(call: Call) -> Work:
 @formula("scatter_ scatter_add_ index_add_ index_copy_ scatter_reduce_", "self dim index src")
 @formula("scatter scatter_add index_add index_copy scatter_reduce", "self dim index src")
 def _scatter(call: Call) -> Work:
-    """Reads the source where the index says, and the target too where it adds; the copy first is an op of its own."""
+    """Reads the source at the index, and the target too if it adds; a copy before it is another op."""
     target, index = call.tensor("self"), call.tensor("index")
     source = call.optional("src")
     if call.name.startswith("index") and source is None:
@@ -178,13 +178,13 @@ def _nll_loss(call: Call) -> Work:
     "nll_loss_backward nll_loss2d_backward", "grad_output self target weight reduction ignore_index total_weight"
 )
 def _nll_loss_backward(call: Call) -> Work:
-    """One gradient a row; the zeros around them are an op of their own."""
+    """One gradient per row; zeroing the rest is another op."""
     scores, target = call.tensor("self"), call.tensor("target")
     reads = call.given("grad_output", "target", "weight", "total_weight")
     return Work(0, reads, [scores.like(shape=target.shape)], scores.dtype)
 
 
-# Optimizers. A trace names the shapes of a tensor list and not its dtype.
+# Optimizers. A trace has the shapes of a tensor list but not its dtype.
 
 
 @formula(
@@ -198,7 +198,7 @@ def _nll_loss_backward(call: Call) -> Work:
 )
 @formula("_fused_adagrad_", "self grads state_sums state_steps lr lr_decay weight_decay eps maximize grad_scale")
 def _fused_optimizer(call: Call) -> Work:
-    """Reads parameters, gradients and states, writes all but the gradients; those too when it unscales them."""
+    """Reads parameters, gradients and states; writes all but the gradients, and those too if it unscales them."""
     written = call.tensors("self")
     fresh: list[Tensor] = []
     if "exp_avgs" in call.arguments:
@@ -217,7 +217,7 @@ def _fused_optimizer(call: Call) -> Work:
 
 
 def _foreach(call: Call) -> Work:
-    """Reads every list it is given; writes the first one, or one of its size."""
+    """Reads every list; writes the first, or one of its size."""
     first = call.tensors(0)
     lists = [operand for operand in call.operands if isinstance(operand, tuple)]
     if any(len(operand) != len(first) for operand in lists):

@@ -1,7 +1,7 @@
-"""What the ops that multiply no matrices read and write: their FLOPs are 0, their time is their bytes.
+"""Reads and writes of ops without matrix products: 0 FLOPs, their time is their bytes.
 
-Bytes are the least an op's own kernels must move: each operand once, each result once. Zeros that an op
-asks for first, as embedding_dense_backward does, are an op of their own in a trace and are not counted here.
+Bytes are the least that an op's own kernels move: each operand once, each result once. Zeros that an op requests
+first, as in embedding_dense_backward, are another op in a trace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stepscope.analysis.costs.op_calls import (
     words,
 )
 
-# Views, allocations and questions: no kernel.
+# Views, allocations and queries: no kernel.
 FREE = words("""
     view _unsafe_view _reshape_alias view_as t numpy_T transpose transpose_ permute expand expand_as broadcast_to
     broadcast_tensors as_strided as_strided_ detach detach_ alias slice select narrow squeeze squeeze_ unsqueeze
@@ -61,7 +61,7 @@ _TO_FLOAT = words("""
 
 
 def _elementwise(call: Call) -> Work:
-    """Reads the tensors among the first `arity` arguments; a tensor after them is where the result goes."""
+    """Reads the tensors among the first `arity` arguments; a tensor after them is `out`."""
     base = call.name.removesuffix("_")
     reads = call.given(*range(_ARITY[base]))
     if not reads:
@@ -71,7 +71,7 @@ def _elementwise(call: Call) -> Work:
         dtype = "float32"
     if base != call.name:
         return Work(0, reads, [call.tensor(0)], call.tensor(0).dtype)
-    # A condition or a mask is read and decides no dtype.
+    # A condition or mask is read but does not decide the dtype.
     if base == "masked_fill":
         dtype = call.tensor(0).dtype
     elif base == "where":
@@ -82,13 +82,13 @@ def _elementwise(call: Call) -> Work:
 
 
 def _rank(dtype: str | None) -> int:
-    """0 bool, 1 integers, 2 floats, 3 complex: what is of a higher rank wins, whatever its size."""
+    """Return 0 for bool, 1 for integers, 2 for floats, 3 for complex: the highest wins in promotion."""
     name = dtype or ""
     return 3 if name.startswith("complex") else 2 if "float" in name else 0 if name == "bool" else 1
 
 
 def _result_dtype(call: Call, tensors: list[Tensor], arity: int) -> str | None:
-    """torch's promotion: tensors with dimensions decide, numbers only raise the rank."""
+    """Return the promoted dtype: tensors with dimensions decide, numbers only raise the rank."""
     if any(tensor.dtype is None for tensor in tensors):
         return None
     shaped = [tensor for tensor in tensors if tensor.shape]
@@ -98,7 +98,7 @@ def _result_dtype(call: Call, tensors: list[Tensor], arity: int) -> str | None:
     numbers += ["float64" for text in texts if _is_fraction(text)]
     highest = max(numbers, key=_rank, default=result)
     if _rank(highest) > _rank(result):
-        # A Python float is written as a double, and makes what torch's default dtype makes.
+        # A Python float is recorded as a double but promotes like torch's default dtype.
         return "float32" if highest == "float64" else highest
     return result
 
@@ -139,7 +139,7 @@ def _copy(call: Call) -> Work:
 @formula("softmax log_softmax cumsum cumprod", "self dim dtype")
 @formula("sort argsort cummax cummin", "self")
 def _same_shape(call: Call) -> Work:
-    """Reads its input, writes as many elements; some an index or a mask beside them."""
+    """Reads its input and writes as many elements; some also read an index or mask."""
     source = call.tensor(0)
     dtype = call.scalar_type("dtype") if "dtype" in call.arguments else None
     if call.name in ("cumsum", "cumprod") and dtype is None and _rank(source.dtype) < 2:
@@ -158,7 +158,7 @@ def _same_shape(call: Call) -> Work:
 
 @formula("to")
 def _to(call: Call) -> Work:
-    """A cast where the dtypes differ; where they do not, a move or nothing, which the trace does not tell."""
+    """A cast if the dtypes differ; otherwise a move or nothing, which the trace does not tell."""
     source = call.tensor(0)
     other = call.optional(1)
     wanted = call.scalar_type(2 if len(call.operands) == 6 else 1) if other is None else other.dtype
@@ -223,7 +223,7 @@ def _reduction(call: Call) -> Work:
     if call.name in ("max", "min") and other is not None:
         result = source.like(shape=broadcast(source.shape, other.shape))
         return Work(0, [source, other], [result], source.dtype)
-    # The overload that reduces all has no dimension, and at most a dtype or a norm's order.
+    # The overload that reduces everything has no dimension, at most a dtype or a norm's order.
     has_dimension = len(call.operands) > (3 if call.name == "norm" else 2)
     if has_dimension and call.values is None:
         return Work(0, [source], [UNSEEN], source.dtype)
@@ -244,7 +244,7 @@ def _reduction(call: Call) -> Work:
 
 
 def _kept(shape: tuple[int, ...], dimensions: tuple[int, ...]) -> int:
-    """Elements left when these dimensions are reduced; none named: all are."""
+    """Return the elements left after reducing these dimensions; all if none are named."""
     if not dimensions:
         return 1
     if not all(-len(shape) <= dimension < len(shape) for dimension in dimensions):

@@ -1,8 +1,7 @@
-"""How near each op comes to what its device can do: FLOPs and bytes a second under the device's roofline.
+"""How close each op comes to its device's roofline.
 
-The roofline model: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore
-architectures", CACM 52(4), 2009. An op can be no faster than its FLOPs at the device's peak, nor than its bytes at
-the bandwidth of the device's memory; the larger of the two is its limit.
+Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM
+52(4), 2009. An op's limit is the larger of its FLOPs at the device's peak and its bytes at the device's bandwidth.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ BOUNDS = {
     "memory": "The device's memory is its limit.",
     "neither": "It is far from both limits: latency, too little parallel work, or a slow kernel.",
 }
-NEAR_SHARE = 0.25
-"""An op that reaches less of its limit is bound by something else."""
+NEAR_SHARE = 0.25  # an op below this share of its limit is bound by something else
 
 _PEAK_DTYPES = {
     "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "int8": "int8",
 }  # fmt: skip
 _TF32 = re.compile(r"(?i)tf32|_s1688gemm")
-# A list op's dtype is not in a trace; its kernel is made for one.
+# A trace omits the dtype of list ops; the kernel's name has it.
 _LIST_DTYPE = re.compile(r"multi_tensor_apply.*?Functor<(float|double|c10::BFloat16|c10::Half)\b")
 _LIST_DTYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
-# Inductor's kernels without a template multiply no matrices. What looks up reads less than it is given.
+# Inductor kernels without a template multiply no matrices. Lookups read less than they are given.
 _PLAIN_FUSED = re.compile(r"(?:^|_)triton_(?:poi|red|per|for)_fused")
 _LOOKUPS = words(
     "embedding embedding_dense_backward index index_put index_select _unsafe_index gather nll_loss_forward"
@@ -45,19 +43,16 @@ _LOOKUPS = words(
 
 @dataclass(frozen=True)
 class RooflineSummary:
-    """Kernel time by what limits it, in nanoseconds; the parts add up to `total_ns`."""
+    """Kernel time by limit, in ns; the parts add up to `total_ns`."""
 
     total_ns: int = 0
-    known_ns: int = 0
-    """Of ops whose FLOPs or bytes the trace tells."""
+    known_ns: int = 0  # time of ops with known FLOPs or bytes
     compute_ns: int = 0
     memory_ns: int = 0
     neither_ns: int = 0
-    unknown_ns: int = 0
-    """Not placed: the op's cost or the device's peak is not known."""
+    unknown_ns: int = 0  # time of ops with unknown cost or peak
     known_share: float = 0.0
-    limit_share: float | None = None
-    """Time that the placed ops would take at their limits, by the time they took."""
+    limit_share: float | None = None  # time of the known ops at their limits ÷ their actual time
 
     def to_json(self) -> dict[str, int | float | None]:
         return asdict(self)
@@ -71,17 +66,13 @@ class _Cost(NamedTuple):
 
 
 def roofline(linked: Linked, device_name: str | None) -> pl.DataFrame:
-    """Device time by `op`, `shapes` of its inputs, `dtype` and `kernel`, most time first; all of it, known or not.
+    """Return device time by `op`, `shapes`, `dtype` and `kernel`, the longest first, including unknown costs.
 
-    Time of kernels, fills and copies inside the device; communication and copies to and from the host have other
-    limits. An op's cost is counted once a call, whatever it launched; `kernel` is the longest of that. `num_calls`,
-    `num_kernels`, `total_ns`, `time_share`; `flops` and `bytes` of all calls, null where the trace does not tell;
-    `flops_per_s`, `bytes_per_s`, `intensity` in FLOPs a byte; `peak_dtype`, the one of the device's peaks that
-    applies; `compute_share` and `memory_share` of the device's peak and bandwidth, `limit_share`, the larger;
-    `bound`, one of `BOUNDS`. A device that is not in the table leaves the shares null.
-
-    Shares can pass 1: what is still in the cache need not be read, a tensor given twice counts twice, and a
-    convolution by Winograd does fewer FLOPs than its formula.
+    It covers kernels, fills and copies within the device; communication and host copies have other limits. A cost is
+    counted once per call; `kernel` is the call's longest. `intensity` is FLOPs per byte, `peak_dtype` the device peak
+    that applies, `limit_share` the larger of `compute_share` and `memory_share`, `bound` one of `BOUNDS`. Shares are
+    null for unknown devices. They can exceed 1: cached data need not be read, a tensor passed twice counts twice, and
+    Winograd convolutions execute fewer FLOPs than the formula.
     """
     alike = (
         costed_calls(linked)
@@ -103,7 +94,7 @@ def roofline(linked: Linked, device_name: str | None) -> pl.DataFrame:
 
 
 def roofline_summary(rows: pl.DataFrame) -> RooflineSummary:
-    """What a roofline's time is limited by."""
+    """Return a roofline's time by limit."""
     total = int(rows["total_ns"].sum())
     known = rows.filter((pl.col("flops") > 0) | pl.col("bytes").is_not_null())
     by_bound = dict(rows.group_by("bound").agg(pl.col("total_ns").sum()).iter_rows())
@@ -123,11 +114,10 @@ def roofline_summary(rows: pl.DataFrame) -> RooflineSummary:
 
 
 def time_at_limit(rows: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """A roofline's time by `class` of the longest kernel, most first: `total_ns`, and its parts `at_limit_ns`, what
-    it would take at its limits, `above_limit_ns`, and `unknown_ns`, of what is not placed.
+    """Return a roofline's time by `class` of the longest kernel: `total_ns` = `at_limit_ns` + `above_limit_ns` +
+    `unknown_ns`.
 
-    `kernels` has a `class` for every `name`. The parts add up to `total_ns`, the classes to that of the summary, and
-    what is at the limit is the summary's `limit_share` of what is placed, to a nanosecond a row.
+    `kernels` has a `class` for every `name`. Classes add up to the summary's time, to a nanosecond per row.
     """
     classes = kernels.select(pl.col("name").cast(pl.String).alias("kernel"), pl.col("class").cast(pl.String))
     placed = pl.col("bound").is_not_null()
@@ -148,8 +138,7 @@ def time_at_limit(rows: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def costed_calls(linked: Linked) -> pl.DataFrame:
-    """Each op that launched something: `op`, its row in the host table, its texts, `num_kernels`, `total_ns` on the
-    device, its longest `kernel`, and what it costs: `flops`, `bytes`, `dtype`, `peak_dtype`."""
+    """Return each op that launched something with its texts, kernels, device time and cost."""
     device = linked.device.select("op", "kind", "name", "activity", "duration_ns")
     is_kernel = pl.col("kind") == "kernel"
     is_inside = (pl.col("kind") != "memcpy") | matches(device["name"], "(?i)memcpy DtoD")
@@ -160,17 +149,17 @@ def costed_calls(linked: Linked) -> pl.DataFrame:
         pl.col("name").last().alias("kernel"),
     )
     calls = work.filter(pl.col("op").is_not_null()).group_by("op").agg(aggregates)
-    # What no op launched stands for itself.
+    # Work without an op counts as its own call.
     alone = work.filter(pl.col("op").is_null()).group_by("op", "name").agg(aggregates).drop("name")
     calls = pl.concat([calls, alone])
     calls = calls.with_columns(linked.host[text].gather(calls["op"]).alias(text) for text in COLUMNS)
-    # Calls alike in all texts cost alike.
+    # Calls with equal texts have equal costs.
     costs = _costs(calls.select(*COLUMNS, "kernel").unique())
     return calls.join(costs, on=[*COLUMNS, "kernel"], how="left", nulls_equal=True)
 
 
 def _costs(cases: pl.DataFrame) -> pl.DataFrame:
-    """Different calls with `flops`, `bytes`, `dtype` and `peak_dtype`; each is worked out once."""
+    """Return distinct calls with `flops`, `bytes`, `dtype` and `peak_dtype`."""
     costs = [_cost(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
     return cases.with_columns(
         pl.Series("flops", [cost.flops for cost in costs], pl.Int64),
@@ -221,7 +210,7 @@ def _placed(rows: pl.DataFrame, device_name: str | None) -> pl.DataFrame:
         (pl.col("flops") / pl.when(pl.col("bytes") > 0).then("bytes")).alias("intensity"),
     )
     rows = rows.with_columns(
-        # Nobody multiplies faster than the peak: what does ran in TF32.
+        # A product faster than the float32 peak ran in TF32.
         pl.when(
             (pl.col("peak_dtype") == "fp32")
             & (pl.col("flops_per_s") > peaks.get("fp32", 0) if "tf32" in peaks else False)

@@ -1,1 +1,1 @@
-"""What the GPU runs: kernels by class and name, ops, copies, recomputation, experts."""
+"""GPU work: kernels by class and name, ops, copies, recomputation, experts."""

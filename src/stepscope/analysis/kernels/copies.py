@@ -1,4 +1,4 @@
-"""What the GPU moves without computing: copies, casts, changes of layout and fills, with bytes, op and module."""
+"""GPU work that only moves data: copies, casts, layout changes and fills, with bytes, op and module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COPYING = frozenset("aten::" + name for name in _COPYING.split())
 FILLING = frozenset("aten::" + name for name in _FILLING.split())
 
 _CONCATENATING = re.compile(r"aten::(_?cat|concat\w*|_?stack|[hv]stack|_chunk_cat)$")
-# Kernels whose own name says it, where the op does not: no shapes recorded, or a helper of a convolution.
+# Kernels recognized by their own name, if the op does not identify them: no shapes, or a convolution's helper.
 _NAMED = (
     ("concatenate", re.compile(r"CatArrayBatched|chunk_cat")),
     (
@@ -55,18 +55,16 @@ _LONGEST_TEXT = 32_768
 
 
 def copies(linked: Linked) -> pl.DataFrame:
-    """Every copy, cast, change of layout and fill on the device, one row each, in order of time.
+    """Return every copy, cast, layout change and fill on the device, by time.
 
-    `event`, `start_ns`, `duration_ns`, `device`, `stream` as in the device table; `what`, one of `KINDS`; `op` that
-    launched it, `outer_op`, the copying op around that which somebody called (`aten::contiguous` around
-    `aten::copy_`), and `caller`, the op around that; `module`, `phase`, `step`; `bytes`: of a memcpy or a memset as
-    recorded, of a kernel what its op reads and writes at the least, null where the trace does not say;
-    `bandwidth_bytes_per_s`, for which a memcpy inside the device counts twice, read and written as a kernel's is;
-    `pageable`, whether the host's side is not pinned, null where there is none.
+    `what` is one of `KINDS`. `outer_op` is the copying op that somebody called (`aten::contiguous` around
+    `aten::copy_`), `caller` the op around that. `bytes` is as recorded for memcpy and memset, for kernels the least
+    that the op reads and writes; null if unknown. In `bandwidth_bytes_per_s`, a memcpy within the device counts as
+    read and written. `pageable` means that the host side is not pinned.
     """
     host = linked.host
     texts = ("shapes", "dtypes", "strides", "inputs")
-    # The op that launches a kernel decides its class: what `aten::copy_` launches is among these.
+    # A kernel's class follows its op, so all kernels of `aten::copy_` are included.
     moved = linked.device.filter((pl.col("kind") != "kernel") | pl.col("class").is_in(["copy_cast", "memset_memcpy"]))
     outer = outermost(host, moved["op"], COPYING | FILLING)
     around = host["op"].gather(host["parent"].gather(outer))
@@ -79,7 +77,7 @@ def copies(linked: Linked) -> pl.DataFrame:
     keys = ["kind", "name", "class", "op_name", "outer_op", *texts]
     answers = judged(moved.select(keys).unique(maintain_order=True))
     moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    # What an op moves is divided over its kernels, so that the sum is what it moves.
+    # An op's bytes are divided over its kernels, so that they add up.
     is_kernel = pl.col("kind") == "kernel"
     num_kernels = is_kernel.sum().over("op")
     is_first = pl.when(is_kernel).then("op").is_first_distinct()
@@ -93,11 +91,10 @@ def copies(linked: Linked) -> pl.DataFrame:
 
 
 def copies_summary(copies: pl.DataFrame, num_steps: int, busy_ns: int) -> pl.DataFrame:
-    """Copies by `what`, `op` (the outer one), `caller` and `module`, most time first.
+    """Return copies by `what`, `op` (the outer one), `caller` and `module`, the longest first.
 
-    `num_calls`, `num_calls_per_step`, `num_pageable`, `total_ns`, `busy_share` of the GPU's busy time `busy_ns`,
-    `bytes` of the calls that have them, and `bandwidth_bytes_per_s` of those. The `total_ns` add up to all of
-    `duration_ns`.
+    `busy_share` is relative to `busy_ns`. `bytes` and bandwidth cover the calls with known bytes. The `total_ns` add
+    up to the table's `duration_ns`.
     """
     has_bytes = pl.col("bytes").is_not_null()
     return (
@@ -118,13 +115,12 @@ def copies_summary(copies: pl.DataFrame, num_steps: int, busy_ns: int) -> pl.Dat
 
 
 def _traffic() -> pl.Expr:
-    """Bytes that cross the device's memory."""
+    """Return the bytes that cross the device's memory."""
     return pl.col("bytes") * pl.when(pl.col("what") == "device_to_device").then(2).otherwise(1)
 
 
 def judged(cases: pl.DataFrame) -> pl.DataFrame:
-    """Different cases (`kind`, `name`, `class`, `op_name`, `outer_op`, `shapes`, `dtypes`, `strides`, `inputs`) with
-    `what`, `pageable` and `op_bytes`; each is looked at once."""
+    """Return distinct cases of copies with `what`, `pageable` and `op_bytes`."""
     answers = [_judge(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
     return cases.with_columns(
         pl.Series("what", [what for what, _, _ in answers], dtype=pl.Enum(list(KINDS))),
@@ -164,7 +160,7 @@ def _judge(
 
 
 def direction(name: str, op: str) -> tuple[str, bool | None]:
-    """What a memcpy of this name is, one of `KINDS`, and whether the host's side of it is pageable.
+    """Return what a memcpy of this name is (one of `KINDS`) and whether its host side is pageable.
 
     >>> direction("Memcpy DtoH (Device -> Pageable)", "aten::copy_")
     ('device_to_host', True)
@@ -174,7 +170,7 @@ def direction(name: str, op: str) -> tuple[str, bool | None]:
     if source == "h" and target != "h":
         what = "host_to_device"
     elif (target == "h" and source != "h") or op == "aten::_local_scalar_dense":
-        what = "device_to_host"  # ROCm writes DtoD of a copy into pinned memory: there the op knows better
+        what = "device_to_host"  # ROCm writes DtoD for a copy into pinned memory: use the op instead
     elif source == "p":
         what = "peer"
     else:
@@ -185,7 +181,7 @@ def direction(name: str, op: str) -> tuple[str, bool | None]:
 
 
 def _by_operands(shapes: str | None, dtypes: str | None, strides: str | None) -> str | None:
-    """What `aten::copy_` changes, from what is recorded of its target and its source."""
+    """Return what `aten::copy_` changes, from its recorded target and source."""
     types, sizes, steps = _parsed(dtypes), _parsed(shapes), _parsed(strides)
     if types and types[0] and types[1] and types[0] != types[1]:
         return "cast" if isinstance(types[0], str) and isinstance(types[1], str) else None
@@ -194,7 +190,7 @@ def _by_operands(shapes: str | None, dtypes: str | None, strides: str | None) ->
     if sizes[0] != sizes[1]:
         return "copy"
     try:
-        # Where there is one element in a dimension, its stride says nothing.
+        # The stride of a dimension of size 1 is meaningless.
         differ = any(size > 1 and into != out for size, into, out in zip(sizes[0], steps[0], steps[1]))
     except TypeError:
         return None
@@ -202,7 +198,7 @@ def _by_operands(shapes: str | None, dtypes: str | None, strides: str | None) ->
 
 
 def _parsed(text: str | None) -> list[Any] | None:
-    """A recorded list of two operands or more; None for whatever else a text may be."""
+    """Return a recorded list of two or more operands; None for any other text."""
     if text is None or len(text) > _LONGEST_TEXT:
         return None
     try:
@@ -220,12 +216,12 @@ def _by_names(name: str, outer_op: str) -> str:
         return "cast" if ops & {"_to_copy", "convert_element_type"} else "layout"
     named = next((what for what, pattern in _NAMED if pattern.search(name)), None)
     if named is None and outer_op in ("aten::contiguous", "aten::reshape"):
-        return "layout"  # these copy only what is not in order
+        return "layout"  # these copy only if the order changes
     return named or "copy"
 
 
 def concatenated_bytes(kernel_name: str, shapes: str | None) -> int | None:
-    """Bytes a concatenation reads and writes: a trace has the shapes of its list, the kernel's name the element.
+    """Return the bytes a concatenation reads and writes, from its shapes and the element type in the kernel's name.
 
     >>> concatenated_bytes("CatArrayBatchedCopy<float, unsigned int, 3>", "[[[8, 16], [8, 4]], []]")
     1280

@@ -1,6 +1,6 @@
-"""Where copies come from: what was called, by which module, in which phase, and how much each moved.
+"""Sources of copies: the called op, module and phase, and the bytes moved.
 
-Of a trace without GPU work they are the copies that the host made.
+For a trace without GPU work, these are the copies made by the host.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ CAUSES = {
     "compiled": "Code that torch.compile made.",
     "unknown": "The trace does not say which op.",
 }
-"""Who asked for a copy."""
-KEYS = ("what", "cause", "op", "root_op", "phase", "module", "caller")
-"""The columns by which copies come from one source."""
+"""What caused a copy."""
+KEYS = ("what", "cause", "op", "root_op", "phase", "module", "caller")  # the columns that identify a source
 _MOVERS = frozenset(f"aten::{name}" for name in ("copy_", "cat", "_cat", "stack", "_stack", "_foreach_copy_"))
 _CALLED = frozenset(COPYING | set(EXPLICIT))
-# Where each op that autocast casts for has its weight and its bias.
+# Positions of weight and bias in ops that autocast casts for.
 _PARAMETERS = {
     "aten::linear": (1, 2), "aten::addmm": (2, 0), "aten::mm": (1,), "aten::matmul": (1,), "aten::conv1d": (1, 2),
     "aten::conv2d": (1, 2), "aten::conv3d": (1, 2), "aten::convolution": (1, 2), "aten::_convolution": (1, 2),
@@ -42,14 +41,11 @@ _TEXTS = ("shapes", "dtypes", "strides", "inputs")
 
 
 def copy_sources(linked: Linked) -> pl.DataFrame:
-    """Every copy, cast, change of layout and concatenation, one row each, in order of time.
+    """Return every copy, cast, layout change and concatenation, by time.
 
-    `event` of the GPU's work, or of the op where the trace has none; `row` of the copying op on the host, null where
-    it is not known; `start_ns`; `step`, `phase`, `module`; `what`, one of `KINDS`; `cause`, one of `CAUSES`; `op`
-    that was called to copy (`aten::contiguous`); `root_op`, the outermost op around it, for a copy of the backward
-    the one whose backward it is; `caller`, the user's function where the trace has stacks; `shape`, `source` and
-    `target` dtype of one tensor copied into another; `bytes` read and written, `written_bytes` of them;
-    `duration_ns`.
+    `event` is the GPU event (the op without GPU work), `row` the copying op's host row or null. `what` is one of
+    `KINDS`, `cause` one of `CAUSES`. `op` was called to copy (`aten::contiguous`); `root_op` is the outermost op
+    around it (for the backward, the op it belongs to). `bytes` is read and written.
     """
     host = linked.host
     moved = _on_device(linked) if linked.device.height else _on_host(linked)
@@ -77,10 +73,9 @@ def copy_sources(linked: Linked) -> pl.DataFrame:
 
 
 def copy_summary(sources: pl.DataFrame, num_steps: int, whole_ns: float) -> pl.DataFrame:
-    """Copies by where they come from (`KEYS`, modules that differ in a number alone as one), a step, most time first.
+    """Return copies per step by source (`KEYS`, module numbers starred), the longest first.
 
-    `num_calls`, `bytes` and `written_bytes` of those that have them, `total_ns`, `share` of `whole_ns`, and `events`,
-    all of them, of every step.
+    `share` is relative to `whole_ns`; `events` lists the events of all steps.
     """
     steps = max(1, num_steps)
     modules = pl.Series("module", [starred(name) for name in sources["module"].cast(pl.String)], dtype=pl.String)
@@ -101,10 +96,11 @@ def copy_summary(sources: pl.DataFrame, num_steps: int, whole_ns: float) -> pl.D
 
 
 def weight_casts(sources: pl.DataFrame, num_steps: int) -> tuple[int, int, int]:
-    """What autocast casts of weights in a step, each shape and module once: bytes read and bytes written of one
-    cast of each, and bytes written in all, the repeated ones of later micro-batches included.
+    """Return per step the bytes that autocast reads and writes to cast each weight once, and the bytes written in
+    total.
 
-    Weights in float32 cast to two bytes an element are written in half the bytes they are read.
+    The total includes casts repeated by later micro-batches. Casting float32 to half precision writes half the bytes
+    read.
     """
     casts = sources.filter(pl.col("cause") == "autocast_weight", pl.col("bytes").is_not_null())
     if casts.is_empty():
@@ -131,7 +127,7 @@ def _on_host(linked: Linked) -> pl.DataFrame:
     host = linked.host
     movers: pl.Series = pl.Series(sorted(_MOVERS), dtype=host.schema["name"]).implode()
     is_mover = (host["kind"] == "op") & host["name"].is_in(movers)
-    # A stack is a cat inside, and a cat may copy: the outermost one is what moved.
+    # A stack calls cat, and cat may call copy: only the outermost op counts.
     above = ancestor(host, is_mover).gather(host["parent"])
     rows = host["row"].filter(is_mover & above.is_null())
     outer = outermost(host, rows, COPYING)
@@ -150,7 +146,7 @@ def _on_host(linked: Linked) -> pl.DataFrame:
 
 
 def _told(row: dict[str, object]) -> tuple[str, list[int] | None, str | None, str | None, int | None]:
-    """Of one copy: its cause, shape, source and target dtype, and the bytes written."""
+    """Return a copy's cause, shape, source and target dtype, and bytes written."""
     pair = [one for one in operands(_text(row["shapes"]), _text(row["dtypes"]))[:2] if isinstance(one, Tensor)]
     is_pair = len(pair) == 2 and row["what"] not in ("concatenate",)
     shape = list(pair[0].shape) if is_pair else None
@@ -181,7 +177,7 @@ def _cause(row: dict[str, object], shape: list[int] | None, source: str | None, 
 
 
 def _is_parameter(root: str, root_shapes: str | None, shape: list[int] | None) -> bool:
-    """Whether a shape is that of the weight or the bias of the op around it, and not that of what enters it."""
+    """Return whether a shape is that of the surrounding op's weight or bias, not of its input."""
     given = operands(root_shapes, None)
     shapes = [list(one.shape) if isinstance(one, Tensor) else None for one in given]
     entered = shapes[1 if root == "aten::addmm" else 0] if len(shapes) > 1 else None

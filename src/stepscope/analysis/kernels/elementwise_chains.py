@@ -1,4 +1,4 @@
-"""Elementwise work on one tensor after another, kernel by kernel, and what one pass over the data would move."""
+"""Chains of elementwise kernels on one tensor, and the bytes that one fused kernel would move."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import polars as pl
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 
-LEAST_LENGTH = 3
-"""Kernels that a chain has at the least: two in a row are what any model has."""
-_SMALL = 1 / 32
-"""Of the chain's tensor: what is smaller (a mean of each row, a scale) rides along."""
+LEAST_LENGTH = 3  # minimum number of kernels; two in a row occur in any model
+_SMALL = 1 / 32  # smaller tensors, as a share of the chain's, are part of it: row means, scales
 _ALONG = ("memset_memcpy",)
 _WITH_WEIGHT = (
     "aten::linear",
@@ -45,15 +43,12 @@ class _Chain:
 
 
 def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
-    """Chains in order of time, from work with its sizes (`with_sizes`); `others` are events that belong to something
-    else and end a chain.
+    """Return chains by time, from work with sizes (`with_sizes`); `others` are events that end a chain.
 
-    A chain is work of one stream and one phase that goes over tensors of one size with nothing but casts, fills and
-    small tensors between: elementwise ops, and reductions of the last dimension, with the cast before them. `phase`,
-    `step`, `shape` and `dtype` of its first op, `ops` and `roots` (what the program called) in order, `num_kernels`,
-    `bytes` that they move, `fused_bytes`: what they read that none of them wrote, and their last result;
-    `duration_ns`, `events`, `last` of them. A tensor that is read twice counts twice, so that `fused_bytes` is never
-    too low on its account.
+    A chain is work of one stream and phase on tensors of one size: elementwise ops and reductions of the last
+    dimension, with only casts, fills and small tensors between. `ops` and `roots` (called by the program) are in
+    order. `fused_bytes` is what they read that none of them wrote, plus the last result; a tensor read twice counts
+    twice, so it is never too low.
     """
     taken = set(others)
     rows: list[tuple[Any, ...]] = []
@@ -62,7 +57,7 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
     for row in ordered.iter_rows(named=True):
         role = "end" if row["event"] in taken or row["phase"] == "optimizer" else _role(row)
         num_elements = prod(row["shape"]) if row["shape"] else 0
-        # A product casts its weight before what enters it: the one is none of the chain's, the other may be its last.
+        # A product casts its weight before its input: only the input's cast can end the chain.
         if (
             chain is not None
             and role == "cast"
@@ -80,7 +75,7 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
         if role == "end" or (chain is None and role not in ("link", "cast")):
             continue
         if role == "cast" and (chain is None or not chain.length):
-            chain = _Chain(row, num_elements)  # of casts in a row, the last is the chain's
+            chain = _Chain(row, num_elements)  # of consecutive casts, the last belongs to the chain
         chain = chain or _Chain(row, num_elements)
         _add(chain, row, role, num_elements)
     rows += _told(chain)
@@ -95,12 +90,12 @@ def _add(chain: _Chain, row: dict[str, Any], role: str, num_elements: int) -> No
 
 
 def _role(row: dict[str, Any]) -> str:
-    """What a piece of work is to a chain: a `link`, a `cast`, something that rides `along`, or its `end`."""
+    """Return the role of an event in a chain: `link`, `cast`, `along` (small) or `end`."""
     if row["kind"] != "kernel" or row["class"] in _ALONG:
         return "along" if row["kind"] == "memset" or row["class"] in _ALONG else "end"
     if row["read_bytes"] is None or row["written_bytes"] is None or not row["shape"]:
         return "end"
-    # What a backward adds to the gradient of a weight: nobody reads on from there, and the next is of another weight.
+    # Adding to a weight's gradient ends a chain: the next op is for another weight.
     if row["phase"] == "backward" and row["op"] == row["root_op"] == "aten::add_":
         return "end"
     if row["class"] == "elementwise":
@@ -116,7 +111,7 @@ def _role(row: dict[str, Any]) -> str:
 
 
 def _is_of_rows(row: dict[str, Any], given: Any) -> bool:
-    """Whether a reduction leaves one number for each row of the last dimension: one pass can do it and go on."""
+    """Return whether a reduction leaves one number per row, so that a fused kernel can include it."""
     source = given[0] if given else None
     if not isinstance(source, Tensor) or not source.shape or not row["written_bytes"]:
         return False
@@ -131,7 +126,7 @@ def _told(chain: _Chain | None) -> list[tuple[Any, ...]]:
     reads = sum(row["read_bytes"] for row in chain.members)
     writes = sum(row["written_bytes"] for row in chain.members)
     last = chain.members[-1]
-    # What rides along behind the last member is none of the chain's work.
+    # Small work after the last link is not part of the chain.
     work = chain.work[: chain.work.index(last) + 1]
     fused = max(reads - writes + 2 * last["written_bytes"], 2 * last["written_bytes"])
     if fused >= reads + writes:

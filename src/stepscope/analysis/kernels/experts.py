@@ -1,4 +1,4 @@
-"""Experts of a mixture, as their matrix products show them: how many tokens each got, and what is padding."""
+"""Experts of a mixture, from their matrix products: tokens per expert, and padding."""
 
 from __future__ import annotations
 
@@ -12,32 +12,28 @@ from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import argument_values, operands
 
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""Ops and the place of the first factor among what they are given."""
-_CHOOSING = {"aten::topk": None, "aten::argmax": 1, "aten::max": 1}
-"""How many experts a token goes to; None where an argument says it."""
+"""Ops and the position of the first factor."""
+_CHOOSING = {"aten::topk": None, "aten::argmax": 1, "aten::max": 1}  # experts per token; None if an argument gives it
 _MOST_EXPERTS = 1024
 
 
 @dataclass(frozen=True)
 class Router:
-    """Where tokens are given to experts."""
+    """A router that assigns tokens to experts."""
 
     num_tokens: int
     num_experts: int
-    num_chosen: int
-    """Experts a token."""
+    num_chosen: int  # experts per token
 
 
 @dataclass(frozen=True)
 class Looped:
-    """Experts that are called one after the other, each with its own tokens: one layer, or as many as alike."""
+    """Experts called one after the other, each with its own tokens, in one or several similar layers."""
 
     op: str
     weight: tuple[int, int]
-    loads: tuple[tuple[int, ...], ...]
-    """Tokens of each call, by layer; an expert without tokens may not be called."""
-    calls: tuple[int, ...]
-    """The rows of the ops, of all layers."""
+    loads: tuple[tuple[int, ...], ...]  # tokens of each call by layer; an expert without tokens may not be called
+    calls: tuple[int, ...]  # op rows of all layers
 
     @property
     def num_experts(self) -> int:
@@ -45,29 +41,28 @@ class Looped:
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's tokens over the mean, at the median of the layers."""
+        """The busiest expert's tokens over the mean; the median over layers."""
         shares = sorted(max(layer) * self.num_experts / sum(layer) for layer in self.loads)
         return shares[len(shares) // 2]
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Experts in one product, each with as many places as the others."""
+    """Experts in one batched product with equal capacity."""
 
     router: Router
-    capacity: int
-    """Places of an expert."""
+    capacity: int  # slots per expert
     calls: tuple[int, ...]
 
     @property
     def filled_share(self) -> float:
-        """The most of the places that tokens can fill; above 1, tokens are dropped for certain."""
+        """The largest share of slots that tokens can fill; above 1, tokens are dropped."""
         router = self.router
         return router.num_tokens * router.num_chosen / (router.num_experts * self.capacity)
 
 
 def routers(work: pl.DataFrame) -> list[Router]:
-    """The different routers of some GPU work (`work.py`)."""
+    """Return the distinct routers in GPU work (`work.py`)."""
     found = {}
     rows = work.filter(pl.col("op").cast(pl.String).is_in(list(_CHOOSING)), pl.col("phase").ne_missing("backward"))
     for op, shapes, inputs in rows.select("op", "shapes", "inputs").unique().iter_rows():
@@ -84,10 +79,9 @@ def routers(work: pl.DataFrame) -> list[Router]:
 
 
 def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
-    """Products of one weight's shape that share a layer's tokens unevenly, in the forward of one step.
+    """Return products with the same weight shape that split a layer's tokens unevenly, in one step's forward.
 
-    That they are a mixture shows in their sum: it comes to the same number in layer after layer, or to what a router
-    gave out.
+    They are experts if their tokens add up to the same number in every layer, or to the router's number.
     """
     groups: dict[tuple[object, str, tuple[int, int]], list[tuple[int, int]]] = {}
     for step, op, call, factors in _products(work):
@@ -107,7 +101,7 @@ def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
 
 
 def padded_experts(work: pl.DataFrame, known: list[Router]) -> list[Padded]:
-    """Batched products over a router's experts, by the places that each has; the fullest router where several fit."""
+    """Return batched products over a router's experts by capacity, with the fullest router that fits."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for _, _, call, factors in _products(work):
         if len(factors[0].shape) == 3:
@@ -122,7 +116,7 @@ def padded_experts(work: pl.DataFrame, known: list[Router]) -> list[Padded]:
 
 
 def _products(work: pl.DataFrame) -> list[tuple[object, str, int, tuple[Tensor, Tensor]]]:
-    """Matrix products outside the backward, in order: step, op, row of the call, both factors."""
+    """Return matrix products outside the backward in order: step, op, call row, both factors."""
     rows = work.filter(
         pl.col("op").cast(pl.String).is_in(list(_PRODUCTS)),
         pl.col("phase").ne_missing("backward"),
@@ -138,7 +132,7 @@ def _products(work: pl.DataFrame) -> list[tuple[object, str, int, tuple[Tensor, 
 
 
 def _layers(loads: list[int], given: set[int]) -> list[tuple[int, ...]] | None:
-    """Loads cut into stretches of one sum, two calls and more in each; None where they cannot be."""
+    """Return loads split into runs of equal sum with two or more calls each; None if impossible."""
     ends = {total: place for place, total in enumerate(accumulate(loads), 1)}
     whole = sum(loads)
     for part in sorted(ends):

@@ -1,30 +1,26 @@
 """The class of every GPU kernel: GEMM, attention, norm, copy, and so on.
 
-Two witnesses speak for a kernel: the op that launched it says what the work is for, the kernel's own name says
-what runs. They are heard in this order:
+Both the launching op and the kernel's name are used, in this order:
 
-1. A memcpy or memset of the driver is `memset_memcpy`, whoever asked for it.
-2. An Inductor kernel (`triton_poi_fused_…`) is classed by the ops it fuses, see `fused_ops`.
+1. A memcpy or memset of the driver is `memset_memcpy`.
+2. An Inductor kernel (`triton_poi_fused_…`) is classified by the ops it fuses, see `fused_ops`.
 3. A collective's name (NCCL, RCCL, NVSHMEM, custom all-reduce) is `communication` under every op.
-4. An ATen op decides for all it launches: split-K reductions and cuBLAS epilogues under `aten::mm` are `gemm`, the
-   GEMMs and transforms inside a convolution are `convolution`, the sorts of an embedding's backward are
-   `embedding_index`. The exception is a helper with a class of its own: a fill, a copy, a cast or a layout
-   transposition under any op, and a plain elementwise or reduction kernel under a GEMM, an attention or a
-   convolution (bias gradients, the expanded bias).
-5. Any other op (custom, autograd function) is only a hint: the kernel's name comes first, and the op's words
-   decide where the name says nothing. Three exceptions: what an attention, a convolution or an embedding op is
-   made of belongs to it.
-6. Without an op the name decides: ordered rules over the whole name, attention before GEMM.
-7. What nobody knows is `other`; its share of time is the unclassified share.
+4. An ATen op decides for all kernels it launches: split-K reductions under `aten::mm` are `gemm`, GEMMs inside a
+convolution are `convolution`, sorts of an embedding's backward are `embedding_index`. Exceptions: fills, copies,
+casts and layout changes under any op, and plain elementwise or reduction kernels under a GEMM, attention or
+convolution (bias gradients, the expanded bias).
+5. For any other op (custom, autograd function), the kernel's name comes first and the op's words second, except that
+everything in an attention, convolution or embedding op belongs to it.
+6. Without an op, the name decides: ordered rules over the whole name, attention before GEMM.
+7. The rest is `other`; its share of time is the unclassified share.
 
-In a fused kernel the class is the fused op that makes it slow: the one that fixes how often memory is walked and in
-which pattern. Templates are what they template (attention, convolution, GEMM). Then norm, softmax, scan, the rest of
-the reductions; in a pointwise kernel indirect access (embedding, index) before arithmetic, and copies or fills only
-where there is no arithmetic. In `triton_poi_` a reduction is unrolled, so it counts as arithmetic, and a GEMM or a
-convolution in the name is only the op whose input or output is prepared.
+A fused kernel has the class of its slowest op: templates first (attention, convolution, GEMM), then norm, softmax,
+scan, other reductions. In a pointwise kernel, indirect access (embedding, index) comes before arithmetic, and copies
+or fills count only without arithmetic. In `triton_poi_`, reductions are unrolled and count as arithmetic, and a GEMM
+or convolution in the name is only the op whose input or output is prepared.
 
-Decided, since the names leave it open: fills are `memset_memcpy`; pooling and losses that sum are `reduction`;
-cross-entropy is `softmax`; `_foreach_` arithmetic is `optimizer`; rotary embeddings are `elementwise`.
+Conventions: fills are `memset_memcpy`; pooling and losses that sum are `reduction`; cross-entropy is `softmax`;
+`_foreach_` arithmetic is `optimizer`; rotary embeddings are `elementwise`.
 """
 
 from __future__ import annotations
@@ -44,14 +40,14 @@ KERNEL_CLASSES: tuple[str, ...] = (
     "embedding_index", "optimizer", "communication", "convolution", "fft", "sort_scan", "memset_memcpy",
     "triton_fused", "other",
 )  # fmt: skip
-"""`triton_fused` is an Inductor kernel whose name does not say what it fuses; `other` is unclassified."""
+"""`triton_fused` is an Inductor kernel whose name does not list its ops; `other` is unclassified."""
 
 UNCLASSIFIED = "other"
 
 _LIBRARY_WORK = frozenset({"gemm", "attention_forward", "attention_backward", "convolution"})
 _MOVES = frozenset({"copy_cast", "memset_memcpy"})
 _PLAIN = frozenset({"elementwise", "reduction"})
-# What an op that is not ATen's is made of, and so belongs to it.
+# Ops that are not ATen's but own all kernels they launch.
 _PARTS = {
     "attention_forward": frozenset({"gemm", "softmax"}),
     "attention_backward": frozenset({"gemm", "softmax"}),
@@ -65,7 +61,7 @@ _INDUCTOR = re.compile(
 _INDUCTOR_UNNAMED = re.compile(r"^triton_(?:_?\d[0-9dec]*)?$")
 _ATEN = re.compile(r"^(?:aten|prims)(?:::|\.)(\w+)")
 _NODE = re.compile(r"^(?:autograd::engine::evaluate_function: )?(\w+?)Backward\d+$")
-# Types in template arguments are not what the kernel does.
+# Types in template arguments do not identify a kernel.
 _TYPES = re.compile(r"cutlass::\w+_t\b|\(anonymous namespace\)::|\bfbgemm(?:_gpu)?::")
 _PLAIN_NAME = re.compile(r"^\w+$")
 _KNOWN_OPS = frozenset(OP_CLASSES) | VIEWS
@@ -74,7 +70,7 @@ _MOST_WORDS = max(op.count("_") + 1 for op in _KNOWN_OPS)
 
 @lru_cache(maxsize=65536)
 def classify(kernel_name: str, op_name: str | None, kind: str = "kernel") -> str:
-    """The class of one kernel, a member of `KERNEL_CLASSES`; `op_name` is the innermost op that launched it.
+    """Return a kernel's class, one of `KERNEL_CLASSES`; `op_name` is the innermost op that launched it.
 
     >>> classify("nvjet_sm90_tst_128x128_64x6_1x2_h_bz_splitK_NTT", "aten::mm")
     'gemm'
@@ -104,9 +100,9 @@ def classify(kernel_name: str, op_name: str | None, kind: str = "kernel") -> str
 
 @lru_cache(maxsize=65536)
 def fused_ops(kernel_name: str) -> tuple[str, ...]:
-    """The ops an Inductor kernel fuses, in the order of its name; empty for every other kernel.
+    """Return the ops an Inductor kernel fuses, in the order of its name; empty for other kernels.
 
-    The name joins ops by the same sign that joins the words of an op, so the longest known op is taken first.
+    Underscores join both ops and the words of an op, so the longest known op is matched first.
 
     >>> fused_ops("triton_poi_fused__to_copy_mul_silu_silu_backward_view_5")
     ('_to_copy', 'mul', 'silu', 'silu_backward', 'view')
@@ -127,14 +123,14 @@ def fused_ops(kernel_name: str) -> tuple[str, ...]:
 
 
 def classify_kernels(kernels: pl.DataFrame) -> pl.DataFrame:
-    """The same rows with a column `class`, from their columns `name`, `op` (null when unlinked) and `kind`.
+    """Return the rows with a column `class`, from `name`, `op` (null when unlinked) and `kind`.
 
     >>> import polars as pl
     >>> frame = pl.DataFrame({"name": ["attn_fwd"], "op": ["aten::_flash_attention_forward"], "kind": ["kernel"]})
     >>> classify_kernels(frame)["class"].to_list()
     ['attention_forward']
     """
-    import polars as pl  # the machine that trains classifies by name, and has none
+    import polars as pl  # training machines classify by name and have no Polars
 
     keys = kernels.select("name", "op", "kind")
     unique = keys.unique()
@@ -159,7 +155,7 @@ def _class_of_name(kernel_name: str) -> str | None:
 
 
 def _class_of_op(op_name: str | None) -> tuple[str | None, bool]:
-    """An op's class, and whether it is ATen's, whose names can be trusted."""
+    """Return an op's class, and whether it is ATen's, whose names are reliable."""
     if not op_name:
         return None, False
     aten = _ATEN.match(op_name)
@@ -175,9 +171,9 @@ def _class_of_op(op_name: str | None) -> tuple[str | None, bool]:
 
 
 def _inductor_class(kernel_name: str, op_name: str | None) -> str | None:
-    """The class of an Inductor kernel, None for others.
+    """Return the class of an Inductor kernel, None for others.
 
-    Before torch 2.6 every kernel was called `triton_` and only the launching op had the descriptive name.
+    Before torch 2.6, every kernel was called `triton_` and only the launching op had the descriptive name.
     """
     for name in (kernel_name, op_name or ""):
         found = _INDUCTOR.search(name)
@@ -206,7 +202,7 @@ def _class_of_fused(category: str, ops: Iterable[str]) -> str:
         if classes & {"reduction", "fft"}:
             classes.add("elementwise")
         if classes & (_LIBRARY_WORK | {"sort_scan"}) or not classes:
-            # The op's input is laid out or its bias added; with views alone the kernel copies, else it would not be.
+            # The kernel lays out the op's input or adds its bias; with only views, it copies.
             classes.add("elementwise" if names & {"addmm", "baddbmm"} else "copy_cast")
         order = ("norm", "softmax", "optimizer", "embedding_index", "elementwise", "copy_cast", "memset_memcpy")
         return next((name for name in order if name in classes), "elementwise")
@@ -216,7 +212,7 @@ def _class_of_fused(category: str, ops: Iterable[str]) -> str:
 
 
 def _is_norm(ops: set[str]) -> bool:
-    """Whether decomposed ops are a norm: mean (or variance) and rsqrt forward; RMS norm's gradient backward."""
+    """Return whether decomposed ops are a norm: mean (or variance) and rsqrt; in the backward, RMS norm's gradient."""
     if "rsqrt" in ops and ops & {"mean", "var", "var_mean"}:
         return True
     return {"pow", "mul", "sum", "div", "expand"} <= ops and not ops & {"sub", "exp"}

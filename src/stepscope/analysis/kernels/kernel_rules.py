@@ -1,15 +1,14 @@
-"""The tables that `kernel_classes` reads: ATen ops by class, words of other ops, kernel names in order.
+"""Tables for `kernel_classes`: ATen ops by class, words of other ops, kernel names in order.
 
-Names are whole ATen names without namespace and without the trailing underscore of the in-place form.
-The same names split the name of an Inductor kernel into its ops, so a name of several words has to be
-here even where its class would be guessed.
+Names are ATen names without namespace and without the trailing underscore of the in-place form. They also split
+Inductor kernel names into ops, so every name of several words must be listed.
 """
 
 from __future__ import annotations
 
 import re
 
-# What each ATen op does. An op that launches several kernels stands with the work it is called for.
+# The class of each ATen op, according to its main work.
 OPS_BY_CLASS: dict[str, str] = {
     "gemm": """
         mm addmm bmm baddbmm addbmm mv addmv matmul matmul_backward linear linear_backward inner tensordot einsum
@@ -129,7 +128,7 @@ OPS_BY_CLASS: dict[str, str] = {
 }
 OP_CLASSES: dict[str, str] = {op: name for name, ops in OPS_BY_CLASS.items() for op in ops.split()}
 
-# Ops that move no byte: they are in a fused kernel's name and say nothing about its work.
+# Ops that move no bytes: a fused kernel's name may list them.
 _VIEWS = """
     view _unsafe_view reshape _reshape_alias expand expand_as permute transpose t squeeze unsqueeze slice select
     split split_with_sizes unsafe_split chunk unbind alias detach as_strided diagonal unfold narrow flatten
@@ -155,7 +154,7 @@ def _rules(*rules: tuple[str, str]) -> Rules:
     return tuple((re.compile(pattern, re.IGNORECASE), name) for name, pattern in rules)
 
 
-# Words of an op that is not in the table: custom ops (namespace::name) and autograd functions (CamelCase).
+# Words in other ops: custom ops (namespace::name) and autograd functions (CamelCase).
 OP_WORDS = _rules(
     ("communication", rf"{_COMMUNICATION}|c10d|record_param_comms|symm_mem"),
     ("attention_backward", rf"^(?=.*(?:{_ATTENTION})).*(?:{_BACKWARD})"),
@@ -169,12 +168,12 @@ OP_WORDS = _rules(
     ("gemm", r"(?<!fb)gemm|matmul|(?<![a-z])(?:add|badd|b)?mm(?![a-z])|(?:bf16|f8|i8){2}bf16|linear(?![a-z])"),
     ("fft", r"(?<![a-z])[ir]?fft"),
     ("sort_scan", r"sort(?![a-z])|top_?k|cum(?:sum|prod)|scan(?![a-z])|unique|bucketize"),
-    ("embedding_index", r"^fb(?:gemm)?::"),  # what is left there permutes and checks sparse features
+    ("embedding_index", r"^fb(?:gemm)?::"),  # the remaining ones permute and check sparse features
     ("copy_cast", r"copy|(?<!broad)cast(?![a-z])|quantize|transpose|contiguous"),
 )
 
-# Kernel names, first match wins. Attention stands before GEMM, convolution before GEMM (implicit GEMM), fills
-# and copies before everything that only looks elementwise, embedding before optimizer (fused row-wise updates).
+# Kernel names, first match wins. Attention and convolution come before GEMM (implicit GEMM), fills and copies before
+# elementwise patterns, embedding before optimizer (fused row-wise updates).
 KERNEL_RULES = _rules(
     ("communication", _COMMUNICATION),
     (
@@ -183,7 +182,7 @@ KERNEL_RULES = _rules(
         r"bwd_kernel_(?:dk_?dv|dq|fuse)|bwd_preprocess",
     ),
     ("attention_forward", rf"{_ATTENTION}|flash_fwd|flash::|flash_?mla|with(?:paged|ragged)?kvcache"),
-    # Lists of tensors: what they do is in the functor.
+    # Tensor lists: the functor shows what they do.
     ("reduction", r"multi_tensor_apply.*norm|lpnorm_cleanup|multi_tensor_apply.*LpMax"),
     ("copy_cast", r"multi_tensor_apply.*(?:copy|clone)"),
     ("memset_memcpy", r"multi_tensor_apply.*zero"),
@@ -245,7 +244,7 @@ KERNEL_RULES = _rules(
     ("convolution", r"cudnn::|cask_"),
 )
 
-# A plain identifier with none of the above, so most likely somebody's Triton kernel: words between underscores.
+# Any other plain identifier is probably a user's Triton kernel: words between underscores.
 WORDS = _rules(
     ("norm", r"norm(?:alize)?"),
     ("convolution", r"conv\dd?"),

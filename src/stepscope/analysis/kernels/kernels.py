@@ -1,4 +1,4 @@
-"""Kernels by name, by class and by phase; their launches, how long they wait in the queue, how large they are."""
+"""Kernels by name, class, phase and size; launches and queue waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
 
 SIZES = ("under 5 µs", "5 to 20 µs", "20 to 100 µs", "100 µs to 1 ms", "over 1 ms")
 BORDERS_NS = (5_000, 20_000, 100_000, 1_000_000)
-"""Between these sizes; a kernel of a border is of the larger. 5 µs is about what a launch costs."""
+"""Borders between size groups, in the upper group; 5 µs is about the cost of a launch."""
 
 
 def top_kernels(device: pl.DataFrame) -> pl.DataFrame:
-    """GPU work by name, longest first.
+    """Return GPU work by name, the longest first.
 
-    `name`, `class`, `num_calls`, `total_ns`, `mean_ns`, `p50_ns`, `p99_ns`, `share`. The share is of the sum of all
-    durations, so that the shares of all names add up to 1.
+    `share` is relative to the sum of all durations, so shares add up to 1.
     """
     whole = max(1, int(device["duration_ns"].sum()))
     length = pl.col("duration_ns")
@@ -37,7 +36,7 @@ def top_kernels(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def kernel_classes(device: pl.DataFrame) -> pl.DataFrame:
-    """GPU work by class, longest first: `class`, `num_calls`, `total_ns`, `share`; `other` is what no rule knows."""
+    """Return GPU work by class, the longest first; `other` is unclassified."""
     whole = max(1, int(device["duration_ns"].sum()))
     return (
         device.group_by("class")
@@ -48,7 +47,7 @@ def kernel_classes(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def gemm_share_by_phase(device: pl.DataFrame) -> pl.DataFrame:
-    """`phase` (null: not known), `total_ns` of the GPU work it launched, `gemm_ns`, `gemm_share`."""
+    """Return `total_ns`, `gemm_ns` and `gemm_share` by launching `phase` (null if unknown)."""
     return (
         device.group_by("phase")
         .agg(
@@ -61,7 +60,7 @@ def gemm_share_by_phase(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def kernel_sizes(device: pl.DataFrame) -> pl.DataFrame:
-    """Kernels by duration: `size`, `num_kernels`, `total_ns`."""
+    """Return kernels by duration: `size`, `num_kernels`, `total_ns`."""
     kernels = device.select("duration_ns").filter(device["kind"] == "kernel")
     border = pl.Series(BORDERS_NS, dtype=pl.Int64).search_sorted(kernels["duration_ns"], side="right")
     size = pl.Series(SIZES).gather(border)
@@ -75,13 +74,11 @@ def kernel_sizes(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def launches(linked: Linked) -> dict[str, float | int | None]:
-    """How kernels are launched: how many a step, how long from launch to start, how many wait in the queue.
+    """Return launch statistics: kernels per step, latency from launch to start, queue depth.
 
-    `num_kernels` is of all, `num_unlaunched_kernels` of those whose launch is not in the trace: they belong to no
-    step, and are not in `num_kernel_launches_per_step`.
-
-    Latency counts from the start of the launching call. A kernel that starts before its launch, which clocks of two
-    devices can make it do, has a latency of zero and is counted in `num_before_launch`.
+    `num_unlaunched_kernels` have no launch in the trace; they belong to no step and are not in
+    `num_kernel_launches_per_step`. Latency counts from the start of the launching call. A kernel that starts before
+    its launch (clocks differ) has latency zero and is counted in `num_before_launch`.
     """
     device = linked.device
     kernels = device.select("launch", "launch_start_ns", "start_ns", "end_ns", "step").filter(
@@ -108,9 +105,9 @@ def launches(linked: Linked) -> dict[str, float | int | None]:
 
 
 def _queue_depths(launched: pl.DataFrame) -> pl.Series:
-    """For each launch, how many kernels launched before it had not finished."""
+    """Return for each launch how many earlier kernels had not finished."""
     issued = launched["launch_start_ns"].sort()
-    # With a clock behind the host's a kernel can end before its launch: it has not before it was launched.
+    # Clock differences can make a kernel end before its launch: it counts as unfinished until then.
     finished = launched.select(pl.max_horizontal("end_ns", pl.col("launch_start_ns") + 1)).to_series().sort()
     before = pl.Series(range(len(issued)), dtype=pl.Int64)
     depths: pl.Series = before - finished.search_sorted(issued, side="right").cast(pl.Int64)
@@ -118,7 +115,7 @@ def _queue_depths(launched: pl.DataFrame) -> pl.Series:
 
 
 def queue_depth_over_time(linked: Linked, num_points: int = 100) -> pl.DataFrame:
-    """Launched and unfinished kernels at evenly spaced moments: `time_ns`, `depth`."""
+    """Return launched and unfinished kernels at evenly spaced moments: `time_ns`, `depth`."""
     device = linked.device.select("kind", "launch", "launch_start_ns", "end_ns")
     launched = device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
     if launched.is_empty():
@@ -131,17 +128,16 @@ def queue_depth_over_time(linked: Linked, num_points: int = 100) -> pl.DataFrame
 
 
 def device_phases(linked: Linked) -> pl.DataFrame:
-    """GPU time by the phase that launched it: `phase`, `busy_ns`, `num_kernels`; the last row is `unattributed`.
+    """Return GPU time by launching phase: `phase`, `busy_ns`, `num_kernels`; the last row is `unattributed`.
 
-    Of a trace with steps, the work that steps launched; what was launched outside them, or by a call that the trace
-    does not have, is unattributed. A moment in which work of two phases runs goes to the later phase, and to
-    `unattributed` only when no other does, so that `busy_ns` adds up to the busy time.
+    With steps, only work launched in steps is attributed. A moment with work of two phases counts for the later
+    phase, and as `unattributed` only if no other phase runs, so `busy_ns` adds up to the busy time.
     """
     device = linked.device
     every = pl.DataFrame({"phase": [*PHASES, UNATTRIBUTED]})
     if device.is_empty():
         return every.with_columns(busy_ns=pl.lit(0, pl.Int64), num_kernels=pl.lit(0, pl.Int64))
-    # Phases are all of the host's time: what was launched has one.
+    # Phases cover all host time, so every launch has one.
     is_owned = pl.col("step" if linked.steps.num else "phase").is_not_null()
     phase = pl.when(is_owned).then(pl.col("phase").cast(pl.String)).otherwise(pl.lit(UNATTRIBUTED))
     named = device.select("kind", "start_ns", "duration_ns", phase.fill_null("other").alias("phase"))
@@ -162,6 +158,6 @@ def device_phases(linked: Linked) -> pl.DataFrame:
 
 
 def _nearest(values: pl.Expr | pl.Series, share: float) -> pl.Expr:
-    """The value below which such a share lies: one that occurs, none between two."""
+    """Return the quantile as a value that occurs, without interpolation."""
     column = pl.lit(values) if isinstance(values, pl.Series) else values
     return column.quantile(share, "nearest").cast(pl.Int64)

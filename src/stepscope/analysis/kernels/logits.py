@@ -1,5 +1,4 @@
-"""Scores of every token for every word of a vocabulary, held whole: the product that makes them, the passes over
-them."""
+"""Full logits (tokens × vocabulary): the product that computes them, and kernels that read or write them."""
 
 from __future__ import annotations
 
@@ -24,18 +23,17 @@ _SCHEMA = pl.Schema(
 
 
 def logits(sized: pl.DataFrame) -> pl.DataFrame:
-    """GPU work over logits, one row a piece, from work with its sizes (`with_sizes`).
+    """Return GPU work on logits, one row per event, from work with sizes (`with_sizes`).
 
-    Found where a product makes tokens × vocabulary and a log-softmax goes over as many elements. `num_tokens`,
-    `vocabulary`, `item_bytes` of the product's dtype; `event`, `op`, `phase`, `duration_ns`; `is_product` for the
-    products of the last layer, `is_loss` for kernels of the log-softmax.
+    They are found where a product creates tokens × vocabulary and a log-softmax has as many elements. `item_bytes` is
+    the product's dtype size, `is_product` marks products of the last layer, `is_loss` kernels of the log-softmax.
     """
     rows = [
         row
         for row in sized.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
         if row["shape"] and row["kind"] == "kernel" and row["phase"] != "optimizer"
     ]
-    # An op's own name says it, or that of the kernel which Inductor made of several.
+    # By the op's name, or that of the Inductor kernel that fuses it.
     in_loss = {
         (prod(row["shape"]), row["shape"][-1]): None
         for row in rows

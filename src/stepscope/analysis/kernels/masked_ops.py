@@ -1,4 +1,4 @@
-"""Ops that choose elements by a mask: what they would take if the shape of their result did not depend on it."""
+"""Ops that select elements by a mask, and what they would cost with a fixed output shape."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _SCHEMA = pl.Schema(
 
 
 def mask_indexing(linked: Linked) -> pl.DataFrame:
-    """Ops such as `x[mask]` and `x[mask] = y`, and those of their backwards, that count a mask's elements.
+    """Return ops such as `x[mask]` and `x[mask] = y`, and their backwards, that count a mask's elements, by time.
 
-    In order of time: `start_ns`, `end_ns` on the host, `step`; and what an op of a fixed shape in their place would
-    leave: `factor`, how much of their time a usual op takes, one that no other is around and that has one kernel, by
-    the trace's own median; `events`, their GPU work but for the longest piece, which is then not done.
+    For a fixed-shape op in their place: `factor` is the share of their host time that a typical op takes (the trace's
+    median for outermost ops with one kernel), `events` the GPU work no longer needed (all but the longest event).
     """
     host, device = linked.host, linked.device
     is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")

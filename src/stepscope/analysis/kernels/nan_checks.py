@@ -1,4 +1,4 @@
-"""Tests for NaN and infinity whose answer the program reads: what they launch, and whether autograd makes them."""
+"""NaN and infinity checks whose result the program reads: their GPU work, and whether autograd makes them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _REDUCING = [
 ]  # fmt: skip
 _READING = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
 _MOST_BETWEEN = 3
-_STACK_NS, _USUAL_NS = 80_000, 20_000
-"""An op's own time on the host that is longer than it can be without writing a stack down; and a usual one."""
+_STACK_NS, _USUAL_NS = 80_000, 20_000  # host time of an op that records a stack trace (at least), and of a typical op
 _AUTOGRAD = "^autograd::engine::evaluate_function"
 
 
 def nan_checks(linked: Linked) -> pl.DataFrame:
-    """One row a check, in order of time: `start_ns` of the test and `end_ns` of the op that reads its answer on the
-    host; `step`, `phase`, `module`; `is_autograd`, whether the engine makes it, as under `detect_anomaly`; `events`,
-    the GPU work of its ops.
+    """Return NaN checks by time, from the test (`start_ns`) to the op that reads its result (`end_ns`).
+
+    `is_autograd` marks checks by the engine, as under `detect_anomaly`; `events` is their GPU work.
     """
     host, device = linked.host, linked.device
     is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
@@ -59,8 +58,10 @@ def nan_checks(linked: Linked) -> pl.DataFrame:
 
 
 def stack_writing_ops(linked: Linked) -> pl.DataFrame:
-    """Ops of the forward that take long by themselves, as those do that write a stack down for `detect_anomaly`:
-    `start_ns`, `end_ns`, and the `factor` of it that a usual op would take. What is inside another counts there."""
+    """Return forward ops so slow that they record a stack trace for `detect_anomaly`; inner ops are excluded.
+
+    `start_ns`, `end_ns`, and the `factor` of it that a typical op takes.
+    """
     host = linked.host
     is_slow = (host["kind"] == "op") & (host["sequence"] >= 0) & (host["self_ns"] >= _STACK_NS)
     slow = host.filter(is_slow.fill_null(False) & (host["phase"].cast(pl.String) == "forward").fill_null(False))

@@ -1,4 +1,4 @@
-"""Ops and modules: their own time and all under them, on the host and on the device, nothing counted twice."""
+"""Ops and modules: self and total time on host and device, nothing counted twice."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ _MODULES = pl.Schema(
 
 
 def ops(linked: Linked) -> pl.DataFrame:
-    """By op: `op`, `num_calls`, `host_self_ns`, `host_total_ns`, `device_self_ns`, `device_total_ns`.
+    """Return self and total time on host and device by op.
 
-    Self is what no op below accounts for: a launch belongs to the op that makes it. A call inside another call of the
-    same op adds nothing to the total. The self times of all ops add up to the time covered by ops; the device self
-    times, with the row whose op is null, to all GPU work.
+    A launch belongs to the op that makes it. A recursive call adds nothing to the total. Host self times add up to
+    the time covered by ops; device self times, with the row whose op is null, to all GPU work.
     """
     host = linked.host
     is_op = host["kind"] == "op"
     inner = ancestor(host, is_op)
-    # An op's own time is its self time and that of what is inside it and no op: launches, for the most part.
+    # An op's self time includes events inside it that are not ops, mostly launches.
     calls = host.select("self_ns", inner.alias("op")).filter(~is_op).drop_nulls("op")
     inside = calls.group_by("op").agg(pl.col("self_ns").sum())
     own_ns = host["self_ns"].scatter(inside["op"], inside["self_ns"] + host["self_ns"].gather(inside["op"]))
@@ -63,12 +62,11 @@ def ops(linked: Linked) -> pl.DataFrame:
 
 
 def modules(linked: Linked) -> pl.DataFrame:
-    """By module: `module`, `num_calls`, `host_self_ns`, `host_total_ns`, `device_self_ns`, `device_forward_ns`,
-    `device_backward_ns`, `device_total_ns`.
+    """Return self, forward, backward and total time on host and device by module.
 
-    Work of the backward belongs to the module whose forward made it necessary. Self is the module's own; forward,
-    backward and totals include the modules inside, whose names begin with the module's and a dot. The row whose
-    module is null is GPU work outside every module: the device self times of all rows add up to all GPU work.
+    Backward work belongs to the module of its forward. Forward, backward and totals include inner modules (names that
+    start with the module's and a dot). The row with a null module is GPU work outside all modules; device self times
+    add up to all GPU work.
     """
     if linked.modules.source == "none":
         return pl.DataFrame(schema=_MODULES)
@@ -81,7 +79,7 @@ def modules(linked: Linked) -> pl.DataFrame:
     host = inside.group_by("module").agg(pl.col("self_ns").sum().alias("host_self_ns"))
     calls = linked.modules.calls.group_by("module").agg(pl.len().cast(pl.Int64).alias("num_calls"))
     table = (
-        calls.join(host, on="module", how="full", coalesce=True)  # compiled code has modules that nobody calls
+        calls.join(host, on="module", how="full", coalesce=True)  # modules in compiled code are never called
         .join(gpu, on="module", how="full", coalesce=True, nulls_equal=True)
         .with_columns(pl.col("module").cast(pl.String))
         .fill_null(0)
@@ -95,7 +93,7 @@ def modules(linked: Linked) -> pl.DataFrame:
 
 
 def module_groups(table: pl.DataFrame) -> pl.DataFrame:
-    """Modules that differ in a number alone as one row, `blocks.*.mlp`, with `num_modules`."""
+    """Return modules grouped by name with numbers starred, `blocks.*.mlp`, with `num_modules`."""
     patterns = [None if name is None else _NUMBER.sub(r"\1*", name) for name in table["module"]]
     pattern = pl.Series(patterns, dtype=pl.String)
     sums = [pl.col(name).sum() for name in _MODULES.names() if name != "module"]
@@ -107,7 +105,7 @@ def module_groups(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _is_inside_itself(name: pl.Series, outer: pl.Series) -> pl.Series:
-    """Whether an event is inside an op of its own name; `outer` is the op around each."""
+    """Return whether an event is inside an op of its own name; `outer` is the op around each."""
     row = outer.is_not_null().arg_true()
     above, found = outer.gather(row), [row.head(0)]
     while len(row):
@@ -120,7 +118,7 @@ def _is_inside_itself(name: pl.Series, outer: pl.Series) -> pl.Series:
 
 
 def _device_totals(linked: Linked, outer: pl.Series, is_inside: pl.Series) -> pl.DataFrame:
-    """By op, the GPU work launched anywhere under its calls."""
+    """Return the GPU work launched anywhere under an op's calls, by op."""
     host = linked.host
     work = linked.device.filter(pl.col("op").is_not_null()).group_by("op").agg(pl.col("duration_ns").sum())
     row, ns = work["op"], work["duration_ns"]
@@ -134,7 +132,7 @@ def _device_totals(linked: Linked, outer: pl.Series, is_inside: pl.Series) -> pl
 
 
 def _with_inner(table: pl.DataFrame) -> pl.DataFrame:
-    """By module, the host's time and the GPU work of it and of every module inside it."""
+    """Return host time and GPU work including inner modules, by module."""
     own = ("host_self_ns", "device_self_ns", "backward_ns")
     totals: dict[str | None, list[int]] = {}
     for module, *figures in table.select("module", *own).iter_rows():

@@ -1,9 +1,8 @@
-"""Loops over matrix products that do not need one another, with everything else that a turn of them does.
+"""Loops over independent matrix products, with the other work in each iteration.
 
-Products that follow one another may need one another, and a trace does not say. It shows that they do not where the
-same shapes of weights come again and again with other numbers of rows, as in a loop over experts; and where one
-shape comes in a row with nothing computed between that could lead from a result back to an input, as with one
-product for each head.
+A trace does not show data dependencies. Products are independent if the same weight shapes repeat with different
+numbers of rows, as in a loop over experts, or if one shape repeats with nothing computed in between that could lead
+from a result to an input, as with one product per head.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import polars as pl
 
 _LEAST_REPEATS = 4
-_MOST_IN_LOOP = 3
-"""Products of one expert: up, gate and down."""
+_MOST_IN_LOOP = 3  # products per expert: up, gate and down
 _MOST_ALIKE = 0.25
-"""Of the turns of a loop with other numbers of rows, how many may have as many as the one before: layers that need
-one another have all the same."""
+"""Share of iterations that may have as many rows as the one before: dependent layers always have the same."""
 _SCHEMA = pl.Schema(
     {
         "loop": pl.Int64(), "num_repeats": pl.Int64(), "event": pl.Int64(), "phase": pl.String(), "op": pl.String(),
@@ -25,12 +22,11 @@ _SCHEMA = pl.Schema(
 
 
 def product_loops(work: pl.DataFrame, products: pl.DataFrame) -> pl.DataFrame:
-    """GPU work of loops, one row a piece, from the work of some steps and its products (`tiled_products`).
+    """Return GPU work of loops, one row per event, from the work of some steps and its products (`tiled_products`).
 
-    `loop`, a number; `num_repeats`, how often it goes round; `event`, `phase`, `op`, `duration_ns`; `place`, after
-    which product of a turn it comes, and `ordinal`, the how-manieth of its op it is there: what is alike in these, in
-    `phase` and in `op` one piece could do for all turns. Of the backward, what belongs to an op of the forward's
-    turns.
+    `num_repeats` is the number of iterations, `place` the product it follows in an iteration, `ordinal` its number
+    among that op's events there. One kernel could do the work of all iterations for rows equal in these, `phase` and
+    `op`. The backward includes work of ops in the forward's iterations.
     """
     named = work.with_columns(pl.col("phase", "op").cast(pl.String)).sort("start_ns")
     is_backward = pl.col("phase").eq_missing("backward")
@@ -44,7 +40,7 @@ def product_loops(work: pl.DataFrame, products: pl.DataFrame) -> pl.DataFrame:
 
 
 def _turns(work: pl.DataFrame, loop: pl.DataFrame, period: int, number: int) -> pl.DataFrame:
-    """The work of one loop: from its first product to its last, and the backward of what is there."""
+    """Return the work of one loop from its first to its last product, and its backward."""
     starts = work.filter(pl.col("event").is_in(loop["event"].implode())).select("event", "start_ns", "stream", "step")
     first = starts.row(0, named=True)
     inside = work.filter(
@@ -65,7 +61,7 @@ def _turns(work: pl.DataFrame, loop: pl.DataFrame, period: int, number: int) -> 
 
 
 def _loops(products: pl.DataFrame) -> list[tuple[int, int, int]]:
-    """Where loops are among one step's products of the forward: the first, how many, and how many a turn has."""
+    """Return the loops in one step's forward products: first product, number of products, products per iteration."""
     weights = list(products.select("inner", "num_columns").iter_rows())
     borders = (products["has_attention_before"] | (products["num_backward"].diff() > 0).fill_null(False)).to_list()
     loops, place = [], 0
@@ -80,7 +76,7 @@ def _loops(products: pl.DataFrame) -> list[tuple[int, int, int]]:
 
 
 def _length(weights: list[tuple[int, int]], borders: list[bool], place: int, period: int) -> int:
-    """How many products from here on repeat their weights' shapes with a period; 0 where it is no loop."""
+    """Return how many products from here on repeat their weight shapes with a period; 0 if this is not a loop."""
     end = place + 1
     while end < len(weights) and not borders[end] and (
         end < place + period or weights[end] == weights[end - period]
@@ -93,7 +89,7 @@ def _length(weights: list[tuple[int, int]], borders: list[bool], place: int, per
 def _are_independent(loop: pl.DataFrame, period: int) -> bool:
     rows = loop["num_rows"].gather_every(period)
     if rows.n_unique() > 1:
-        # Rows that only become fewer are a recurrence over sequences that end one after the other.
+        # Row counts that only decrease are a recurrence over sequences of different lengths.
         is_alike = rows.diff().drop_nulls() == 0
         is_sorted = rows.is_sorted() or rows.is_sorted(descending=True)
         return not is_sorted and is_alike.sum() <= _MOST_ALIKE * len(is_alike)

@@ -1,4 +1,4 @@
-"""Forward work that is done again in the backward: activation checkpointing as a trace shows it."""
+"""Forward work repeated in the backward: activation checkpointing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _SCHEMA = pl.Schema(
 
 
 def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
-    """Outermost ops that ran again inside the backward, in order of time, with `events`, the GPU work of theirs.
+    """Return outermost ops that ran again inside the backward, by time, with their GPU work in `events`.
 
-    Autograd numbers an op when a gradient is recorded through it. In a backward that happens only where a forward is
-    run again; where the gradient's own graph is kept (`create_graph=True`) the ops are those of the backward, which
-    no forward of the trace has called with these shapes. `row` of the host table, `name`, `start_ns`, `end_ns`,
-    `allocated_bytes` on the GPU, `duration_ns` on the device.
+    Autograd numbers an op when it records a gradient through it. In a backward, that happens only if a forward is
+    recomputed or with `create_graph=True`; in the latter case, no forward in the trace has such an op with these
+    shapes.
     """
     host = linked.host
     is_op = host["kind"] == "op"
@@ -57,18 +56,18 @@ def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
 
 
 def is_run_again(host: pl.DataFrame) -> pl.Series:
-    """Of each event of a host table, whether a backward was recording gradients anew around it or at it."""
+    """Return for each host event whether a backward was recording gradients again around it or at it."""
     is_node = _is_node(host)
     is_inside = ancestor(host, is_node).is_not_null() & ~is_node
     return ancestor(host, _is_numbered(host) & is_inside).is_not_null()
 
 
 def _is_node(host: pl.DataFrame) -> pl.Series:
-    """Autograd's nodes: ops with the number of the op whose backward they are."""
+    """Return autograd nodes: ops with the sequence number of their forward op."""
     return ((host["kind"] == "op") & (host["sequence"] >= 0) & (host["forward_thread"] > 0)).fill_null(False)
 
 
 def _is_numbered(host: pl.DataFrame) -> pl.Series:
-    """Ops through which a gradient was recorded."""
+    """Return ops that a gradient was recorded through."""
     is_numbered = (host["sequence"] >= 0) & (host["forward_thread"].fill_null(0) == 0)
     return ((host["kind"] == "op") & is_numbered).fill_null(False)

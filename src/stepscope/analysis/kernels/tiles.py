@@ -1,4 +1,4 @@
-"""Matrix products by what they fill of the device: tiles of the result, shared out among its processors."""
+"""Matrix products by how much of the GPU they fill: output tiles per SM."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ _SCHEMA = pl.Schema(
 
 
 def tiled_products(work: pl.DataFrame) -> pl.DataFrame:
-    """Products of two matrices in order of time, one row each.
+    """Return products of two matrices by time.
 
-    `root`, the op that the program called, for a backward that of its forward; `step`, `phase`, `op`; `batch`,
-    `num_rows`, `inner` and `num_columns`; `num_tiles` of the result, by the tile that the kernel's name says, else
-    of 128 × 128; `flops`, `bytes`, `peak_dtype`, `duration_ns`, `event`; whether anything but
-    copies and fills, and whether attention, ran on the stream since the product before.
+    `root` is the op that the program called (of the forward, for a backward). `num_tiles` uses the tile size in the
+    kernel's name, else 128 × 128. The last columns tell whether anything but copies and fills, and whether attention,
+    ran on the stream since the previous product.
     """
     rows: list[tuple[Any, ...]] = []
     other, attention = False, False
@@ -41,7 +40,7 @@ def tiled_products(work: pl.DataFrame) -> pl.DataFrame:
     for row in ordered.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True):
         attention |= str(row["class"]).startswith("attention")
         sizes = product(row["op"], operands(row["shapes"], row["dtypes"])) if row["flops"] else None
-        # Where a device has no grouped product, torch does its parts one by one: the program cannot help it.
+        # Without grouped products on a device, torch runs their parts one by one: the program cannot change that.
         if sizes is None or row["root_op"] in _GROUPED:
             other |= row["class"] not in _MOVING and row["flops"] is not None
             continue
@@ -59,6 +58,6 @@ def tiled_products(work: pl.DataFrame) -> pl.DataFrame:
 
 def _tiles(kernel: str, num_rows: int, num_columns: int) -> int:
     found = _TILE.search(kernel)
-    # A library that computes the transpose swaps the two: the fewer tiles are the truth for either.
+    # A library that computes the transpose swaps the sizes: use the smaller number of tiles.
     high, wide = (int(found[1]), int(found[2])) if found else _USUAL_TILE
     return min(-(-num_rows // first) * -(-num_columns // second) for first, second in ((high, wide), (wide, high)))

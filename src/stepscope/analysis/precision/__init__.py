@@ -1,1 +1,1 @@
-"""Which dtypes a step computes in, and what is cast."""
+"""The dtypes a step computes in, and its casts."""

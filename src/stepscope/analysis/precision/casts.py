@@ -1,4 +1,4 @@
-"""Casts between float32 and what tensor cores multiply: who asked for them, and which are of weights."""
+"""Casts between float32 and half precision: what they are for, and which cast weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXPLICIT = (
     "aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten::half", "aten::bfloat16", "aten::copy_",
     "aten::clone", "aten::contiguous", "aten::_autocast_to_reduced_precision",
 )  # fmt: skip
-# Where each op that autocast casts for has its weight.
+# Position of the weight in ops that autocast casts for.
 _WEIGHT = {
     "aten::linear": 1, "aten::addmm": 2, "aten::mm": 1, "aten::matmul": 1, "aten::conv1d": 1, "aten::conv2d": 1,
     "aten::conv3d": 1, "aten::convolution": 1, "aten::_convolution": 1,
@@ -29,12 +29,11 @@ _SCHEMA = pl.Schema(
 
 
 def casts(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
-    """Casts between float32 and bfloat16 or float16 by a kernel of their own, one row each, in order of time.
+    """Return casts between float32 and bfloat16 or float16 that have their own kernel, by time.
 
-    `event`, `step`, `phase`, `duration_ns`; `micro_batch`, how many backwards of the step came before it; `root_op`
-    that the program called; `shape`, `source` and `target` dtype; `is_autocast`, whether the op around it is not a
-    cast itself, so that autocast asked for it or the backward of what autocast did; `is_weight`, whether it casts
-    the weight of the product around it; `start_ns` and `end_ns` of the casting op on the host.
+    `micro_batch` counts earlier backwards in the step. `is_autocast` means that the op around it is not a cast
+    itself, so autocast or its backward inserted it. `is_weight` marks weights of the product around it. `start_ns`
+    and `end_ns` are the casting op's on the host.
     """
     host = linked.host
     rows = []
@@ -66,9 +65,9 @@ def casts(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
 
 
 def repeated(casts: pl.DataFrame) -> pl.DataFrame:
-    """Of casts, those of weights in a forward that an earlier micro-batch of the step has cast already.
+    """Return casts of weights that an earlier micro-batch of the step already made, with `num_micro_batches`.
 
-    A shape of which every micro-batch casts as many is taken for the same weights. With `num_micro_batches`.
+    Shapes that every micro-batch casts equally often count as the same weights.
     """
     forward = casts.filter("is_weight", pl.col("source") == "float32", pl.col("phase") == "forward")
     keys = ["step", "root_op", "shape"]
@@ -92,7 +91,7 @@ def _is_weight(root_op: str | None, shapes: str | None, shape: list[int]) -> boo
 
 
 def _micro_batches(linked: Linked, times: pl.Series, steps: pl.Series) -> pl.Series:
-    """How many backwards had ended in the step at each time: a forward that follows a backward begins a new one."""
+    """Return the number of backwards finished in the step at each time."""
     phases = linked.steps.phases.filter(pl.col("phase").is_in(["forward", "backward"])).sort("start_ns")
     is_new = (phases["phase"] == "forward") & (phases["phase"].shift(1) == "backward")
     begins = phases["start_ns"].filter(is_new.fill_null(False))

@@ -1,4 +1,4 @@
-"""A workload in several dtypes: time, memory, deviation from fp32, and which class of work made the difference."""
+"""A workload in several dtypes: time, memory, deviation from fp32, and which kernel class causes the difference."""
 
 from __future__ import annotations
 
@@ -12,43 +12,36 @@ from stepscope.analysis.time.statistics import Distribution, describe
 
 REFERENCE = "fp32"
 CAST = "cast"
-# A change of a class below this share of the reference's work is not worth a word.
+# Smaller changes, as a share of the reference's work, are ignored.
 LEAST_SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeRow:
-    """One dtype; what could not be measured is empty or None."""
+    """One dtype; unmeasured values are empty or None."""
 
     dtype: str
     status: str
     reason: str | None
-    time: Distribution | None
-    """Nanoseconds a step: the device's on a GPU, the host's on a CPU."""
-    phase_ns: Mapping[str, int] = field(default_factory=dict)
-    """Medians of passes of their own."""
+    time: Distribution | None  # nanoseconds per step: device time on a GPU, host time on a CPU
+    phase_ns: Mapping[str, int] = field(default_factory=dict)  # medians, measured in separate passes
     peak_bytes: int | None = None
-    memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Tensors alive at the peak, by owner."""
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)  # tensors alive at the peak, by owner
     class_ns: Mapping[str, int] = field(default_factory=dict)
-    """Work of one profiled step by class, casts apart from copies."""
+    """Work of one profiled step by kernel class, casts separate from copies."""
     num_casts: int | None = None
     loss: float | None = None
-    loss_difference: float | None = None
-    """Loss − loss in fp32, of the first step."""
-    gradient_deviation: float | None = None
-    """‖gradient − gradient in fp32‖ ÷ ‖gradient in fp32‖, over all parameters."""
-    gradient_largest: float | None = None
-    """The largest difference of an element ÷ the largest element in fp32."""
-    output_deviation: float | None = None
-    """The same of what it returns, where that is no loss."""
+    loss_difference: float | None = None  # loss − fp32 loss in the first step
+    gradient_deviation: float | None = None  # ‖gradient − gradient in fp32‖ ÷ ‖gradient in fp32‖, over all parameters
+    gradient_largest: float | None = None  # largest element difference ÷ largest element in fp32
+    output_deviation: float | None = None  # the same for outputs, if the workload returns no loss
     num_not_finite: int = 0
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class ClassChange:
-    """How much longer a class of work takes than in fp32; negative: shorter."""
+    """Time of a kernel class minus its time in fp32."""
 
     name: str
     change_ns: int
@@ -68,25 +61,25 @@ class DtypeComparison:
 
     @property
     def reference(self) -> DtypeRow | None:
-        """fp32, where it was measured."""
+        """fp32, if it was measured."""
         return next((row for row in self.rows if row.dtype == REFERENCE and row.time is not None), None)
 
     def slowdown(self, row: DtypeRow) -> float | None:
-        """Median time ÷ fp32's median time; None where one of them is not known."""
+        """Return median time ÷ fp32 median time; None if either is unknown."""
         reference = self.reference
         if reference is None or reference.time is None or row.time is None:
             return None
         return row.time.median / reference.time.median
 
     def is_different(self, row: DtypeRow) -> bool:
-        """Whether the 95 % intervals of both medians are apart."""
+        """Return whether the 95 % intervals of both medians are disjoint."""
         reference = self.reference
         if reference is None or reference.time is None or row.time is None:
             return False
         return row.time.ci_low > reference.time.ci_high or row.time.ci_high < reference.time.ci_low
 
     def changes(self, row: DtypeRow) -> list[ClassChange]:
-        """Classes of work that take longer or shorter than in fp32, the largest change first."""
+        """Return kernel classes that take more or less time than in fp32, the largest change first."""
         reference = self.reference
         if reference is None or not row.class_ns or not reference.class_ns:
             return []
@@ -97,7 +90,7 @@ class DtypeComparison:
         return sorted(kept, key=lambda one: (-abs(one.change_ns), one.name))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values (docs/precision.md)."""
+        """Return JSON values (docs/precision.md)."""
         rows = [{**asdict(row), "slowdown": self.slowdown(row)} for row in self.rows]
         names = ("workload", "preset", "mode", "device", "device_name")
         return {**{name: getattr(self, name) for name in names}, "config": dict(self.config), "rows": rows}
@@ -106,7 +99,7 @@ class DtypeComparison:
 def compare_dtypes(
     rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]]
 ) -> list[DtypeComparison]:
-    """The rows of a sweep that differ in nothing but dtype, together; fp32 first, the others as they came."""
+    """Return the rows of a sweep grouped so that each group differs only in dtype, fp32 first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         others = {name: value for name, value in row["run"].items() if name != "dtype"}
@@ -161,7 +154,7 @@ def _row(row: Mapping[str, Any]) -> DtypeRow:
 
 
 def class_ns(work: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Nanoseconds by class of kernels, or of ops where there are none; casts and, on a host, views are classes too.
+    """Return ns by class of kernels (of ops if there are none); casts and, on a host, views are separate classes.
 
     >>> class_ns([{"op": "aten::mm", "kernel": "", "is_cast": False, "duration_ns": 7},
     ...           {"op": "aten::copy_", "kernel": "", "is_cast": True, "duration_ns": 2}])

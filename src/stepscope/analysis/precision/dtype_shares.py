@@ -1,4 +1,4 @@
-"""In which number formats a step computes: FLOPs, matrix products and casts by dtype."""
+"""FLOPs, matrix products and casts by dtype."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from stepscope.analysis.costs.flops import StepFlops
 
 
 def flops_by_dtype(flops: StepFlops) -> list[Mapping[str, Any]]:
-    """One row a dtype, most executed FLOPs first: `dtype`, `model_flops`, `executed_flops`, `share` of what was
-    executed."""
+    """Return `model_flops`, `executed_flops` and `share` of executed by `dtype`, the largest first."""
     total = max(1, flops.hardware_flops)
     rows = [
         {
@@ -27,9 +26,8 @@ def flops_by_dtype(flops: StepFlops) -> list[Mapping[str, Any]]:
 
 
 def products_by_dtype(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:
-    """Matrix products (`findings/gemms.py`) by `dtype` of their operands and `peak_dtype`, the device's peak that
-    applies (tf32 where the kernel says so): `num_calls`, `duration_ns` and `flops` a step, `flops_per_s`,
-    `time_share`."""
+    """Return matrix products (`findings/gemms.py`) per step by operand `dtype` and by `peak_dtype`, the peak that
+    applies (tf32 if the kernel uses it)."""
     total = max(1, int(calls["duration_ns"].sum()))
     duration, flops = pl.col("duration_ns").sum(), pl.col("flops").sum()
     return (
@@ -46,8 +44,7 @@ def products_by_dtype(calls: pl.DataFrame, num_steps: int) -> pl.DataFrame:
 
 
 def casts_by_use(casts: pl.DataFrame, num_steps: int) -> pl.DataFrame:
-    """Casts (`casts.py`) by `source` and `target` dtype, `is_autocast`, `phase`, `root_op` and whether of a
-    weight: `num_casts` and `duration_ns` of the GPU a step; most time first."""
+    """Return casts (`casts.py`) per step by dtypes and use, the longest first."""
     keys = ["source", "target", "is_autocast", "is_weight", "phase", "root_op"]
     return (
         casts.group_by(keys)

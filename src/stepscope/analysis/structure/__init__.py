@@ -1,1 +1,1 @@
-"""What belongs to what in a trace: launch and kernel, op, module, step, phase."""
+"""Links between events: launch and kernel, op, module, step, phase."""

@@ -1,4 +1,4 @@
-"""Who called: the Python function around an event that is neither the framework's nor Python's own."""
+"""The user's Python function around an event, skipping framework and standard library code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor
 
 _FUNCTION = r"\.py\(\d+\): "
-# The profiler takes the folder of a package off a path where it knows it.
+# The profiler removes the package folder from a path if it knows it.
 _NOT_THE_USERS = (
     r"(^|-packages/|/python3\.\d+/)(torch|torchvision|numpy|importlib|asyncio|logging|multiprocessing|concurrent|json)/"
     r"|(^|/python3\.\d+/)(contextlib|functools|threading|runpy|traceback|linecache|copy|random|gc|socket|pickle)\.py\("
@@ -17,8 +17,7 @@ _NOT_THE_USERS = (
 
 
 def python_callers(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
-    """For rows of the host table the innermost function of the user's around each, as the profiler writes it
-    (`train.py(12): step`); null where the trace has no Python stacks."""
+    """Return the user's innermost function around each row (`train.py(12): step`); null without Python stacks."""
     is_function = (host["kind"] == "python") & matches(host["name"], _FUNCTION)
     if not is_function.any():
         return pl.repeat(None, len(rows), dtype=pl.String, eager=True).alias("caller")

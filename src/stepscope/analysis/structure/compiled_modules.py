@@ -1,8 +1,8 @@
-"""Which module compiled code computes: as Inductor tells for each call, else the compiled region by its name.
+"""The module that compiled code computes, from Inductor's log; otherwise the name of the compiled region.
 
-Inside compiled code no module is called. `compile.json` has, for each compiled graph, its calls of kernels and of
-library ops in order with the module of each; the profiler names a call of the graph by the same key. A call that
-nothing is known of belongs to the module called around it, else to `compiled region 0/0 (forward, model.py:12)`.
+Compiled code calls no modules. For each compiled graph, `compile.json` lists its kernel and library calls in order
+with their modules, under the key that the profiler uses too. Unknown calls belong to the module around them, else to
+`compiled region 0/0 (forward, model.py:12)`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Calls = Sequence[tuple[str, str | None]]
 
 
 def with_compiled_code(host: pl.DataFrame, modules: Modules, compiler: Mapping[str, Any] | None) -> Modules:
-    """The modules of a trace with those of its compiled code; `compiler` is `compile.json`, where there is one."""
+    """Return a trace's modules including those of compiled code; `compiler` is `compile.json`, if there is one."""
     is_region, is_graph = matches(host["name"], _REGION), matches(host["name"], _GRAPH)
     if not is_region.any() and not is_graph.any():
         return modules
@@ -43,7 +43,7 @@ def with_compiled_code(host: pl.DataFrame, modules: Modules, compiler: Mapping[s
 
 
 def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
-    """A compiled region by its number and its function.
+    """Return the name of a compiled region from its number and function.
 
     >>> region_name("0/0", {"regions": {"0/0": "forward (/me/model.py:12)"}})
     'compiled region 0/0 (forward, model.py:12)'
@@ -56,13 +56,13 @@ def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
 
 
 def named_regions(names: pl.Series, compiler: Mapping[str, Any]) -> pl.Series:
-    """The profiler's `Torch-Compiled Region: 0/0` as `region_name` says it."""
+    """Return the host table with the profiler's `Torch-Compiled Region: 0/0` names replaced by `region_name`."""
     told = [region_name(name.partition(":")[2].strip(), compiler) for name in names]
     return pl.Series(names.name, told, dtype=pl.String)
 
 
 def calls_by_graph(compiler: Mapping[str, Any]) -> dict[str, Calls]:
-    """Key of a compiled graph → its calls in order, each with its module."""
+    """Return each compiled graph's calls in order with their modules, by graph key."""
     found: dict[str, Calls] = {}
     for graph in entries(compiler, "compiled_calls"):
         calls = graph.get("calls")
@@ -75,12 +75,12 @@ def calls_by_graph(compiler: Mapping[str, Any]) -> dict[str, Calls]:
 def _regions(
     host: pl.DataFrame, modules: Modules, is_region: pl.Series, is_graph: pl.Series, compiler: Mapping[str, Any]
 ) -> pl.DataFrame:
-    """Regions, and graphs in none, that no module was called around: `row`, `module`."""
+    """Return regions, and graphs outside regions, that no module contains: `row`, `module`."""
     is_call = host["row"].is_in(modules.calls["row"].implode())
     is_in_module = ancestor(host, is_call).is_not_null()
     regions = host.select("row", pl.col("name").cast(pl.String)).filter(is_region & ~is_in_module)
     regions = regions.select("row", named_regions(regions["name"], compiler).alias("module"))
-    # A backward is told by its forward. What has neither, an old torch's graph, has at least a key.
+    # A backward is named after its forward. Graphs of old torch versions have only a key.
     alone = is_graph & ~is_in_module & ancestor(host, is_region).is_null() & host["forward"].is_null()
     graphs = host.select("row", pl.col("name").cast(pl.String)).filter(alone)
     keys = graphs["name"].str.extract(r"CompiledFxGraph (\S{1,8})")
@@ -91,7 +91,7 @@ def _regions(
 def _inlined(
     host: pl.DataFrame, modules: Modules, is_graph: pl.Series, calls: Mapping[str, Calls], regions: set[str]
 ) -> pl.DataFrame:
-    """What is called right in a compiled graph, with the module that Inductor tells of it: `row`, `module`."""
+    """Return calls made directly by a compiled graph, with the module from Inductor: `row`, `module`."""
     schema = {"row": pl.UInt32(), "module": pl.String()}
     if not calls:
         return pl.DataFrame(schema=schema)
@@ -120,10 +120,10 @@ def _inlined(
 
 
 def modules_in_order(seen: Sequence[str], calls: Calls) -> list[str | None]:
-    """The module of each call that was seen: the k-th of a name is the k-th in the code.
+    """Return the module of each observed call: the k-th call of a name is the k-th in the code.
 
-    Where they are not as many, as after a version of torch that calls something by another name, a module is told
-    only where all calls of the name have the same.
+    If the numbers differ (some torch versions rename calls), a module is given only if all calls of the name share
+    it.
 
     >>> modules_in_order(["mm", "add", "mm"], [("mm", "a"), ("add", "b"), ("mm", "c")])
     ['a', 'b', 'c']
@@ -143,7 +143,7 @@ def modules_in_order(seen: Sequence[str], calls: Calls) -> list[str | None]:
 
 
 def _roots(host: pl.DataFrame, modules: Modules) -> set[str]:
-    """Names of modules that are called in no other one, where there is one alone: they are no part of a path."""
+    """Return the name of the only root module, which is not part of module paths."""
     is_call = host["row"].is_in(modules.calls["row"].implode())
     above = ancestor(host, is_call).gather(host["parent"]).gather(modules.calls["row"])
     outer = set(modules.calls["module"].cast(pl.String).filter(above.is_null()))
@@ -153,12 +153,12 @@ def _roots(host: pl.DataFrame, modules: Modules) -> set[str]:
 
 def _full_name(module: str | None, outer: str | None, is_root: bool) -> str | None:
     if not module:
-        return None  # the module around it, or the region
+        return None  # the surrounding module, or the region
     return module if outer is None or is_root else f"{outer}.{module}"
 
 
 def of_graph_kernels(device: pl.DataFrame, host: pl.DataFrame, compiler: Mapping[str, Any] | None) -> pl.DataFrame:
-    """GPU work with the module of kernels that a CUDA graph replays: of those that one module alone has, by name."""
+    """Return GPU work with the module of CUDA graph kernels, if only one module has kernels of that name."""
     known: dict[str, set[str]] = {}
     for calls in calls_by_graph(compiler or {}).values():
         for name, module in calls:

@@ -1,4 +1,4 @@
-"""Modules by the host's time in them beside the GPU work they launch: where many small kernels could be one."""
+"""Host time by module compared with the GPU work it launches: where many small kernels could be one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ _GROUP = ("module", "phase")
 
 
 def host_spans(linked: Linked) -> pl.DataFrame:
-    """By module, those that differ in a number alone together, and phase; each figure a step.
+    """Return figures per step by module (numbers starred) and phase, the largest `uncovered_ns` first.
 
-    `module` (null: outside every module), `phase`, `num_ops` that the program, or autograd, called, `num_kernels`,
-    `host_ns` in the module and in none inside it, `device_ns` of its kernels, `uncovered_ns`: what the host takes
-    longer than the GPU, which has nothing to do meanwhile unless its queue is full. Most of that first.
+    `num_ops` counts ops called by the program or autograd, `host_ns` excludes inner modules, `device_ns` is kernel
+    time, `uncovered_ns` how much longer the host takes than the GPU. A null `module` is code outside all modules.
     """
     host, device = linked.host, linked.device
     num_steps = max(1, linked.steps.num)

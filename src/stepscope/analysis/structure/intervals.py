@@ -1,6 +1,6 @@
-"""Arithmetic of time intervals: integers in, integers out, exact.
+"""Exact integer arithmetic on time intervals.
 
-An interval is half open: it holds its start and not its end. Frames have columns `start_ns` and `end_ns`.
+Intervals are half open: they include their start but not their end. Tables have columns `start_ns` and `end_ns`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import polars as pl
 
 
 def spans(events: pl.DataFrame, where: pl.Series | pl.Expr | None = None) -> pl.DataFrame:
-    """The intervals of events that have `start_ns` and `duration_ns`; of some of them, without a copy of the rest."""
+    """Return the intervals of events that have `start_ns` and `duration_ns`, optionally of a part of them."""
     both = pl.col("start_ns"), (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
     return events.select(both if where is None else (column.filter(where) for column in both))
 
 
 def union(intervals: pl.DataFrame) -> pl.DataFrame:
-    """The same time as disjoint intervals in order.
+    """Return the same time as disjoint intervals in order.
 
     >>> union(pl.DataFrame({"start_ns": [5, 0, 2], "end_ns": [7, 3, 4]})).rows()
     [(0, 4), (5, 7)]
@@ -26,14 +26,14 @@ def union(intervals: pl.DataFrame) -> pl.DataFrame:
         return intervals.select("start_ns", "end_ns")
     ordered = intervals.filter(pl.col("end_ns") > pl.col("start_ns")).select("start_ns", "end_ns").sort("start_ns")
     start, reach = ordered["start_ns"], ordered["end_ns"].cum_max()
-    # A start beyond all that came before it begins an interval, and the one before has ended.
+    # A start after all earlier ends begins a new interval.
     is_first = (start > reach.shift(1)).fill_null(True)
     is_last = is_first.shift(-1, fill_value=True)
     return pl.DataFrame({"start_ns": start.filter(is_first), "end_ns": reach.filter(is_last)})
 
 
 def length_ns(intervals: pl.DataFrame) -> int:
-    """Sum of the lengths, overlaps counted as often as they occur.
+    """Return the sum of the lengths, counting overlaps repeatedly.
 
     >>> length_ns(pl.DataFrame({"start_ns": [0, 2], "end_ns": [3, 4]}))
     5
@@ -42,17 +42,16 @@ def length_ns(intervals: pl.DataFrame) -> int:
 
 
 def sweep(sets: Mapping[str, pl.DataFrame], cuts: pl.Series | None = None) -> pl.DataFrame:
-    """All the time between the first start and the last end, cut wherever a set begins or ends, and at `cuts`.
+    """Return the time from the first start to the last end, cut wherever a set begins or ends, and at `cuts`.
 
-    Each row is a stretch with one boolean a set: whether the set covers it. Stretches follow one another without a
-    gap, so that any sum over them is a sum over the whole.
+    Each row has one boolean per set: whether the set covers it. Rows have no gaps between them, so sums are exact.
 
     >>> sweep({"a": pl.DataFrame({"start_ns": [0], "end_ns": [4]}),
     ...        "b": pl.DataFrame({"start_ns": [3], "end_ns": [9]})}).rows()
     [(0, 3, True, False), (3, 4, True, True), (4, 9, False, True)]
     """
-    # A bit a set: where the set begins its bit is added and where it ends taken away, so that the sum up to a moment
-    # is the sets that cover it.
+    # One bit per set, added at its start and subtracted at its end: the cumulative sum shows which sets cover a
+    # moment.
     edges = [_edges(cuts.cast(pl.Int64), 0)] if cuts is not None else []
     for bit, intervals in enumerate(sets.values()):
         disjoint = union(intervals)
@@ -72,7 +71,7 @@ def _edges(times: pl.Series, covering: int) -> pl.DataFrame:
 
 
 def intersect(left: pl.DataFrame, right: pl.DataFrame) -> pl.DataFrame:
-    """The time that both cover, as disjoint intervals.
+    """Return the time that both cover, as disjoint intervals.
 
     >>> intersect(pl.DataFrame({"start_ns": [0], "end_ns": [4]}),
     ...           pl.DataFrame({"start_ns": [3, 8], "end_ns": [6, 9]})).rows()
@@ -83,7 +82,7 @@ def intersect(left: pl.DataFrame, right: pl.DataFrame) -> pl.DataFrame:
 
 
 def complement(intervals: pl.DataFrame, start_ns: int, end_ns: int) -> pl.DataFrame:
-    """The time between two moments that the intervals leave free.
+    """Return the time between two moments that the intervals do not cover.
 
     >>> complement(pl.DataFrame({"start_ns": [2], "end_ns": [3]}), 0, 5).rows()
     [(0, 2), (3, 5)]

@@ -1,6 +1,6 @@
-"""What belongs to what in a trace: launch and kernel, op and launch, backward and forward, module, step, phase.
+"""Links between events: launch and kernel, op and launch, backward and forward, module, step, phase.
 
-Every link has a share that could not be made; `Linked.unlinked` shows it.
+`Linked.unlinked` is the share of events that could not be linked.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from stepscope.trace.tables import Trace
 
 @dataclass(frozen=True)
 class Linked:
-    """One rank's trace with its links. A link is the `row` of a host event, null where there is none."""
+    """One rank's trace with its links. A link is the `row` of a host event, or null."""
 
     trace: Trace
     host: pl.DataFrame
-    """The host table with `row`, `end_ns`, `op` (innermost op at or above), `forward` (the forward op of a backward
-    one), `step`, `phase`, `module`."""
+    """Host table with `row`, `end_ns`, `op` (innermost at or above), `forward` (of a backward op), `step`, `phase`,
+    `module`."""
     device: pl.DataFrame
-    """The device table in order of time, with `end_ns`, `activity`, `launch`, `op`, `op_name`, `module`, `class`, and
-    the `step` and `phase` of its launch: null where neither the launch nor the op is in the trace."""
-    memory: pl.DataFrame
-    """The memory table in order of time, with `op`, `step`, `phase`, `module`."""
+    """Device table by time, with `end_ns`, `activity`, `launch`, `op`, `op_name`, `module`, `class`, and the `step`
+    and `phase` of its launch (null if neither launch nor op is in the trace)."""
+    memory: pl.DataFrame  # memory table by time, with `op`, `step`, `phase`, `module`
     steps: Steps
     modules: Modules
     unlinked: dict[str, Share]
@@ -40,7 +39,7 @@ class Linked:
 
 @dataclass(frozen=True)
 class Share:
-    """How many could not be linked, of how many."""
+    """How many events could not be linked, out of how many."""
 
     num: int
     num_all: int
@@ -54,10 +53,10 @@ class Share:
 
 
 def link(trace: Trace, steps: Steps | None = None) -> Linked:
-    """Make every link of a trace; `steps` where they are known already."""
+    """Return a trace with all links; pass `steps` if they are already known."""
     end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
     events = _labels_apart(trace.host).with_row_index("row").with_columns(end)
-    # Polars lets go of the interpreter while it works: two links at a time use two cores.
+    # Polars releases the GIL, so two links at a time use two cores.
     with ThreadPoolExecutor(2) as pool:
         finding = pool.submit(lambda: steps or find_steps(events))
         host = events.with_columns(_ops(events), _forwards(events))
@@ -71,7 +70,7 @@ def link(trace: Trace, steps: Steps | None = None) -> Linked:
 
 
 def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
-    """Labels that an old profiler recorded as ops become the annotations they are."""
+    """Return host events with labels that old profilers recorded as ops turned into annotations."""
     is_label = (host["kind"] == "op") & matches(host["name"], LABELS)
     if not is_label.any():
         return host
@@ -79,7 +78,7 @@ def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ops(host: pl.DataFrame) -> pl.Series:
-    """The op of each host event: for a launch the one its external id names, else the innermost around it."""
+    """Return the op of each host event: the one named by a launch's external id, else the innermost around it."""
     nested = ancestor(host, host["kind"] == "op").alias("op")
     calls = host.select("row", "external_id").filter(host["kind"].is_in(["runtime", "driver"]))
     is_same = host["external_id"].gather(nested.gather(calls["row"])) == calls["external_id"]
@@ -88,7 +87,7 @@ def _ops(host: pl.DataFrame) -> pl.Series:
 
 
 def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
-    """`row` of the events and `op`, the one that their external id names; those it names none for are left out."""
+    """Return `row` and `op` of the events whose external id names an op."""
     ops = host.select("external_id", pl.col("row").alias("op")).filter(
         (host["kind"] == "op") & (host["external_id"] > 0)
     )
@@ -97,7 +96,7 @@ def _by_external_id(host: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _forwards(host: pl.DataFrame) -> pl.Series:
-    """The forward op of everything under a backward one: the last op with its sequence number on its thread."""
+    """Return the forward op of everything under a backward op: the last op with its sequence number on its thread."""
     none = pl.repeat(None, host.height, dtype=pl.UInt32, eager=True).alias("forward")
     numbered = host.select("row", "thread", "sequence", "forward_thread").filter(
         (host["kind"] == "op") & (host["sequence"] >= 0)
@@ -111,7 +110,7 @@ def _forwards(host: pl.DataFrame) -> pl.Series:
     pairs = back.join(ahead, on="sequence")
     if pairs.is_empty():
         return none
-    # Autograd's number of a thread is not the system's: the thread with most matches is the one it means.
+    # Autograd numbers threads differently than the system: use the thread with most matches.
     votes = (
         pairs.group_by("forward_thread", "thread")
         .len()
@@ -125,7 +124,7 @@ def _forwards(host: pl.DataFrame) -> pl.Series:
 
 
 def _modules_of(host: pl.DataFrame, modules: Modules) -> pl.Series:
-    """The module of each host event: the one it runs in, or for a backward op the one its forward ran in."""
+    """Return the module of each host event; backward ops get the module of their forward."""
     own = modules.of_rows(host)
     through: pl.Series = own.gather(host["forward"])
     module: pl.Series = own.zip_with(own.is_not_null(), through)
@@ -133,7 +132,7 @@ def _modules_of(host: pl.DataFrame, modules: Modules) -> pl.Series:
 
 
 def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
-    """GPU work in order of time with its links; its launch is the first call of its correlation."""
+    """Return GPU work by time with its links; its launch is the first call with its correlation id."""
     calls = host.select(
         "correlation", pl.col("row").alias("launch"), pl.col("start_ns").alias("launch_start_ns")
     ).filter(host["kind"].is_in(["runtime", "driver"]) & (host["correlation"] > 0))
@@ -157,16 +156,16 @@ def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
         host["module"].gather(op).alias("module"),
         issued.alias("issued_ns"),
     ).drop("row")
-    # The classifier knows an op by its name.
+    # The classifier identifies ops by name.
     classes = classify_kernels(linked.select("name", "kind", pl.col("op_name").alias("op")))["class"]
     placed = at_times(with_activity(linked).with_columns(classes), steps, "issued_ns")
-    # Work may have been launched long before it starts: that it starts in a step does not make it the step's.
+    # GPU work belongs to the step of its launch, not to the step in which it starts.
     is_known = pl.col("launch").is_not_null() | pl.col("op").is_not_null()
     return placed.with_columns(pl.when(is_known).then(pl.col("step", "phase")))
 
 
 def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
-    """The innermost op open on the thread when memory was taken or given back."""
+    """Return the innermost op open on the thread at each allocation and free."""
     if memory.is_empty():
         return memory.with_columns(
             pl.lit(None, pl.UInt32).alias("op"),
@@ -178,7 +177,7 @@ def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
     before = host.select("thread", pl.col("start_ns").alias("time_ns"), "row").sort("time_ns", maintain_order=True)
     row = ordered.join_asof(before, on="time_ns", by="thread", check_sortedness=False)["row"]
     time = ordered["time_ns"]
-    while True:  # the event that started last may be over: then one around it is open
+    while True:  # the last event to start may be over: then use one around it
         is_over = (host["end_ns"].gather(row) < time).fill_null(False)
         if not is_over.any():
             break

@@ -1,4 +1,4 @@
-"""Which module an event ran in: from our own ranges, else from the Python stacks in the trace, else not known."""
+"""The module an event ran in, from Stepscope's own ranges or else from Python stacks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,20 @@ import polars as pl
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor
 
-MODULE_PREFIX = "stepscope.module/"
-"""What `recorder/trace.py` writes before the name of a module."""
-STACK_PREFIX = "nn.Module: "
-"""What the profiler writes before the class of a module whose call it saw."""
+MODULE_PREFIX = "stepscope.module/"  # prefix of module names, written by `recorder/trace.py`
+STACK_PREFIX = "nn.Module: "  # prefix of module classes, written by the profiler
 
 
 @dataclass(frozen=True)
 class Modules:
-    """The calls of modules in a trace."""
+    """Module calls in a trace."""
 
-    source: str
-    """`ranges`, `stacks`, `compiled` (regions of compiled code alone) or `none`."""
-    calls: pl.DataFrame
-    """`row` of the host table and `module`, its name."""
-    inlined: pl.DataFrame | None = None
-    """The same of ops and kernels in compiled code, which calls no modules, as its compiler tells."""
+    source: str  # `ranges`, `stacks`, `compiled` (only regions of compiled code) or `none`
+    calls: pl.DataFrame  # `row` of the host table and `module`, its name
+    inlined: pl.DataFrame | None = None  # the same for ops and kernels in compiled code, from the compiler's log
 
     def of_rows(self, host: pl.DataFrame) -> pl.Series:
-        """The module each host event ran in."""
+        """Return the module each host event ran in."""
         named = self.calls if self.inlined is None else pl.concat([self.calls, self.inlined])
         if named.is_empty():
             return pl.repeat(None, host.height, dtype=pl.Categorical(), eager=True).alias("module")
@@ -38,7 +33,7 @@ class Modules:
 
 
 def find_modules(host: pl.DataFrame) -> Modules:
-    """Every module call that a trace shows."""
+    """Return every module call in a trace."""
     for source, kind, prefix in (("ranges", "annotation", MODULE_PREFIX), ("stacks", "python", STACK_PREFIX)):
         calls = host.select("row", "name").filter(host["kind"] == kind)
         calls = calls.filter(matches(calls["name"], "^" + re.escape(prefix)))
@@ -52,10 +47,10 @@ def find_modules(host: pl.DataFrame) -> Modules:
 
 
 def _paths(host: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """A stack names a module by class and number: `Linear_3`. The modules around it make the name a path."""
+    """Return module paths from stacks, which name a module by class and number (`Linear_3`) inside other modules."""
     above = ancestor(host, host["row"].is_in(calls["row"].implode()))
     around = above.gather(host["parent"].gather(calls["row"]))
     paths: dict[int, str] = {}
-    for row, name, outer in zip(calls["row"], calls["module"], around):  # parents have lower rows: they come first
+    for row, name, outer in zip(calls["row"], calls["module"], around):  # parents have lower rows, so they come first
         paths[row] = f"{paths[outer]}.{name}" if outer is not None else name
     return pl.DataFrame({"row": calls["row"], "module": [paths[row] for row in calls["row"]]})

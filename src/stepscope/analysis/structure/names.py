@@ -1,4 +1,4 @@
-"""Questions about names, asked once of each different name however many events carry it."""
+"""Regular expressions on names, evaluated once per distinct name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import polars as pl
 
 
 def matches(names: pl.Series, pattern: str) -> pl.Series:
-    """Which of the names (Categorical) match a regular expression; a null does not.
+    """Return which names (Categorical) match a regular expression; null does not match.
 
     >>> matches(pl.Series(["aten::mm", "cudaLaunchKernel", None], dtype=pl.Categorical), "^aten").to_list()
     [True, False, False]

@@ -1,4 +1,4 @@
-"""Looking up a thread's tree of host events."""
+"""Lookups in a thread's tree of host events."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from collections.abc import Callable
 
 import polars as pl
 
-_HIGHEST = 64
-"""Steps up: a link by number may lead in a circle, in a trace that is not sound."""
+_HIGHEST = 64  # limit on steps up: links in a damaged trace may form a cycle
 
 
 def ancestor(host: pl.DataFrame, is_wanted: pl.Series) -> pl.Series:
-    """For each row of a host table the innermost row at or above it that is wanted; null when there is none."""
+    """Return for each row the innermost row at or above it that is wanted, or null."""
     wanted = is_wanted.fill_null(False)
     parents: pl.Series = host["parent"]
     answer: pl.Series = pl.int_range(host.height, dtype=pl.UInt32, eager=True).zip_with(wanted, parents)
     while True:
-        # Each row asks what its present candidate says: a wanted one names itself, another one further up. The
-        # distance doubles each time.
+        # Pointer doubling: a wanted row names itself, any other the candidate of its candidate.
         further = answer.gather(answer)
         if further.equals(answer):
             return answer
@@ -27,7 +25,7 @@ def ancestor(host: pl.DataFrame, is_wanted: pl.Series) -> pl.Series:
 def climb(
     rows: pl.Series, above: Callable[[pl.Series], pl.Series], goes_up: Callable[[pl.Series, pl.Series], pl.Series]
 ) -> pl.Series:
-    """Rows of the host table, each moved to the one `above` it as long as it `goes_up`, told both."""
+    """Return rows moved up to the row `above` them as long as `goes_up` holds."""
     for _ in range(_HIGHEST):
         higher = above(rows)
         moves = (higher.is_not_null() & goes_up(rows, higher)).fill_null(False)
@@ -38,6 +36,6 @@ def climb(
 
 
 def outermost(host: pl.DataFrame, rows: pl.Series, names: frozenset[str]) -> pl.Series:
-    """Rows of the host table, each moved up as long as the event above it has one of the names."""
+    """Return rows moved up as long as the event above has one of the names."""
     known = pl.Series(sorted(names), dtype=host.schema["name"]).implode()
     return climb(rows, host["parent"].gather, lambda _, above: host["name"].gather(above).is_in(known))

@@ -1,4 +1,4 @@
-"""Rates: so much in so much time."""
+"""Rates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import polars as pl
 
 
 def bandwidth(num_bytes: pl.Expr, duration_ns: pl.Expr) -> pl.Expr:
-    """Bytes a second, whole; null when either is unknown or no time passed.
+    """Return bytes per second as an integer; null if either is unknown or no time passed.
 
     >>> pl.select(bandwidth(pl.lit(3), pl.lit(2))).item()
     1500000000

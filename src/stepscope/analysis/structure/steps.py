@@ -1,4 +1,4 @@
-"""Where steps and phases begin and end in a trace, whoever labeled it or nobody."""
+"""Where steps and phases begin and end in a trace, with or without labels."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from stepscope.analysis.time.phases import PHASES
 
 _NO_THREAD = 2**32 - 1
 _UNTIMED = ["overhead", "other"]
-PHASE_PREFIX = "stepscope.phase/"
-"""What `recorder/trace.py` writes before the name of a phase."""
+PHASE_PREFIX = "stepscope.phase/"  # prefix of phase names, written by `recorder/trace.py`
 _STEP = r"^ProfilerStep#(\d+)$"
 _BACKWARD = "^autograd::engine::evaluate_function|^torch::autograd::AccumulateGrad$"
 _PATTERNS = {
     "optimizer": r"^Optimizer\.(step|zero_grad)#",
     "data": r"^enumerate\(DataLoader\)#|DataLoaderIter\.__next__",
 }
-# What people write in `record_function`, with its decoration taken off.
+# Common names in `record_function`, without decoration.
 _USERS = {
     "forward": {"forward", "fwd", "forward_pass", "model_forward"},
     "backward": {"backward", "bwd", "backward_pass"},
@@ -32,25 +31,21 @@ _USERS = {
 
 
 LABELS = r"^ProfilerStep#\d+$|^Optimizer\.(step|zero_grad)#|^enumerate\(DataLoader\)#"
-"""Labels of the profiler's own, which old versions recorded as ops."""
+"""The profiler's own labels, which old versions recorded as ops."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a trace and the phases in them."""
+    """The steps of a trace and their phases."""
 
-    source: str
-    """`ProfilerStep`, `optimizer`, `backward`, or `none`: then the trace is one stretch without steps."""
-    table: pl.DataFrame
-    """`step`, `start_ns`, `end_ns`: in order, not overlapping."""
-    phases: pl.DataFrame
-    """`start_ns`, `end_ns`, `phase`: the whole time of the host, without a gap."""
+    source: str  # `ProfilerStep`, `optimizer`, `backward`, or `none` (the trace has no steps)
+    table: pl.DataFrame  # `step`, `start_ns`, `end_ns`, in order and without overlaps
+    phases: pl.DataFrame  # `start_ns`, `end_ns`, `phase`, covering all host time without gaps
     phase_source: str
-    """`labels` (our own), `annotations` (the profiler's and the user's), or `autograd` (found)."""
-    main_thread: int | None
-    """The thread that runs the loop."""
+    """`labels` (Stepscope's), `annotations` (the profiler's and the user's), or `autograd` (inferred)."""
+    main_thread: int | None  # the thread that runs the training loop
     is_forward_found: bool = False
-    """Whether nobody labeled the forward: it then begins with the first op, which may prepare the batch."""
+    """Whether the forward is unlabeled: it then begins with the first op, which may prepare the batch."""
 
     @property
     def num(self) -> int:
@@ -58,7 +53,7 @@ class Steps:
 
 
 def find_steps(host: pl.DataFrame) -> Steps:
-    """Steps and phases from the nested host table."""
+    """Return steps and phases from the nested host table."""
     annotations = host.filter(pl.col("kind") == "annotation").with_columns(pl.col("name").cast(pl.String))
     main = _main_thread(host, annotations)
     backward = _bursts(host, main)
@@ -70,8 +65,8 @@ def find_steps(host: pl.DataFrame) -> Steps:
 
 
 def at_times(events: pl.DataFrame, steps: Steps, time: str) -> pl.DataFrame:
-    """Events with the `step` and the `phase` of a time of theirs; null outside all of them."""
-    # All borders in order, each with what begins there: one search then answers both questions for an event.
+    """Return events with the `step` and `phase` at one of their times; null outside."""
+    # All boundaries in order, so that one search finds both step and phase of an event.
     borders = pl.concat([table[end] for table in (steps.table, steps.phases) for end in ("start_ns", "end_ns")])
     borders = borders.unique().sort()
     begins = [_holding(steps.table, "step", borders), _holding(steps.phases, "phase", borders)]
@@ -80,7 +75,7 @@ def at_times(events: pl.DataFrame, steps: Steps, time: str) -> pl.DataFrame:
 
 
 def _holding(intervals: pl.DataFrame, label: str, times: pl.Series) -> pl.Series:
-    """The label of the interval, of disjoint ones in order, that holds each time."""
+    """Return the label of the disjoint, ordered interval that holds each time, or null."""
     place = _last_at(intervals["start_ns"], times)
     is_inside = (intervals["end_ns"].gather(place) > times).fill_null(False)
     found: pl.Series = intervals[label].gather(place.zip_with(is_inside, pl.Series([None], dtype=pl.UInt32)))
@@ -88,14 +83,14 @@ def _holding(intervals: pl.DataFrame, label: str, times: pl.Series) -> pl.Series
 
 
 def _last_at(ordered: pl.Series, times: pl.Series) -> pl.Series:
-    """The place of the last of some ordered times that is not after each time; null before the first."""
+    """Return the position of the last ordered time that is not after each time; null before the first."""
     num_before: pl.Series = ordered.search_sorted(times, side="right")
     place: pl.Series = num_before.zip_with(num_before > 0, pl.Series([None], dtype=pl.UInt32)) - 1
     return place
 
 
 def _main_thread(host: pl.DataFrame, annotations: pl.DataFrame) -> int | None:
-    """The thread of the step labels, else of the optimizer's, else the one with most ops outside autograd."""
+    """Return the thread of the step labels, else of the optimizer, else the one with most ops outside autograd."""
     working = host["thread"].filter(host["kind"] == "op").unique().implode()
     for pattern in (_STEP, _PATTERNS["optimizer"], "^" + re.escape(PHASE_PREFIX)):
         found = annotations.filter(pl.col("name").str.contains(pattern), pl.col("thread").is_in(working))
@@ -110,7 +105,7 @@ def _main_thread(host: pl.DataFrame, annotations: pl.DataFrame) -> int | None:
 
 
 def _bursts(host: pl.DataFrame, main: int | None) -> pl.DataFrame:
-    """Stretches of autograd at work: joined as long as the main thread starts no op of its own in between."""
+    """Return stretches of autograd work, joined unless the main thread starts an op in between."""
     is_backward = (host["kind"] == "op") & (
         matches(host["name"], _BACKWARD) | (host["forward_thread"] > 0).fill_null(False)
     )
@@ -118,7 +113,7 @@ def _bursts(host: pl.DataFrame, main: int | None) -> pl.DataFrame:
     if work.is_empty():
         return work
     is_own = (host["kind"] == "op") & (host["thread"] == (_NO_THREAD if main is None else main))
-    if (is_own & is_backward).any():  # without a GPU autograd works on the thread that called it
+    if (is_own & is_backward).any():  # without a GPU, autograd runs on the calling thread
         is_own &= ancestor(host, is_backward).is_null()
     own = host["start_ns"].filter(is_own).sort()
     before = own.search_sorted(work["start_ns"], side="left")
@@ -141,7 +136,7 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
         .select("step", "start_ns", "end_ns")
     )
     if not labeled.is_empty():
-        # A step ends where the next one starts, should labels overlap.
+        # A step ends where the next one starts, even if labels overlap.
         end = pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
         cut = labeled.with_columns(end.alias("end_ns"))
         return "ProfilerStep", cut.filter(pl.col("end_ns") > pl.col("start_ns"))
@@ -150,7 +145,7 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
     if timed.is_empty():
         return "none", empty
     first = int(timed.min())
-    # An optimizer may call another: the outer one is the step.
+    # An optimizer may call another: only the outer one is the step.
     labels = annotations.filter(pl.col("name").str.contains(r"^Optimizer\.step#")).sort(
         "start_ns", "end_ns", descending=[False, True]
     )
@@ -164,7 +159,7 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
 
 
 def _labeled(annotations: pl.DataFrame) -> tuple[dict[str, pl.DataFrame], str]:
-    """The intervals that labels give to phases."""
+    """Return the intervals that labels assign to phases."""
     ours = annotations.filter(pl.col("name").str.starts_with(PHASE_PREFIX))
     if not ours.is_empty():
         phase = pl.col("name").str.strip_prefix(PHASE_PREFIX)
@@ -187,8 +182,8 @@ def _phases(
     steps: pl.DataFrame,
     main: int | None,
 ) -> tuple[pl.DataFrame, str]:
-    """The host's time in phases, from what is labeled. What nobody labeled: autograd's bursts are the backward, and
-    what the main thread does from its first op up to a burst, with no other phase between, is the forward."""
+    """Return host time in phases. Without labels, autograd's bursts are the backward, and the main thread's ops
+    before a burst, with no other phase between, are the forward."""
     if source != "labels":
         if not any(not frame.is_empty() for frame in sets.values()):
             source = "autograd"
@@ -203,7 +198,7 @@ def _phases(
     whole = pl.DataFrame({"start_ns": [bounds["start_ns"].min()], "end_ns": [bounds["end_ns"].max()]})
     stretches = sweep({"whole": whole, **sets})
     phase = pl.lit("other")
-    for name in ("forward", "backward", "data", "optimizer"):  # the last one that covers a moment has it
+    for name in ("forward", "backward", "data", "optimizer"):  # the last one that covers a moment wins
         phase = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(phase)
     labeled = stretches.select("start_ns", "end_ns", phase.alias("phase"))
     changes = (pl.col("phase") != pl.col("phase").shift(1)).fill_null(True).cum_sum().alias("run")
@@ -223,13 +218,13 @@ def _found_forward(
     ops = spans(host, (pl.col("kind") == "op") & (pl.col("thread") == (_NO_THREAD if main is None else main)))
     if ops.is_empty():
         return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
-    # Gradients are often cleared between a forward and its backward: that does not end the forward.
+    # Clearing gradients between forward and backward does not end the forward.
     clearing = spans(host, (host["kind"] == "annotation") & matches(host["name"], r"^Optimizer\.zero_grad#"))
     stepping = sets["optimizer"].join(clearing, on=["start_ns", "end_ns"], how="anti")
     taken = union(pl.concat([sets["backward"], stepping, sets["data"]]))
     bounds = pl.DataFrame({"start_ns": [ops["start_ns"].min()], "end_ns": [ops["end_ns"].max()]})
     cuts = steps.select("start_ns", "end_ns") if not steps.is_empty() else bounds
-    # A step's border is a cut as well: stretches are not joined across it.
+    # Stretches are not joined across step boundaries.
     edges = pl.concat([cuts["start_ns"], cuts["end_ns"]])
     free = sweep({"cuts": cuts, "taken": taken, "bounds": bounds}, edges).filter("cuts", ~pl.col("taken"))
     joined = _join_runs(free, edges)
@@ -248,7 +243,7 @@ def _found_forward(
 
 
 def _until_last_op(found: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
-    """Each stretch up to the end of the last op that starts in it."""
+    """Return each stretch shortened to the end of the last op that starts in it."""
     return (
         found.sort("end_ns")
         .join_asof(
@@ -263,7 +258,7 @@ def _until_last_op(found: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _join_runs(stretches: pl.DataFrame, edges: pl.Series) -> pl.DataFrame:
-    """Stretches that touch made one, except where an edge lies between them."""
+    """Return touching stretches joined, except across an edge."""
     is_new = (pl.col("start_ns") != pl.col("end_ns").shift(1)).fill_null(True) | pl.col("start_ns").is_in(
         edges.implode()
     )

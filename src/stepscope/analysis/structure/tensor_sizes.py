@@ -1,4 +1,4 @@
-"""How large the tensors are that a piece of GPU work goes over, and what it reads and writes of them."""
+"""Sizes of the tensors that GPU work reads and writes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ PRODUCTS = {
     "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::addmm_": 1, "aten::baddbmm_": 1,
     "aten::_addmm_activation": 1, "aten::_scaled_mm": 0,
 }  # fmt: skip
-"""Ops that multiply two matrices, each with the place of its left operand; the right one follows."""
+"""Ops that multiply two matrices, with the position of the left operand; the right one follows."""
 _TEXTS = ("shapes", "dtypes", "strides", "inputs")
 
 
 def with_sizes(work: pl.DataFrame) -> pl.DataFrame:
-    """The same rows with `shape`, of the largest tensor that the op is given or, if it is a product, makes, and with
-    `read_bytes` and `written_bytes`, which stand at a call's longest piece as its `bytes` do.
+    """Return rows with `shape` (the op's largest operand, or result of a product), `read_bytes` and `written_bytes`.
 
-    Null where the trace does not say.
+    The bytes stand at a call's longest event. Null if the trace does not contain shapes.
     """
     keys = ["op", *_TEXTS]
     distinct = work.select(keys).unique(maintain_order=True)
@@ -37,7 +36,7 @@ def with_sizes(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def product(op: str | None, given: Sequence[Operand]) -> tuple[int, int, int, int] | None:
-    """Batch, rows, inner size and columns of a product of two matrices; None for anything else.
+    """Return batch, rows, inner size and columns of a product of two matrices; None for other ops.
 
     >>> product("aten::mm", operands("[[8, 16], [16, 4]]", '["float", "float"]'))
     (1, 8, 16, 4)

@@ -1,4 +1,4 @@
-"""Every piece of GPU work with the op that asked for it and what that op costs."""
+"""GPU work with the op that launched it and that op's cost."""
 
 from __future__ import annotations
 
@@ -11,26 +11,23 @@ from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor, climb
 
-# What autograd puts around the ops of a backward: not what somebody called.
+# Autograd's wrappers around backward ops, which nobody called.
 COMPILED = r"^CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
 _AUTOGRAD = r"^autograd::|Backward\d*$|^torch::autograd::|^CompiledFunction|AccumulateGrad$"
 
 
 def work(linked: Linked) -> pl.DataFrame:
-    """GPU work in order of time, one row a piece.
+    """Return GPU work by time, one row per event.
 
-    `event`, `kind`, `name`, `class`, `activity`, `start_ns`, `duration_ns`, `device`, `stream`, `step`, `phase`,
-    `module` as in the device table. `call` is the row of the op that launched it, `op` its name, with its `shapes`,
-    `dtypes`, `strides`, `inputs`; `root` is the row of the outermost op around that, for work of the backward of the
-    op whose backward it is: what the program called. `root_op` is its name; `is_compiled`, whether what torch.compile
-    made is around it. `flops`, `bytes`, `dtype` and
-    `peak_dtype` are of the whole call and stand at its longest piece; the others have none.
+    `call` is the row of the launching op, `op` its name. `root` is the row of the outermost op that the program
+    called (for the backward, the op it belongs to), `root_op` its name. `is_compiled` marks work of torch.compile.
+    `flops`, `bytes`, `dtype` and `peak_dtype` are those of the whole call and stand at its longest event.
     """
     host, device = linked.host, linked.device
     calls = costed_calls(linked).filter(pl.col("op").is_not_null())
     costs = calls.select(pl.col("op").alias("call"), "flops", "bytes", "dtype", "peak_dtype")
     called = host["forward"].gather(device["op"])
-    # What a checkpoint runs again is a forward, though a backward is around it.
+    # A checkpoint recomputes a forward inside a backward.
     is_backward = called.is_not_null() & ~is_run_again(host).gather(device["op"])
     called = called.zip_with(is_backward.fill_null(False), device["op"])
     roots = outermost_op(host, called)
@@ -49,7 +46,7 @@ def work(linked: Linked) -> pl.DataFrame:
 
 
 def outermost_op(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
-    """The rows of ops, each moved up as long as the event above is an op that somebody called."""
+    """Return rows of ops moved up as long as the event above is an op that somebody called."""
     is_called = (host["kind"] == "op") & ~matches(host["name"], _AUTOGRAD)
 
     def goes_up(_: pl.Series, above: pl.Series) -> pl.Series:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepscope.analysis.attention import reasons as analysis
-from stepscope.analysis.attention.reasons import BACK_ENDS, Reason
+from stepscope.analysis.attention.reasons import BACKENDS, Reason
 from stepscope.document.model import Bars, Document, Missing, Part, Section, Series, Table, Text
 from stepscope.errors import Unavailable
 from stepscope.formatting import average, duration, percent, safe
@@ -120,7 +120,7 @@ def _reasons(report: AttentionReport) -> Iterator[Table]:
     if found:
         columns = {
             "call": [_name(call) for call, _ in found],
-            "not_on": [BACK_ENDS[reason.backend] for _, reason in found],
+            "not_on": [BACKENDS[reason.backend] for _, reason in found],
             "because": [_because(reason, call) for call, reason in found],
             "source": [reason.source for _, reason in found],
         }
@@ -135,7 +135,7 @@ def _because(reason: Reason, call: Mapping[str, Any]) -> str:
 
 def backend_name(call: Mapping[str, Any]) -> str:
     """Return the backend of a call as it is written."""
-    return BACK_ENDS.get(call["backend"], str(call["backend"]))
+    return BACKENDS.get(call["backend"], str(call["backend"]))
 
 
 def _name(call: Mapping[str, Any]) -> str:
