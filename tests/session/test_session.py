@@ -232,7 +232,7 @@ def test_the_memory_of_another_rank(tmp_path):
     folder = cpu_recording(tmp_path / "run")
     write_memory(cpu_recording(folder / "rank1") / "memory.json.gz", a_step())
 
-    assert list(open_session(folder).rank_recordings) == [1]
+    assert list(open_session(folder).rank_folders) == [1]
     assert open_session(folder, rank=1).memory.account.peak_bytes
     with pytest.raises(UsageError, match="no rank 2: the ranks are 0, 1"):
         _ = open_session(folder, rank=2).memory

@@ -114,7 +114,7 @@ def fixes_text(names: Sequence[str] = (), as_json: bool = False) -> str:
 
 def _studies_text(names: Sequence[str], as_json: bool) -> str:
     """The studies with what each asks, for the terminal or as JSON."""
-    from stepscope.api import need_read_side
+    from stepscope.session import need_read_side
     from stepscope.studies.registry import STUDIES, find_study
 
     need_read_side()

@@ -129,11 +129,19 @@ class Session:
             raise RecordingError(f"{self.path} holds a recording with {wrong_kind(error)}") from None
 
     @cached_property
+    def rank_folders(self) -> dict[int, Path]:
+        """The folders of the other ranks of a run under torchrun, which lie inside the first rank's, by rank."""
+        found = [each for each in self.path.glob("rank*") if each.name[4:].isdecimal() and each.is_dir()]
+        return {int(each.name[4:]): each for each in sorted(found, key=lambda each: int(each.name[4:]))}
+
+    @cached_property
     def rank_recordings(self) -> dict[int, Session]:
-        """The recordings of the other ranks of a run under torchrun, which lie in folders inside the first."""
-        folders = [file.parent for file in self.path.glob(f"rank*/{RECORDING_FILE}")]
-        ranks = sorted((int(each.name[4:]), each) for each in folders if each.name[4:].isdecimal())
-        return {rank: Session([folder], Kind.RECORDING, None, self.use_cache) for rank, folder in ranks}
+        """The recordings of the other ranks, by rank."""
+        return {
+            rank: Session([folder], Kind.RECORDING, None, self.use_cache)
+            for rank, folder in self.rank_folders.items()
+            if kind_of(folder) is Kind.RECORDING
+        }
 
     @cached_property
     def trace_files(self) -> list[TraceFile]:
@@ -246,7 +254,7 @@ class Session:
             return None
         folder = self.path / f"rank{self.rank}" if self.rank else self.path
         if not folder.is_dir():
-            raise UsageError(f"no rank {self.rank}: the ranks are {', '.join(map(str, [0, *self.rank_recordings]))}")
+            raise UsageError(f"no rank {self.rank}: the ranks are {', '.join(map(str, [0, *self.rank_folders]))}")
         return folder / MEMORY_FILE if (folder / MEMORY_FILE).is_file() else None
 
     @property
@@ -288,7 +296,8 @@ class Session:
             return window_report(self.path, self.allocations)
         if self.kind is Kind.SNAPSHOT:
             return snapshot_report(self.path, self.snapshot)
-        return trace_report(self.linked, self.allocations)
+        allocations = self.allocations  # first: it says what to record if there is no trace either
+        return trace_report(self.linked, allocations)
 
     @cached_property
     def snapshot(self) -> Snapshot:
