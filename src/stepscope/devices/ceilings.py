@@ -1,7 +1,6 @@
 """Ceilings measured on this machine, kept in the user's cache by device name.
 
-The file is a convenience: one that cannot be read counts as empty, and the next measurement
-replaces it.
+An unreadable file counts as empty, and the next measurement replaces it.
 """
 
 from __future__ import annotations
@@ -20,20 +19,17 @@ CEILINGS_FILE = "ceilings.json"
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The best rates a plain matrix product and a plain copy reached on a device."""
+    """The best rates of a plain matrix product and a plain copy on a device."""
 
     name: str
-    matmul_flops: Mapping[str, int]
-    """Operations a second by dtype, 2 a multiply-add."""
-    copy_bytes_per_s: int
-    """Bytes read plus bytes written."""
-    measured_at: str
-    """ISO 8601, UTC."""
+    matmul_flops: Mapping[str, int]  # operations per second by dtype, 2 per multiply-add
+    copy_bytes_per_s: int  # bytes read plus bytes written
+    measured_at: str  # ISO 8601, UTC
     torch_version: str
 
 
 def ceilings_path() -> Path:
-    """The file of ceilings, in `$STEPSCOPE_CACHE`, `$XDG_CACHE_HOME/stepscope` or `~/.cache/stepscope`."""
+    """Return the file of ceilings, in `$STEPSCOPE_CACHE`, `$XDG_CACHE_HOME/stepscope` or `~/.cache/stepscope`."""
     folder = os.environ.get("STEPSCOPE_CACHE")
     if folder:
         return Path(folder) / CEILINGS_FILE
@@ -42,7 +38,7 @@ def ceilings_path() -> Path:
 
 
 def load_ceilings(name: str) -> Ceilings | None:
-    """The ceilings stored for exactly this device name, or None."""
+    """Return the ceilings stored for exactly this device name, or None."""
     entry: Any = _read().get(name)
     try:
         return Ceilings(
@@ -57,7 +53,7 @@ def load_ceilings(name: str) -> Ceilings | None:
 
 
 def save_ceilings(ceilings: Ceilings) -> Path:
-    """Store `ceilings` in place of older ones of the same device, and return the file written."""
+    """Store `ceilings` in place of older ones of the same device, and return the path written."""
     entry = {
         "matmul_flops": dict(ceilings.matmul_flops),
         "copy_bytes_per_s": ceilings.copy_bytes_per_s,

@@ -17,38 +17,32 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 
 @dataclass(frozen=True)
 class Device:
-    """A device as its maker describes it; the fields of `peaks.json`, whose `about` defines them."""
+    """A device as its vendor describes it; the fields of `peaks.json`, whose `about` defines them."""
 
-    name: str
-    """As `torch.cuda.get_device_name()` reports it."""
+    name: str  # as `torch.cuda.get_device_name()` reports it
     peak_flops: Mapping[str, int]
-    """Dense operations a second by dtype, 2 a multiply-add; an unknown or unsupported dtype is absent."""
-    memory_bytes: int
-    """Nominal; the driver keeps some of it."""
+    """Dense operations per second by dtype, 2 per multiply-add; unknown or unsupported dtypes are absent."""
+    memory_bytes: int  # nominal; the driver reserves some of it
     bandwidth_bytes_per_s: int
-    source: str
-    """The document and the column of it."""
+    source: str  # the document and its column
     note: str = ""
-    compute_capability: tuple[int, int] | None = None
-    """NVIDIA's number of the architecture; None for other makers."""
-    num_processors: int | None = None
-    """Streaming multiprocessors; None where unknown."""
-    visible_bytes: int | None = None
-    """What a process can see of the memory; None where unknown."""
+    compute_capability: tuple[int, int] | None = None  # NVIDIA's architecture number; None for other vendors
+    num_processors: int | None = None  # streaming multiprocessors; None if unknown
+    visible_bytes: int | None = None  # memory visible to a process; None if unknown
 
 
 def find_device(name: str) -> Device | None:
-    """The device with exactly this name, or None: a near name may be a device with other peaks."""
+    """Return the device with exactly this name, or None: a similar name may have other peaks."""
     return _devices().get(name)
 
 
 def known_devices() -> tuple[Device, ...]:
-    """Every device in the table, in the table's order."""
+    """Return every device in the table, in order."""
     return tuple(_devices().values())
 
 
 def nearest_names(name: str, count: int = 3) -> list[str]:
-    """At most `count` known names that look like `name`, nearest first; for messages only.
+    """Return at most `count` known names similar to `name`, the most similar first; for messages only.
 
     >>> nearest_names("l40")
     ['NVIDIA L40', 'NVIDIA L40S']
@@ -59,7 +53,7 @@ def nearest_names(name: str, count: int = 3) -> list[str]:
         likeness = difflib.SequenceMatcher(None, name.lower(), known.lower()).ratio()
         has_it = bool(words) and name.lower() in known.lower()
         if has_it or likeness >= 0.5:
-            # Whole words first: letter by letter, "NVIDIA H100 80GB" is nearest to a GH200 480GB.
+            # Compare whole words first: by letters, "NVIDIA H100 80GB" is nearest to a GH200 480GB.
             ranked.append((has_it, len(words & _words(known)), likeness, known))
     is_part = any(has_it for has_it, *_ in ranked)
     return [known for has_it, _, _, known in sorted(ranked, reverse=True) if has_it or not is_part][:count]

@@ -1,1 +1,1 @@
-"""Reading recordings and traces into typed data. No torch here."""
+"""Reads recordings and traces into typed data, without torch."""

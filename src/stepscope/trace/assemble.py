@@ -1,4 +1,4 @@
-"""The columns of many slices put together into the tables of one trace."""
+"""Assembles the columns of many slices into the tables of one trace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from stepscope.trace.tables import Trace, TraceFacts
 
 
 class Assembler:
-    """Takes slices in the order of the file; `finish` gives the trace."""
+    """Takes slices in file order; `finish` returns the trace."""
 
     def __init__(self) -> None:
         self.num_events = 0
-        self.num_sound = 0
-        """Events that a table can take, or that are counted only."""
-        self.num_passed_over = 0
-        """Bytes in which no event was found."""
+        self.num_sound = 0  # events that fit a table, or are only counted
+        self.num_passed_over = 0  # bytes in which no event was found
         self.problems = Problems()
         self._frames: dict[str, list[pl.DataFrame]] = {}
         self._counts: Counts = {}
@@ -35,7 +33,7 @@ class Assembler:
         """Names of processes by process, of threads by process and thread."""
 
     def add(self, decoded: Decoded) -> None:
-        """Take the next slice."""
+        """Add the next slice."""
         columns = decoded.columns
         numbers = pl.Series([self._threads[key] for key in columns.threads], dtype=pl.UInt32)
         for name, frame in columns.frames.items():
@@ -46,16 +44,16 @@ class Assembler:
         for pid, tid, what, text in columns.labels:
             if what == "thread_name":
                 self._labels[what, pid, tid] = text
-                self._threads[pid, tid]  # a stream has a row here too, where the trace names it
+                self._threads[pid, tid]  # a named stream has a row here too
             else:
-                self._labels[what, pid] = text  # once for a process, on whatever thread the profiler chose
+                self._labels[what, pid] = text  # once per process, on an arbitrary thread
         self.problems.take(decoded.problems.values())
         self.num_events += columns.num_events
         self.num_sound += columns.num_events - decoded.num_unsound
         self.num_passed_over += decoded.num_passed_over
 
     def finish(self, path: Path, facts: TraceFacts, warnings: Iterable[str]) -> Trace:
-        """The whole trace."""
+        """Return the whole trace."""
         warnings = list(warnings)
         begins, ends = (self._frames.pop(table.name, []) for table in (BEGINS, ENDS))
         if begins or ends:
@@ -83,7 +81,7 @@ class Assembler:
         )
 
     def _thread_table(self) -> pl.DataFrame:
-        """The threads, numbers by size before names, and the `number` that each has in the slices."""
+        """Return the threads (numbers sorted before names) and the `number` that each has in the slices."""
         name = self._labels.get
         threads = pl.DataFrame(
             {
@@ -106,8 +104,8 @@ class Assembler:
 
 
 def _together(table: Table, parts: list[pl.DataFrame]) -> pl.DataFrame:
-    """All parts of a table, with every column it has."""
-    # The host table is put in order, and so written anew, in any case.
+    """Return all parts of a table with all its columns."""
+    # The host table is sorted, and thus copied, in any case.
     return pl.concat([_empty(table.name), *parts], how="diagonal", rechunk=table is not HOST)
 
 
@@ -117,7 +115,7 @@ def _empty(name: str) -> pl.DataFrame:
 
 
 def _renumbered(frame: pl.DataFrame, numbers: pl.Series) -> pl.DataFrame:
-    """The frame with the new number of each of its threads."""
+    """Return the frame with its threads renumbered."""
     return frame.with_columns(thread=numbers.gather(frame["thread"])) if "thread" in frame.columns else frame
 
 
@@ -126,7 +124,7 @@ def _problem_order(problem: Problem) -> tuple[int, str]:
 
 
 def pair_edges(begins: pl.DataFrame, ends: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-    """Begin and end events as complete ones: an end closes the last begin of its thread. Also how many stay open."""
+    """Return begin and end events as complete ones, and how many stay open; an end closes its thread's last begin."""
     edges = pl.concat([begins.with_columns(is_begin=True), ends.with_columns(is_begin=False)])
     edges = edges.sort("thread", "start_ns", "event")
     firsts, lasts = array("I"), array("I")

@@ -1,8 +1,7 @@
-"""A trace's columns kept beside it as Parquet, and used again for as long as the trace has not changed.
+"""Caches a trace's columns as Parquet beside it, valid until the trace changes.
 
-`rank0.json.gz` has its columns in the folder `rank0.json.gz.stepscope`: one Parquet file a table, and `trace.json`.
-Deleting the folder is always safe. Whatever is wrong with it, the trace itself is read: a cache may save time, it
-may not cost an answer.
+`rank0.json.gz` has its columns in the folder `rank0.json.gz.stepscope`: one Parquet file per table, and `trace.json`.
+Deleting the folder is always safe. If anything is wrong with it, the trace itself is read.
 """
 
 from __future__ import annotations
@@ -34,32 +33,28 @@ if TYPE_CHECKING:
 SUFFIX = ".stepscope"
 FACTS_FILE = "trace.json"
 WORTH_KEEPING = 25_000
-"""Events, about 8 MiB of JSON. Fewer are read in 0.2 s, no longer than Python and its libraries take to start."""
+"""Events, about 8 MiB of JSON. Fewer are read in 0.2 s, about as long as Python takes to start."""
 
-# Measured on 414 MB of trace (608,000 host and 101,000 device events), in seconds of processor time to write and
-# megabytes written: level 1 0.39 and 9.6, level 2 0.40 and 9.3, level 3 0.46 and 9.2, level 6 0.65 and 9.1.
-# Statistics cost another half and nothing reads them. Smaller row groups take more room, larger ones more memory.
+# Measured on a 414 MB trace (608,000 host and 101,000 device events), in CPU seconds and megabytes written: level 1
+# 0.39 and 9.6, level 2 0.40 and 9.3, level 3 0.46 and 9.2, level 6 0.65 and 9.1. Statistics add half to that, and
+# nothing reads them. Smaller row groups need more space, larger ones more memory.
 _LEVEL = 2
 _ROWS_A_GROUP = 1 << 17
 
 _END = 1 << 16
-_LEFT_BEHIND_S = 24 * 3600
-"""A temporary folder older than this has nobody who still writes it."""
-_UNUSED_S = 90 * 24 * 3600
-"""Columns in the user's cache that nobody has used for so long are removed: their trace may long be gone."""
+_LEFT_BEHIND_S = 24 * 3600  # an older temporary folder was abandoned by its process
+_UNUSED_S = 90 * 24 * 3600  # unused columns in the user's cache are removed after this time: their trace may be gone
 
 
 @dataclass(frozen=True)
 class _Key:
-    """What must be the same for columns to be used again."""
+    """What must match for cached columns to be used."""
 
     num_bytes: int
     mtime_ns: int
-    ends: str
-    """Hash of the first and the last 64 KiB: a file copied over another may keep its size and time."""
+    ends: str  # hash of the first and last 64 KiB: a file copied over another may keep its size and time
     schema_version: int
-    reader: str
-    """Hash of the code that reads, so that nobody has to remember to count a version up."""
+    reader: str  # hash of the reading code, so that no version number is needed
 
 
 @dataclass(frozen=True)
@@ -71,14 +66,13 @@ class _Kept:
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     num_events: int
-    hashes: dict[str, str]
-    """Of each table's file. Parquet with a flipped bit may well be read without complaint."""
+    hashes: dict[str, str]  # of each table's file. Parquet with a flipped bit may be read without an error.
 
 
 def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None = None) -> Trace:
-    """The trace at `path`: from the columns kept of it where they are good, else read, and then kept if it is large.
+    """Return the trace at `path` from its cached columns if valid; otherwise read it, and cache it if it is large.
 
-    Raises TraceError as `read_trace` does; never because of the cache.
+    Raises TraceError like `read_trace`, but never because of the cache.
     """
     key = _key_of(path) if use_cache else None
     if key is None:
@@ -89,26 +83,26 @@ def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None 
             _mark_as_used(folder)
             return kept
     trace = read_trace(path, progress)
-    # A trace that changed while it was read belongs to no key.
+    # A trace that changed while it was read has no key.
     if trace.num_events >= WORTH_KEEPING and _key_of(path) == key:
         any(_store(folder, trace, key) for folder in _places(path))
     return trace
 
 
 def read_trace(path: Path, progress: Progress | None) -> Trace:
-    """Read the trace itself, with what only that needs."""
+    """Return the trace read from the file itself."""
     from stepscope.trace import reader
 
     return reader.read_trace(path, progress)
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """Folders for a trace's columns, best first: beside it, else (a folder one may not write) the user's cache."""
+    """Return folders for a trace's columns: beside it, or the user's cache if that is not writable."""
     yield path.with_name(path.name + SUFFIX)
     shared = _user_cache()
     try:
         name = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()
-    except (OSError, RuntimeError):  # a path that leads in a circle
+    except (OSError, RuntimeError):  # a cyclic path
         return
     if shared is not None:
         yield shared / name
@@ -123,7 +117,7 @@ def _user_cache() -> Path | None:
 
 
 def _key_of(path: Path) -> _Key | None:
-    """The key of a trace as it is now; None for what is not a file, a pipe for instance: it can be read only once."""
+    """Return the current key of a trace; None if it is not a regular file: a pipe can be read only once."""
     try:
         if not path.is_file():
             return None
@@ -146,7 +140,7 @@ def _reader_hash() -> str:
 
 
 def _load(folder: Path, path: Path, key: _Key) -> Trace | None:
-    """The trace kept in `folder`; None when there is none, or it is of another key, damaged, or somebody else's."""
+    """Return the trace cached in `folder`; None if there is none, or it is outdated, damaged, or another user's."""
     try:
         kept = msgspec.json.decode(_bytes_of(folder / FACTS_FILE), type=_Kept)
         if kept.key != key:
@@ -160,7 +154,7 @@ def _load(folder: Path, path: Path, key: _Key) -> Trace | None:
             compiler=None,
             **{table.name: _load_table(folder, table, kept.hashes[table.name]) for table in TABLES},
         )
-    except (Exception, pl.exceptions.PanicException):  # a decoder may fail in any way on bytes that anybody wrote
+    except (Exception, pl.exceptions.PanicException):  # a decoder may fail in any way on untrusted bytes
         return None
 
 
@@ -176,7 +170,7 @@ def _load_table(folder: Path, table: Table, expected: str) -> pl.DataFrame:
 
 def _bytes_of(file: Path) -> bytes:
     if not file.is_file():
-        raise ValueError(f"{file} is not a file")  # and a pipe would be waited for
+        raise ValueError(f"{file} is not a file")  # and reading a pipe would block
     return file.read_bytes()
 
 
@@ -185,14 +179,14 @@ def _hash_of(data: bytes) -> str:
 
 
 def _store(folder: Path, trace: Trace, key: _Key) -> bool:
-    """Write a trace's columns under another name, then put them in place; False when that cannot be done."""
+    """Write a trace's columns under another name, then move them into place; return False if that fails."""
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
     try:
         if os.path.lexists(folder) and not _is_ours(folder):
             return False
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
-        # Who may not read the trace may not read its columns.
+        # Whoever may not read the trace may not read its columns.
         readable = trace.path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
         temporary.mkdir(mode=stat.S_IRWXU | readable | readable >> 2)
         hashes = {}
@@ -209,14 +203,14 @@ def _store(folder: Path, trace: Trace, key: _Key) -> bool:
         if folder.parent == _user_cache():
             _prune(folder.parent)
         return True
-    except (Exception, pl.exceptions.PanicException):  # a full disk, a folder that is not ours to write
+    except (Exception, pl.exceptions.PanicException):  # a full disk, or a folder that is not writable
         return False
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _put(temporary: Path, folder: Path) -> None:
-    """Rename a whole folder into place, over the one that is there."""
+    """Rename a whole folder into place, replacing the existing one."""
     old = temporary.with_suffix(".old")
     try:
         folder.rename(old)
@@ -227,13 +221,13 @@ def _put(temporary: Path, folder: Path) -> None:
     except OSError:
         if not folder.exists():
             raise
-        # Another process was faster: what it has put there is of the same trace.
+        # Another process was faster: its columns are of the same trace.
     finally:
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder holds only what Stepscope writes, so that it may be replaced."""
+    """Return whether a folder contains only files that Stepscope writes, so that it may be replaced."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     with os.scandir(folder) as entries:
@@ -244,14 +238,14 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _mark_as_used(folder: Path) -> None:
-    """Let what is in the user's cache live on."""
+    """Mark columns in the user's cache as used, so that they are kept."""
     if folder.parent == _user_cache():
         with contextlib.suppress(OSError):
             os.utime(folder)
 
 
 def _prune(user_cache: Path) -> None:
-    """Remove what nobody has used for long."""
+    """Remove columns that have been unused for long."""
     with os.scandir(user_cache) as entries:
         unused = [Path(e) for e in entries if time.time() - e.stat(follow_symlinks=False).st_mtime > _UNUSED_S]
     for folder in unused:
@@ -260,7 +254,7 @@ def _prune(user_cache: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a killed process left behind of this trace's columns."""
+    """Remove temporary folders that killed processes left for this trace."""
     with os.scandir(folder.parent) as entries:
         left = [e for e in entries if e.name.startswith(f".{folder.name}.") and e.name.endswith((".tmp", ".old"))]
     for entry in left:

@@ -1,7 +1,7 @@
 """Events as columns: the tables of `schema.py`, filled slice by slice.
 
-A slice is decoded and taken apart while it is still in the processor's cache: what stays of an event is a few
-numbers in lists. Columns are made of the lists once, at the end.
+A slice is decoded and split into lists of numbers while it is still in the CPU cache. Columns are made from the lists
+once, at the end.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from stepscope.trace.events import Event
 from stepscope.trace.schema import CATEGORIES, COLLECTIVES, HOST, MEMORY, TABLES, THREADS, Table
 from stepscope.trace.values import categories, floats, id_text, integers, json_texts, texts, times
 
-LONGEST_NS = 2**53
-"""An event longer than this (104 days) is a clock gone wrong."""
-LATEST_NS = 2**62
-"""So is one that starts later than this, or as long before zero: its end must fit into a column."""
+LONGEST_NS = 2**53  # longer events (104 days) come from a broken clock
+LATEST_NS = 2**62  # so do events that start later than this, or as long before zero: their end must fit into a column
 
 _EDGE = tuple(column for column in HOST.columns if column.name in ("event", "kind", "name", "thread", "start_ns"))
 BEGINS = Table("begins", "Begin events, until `assemble.py` has paired them with ends.", _EDGE)
 ENDS = Table("ends", "End events.", _EDGE)
 
-# What each kind of event carries in its arguments; the rest of its table's columns are null.
+# Arguments that each kind of event has; the table's other columns are null.
 _ID = ("external_id", "old_external_id")
 _OP = (*_ID, "sequence", "forward_thread", "shapes", "dtypes", "strides", "inputs", "stack")
 _GPU = (*_ID, "correlation", "device", "stream", "graph", "graph_node")
@@ -53,13 +51,12 @@ _CARRIED: dict[tuple[str, str], tuple[str, ...]] = {
     ("collectives", ""): tuple(name for name in COLLECTIVES.schema if name != "event"),
 }  # fmt: skip
 _TABLES = {table.name: table for table in (*TABLES, BEGINS, ENDS)}
-_COLUMN = {"memory_bytes": "bytes", "memory_device": "device"}
-"""Arguments whose column is called otherwise."""
+_COLUMN = {"memory_bytes": "bytes", "memory_device": "device"}  # arguments whose column has another name
 _LABELS = ("process_name", "process_labels", "thread_name")
 
 
 class Numbers(dict[Any, int]):
-    """A number for each different key, in order of appearance."""
+    """A number for each distinct key, in order of appearance."""
 
     def __missing__(self, key: Any) -> int:
         number = self[key] = len(self)
@@ -73,7 +70,7 @@ class _Threads(dict[tuple[Any, Any], int]):
         self.numbers = Numbers()
 
     def __missing__(self, key: tuple[Any, Any]) -> int:
-        # Some profilers write one thread as 25738 in one event and "25738" in the next.
+        # Some profilers write a thread as 25738 in one event and "25738" in the next.
         number = self[key] = self.numbers[id_text(key[0]), id_text(key[1])]
         return number
 
@@ -85,22 +82,18 @@ Label = tuple[str | None, str | None, str, str]
 
 @dataclass
 class Columns:
-    """A part of a trace as columns."""
+    """Part of a trace as columns."""
 
     frames: dict[str, pl.DataFrame]
     num_events: int
-    counts: Counts
-    """Events by the format's letter, their category and the table that keeps them."""
-    threads: list[Thread]
-    """Process and thread of each number in the `thread` columns."""
-    labels: list[Label]
-    """What metadata events say: process, thread, `process_name`…, text."""
-    bad: dict[str, list[int]]
-    """Positions of events that no table can take, by what is wrong with them."""
+    counts: Counts  # events by phase letter, category and table
+    threads: list[Thread]  # process and thread of each number in the `thread` columns
+    labels: list[Label]  # metadata events: process, thread, `process_name`…, text
+    bad: dict[str, list[int]]  # positions of events that fit no table, by problem
 
 
 class Builder:
-    """Collects events; `finish` makes columns of them."""
+    """Collects events; `finish` returns them as columns."""
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -111,7 +104,7 @@ class Builder:
         self._without_phase: list[int] = []
 
     def add(self, events: list[Event]) -> None:
-        """Take a slice of events, in file order."""
+        """Add a slice of events, in file order."""
         buckets: dict[tuple[str, str | None], tuple[list[int], list[Event]]] = {}
         for position, event in enumerate(events, self.num_events):
             key = (event.ph, event.cat)
@@ -125,7 +118,7 @@ class Builder:
             self._add_alike(letter, category or "", positions, members)
 
     def _add_alike(self, letter: str, category: str, positions: list[int], events: list[Event]) -> None:
-        """Take events of one letter and category."""
+        """Add events of one letter and category."""
         table, kind = CATEGORIES.get(category.lower(), (HOST.name, "other"))
         kept: str | None = None
         num_kept = len(events)
@@ -171,7 +164,7 @@ class Builder:
         return num_chosen
 
     def finish(self) -> Columns:
-        """Everything collected, as columns."""
+        """Return everything collected as columns."""
         bad = {"no phase": self._without_phase} if self._without_phase else {}
         frames: dict[str, list[pl.DataFrame]] = {}
         for (table, _), piece in self._pieces.items():
@@ -224,7 +217,7 @@ class _Piece:
                 else:
                     column += values
         if "device" in self.carried:
-            # Old traces have the device and the stream only where others have process and thread.
+            # Old traces have device and stream only in place of process and thread.
             device, stream = (self._values[self.carried.index(name)] for name in ("device", "stream"))
             first = len(device) - len(events)
             if None in device[first:] or None in stream[first:]:
@@ -232,7 +225,7 @@ class _Piece:
                 stream[first:] = [_stream(e.tid) if v is None else v for v, e in zip(stream[first:], events)]
 
     def frame(self, bad: dict[str, list[int]]) -> pl.DataFrame:
-        """The columns that are there; events whose times are not sound go to `bad` instead."""
+        """Return the columns present; events with invalid times go to `bad`."""
         columns = {"event": pl.Series(self._positions, dtype=pl.UInt32)}
         if self._name:
             columns["name"] = _gather([name or None for name in self._names], self._name)
@@ -274,7 +267,7 @@ def _gather(different: list[str | None], codes: list[int]) -> pl.Series:
 
 def _split(values: Sequence[Raw]) -> list[bytes]:
     parts = b"\0".join(values).split(b"\0")
-    # JSON allows no NUL in a text; what has one all the same is taken piece by piece.
+    # JSON text cannot contain NUL; lists that do are converted piece by piece.
     return parts if len(parts) == len(values) else [bytes(value) for value in values]
 
 
@@ -282,11 +275,11 @@ def _join(values: list[Raw]) -> bytes:
     joined = b",".join(values)
     if joined.count(b",") < len(values):
         return joined
-    return b",".join([b"?" if b"," in bytes(value) else value for value in values])  # a list is no time
+    return b",".join([b"?" if b"," in bytes(value) else value for value in values])  # a list is not a time
 
 
 def _durations(joined: bytes) -> pl.Series:
-    """Durations; that of an event without one is zero: it is a point, and keeps its place."""
+    """Return durations; an event without one has zero and keeps its place."""
     durations = times(joined)
     if durations.null_count():
         durations = durations.set(pl.Series([part in (b"", b"null") for part in joined.split(b",")]), 0)
@@ -294,7 +287,7 @@ def _durations(joined: bytes) -> pl.Series:
 
 
 def _sound(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataFrame:
-    """The events whose times are sound; the others go to `bad`."""
+    """Return the events with valid times; the others go to `bad`."""
     time = next((name for name in ("start_ns", "time_ns") if name in frame.columns), None)
     if time is None:
         return frame
@@ -322,7 +315,7 @@ def _sound(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataFrame:
 
 
 def _in_order(parts: list[pl.DataFrame], bad: dict[str, list[int]]) -> pl.DataFrame:
-    """The kinds of one table together, in the order of the file; a table without times leaves bad events out too."""
+    """Return the kinds of one table in file order; a table without times omits bad events too."""
     whole = pl.concat(parts, how="diagonal").sort("event")
     if bad and not {"start_ns", "time_ns"} & set(whole.columns):
         events = pl.Series(list(chain.from_iterable(bad.values())), dtype=pl.UInt32)

@@ -1,4 +1,4 @@
-"""`compile.json` of a recording, and `compiler` of a checked workload: what torch.compile said of itself."""
+"""`compile.json` of a recording, and `compiler` of a checked workload: torch.compile's reports."""
 
 from __future__ import annotations
 
@@ -11,58 +11,58 @@ COMPILE_FILE = "compile.json"
 
 
 class CompileFacts(TypedDict, total=False):
-    """`compile.json`. Recordings of older versions have some of the fields, and a damaged one may have anything."""
+    """`compile.json`. Older recordings have some of the fields, and a damaged one may have anything."""
 
     num_compiles: int
     compile_seconds: float
-    """Of all compiles, backwards too."""
+    """Of all compiles, including backwards."""
     seconds_by_stage: dict[str, float]
-    """`dynamo` (reading Python), `autograd` (AOT: the backward's graph, and splitting), `inductor` (lowering, fusing,
-    writing code), `kernels` (waiting for Triton or the C++ compiler). Each without the next; together
-    `compile_seconds`. A stage that this torch does not tell is absent and part of the one before it."""
+    """`dynamo` (tracing Python), `autograd` (AOT: the backward's graph, and partitioning), `inductor` (lowering,
+    fusing, code generation), `kernels` (waiting for Triton or the C++ compiler), each without the next; they add up
+    to `compile_seconds`. A stage that this torch does not report is part of the one before.
+    """
     frames: list[dict[str, Any]]
-    """Function that was compiled (`frame`) and `num_compiles`."""
+    """Compiled function (`frame`) and `num_compiles`."""
     regions: dict[str, str]
-    """Number of a compile as traces have it, `0/1`, → its function."""
+    """Compile id as in traces, `0/1`, → its function."""
     num_graphs: int
     graphs: list[dict[str, Any]]
     """`compile_id`, `frame`, `num_ops`, `num_inputs`, `num_guards`."""
     graph_breaks: list[dict[str, Any]]
-    """`reason`, `place` in the user's code, `count`; `runs_eagerly` where torch gave the function up."""
+    """`reason`, `place` in the user's code, `count`; `runs_eagerly` if torch stopped compiling the function."""
     recompiles: list[dict[str, Any]]
-    """`frame`, `failed_guards` as torch words them, and the `place` of the first, which torch 2.6 does not tell."""
+    """`frame`, `failed_guards` in torch's words, and the `place` of the first (not with torch 2.6)."""
     recompile_limit_hits: list[dict[str, Any]]
-    """`frame` that was compiled too often and runs eagerly from then on, `count`."""
+    """`frame` that reached the limit and runs eagerly from then on, `count`."""
     dynamic_dimensions: list[dict[str, Any]]
-    """Sizes that were compiled for any value: `source`, `symbol`, `sizes` seen when compiling, `place`."""
+    """Sizes compiled for any value: `source`, `symbol`, `sizes` seen when compiling, `place`."""
     caches: dict[str, dict[str, int]]
-    """Of compiled `graphs` and of the `autograd` stage: how often `hit`, `miss` and `bypass` were told."""
+    """Of compiled `graphs` and the `autograd` stage: number of `hit`, `miss` and `bypass`."""
     cuda_graph_skips: list[dict[str, Any]]
     """`reason` and `count`."""
     cuda_graphs: dict[str, int] | None
-    """`num_recorded`, `num_compiled_functions`, `num_distinct_sizes` of one function at most."""
+    """`num_recorded`, `num_compiled_functions`, and the largest `num_distinct_sizes` of one function."""
     failures: list[dict[str, Any]]
-    """`reason`, `count`, `place` where torch tells it."""
+    """`reason`, `count`, and `place` if torch reports it."""
     compiled_calls: list[dict[str, Any]]
-    """Of each compiled graph: `compile_id`, `key` (as the profiler names a call of it), `is_backward`, and `calls`:
-    kernels and library ops in order, each with the module it computes, `""` for the compiled one itself, null where
-    that is not known."""
+    """Of each compiled graph: `compile_id`, `key` (the profiler's name for a call of it), `is_backward`, and `calls`:
+    kernels and library ops in order, each with its module (`""` for the compiled one itself, null if unknown)."""
 
 
 def entries(report: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """A list of `compile.json`, of which a damaged file may have made anything."""
+    """Return a list in `compile.json`, or an empty one if the file is damaged."""
     found = report.get(name)
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
 def count_of(entry: Mapping[str, Any]) -> int:
-    """How often an entry was seen."""
+    """Return how often an entry was seen."""
     count = entry.get("count", 1)
     return count if isinstance(count, int) else 1
 
 
 def read_compile_file(path: Path) -> Mapping[str, Any] | None:
-    """What the file says; None where it cannot be read."""
+    """Return the contents of the file; None if it cannot be read."""
     try:
         report = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -71,7 +71,7 @@ def read_compile_file(path: Path) -> Mapping[str, Any] | None:
 
 
 def compile_file_of_trace(trace: Path) -> Mapping[str, Any] | None:
-    """The same of the recording whose trace this is, `<run>/trace/rank0.json.gz`; None for any other trace."""
+    """Return `compile.json` of the recording of a trace (`<run>/trace/rank0.json.gz`); None for other traces."""
     run = trace.parent.parent
     is_of_recording = trace.parent.name == "trace" and (run / COMPILE_FILE).is_file()
     return read_compile_file(run / COMPILE_FILE) if is_of_recording else None

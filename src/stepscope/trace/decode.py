@@ -1,4 +1,4 @@
-"""A slice of a trace's text as columns: fast where it is sound, carefully where it is not."""
+"""A slice of a trace's text as columns: fast if it is valid, carefully if not."""
 
 from __future__ import annotations
 
@@ -14,32 +14,26 @@ from stepscope.trace.scan import LARGEST_EVENT, Problems, scan_events
 
 _BETWEEN = re.compile(rb"\}[ \t\n\r]*,[ \t\n\r]*(?=\{)")
 _SEPARATORS = b" \t\n\r,"
-_PIECE = 1 << 18
-"""Bytes decoded at a time: what stays in a processor's cache is fastest."""
+_PIECE = 1 << 18  # bytes decoded at a time; what fits into the CPU cache is fastest
 
 
 @dataclass
 class Decoded:
-    """What one slice gave."""
+    """The result of one slice."""
 
     columns: Columns
     problems: Problems
-    end: int
-    """Everything before this offset of the file is dealt with."""
-    is_closed: bool
-    """Whether the list of events ended at `end`."""
-    is_lost: bool
-    """Whether what is at `end` is the inside of something broken."""
-    num_unsound: int = 0
-    """Events that no table can take: without a phase, with times that are none."""
-    num_passed_over: int = 0
-    """Bytes in which no event was found."""
+    end: int  # everything before this file offset is done
+    is_closed: bool  # whether the list of events ended at `end`
+    is_lost: bool  # whether `end` is inside something broken
+    num_unsound: int = 0  # events that fit no table: without a phase, or with invalid times
+    num_passed_over: int = 0  # bytes in which no event was found
 
 
 def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = False) -> Decoded:
-    """Decode a slice that starts between two events, or anywhere when `is_lost`, at the file's offset `base`.
+    """Return a slice decoded; it starts at the file's offset `base` between two events, or anywhere if `is_lost`.
 
-    A slice that ends between two events too is decoded whole; else `end` says how far it went.
+    A slice that also ends between two events is decoded completely; otherwise `end` is where it stopped.
     """
     builder = Builder()
     problems = Problems()
@@ -48,7 +42,7 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
     num_passed_over = 0
     position, length = 0, _length(data)
     while position < length:
-        # A piece ends where an event seems to; the decoder finds out if it does not.
+        # A piece ends where an event seems to end; the decoder notices if it does not.
         match = _BETWEEN.search(data, position + _PIECE)
         end, resume = (match.start() + 1, match.end()) if match else (length, len(data))
         pieces.append(_Piece(builder.num_events, position, is_lost))
@@ -84,7 +78,7 @@ class _Piece:
 
 
 def _offset(data: bytes, base: int, pieces: list[_Piece], event: int) -> int:
-    """Where in the file an event of the slice starts."""
+    """Return the file offset of an event of the slice."""
     after = bisect_right(pieces, event, key=lambda piece: piece.first_event)
     piece = pieces[after - 1]
     stop = pieces[after].position if after < len(pieces) else None
@@ -94,6 +88,6 @@ def _offset(data: bytes, base: int, pieces: list[_Piece], event: int) -> int:
 
 
 def _length(data: bytes) -> int:
-    """The length without the separator at the end."""
+    """Return the length without a trailing separator."""
     tail = data[-1024:]
     return len(data) - len(tail) + len(tail.rstrip(_SEPARATORS))

@@ -1,18 +1,17 @@
-"""One event as the decoder sees it, and how a trace's text becomes a list of them."""
+"""One event as decoded, and how a trace's text becomes a list of them."""
 
 from __future__ import annotations
 
 import msgspec
 from msgspec import Raw, field
 
-Number = int | float | str | bool | None
-"""Producers disagree on whether an id is a number or a text: both are taken, columns decide."""
+Number = int | float | str | bool | None  # producers write ids as numbers or text: both are accepted, columns decide
 
 NOTHING = Raw()
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
-    """What we use of an event's `args`. Order follows the profiler's own: the decoder is fastest that way."""
+    """The used fields of an event's `args`, in the profiler's order, which decodes fastest."""
 
     external_id: Number = field(name="External id", default=None)
     old_external_id: Number = field(name="external id", default=None)

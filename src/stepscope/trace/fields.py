@@ -1,4 +1,4 @@
-"""The JSON object around a trace's list of events: its other fields, read as the file is read."""
+"""The JSON object around a trace's list of events: its other fields, read while streaming."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from stepscope.errors import TraceError
 from stepscope.trace.scan import is_incomplete, may_go_on, skip_blank, sound_text, value_at
 
-LARGEST_HEADER = 1 << 23
-"""Bytes before the first event, and after the last, that are looked at."""
+LARGEST_HEADER = 1 << 23  # bytes examined before the first event, and after the last
 _BYTE_ORDER_MARK = "\xef\xbb\xbf"
 _OTHER_FORMATS = {
     "\xff\xfe": "is UTF-16: a trace is UTF-8",
@@ -24,12 +23,12 @@ _OTHER_FORMATS = {
     "\x1f\x8b": "is compressed twice with gzip: gunzip makes a trace of it",
     "SQLite format 3": "is an SQLite database, as Nsight Systems writes them: only PyTorch's JSON traces are read",
 }
-"""What people take for a trace, by how it begins."""
+"""Files mistaken for traces, by their beginning."""
 _LONGEST_BEGINNING = max(map(len, _OTHER_FORMATS))
 
 
 class Fields:
-    """A cursor over the text before or after the events. A character of it is a byte."""
+    """A cursor over the text before or after the events. A character is a byte."""
 
     def __init__(self, path: Path, read: Callable[[], bytes], text: bytes = b"", base: int = 0) -> None:
         self._path = path
@@ -40,15 +39,15 @@ class Fields:
 
     @property
     def offset(self) -> int:
-        """Where in the file the cursor is."""
+        """File offset of the cursor."""
         return self._base + self._position
 
     def rest(self) -> tuple[int, bytes]:
-        """The offset of what follows the cursor, and as much of it as has been read."""
+        """Return the offset after the cursor, and the data read so far from there."""
         return self.offset, self._text[self._position :].encode("latin-1")
 
     def open(self) -> bool:
-        """Go into the outermost value; True for an object, False for a list."""
+        """Enter the outermost value; return True for an object, False for a list."""
         while len(self._text) < _LONGEST_BEGINNING and self._read_on():
             pass
         for beginning, what in _OTHER_FORMATS.items():
@@ -65,7 +64,7 @@ class Fields:
         return first == "{"
 
     def read(self, into: dict[str, Any]) -> bool:
-        """Read fields up to the list of events (True) or the end of the object (False)."""
+        """Read fields up to the list of events (return True) or the end of the object (False)."""
         while True:
             if self.peek() == ",":
                 self._position += 1
@@ -84,7 +83,7 @@ class Fields:
             into[key] = self._value()
 
     def peek(self) -> str:
-        """The next character that is not white space, the cursor before it; empty at the end of the file."""
+        """Return the next character that is not white space, without moving past it; empty at the end of the file."""
         while True:
             self._position = skip_blank(self._text, self._position)
             if self._position < len(self._text):
@@ -96,7 +95,7 @@ class Fields:
         return TraceError(f"{self._path} {what} (byte {self.offset:,})")
 
     def _value(self) -> Any:
-        """The value at the cursor, which goes after it."""
+        """Return the value at the cursor, and move after it."""
         while True:
             try:
                 value, end = value_at(self._text, self._position)
@@ -119,10 +118,10 @@ class Fields:
                 return None
 
     def _read_on(self) -> bool:
-        """Read more of the file; False at its end."""
-        self._base += self._position  # let go of what has been read
+        """Read more of the file; return False at its end."""
+        self._base += self._position  # release what has been read
         self._text, self._position = self._text[self._position :], 0
-        num_wanted = max(1, len(self._text))  # twice as much each time: a value is not read again too often
+        num_wanted = max(1, len(self._text))  # double each time, so that a value is not read again too often
         parts = []
         while num_wanted > 0 and (data := self._read()):
             parts.append(data)
@@ -137,7 +136,7 @@ _ENDS = "ends before its first event"
 
 
 def _sound(value: Any) -> Any:
-    """The value with texts that can be written again."""
+    """Return the value with texts that can be encoded."""
     if isinstance(value, dict):
         return {sound_text(key): _sound(item) for key, item in value.items()}
     if isinstance(value, list):

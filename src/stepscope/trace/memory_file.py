@@ -1,4 +1,4 @@
-"""A recording's `memory.json.gz`: read within bounds, every field of the kind it must be."""
+"""Reads a recording's `memory.json.gz` with size limits and type checks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from stepscope.errors import RecordingError
 
 MEMORY_FILE = "memory.json.gz"
 MEMORY_VERSION = 2
-MAX_BYTES = 1 << 29
-"""Of JSON: the recorder's 200,000 allocations are a tenth of it."""
+MAX_BYTES = 1 << 29  # of JSON: the recorder's 200,000 allocations are a tenth of it
 _TEXT_FIELDS = ("dtype", "owner", "op", "phase", "module", "caller")
 _ALLOCATOR = ("start_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "num_retries")
 _LARGEST = 2**63
 
 
 def read_memory(path: Path) -> dict[str, Any]:
-    """The memory file as docs/memory.md describes it, of any version; RecordingError in one line where it is none."""
+    """Return the memory file (docs/memory.md) of any version; RecordingError in one line if it is invalid."""
     try:
         memory = json.loads(_bytes_of(path))
     except (ValueError, RecursionError) as error:
@@ -56,7 +55,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _check(memory: Mapping[str, Any], version: int) -> None:
-    """TypeError or ValueError that names the first field which is not what it must be."""
+    """Raise TypeError or ValueError that names the first invalid field."""
     if version >= MEMORY_VERSION:
         _text(memory.get("device"), "device")
     _count(memory.get("num_dropped", 0), "num_dropped")
@@ -94,7 +93,7 @@ def _check(memory: Mapping[str, Any], version: int) -> None:
 
 
 def _of_version_1(memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Version 1 had times and no order, and did not say whose memory it was."""
+    """Convert version 1, which had times but no order, and no owners."""
     times = sorted(
         (each[name], name == "born_ns", index)
         for index, each in enumerate(memory["allocations"])

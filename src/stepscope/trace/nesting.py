@@ -1,19 +1,18 @@
-"""Which host event contains which: a tree a thread."""
+"""Which host event contains which: a tree per thread."""
 
 from __future__ import annotations
 
 import polars as pl
 
-_LARGE = 512
-"""Events of a thread from which columns beat a loop."""
+_LARGE = 512  # events per thread from which columns beat a loop
 
 
 def nest(host: pl.DataFrame) -> pl.DataFrame:
-    """The host table in order of thread and time, with its columns `parent` and `self_ns` filled.
+    """Return the host table by thread and time, with `parent` and `self_ns` filled.
 
-    The parent is the innermost event of the thread that is open when an event starts. Where recordings overlap in
-    part, which clocks of different origin do, an event keeps the parent it starts in, and each moment belongs to the
-    event that started last of those still open: `self_ns` of a thread adds up to the time its events cover.
+    The parent is the innermost event open on the thread when an event starts. If events overlap in part (clocks of
+    different origin), an event keeps the parent it starts in, and each moment belongs to the last started event still
+    open: `self_ns` of a thread adds up to the time its events cover.
     """
     names = host.columns
     ordered = host.sort("thread", "start_ns", "duration_ns", "event", descending=[False, False, True, False])
@@ -36,9 +35,9 @@ def _parents(places: pl.DataFrame) -> pl.Series:
 
 
 def _by_columns(thread: pl.DataFrame) -> pl.DataFrame | None:
-    """Parents in a thread whose events nest; None when some overlap in part."""
+    """Return parents in a thread whose events nest; None if some overlap in part."""
     is_solid = thread["end_ns"] > thread["start_ns"]
-    # An event of no length closes where it starts and holds nothing: only those with a length are counted.
+    # An event of zero length contains nothing: only those with a length are counted.
     started = is_solid.cast(pl.Int64).cum_sum() - is_solid.cast(pl.Int64)
     closed = thread.filter(is_solid)["end_ns"].sort().search_sorted(thread["start_ns"], side="right").cast(pl.Int64)
     placed = thread.select("row", "end_ns", (started - closed).alias("depth"))
@@ -54,7 +53,7 @@ def _by_columns(thread: pl.DataFrame) -> pl.DataFrame | None:
 
 
 def _by_stack(events: pl.DataFrame) -> pl.DataFrame:
-    """Parents in any thread."""
+    """Return parents in any thread."""
     parents: list[int | None] = []
     stack: list[tuple[int, int]] = []
     last = None
@@ -71,7 +70,7 @@ def _by_stack(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _self_in_tree(duration: pl.Series, parent: pl.Series) -> pl.Series:
-    """Duration less the durations of the children."""
+    """Return durations minus those of the children."""
     children = pl.DataFrame({"parent": parent, "inside": duration}).filter(parent.is_not_null())
     sums = children.group_by("parent").agg(pl.col("inside").sum())
     covered = pl.zeros(len(duration), pl.Int64, eager=True).scatter(sums["parent"], sums["inside"])
@@ -80,13 +79,13 @@ def _self_in_tree(duration: pl.Series, parent: pl.Series) -> pl.Series:
 
 
 def _self_by_sweep(places: pl.DataFrame) -> pl.Series:
-    """Each moment of a thread belongs to the event that started last of those still open."""
+    """Return self times if events overlap: each moment belongs to the last started event still open."""
     own = [0] * places.height
     stack: list[tuple[int, int]] = []
     last, now = None, 0
 
     def advance(until: int | None) -> None:
-        """Give the time up to a moment (None: all there is) to the innermost events open in it."""
+        """Assign the time up to a moment (None: all) to the innermost open events."""
         nonlocal now
         while stack and (until is None or now < until):
             row, end = stack[-1]

@@ -1,4 +1,4 @@
-"""Several processes decoding one trace."""
+"""Decodes one trace in several processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from stepscope.trace.decode import Decoded
 from stepscope.trace.source import Slice, Source
 from stepscope.trace.worker import identity, receive_answer, send_task
 
-Result = Callable[[], Decoded]
-"""Gives what a slice gave, or raises what kept it from giving anything."""
-MOST_WORKERS = 4
-"""More would read faster and hold more memory at once."""
+Result = Callable[[], Decoded]  # returns a slice's result, or raises its error
+MOST_WORKERS = 4  # more would be faster but need more memory at once
 _START = "import sys; sys.path[:] = {path!r}; from stepscope.trace.worker import main; main({file!r}, {file_id!r})"
 
 
 def num_workers() -> int:
-    """Processes worth starting: one a core this process may use."""
+    """Return the number of processes to start: one per usable core."""
     if not sys.executable or getattr(sys, "frozen", False):
         return 1  # there is no interpreter to start
     try:
@@ -34,9 +32,9 @@ def num_workers() -> int:
 
 
 class Pool:
-    """Worker processes, started at once and gone with the `with` block.
+    """Worker processes that live as long as the `with` block.
 
-    Raises OSError when the system has no process to spare.
+    Raises OSError if the system cannot start processes.
     """
 
     def __init__(self, source: Source, size: int) -> None:
@@ -54,12 +52,12 @@ class Pool:
                     [sys.executable, "-c", start],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,  # the user's terminal is not the place to die on
+                    stderr=subprocess.DEVNULL,  # the user's terminal must not receive its traceback
                     env=os.environ | {"POLARS_MAX_THREADS": "1"},
                 )
                 self._processes.append(process)
                 self._free.put(process)
-        except BaseException:  # the system has none to spare, or the user has had enough
+        except BaseException:  # the system has none left, or the user interrupted
             self._end_processes()
             raise
         self._threads = ThreadPoolExecutor(size)
@@ -69,7 +67,7 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()  # a thread that waits for it gets the end of its pipe
+            process.kill()  # a waiting thread gets the end of its pipe
         self._threads.shutdown(cancel_futures=True)
         self._end_processes()
 
@@ -79,7 +77,7 @@ class Pool:
             process.communicate()
 
     def decode(self, slices: Iterable[Slice]) -> Iterator[tuple[Slice, Result]]:
-        """Each slice and what it gave, in the order of the file, a few ahead of the one asked for."""
+        """Yield each slice and its result in file order, a few ahead of the one requested."""
         pending: deque[tuple[Slice, Future[Decoded]]] = deque()
         for part in slices:
             pending.append((part, self._threads.submit(self._run, part)))
@@ -100,7 +98,7 @@ class Pool:
                 "the trace is unharmed; if memory was short, try again when there is more"
             ) from None
         finally:
-            self._free.put(process)  # dead or not: who waits for one must not wait for ever
+            self._free.put(process)  # even if dead: nobody must wait for it forever
 
 
 def _waited_for(part: Slice, future: Future[Decoded]) -> tuple[Slice, Result]:
@@ -109,7 +107,7 @@ def _waited_for(part: Slice, future: Future[Decoded]) -> tuple[Slice, Result]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a process that has nothing more to say."""
+    """Return the exit code of a finished process."""
     try:
         return process.wait(timeout=1)
     except subprocess.TimeoutExpired:

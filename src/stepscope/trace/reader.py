@@ -1,4 +1,4 @@
-"""A trace file, whoever recorded it, as a `Trace`: streaming, in bounded memory, on all cores."""
+"""Reads any trace file as a `Trace`: streaming, in bounded memory, on all cores."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from stepscope.trace.scan import LARGEST_EVENT, USUAL_EVENT
 from stepscope.trace.source import SLICE, Document, Slice, Source
 from stepscope.trace.tables import Trace, facts_of
 
-Progress = Callable[[float], None]
-"""Told the share of the file that has been read."""
-WORTH_WORKERS = 6 * SLICE
-"""Bytes from which other processes read faster than they start."""
+Progress = Callable[[float], None]  # called with the share of the file that has been read
+WORTH_WORKERS = 6 * SLICE  # from this many bytes on, starting other processes pays off
 
 
 def read_trace(path: Path, progress: Progress | None = None, workers: int | None = None) -> Trace:
-    """Read one trace file, compressed or not.
+    """Return one trace file, compressed or not.
 
-    What is sound is read; what is not is counted in `problems`. Raises TraceError when nothing is.
+    Valid parts are read; the rest is counted in `problems`. Raises TraceError if nothing is valid.
     """
     path = Path(path)
     source = Source(path)
@@ -48,13 +46,10 @@ class _Reading:
         self.assembler = Assembler()
         self.progress = progress
         self.warnings: list[str] = []
-        self.carried = b""
-        """What a slice ended inside of, until the next completes it."""
+        self.carried = b""  # the unfinished end of a slice, until the next completes it
         self.carried_base = 0
-        self.is_lost = False
-        """Whether the next slice begins inside something broken."""
-        self.trailer: list[bytes] | None = None
-        """What follows the list of events, once it is closed."""
+        self.is_lost = False  # whether the next slice begins inside something broken
+        self.trailer: list[bytes] | None = None  # what follows the list of events
         self.trailer_base = 0
 
     def run(self, workers: int) -> Trace:
@@ -63,7 +58,7 @@ class _Reading:
         if workers > 1 and expected > WORTH_WORKERS:
             try:
                 pool = Pool(self.source, workers)
-            except OSError:  # no process to spare: it takes longer, that is all
+            except OSError:  # no other process available: it only takes longer
                 self._take_all(self._decode_here())
             else:
                 with pool:
@@ -105,7 +100,7 @@ class _Reading:
     def _take(self, part: Slice, result: Result) -> None:
         data, base = None, part.base
         if self.carried or self.is_lost:
-            # The slice before this one did not end between two events after all: read both as one.
+            # The previous slice did not end between two events: read both as one.
             data, base = self.carried + self.document.bytes_of(part), part.base - len(self.carried)
             decoded = decode_slice(data, base, is_lost=self.is_lost)
         else:
@@ -120,14 +115,14 @@ class _Reading:
             self.is_lost = True
 
     def _keep(self, rest: bytes, decoded: Decoded) -> None:
-        """Keep what a slice has after its last event."""
+        """Keep a slice's data after its last event."""
         if decoded.is_closed:
             self.trailer, self.trailer_base = [rest[1:]], decoded.end + 1
         else:
             self.carried, self.carried_base = rest, decoded.end
 
     def _end(self) -> None:
-        """Take what is left when the file has been read."""
+        """Process the rest at the end of the file."""
         if self.carried:
             decoded = decode_slice(self.carried, self.carried_base, is_last=True, is_lost=self.is_lost)
             self.assembler.add(decoded)

@@ -1,4 +1,4 @@
-"""A recording's folder as typed data, whole or cut off; the reader's half of `recorder/files.py`."""
+"""A recording's folder as typed data, complete or cut off; the counterpart of `recorder/files.py`."""
 
 from __future__ import annotations
 
@@ -18,63 +18,65 @@ COUNTERS_FILE = "counters.jsonl"
 
 
 class RecordingFacts(TypedDict, total=False):
-    """`recording.json`. A field is absent until it is known, so a killed run has the first ones only."""
+    """`recording.json`. Fields are absent until known, so a killed run has only the first ones."""
 
     schema_version: int
     status: str
-    """`finished`, `failed`, or `interrupted`: what a run that was killed, or still runs, says of itself."""
+    """`finished`, `failed`, or `interrupted` (killed, or still running)."""
     command: dict[str, Any]
-    """`argv`, whether it was run as a `module`, the working `folder`, whether `--exit-after` was given, the `program`
-    as it was named and the `sha256` of its file."""
+    """`argv`, whether it ran as a `module`, the working `folder`, whether `--exit-after` was given, the `program` as
+    named and the `sha256` of its file."""
     config: dict[str, Any]
-    """What was resolved: arguments, windows, tokens a step."""
+    """Resolved settings: arguments, windows, tokens per step."""
     config_hash: str
     """First 16 hex digits of the SHA-256 of `config`."""
     git: dict[str, Any] | None
-    """Revision of the script's repository and whether it was modified; null outside one."""
+    """Revision of the script's repository and whether it was modified; null without a repository."""
     started_at: str
     finished_at: str
     exit_code: int
-    """The script's; absent from a recording made by `stepscope.record()`."""
+    """The script's exit code; absent for `stepscope.record()`."""
     exception: str
     num_child_processes: int
     """Processes the script started through multiprocessing."""
     pid: int
     environment: dict[str, Any]
-    """Versions, device name, threads, float32 matmul setting, the variables that decide speed."""
+    """Versions, device name, threads, float32 matmul setting, environment variables that affect speed."""
     precision: dict[str, Any]
-    """Torch's switches of precision when the clean window ended (docs/precision.md)."""
+    """Torch's precision settings at the end of the clean window (docs/precision.md)."""
     steps: dict[str, Any]
     """`source` of the step boundaries (`step()`, `optimizer`, `forward`), `num_sources`, `num_steps`, and
-    `num_lines_dropped` past the limit or on a full disk."""
+    `num_lines_dropped` beyond the limit or on a full disk."""
     windows: dict[str, int]
-    """Steps asked for in each window."""
+    """Requested steps of each window."""
     roots: list[str]
     """Classes of the modules that the script calls itself."""
     parameters: dict[str, Any]
-    """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters once."""
+    """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once."""
     memory: dict[str, int]
-    """Peaks when the clean window ended: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
+    """Peaks at the end of the clean window: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
     trace: dict[str, Any] | None
-    """The trace's `file` and `bytes`, what was `trimmed`; of its whole steps `num_steps`, `window_ns`, `num_ops`,
+    """The trace's `file` and `bytes`, and what was `trimmed`; of its whole steps `num_steps`, `window_ns`, `num_ops`,
     `num_kernels`, `num_template_kernels`, `num_graph_launches`, `gpu_busy_ns`, `gpu_busy_ns_by_phase`; with
-    `--repeat` the same of each further trace window under `repeated`."""
+    `--repeat` the same for each further trace window under `repeated`.
+    """
     flops: dict[str, Any]
-    """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, each of
-    the `weights` with its size and forward FLOPs."""
+    """One step's FLOPs `by_op` (op, phase, dtype, recomputed), `model_flops_by_dtype`, `uncounted` ops, and the
+    `weights` with size and forward FLOPs."""
     attention: list[dict[str, Any]]
-    """The different calls of attention in the memory window: `query`, `key`, `value` and `mask` shapes, `dtype`,
-    `is_causal`, `dropout`, `module`, `caller`, `num_calls`; the `backend` that torch chose, what was `switched_off`,
-    and of each back end it `refused` its own words (docs/attention.md)."""
+    """Distinct attention calls in the memory window: `query`, `key`, `value` and `mask` shapes, `dtype`, `is_causal`,
+    `dropout`, `module`, `caller`, `num_calls`; the `backend` torch chose, `switched_off` ones, and torch's messages
+    for those it `refused` (docs/attention.md).
+    """
     counters: dict[str, Any]
-    """`other_processes` on the same GPU when the run ended; `max_sm_clock_mhz`, `power_limit_watts`,
-    `default_power_limit_watts` where the driver tells them."""
+    """`other_processes` on the GPU at the end of the run; `max_sm_clock_mhz`, `power_limit_watts`,
+    `default_power_limit_watts` if the driver reports them."""
     fixes: list[dict[str, Any]]
-    """Of a run of `stepscope verify` with a fix: its `id` and `value`, what was `changed` and how often, what was
-    `left` as it was and why, and what to say where `nothing_seen` was to be changed."""
+    """For a run of `stepscope verify` with a fix: its `id` and `value`, what was `changed` and how often, what was
+    `left` unchanged and why, and the message if `nothing_seen` could be changed."""
     notes: list[dict[str, str]]
-    """What the reader should know: `about` and `text`."""
+    """Remarks for the reader: `about` and `text`."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ class StepSample:
     window: str
     """`warmup`, `clean`, `trace_warmup`, `trace`, `memory` or `free`."""
     start_ns: int
-    """On the process's own monotonic clock; the counters use the same."""
+    """On the process's monotonic clock, like the counters."""
     wall_ns: int
     host_ns: Mapping[str, int]
-    """By phase; sums to `wall_ns`. Free running steps are not looked into: all of it is `unattributed`."""
+    """By phase; adds up to `wall_ns`. Free-running steps have only `unattributed`."""
     device_ns: Mapping[str, int] | None
-    """By phase, between CUDA events on the stream; sums to the step on the device. None without a GPU."""
+    """By phase, between CUDA events on the stream; adds up to the step on the device. None without a GPU."""
     num_tokens: int | None
     num_samples: int | None
     num_micro_batches: int
@@ -98,12 +100,12 @@ class StepSample:
     """Optimizer steps that a GradScaler skipped."""
     num_compiles: int
     loss: float | None
-    """As given to `backward`, a scaler's factor included."""
+    """As passed to `backward`, including a scaler's factor."""
 
 
 @dataclass(frozen=True)
 class CounterSample:
-    """One NVML sample; a counter the device does not offer is None."""
+    """One NVML sample; unsupported counters are None."""
 
     t_ns: int
     gpu_busy_share: float | None = None
@@ -118,24 +120,23 @@ class CounterSample:
 
 @dataclass(frozen=True)
 class Recording:
-    """Everything a run left behind, apart from its trace and its allocations."""
+    """Everything a run left behind except its trace and allocations."""
 
     folder: Path
     status: str
-    facts: RecordingFacts
-    """`recording.json` as written."""
+    facts: RecordingFacts  # `recording.json` as written
     samples: tuple[StepSample, ...]
     counters: tuple[CounterSample, ...]
     compiler: Mapping[str, Any] | None
     warnings: tuple[str, ...]
 
     def window(self, name: str) -> tuple[StepSample, ...]:
-        """The samples of one window, in order."""
+        """Return the samples of one window, in order."""
         return tuple(sample for sample in self.samples if sample.window == name)
 
 
 def read_recording(folder: Path) -> Recording:
-    """The recording in `folder`; RecordingError in one line when there is none."""
+    """Return the recording in `folder`; RecordingError in one line if there is none."""
     path = folder / RECORDING_FILE
     if not folder.exists():
         raise RecordingError(f"there is no {folder}")
@@ -173,7 +174,7 @@ def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
 
 
 def _lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a lines file, without what a kill cut off."""
+    """Return the JSON objects of a lines file, without a line cut off by a kill."""
     if not path.exists():
         return []
     lines, num_bad = [], 0
@@ -196,7 +197,7 @@ def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSamp
     steps: dict[int, dict[str, Any]] = {}
     for line in lines:
         if "restart" in line:
-            steps.clear()  # a surer way to tell steps was found: what came before is not the same thing
+            steps.clear()  # a better step source was found: earlier samples are not comparable
         elif isinstance(line.get("step"), int):
             steps.setdefault(line["step"], {}).update(line)
     samples, num_bad = [], 0

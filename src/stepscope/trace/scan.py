@@ -1,7 +1,7 @@
-"""The careful way through a trace's text: event by event, with the byte offset of whatever is wrong.
+"""The careful way through a trace's text: event by event, with the byte offset of every problem.
 
-The fast way (`decode.py`) is a typed decoder over whole stretches, which needs every byte of them to be sound. Where
-one is not, this takes over. Bytes are read as Latin-1, so that a character is a byte and an offset an offset.
+The fast way (`decode.py`) is a typed decoder over whole stretches, which requires every byte to be valid. Otherwise
+this takes over. Bytes are read as Latin-1, so that a character is a byte.
 """
 
 from __future__ import annotations
@@ -18,31 +18,25 @@ from msgspec import Raw
 
 from stepscope.trace.events import Args, Event, decode_event
 
-LARGEST_EVENT = 1 << 22
-"""Bytes. An event larger than this (4 MiB) is passed over: memory stays bounded whatever a file holds."""
-USUAL_EVENT = 1 << 13
-"""Bytes that nearly every event stays below."""
-LOOK_AHEAD = 1 << 16
-"""Bytes of an event that are looked at to see whether it is one."""
+LARGEST_EVENT = 1 << 22  # bytes. Larger events (4 MiB) are skipped, so that memory stays bounded.
+USUAL_EVENT = 1 << 13  # bytes; nearly every event is smaller
+LOOK_AHEAD = 1 << 16  # bytes examined to see whether something is an event
 _BLANK = re.compile(r"[ \t\n\r]*")
 _BLANK_OR_COMMA = re.compile(r"[ \t\n\r,]*")
 _MAYBE_EVENT = re.compile(r"[},][ \t\n\r]*(?=\{)")
 _TOKEN = re.compile(r'(?<!\\)"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]', re.DOTALL)
 _GOES_ON = re.compile(r"[ \t\n\r,]*(?:[]{]|\Z)")
 _MOST_REREADING = 8
-"""Times its own length that a text may be read again in search of sound events, so that a hostile one ends too."""
-_MOST_OTHERS = 10_000
-"""Values that are no events in a stretch, until the next event is searched instead of read up to."""
-_LONG = 1 << 18
-"""Characters in which the brackets of a broken event must match."""
-_LEAST_COST = 512
-"""What an attempt costs that fails at once, in characters read."""
-_COST_OF_DEPTH = 1 << 16
-"""What it costs to go as deep as Python goes, and back."""
+"""How often a text may be read again in search of valid events, as a multiple of its length: hostile files must end.
+"""
+_MOST_OTHERS = 10_000  # values in a stretch that are not events, before searching for the next event instead
+_LONG = 1 << 18  # characters within which the brackets of a broken event must match
+_LEAST_COST = 512  # cost of an attempt that fails at once, in characters
+_COST_OF_DEPTH = 1 << 16  # cost of descending as deep as Python allows, and back
 _TOO_DEEP = "nested too deeply"
 _WORDS = ("true", "false", "null", "NaN", "Infinity", "-Infinity", ".", "e+", "e-", "E+", "E-")
 _BEGUN = {word[:end] for word in _WORDS for end in range(len(word) + 1)}
-"""What the decoder stumbles over where a text ends inside a word or a number; nothing, where it ends between two."""
+"""What the decoder reports if a text ends inside a word or number."""
 _BEGUN_ESCAPE = re.compile(r"\\?u[0-9a-fA-F]{0,4}")
 
 
@@ -56,7 +50,7 @@ _known_number = lru_cache(maxsize=4096)(NumberText)
 
 
 def _number(text: str) -> NumberText:
-    return _known_number(text) if len(text) < 24 else NumberText(text)  # what comes again and again is kept once
+    return _known_number(text) if len(text) < 24 else NumberText(text)  # repeated texts are kept once
 
 
 _DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_int=_number, parse_constant=_number)
@@ -64,16 +58,15 @@ _DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_int=_number
 
 @dataclass
 class Problem:
-    """Something wrong with a trace that did not stop it from being read."""
+    """A problem with a trace that did not prevent reading it."""
 
     what: str
-    offset: int
-    """Byte in the (uncompressed) file where it was first seen."""
+    offset: int  # byte in the (uncompressed) file where it first occurred
     num: int = 1
 
 
 class Problems(dict[str, Problem]):
-    """Problems by what is wrong: how many of a kind, and where the first was."""
+    """Problems by kind: how many, and where the first was."""
 
     def add(self, what: str, offset: int, num: int = 1) -> None:
         known = self.setdefault(what, Problem(what, offset, 0))
@@ -81,35 +74,31 @@ class Problems(dict[str, Problem]):
         known.offset = min(known.offset, offset)
 
     def take(self, others: Iterable[Problem]) -> None:
-        """Add what was found elsewhere."""
+        """Add problems found elsewhere."""
         for other in others:
             self.add(other.what, other.offset, other.num)
 
 
 @dataclass
 class Scanned:
-    """What was found in a stretch of a list of events."""
+    """The result for a stretch of a list of events."""
 
     events: list[Event] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)
-    end: int = 0
-    """Position where it stopped: everything before is dealt with."""
-    is_closed: bool = False
-    """Whether the list was closed at `end`."""
-    is_lost: bool = False
-    """Whether what is at `end` is the inside of something broken."""
-    num_passed_over: int = 0
-    """Bytes of broken stretches, up to the next event that could be read."""
+    end: int = 0  # position where it stopped; everything before is done
+    is_closed: bool = False  # whether the list was closed at `end`
+    is_lost: bool = False  # whether `end` is inside something broken
+    num_passed_over: int = 0  # bytes of broken stretches up to the next readable event
 
 
 def value_at(text: str, position: int) -> tuple[Any, int]:
-    """The JSON value that starts here and where it ends; ValueError when there is none.
+    """Return the JSON value that starts here and where it ends; ValueError if there is none.
 
     >>> value_at('{"a": 1.50} ', 0)
     ({'a': '1.50'}, 11)
     """
-    # Python's decoder counts the lines before an error, all of them: what is short is read from a short text.
+    # Python's decoder counts all lines before an error: short values are read from a short text.
     part = text[position : position + USUAL_EVENT]
     is_all = position + len(part) == len(text)
     try:
@@ -127,7 +116,7 @@ def value_at(text: str, position: int) -> tuple[Any, int]:
 
 
 def is_incomplete(error: ValueError, text: str) -> bool:
-    """Whether a value may have failed only because the text ends inside it."""
+    """Return whether a value may have failed only because the text ends inside it."""
     if not isinstance(error, json.JSONDecodeError):
         return False
     rest = text[error.pos : error.pos + 10]
@@ -135,22 +124,22 @@ def is_incomplete(error: ValueError, text: str) -> bool:
 
 
 def may_go_on(text: str, end: int) -> bool:
-    """Whether a number that ends here may go on in what follows the text."""
+    """Return whether a number that ends here may continue after the text."""
     return text[end : end + 10] in _BEGUN
 
 
 def skip_blank(text: str, position: int) -> int:
-    """The next position that is not white space."""
+    """Return the next position that is not white space."""
     return _BLANK.match(text, position).end()  # type: ignore[union-attr]
 
 
 def is_event_at(text: str, position: int) -> bool:
-    """Whether a whole event starts here, by all appearances."""
+    """Return whether a whole event seems to start here."""
     return _try_event(text, position)[0]
 
 
 def _try_event(text: str, position: int) -> tuple[bool, int]:
-    """Whether a whole event starts here, and what it cost to find out, in characters."""
+    """Return whether a whole event starts here, and the cost of finding out, in characters."""
     try:
         value, end = value_at(text, position)
     except ValueError as error:
@@ -159,7 +148,7 @@ def _try_event(text: str, position: int) -> tuple[bool, int]:
 
 
 def _cost(error: ValueError, text: str, position: int) -> int:
-    """What it cost to read a value in vain, in characters."""
+    """Return the cost of a failed attempt to read a value, in characters."""
     if is_incomplete(error, text):
         return len(text) - position
     return error.pos - position if isinstance(error, json.JSONDecodeError) else _COST_OF_DEPTH
@@ -168,10 +157,10 @@ def _cost(error: ValueError, text: str, position: int) -> int:
 def scan_events(
     data: bytes, base: int, start: int = 0, stop: int | None = None, is_last: bool = False, is_lost: bool = False
 ) -> Scanned:
-    """Every event in `data` that begins from `start` to before `stop` and can be read; `base` is the file's offset.
+    """Return every readable event in `data` that begins from `start` to before `stop`; `base` is the file's offset.
 
-    An event that `data` ends inside is left for a call with more of the file, unless this `is_last`. The start is
-    between two events, or, when `is_lost`, anywhere.
+    An event that `data` cuts off is left for a call with more of the file, unless this `is_last`. The start is
+    between two events, or anywhere if `is_lost`.
     """
     text = data.decode("latin-1")
     stop = len(text) if stop is None else stop
@@ -219,7 +208,7 @@ def scan_events(
         position = end
     if position is None:
         found.is_lost = not is_last
-        # An event may have begun at the very end and be seen as one only with more of the file.
+        # An event may begin at the very end and be recognizable only with more of the file.
         position = len(text) if is_last else max(broken + 1, len(text) - LOOK_AHEAD)
         found.num_passed_over += position - broken
     found.end = position
@@ -227,14 +216,14 @@ def scan_events(
 
 
 class _Search:
-    """Finds sound events after something broken."""
+    """Finds valid events after something broken."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._num_left = _MOST_REREADING * max(len(text), LOOK_AHEAD)
 
     def after_broken(self, position: int, cost: int) -> int | None:
-        """Where to go on after a broken value, which was read in vain at some cost."""
+        """Return where to continue after a broken value that was read at some cost."""
         self._num_left -= cost
         if self._num_left < 0:
             return None
@@ -242,7 +231,7 @@ class _Search:
         return self._end_of_value(position) if found is None else found
 
     def next_event(self, position: int) -> int | None:
-        """The next place at which an event starts."""
+        """Return the next position at which an event starts."""
         if self._text.startswith("{", position) and is_event_at(self._text, position):
             return position
         for match in _MAYBE_EVENT.finditer(self._text, position):
@@ -256,12 +245,12 @@ class _Search:
         return None
 
     def _end_of_value(self, position: int) -> int | None:
-        """The end of a broken value whose brackets match all the same."""
+        """Return the end of a broken value whose brackets match."""
         depth = 0
         for match in _TOKEN.finditer(self._text, position, position + _LONG):
             token = match.group()
             if depth == 0 and token == "]":
-                return match.start()  # it was no list or object, and the list of events ends after it
+                return match.start()  # it was not a list or object, and the list of events ends after it
             depth += (token in "{[") - (token in "}]")
             if depth <= 0:
                 self._num_left -= 8 * (match.end() - position)
@@ -274,7 +263,7 @@ def _reason(error: ValueError) -> str:
 
 
 def _event(data: bytes) -> tuple[Event, str | None]:
-    """An event from its bytes, which are JSON; where the typed decoder refuses them, mended, and what was wrong."""
+    """Return an event from its JSON bytes, repaired if the typed decoder rejects them, and the problem."""
     try:
         return decode_event(data), None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -314,7 +303,7 @@ def _text(value: Any) -> str:
 
 
 def sound_text(text: str) -> str:
-    """A text with what no encoding can hold (half a surrogate pair) replaced."""
+    """Return a text with unencodable characters (half a surrogate pair) replaced."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -336,7 +325,7 @@ def _raw(value: Any) -> Raw:
 
 
 def _written(value: Any) -> str:
-    """A value as JSON, its numbers as they were."""
+    """Return a value as JSON, with its numbers as written."""
     if isinstance(value, NumberText):
         return value
     if isinstance(value, list):

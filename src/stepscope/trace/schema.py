@@ -1,4 +1,4 @@
-"""The tables a trace is read into: every column with its type and meaning (`docs/tables.md` is made from here)."""
+"""The tables of a trace: every column with its type and meaning (`docs/tables.md` is generated from here)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SCHEMA_VERSION = 1
 HOST_KINDS = ("op", "annotation", "runtime", "driver", "python", "overhead", "other")
 DEVICE_KINDS = ("kernel", "memcpy", "memset")
 
-# A category as any version of the profiler spells it, in lower case, to a table and a kind in it. A complete
-# event of a category that is not here is a host event of kind `other`: it is kept, never dropped.
+# Lower-case category names of any profiler version → table and kind. A complete event of another category is a host
+# event of kind `other`.
 CATEGORIES: Mapping[str, tuple[str, str]] = {
     "cpu_op": ("host", "op"),
     "operator": ("host", "op"),
@@ -44,7 +44,7 @@ CATEGORIES: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its name, its type, what it means."""
+    """One column: its name, type and meaning."""
 
     name: str
     dtype: pl.DataType | type[pl.DataType]
@@ -64,7 +64,7 @@ class Table:
         return pl.Schema({column.name: column.dtype for column in self.columns})
 
     def empty(self) -> pl.DataFrame:
-        """The table with no rows."""
+        """Return the table without rows."""
         return pl.DataFrame(schema=self.schema)
 
 

@@ -1,8 +1,8 @@
-"""A CUDA memory snapshot (`torch.cuda.memory._dump_snapshot`), read without executing anything in it.
+"""Reads a CUDA memory snapshot (`torch.cuda.memory._dump_snapshot`) without executing anything in it.
 
-A pickle is a program. Before this one is run its opcodes are looked through: only those pass that make dicts, lists,
-texts, numbers and pairs of numbers, and only as many as the file's size explains. The unpickler that then runs them
-finds no class and no function, whatever it is asked for.
+A pickle is a program. Before it runs, its opcodes are checked: only those that create dicts, lists, texts, numbers
+and pairs of numbers are allowed, and only as many as the file's size explains. The unpickler then finds no classes
+and no functions.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from stepscope.errors import TraceError
 
 MAX_BYTES = 2 << 30
 MAX_TEXT_BYTES = 1 << 20
-MAX_ENTRIES = 20_000_000
-"""Segments, blocks and trace entries in all: one list can be in a pickle once and be meant a million times."""
-MAX_FRAMES = 200
-"""Frames of a stack that are looked at."""
+MAX_ENTRIES = 20_000_000  # segments, blocks and trace entries: a pickle can refer to one list a million times
+MAX_FRAMES = 200  # frames of a stack that are examined
 _MOST_TEXT = 200
 _NUMBER_END = 2**64
-# Opcodes of texts and bytes, and how many bytes say how long they are.
+# Opcodes of texts and bytes, and the number of bytes for their length.
 _TEXTS = {ord("X"): 4, 0x8C: 1, 0x8D: 8, ord("C"): 1, ord("B"): 4}
-# What makes the frames of PyTorch, of packages and of the standard library: nobody looks for a cause there.
+# Frames of PyTorch, packages and the standard library, which are never the cause.
 _NOT_THE_USERS = re.compile(
     r"(?:site|dist)-packages/|/lib/python3|torchinductor_|^<frozen|^<eval_with_key>"
     r"|(?:^|/)torch/(?:_|nn/|optim/|utils/|autograd/|cuda/|amp/|distributed/|fx/|jit/|functional\.py|overrides\.py)"
@@ -41,14 +39,12 @@ class Block(NamedTuple):
     address: int
     bytes: int
     requested_bytes: int
-    state: str
-    """`active_allocated`, `active_awaiting_free` or `inactive`."""
-    caller: str | None
-    """Where the user's code asked for it: `train.py:42 forward`."""
+    state: str  # `active_allocated`, `active_awaiting_free` or `inactive`
+    caller: str | None  # where the user's code requested it: `train.py:42 forward`
 
 
 class Segment(NamedTuple):
-    """Memory that the allocator has from CUDA."""
+    """Memory that the allocator got from CUDA."""
 
     device: int
     bytes: int
@@ -56,27 +52,25 @@ class Segment(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Something the allocator did, in order."""
+    """One action of the allocator, in order."""
 
     action: str
     address: int
     bytes: int
     caller: str | None
     time_us: int | None
-    free_bytes: int | None
-    """Of `oom` alone: what CUDA said was free."""
+    free_bytes: int | None  # only for `oom`: free memory according to CUDA
 
 
 class Snapshot(NamedTuple):
-    """What a snapshot holds."""
+    """The contents of a snapshot."""
 
     segments: list[Segment]
-    entries: list[list[Entry]]
-    """By device."""
+    entries: list[list[Entry]]  # by device
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """The snapshot in a file; TraceError in one line where it is none, or asks for anything but plain values."""
+    """Return the snapshot in a file; TraceError in one line if it is invalid or contains more than plain values."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -96,7 +90,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def plain_values(data: bytes) -> Any:
-    """What a pickle of plain values holds; ValueError where it wants more than that."""
+    """Return the contents of a pickle of plain values; ValueError if it contains anything else."""
     _look_through(data)
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
@@ -109,7 +103,7 @@ def plain_values(data: bytes) -> Any:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Finds nothing: what is not a plain value cannot come out."""
+    """Finds no classes: only plain values can come out."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise ValueError(f"it asks for {module}.{name}, and a snapshot needs no code")
@@ -119,7 +113,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _look_through(data: bytes) -> None:
-    """ValueError that says where the first opcode is that no snapshot has."""
+    """Raise ValueError for the first opcode that no snapshot has."""
     if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
         raise ValueError("it does not begin as a pickle of protocol 2 to 5 does")
     plain, place, num_containers = _plain_opcodes(len(data)), 2, 0
@@ -138,16 +132,16 @@ def _look_through(data: bytes) -> None:
             raise ValueError(f"{what} at byte {place:,} is none that plain values need; nothing of it was run")
     else:
         raise ValueError(f"it ends at byte {len(data):,} before its pickle does")
-    # An entry of a real one takes 30 bytes at least, and is two of these; one takes 72 bytes of memory.
+    # A real entry takes at least 30 bytes and two of these; one takes 72 bytes of memory.
     if num_containers > 1000 + len(data) // 4:
         raise ValueError("it is made of more lists and dicts than a snapshot of its size has")
 
 
 def _plain_opcodes(num_bytes: int) -> re.Pattern[bytes]:
-    """Opcodes in a row that make plain values, for a pickle of so many bytes.
+    """Return opcodes in order that create plain values, for a pickle of so many bytes.
 
-    A tuple is a pair of numbers, as ids of pools are: hashing tuples in tuples in tuples overflows the C stack. A
-    place in the memo is no larger than the file, as the unpickler makes room for all places before it.
+    Tuples must be pairs of numbers, like pool ids: hashing nested tuples overflows the C stack. Memo indices are
+    limited by the file's size, since the unpickler allocates all of them.
     """
     third, last = (num_bytes >> 16, 0) if num_bytes < 1 << 24 else (0xFF, num_bytes >> 24)
     upper = b"[\\x00-\\x%02x][\\x00-\\x%02x]" % (third, last)
@@ -169,15 +163,15 @@ def _after_text(data: bytes, place: int) -> int:
 
 
 class _Reading:
-    """One pass over what came out of a pickle, which may be anything plain."""
+    """One pass over the unpickled values, which may be anything plain."""
 
     def __init__(self) -> None:
         self._num_entries = 0
         self._texts: dict[int, str] = {}
-        """By the identity of a frame: many entries share one."""
+        """By frame identity: many entries share one."""
 
     def snapshot(self, root: Any) -> Snapshot:
-        if isinstance(root, list):  # torch.cuda.memory_snapshot() is the segments alone
+        if isinstance(root, list):  # torch.cuda.memory_snapshot() returns only the segments
             root = {"segments": root}
         if not isinstance(root, dict) or "segments" not in root:
             raise ValueError("it has no segments")
@@ -188,7 +182,7 @@ class _Reading:
     def _segment(self, segment: dict[str, Any]) -> Segment:
         blocks, address = [], _number(segment, "address", 0)
         for each in self._each(segment.get("blocks"), "blocks"):
-            old = each.get("history")  # of PyTorch before 2.1
+            old = each.get("history")  # PyTorch before 2.1
             known = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else each
             size = _number(each, "size")
             requested = _number(known, "real_size" if known is not each else "requested_size", size)
@@ -210,7 +204,7 @@ class _Reading:
         )
 
     def _each(self, values: Any, what: str, kind: type = dict) -> Iterator[Any]:
-        """What a list holds, all of one kind."""
+        """Return the members of a list, all of one kind."""
         if not isinstance(values, list):
             raise ValueError(f"{what} is not a list")
         for value in values:
@@ -222,7 +216,7 @@ class _Reading:
             yield value
 
     def _caller(self, holder: dict[str, Any]) -> str | None:
-        """The innermost frame of the user's own code; else the innermost of Python; None where there is none."""
+        """Return the innermost frame of the user's code, else of Python; None without frames."""
         frames = holder.get("frames")
         innermost = None
         for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
@@ -230,7 +224,7 @@ class _Reading:
                 continue
             name = frame.get("filename")
             if not isinstance(name, str) or not (name.endswith(".py") or name.startswith("<")):
-                continue  # of C++
+                continue  # C++ frames
             if not _NOT_THE_USERS.search(name.replace("\\", "/")):
                 return self._text(frame, name)
             innermost = innermost or self._text(frame, name)
@@ -247,7 +241,7 @@ class _Reading:
 
 def _word(holder: dict[str, Any], name: str) -> str:
     value = holder.get(name)
-    if not isinstance(value, str):  # making a text of a list could take for ever
+    if not isinstance(value, str):  # converting a list to text could take forever
         raise ValueError(f"{name} is not a text, or not there")
     return value
 

@@ -1,4 +1,4 @@
-"""The bytes of a trace, compressed or not, cut into slices that begin and end between events."""
+"""The bytes of a trace, compressed or not, in slices that begin and end between events."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from stepscope.errors import TraceError
 from stepscope.trace.fields import Fields
 from stepscope.trace.scan import LARGEST_EVENT, LOOK_AHEAD, is_event_at
 
-SLICE = 1 << 22
-"""Bytes of a slice: large enough to be worth sending to another process."""
-_CHUNK = 1 << 16
-"""Bytes of a compressed file inflated at a time."""
+SLICE = 1 << 22  # bytes of a slice: large enough to be worth sending to another process
+_CHUNK = 1 << 16  # bytes of a compressed file decompressed at a time
 _SUSPICIOUS = 1 << 28
 _MOST_EXPANSION = 250
-"""Real traces shrink 10 to 60 times. A file that grows more than this past 256 MiB is not one."""
+"""Real traces compress 10 to 60 times. Files that expand more than this beyond 256 MiB are rejected."""
 _BETWEEN = re.compile(r"\}[ \t\n\r]*,[ \t\n\r]*(?=\{)")
 _WINDOWS = (1 << 14, 1 << 18, 1 << 21)
 _MOST_CANDIDATES = 200
-"""Ends of events looked at in each window: most are inside an event when its arguments hold lists of objects."""
+"""Candidate ends of events examined per window: most are inside an event if its arguments contain objects."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,17 @@ class Slice:
 
     base: int
     length: int
-    data: bytes | None
-    """None when the file itself can be read at `base`."""
+    data: bytes | None  # none if the file itself can be read at `base`
 
 
 class Source:
-    """A trace's bytes in order, whatever it is compressed with: as many as there were when it was opened."""
+    """A trace's bytes in order, decompressed; as many as there were when it was opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # opening a pipe could wait for ever, a device never ends
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe could block forever, and a device never ends
                 kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
                 raise TraceError(f"{path} is {kind}, not a trace file")
             self.num_bytes = status.st_size
@@ -57,8 +54,7 @@ class Source:
         self._file.seek(0)
         self._inflate = zlib.decompressobj(wbits=31)
         self._compressed = b""
-        self.num_read = 0
-        """Uncompressed bytes handed out."""
+        self.num_read = 0  # uncompressed bytes returned so far
         self.warnings: list[str] = []
         self._is_stopped = False
 
@@ -70,17 +66,17 @@ class Source:
 
     @property
     def share_read(self) -> float:
-        """How much of the file has been read."""
+        """Return the share of the file that has been read."""
         return min(1.0, self._file.tell() / self.num_bytes) if self.num_bytes else 1.0
 
     def read(self, num_bytes: int) -> bytes:
-        """At most so many uncompressed bytes; none at the end."""
+        """Return at most so many uncompressed bytes; none at the end."""
         data = self._read_compressed(num_bytes) if self.is_compressed else self._read_file(num_bytes)
         self.num_read += len(data)
         return data
 
     def read_again(self, base: int, length: int) -> bytes:
-        """Bytes of an uncompressed file that have been read before."""
+        """Return bytes of an uncompressed file that were read before."""
         try:
             data = os.pread(self.fileno(), length, base)
         except OSError as error:
@@ -109,8 +105,8 @@ class Source:
         return b"".join(parts)
 
     def _inflate_next(self, wanted: int) -> bytes:
-        """At most so many bytes, and maybe none, of the next part of the compressed file."""
-        if self._inflate.eof:  # another member may follow, as parallel compressors write them, or padding
+        """Return at most so many bytes, maybe none, of the next part of the compressed file."""
+        if self._inflate.eof:  # another member may follow, as from parallel compressors, or padding
             self._compressed = (self._compressed or self._read_file(_CHUNK)).lstrip(b"\0")
             if self._compressed:
                 self._inflate = zlib.decompressobj(wbits=31)
@@ -131,7 +127,7 @@ class Source:
         return part
 
     def _stop(self, why: str, num_left: int = 0) -> None:
-        """Read no further: what was read of the file is good but for its last `num_left` bytes."""
+        """Stop reading: the file is valid except for its last `num_left` bytes."""
         end = self._file.tell() - num_left
         rest = f", {self.num_bytes - end:,} before its end" if end < self.num_bytes else ""
         self.warnings.append(f"{why}: reading stopped at byte {end:,} of the file{rest}")
@@ -139,7 +135,7 @@ class Source:
 
 
 def _inflate_until_damage(inflate: Any, data: bytes, wanted: int) -> tuple[bytes, int]:
-    """What can be had of `data`, and how many of its bytes that took."""
+    """Return what can be decompressed from `data`, and how many of its bytes that took."""
     parts: list[bytes] = []
     try:
         for byte in data:
@@ -150,19 +146,18 @@ def _inflate_until_damage(inflate: Any, data: bytes, wanted: int) -> tuple[bytes
 
 
 class Document:
-    """The JSON around the events: what stands before their list, the list in slices, what stands after."""
+    """The JSON around the events: the header, the list in slices, the trailer."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.fields: dict[str, Any] = {}
         """Top-level values other than the events."""
         self._buffer = b""
-        self._base = 0
-        """Offset in the file of the buffer's first byte."""
+        self._base = 0  # file offset of the buffer's first byte
         self._is_object = False
 
     def read_header(self, chunk: int | None = None) -> None:
-        """Read up to the first event, so many bytes at a time (a slice)."""
+        """Read up to the first event, one slice at a time."""
         header = Fields(self.source.path, lambda: self.source.read(chunk or SLICE))
         self._is_object = header.open()
         if self._is_object and not header.read(self.fields):
@@ -170,7 +165,7 @@ class Document:
         self._base, self._buffer = header.rest()
 
     def slices(self) -> Iterator[Slice]:
-        """The rest of the file in slices that end where an event seems to; the decoder finds out if one does not."""
+        """Yield the rest of the file in slices that seem to end between events; the decoder notices if not."""
         while True:
             more = self.source.read(max(SLICE, len(self._buffer)))
             self._buffer += more
@@ -184,11 +179,11 @@ class Document:
             self._base += len(data)
 
     def bytes_of(self, part: Slice) -> bytes:
-        """The bytes of a slice."""
+        """Return the bytes of a slice."""
         return self.source.read_again(part.base, part.length) if part.data is None else part.data
 
     def read_trailer(self, base: int, rest: bytes) -> str | None:
-        """Read what follows the list of events, at the file's offset `base`; what is wrong with it, if anything."""
+        """Read what follows the list of events at the file's offset `base`; return a problem with it, if any."""
         trailer = Fields(self.source.path, lambda: b"", rest, base)
         if self._is_object:
             try:
@@ -202,7 +197,7 @@ class Document:
 
 
 def _last_boundary(buffer: bytes) -> int | None:
-    """Start of the last event before which it seems safe to cut."""
+    """Return the start of the last event before which it seems safe to cut."""
     for window in _WINDOWS:
         first = max(0, len(buffer) - window)
         text = buffer[first:].decode("latin-1")

@@ -1,4 +1,4 @@
-"""A trace as tables: what every analysis starts from."""
+"""A trace as tables: the input of every analysis."""
 
 from __future__ import annotations
 
@@ -14,26 +14,22 @@ from stepscope.trace.scan import Problem
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What a trace says of itself."""
+    """A trace's metadata."""
 
     rank: int | None = None
     world_size: int | None = None
-    devices: tuple[str, ...] = ()
-    """Names of the devices of the machine, by index."""
-    base_time_ns: int = 0
-    """What to add to the trace's clock to have nanoseconds since 1970, where it says."""
+    devices: tuple[str, ...] = ()  # names of the machine's devices, by index
+    base_time_ns: int = 0  # add to the trace's clock to get nanoseconds since 1970, if known
     has_shapes: bool | None = None
     has_stacks: bool | None = None
     has_memory: bool | None = None
-    versions: dict[str, str] = field(default_factory=dict)
-    """Of driver, runtime and tracer, as recorded."""
-    is_cut_off: bool = False
-    """Whether the file ended, or could not be read on, before its list of events was closed."""
+    versions: dict[str, str] = field(default_factory=dict)  # of driver, runtime and tracer, as recorded
+    is_cut_off: bool = False  # whether the file ended, or became unreadable, before its list of events was closed
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace, read whole."""
+    """One rank's trace."""
 
     path: Path
     facts: TraceFacts
@@ -48,17 +44,16 @@ class Trace:
     collectives: pl.DataFrame
     threads: pl.DataFrame
     counts: pl.DataFrame
-    compiler: Mapping[str, Any] | None = None
-    """`compile.json` of the recording that the trace belongs to; None for any other trace."""
+    compiler: Mapping[str, Any] | None = None  # `compile.json` of the trace's recording; None for other traces
 
     @property
     def num_problems(self) -> int:
-        """Events, or stretches between events, that could not be taken as they are."""
+        """Events, or stretches between events, that could not be read as they are."""
         return sum(problem.num for problem in self.problems)
 
 
 def facts_of(fields: dict[str, Any]) -> TraceFacts:
-    """The facts in a trace's top-level fields; whatever is missing or of another shape is left out."""
+    """Return the metadata from a trace's top-level fields; missing or malformed ones are omitted."""
     distributed = fields.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     properties = fields.get("deviceProperties")

@@ -1,4 +1,4 @@
-"""Recorded values as columns: what is not of a column's type becomes null, never an error."""
+"""Recorded values as columns; invalid values become null, never an error."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import polars as pl
 
 
 def times(joined: bytes) -> pl.Series:
-    """Microseconds as text, separated by commas, to nanoseconds as integers, exactly; null where it is no number.
+    """Return comma-separated microseconds (text) as integer nanoseconds, exactly; null if not a number.
 
-    What a text has beyond the nanosecond is rounded.
+    Digits beyond the nanosecond are rounded.
 
     >>> times(b"1694128201545123.456,7,").to_list()
     [1694128201545123456, 7000, None]
     """
     text = joined.decode("ascii", errors="replace")
     if '"' in text:
-        text = text.replace('"', "")  # some producers write numbers as texts
+        text = text.replace('"', "")  # some producers write numbers as text
     parts = pl.lit(text).str.split(",").explode(empty_as_null=False)
     thousandths = parts.cast(pl.Decimal(38, 3), strict=False).to_physical()
     return pl.select(thousandths.cast(pl.Int64, strict=False)).to_series()
 
 
 def integers(values: Sequence[Any]) -> pl.Series:
-    """Whole numbers; what is none (a text, a number too large) becomes null.
+    """Return integers; anything else (text, a number too large) becomes null.
 
     >>> integers([7, "8", "x", 2**70]).to_list()
     [7, 8, None, None]
@@ -38,7 +38,7 @@ def integers(values: Sequence[Any]) -> pl.Series:
 
 
 def floats(values: Sequence[Any]) -> pl.Series:
-    """Numbers; what is none, or is not finite, becomes null."""
+    """Return numbers; anything else, and infinities, become null."""
     try:
         series = pl.Series(values, dtype=pl.Float64)
     except (TypeError, OverflowError, pl.exceptions.PolarsError):
@@ -47,17 +47,17 @@ def floats(values: Sequence[Any]) -> pl.Series:
 
 
 def texts(values: Sequence[Any]) -> pl.Series:
-    """Texts; what is none is written as one."""
+    """Return texts; other values are converted."""
     return categories([None if value is None or value == "" else str(value) for value in values])
 
 
 def categories(different: list[str | None]) -> pl.Series:
-    """Texts as a column that keeps each once."""
+    """Return texts as a categorical column."""
     return pl.Series(different, dtype=pl.Categorical)
 
 
 def json_texts(written: Iterable[bytes]) -> list[str | None]:
-    """JSON values as recorded, on one line whatever the layout of the file; null where there is none.
+    """Return JSON values as recorded, each on one line; null if there is none.
 
     >>> json_texts([b"[[8,  3],[]]", b'"[0, 1]"', b"null"])
     ['[[8, 3], []]', '[0, 1]', None]
@@ -69,7 +69,7 @@ def _one_line(value: bytes) -> str | None:
     if value in (b"", b"null"):
         return None
     try:
-        if value.startswith(b'"'):  # JSON in a text, as the ranks of a group are
+        if value.startswith(b'"'):  # JSON in a text, like the ranks of a group
             return msgspec.json.decode(value, type=str) or None
         value = msgspec.json.format(value, indent=0)
     except (ValueError, RecursionError):
@@ -78,7 +78,7 @@ def _one_line(value: bytes) -> str | None:
 
 
 def id_text(value: Any) -> str | None:
-    """A process or thread as text: the same for 7, 7.0 and "7"."""
+    """Return a process or thread as text: the same for 7, 7.0 and "7"."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, float) and not value.is_integer():

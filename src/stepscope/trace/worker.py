@@ -1,4 +1,4 @@
-"""A process that decodes slices of a trace for another: slices come on its standard input, columns go out again."""
+"""A process that decodes slices of a trace: slices arrive on its standard input, columns leave on its output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _send(stream: IO[bytes], message: bytes) -> None:
 
 
 def _receive(stream: IO[bytes]) -> bytes:
-    """The next message; EOFError when the other side is gone, or something else wrote to the pipe."""
+    """Return the next message; EOFError if the other side is gone, or something else wrote to the pipe."""
     if _exactly(stream, len(_MARK)) != _MARK:
         raise EOFError
     return _exactly(stream, int.from_bytes(_exactly(stream, _LENGTH), "little"))
@@ -101,7 +101,7 @@ def send_answer(stream: IO[bytes], decoded: Decoded) -> None:
 
 
 def receive_answer(stream: IO[bytes]) -> Decoded:
-    """What a worker answered; EOFError when it is gone."""
+    """Return a worker's answer; EOFError if it is gone."""
     answer = _decode_answer(_receive(stream))
     frames = {name: pl.read_ipc(_exactly(stream, size)) for name, size in answer.sizes.items()}
     counts = {(letter, category, table): num for letter, category, table, num in answer.counts}
@@ -122,11 +122,11 @@ def receive_answer(stream: IO[bytes]) -> Decoded:
 
 def main(path: str, file_id: tuple[int, int]) -> None:
     """Answer tasks until there are no more. `file_id` is the device and inode the trace must still have."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that started this one, and ends it
-    gc.disable()  # nothing here makes cycles, and a collection walks every event
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process, which ends this one
+    gc.disable()  # there are no cycles here, and a collection would visit every event
     tasks = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything else prints must not come between
+    os.dup2(2, 1)  # other output must not mix with the answers
     trace = os.open(path, os.O_RDONLY)
     if file_id != identity(trace):
         sys.exit("the trace was replaced while it was read")
@@ -140,6 +140,6 @@ def main(path: str, file_id: tuple[int, int]) -> None:
 
 
 def identity(file: int) -> tuple[int, int]:
-    """What makes an open file the same as another."""
+    """Return what identifies an open file."""
     status = os.fstat(file)
     return status.st_dev, status.st_ino

@@ -1,1 +1,1 @@
-"""Two runs, a sweep, a tuning or a verification side by side, with the statistics that decide."""
+"""Comparisons of runs, sweeps, tunings and verifications, with their statistics."""

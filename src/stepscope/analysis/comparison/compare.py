@@ -1,6 +1,6 @@
-"""Two runs side by side: what changed, whether that is more than noise, where it comes from, what else differs.
+"""Two runs side by side: what changed, whether it exceeds noise, where it comes from, what else differs.
 
-Works on two `Subject`s, whatever they were read from. The standard library alone.
+Works on two `Subject`s. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ SCHEMA_VERSION = 1
 ASPECTS = ("device", "dtype", "tokens", "parameters", "topology", "flops")
 """What two runs must have in common, unless the comparison is about it (`--allow`)."""
 TABLES = ("phase", "module", "kernel_class", "op", "memory")
-NO_TRACE = "trace"
-"""What a side is said to lack when it has no trace at all: that is why modules, classes and ops are not told."""
+NO_TRACE = "trace"  # what a side without a trace lacks: the reason for missing modules, classes and ops
 _TOLERANCE = {"tokens": 0.01, "flops": 0.01}
-"""Batches of real text vary: up to this share the means of two runs are called equal. All else must be."""
-# Neighboring steps that correlate more than chance makes 20 or more of them do, with 95 % probability.
+"""Batches of real text vary: means within this share are equal. Everything else must match exactly."""
+# Correlation of neighboring steps that chance exceeds with at most 5 % probability, for 20 or more steps.
 _CORRELATED = 1.645
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One side's table: rows that belong to a whole. What they lack is `unattributed`."""
+    """One side's table: rows of a whole. The missing rest is `unattributed`."""
 
-    of: str
-    """What the whole is: tables are only held against each other where that is the same."""
+    of: str  # the whole; only tables of the same whole are compared
     unit: str
     whole: float
     rows: Mapping[str, float]
@@ -47,18 +45,15 @@ class Parts:
 
 @dataclass(frozen=True)
 class Subject:
-    """One of the two that are compared, whatever it was read from."""
+    """One side of a comparison."""
 
     name: str
     measures: Mapping[str, Measure]
-    identity: Mapping[str, Any]
-    """What must be the same, by `ASPECTS`; None: not known."""
-    context: Mapping[str, Any]
-    """What else may differ and is then said."""
+    identity: Mapping[str, Any]  # what must be the same, by `ASPECTS`; None if unknown
+    context: Mapping[str, Any]  # what else may differ, and is then listed
     tables: Mapping[str, tuple[Parts, ...]] = field(default_factory=dict)
-    """By what the parts are; of several kinds, the first that both sides have is compared."""
-    missing: Mapping[str, str] = field(default_factory=dict)
-    """Metric or table → why it is not there, and what to run."""
+    """By kind of parts; the first kind that both sides have is compared."""
+    missing: Mapping[str, str] = field(default_factory=dict)  # metric or table → why it is missing, and what to run
     notes: tuple[str, ...] = ()
 
 
@@ -77,9 +72,9 @@ class Table:
     """Where a change comes from: the rows' deltas add up to the whole's."""
 
     by: str
-    """One of `phase`, `module`, `kernel_class`, `op` (without a GPU) and `memory` (what is alive at the peak)."""
+    """`phase`, `module`, `kernel_class`, `op` (without a GPU) or `memory` (alive at the peak)."""
     of: str
-    """What the whole is."""
+    """The whole."""
     unit: str
     base: float
     new: float
@@ -107,18 +102,18 @@ class Missing:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs, or two points of two sweeps, that belong together."""
+    """Two runs, or two points of two sweeps, that are compared."""
 
     name: str | None
-    """Of points: what tells the pair from others; null where there is one pair."""
+    """For points: what distinguishes the pair; null if there is only one."""
     base: str
     new: str
     refused: tuple[Differs, ...]
-    """What makes them not comparable; when there is any, nothing is compared."""
+    """Why they are not comparable; if not empty, nothing is compared."""
     allowed: tuple[Differs, ...]
-    """The same, where the comparison is about it."""
+    """The same, if the comparison is about it."""
     unchecked: tuple[str, ...]
-    """What would have to be the same and is not known of both."""
+    """What should be the same but is unknown for one of them."""
     differs: tuple[Differs, ...]
     """Environment, configuration, revision, arguments."""
     changes: tuple[Change, ...]
@@ -128,7 +123,7 @@ class Pair:
     notes: tuple[str, ...]
 
     def change(self, metric: str) -> Change | None:
-        """The change of a metric; None where it is missing or the pair was refused."""
+        """Return the change of a metric; None if it is missing or the pair was refused."""
         return next((change for change in self.changes if change.metric == metric), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +137,7 @@ def compare_pair(
     allow: Collection[str] = (),
     name: str | None = None,
 ) -> Pair:
-    """What changed from `base` to `new`; nothing but what differs where they are not comparable."""
+    """Return what changed from `base` to `new`; only what differs if they are not comparable."""
     unlike, unchecked = unlike_aspects(base.identity, new.identity)
     refused = tuple(each for each in unlike if each.what not in allow)
     tables, no_tables = ([], []) if refused else _tables(base, new)
@@ -167,11 +162,11 @@ def compare_pair(
 
 
 def unlike_aspects(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Differs], tuple[str, ...]]:
-    """The aspects in which two identities differ, and those that are not known of both."""
+    """Return the aspects in which two identities differ, and those unknown for one of them."""
     unlike, unchecked = [], []
     for aspect in ASPECTS:
         if aspect not in base and aspect not in new:
-            continue  # there is no such thing
+            continue  # not applicable
         before, after = base.get(aspect), new.get(aspect)
         if before is None or after is None:
             unchecked.append(aspect)
@@ -190,7 +185,7 @@ def _differing(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Differs
 
 
 def _is_close(base: Any, new: Any) -> bool:
-    """Whether two measured figures, as of clocks, are the same within 1 %."""
+    """Return whether two measured figures, such as clocks, agree within 1 %."""
     return isinstance(base, float) and isinstance(new, float) and math.isclose(base, new, rel_tol=0.01)
 
 
@@ -203,7 +198,7 @@ def _changes(base: Subject, new: Subject, threshold_share: float) -> list[Change
 
 
 def _missing_metrics(base: Subject, new: Subject) -> list[Missing]:
-    """Metrics that one side has and the other not, and those that one says are missing."""
+    """Return metrics that only one side has, and those that one side reports as missing."""
     found = []
     for name in METRICS:
         sides = [(side, subject) for side, subject in (("base", base), ("new", new)) if name not in subject.measures]
@@ -213,7 +208,7 @@ def _missing_metrics(base: Subject, new: Subject) -> list[Missing]:
 
 
 def _tables(base: Subject, new: Subject) -> tuple[list[Table], list[Missing]]:
-    """The tables that both have, and why others are not there: a trace that one lacks is said once."""
+    """Return the tables that both have, and why others are missing; a missing trace is reported once."""
     sides = (("base", base), ("new", new))
     known = {*base.tables, *new.tables, *base.missing, *new.missing}
     tables, missing = [], []
@@ -231,7 +226,7 @@ def _tables(base: Subject, new: Subject) -> tuple[list[Table], list[Missing]]:
 
 
 def _reasons(lacking: list[tuple[str, str | None]]) -> str:
-    """Why one side, or both, lack something."""
+    """Return why one side, or both, lack something."""
     if not lacking:
         return "the two were measured in ways that cannot be held against each other"
     told = [why or "not there" for _, why in lacking]
@@ -254,13 +249,13 @@ def _row(name: str, base: float, new: float) -> TableRow:
 
 
 def _filled(parts: Parts) -> dict[str, float]:
-    """The rows with `unattributed`, whatever it was called before: all of them add up to the whole."""
+    """Return the rows with `unattributed`, so that they add up to the whole."""
     rows = {name: value for name, value in parts.rows.items() if name != UNATTRIBUTED}
     return {**rows, UNATTRIBUTED: parts.whole - sum(rows.values())}
 
 
 def _restlessness(subject: Subject) -> list[str]:
-    """What the order of the steps says: a machine that is not at rest makes neighboring steps alike."""
+    """Return a warning if neighboring steps are correlated: the machine was not idle."""
     measure = subject.measures.get("step_time")
     if measure is None or measure.of != STEPS or len(measure.samples or ()) < MIN_SAMPLES:
         return []

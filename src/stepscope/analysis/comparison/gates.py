@@ -1,4 +1,4 @@
-"""Gates: a metric that may not get worse by more than a limit. None passes on what is not there."""
+"""Gates: limits on how much a metric may get worse. A missing metric never passes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.compare import SCHEMA_VERSION, Pair
 from stepscope.analysis.comparison.metrics import FEWEST, METRICS, STEPS, TOO_FEW
+from stepscope.display import Shown
 from stepscope.errors import UsageError
 
 PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
@@ -19,7 +20,7 @@ _GATE = re.compile(r"([a-z_]+):([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%")
 
 @dataclass(frozen=True)
 class Gate:
-    """What `--fail-on` says."""
+    """A limit given with `--fail-on`."""
 
     metric: str
     limit_share: float
@@ -27,31 +28,31 @@ class Gate:
 
 @dataclass(frozen=True)
 class GateResult:
-    """What became of a gate at one pair."""
+    """The result of a gate for one pair."""
 
     metric: str
     limit_share: float
     pair: str | None
-    """The point's name; null where there is one pair."""
+    """The point's name; null if there is one pair."""
     status: str
-    """`passed`; `failed`; `undecided`: not comparable, missing, too few samples, or too noisy for the limit."""
+    """`passed`, `failed`, or `undecided`: not comparable, missing, too few samples, or too noisy for the limit."""
     share: float | None
     """The metric's change."""
     reason: str
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Everything `stepscope compare` found; `to_json()` is what `--json` prints."""
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """The result of `stepscope compare`; `to_json()` is what `--json` prints."""
 
     kind: str
     """`recording`, `bench` or `trace`."""
     base: str
     new: str
     threshold_share: float
-    """The practical threshold: smaller changes are not called a difference."""
+    """Smaller changes are treated as noise."""
     pairs: tuple[Pair, ...]
-    """One; of sweeps, one a point that both have."""
+    """One pair; for sweeps, one per common point."""
     only_in_base: tuple[str, ...]
     """Points without a counterpart."""
     only_in_new: tuple[str, ...]
@@ -59,7 +60,7 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """0 fine, 3 a gate failed, 4 not comparable, or too few samples: at a gate, else of the step's time."""
+        """0 fine, 3 a gate failed, 4 not comparable or too few samples (for a gate, else for the step time)."""
         statuses = {gate.status for gate in self.gates}
         if FAILED in statuses:
             return EXIT_FAILED
@@ -68,12 +69,12 @@ class Comparison:
         return EXIT_FINE if is_compared and UNDECIDED not in statuses else EXIT_NOT_COMPARABLE
 
     def to_json(self) -> dict[str, Any]:
-        """One object of plain values (docs/compare.md)."""
+        """Return one object of plain values (docs/compare.md)."""
         return {"schema_version": SCHEMA_VERSION, "exit_code": self.exit_code, **asdict(self)}
 
 
 def parse_gate(text: str) -> Gate:
-    """A gate as it is typed; UsageError that names the known metrics.
+    """Return a gate from its text; UsageError that lists the known metrics.
 
     >>> parse_gate("step_time:3%")
     Gate(metric='step_time', limit_share=0.03)
@@ -88,7 +89,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def decide(gates: Sequence[Gate], pairs: Sequence[Pair], only_in_base: Sequence[str]) -> tuple[GateResult, ...]:
-    """Every gate at every pair; a point that only the base has leaves each gate undecided."""
+    """Return every gate's result for every pair; a point missing in the new sweep leaves each gate undecided."""
     results = []
     for gate in gates:
         results += [_decide(gate, pair) for pair in pairs]
@@ -109,7 +110,7 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
     if change is None:
         reason = next(
             (each.reason for each in pair.missing if each.what == gate.metric),
-            "neither has it; stepscope card says what a run knows",
+            "neither has it; stepscope show says what a run knows",
         )
         return result(UNDECIDED, f"missing: {reason}")
     if change.verdict == TOO_FEW:

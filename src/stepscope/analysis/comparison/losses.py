@@ -1,6 +1,6 @@
-"""Whether a change leaves the losses what they were: run against run, step by step.
+"""Whether a change preserves the losses, step by step.
 
-The standard library alone.
+Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import combinations, product
 
 SAME, REORDERED, REDUCED, NOT_COMPARABLE = "same", "reordered", "reduced", "not comparable"
 TOLERANCE: Mapping[str, float] = {SAME: 1e-6, REORDERED: 1e-3, REDUCED: 2e-2}
-"""How far a loss may be from what it was, by what a change does to the arithmetic: nothing; the same sums in another
-order; products in fewer digits. Of bfloat16's 8 bits a rounding is up to 0.4 %, and a step has many."""
+"""Allowed difference of losses by effect on the arithmetic: none, reordered sums, or lower precision. Rounding to
+bfloat16's 8 bits is up to 0.4 %, and a step has many roundings."""
 AGREE, DIFFER, NOT_COMPARED = "agree", "differ", "not compared"
-NOISE_FACTOR = 2.0
-"""Beyond the tolerance, so many times as far apart as two runs without the change."""
+NOISE_FACTOR = 2.0  # beyond the tolerance, this many times the distance of two runs without the change
 _LEAST_SCALE = 0.1
-"""Of the largest loss: a loss that has fallen below is held to this, as nearly nothing is far from nothing."""
+"""Of the largest loss; smaller losses are compared with this instead, since relative differences near zero explode.
+"""
 _NO_LOSS = "the loop shows no loss: backward() of one number, or stepscope.step(loss=…)"
 LOW_DTYPES = ("tf32", "bf16", "fp16", "fp8")
 
@@ -27,27 +27,26 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True)
 class LossCheck:
-    """The losses with a change against those without."""
+    """The losses with a change compared with those without."""
 
     verdict: str
     """`agree`, `differ` or `not compared`."""
     reason: str | None
     """Why they were not compared."""
     arithmetic: str
-    """What the change does to the arithmetic: `same`, `reordered`, `reduced`, `not comparable`."""
+    """The change's effect on the arithmetic: `same`, `reordered`, `reduced`, `not comparable`."""
     tolerance_share: float | None = None
-    """What that allows at each step."""
+    """The allowed difference at each step."""
     noise_share: float | None = None
-    """How far two runs without the change are apart where they are farthest: 0 of a script that seeds itself and does
-    the same each time."""
+    """The largest distance of two runs without the change; 0 for a deterministic script."""
     limit_share: float | None = None
-    """What the losses were held to: the tolerance and twice the noise."""
+    """The limit that was applied: the tolerance plus twice the noise."""
     difference_share: float | None = None
-    """How far runs with and without are apart where they are farthest, the median of all pairs; null: not finite."""
+    """The largest distance between runs with and without the change, the median over pairs; null if not finite."""
     step: int | None = None
-    """Where that is, in the pair of the median."""
+    """The step of that distance, in the median pair."""
     before: float | None = None
-    """The loss there without the change; null: not finite."""
+    """The loss there without the change; null if not finite."""
     after: float | None = None
     num_steps: int = 0
     """Compared in each pair, at least."""
@@ -56,7 +55,7 @@ class LossCheck:
 def check_losses(
     before: Sequence[Losses], after: Sequence[Losses], arithmetic: str, tolerance_share: float | None = None
 ) -> LossCheck:
-    """Hold the losses of runs with a change (step → loss) to those of runs without.
+    """Return the comparison of losses (step → loss) of runs with a change and without.
 
     >>> check_losses([{0: 2.0}, {0: 2.0}], [{0: 2.1}], "reordered").verdict
     'differ'
@@ -91,7 +90,7 @@ def check_losses(
 
 
 def _distance(first: Losses, second: Losses) -> tuple[float, int, float, float]:
-    """The largest difference at a step both have, as a share of the first's loss; that step, and its two losses."""
+    """Return the largest difference at a common step as a share of the first's loss, that step, and both losses."""
     largest = max((abs(loss) for loss in first.values() if math.isfinite(loss)), default=0.0)
     worst = (-1.0, -1, 0.0, 0.0)
     for step in sorted(set(first) & set(second)):

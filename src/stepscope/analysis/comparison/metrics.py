@@ -1,4 +1,4 @@
-"""What can be measured of a run, and how much of it changed: figures, and the verdict on samples."""
+"""Metrics of a run, and how they changed: figures, and the verdict on samples."""
 
 from __future__ import annotations
 
@@ -16,27 +16,22 @@ from stepscope.analysis.comparison.significance import (
 )
 from stepscope.analysis.time.statistics import quantile
 
-THRESHOLD_SHARE = 0.02
-"""A change below this is of no practical use, however significant; `--threshold`."""
+THRESHOLD_SHARE = 0.02  # smaller changes are of no practical importance, even if significant (`--threshold`)
 NO_DIFFERENCE, TOO_FEW, SAME = "no difference shown", "too few samples", "same"
 STEPS, RUNS = "steps", "runs"
-FEWEST = {STEPS: MIN_SAMPLES, RUNS: MIN_RUNS}
-"""What a verdict takes on each side."""
+FEWEST = {STEPS: MIN_SAMPLES, RUNS: MIN_RUNS}  # samples needed on each side for a verdict
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Something that `--fail-on` can name."""
+    """A metric that `--fail-on` can name."""
 
     name: str
     title: str
-    unit: str
-    """`ns`, `bytes`, `per_s`, `share` or `count`."""
+    unit: str  # `ns`, `bytes`, `per_s`, `share` or `count`
     is_lower_better: bool
-    words: tuple[str, str]
-    """The verdict when it fell, and when it rose."""
-    is_rate: bool = False
-    """Whether it is the inverse of a time: its samples are times all the same."""
+    words: tuple[str, str]  # the verdicts for a decrease and an increase
+    is_rate: bool = False  # whether it is the inverse of a time; its samples are times
 
 
 METRICS = {
@@ -61,14 +56,14 @@ class Measure:
 
     value: float
     samples: tuple[float, ...] | None = None
-    """Times of single steps, in order, that the value follows from; None: one figure a run, with no test to it."""
-    of: str = STEPS
-    """What a sample is: a step, or a whole run, by its own value (of a rate, the inverse)."""
+    """Times of single steps in order, from which the value follows; None if there is one figure per run and no test.
+    """
+    of: str = STEPS  # what a sample is: a step, or a whole run by its value (the inverse for a rate)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One metric in both."""
+    """One metric on both sides."""
 
     metric: str
     unit: str
@@ -78,29 +73,29 @@ class Change:
     delta: float
     """`new` − `base`."""
     share: float | None
-    """`delta` ÷ `base`; null where that is 0."""
+    """`delta` ÷ `base`; null if that is 0."""
     low: float | None
-    """Lower end of the 95 % bootstrap interval of `share`; null for figures with no samples, or too few."""
+    """Lower end of the 95 % bootstrap interval of `share`; null without samples or with too few."""
     high: float | None
     p_value: float | None
-    """Two-sided: the Mann–Whitney test of steps; of runs, Student's t-test and, from 4 and 4 on, that as well."""
+    """Two-sided: Mann–Whitney test for steps; for runs, Student's t-test and, from 4 and 4 on, Mann–Whitney too."""
     num_samples: tuple[int, int] | None
-    """In each; null: one figure a run."""
+    """On each side; null if there is one figure per run."""
     samples_are: str | None
-    """`steps`; `runs`, where a side has several; null where there are none."""
+    """`steps`; `runs` if a side has several; null if there are none."""
     detectable_share: float | None
-    """The smallest change that would have been shown, four times out of five."""
+    """The smallest change that would be detected with 80 % probability."""
     is_significant: bool | None
     """p < 0.05, and the interval excludes 0."""
     is_worse: bool
-    """Whether it changed for the worse, by however little."""
+    """Whether it got worse, by any amount."""
     verdict: str
-    """`faster` or `slower` (of others `less`, `more`, `fewer`, `higher`, `lower`) where the change is significant and
-    beyond the threshold. Else `no difference shown`, `too few samples`, or, of single figures, `same`."""
+    """`faster` or `slower` (for others `less`, `more`, `fewer`, `higher`, `lower`) if the change is significant and
+    beyond the threshold; otherwise `no difference shown`, `too few samples`, or, for single figures, `same`."""
 
 
 def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: float) -> Change:
-    """One metric's change and its verdict."""
+    """Return one metric's change and its verdict."""
     share = new.value / base.value - 1 if base.value else None
     fell, rose = metric.words
     word = rose if new.value > base.value else fell
@@ -143,7 +138,7 @@ def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: floa
 
 
 def _costs(metric: Metric, measure: Measure) -> list[float]:
-    """Samples whose median is the value, of a rate its inverse: tokens a step and FLOPs may differ between sides."""
+    """Return samples whose median is the value (its inverse for a rate): tokens per step and FLOPs may differ."""
     samples = list(measure.samples or ())
     middle = quantile(sorted(samples), 0.5)
     scale = (1 / measure.value if metric.is_rate else measure.value) / middle
@@ -151,7 +146,7 @@ def _costs(metric: Metric, measure: Measure) -> list[float]:
 
 
 def neighbors_correlation(samples: Sequence[float]) -> float:
-    """The correlation of each sample's rank with that of the next; 0 where all are equal.
+    """Return the correlation of each sample's rank with the next one's; 0 if all are equal.
 
     >>> neighbors_correlation([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) > 0.4
     True

@@ -1,7 +1,7 @@
-"""Several runs of one thing as one side of a comparison: a whole run is then one sample.
+"""Several runs as one side of a comparison, with each run as one sample.
 
-Steps of one run share whatever the machine did during it, and do not show how far two runs are apart. So a side's
-figure is the geometric mean of its runs' and is tested by these (`significance.difference_of_runs`).
+Steps of one run share the machine's state, so they do not show how much runs vary. A side's figure is the geometric
+mean over its runs, and its test uses the runs (`significance.difference_of_runs`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from stepscope.errors import NotComparableError
 
 
 def one_side(runs: Sequence[Subject]) -> Subject:
-    """The runs as one subject; NotComparableError where they are not of one thing.
+    """Return the runs as one subject; NotComparableError if they are not of the same thing.
 
-    What one of the runs lacks, the side lacks: a metric of some runs is none of the side.
+    A metric that one run lacks is missing for the side.
     """
     first = runs[0]
     identity = dict(first.identity)
@@ -54,7 +54,7 @@ def _measure(name: str, measures: Sequence[Measure]) -> Measure:
 
 
 def _tables(tables: Sequence[Sequence[Parts]]) -> tuple[Parts, ...]:
-    """Those that all runs have: rows are the runs' mean, the whole is that of the metric it is held against."""
+    """Return the tables that all runs have: rows are means over runs, the whole is that of the metric."""
     found = []
     for parts in tables[0]:
         alike = [next((other for other in run if other.of == parts.of), None) for run in tables]
@@ -68,7 +68,7 @@ def _tables(tables: Sequence[Sequence[Parts]]) -> tuple[Parts, ...]:
 
 
 def _missing(runs: Sequence[Subject]) -> dict[str, str]:
-    """Why something is not there, by the first run that lacks it."""
+    """Return why something is missing, from the first run that lacks it."""
     found: dict[str, str] = {}
     for run in runs:
         lacks = {name: "not there" for other in runs for name in (*other.measures, *other.tables)}
@@ -80,7 +80,7 @@ def _missing(runs: Sequence[Subject]) -> dict[str, str]:
 
 
 def _common(values: Sequence[Any]) -> Any:
-    """What the runs have in common; measured figures as their mean, others that differ as one text."""
+    """Return what the runs have in common; measured figures as means, other differences as one text."""
     if all(value == values[0] for value in values):
         return values[0]
     if all(isinstance(value, float) for value in values):
@@ -89,7 +89,7 @@ def _common(values: Sequence[Any]) -> Any:
 
 
 def _spread(runs: Sequence[Subject]) -> list[str]:
-    """How far the runs are apart, with what each took."""
+    """Return how much the runs vary, with each run's time."""
     steps = [run.measures["step_time"].value for run in runs if "step_time" in run.measures]
     if len(steps) < 2:
         return []

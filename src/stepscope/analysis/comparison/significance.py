@@ -1,6 +1,6 @@
-"""Whether two sets of samples really differ: the ratio of their medians, its interval, a rank test; of runs a t-test.
+"""Whether two sets of samples differ: ratio of medians, its interval, a rank test; for runs a t-test.
 
-The standard library alone: two recordings are compared where there is neither torch nor Polars.
+Uses only the standard library, so recordings can be compared without torch and Polars.
 """
 
 from __future__ import annotations
@@ -16,40 +16,35 @@ from stepscope.analysis.time.statistics import quantile
 
 SIGNIFICANCE = 0.05
 MIN_SAMPLES = 6
-"""On each side. With 3 and 3 a two-sided rank test cannot get below p = 0.1, whatever the samples; with fewer than 6
-a median has no 95 % interval: all samples lie on one side of it with chance 2 ÷ 2ⁿ."""
-MIN_RUNS = 3
-"""On each side. Of two runs that are apart nobody can say which one strays."""
+"""On each side. With 3 and 3, a two-sided rank test cannot get below p = 0.1; with fewer than 6 samples, a median has
+no 95 % interval, since all lie on one side of it with probability 2 ÷ 2ⁿ."""
+MIN_RUNS = 3  # on each side. With two runs, it is unknown which one is the outlier.
 NUM_RESAMPLES = 2000
-_MAX_EXACT = 20
-"""Samples on each side up to which the rank test is exact, where no two are equal."""
+_MAX_EXACT = 20  # up to this many samples on each side, the rank test is exact (without ties)
 _POWER = 0.8
-# Standard normal quantiles of 0.975 and 0.8: a difference of so many standard errors is found four times out of five.
+# Standard normal quantiles of 0.975 and 0.8: differences of so many standard errors are found with 80 % probability.
 _DETECTABLE = 1.960 + 0.842
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What two sets of samples say about the second's median against the first's."""
+    """The second median compared with the first."""
 
-    ratio: float
-    """The second's median ÷ the first's."""
-    low: float
-    """Lower end of the 95 % bootstrap interval of the ratio."""
+    ratio: float  # the second median ÷ the first
+    low: float  # lower end of the 95 % bootstrap interval of the ratio
     high: float
     p_value: float
-    """Two-sided: the Mann–Whitney test of steps; of runs, Student's t-test and, from 4 and 4 on, that as well."""
-    detectable_share: float
-    """The smallest change that samples like these show four times out of five."""
+    """Two-sided: Mann–Whitney test for steps; for runs, Student's t-test and, from 4 and 4 on, Mann–Whitney too."""
+    detectable_share: float  # the smallest change that such samples show with 80 % probability
 
     @property
     def is_significant(self) -> bool:
-        """Whether the rank test and the interval both say so."""
+        """Whether both the rank test and the interval show a difference."""
         return self.p_value < SIGNIFICANCE and not self.low <= 1 <= self.high
 
 
 def difference(base: Sequence[float], new: Sequence[float]) -> Difference:
-    """The change of the median from `base` to `new`, positive samples; the same samples always give the same figures.
+    """Return the change of the median from `base` to `new` (positive samples), deterministically.
 
     >>> found = difference([10, 11, 12, 13, 14, 15], [20, 22, 24, 26, 28, 30])
     >>> found.ratio, found.is_significant
@@ -72,11 +67,11 @@ def difference(base: Sequence[float], new: Sequence[float]) -> Difference:
 
 
 def difference_of_runs(base: Sequence[float], new: Sequence[float]) -> Difference:
-    """The change from `base` to `new`, one positive figure a run: Student's t-test of their logarithms, and ranks.
+    """Return the change from `base` to `new`, one positive figure per run: Student's t-test of logarithms, and ranks.
 
-    How far two runs are apart, the steps of one do not show: a run counts as one sample. They are too few for
-    resamples, and are taken to be spread normally, as widely on both sides. Those of a machine with two speeds are
-    not: where there are enough for the rank test to show anything (4 and 4), the larger of the two p-values counts.
+    Steps of one run do not show how much runs vary, so a run is one sample. Runs are too few for resampling and are
+    assumed to be normal with equal variance. That fails for a machine with two speeds: with enough runs for the rank
+    test (4 and 4), the larger p-value counts.
 
     >>> found = difference_of_runs([10.0, 10.1, 9.9], [11.0, 11.1, 10.9])
     >>> round(found.ratio, 2), found.is_significant
@@ -103,7 +98,7 @@ def difference_of_runs(base: Sequence[float], new: Sequence[float]) -> Differenc
 
 
 def student(t: float, freedom: int) -> float:
-    """The two-sided p-value of Student's t; Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """Return the two-sided p-value of Student's t; Abramowitz and Stegun, 26.7.3 and 26.7.4.
 
     >>> round(student(2.776, 4), 3)
     0.05
@@ -121,7 +116,7 @@ def student(t: float, freedom: int) -> float:
 
 @lru_cache(maxsize=64)
 def _student_quantile(p_value: float, freedom: int) -> float:
-    """The t with that two-sided p-value."""
+    """Return the t with that two-sided p-value."""
     low, high = 0.0, 1000.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -130,8 +125,8 @@ def _student_quantile(p_value: float, freedom: int) -> float:
 
 
 def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
-    """The two-sided p-value of the Mann–Whitney test: exact for few samples without ties, else by the normal
-    approximation with corrections for ties and for continuity.
+    """Return the two-sided p-value of the Mann–Whitney test: exact for few samples without ties, else by the normal
+    approximation with corrections for ties and continuity.
 
     >>> mann_whitney([1, 2, 3], [4, 5, 6])
     0.1
@@ -141,7 +136,7 @@ def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
     num_first, num_second, num = len(first), len(second), len(ordered)
     if not num_first or not num_second:
         raise ValueError("a rank test needs samples on both sides")
-    # How often a sample of the first is above one of the second; a tie counts half.
+    # How often a sample of the first side exceeds one of the second; a tie counts half.
     above = sum(bisect_left(second, value) + bisect_right(second, value) for value in first) / 2
     ties = [bisect_right(ordered, value) - bisect_left(ordered, value) for value in set(ordered)]
     if max(ties) == 1 and max(num_first, num_second) <= _MAX_EXACT:
@@ -157,7 +152,7 @@ def mann_whitney(base: Sequence[float], new: Sequence[float]) -> float:
 
 @lru_cache(maxsize=8)
 def _counts(num_first: int, num_second: int) -> tuple[int, ...]:
-    """For each number of pairs, in how many orders of all samples the first side is above in so many of them.
+    """Return for each number of pairs how many orders of all samples have the first side above in that many.
 
     The coefficients of the Gaussian binomial: ∏ (1 − x^(n₂+i)) ÷ (1 − x^i), i = 1 … n₁.
     """
@@ -172,18 +167,18 @@ def _counts(num_first: int, num_second: int) -> tuple[int, ...]:
 
 
 def _medians(ordered: Sequence[float], side: int) -> list[float]:
-    """Medians of resamples."""
+    """Return medians of resamples."""
     return [(ordered[low] + ordered[high]) / 2 for low, high in _middle_places(len(ordered), side)]
 
 
 @lru_cache(maxsize=64)
 def _middle_places(num: int, side: int) -> tuple[tuple[int, int], ...]:
-    """Which two of `num` ordered samples are in the middle of each resample (twice the same where `num` is odd).
+    """Return which two of `num` ordered samples are in the middle of each resample (equal if `num` is odd).
 
-    A resample takes the places ⌊num·u⌋ for uniform u, so its middle places come from the middle ones of `num` ordered
-    uniform numbers, and these are Beta distributed: nothing is sorted, and no sample is looked at.
+    A resample takes positions ⌊num·u⌋ for uniform u, so its middle positions come from the middle of `num` ordered
+    uniform numbers, which are Beta distributed: no sorting is needed.
     """
-    generator = random.Random(2 * num + side)  # of our own: the caller's random state is not ours to move
+    generator = random.Random(2 * num + side)  # a separate generator: the caller's random state stays untouched
     rank = (num + 1) // 2
     places = []
     for _ in range(NUM_RESAMPLES):

@@ -1,4 +1,4 @@
-"""Recordings and points of sweeps as what `comparison.py` compares. Every figure is the card's or the sweep's own."""
+"""Recordings and sweep points as subjects of a comparison, with the card's or the sweep's own figures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stepscope.trace.recording import Recording
 GPU_TIME, DEVICE_TIME, HOST_TIME = "a clean step, GPU busy and idle", "a clean step, device time", "a clean step"
 PEAK = "peak allocated"
 UNKNOWN = "unknown"
-# Said elsewhere, or of no weight for a comparison.
+# Reported elsewhere, or irrelevant for a comparison.
 _NOT_CONTEXT = ("device", "rank", "variables")
 
 
 def recording_subject(
     recording: Recording, summary: Summary, memory: Account | None, missing: Mapping[str, str]
 ) -> Subject:
-    """A recording; `missing` says why there is no account of its memory, by table."""
+    """Return a recording's subject; `missing` has the reason for a missing memory account, by table."""
     measures: dict[str, Measure] = {}
     lacks = dict(missing)
     samples = tuple(float(ns) for ns in clean_step_ns(recording))
@@ -41,7 +41,7 @@ def recording_subject(
     if summary.num_kernels_per_step is not None:
         measures["kernels"] = Measure(summary.num_kernels_per_step)
     facts = recording.facts.get("memory") or {}
-    # Nobody counts what tensors take on a processor: there the memory window's account is the peak.
+    # On a CPU, tensor memory is not counted: the memory window's account is the peak.
     peak = facts.get("peak_allocated_bytes", None if memory is None else memory.peak_bytes)
     for name, value in (
         ("peak_memory", peak),
@@ -71,12 +71,12 @@ def recording_subject(
 
 
 def idle_ns(summary: Summary) -> float | None:
-    """The GPU's idle time in a clean step; None without a GPU or a trace."""
+    """Return GPU idle time per clean step; None without a GPU or a trace."""
     return next((row.ns for row in summary.rows if row.name == IDLE), None)
 
 
 def _phase_parts(summary: Summary, whole: float) -> tuple[Parts, ...]:
-    """The card's rows; after them, coarser ones for a counterpart that lacks a trace, or a GPU."""
+    """Return the card's rows, then coarser ones for a counterpart without a trace or GPU."""
     plain = [replace(phase, gpu_busy_ns=None) for phase in summary.phases]
     hosts = [replace(phase, device_ns=None) for phase in plain]
     found = []
@@ -98,7 +98,7 @@ def _identity(recording: Recording, summary: Summary) -> dict[str, Any]:
         dtypes += [f"products in {dtype}" for dtype in sorted(flops.model_flops_by_dtype)]
     return {
         "device": environment.get("device_name"),
-        # Of a run that ended before its FLOPs were counted only the weights' are known: that decides nothing.
+        # A run that ended before FLOPs were counted knows only the weights' FLOPs: ignore them.
         "dtype": ", ".join(dtypes) if flops is not None and dtypes else None,
         "tokens": None if summary.throughput is None else summary.throughput.per_step,
         "parameters": parameters.get("num_total"),
@@ -130,7 +130,7 @@ def _context(recording: Recording, summary: Summary) -> dict[str, Any]:
 
 
 def environment_context(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions, device and settings, each by its name."""
+    """Return versions, device and settings by name."""
     plain = {name: value for name, value in environment.items() if name not in _NOT_CONTEXT}
     variables = environment.get("variables")
     return {**plain, **(variables if isinstance(variables, dict) else {})}
@@ -150,7 +150,7 @@ def _clocks(counters: CounterSummary | None) -> dict[str, Any]:
 def point_subject(
     point: PointSummary, row: Mapping[str, Any], environment: Mapping[str, Any], missing: Mapping[str, str]
 ) -> Subject:
-    """A row of a sweep. Rows that are not ok have no figures to compare, and say why."""
+    """Return the subject of a sweep's row. Rows that are not ok have no figures, but the reason."""
     measures: dict[str, Measure] = {}
     lacks = dict(missing)
     samples = tuple(float(ns) for ns in row.get("samples_device_ns") or ())
@@ -183,7 +183,7 @@ def point_subject(
     return Subject(
         name=point.hash,
         measures=measures,
-        # An op has neither parameters nor, it may be, tokens: what no row knows is nothing to be checked.
+        # An op has no parameters and may have no tokens: unknown values are not checked.
         identity={aspect: value for aspect, value in identity.items() if value is not None},
         context={**point.axes, **environment_context(environment)},
         missing=lacks,
@@ -194,10 +194,10 @@ def point_subject(
 def pair_points(
     base: Sequence[PointSummary], new: Sequence[PointSummary]
 ) -> tuple[list[tuple[int, int]], tuple[str, ...]]:
-    """Which points belong together, by their places, and the knobs that the comparison is about.
+    """Return which points are compared, by position, and the knobs that the comparison is about.
 
-    First those with the same hash. Of the rest, those that are alike in every knob but the ones that have a single
-    value in the base's rest and a single other value in the new one's: these are what the comparison is about.
+    Points with the same hash first. Of the rest, those that agree in every knob except those with a single value in
+    the base's rest and a single other value in the new one's.
     """
     places = {point.hash: place for place, point in enumerate(new)}
     pairs = [(place, places[point.hash]) for place, point in enumerate(base) if point.hash in places]

@@ -1,4 +1,4 @@
-"""Points of a sweep as flat records: what `results.csv` and `bench --json` have."""
+"""Points of a sweep as flat records, for `results.csv` and `bench --json`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def record_of(point: PointSummary) -> dict[str, Any]:
     figures["device_name"] = point.device_name
     figures.update({f"fact_{name}": value for name, value in point.facts.items()})
     figures.update({name.replace(".", "_"): value for name, value in point.compiler.items()})
-    # A knob may have the name of a figure: hydra's `loss` does.
+    # A knob may have the name of a figure, such as hydra's `loss`.
     axes = {f"knob_{name}" if name in figures else name: value for name, value in point.axes.items()}
     return {"hash": point.hash, **axes, **figures}
 

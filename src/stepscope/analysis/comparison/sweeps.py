@@ -1,4 +1,4 @@
-"""A sweep's rows as figures: distributions, rates, MFU, who is best among those that compute the same thing."""
+"""Figures of a sweep's rows: distributions, rates, MFU, and the best row for each computed result."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from stepscope.analysis.compiler.compile_summary import break_even
 from stepscope.analysis.costs.flops import Utilization, utilization
 from stepscope.analysis.time.statistics import Distribution, describe
 from stepscope.devices import Ceilings, Device, find_device, load_ceilings
+from stepscope.display import Shown
 
-Limits = Callable[[str], tuple[Device | None, Ceilings | None]]
-"""A device's name → what it can do, by its maker and by measurement."""
+Limits = Callable[[str], tuple[Device | None, Ceilings | None]]  # device name → its vendor's and measured limits
 
 OK = "ok"
-# p90 − p10 beyond this share of the median: the machine was not at rest, or the workload is not.
+# p90 − p10 above this share of the median: the machine or the workload was unstable.
 NOISY_SHARE = 0.10
-# Knobs that choose how the same thing is computed, besides those of the workload's reference.
+# Knobs that change how, not what, is computed, besides the workload's own.
 IMPLEMENTATION_KNOBS = ("bf16_reduction", "compile", "sdpa", "optimizer", "checkpoint")
 # The plainest value of each.
 PLAINEST = {"bf16_reduction": "auto", "compile": "off", "sdpa": "free", "optimizer": "adamw", "checkpoint": 0}
 # One update rule, three implementations.
 ADAMW = ("adamw", "fused", "handwritten")
-# What no preset says, or what somebody who says it beside a preset wants to see.
+# Not determined by a preset, or worth showing beside it.
 BESIDE_PRESET = (
     "workload", "batch", "seq_len", "mode", "dtype", "bf16_reduction", "compile", "sdpa", "optimizer", "warmup",
     "steps", "seed", "device",
 )  # fmt: skip
-# What does not apply to a workload that is a whole step of the user's own loop.
+# Not applicable to a workload that is a whole step of the user's loop.
 NOT_OF_A_WHOLE_STEP = ("mode", "dtype", "compile", "sdpa", "optimizer")
-# With fewer samples a median has no 95 % interval: all of n samples lie on one side of it with chance 2 ÷ 2ⁿ.
+# With fewer samples, a median has no 95 % interval: all n samples lie on one side of it with probability 2 ÷ 2ⁿ.
 MIN_INTERVAL_SAMPLES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class PointSummary:
-    """One row of the table: what was measured and what follows from it."""
+    """One row: measurements and derived figures."""
 
     hash: str
     status: str
     reason: str | None
     axes: Mapping[str, Any]
-    """workload, preset and every knob that applies → value."""
+    """Workload, preset and every applicable knob → value."""
     device_name: str | None
     time: Distribution | None
-    """Nanoseconds a step: on the device between CUDA events, on a CPU the host's."""
+    """Nanoseconds per step: between CUDA events on a GPU, host time on a CPU."""
     host: Distribution | None
     """Nanoseconds until the host had issued a step; on a CPU, until it was done."""
     first_call_ns: int | None
-    """Of the first pass. Where the point's own process ran the gate before (no `run_by` in it), it was not cold."""
+    """Of the first pass. If the point's own process ran the gate before (no `run_by`), it was not cold."""
     compile_ns: int | None
-    """What torch says it spent compiling, in the first call and in the warm-up."""
+    """Compile time reported by torch, in the first call and in the warm-up."""
     tokens_per_s: float | None
     flops_counted: int | None
-    """Model FLOPs of a step, op by op, nothing computed twice."""
+    """Model FLOPs per step, counted op by op, without recomputation."""
     flops_formula: int | None
-    """Model FLOPs of a step by the workload's closed formula."""
+    """Model FLOPs per step from the workload's formula."""
     flops_coverage: float | None
-    """Counted ÷ formula. Below 1: kernels that hide their products. Above: work that the formula calls useless."""
+    """Counted ÷ formula. Below 1: kernels that hide their products. Above 1: work that the formula excludes."""
     flops_per_s: float | None
-    """Model FLOPs, by formula where there is one, less those of what was dropped, ÷ median time."""
+    """Model FLOPs (by formula if there is one, minus dropped work) ÷ median time."""
     mfu: Utilization | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     peak_resident_bytes: int | None
     before_backward_bytes: int | None
     loss: float | None
-    """Of the very first call, before any weight has moved."""
+    """Of the very first call, before any weight update."""
     final_loss: float | None
     num_parameters: int | None
     num_active_parameters: int | None
@@ -76,44 +76,42 @@ class PointSummary:
     num_kernels: int | None
     num_kernel_launches: int | None
     gpu_busy_share: float | None
-    """The GPU's busy time in a traced pass ÷ the median of clean ones. Well below 1, the host sets the pace; a tenth
-    below it can also be a GPU at its limit of power, which one pass does not reach."""
+    """GPU busy time in a traced pass ÷ the median of clean ones. Well below 1, the host is the bottleneck; up to a
+    tenth below can also be a GPU at its power limit, which one pass does not reach."""
     max_batch: int | None
     facts: Mapping[str, float]
     compiler: Mapping[str, float]
-    """What torch.compile did (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
+    """torch.compile's figures (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
     notes: tuple[str, ...]
-    """What else is to be known of the row: a loss that is no number, an instrument that failed."""
+    """Remarks, such as a loss that is not a number or a failed instrument."""
     is_noisy: bool
     speedup: float | None = None
-    """Median time a token (or a step) of the plainest variant of the rows it is compared with ÷ this one's."""
+    """Median time per token (or step) of the plainest variant ÷ this one's."""
     break_even_steps: float | None = None
-    """Steps until compiling is won back, against the row that differs in nothing but `compile=off`: the first call
-    less a warm one, or the compile seconds if these are more, ÷ what a step saves. None: never, or no such row."""
+    """Steps until compile time is recovered, compared with the row that differs only in `compile=off`: the first call
+    minus a warm one (or the compile seconds if larger) ÷ the saving per step. None: never, or no such row."""
     loss_deviation: float | None = None
-    """|loss − that of the plainest variant that computes the same| ÷ the latter, of the first call."""
+    """|loss − that of the plainest variant with the same result| ÷ the latter, of the first call."""
     differs: str | None = None
-    """In what it computes something else than the plainest variant; None: it computes the same."""
+    """How its result differs from the plainest variant's; None if it is the same."""
     is_best: bool = False
-    """The fastest of the rows that compute the same thing."""
+    """The fastest row with the same result."""
     is_tied: bool = False
-    """Not the best, but its 95 % interval meets the best one's; never said of fewer than 6 samples."""
+    """Not the best, but its 95 % interval overlaps the best one's; never set with fewer than 6 samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepSummary:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SweepSummary(Shown):
     """A whole sweep."""
 
     points: tuple[PointSummary, ...]
-    varying: tuple[str, ...]
-    """Axes that differ between rows, leaving out what follows from the preset."""
-    constants: Mapping[str, Any]
-    """Axes that are the same in every row."""
+    varying: tuple[str, ...]  # axes that differ between rows, except those determined by the preset
+    constants: Mapping[str, Any]  # axes that are the same in every row
     num_by_status: Mapping[str, int]
 
 
 def sweep_of(rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]]) -> SweepSummary:
-    """Return the figures of a sweep's rows, held against what is known of their devices."""
+    """Return the figures of a sweep's rows, compared with the known limits of their devices."""
     return summarize(rows, environments, _limits)
 
 
@@ -124,9 +122,9 @@ def _limits(name: str) -> tuple[Device | None, Ceilings | None]:
 def summarize(
     rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]], limits: Limits
 ) -> SweepSummary:
-    """The figures of a sweep's rows; `environments` by their hash, as sweep.json has them."""
+    """Return the figures of a sweep's rows; `environments` by hash, as in sweep.json."""
     rows = list(rows)
-    # Only of a whole step of the user's own nothing is known inside.
+    # Only a whole step of the user's own has unknown parts.
     whole = {row["workload"] for row in rows if "num_tokens" in row and "num_parameters" not in row}
     points = [_point(row, row["workload"] in whole, environments, limits) for row in rows]
     varying, constants = varying_axes([point.axes for point in points])
@@ -196,7 +194,7 @@ def _point(
 
 
 def _model_flops(row: Mapping[str, Any], facts: Mapping[str, float]) -> int | None:
-    """Model FLOPs of a step: by formula, less what was dropped and not computed; else as counted."""
+    """Return model FLOPs per step by formula, minus dropped work; else as counted."""
     formula: int | None = row.get("flops_formula")
     if not formula:
         return row.get("flops_counted")
@@ -209,12 +207,12 @@ def _described(samples: Sequence[float] | None) -> Distribution | None:
 
 
 def _busy_share(busy_ns: int | None, time: Distribution | None) -> float | None:
-    """A traced kernel takes a little longer than a clean one: never more than all of the time."""
+    """Return the busy share, at most 1: traced kernels take slightly longer than clean ones."""
     return None if busy_ns is None or time is None else min(1.0, busy_ns / time.median)
 
 
 def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
-    """The FLOPs split by the dtype they are done in, as counted; where nothing was counted, all in the row's."""
+    """Return FLOPs by dtype as counted; all in the row's dtype if nothing was counted."""
     counted = {dtype: value for dtype, value in (row.get("flops_counted_by_dtype") or {}).items() if value}
     total = sum(counted.values())
     if not total:
@@ -223,7 +221,7 @@ def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
 
 
 def varying_axes(axes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The axes that differ between points, leaving out what follows from the preset; and those that do not differ."""
+    """Return the axes that differ between points (except those determined by the preset), and the constant ones."""
     names = list(dict.fromkeys(name for values in axes for name in values))
     seen = {name: [values.get(name) for values in axes] for name in names}
     constants = {name: values[0] for name, values in seen.items() if len(set(values)) == 1}
@@ -240,14 +238,14 @@ def _follows(values: Sequence[Any], presets: Sequence[Any]) -> bool:
 
 
 def _alternatives(row: Mapping[str, Any]) -> Mapping[str, Sequence[Sequence[Any]]]:
-    """Knob → its values, those that compute the same thing together, the plainest first."""
+    """Return each knob's values grouped by equal result, the plainest first."""
     return {"optimizer": (ADAMW,), **(row.get("alternatives") or {})}
 
 
 def _group(row: Mapping[str, Any], axes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Rows with the same group are compared: they differ only in how they compute it, or in declared alternatives.
+    """Return the group of comparable rows: they differ only in how they compute, or in declared alternatives.
 
-    Rows that differ in seed, warm-up or number of samples are repetitions of one another, and not compared.
+    Rows that differ in seed, warm-up or number of samples are repetitions, and not compared.
     """
     left_out = {*IMPLEMENTATION_KNOBS, *(row.get("reference") or {}), *_alternatives(row)}
     if row.get("max_batch") is not None:
@@ -260,20 +258,17 @@ def _compared(
     reference: Mapping[str, Any],
     alternatives: Mapping[str, Sequence[Sequence[Any]]],
 ) -> list[PointSummary]:
-    """The group with speed-ups and what differs in them, the best of each thing computed, and what ties with it.
-
-    Only `ok` rows are compared.
-    """
+    """Return the group's ok rows with speed-ups and differences, the best for each result, and ties."""
     times = {index: point.time for index, point in enumerate(group) if point.status == OK and point.time is not None}
     compared = list(group)
     plain = {**PLAINEST, **{name: values[0][0] for name, values in alternatives.items()}, **reference}
-    # Only in what the group varies must the plainest be plain: the rest is the same for all.
+    # The plainest row must be plain only in what the group varies.
     varied = {name: value for name, value in plain.items() if len({point.axes.get(name) for point in group}) > 1}
     plainest = next((i for i in times if all(group[i].axes.get(n) == value for n, value in varied.items())), None)
     computed = [_computed(point, alternatives) for point in group]
 
     def cost(index: int) -> float:
-        # A token, where there are tokens: rows of a search for the largest batch have batches of their own.
+        # Per token if there are tokens: rows of a batch search have different batches.
         tokens = group[index].num_tokens
         return times[index].median / tokens if tokens else times[index].median
 
@@ -320,7 +315,7 @@ def _loss_deviation(point: PointSummary, plainest: PointSummary) -> float | None
 
 
 def _computed(point: PointSummary, alternatives: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, str]:
-    """What the row computes, in words, as far as rows of one group can differ in it."""
+    """Return the row's result as text, as far as rows of one group can differ in it."""
     found = {}
     for name, sets in alternatives.items():
         value = point.axes.get(name)

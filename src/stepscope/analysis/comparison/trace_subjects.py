@@ -1,4 +1,4 @@
-"""Traces as what `comparison.py` compares, and where a traced step's time and memory go, as parts of a whole."""
+"""Traces as subjects of a comparison, and a traced step's time and memory as parts of a whole."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NO_OP = "outside every op"
 NO_MODULES = "no module is labeled in the trace: stepscope run SCRIPT records one with labels"
 NO_STEPS = "nothing in the trace says where a step ends: call profiler.step(), or record with stepscope run"
 NO_MEMORY = "the trace has no memory events with totals: profile(profile_memory=True), or stepscope run SCRIPT"
-# More GPU work than this outside of steps, and figures a step are not a step's alone.
+# With more GPU work outside of steps, figures per step are not exact.
 _MUCH_OUTSIDE = 0.05
 
 
 def trace_subject(analysis: Analysis, name: str) -> Subject:
-    """A trace, or the traces of all ranks: a step of several ranks is the mean of theirs."""
+    """Return the subject of a trace, or of all ranks' traces with the mean over ranks."""
     ranks = analysis.ranks
     measures: dict[str, Measure] = {}
     missing: dict[str, str] = {}
@@ -72,17 +72,17 @@ def trace_subject(analysis: Analysis, name: str) -> Subject:
 
 
 def has_gpu(ranks: Sequence[RankAccount]) -> bool:
-    """Whether the traces have any GPU work."""
+    """Return whether the traces have GPU work."""
     return any(rank.gpu_time.busy_ns for rank in ranks)
 
 
 def time_tables(
     ranks: Sequence[RankAccount], clean_ns: float | None = None, clean_idle_ns: float | None = None
 ) -> tuple[dict[str, tuple[Parts, ...]], dict[str, str]]:
-    """Where a step's time goes by phase, kernel class (on a CPU: op) and module, and why a table is not there.
+    """Return a step's time by phase, kernel class (on a CPU: op) and module, and why a table is missing.
 
-    A kernel takes as long in a traced step as in a clean one: where the clean step is known, GPU time is held against
-    it, and what is left is idle. The host is slowed by the profiler: its time is held against the traced step.
+    Kernels take as long in a traced step as in a clean one, so GPU time is compared with the clean step if known, and
+    the rest is idle. The profiler slows down the host, so host time is compared with the traced step.
     """
     num_steps = sum(rank.steps.height for rank in ranks)
     on_gpu = has_gpu(ranks)
@@ -115,7 +115,7 @@ def time_tables(
                 row = nameless if key is None else key
                 sums[row] = sums.get(row, 0.0) + ns / num
         beside = busy_ns - sum(sums.values())
-        # Kernels on several streams run beside one another: their sum is more than the time in which any ran.
+        # Kernels on several streams overlap: their sum exceeds the busy time.
         overlap = {OVERLAP: beside} if is_summed and beside < -1 else {}
         return (Parts(of, "ns", whole, {**sums, **overlap, **extra}),)
 
@@ -133,7 +133,7 @@ def time_tables(
 
 
 def _by_step(ranks: Sequence[RankAccount], column: str) -> tuple[float, ...]:
-    """One figure a step that every rank has: the mean of the ranks'."""
+    """Return one figure per step that every rank has: the mean over ranks."""
     by_rank = [dict(rank.steps.select("step", column).iter_rows()) for rank in ranks]
     common = [step for step in by_rank[0] if all(step in steps for steps in by_rank)]
     return tuple(sum(steps[step] for steps in by_rank) / len(by_rank) for step in common)
@@ -144,7 +144,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _main_memory(memory: Sequence[MemorySummary]) -> MemorySummary | None:
-    """That of the GPU with the highest peak, else of the processor; None where its totals are not known."""
+    """Return the memory of the GPU with the highest peak, else of the CPU; None if its totals are unknown."""
     ordered = sorted(memory, key=lambda summary: summary.device_type == "cpu")
     return ordered[0] if ordered and ordered[0].is_start_known else None
 

@@ -1,4 +1,4 @@
-"""A tuning's rows and its search's log as figures: the frontier, the best point, what it gains over the defaults."""
+"""Figures of a tuning: the frontier, the best point, and its gain over the defaults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from stepscope.analysis.comparison.significance import MIN_SAMPLES, difference
 from stepscope.analysis.comparison.sweeps import OK, Limits, PointSummary, summarize
 from stepscope.analysis.time.statistics import quantile
+from stepscope.display import Shown
 
 AGAIN, BESIDE = "again", "beside"
 SKIPPED = "skipped"
@@ -20,24 +21,24 @@ class Tried:
 
     hash: str
     status: str
-    """As in `stepscope bench`: only `ok` is ranked. `wrong`: the gate, or a loss that strays."""
+    """As in `stepscope bench`; only `ok` is ranked. `wrong`: failed the gate, or a deviating loss."""
     reason: str | None
     turned: Mapping[str, Any]
     """Knobs that differ from the defaults → their values."""
     round: int
-    """Of the search that tried it first; 0: the defaults, and losses to hold others against."""
+    """The search round that tried it first; 0 for the defaults and reference losses."""
     is_pruned: bool
-    """Its plan kept it from being run."""
+    """Its plan excluded it from being run."""
     predicted_bytes: int | None
-    """What its plan says it needs; null where it was not planned."""
+    """Memory predicted by its plan; null if not planned."""
     per_s: float | None
-    """Tokens a second, or steps where the workload does not count tokens, by the median; of points that were not
-    measured again, as far as the machine was as fast then as at the end."""
+    """Tokens per second (steps without tokens) at the median; for points not measured again, corrected for the
+    machine's drift."""
     time_ns: float | None
     """The median step."""
     num_samples: int
     is_measured_again: bool
-    """Its figures are those of the last measurements, taken in turns with the other contenders."""
+    """Its figures are from the final measurements, interleaved with the other contenders."""
     memory_bytes: int | None
     """Its peak: reserved on a GPU, of tensors on a CPU; of the process for a whole step of your own on a CPU."""
     mfu_share: float | None
@@ -45,23 +46,23 @@ class Tried:
     loss: float | None
     """Of the very first call."""
     plain_loss: float | None
-    """The same of the plainest variant."""
+    """The same for the plainest variant."""
     loss_deviation: float | None
     """The worse of the first and the last step's loss, as a share; see docs/tune.md."""
     loss_tolerance: float | None
     loss_unchecked: str | None
-    """Why no loss could be held against another; null where it was checked."""
+    """Why the loss could not be checked; null if it was."""
     is_on_frontier: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """How much faster one point is than another, a token."""
+    """How much faster one point is than another, per token."""
 
     over: str
     """The other's hash."""
     speedup: float
-    """Speed ÷ the other's, by the medians."""
+    """Speed ÷ the other's, at the medians."""
     low: float
     """Lower end of its 95 % bootstrap interval."""
     high: float
@@ -69,48 +70,48 @@ class Gain:
     """Two-sided Mann–Whitney test."""
     is_significant: bool
     is_measured_again: bool
-    """Both were measured again, in turns; else these are the search's own samples, of which the best was picked."""
+    """Both were measured again, interleaved; else these are the search's samples, from which the best was picked."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """Everything `stepscope tune` found; `--json` prints this."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Tuning(Shown):
+    """The result of `stepscope tune`; `--json` prints this."""
 
     workload: str
     preset: str | None
     device_name: str | None
     unit: str
-    """What `per_s` counts: `tokens` or `steps`."""
+    """Unit of `per_s`: `tokens` or `steps`."""
     budget_bytes: int | None
-    """What was asked for; null: what the device has."""
+    """The memory limit that was given; null: the device's memory."""
     defaults: Tried | None
     best: Tried | None
-    """The fastest that is right: the defaults, unless another is faster for sure; null where nothing was right."""
+    """The fastest correct point: the defaults, unless another is certainly faster; null if nothing was correct."""
     gain: Gain | None
-    """The best over the defaults; null where they are the best, were not right, or samples are too few."""
+    """The best over the defaults; null if they are the best or not correct, or with too few samples."""
     runner_up: Tried | None
     lead: Gain | None
     """The best over the runner-up."""
     frontier: tuple[Tried, ...]
-    """Points that no other beats in both speed and memory, by memory; of those that were measured again."""
+    """Points that no other beats in both speed and memory, by memory; of those measured again."""
     points: tuple[Tried, ...]
-    """All, in the order in which they were tried."""
+    """All, in the order they were tried."""
     moves: tuple[Mapping[str, Any], ...]
     """The path of the search: `round`, `turned`, `before`, `gain` (speed ÷ the speed before)."""
     not_tried: tuple[Mapping[str, Any], ...]
     """`round`, `turned`, `reason`."""
     axes: Mapping[str, Sequence[Any] | None]
-    """Knobs that were searched → their values; null: powers of two."""
+    """Searched knobs → their values; null: powers of two."""
     num_rounds: int
     stopped: str
-    """`settled`: a whole round gained nothing; `time`; `stuck`: nothing was right; `interrupted`."""
+    """`settled`: a whole round gained nothing; `time`; `stuck`: nothing was correct; `interrupted`."""
     seconds: float
     limit_s: float
     command: str | None
     """Measures the best point again."""
     num_by_status: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """What else is to be known: points that no plan could be made for, and why."""
+    """Remarks, such as points that could not be planned, and why."""
 
 
 def tuning_of(
@@ -119,7 +120,7 @@ def tuning_of(
     limits: Limits,
     log: Mapping[str, Any],
 ) -> Tuning:
-    """The figures of a tuning: its rows, and `log`, what its search says of itself."""
+    """Return the figures of a tuning from its rows and its search's `log`."""
     rows = list(rows)
     summaries = dict(zip((row["hash"] for row in rows), summarize(rows, environments, limits).points))
     first = [row for row in rows if row["tune"]["role"] not in (AGAIN, BESIDE)]
@@ -128,7 +129,7 @@ def tuning_of(
     drift = _drift(base, again)
     samples = {row["hash"]: _samples(row, again, drift) for row in first}
     points = [_tried(row, base, summaries[row["hash"]], samples[row["hash"]]) for row in first]
-    # Of many points that were measured once, the fastest seem faster than they are.
+    # Among many points measured once, the fastest look faster than they are.
     frontier = _frontier([point for point in points if point.is_measured_again] or points)
     on_it = {point.hash for point in frontier}
     points = [_marked(point) if point.hash in on_it else point for point in points]
@@ -172,13 +173,12 @@ def tuning_of(
 
 @dataclass(frozen=True)
 class _Samples:
-    costs_ns: list[float]
-    """Nanoseconds a token, or a step."""
+    costs_ns: list[float]  # nanoseconds per token, or per step
     is_again: bool
 
 
 def _whole_turns(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Rows of contenders that were measured again, of turns in which all of them were."""
+    """Return rows of contenders that were measured again, in rounds that include all of them."""
     among = " ".join(contenders)
     again = [row for row in rows if row["tune"]["role"] == AGAIN and row["tune"]["among"] == among]
     turns: dict[int, int] = {}
@@ -188,7 +188,7 @@ def _whole_turns(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -
 
 
 def _drift(base: Mapping[str, Any] | None, again: Sequence[Mapping[str, Any]]) -> float:
-    """How much slower the machine was at the end than when the search began, by the defaults."""
+    """Return how much slower the machine was at the end than at the start of the search, from the defaults."""
     if base is None or base["status"] != OK:
         return 1.0
     last = _taken(base, again)
@@ -196,16 +196,13 @@ def _drift(base: Mapping[str, Any] | None, again: Sequence[Mapping[str, Any]]) -
 
 
 def _taken(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Samples of a point's last measurements."""
+    """Return the samples of a point's final measurements."""
     last = [other for other in again if other["tune"]["of"] == row["hash"] and other["status"] == OK]
     return [sample for other in last for sample in other["samples_device_ns"]]
 
 
 def _samples(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]], drift: float) -> _Samples:
-    """Of the last measurements of a point, where there are some: the search picked it by the first ones.
-
-    Else the search's own, as they would have been at the end.
-    """
+    """Return a point's final samples, else the search's samples corrected for drift."""
     tokens, taken = row.get("num_tokens") or 1, _taken(row, again)
     if taken:
         return _Samples([sample / tokens for sample in taken], True)
@@ -233,7 +230,7 @@ def _tried(row: Mapping[str, Any], base: Mapping[str, Any] | None, summary: Poin
         num_samples=len(samples.costs_ns),
         is_measured_again=samples.is_again,
         memory_bytes=next((peak for peak in peaks if peak is not None), None),
-        # The share follows the time, which may be that of the last measurements.
+        # The share follows the time, which may be from the final measurements.
         mfu_share=mfu.share * summary.time.median / (cost * tokens) if mfu and summary.time and cost else None,
         mfu_limit=mfu.limit if mfu else None,
         loss=row.get("loss"),
@@ -249,7 +246,7 @@ def _by_speed(point: Tried) -> float:
 
 
 def _frontier(points: Sequence[Tried]) -> list[Tried]:
-    """Those that no other beats in both speed and memory, the smallest first."""
+    """Return points that no other beats in both speed and memory, the smallest first."""
     right = [p for p in points if p.status == OK and p.per_s and p.memory_bytes is not None]
     ordered = sorted(right, key=lambda point: (point.memory_bytes, _by_speed(point)))
     frontier: list[Tried] = []
@@ -264,7 +261,7 @@ def _marked(point: Tried) -> Tried:
 
 
 def _gain(best: Tried | None, other: Tried | None, samples: Mapping[str, _Samples]) -> Gain | None:
-    """The best over another; None where there is nothing to compare."""
+    """Return the gain of the best over another; None if there is nothing to compare."""
     if best is None or other is None or best.hash == other.hash or other.status != OK:
         return None
     new, old = samples[best.hash], samples[other.hash]

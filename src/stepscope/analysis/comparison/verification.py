@@ -1,4 +1,4 @@
-"""What a fix brought: runs of a script with and without it, in turns, as one answer for each fix."""
+"""The effect of a fix, from interleaved runs of a script with and without it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ from stepscope.analysis.comparison.verified import (
 from stepscope.analysis.time.summary import clean_step_ns
 from stepscope.trace.recording import Recording
 
-_SAME_WORK = 0.01
-"""Batches of real text vary: up to this share the units of a step are called equal."""
+_SAME_WORK = 0.01  # batches of real text vary: units per step within this share are equal
 
 
 def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expected: Expected | None) -> Verified:
-    """What one fix brought. Every run of `before` must have a recording with clean steps."""
+    """Return the effect of one fix. Every run of `before` must have a recording with clean steps."""
     refused = refusal(plan, before[0], after, expected)
     first = next((each.recording for each in after if each.recording is not None), None)
     if refused is not None or first is None:
@@ -83,7 +82,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
 def refusal(
     plan: Plan, before: Attempt, after: Sequence[Attempt], expected: Expected | None = None
 ) -> Verified | None:
-    """Why there is nothing to time: it failed, or it changed nothing; None where there is."""
+    """Return why there is nothing to time (it failed or changed nothing); None if there is."""
     failure = next((each.failure for each in after if each.failure is not None), None)
     first = next((each.recording for each in after if each.recording is not None), None)
     changed, left, _ = _applied(first)
@@ -103,12 +102,12 @@ def refusal(
 
 
 def medians_ns(attempts: Sequence[Attempt]) -> list[float]:
-    """The median clean step of each run that counts."""
+    """Return the median clean step of each run that counts."""
     return [float(median(clean_step_ns(each))) for each in _timed(attempts)]
 
 
 def step_ns(attempts: Sequence[Attempt]) -> float:
-    """The median of all clean steps of the runs that count."""
+    """Return the median of all clean steps of the runs that count."""
     return float(median(ns for each in _timed(attempts) for ns in clean_step_ns(each)))
 
 
@@ -117,7 +116,7 @@ def _timed(attempts: Sequence[Attempt]) -> list[Recording]:
 
 
 def _applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int], str | None]:
-    """What was changed, what was left, and why a fix changed nothing."""
+    """Return what was changed, what was not, and why a fix changed nothing."""
     changed: dict[str, int] = {}
     left: dict[str, int] = {}
     why_not = None
@@ -135,7 +134,7 @@ def _applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int
 
 
 def _products(before: Recording | None, after: Recording) -> dict[str, tuple[float, float]]:
-    """Shares of a step's FLOPs by dtype; nothing where they were not counted in both."""
+    """Return shares of a step's FLOPs by dtype; empty unless counted in both."""
     counts = []
     for recording in (before, after):
         flops = (recording.facts.get("flops") if recording is not None else None) or {}
@@ -149,7 +148,7 @@ def _products(before: Recording | None, after: Recording) -> dict[str, tuple[flo
 def _tolerance(plan: Plan, before: Recording | None) -> float | None:
     if plan.tolerance_share is not None or before is None or plan.arithmetic != REORDERED:
         return plan.tolerance_share
-    # Sums of few digits in another order are as far apart as fewer digits are.
+    # In low precision, reordered sums differ as much as lower precision does.
     flops = (before.facts.get("flops") or {}).get("model_flops_by_dtype") or {}
     return TOLERANCE[REDUCED] if any(flops.get(dtype) for dtype in LOW_DTYPES) else None
 
@@ -160,7 +159,7 @@ def _losses(attempts: Sequence[Attempt]) -> list[dict[int, float]]:
 
 
 def _unit(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt]) -> tuple[str | None, str | None]:
-    """What is compared: a `step`, or a second's `tokens` or `samples`; None, and why, where it cannot be."""
+    """Return what is compared: a `step`, or `tokens` or `samples` per second; None and why if impossible."""
     if not all(map(clean_step_ns, _timed(after))):
         num = min(len(recording.samples) for recording in _timed(after))
         return None, f"the script ended after {num} steps with it, before one was timed: let it run longer"
@@ -200,7 +199,7 @@ def _change(
 def _runs_p_value(
     rounds: Sequence[Round], status: str, unit: str, before: Sequence[Attempt], after: Sequence[Attempt]
 ) -> float:
-    """The rank test of `stepscope compare` on whole runs, by their medians; 1 where these say the opposite."""
+    """Return the rank test's p-value for whole runs by their medians; 1 if these contradict the steps."""
     scale = 1.0
     if unit != "step":
         scale = (_per_step(_timed(before), unit) or 1.0) / (_per_step(_timed(after), unit) or 1.0)

@@ -1,4 +1,4 @@
-"""What `stepscope verify` says: of a fix, and of all. No computing here."""
+"""The result types of `stepscope verify`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from typing import Any
 
 from stepscope.analysis.comparison.losses import LossCheck
 from stepscope.analysis.comparison.metrics import TOO_FEW, Change
+from stepscope.display import Shown
 from stepscope.trace.recording import Recording
 
 SCHEMA_VERSION = 1
 FASTER, SLOWER = "faster", "slower"
 FAILED, NOT_APPLIED, WRONG, INCOMPARABLE = "failed", "not applied", "wrong", "not comparable"
 EXIT_WRONG, EXIT_UNDECIDED = 3, 4
-MIN_ROUNDS = 4
-"""With 3 and 3 runs a two-sided rank test cannot get below p = 0.1, however far they are apart."""
+MIN_ROUNDS = 4  # with 3 and 3 runs, a two-sided rank test cannot get below p = 0.1
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One run of the script."""
 
-    round: int
-    """0 is the rehearsal: it proves that the change takes, and its times count for nothing."""
+    round: int  # 0 is the rehearsal, which checks that the change takes effect; it is not timed
     recording: Recording | None
-    failure: str | None = None
-    """What it ended with, in a line."""
+    failure: str | None = None  # its error, in one line
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be verified, and how strictly."""
+    """What to verify, and how strictly."""
 
     fix: str
     arithmetic: str
@@ -42,7 +40,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Expected:
-    """What `stepscope diagnose` expects of the fix."""
+    """What `stepscope diagnose` predicts for the fix."""
 
     saving_ns: float | None
     share: float | None
@@ -50,7 +48,7 @@ class Expected:
     upper_bound: bool
     confidence: str | None
     reason: str | None
-    """Why nothing is expected, or nobody can say."""
+    """Why nothing is predicted."""
 
 
 @dataclass(frozen=True)
@@ -63,63 +61,63 @@ class Round:
 
 @dataclass(frozen=True)
 class Verified:
-    """What became of one fix."""
+    """The result for one fix."""
 
     fix: str
-    """As it was typed."""
+    """As typed."""
     status: str
     """`faster`, `slower`, `no difference shown`, `too few samples`; `wrong`: the losses differ; `failed`: the script
     does not run with it; `not applied`: it changed nothing; `not comparable`."""
     reason: str | None
-    """Why, where the status is not a verdict on times."""
+    """Why, if the status is not a verdict on times."""
     change: Change | None = None
-    """Of the step's time, or of tokens (samples) a second where the batch changed: all clean steps of all rounds."""
+    """Of the step time, or of tokens (samples) per second if the batch changed: all clean steps of all rounds."""
     saving_ns: float | None = None
-    """Of a step's median; null where the batch changed."""
+    """Per step at the median; null if the batch changed."""
     rounds: tuple[Round, ...] = ()
     runs_p_value: float | None = None
-    """Two-sided Mann–Whitney test of whole runs, by their medians; 1 where these say the opposite of the steps."""
+    """Two-sided Mann–Whitney test of whole runs by their medians; 1 if these contradict the steps."""
     losses: LossCheck | None = None
     expected: Expected | None = None
     changed: Mapping[str, int] = field(default_factory=dict)
     """What the fix changed, and how often, in the rehearsal."""
     left: Mapping[str, int] = field(default_factory=dict)
-    """What it left as it was, and why."""
+    """What it did not change, and why."""
     products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Dtype → its share of the FLOPs of a step, without and with the fix."""
+    """Dtype → its share of a step's FLOPs, without and with the fix."""
     warmup_extra_ns: float | None = None
     """How much longer the warm-up takes: compiling, starting workers."""
     pays_after_steps: int | None = None
-    """Steps until that is won back; null where the fix saves nothing."""
+    """Steps until that is recovered; null if the fix saves nothing."""
     peak_bytes: tuple[int, int] | None = None
-    """Peak allocated without and with it; null without a GPU."""
+    """Peak allocated memory without and with it; null without a GPU."""
 
 
-@dataclass(frozen=True)
-class Verification:
-    """Everything `stepscope verify` found; `to_json()` is what `--json` prints."""
+@dataclass(frozen=True, repr=False)
+class Verification(Shown):
+    """The result of `stepscope verify`; `to_json()` is what `--json` prints."""
 
     command: str
     folder: str
-    """Where the recordings of all runs are."""
+    """Folder with the recordings of all runs."""
     device_name: str | None
     torch: str | None
     num_rounds: int
     step_ns: float
     """The median clean step without any fix, over all rounds."""
     apart_share: float
-    """How far the medians of two runs without any fix are apart, at most."""
+    """The largest distance between medians of two runs without any fix."""
     fixes: tuple[Verified, ...]
     warnings: tuple[str, ...]
 
     @property
     def exit_code(self) -> int:
-        """0 where every fix was measured and its losses agree, 3 where one failed or is wrong, else 4."""
+        """0 if every fix was measured and its losses agree, 3 if one failed or is wrong, else 4."""
         statuses = {each.status for each in self.fixes}
         if statuses & {FAILED, WRONG}:
             return EXIT_WRONG
         return EXIT_UNDECIDED if statuses & {NOT_APPLIED, INCOMPARABLE, TOO_FEW} else 0
 
     def to_json(self) -> dict[str, Any]:
-        """One object of plain values (docs/verify.md)."""
+        """Return one object of plain values (docs/verify.md)."""
         return {"schema_version": SCHEMA_VERSION, "exit_code": self.exit_code, **asdict(self)}

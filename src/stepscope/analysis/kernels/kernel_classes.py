@@ -212,7 +212,7 @@ def _class_of_fused(category: str, ops: Iterable[str]) -> str:
 
 
 def _is_norm(ops: set[str]) -> bool:
-    """Return whether decomposed ops are a norm: mean (or variance) and rsqrt; in the backward, RMS norm's gradient."""
+    """Return whether decomposed ops are a norm: mean (or variance) and rsqrt, or RMS norm's gradient."""
     if "rsqrt" in ops and ops & {"mean", "var", "var_mean"}:
         return True
     return {"pow", "mul", "sum", "div", "expand"} <= ops and not ops & {"sub", "exp"}

@@ -1,1 +1,1 @@
-"""What fills the memory: allocations, owners, the peak, growth, leaks."""
+"""Memory: allocations, owners, the peak, growth, leaks."""

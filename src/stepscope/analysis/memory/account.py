@@ -1,7 +1,7 @@
-"""What filled the memory of one device over a step: the peak, who was alive at it, and what came when.
+"""Memory of one device over a step: the peak, what was alive at it, and when.
 
-Works on the structure of `memory.json.gz` (docs/memory.md), whoever made it: a recording, a plan, a trace or a
-snapshot. The standard library alone: it also runs where there is neither torch nor Polars.
+Works on the structure of `memory.json.gz` (docs/memory.md), from a recording, plan, trace or snapshot. Uses only the
+standard library, so it runs without torch and Polars.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PARTS = ("owner", "module", "phase", "dtype", "op", "caller")
 
 @dataclass(frozen=True)
 class Part:
-    """A part of what is alive at the peak."""
+    """A part of the memory alive at the peak."""
 
     name: str | None
-    """None: not known; of modules, outside every module."""
+    """None if unknown; for modules, outside every module."""
     bytes: int
     share: float
     """Of the peak."""
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LiveAtPeak:
-    """What is alive at the peak, split six ways, most first; each adds up to the peak."""
+    """Memory alive at the peak, split six ways, the largest first; each split adds up to the peak."""
 
     by_owner: tuple[Part, ...]
     by_module: tuple[Part, ...]
@@ -49,38 +49,38 @@ class LiveAtPeak:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the step."""
+    """A stage of the step."""
 
     name: str
-    """`start` is what was there before the first stage."""
+    """`start` is before the first stage."""
     first_event: int
     after_bytes: int
     """Allocated when it ended."""
     peak_bytes: int
-    """The most that was allocated while it lasted."""
+    """The most allocated during it."""
 
 
 @dataclass(frozen=True)
 class Large:
-    """Allocations of one size that one place makes."""
+    """Allocations of one size from one place."""
 
     bytes: int
     """Of each."""
     num_allocations: int
     num_at_peak: int
-    """How many of them are alive at the peak."""
+    """How many are alive at the peak."""
     op: str | None
     module: str | None
-    """`*` stands for every number."""
+    """`*` replaces every number."""
     first_module: str | None
-    """The fully qualified name of the first."""
+    """Fully qualified name of the first."""
     phase: str | None
     owner: str | None
     dtype: str | None
     shape: tuple[int, ...] | None
     caller: str | None
     formula: str | None
-    """What gives the bytes exactly, in the account's symbols; None where nothing does."""
+    """A formula for the exact bytes in the account's symbols; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LeftAlive:
     op: str | None
     module: str | None
     frame: str | None
-    """The variable that holds it, after the lines that fill it: `train.py:9 losses`."""
+    """The variable that holds it, with the lines that fill it: `train.py:9 losses`."""
 
 
 @dataclass(frozen=True)
@@ -101,52 +101,51 @@ class Account:
 
     device: str
     peak_bytes: int
-    """The allocator's own where it is known, else `peak_tracked_bytes`; the parts add up to it."""
+    """The allocator's peak if known, else `peak_tracked_bytes`; the parts add up to it."""
     peak_tracked_bytes: int
-    """The most that was allocated at once by births and deaths of the allocations listed."""
+    """The largest sum of the listed allocations alive at once."""
     remainder_bytes: int | None
-    """The allocator's peak without `peak_tracked_bytes`; None where the allocator's is not known."""
+    """The allocator's peak minus `peak_tracked_bytes`; None if unknown."""
     remainder_at_start_bytes: int | None
-    """What the allocator held when the window began, without what was listed then."""
+    """Memory held by the allocator when the window began, minus what was listed then."""
     peak_event: int
-    """The birth that made the peak, in the order of births and deaths; -1: it was there before the first."""
+    """The allocation that made the peak, in the order of allocations and frees; -1 is before the first."""
     peak_stage: str | None
     live_at_peak: LiveAtPeak
     """Split by owner, module, phase, dtype, op and place in Python."""
     stages: tuple[Stage, ...]
-    """In order, with what was allocated after each."""
+    """In order, with the memory allocated after each."""
     activations: tuple[ModuleBytes, ...]
-    """Kept for backward by what the forward made, by module: the most at one time."""
+    """Forward results kept for the backward, by module, at their maximum."""
     saved: tuple[ModuleBytes, ...]
-    """Saved for backward by autograd, parameters excluded, by module."""
+    """Saved for backward by autograd, without parameters, by module."""
     largest: tuple[Large, ...]
-    """By the place that makes them, the largest first."""
+    """By allocating place, the largest first."""
     largest_by_owner: tuple[Large, ...]
-    """The largest single one of each owner."""
+    """The largest allocation of each owner."""
     symbols: Mapping[str, int]
-    """What the formulas' letters stand for."""
+    """Meaning of the formulas' letters."""
     peak_reserved_bytes: int | None
-    """The most that the allocator held, at whatever time; None where nobody says."""
+    """The most memory the allocator reserved at any time; None if unknown."""
     fragmentation_bytes: int | None
-    """Reserved and not allocated: at the peak where both are known over time, else the one's peak without the
-    other's."""
+    """Reserved but not allocated: at the peak if both are known over time, else the difference of their peaks."""
     num_retries: int | None
-    """How often the allocator had to give its cache back to find room."""
+    """How often the allocator had to return its cache to find room."""
     timeline: tuple[Point, ...]
-    """What was allocated after each birth and death."""
+    """Memory allocated after each allocation and free."""
     left_alive: tuple[LeftAlive, ...]
     """Leaks: graphs of earlier steps, the largest first."""
     held: tuple[Part, ...]
-    """What else was there before the step, by the variable that holds it, where that is known; the most first."""
+    """Other memory from before the step by the variable that holds it, if known; the largest first."""
     num_allocations: int
     """On this device."""
     num_dropped: int
-    """Allocations past the recorder's limit, of which nothing is known."""
+    """Allocations beyond the recorder's limit, of which nothing is known."""
     other_devices: Mapping[str, int]
     """The most allocated on each other device."""
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
-        """Every field; lists of names in so many rows."""
+        """Return every field as plain values, with so many rows in lists."""
         plain = asdict(self)
         for name in ("activations", "saved", "largest", "left_alive", "held"):
             plain[name] = plain[name][:most]
@@ -156,8 +155,7 @@ class Account:
 
 
 def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Account:
-    """The account of `memory["device"]`; `sizes` are the bytes of each allocation where they are not its own, as an
-    allocator rounds them.
+    """Return the account of `memory["device"]`; `sizes` override the allocations' bytes, as an allocator rounds them.
 
     >>> tensor = {"device": "cpu", "owner": "activation", "born": 0, "died": 1, "bytes": 12}
     >>> account({"device": "cpu", "allocations": [tensor]}, sizes=[512]).peak_bytes
@@ -235,7 +233,7 @@ def _live(alive: Iterable[tuple[Mapping[str, Any], int]], peak: int, remainder: 
 
 
 def _stages(levels: Levels, named: Sequence[Mapping[str, Any]]) -> tuple[Stage, ...]:
-    """Each stage with the level when it ended; what was there before the first is a stage too."""
+    """Return each stage with the memory when it ended, including the time before the first."""
     ordered = sorted(named, key=lambda stage: stage["event"])
     firsts = [("start", BEFORE), *((stage["name"], stage["event"]) for stage in ordered)]
     ends: list[int | None] = [*(event for _, event in firsts[1:]), None]
@@ -243,7 +241,7 @@ def _stages(levels: Levels, named: Sequence[Mapping[str, Any]]) -> tuple[Stage, 
 
 
 def _is_held(each: Mapping[str, Any]) -> bool:
-    """Whether it was there before the step, for none of the step's own ends, and a variable leads to it."""
+    """Return whether a variable held it before the step and the step's own code does not need it."""
     return each["born"] is None and each.get("owner") == OTHER and each.get("caller") is not None
 
 
@@ -262,7 +260,7 @@ def _held(allocations: Sequence[Mapping[str, Any]], peak: int) -> tuple[Part, ..
 def _largest(
     allocations: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[str, int]
 ) -> tuple[tuple[Large, ...], tuple[Large, ...]]:
-    """The places that make the largest allocations, and the largest single one of each owner."""
+    """Return the places with the largest allocations, and the largest allocation of each owner."""
     places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     by_owner: dict[str | None, list[Mapping[str, Any]]] = {}
     smallest = 0
@@ -273,7 +271,7 @@ def _largest(
         smallest = each["bytes"]
         shape = None if each.get("shape") is None else tuple(each["shape"])
         names = tuple(each.get(name) for name in ("op", "phase", "owner", "dtype", "caller"))
-        # What a variable holds is one thing, whatever the sizes of its parts: see `held`.
+        # Memory held by one variable counts as one, see `held`.
         key = (names,) if _is_held(each) else (smallest, starred(each.get("module")), shape, names)
         places[key].append(each)
     ordered = sorted(places.values(), key=lambda alike: (-alike[0]["bytes"], -len(alike)))

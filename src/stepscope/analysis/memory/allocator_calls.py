@@ -1,4 +1,4 @@
-"""Calls of the driver's allocator: what a caching allocator should make in the first steps alone."""
+"""Calls of the driver's allocator, which a caching allocator should make only in the first steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _GIVING_BACK = r"(?i)^((cuda|hip)(Free|HostFree|HostUnregister)|cuMem(Free|Unmap
 
 
 def allocator_calls(linked: Linked) -> pl.DataFrame:
-    """Calls that take memory from the driver or give it back, one row each, in order of time.
-
-    `event`, `name`, `start_ns`, `end_ns`, `gives_back`, `op` around it, `module`, `caller`, `step`, `phase`. What is
-    inside another one of them is left out.
-    """
+    """Return calls that allocate from the driver or return memory to it, by time, without nested ones."""
     host = linked.host
     gives_back = matches(host["name"], _GIVING_BACK)
     is_call = host["kind"].is_in(["runtime", "driver"]) & (gives_back | matches(host["name"], _TAKING))

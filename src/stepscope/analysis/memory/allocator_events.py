@@ -1,4 +1,4 @@
-"""What the allocator held over time, and what was alive at the peak: exact bytes from a trace's `[memory]` events."""
+"""Allocator levels over time and memory alive at the peak, in exact bytes from a trace's `[memory]` events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import climb, outermost
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
-"""PyTorch's own numbers (`c10/core/DeviceType.h`)."""
+"""PyTorch's numbers (`c10/core/DeviceType.h`)."""
 ORIGINS = {
     "before_the_trace": "It was there when the trace began.",
     "in_the_trace": "The trace has its allocation.",
@@ -20,7 +20,7 @@ ORIGINS = {
 }
 UNATTRIBUTED = "unattributed"
 
-# Ops that allocate for another: the one around them says what for.
+# Ops that allocate on behalf of another, which is around them.
 _ALLOCATING = """
     empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_ resize_as_ set_
 """
@@ -32,29 +32,23 @@ class MemorySummary:
     """The memory of one device over a trace."""
 
     device_type: str
-    device: int
-    """Its index; -1 is the processor."""
+    device: int  # its index; -1 is the CPU
     start_bytes: int
-    """Allocated when the trace began; where `is_start_known` is false, only what the trace saw released later."""
-    is_start_known: bool
-    """Whether the trace has the allocator's own totals; without them, every figure is the least it can be."""
+    """Allocated when the trace began; if `is_start_known` is false, only what the trace saw freed later."""
+    is_start_known: bool  # whether the trace has the allocator's totals; without them, every figure is a lower bound
     peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-    """The most the allocator held, at whatever time; None where the trace does not say."""
-    peak_time_ns: int
-    """When the most was allocated, for the first time."""
+    peak_reserved_bytes: int | None  # the most memory reserved at any time; None if unknown
+    peak_time_ns: int  # the first time of the peak
     peak_step: int | None
     peak_phase: str | None
-    peak_op: str | None
-    """The op whose allocation made the peak."""
+    peak_op: str | None  # the op whose allocation made the peak
     peak_module: str | None
     num_allocations: int
     num_releases: int
-    num_allocations_per_step: float | None
-    """Of those inside steps; None where the trace has no steps."""
+    num_allocations_per_step: float | None  # within steps; None without steps
     at_peak: pl.DataFrame
-    """What was alive at the peak: `origin`, one of `ORIGINS`, the `op`, `module` and `phase` that allocated it,
-    `num_blocks`, `bytes`. The bytes add up to `peak_allocated_bytes`."""
+    """Memory alive at the peak: `origin` (one of `ORIGINS`), allocating `op`, `module` and `phase`, `num_blocks`,
+    `bytes`. The bytes add up to `peak_allocated_bytes`."""
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in self.__dict__.items() if name != "at_peak"}
@@ -62,13 +56,13 @@ class MemorySummary:
 
 
 def memory_summary(linked: Linked) -> tuple[MemorySummary, ...]:
-    """One summary a device that the trace has `[memory]` events of, those with the largest peak first."""
+    """Return one summary per device with `[memory]` events, the largest peak first."""
     summaries = [_summary(linked, *device) for device in memory_devices(linked)]
     return tuple(sorted(summaries, key=lambda summary: -summary.peak_allocated_bytes))
 
 
 def memory_devices(linked: Linked) -> list[tuple[int, int]]:
-    """Type (a key of `DEVICE_TYPES`, or another) and index of each device with `[memory]` events."""
+    """Return type (a key of `DEVICE_TYPES`, or another) and index of each device with `[memory]` events."""
     columns = linked.memory.select("bytes", "device_type", "device")
     devices = _sound(columns).select("device_type", "device").unique().sort("device_type", "device")
     return [(device_type, index) for device_type, index in devices.iter_rows()]
@@ -77,11 +71,11 @@ def memory_devices(linked: Linked) -> list[tuple[int, int]]:
 def memory_timeline(
     linked: Linked, device_type: str = "cuda", device: int | None = None, max_points: int = 2000
 ) -> pl.DataFrame:
-    """Memory after each allocation and release: `time_ns`, `allocated_bytes`, `reserved_bytes`, in order.
+    """Return memory after each allocation and free: `time_ns`, `allocated_bytes`, `reserved_bytes`, in order.
 
-    Without an index, the first device of the type. The first row is the state before the first event. Of more than
-    `max_points` rows, the lowest and the highest of each stretch are kept: every row is a real one, and the highest
-    of all is among them. Without the allocator's own totals it starts at the least it can be (`start_bytes`).
+    Without an index, it is the first device of the type. The first row is the state before the first event. Above
+    `max_points` rows, the lowest and highest of each stretch are kept, so all rows are real and include the peak.
+    Without the allocator's totals, it starts at the lower bound (`start_bytes`).
     """
     devices = [(number, index) for number, index in memory_devices(linked) if _type_name(number) == device_type]
     chosen = [(number, index) for number, index in devices if device in (None, index)]
@@ -100,9 +94,9 @@ def memory_timeline(
 
 
 def at_peak_by(summary: MemorySummary, column: str) -> pl.DataFrame:
-    """What was alive at the peak by `op`, `module` or `phase`: `name`, `num_blocks`, `bytes`, `share`, most first.
+    """Return memory alive at the peak by `op`, `module` or `phase`: `name`, `num_blocks`, `bytes`, `share`.
 
-    What was there already is `before_the_trace`; what nothing is known of is `unattributed`. All adds up to the peak.
+    Earlier memory is `before_the_trace`, unknown memory `unattributed`. All adds up to the peak.
     """
     is_before = pl.col("origin") == "before_the_trace"
     name = pl.when(is_before).then(pl.lit("before_the_trace")).otherwise(pl.col(column).cast(pl.String))
@@ -115,23 +109,22 @@ def at_peak_by(summary: MemorySummary, column: str) -> pl.DataFrame:
 
 
 def memory_lives(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
-    """Every event of one device in order: `order`, `time_ns`, `bytes`, `reserved_bytes`, `op` (its name), `module`,
-    `phase`, `address`, `next_order` (of the next event at its address) and `is_seen` (of a release: whether the trace
-    has its allocation)."""
+    """Return every event of one device in order, with `next_order` (the next event at its address) and `is_seen` (for
+    a free: whether the trace has its allocation)."""
     lives = _lifetimes(_events(linked, device_type, device))
     return lives.with_columns(_op_names(linked, lives["op"]).alias("op"))
 
 
 def _sound(memory: pl.DataFrame) -> pl.DataFrame:
-    """Events with a size; a trace may leave out the index where there is one device."""
+    """Return events with a size; a trace may omit the index if there is one device."""
     return memory.filter(pl.col("bytes") != 0, pl.col("device_type").is_not_null()).with_columns(
         pl.col("device").fill_null(pl.when(pl.col("device_type") == 0).then(-1).otherwise(0))
     )
 
 
 def _events(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
-    """Events of one device in order, numbered by `order`."""
-    # Nobody counts what the processor's allocator holds: its zeros are not a measure.
+    """Return events of one device in order, numbered by `order`."""
+    # The CPU allocator has no totals: its zeros are not measurements.
     reserved = pl.when(pl.lit(device_type != 0)).then("reserved_bytes").alias("reserved_bytes")
     return (
         _sound(linked.memory)
@@ -142,8 +135,8 @@ def _events(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
 
 
 def _lifetimes(events: pl.DataFrame) -> pl.DataFrame:
-    """Events with `next_order`, of the next event at the same address, and `is_seen`: whether the event before it
-    at the address allocated, so that a release has its allocation in the trace."""
+    """Return events with `next_order` (the next event at the same address) and `is_seen` (whether the previous event
+    there was an allocation, so that a free has its allocation in the trace)."""
     by_address = events.select("address", "order", "bytes").sort("address", maintain_order=True)
     same_next = pl.col("address") == pl.col("address").shift(-1)
     same_before = pl.col("address") == pl.col("address").shift(1)
@@ -159,7 +152,7 @@ def _lifetimes(events: pl.DataFrame) -> pl.DataFrame:
 
 
 def _start(events: pl.DataFrame) -> tuple[int, bool]:
-    """Bytes allocated before the first event, and whether the trace says so."""
+    """Return the bytes allocated before the first event, and whether the trace has them."""
     known = events.select((pl.col("allocated_bytes") - pl.col("bytes").cum_sum()).drop_nulls().first()).item()
     if known is not None:
         return int(known), True
@@ -213,7 +206,7 @@ def _summary(linked: Linked, device_type: int, device: int) -> MemorySummary:
 
 
 def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, rest: str) -> pl.DataFrame:
-    """The blocks that are alive, and the rest of the peak."""
+    """Return the blocks alive, and the rest of the peak."""
     alive = alive.head(0) if rest == "unknown" else alive
     seen = (
         alive.with_columns(_op_names(linked, alive["op"]).alias("op"))
@@ -228,7 +221,7 @@ def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, rest: str) ->
 
 
 def _op_names(linked: Linked, ops: pl.Series) -> pl.Series:
-    """The names of the ops that wanted the memory, from the rows of the ops that allocated it."""
+    """Return the names of the ops that needed the memory, from the rows of the allocating ops."""
     host = linked.host
     known = pl.Series(sorted(ALLOCATING), dtype=host.schema["name"]).implode()
     ops = climb(

@@ -1,6 +1,6 @@
-"""What each op allocated over a step: how often, how much, and how much of it is alive at the peak.
+"""Allocations of each op over a step: number, bytes, and bytes alive at the peak.
 
-Works on the structure of `memory.json.gz` (docs/memory.md). The standard library alone.
+Works on the structure of `memory.json.gz` (docs/memory.md). Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ class OpBytes:
 
     op: str
     num_allocations: int
-    allocated_bytes: int
-    """Of all of them, whatever became of them."""
+    allocated_bytes: int  # total of all allocations
     largest_bytes: int
-    at_peak_bytes: int
-    """Of those that are alive at the peak."""
+    at_peak_bytes: int  # of those alive at the peak
 
 
 def memory_by_op(memory: Mapping[str, Any]) -> tuple[OpBytes, ...]:
-    """By op, what it allocated most first; what was there before the step is nobody's.
+    """Return allocations by op, the most bytes first, without memory from before the step.
 
     >>> made = {"device": "cpu", "op": "aten::mm", "born": 0, "died": None, "bytes": 12}
     >>> memory_by_op({"device": "cpu", "allocations": [made]})

@@ -1,7 +1,7 @@
-"""Whose memory was allocated after each birth and death, and what is alive at the peak, down to op and shape.
+"""Memory by owner after each allocation and free, and memory alive at the peak by op and shape.
 
-Works on the structure of `memory.json.gz` (docs/memory.md), as `account` does, and adds up to its figures. The
-standard library alone.
+Works on the structure of `memory.json.gz` (docs/memory.md) like `account`, with the same totals. Uses only the
+standard library.
 """
 
 from __future__ import annotations
@@ -21,45 +21,37 @@ _Alike = tuple[str | None, str | None, str | None, str | None, str | None, tuple
 
 @dataclass(frozen=True)
 class LevelsBy:
-    """Levels of memory by owner or by phase, at the moments of `Account.timeline`."""
+    """Memory levels by owner or phase, at the moments of `Account.timeline`."""
 
-    by: str
-    """`owner`, or `phase` where no owner is known."""
-    names: tuple[str | None, ...]
-    """What holds most at the peak first; None: not known."""
-    events: tuple[int, ...]
-    """Places in the order of births and deaths; -1: before the first."""
-    times_ns: tuple[int | None, ...]
-    """From the window's start; None where nobody looked at a clock."""
-    levels: Mapping[str | None, Sequence[int]]
-    """By name, the bytes after each event; together they are what was allocated."""
-    peak_index: int
-    """Where the most is allocated."""
+    by: str  # `owner`, or `phase` if owners are unknown
+    names: tuple[str | None, ...]  # the largest at the peak first; None if unknown
+    events: tuple[int, ...]  # positions in the order of allocations and frees; -1 is before the first
+    times_ns: tuple[int | None, ...]  # from the window's start; None if not measured
+    levels: Mapping[str | None, Sequence[int]]  # by name, the bytes after each event; together, all allocated memory
+    peak_index: int  # index of the peak
 
 
 @dataclass(frozen=True)
 class Alive:
-    """What is alive at the peak and alike."""
+    """Similar allocations alive at the peak."""
 
     owner: str | None
     phase: str | None
-    module: str | None
-    """`*` stands for every number."""
+    module: str | None  # `*` replaces every number
     op: str | None
     dtype: str | None
     shape: tuple[int, ...] | None
-    bytes: int
-    """Of all of them."""
+    bytes: int  # total of all of them
     num_allocations: int
 
 
 def known_split(memory: Mapping[str, Any]) -> str:
-    """`owner` where an allocation has one, else `phase`: a trace does not know owners."""
+    """Return `owner` if an allocation has one, else `phase`: traces have no owners."""
     return "owner" if any(each.get("owner") is not None for each in memory["allocations"]) else "phase"
 
 
 def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> LevelsBy:
-    """The levels of `memory["device"]`, split by a field of its allocations, at so many moments and the peak's.
+    """Return the levels of `memory["device"]` split by a field of its allocations, at so many moments and the peak.
 
     >>> here = {"device": "cpu", "owner": "parameter", "bytes": 8, "born": None, "died": None}
     >>> then = {"device": "cpu", "owner": "activation", "bytes": 12, "born": 0, "died": 1}
@@ -78,7 +70,7 @@ def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> Lev
             changes.append((each["born"], 1, each["bytes"], _value(each, by)))
         if each.get("died") is not None:
             changes.append((each["died"], 0, -each["bytes"], _value(each, by)))
-    changes.sort(key=itemgetter(0, 1))  # as in Levels.of: the order is the same, change by change
+    changes.sort(key=itemgetter(0, 1))  # the same order as in Levels.of
     levels: dict[str | None, list[int]] = {name: [] for name in now}
     done = 0
     for index in kept:
@@ -100,7 +92,7 @@ def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> Lev
 
 
 def alive_at_peak(memory: Mapping[str, Any]) -> tuple[Alive, ...]:
-    """What is alive at the peak of `memory["device"]`, the most bytes first; all of it is `peak_tracked_bytes`."""
+    """Return memory alive at the peak of `memory["device"]`, the largest first; adds up to `peak_tracked_bytes`."""
     mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
     whole = Levels.of((each, each["bytes"]) for each in mine)
     alive = [each for each in mine if whole.is_alive_at_peak(each)]

@@ -1,4 +1,4 @@
-"""How each allocation grows with the length or the batch, from two recordings that differ in one of them."""
+"""How each allocation grows with sequence length or batch, from two recordings that differ in one of them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ CONSTANT, LINEAR, QUADRATIC, OTHER = GROWTHS = ("constant", "linear", "quadratic
 
 @dataclass(frozen=True)
 class Grown:
-    """Allocations that one place makes in both recordings, and that grow alike."""
+    """Allocations from one place in both recordings that grow alike."""
 
     growth: str
     """`constant`, `linear`, `quadratic`, or `other`."""
     exponent: float
-    """Of what grows: 1 is linear. Of a sum of terms it lies between theirs."""
+    """1 is linear; a sum of terms lies in between."""
     op: str | None
     module: str | None
-    """`*` stands for every number."""
+    """`*` replaces every number."""
     phase: str | None
     owner: str | None
     num_allocations: int
     bytes: tuple[int, int]
-    """Of all of them, in the one recording and in the other."""
+    """Total of all of them, in each recording."""
     formula: str | None
-    """What gives the bytes of the largest in both."""
+    """A formula for the bytes of the largest, valid in both."""
 
 
 @dataclass(frozen=True)
 class AtPeak:
-    """What is alive at the first recording's peak and grows alike, in both."""
+    """Memory alive at the first recording's peak that grows alike, in both."""
 
     growth: str
     bytes: tuple[int, int]
@@ -49,10 +49,10 @@ class Growth:
     """Two recordings of one model, side by side."""
 
     symbol: str
-    """What differs: `S`, the length, or `B`, the batch."""
+    """What differs: `S` (sequence length) or `B` (batch)."""
     values: tuple[int, int]
     peak_bytes: tuple[int, int]
-    """By births and deaths."""
+    """Of tracked allocations."""
     at_peak: tuple[AtPeak, ...]
     rows: tuple[Grown, ...]
     """The largest in the second recording first."""
@@ -65,7 +65,7 @@ class Growth:
 
 
 def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
-    """How memory grows from the one to the other; UsageError where they do not differ in length or batch alone."""
+    """Return how memory grows between the two; UsageError unless they differ only in length or batch."""
     both = (one, other)
     symbols = [find_symbols(memory) for memory in both]
     symbol = _what_differs(symbols[0], symbols[1])
@@ -115,7 +115,7 @@ def _mine(memory: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _places(memory: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """Allocations by op, module, phase and dtype, in order of birth; what was there before also by owner."""
+    """Return allocations by op, module, phase and dtype, in order; earlier ones also by owner."""
     places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for each in sorted(_mine(memory), key=lambda each: -1 if each.get("born") is None else each["born"]):
         owner = each.get("owner") if each.get("born") is None else None

@@ -1,4 +1,4 @@
-"""Memory that every step leaves behind: from a recording's memory window, or from levels between a trace's steps."""
+"""Memory that every step leaves behind, from a recording's memory window or between a trace's steps."""
 
 from __future__ import annotations
 
@@ -14,32 +14,28 @@ from stepscope.analysis.structure.links import Linked
 
 _KNOWN_OWNERS = ("parameter", "buffer", "gradient", "optimizer_state")
 _HELD_BEFORE = 2
-"""Tensors of one kind from earlier steps, from which one more is a habit and not the last step's own variable."""
-_ALIKE = 2.0
-"""Between the least and the most that steps leave behind."""
+"""Tensors of one kind from earlier steps; from this many on, one more is not just the last step's variable."""
+_ALIKE = 2.0  # ratio of the least to the most that steps leave behind
 
 
 @dataclass(frozen=True)
 class MemoryGrowth:
-    """What one step after the other leaves behind."""
+    """Memory that each step leaves behind."""
 
     bytes_per_step: int
-    held_bytes: int | None
-    """Left behind by earlier steps and still there; None where nobody saw those."""
-    num_steps: int
-    """Steps in which it was seen."""
+    held_bytes: int | None  # left by earlier steps and still alive; None if those were not seen
+    num_steps: int  # steps in which it was seen
     rows: tuple[Mapping[str, Any], ...]
-    """What it is, most bytes first: `op`, `module`, `shape`, `dtype`, `bytes` of one, `num_left` a step, `num_held`
-    from earlier ones, the variable that is the `holder`; what is not known is None."""
-    kept: pl.DataFrame | None = None
-    """Of a trace: the ops that allocated it, `start_ns` and `end_ns`."""
+    """The most bytes first: `op`, `module`, `shape`, `dtype`, `bytes` of one, `num_left` per step, `num_held` from
+    earlier steps, `holder` (a variable); None if unknown."""
+    kept: pl.DataFrame | None = None  # for a trace: the allocating ops' `start_ns` and `end_ns`
 
 
 def growth_in_window(memory: Mapping[str, Any]) -> MemoryGrowth | None:
-    """What the step of a memory window (docs/memory.md) leaves behind and earlier ones have left too; None: nothing.
+    """Return what a memory window's step (docs/memory.md) leaves behind that earlier steps left too; None if nothing.
 
-    A kind of tensor grows when the step makes more that stay than it lets go of, and some like it, which neither the
-    model nor its optimizer owns, were there before and stayed.
+    A kind of tensor grows if the step keeps more than it frees, and similar ones, owned by neither model nor
+    optimizer, existed before and stayed.
     """
     left: Counter[Any] = Counter()
     held: Counter[Any] = Counter()
@@ -52,7 +48,7 @@ def growth_in_window(memory: Mapping[str, Any]) -> MemoryGrowth | None:
         is_new, stays = each.get("born") is not None, each.get("died") is None
         if is_new and stays:
             left[kind] += 1
-            # The last batch stays too, in its variable: of a kind that has others, it is not what is kept.
+            # The last batch stays in its variable too: ignore it if there are other kinds.
             if kind not in first or first[kind].get("owner") == "input":
                 first[kind] = each
         elif stays:
@@ -86,10 +82,10 @@ def growth_in_window(memory: Mapping[str, Any]) -> MemoryGrowth | None:
 
 
 def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
-    """What every step of a trace leaves behind, from its `[memory]` events; None: nothing, or too few steps to tell.
+    """Return what every step of a trace leaves behind, from its `[memory]` events; None if nothing or too few steps.
 
-    The level rises by like amounts from each border between steps to the next, and what the steps before the last
-    allocated and nobody released accounts for half of it at least: a batch fetched early does not.
+    The level rises by similar amounts between steps, and unfreed allocations of the steps before the last explain at
+    least half of it, which a prefetched batch does not.
     """
     steps = linked.steps.table
     summaries = memory_summary(linked)
@@ -127,7 +123,7 @@ def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
 
 
 def _allocating(linked: Linked, kept: pl.DataFrame) -> pl.DataFrame:
-    """The spans of the ops in which memory was taken; of what no op took, the moment."""
+    """Return the spans of the allocating ops; without an op, the moment."""
     key = ("time_ns", "address")
     taken = linked.memory.select(*key, "op").join(kept.select(key), on=key, how="semi")
     start, end = (linked.host[name].gather(taken["op"]) for name in ("start_ns", "end_ns"))

@@ -1,4 +1,4 @@
-"""Bytes by module, rolled up the tree of modules' names."""
+"""Bytes by module, added up along the module tree."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _NUMBER = re.compile(r"(^|[._])\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """What one module holds."""
+    """Memory of one module."""
 
     module: str | None
     """Fully qualified; empty is the model itself, None is outside every module."""
     bytes: int
     """Its own."""
     total_bytes: int
-    """With all modules inside it."""
+    """Including inner modules."""
     num_tensors: int
     """Its own."""
 
 
 @lru_cache(1 << 16)
 def starred(name: str | None) -> str | None:
-    """A module's name with `*` for every number.
+    """Return a module's name with `*` for every number.
 
     >>> starred("blocks.11.mlp.0"), starred("Net_0.Linear_12"), starred("conv2d")
     ('blocks.*.mlp.*', 'Net_*.Linear_*', 'conv2d')
@@ -38,7 +38,7 @@ def starred(name: str | None) -> str | None:
 
 
 def alike(names: Iterable[str | None]) -> dict[str | None, str | None]:
-    """Each name with `*` for every number, but those of a list's last elements: layers in a row are not alike.
+    """Return each name with `*` for every number, except the last of a list: consecutive layers differ.
 
     >>> list(alike(["blocks.0.mlp.2", "blocks.0", "blocks.11.mlp.2", "blocks.11", "0"]).values())
     ['blocks.*.mlp.2', 'blocks.*', 'blocks.*.mlp.2', 'blocks.*', '0']
@@ -58,7 +58,7 @@ def _starred_list(name: str | None) -> str | None:
 
 @lru_cache(1 << 16)
 def ancestors(name: str | None) -> tuple[str | None, ...]:
-    """A module and all around it, the innermost first.
+    """Return a module and all modules around it, the innermost first.
 
     >>> ancestors("blocks.0.mlp"), ancestors(None)
     (('blocks.0.mlp', 'blocks.0', 'blocks', ''), (None,))
@@ -70,7 +70,7 @@ def ancestors(name: str | None) -> tuple[str | None, ...]:
 
 
 def rolled_up(rows: Iterable[tuple[str | None, int, int]]) -> tuple[ModuleBytes, ...]:
-    """By module, from names, bytes and numbers of tensors: the largest totals first."""
+    """Return totals by module from names, bytes and tensor counts, the largest first."""
     own: Counter[str | None] = Counter()
     total: Counter[str | None] = Counter()
     counts: Counter[str | None] = Counter()
@@ -83,7 +83,7 @@ def rolled_up(rows: Iterable[tuple[str | None, int, int]]) -> tuple[ModuleBytes,
 
 
 def most_alive(allocations: Iterable[tuple[Mapping[str, Any], int]], owner: str) -> tuple[ModuleBytes, ...]:
-    """What an owner's allocations held by module, each at the time when it was most: micro-batches are not added."""
+    """Return an owner's memory by module, each at its own maximum, so that micro-batches are not added."""
     changes = []
     for each, size in allocations:
         if each.get("owner") == owner:
@@ -108,9 +108,9 @@ def most_alive(allocations: Iterable[tuple[Mapping[str, Any], int]], owner: str)
 
 
 def frontier(sizes: Mapping[str | None, int], most: int) -> list[tuple[str | None, int]]:
-    """Modules that together hold all the bytes, in about so many rows: the largest is opened until there are enough.
+    """Return about so many modules that together hold all bytes, by expanding the largest.
 
-    Names that are `alike` are one; what a module holds beside those inside it keeps its name.
+    Names that are `alike` are merged; a module's own memory keeps its name.
 
     >>> frontier({"blocks.0.mlp": 4, "blocks.1.mlp": 4, "blocks.0.attn": 3, "head": 2, None: 1}, 4)
     [('blocks.*.mlp', 8), ('blocks.*.attn', 3), ('head', 2), (None, 1)]

@@ -1,4 +1,4 @@
-"""Why an allocation has its size: which product of batch, length, heads and widths gives its bytes."""
+"""Why an allocation has its size: the product of batch, length, heads and widths that gives its bytes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ ITEM_BYTES = {
     "bool": 1,
 }
 WEIGHTS = ("parameter", "buffer", "gradient", "optimizer_state", "autocast_weight_cast")
-"""Owners whose sizes batch and length have no part in."""
-MOST_FACTOR = 8
-"""What no symbol gives is a factor up to this, all such dimensions together; a larger one is no explanation."""
+"""Owners whose sizes do not depend on batch and length."""
+MOST_FACTOR = 8  # the largest factor that may remain unexplained by symbols
 
 _INTEGERS = ("int64", "int32", "uint8")
 _VOCABULARY = re.compile(r"emb|wte|tok|vocab|head|lm_", re.IGNORECASE)
@@ -45,7 +44,7 @@ _POWERS = {2: "²", 3: "³"}
 
 
 def find_symbols(memory: Mapping[str, Any]) -> dict[str, int]:
-    """What the letters of `SYMBOLS` stand for, as far as shapes of inputs, parameters and activations tell."""
+    """Return the values of `SYMBOLS`, as far as shapes of inputs, parameters and activations show them."""
     device = memory["device"]
     shaped = [each for each in memory["allocations"] if each.get("shape")]
     mine = [each for each in shaped if each["device"] == device]
@@ -57,9 +56,9 @@ def find_symbols(memory: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Sequence[tuple[int, ...]]) -> dict[str, int]:
-    """The batch is an input's first dimension; the length its second, of token numbers or of vectors.
+    """Return batch and length: an input's first and second dimension.
 
-    The other way round where scores (…, first, first) are made and none (…, second, second).
+    Swapped if there are scores (…, first, first) but none (…, second, second).
     """
 
     def rank(each: Mapping[str, Any]) -> tuple[bool, int, int]:
@@ -74,7 +73,7 @@ def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Sequence[tuple[
         return {"B": shape[0]}
     if _has_scores(made, shape[0], shape[1]) and not _has_scores(made, shape[1], shape[0]):
         return {"B": shape[1], "S": shape[0]}
-    # Loops that shift targets by one keep a token more than the model sees.
+    # Loops that shift targets by one keep one token more than the model sees.
     seen = Counter(size for dimensions in made for size in set(dimensions))
     at_once = Counter(size for dimensions in made for size in set(dimensions) if len(dimensions) == 2)
     lengths = [length for length in (shape[1], shape[1] - 1) if length]
@@ -89,7 +88,7 @@ def _has_scores(made: Iterable[tuple[int, ...]], length: int, batch: int) -> boo
 
 
 def _widths(weights: Sequence[tuple[tuple[int, ...], str]]) -> dict[str, int]:
-    # Convolutions have kernels in the last dimensions.
+    # Convolutions have kernel sizes in the last dimensions.
     matrices = [
         (shape[-2:], name)
         for shape, name in weights
@@ -97,10 +96,10 @@ def _widths(weights: Sequence[tuple[tuple[int, ...], str]]) -> dict[str, int]:
     ]
     sizes = Counter(size for shape, _ in matrices for size in shape)
     width = max(sizes, key=lambda size: (sizes[size], -size), default=0)
-    if sizes[width] < 2:  # a model that is no wider in one place than in another
+    if sizes[width] < 2:  # a model of constant width
         return {}
     found = {"d": width}
-    # The matrix that leads back from the feed-forward has its width last, and one leads there: two at once if gated.
+    # The output matrix of the feed-forward has its width last; a gated one has two input matrices.
     led_to = {first for (first, last), _ in matrices if last == width}
     inner = Counter(last for (first, last), _ in matrices if first == width != last and {last, 2 * last} & led_to)
     if inner:
@@ -117,7 +116,8 @@ def _widths(weights: Sequence[tuple[tuple[int, ...], str]]) -> dict[str, int]:
 
 
 def _heads(made: Iterable[tuple[int, ...]], found: Mapping[str, int]) -> dict[str, int]:
-    """From scores (batch, heads, length, length) or (batch · heads, length, length), or where a width was split."""
+    """Return the heads from scores (batch, heads, length, length) or (batch · heads, length, length), or from a split
+    width."""
     batch, length, width = (found.get(name) for name in ("B", "S", "d"))
     votes: Counter[int] = Counter()
     for shape in made:
@@ -139,7 +139,8 @@ def _heads(made: Iterable[tuple[int, ...]], found: Mapping[str, int]) -> dict[st
 
 
 def formula(allocation: Mapping[str, Any], symbols: Mapping[str, int]) -> str | None:
-    """The product of symbols, numbers and bytes an element that gives an allocation's bytes; None where none does.
+    """Return the product of symbols, numbers and bytes per element that gives an allocation's bytes; None if none
+    does.
 
     >>> tensor = {"shape": [8, 12, 64, 64], "dtype": "float32", "bytes": 8 * 12 * 64 * 64 * 4}
     >>> formula(tensor, {"B": 8, "H": 12, "S": 64, "d": 768})
@@ -149,7 +150,7 @@ def formula(allocation: Mapping[str, Any], symbols: Mapping[str, int]) -> str | 
 
 
 def common_formula(allocations: Sequence[tuple[Mapping[str, Any], Mapping[str, int]]]) -> str | None:
-    """The one product that gives the bytes of all of them, each with its own values of the symbols."""
+    """Return the one product that gives the bytes of all, each with its own values of the symbols."""
     first = allocations[0][0]
     shapes = [each.get("shape") for each, _ in allocations]
     item_bytes = ITEM_BYTES.get(str(first.get("dtype")))
@@ -167,7 +168,7 @@ def common_formula(allocations: Sequence[tuple[Mapping[str, Any], Mapping[str, i
         number *= factor
         unnamed *= 1 if names else factor
         factors.update(names)
-    # Heads are where the width is split, or in scores: one beside the whole width is a batch of the same number.
+    # Heads appear where the width is split, or in scores; next to the whole width, it is a batch of equal size.
     if (
         factors["H"]
         and not factors["B"] + factors["d/H"]
@@ -175,7 +176,7 @@ def common_formula(allocations: Sequence[tuple[Mapping[str, Any], Mapping[str, i
         and all(_is_alike(s) for _, s in allocations)
     ):
         factors["B"], factors["H"] = factors["H"], 0
-    # A storage can be larger than the tensor that was first seen in it: one of three chunks.
+    # A storage can be larger than the first tensor seen in it: one of three chunks.
     wholes = {divmod(each["bytes"], item_bytes * max(1, math.prod(each["shape"]))) for each, _ in allocations}
     (whole, rest), *others = wholes
     if others or rest or not 1 <= whole <= MOST_FACTOR or unnamed > MOST_FACTOR or not factors:
@@ -190,7 +191,7 @@ def _is_alike(symbols: Mapping[str, int]) -> bool:
 def _explained(
     sizes: Sequence[int], symbols: Sequence[Mapping[str, int]], position: str, is_weight: bool
 ) -> tuple[int, tuple[str, ...]] | None:
-    """A number and names whose product is the dimension in every allocation."""
+    """Return a number and names whose product is the dimension in every allocation."""
     if all(size == 1 for size in sizes):
         return 1, ()
     for factor, names in _candidates(symbols[0], position, is_weight):
@@ -200,7 +201,7 @@ def _explained(
 
 
 def _candidates(symbols: Mapping[str, int], position: str, is_weight: bool) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Products of symbols in the order in which they are likely at a place of a shape."""
+    """Return products of symbols, the most likely at a position of a shape first."""
     orders = {
         "first": ("B", "BS", "BH", "E", "S", "V", "ff", "d", "H"),
         "middle": ("S", "H", "E", "d", "ff", "B", "d/H"),

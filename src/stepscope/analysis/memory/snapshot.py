@@ -1,4 +1,4 @@
-"""A CUDA memory snapshot as the structure that `account` reads, and what its segments say of the end."""
+"""A CUDA memory snapshot in the structure that `account` reads, and its segments at the end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ AWAITING_FREE = "active_awaiting_free"
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """An allocation that failed."""
+    """A failed allocation."""
 
     event: int
     asked_bytes: int
     free_bytes: int | None
-    """What CUDA said was free."""
+    """Free memory according to CUDA."""
     allocated_bytes: int
-    """By tensors when it happened."""
+    """By tensors at that time."""
     reserved_bytes: int
-    """By the allocator when it happened: what it holds beyond `allocated_bytes` was in pieces too small."""
+    """By the allocator at that time; what exceeds `allocated_bytes` was fragmented."""
     caller: str | None
 
 
@@ -36,26 +36,26 @@ class SnapshotEnd:
     num_segments: int
     reserved_bytes: int
     allocated_bytes: int
-    """In blocks that tensors use, as the allocator rounds them."""
+    """In blocks used by tensors, as rounded by the allocator."""
     requested_bytes: int
-    """What the tensors asked for."""
+    """Requested by tensors."""
     awaiting_free_bytes: int
-    """Released, and not to be used again before another stream is done with it."""
+    """Freed, but another stream still uses it."""
     num_inactive_blocks: int
     inactive_bytes: int
-    """Free, in the allocator's hands."""
+    """Free, held by the allocator."""
     largest_inactive_bytes: int
     releasable_bytes: int
-    """Of them, in segments that nothing uses: `empty_cache()` gives these back."""
+    """Free in unused segments: `empty_cache()` returns these."""
     live_by_caller: tuple[Part, ...]
-    """What tensors asked for, by the place in Python; shares are of `requested_bytes`."""
+    """Requested by tensors, by place in Python; shares of `requested_bytes`."""
     num_entries: int
-    """Of the allocator's history; none where it was not recorded, and the end is all that is known."""
+    """Of the allocator's history; 0 if it was not recorded."""
     ooms: tuple[OutOfMemory, ...]
 
 
 def devices_of(snapshot: Snapshot) -> list[int]:
-    """Every device with memory or a history, the one with most memory first."""
+    """Return every device with memory or a history, the one with most memory first."""
     reserved: Counter[int] = Counter()
     for segment in snapshot.segments:
         reserved[segment.device] += segment.bytes
@@ -66,9 +66,10 @@ def devices_of(snapshot: Snapshot) -> list[int]:
 
 
 def snapshot_memory(snapshot: Snapshot, device: int) -> tuple[dict[str, Any], SnapshotEnd]:
-    """One device's allocations from its history and its segments, and its segments at the end.
+    """Return one device's allocations from its history and segments, and its segments at the end.
 
-    Bytes are what tensors asked for: a history does not say how they were rounded."""
+    Bytes are those requested: a history does not contain rounded sizes.
+    """
     segments = [segment for segment in snapshot.segments if segment.device == device]
     entries = snapshot.entries[device] if device < len(snapshot.entries) else []
     history = _History(f"cuda:{device}", entries)
@@ -86,7 +87,7 @@ def snapshot_memory(snapshot: Snapshot, device: int) -> tuple[dict[str, Any], Sn
 
 
 class _History:
-    """Allocations with their lives, from what the allocator did."""
+    """Allocations with their lifetimes, from the allocator's history."""
 
     def __init__(self, device: str, entries: list[Entry]) -> None:
         self.device = device
@@ -96,20 +97,20 @@ class _History:
         self._open: dict[int, int] = {}
         for event, entry in enumerate(entries):
             if entry.action == "alloc":
-                self._die(entry, event)  # a release that the history has lost
+                self._die(entry, event)  # a free whose allocation is not in the history
                 self._open[entry.address] = len(self.allocations)
                 self._add(entry.bytes, entry.caller, born=event, born_ns=self._time_ns(entry))
             elif entry.action == "free_requested" and not self._die(entry, event):
                 self._add(entry.bytes, None, died=event, died_ns=self._time_ns(entry))
 
     def note_blocks(self, blocks: Iterable[Block]) -> None:
-        """What tensors use at the end, and was there before the history began."""
+        """Add memory in use at the end that was allocated before the history began."""
         for block in blocks:
             if block.address not in self._open:
                 self._add(block.requested_bytes, block.caller)
 
     def reserved(self, at_end: int) -> list[tuple[int, int]]:
-        """What the allocator held from each event on at which that changed, the first before all."""
+        """Return reserved memory from each event on that changed it, starting before the first."""
         signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
         changes = [(i, signs[e.action] * e.bytes) for i, e in enumerate(self._entries) if e.action in signs]
         level = max(0, at_end - sum(change for _, change in changes))
@@ -152,8 +153,7 @@ class _History:
         return None if entry.time_us is None else max(0, entry.time_us - self._began_us) * 1000
 
 
-MAX_OOMS = 100
-"""Failures that are told one by one."""
+MAX_OOMS = 100  # failures listed individually
 
 
 def _end(segments: list[Segment], num_entries: int, ooms: tuple[OutOfMemory, ...]) -> SnapshotEnd:

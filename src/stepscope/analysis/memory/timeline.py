@@ -1,4 +1,4 @@
-"""How much is allocated after each birth and each death, in the order they happened."""
+"""Allocated memory after each allocation and free, in order."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-BEFORE = -1
-"""The event before the first: what was there already."""
+BEFORE = -1  # the event before the first
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was allocated after one birth or death."""
+    """Memory allocated after one allocation or free."""
 
     event: int
-    """Its place in the order of births and deaths; -1: before the first."""
+    """Its position in the order of allocations and frees; -1 is before the first."""
     time_ns: int | None
-    """From the window's start; None where nobody looked at a clock."""
+    """From the window's start; None if not measured."""
     allocated_bytes: int
     reserved_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The level after every event, the one before the first at its head."""
+    """The level after every event, starting before the first."""
 
     events: Sequence[int]
     times_ns: Sequence[int | None]
@@ -35,7 +34,7 @@ class Levels:
 
     @classmethod
     def of(cls, allocations: Iterable[tuple[Mapping[str, Any], int]]) -> Levels:
-        """From allocations with their sizes."""
+        """Return the levels from allocations with their sizes."""
         level, changes = 0, []
         for each, size in allocations:
             born, died = each.get("born"), each.get("died")
@@ -45,7 +44,7 @@ class Levels:
                 changes.append((born, 1, size, each.get("born_ns")))
             if died is not None:
                 changes.append((died, 0, -size, each.get("died_ns")))
-        changes.sort(key=itemgetter(0, 1))  # a death before a birth at the same place
+        changes.sort(key=itemgetter(0, 1))  # a free before an allocation at the same position
         events, times, levels = [BEFORE], [None], [level]
         for event, _, change, time_ns in changes:
             level += change
@@ -63,18 +62,18 @@ class Levels:
         return self.events[self.peak_index]
 
     def is_alive_at_peak(self, allocation: Mapping[str, Any]) -> bool:
-        """Whether it was born by then and had not died."""
+        """Return whether it was allocated by then and not yet freed."""
         born, died = allocation.get("born"), allocation.get("died")
         return (born is None or born <= self.peak_event) and (died is None or died > self.peak_event)
 
     def between(self, first: int, end: int | None) -> tuple[int, int]:
-        """Bytes when events `first` up to `end` are over, and the most since the one before them."""
+        """Return the bytes after events `first` up to `end`, and the maximum since the one before them."""
         before = max(0, bisect_left(self.events, first) - 1)
         after = len(self.events) if end is None else max(before + 1, bisect_left(self.events, end))
         return self.bytes[after - 1], max(self.bytes[before:after])
 
     def points(self, reserved: Sequence[tuple[int, int]]) -> list[Point]:
-        """One a level, with the last of `reserved` (event and bytes) by then."""
+        """Return one point per level, with the latest `reserved` (event and bytes)."""
         points, place, held = [], 0, None
         for event, time_ns, level in zip(self.events, self.times_ns, self.bytes):
             while place < len(reserved) and reserved[place][0] <= event:
@@ -85,7 +84,7 @@ class Levels:
 
 
 def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """At most so many points: the lowest and the highest of each stretch, and both ends; every one is a real one.
+    """Return at most so many points: the lowest and highest of each stretch, and both ends.
 
     >>> levels = [0, 1, 9, 2, 1, 0, 3, 0]
     >>> [p.allocated_bytes for p in thinned([Point(i, None, level, None) for i, level in enumerate(levels)], 4)]
@@ -95,7 +94,7 @@ def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
 
 
 def thinned_indices(levels: Sequence[float], most: int) -> list[int]:
-    """Where the levels are that `thinned` keeps."""
+    """Return the indices of the levels that `thinned` keeps."""
     if len(levels) <= most:
         return list(range(len(levels)))
     num_stretches = max(1, (most - 2) // 2)

@@ -1,4 +1,4 @@
-"""A trace's `[memory]` events as the structure that `account` reads."""
+"""A trace's `[memory]` events in the structure that `account` reads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from stepscope.errors import Unavailable
 
 
 def trace_memory(linked: Linked) -> dict[str, Any]:
-    """The allocations of the device with the highest peak, a GPU's before the processor's.
+    """Return the allocations of the device with the highest peak, preferring a GPU.
 
-    A trace knows the op, the module and the phase of an allocation, and neither its owner nor its dtype or shape.
+    A trace has op, module and phase of an allocation, but not its owner, dtype or shape.
     """
     summaries = memory_summary(linked)
     if not summaries:
@@ -77,7 +77,7 @@ def _which(summary: MemorySummary) -> tuple[str, int]:
 
 
 def _stages(lives: pl.DataFrame) -> list[dict[str, Any]]:
-    """Where the phase changes."""
+    """Return where the phase changes."""
     known = lives.select(pl.col("order").cast(pl.Int64), pl.col("phase").cast(pl.String)).drop_nulls()
     changes = known.filter(pl.col("phase").ne_missing(pl.col("phase").shift(1)))
     return [{"name": phase, "event": order} for order, phase in changes.iter_rows()]

@@ -1,4 +1,4 @@
-"""The accounts of all ranks of a job, and the one object `stepscope analyze --json` prints."""
+"""The accounts of all ranks of a job, and the object that `stepscope analyze --json` prints."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ from stepscope.analysis.ranks.side_by_side import (
     rank_table,
     stragglers,
 )
+from stepscope.display import Shown
 
 SCHEMA_VERSION = 1
-NUM_ROWS = 8
-"""Rows in lists of names, unless somebody wants more or fewer."""
+NUM_ROWS = 8  # default number of rows in lists of names
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """Every rank's account, and what they did to one another."""
+@dataclass(frozen=True, repr=False)
+class Analysis(Shown):
+    """Every rank's account, and how the ranks affect each other."""
 
     ranks: tuple[RankAccount, ...]
-    across: AcrossRanks | None
-    """None for a single rank."""
+    across: AcrossRanks | None  # none for a single rank
 
     @classmethod
     def of(cls, accounts: Sequence[RankAccount]) -> Analysis:
-        """The analysis of ranks that were accounted for one by one."""
+        """Return the analysis of ranks from their accounts."""
         ordered = tuple(sorted(accounts, key=lambda account: account.rank))
         return cls(ordered, across_ranks(ordered) if len(ordered) > 1 else None)
 
     @property
     def warnings(self) -> list[str]:
-        """What was wrong with the files; of several ranks each says whose it is."""
+        """Problems with the files; with several ranks, each names its rank."""
         is_one = len(self.ranks) == 1
         return [text if is_one else f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.warnings]
 
     def to_json(self, most: int = NUM_ROWS) -> dict[str, Any]:
-        """One object of plain values; `most` rows in each list of names (docs/analyze.md)."""
+        """Return one object of plain values, with `most` rows in each list of names (docs/analyze.md)."""
         first = self.ranks[0]
         return {
             "schema_version": SCHEMA_VERSION,
@@ -69,12 +68,11 @@ class AcrossRanks:
     matched: Matched
     clocks: ClockAlignment
     stragglers: Stragglers
-    table: pl.DataFrame
-    """Each rank's GPU time side by side."""
+    table: pl.DataFrame  # each rank's GPU time side by side
 
 
 def across_ranks(accounts: Sequence[RankAccount]) -> AcrossRanks:
-    """What the ranks' collectives say of one another."""
+    """Return how the ranks affect each other through collectives."""
     matched = match_collectives({account.rank: account.collectives for account in accounts})
     clocks = clock_alignment(matched, {account.rank: account.base_time_ns for account in accounts})
     table = rank_table({account.rank: account.gpu_time for account in accounts})
@@ -131,5 +129,5 @@ def _rank_json(rank: RankAccount, most: int) -> dict[str, Any]:
 
 
 def rows(table: pl.DataFrame) -> list[dict[str, Any]]:
-    """A table as a list of objects."""
+    """Return a table as a list of objects."""
     return table.to_dicts()

@@ -1,4 +1,4 @@
-"""Communication, kernel by kernel: which collective, how large, how fast, and how much of it nothing else hid."""
+"""Communication kernels: which collective, how large, how fast, and how much is exposed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stepscope.analysis.structure.rates import bandwidth
 
 UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")
-# A name without anything but its letters, to the collective it holds: the first that fits.
+# Letters-only names to collectives; the first match wins.
 _KINDS = {
     "barrier": "barrier",
     "allreduce": "all_reduce",
@@ -69,7 +69,7 @@ SCHEMA = pl.Schema(
 
 
 def collective_kind(name: str) -> str:
-    """The collective that a name means, in one spelling whoever wrote it.
+    """Return the collective that a name means, in one spelling.
 
     >>> [collective_kind(name) for name in ("_allgather_base", "nccl:all_to_all", "ncclDevKernel_SendRecv(Args)")]
     ['all_gather', 'all_to_all', 'send_recv']
@@ -79,7 +79,7 @@ def collective_kind(name: str) -> str:
 
 
 def dtype_name(name: str) -> str | None:
-    """A type in one spelling; None when it is not one whose size is known.
+    """Return a dtype in one spelling; None if its size is unknown.
 
     >>> dtype_name("c10::BFloat16"), dtype_name("Float"), dtype_name("TensorList")
     ('bfloat16', 'float32', None)
@@ -91,10 +91,10 @@ def dtype_name(name: str) -> str | None:
 
 
 def bus_factor() -> pl.Expr:
-    """What turns algorithm into bus bandwidth, from `collective` and `group_size`; null where there is no such rule.
+    """Return the factor from algorithm to bus bandwidth by `collective` and `group_size`; null if there is none.
 
-    As in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md; gather, scatter and sendrecv as in its
-    sources): the traffic of the busiest link over the size, whatever the number of ranks.
+    As in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md; gather, scatter and sendrecv from its
+    sources): the traffic of the busiest link over the size, independent of the number of ranks.
     """
     kind, ranks = pl.col("collective"), pl.when(pl.col("group_size") > 0).then("group_size")
     others = (ranks - 1) / ranks
@@ -109,22 +109,21 @@ def bus_factor() -> pl.Expr:
 
 
 def collectives(linked: Linked) -> pl.DataFrame:
-    """One row a communication kernel, in order of start; columns as in `SCHEMA`.
+    """Return one row per communication kernel, by start; columns as in `SCHEMA`.
 
-    `collective` comes from what the profiler wrote on the kernel, or on the op around its launch (`source` is
-    `arguments`), else from the label around the launch (`annotation`), else from the kernel's name (`kernel`):
-    there an all-to-all is a `send_recv`, and a generic kernel is `unknown`.
+    `collective` comes from the profiler's arguments on the kernel or on the op around its launch (`source` is
+    `arguments`), else from the label around the launch (`annotation`), else from the kernel's name (`kernel`), where
+    an all-to-all is a `send_recv` and a generic kernel is `unknown`.
 
-    `num_elements` is the size in nccl-tests' sense, the whole array: what a rank gives or receives, whichever is
-    more. A label tells what a rank gives; it is multiplied by the group for an all-gather. `group_size` is the
-    world's where the trace does not tell the group. `step` and `phase` are those of the launch: a kernel launched
-    before the trace began has none.
+    `num_elements` is the size in nccl-tests' sense, the whole array: the larger of what a rank sends and receives. A
+    label has what a rank sends; for an all-gather it is multiplied by the group size. `group_size` is the world size
+    if the group is unknown. `step` and `phase` are those of the launch.
 
-    Bandwidths are the size over the kernel's duration. A kernel that arrives early spends time waiting for other
-    ranks, so they are what the rank got, and at most what the links can do: see `ranks.stragglers` for the rest.
+    Bandwidths are size over kernel duration. A kernel that starts early waits for other ranks, so they are lower
+    bounds for the links: see `ranks.stragglers`.
 
-    `exposed_ns` is the part beside which nothing computed. Where kernels overlap one another a moment belongs to
-    the one that started first, so that the parts add up to `GpuTime.exposed_communication_ns`, always.
+    `exposed_ns` is the part without computation. If kernels overlap, a moment belongs to the first, so that the parts
+    add up to `GpuTime.exposed_communication_ns`.
     """
     device = linked.device
     kernels = device.filter(pl.col("activity") == "communication").sort("start_ns", "event").with_row_index("kernel")
@@ -154,10 +153,9 @@ def collectives(linked: Linked) -> pl.DataFrame:
 
 
 def collectives_by_size(table: pl.DataFrame) -> pl.DataFrame:
-    """Calls of `collectives`, of one rank or of several, by `collective`, `dtype`, `bytes` and `group_size`.
+    """Return calls of `collectives` by `collective`, `dtype`, `bytes` and `group_size`, the longest total first.
 
-    `num_calls`, `total_ns`, `median_ns`, `exposed_ns`, both bandwidths over the total time, and
-    `best_bus_bandwidth_bytes_per_s`, of the call that waited least. The longest total first.
+    Bandwidths are over the total time; `best_bus_bandwidth_bytes_per_s` is of the call that waited least.
     """
     keys = ["collective", "dtype", "bytes", "group_size"]
     total, all_bytes = pl.col("total_ns"), pl.col("bytes") * pl.col("num_calls")
@@ -179,7 +177,7 @@ def collectives_by_size(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _exposed(kernels: pl.DataFrame, compute: pl.DataFrame) -> pl.Series:
-    """Of each kernel, in order of start: what no earlier one covers and nothing computes beside."""
+    """Return the exposed time of each kernel by start: not covered by an earlier one or by computation."""
     reach = pl.col("end_ns").cum_max().shift(1).fill_null(pl.col("start_ns"))
     start, end = kernels.select(reach.clip("start_ns", "end_ns").alias("start_ns"), "end_ns")
     hidden = _time_before(end, compute) - _time_before(start, compute)
@@ -188,7 +186,7 @@ def _exposed(kernels: pl.DataFrame, compute: pl.DataFrame) -> pl.Series:
 
 
 def _time_before(times: pl.Series, disjoint: pl.DataFrame) -> pl.Series:
-    """How much of disjoint intervals lies before each time."""
+    """Return how much of disjoint intervals lies before each time."""
     begun = disjoint["start_ns"].search_sorted(times, side="right")
     lengths = (disjoint["end_ns"] - disjoint["start_ns"]).cum_sum()
     length = pl.concat([pl.Series([0], dtype=pl.Int64), lengths.rename("")]).gather(begun)
@@ -198,7 +196,7 @@ def _time_before(times: pl.Series, disjoint: pl.DataFrame) -> pl.Series:
 
 
 def _said(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:
-    """What the trace says of each kernel: the best source first, a field that it lacks from the next."""
+    """Return the trace's facts about each kernel: from the best source, missing fields from the next."""
     above = _above(linked.host, kernels)
     rows = linked.trace.collectives.with_columns(
         _mapped("collective", collective_kind),
@@ -233,7 +231,7 @@ def _said(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _above(host: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
-    """Every host event at or above a kernel's launch, and how far above (`depth`)."""
+    """Return every host event at or above a kernel's launch, and how far above (`depth`)."""
     here = kernels.select("kernel", pl.coalesce("launch", "op").alias("row")).drop_nulls()
     levels = [here.with_columns(pl.lit(0, pl.Int64).alias("depth"))]
     for depth in range(1, _DEEPEST):
@@ -246,7 +244,7 @@ def _above(host: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
 
 
 def _annotations(above: pl.DataFrame) -> pl.DataFrame:
-    """What labels around a launch say: `kernel`, `source`, `collective`, `dtype`, `num_elements`."""
+    """Return facts from labels around a launch: `kernel`, `source`, `collective`, `dtype`, `num_elements`."""
     name = pl.col("name").cast(pl.String)
     labels = above.filter(name.str.contains(_ANNOTATION) | (name == _RECORD)).sort("depth")
     texts = labels.select(pl.col("name", "shapes", "dtypes").cast(pl.String)).rows()
@@ -261,7 +259,7 @@ def _annotations(above: pl.DataFrame) -> pl.DataFrame:
 
 
 def tensor_sizes(shapes: str | None, dtypes: str | None, first_only: bool = False) -> tuple[int | None, str | None]:
-    """Elements of the tensors among an event's inputs and their type, as far as they are told.
+    """Return the element count of an event's input tensors and their dtype, as far as known.
 
     >>> tensor_sizes("[[4, 8], [2]]", '["float", "float"]')
     (34, 'float32')
@@ -274,7 +272,7 @@ def tensor_sizes(shapes: str | None, dtypes: str | None, first_only: bool = Fals
     types: list[str | None] = []
     for shape, text in pairs[:1] if first_only else pairs:
         dtype = dtype_name(text) if isinstance(text, str) else None
-        members = [shape] if dtype else shape  # a list of tensors has shapes inside, and no type
+        members = [shape] if dtype else shape  # a list of tensors contains shapes, and has no dtype
         for sizes in members if isinstance(members, list) else ():
             if isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes):
                 counts.append(prod(sizes))
@@ -286,7 +284,7 @@ def tensor_sizes(shapes: str | None, dtypes: str | None, first_only: bool = Fals
 
 
 def _mapped(column: str, function: Callable[[str], str | None], alias: str | None = None) -> pl.Expr:
-    """A column of names, few of them different, through a function of one name."""
+    """Return a column of names, few of them distinct, mapped through a function."""
 
     def apply(names: pl.Series) -> pl.Series:
         answers = {name: function(name) for name in names.unique().drop_nulls()}

@@ -1,4 +1,4 @@
-"""Everything one rank's trace says, as tables: the account that `stepscope analyze` shows."""
+"""One rank's trace as tables: the account that `stepscope analyze` shows."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ from stepscope.trace.nesting import nest
 from stepscope.trace.scan import Problem
 from stepscope.trace.tables import Trace
 
-_NUM_GAPS = 1000
-"""Gaps that are told one by one: what the host was in costs a search each."""
+_NUM_GAPS = 1000  # number of gaps listed individually; finding the host's activity costs a search each
 
 
 @dataclass(frozen=True)
 class RankAccount:
-    """The account of one rank. Tables are whole; who shows them takes the first rows."""
+    """The account of one rank, with complete tables."""
 
     rank: int
     path: str
@@ -48,13 +47,12 @@ class RankAccount:
     base_time_ns: int
     num_events: int
     is_cut_off: bool
-    """Whether the file ends before its list of events does. GPU events are written last: they may be missing."""
+    """Whether the file ends before its list of events. GPU events are written last, so they may be missing."""
     step_source: str
     phase_source: str
     module_source: str
     gpu_time: GpuTime
-    gpu_time_by_device: dict[int, GpuTime]
-    """One entry a device when the process used several."""
+    gpu_time_by_device: dict[int, GpuTime]  # one entry per device if the process used several
     steps: pl.DataFrame
     phases: pl.DataFrame
     idle_causes: pl.DataFrame
@@ -71,23 +69,21 @@ class RankAccount:
     roofline: pl.DataFrame
     roofline_summary: RooflineSummary
     memory: tuple[MemorySummary, ...]
-    memory_timeline: pl.DataFrame
-    """Of the device with the highest peak."""
+    memory_timeline: pl.DataFrame  # of the device with the highest peak
     syncs: pl.DataFrame
-    collectives: pl.DataFrame
-    """One row a communication kernel."""
+    collectives: pl.DataFrame  # one row per communication kernel
     unlinked: dict[str, Share]
     counts: pl.DataFrame
     warnings: tuple[str, ...]
 
 
 def account(trace: Trace, rank: int, step: int | None = None) -> RankAccount:
-    """The account of a trace, or of one step of it."""
+    """Return the account of a trace, or of one of its steps."""
     return account_of(link(trace), rank, step)
 
 
 def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccount:
-    """The same of a trace whose links are made."""
+    """Return the account of a linked trace."""
     trace = linked.trace
     if step is not None:
         if step not in linked.steps.table["step"]:
@@ -97,8 +93,7 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
     device = linked.device
     time = gpu_time(device)
     name = device_name(linked)
-    # Each part is a function of the links alone. Polars lets go of the interpreter while it works, so two at a time
-    # use two cores.
+    # Each part depends only on the links. Polars releases the GIL, so two at a time use two cores.
     with ThreadPoolExecutor(2) as pool:
         gaps = pool.submit(idle_gaps, linked)
         memory = pool.submit(memory_summary, linked)
@@ -153,7 +148,7 @@ def _which(steps: Steps) -> str:
 
 
 def _problem(problem: Problem) -> str:
-    """What is wrong with some events, as one sentence: `what` is what each of them is, or has."""
+    """Return a problem with some events as a sentence; `what` describes each of them."""
     if problem.what == "not an event":
         what = "1 entry that is no event" if problem.num == 1 else f"{problem.num:,} entries that are no events"
     else:
@@ -162,13 +157,13 @@ def _problem(problem: Problem) -> str:
 
 
 def gpu_time_by_device(device: pl.DataFrame) -> dict[int, GpuTime]:
-    """The account of each device; empty when there is one alone."""
+    """Return the account of each device; empty if there is only one."""
     indices = sorted(device["device"].drop_nulls().unique())
     return {i: gpu_time(device.filter(pl.col("device") == i)) for i in indices if len(indices) > 1}
 
 
 def device_name(linked: Linked) -> str | None:
-    """The name of the device that did most of the work, as the trace has it."""
+    """Return the name of the device that did most of the work, from the trace."""
     names = linked.trace.facts.devices
     used = linked.device["device"].drop_nulls().mode().sort()
     index = int(used[0]) if len(used) else 0
@@ -176,7 +171,7 @@ def device_name(linked: Linked) -> str | None:
 
 
 def one_step(linked: Linked, step: int) -> Trace:
-    """The trace of one step: what the host began in it and the GPU work that this launched."""
+    """Return the trace of one step: host events that start in it and the GPU work they launched."""
     trace = linked.trace
     host = linked.host.filter(pl.col("step") == step)["event"]
     device = linked.device.filter(pl.col("step") == step)["event"]
@@ -188,15 +183,15 @@ def one_step(linked: Linked, step: int) -> Trace:
 
 
 def largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl.DataFrame:
-    """The memory timeline of the device with the highest peak, in few points."""
+    """Return the memory timeline of the device with the highest peak, thinned."""
     if not summaries:
         return memory_timeline(linked)
     return memory_timeline(linked, summaries[0].device_type, summaries[0].device, max_points=200)
 
 
 def step_table(linked: Linked) -> pl.DataFrame:
-    """By step: `step`, `start_ns`, `duration_ns`, `num_kernels` it launched, whenever they ran, and `gpu_busy_ns`:
-    how long the GPU was at work while the step lasted, whoever launched that."""
+    """Return steps: `step`, `start_ns`, `duration_ns`, `num_kernels` launched, and `gpu_busy_ns` while the step
+    lasted."""
     steps: Steps = linked.steps
     counts = (
         linked.device.filter(pl.col("kind") == "kernel")
@@ -224,16 +219,16 @@ def step_table(linked: Linked) -> pl.DataFrame:
 
 
 def phase_table(linked: Linked) -> pl.DataFrame:
-    """By phase: `phase`, `host_ns` of the host's time, `host_share`, `device_ns` of what it launched, `num_kernels`.
+    """Return host and GPU time by phase: `host_ns`, `host_share`, `device_ns`, `num_kernels`.
 
-    With steps the host's time is that of the steps and adds up to it; without, it is all the host's time. The last
-    row, `unattributed`, is GPU work of no phase (`device_phases`); with it `device_ns` adds up to the busy time.
+    With steps, host time is that of the steps; without, all of it. The last row, `unattributed`, is GPU work of no
+    phase (`device_phases`); with it, `device_ns` adds up to the busy time.
     """
     phases = linked.steps.phases
     if linked.steps.num and not phases.is_empty():
         stretches = sweep({"step": linked.steps.table, **{p: phases.filter(pl.col("phase") == p) for p in PHASES}})
         stretches = stretches.filter("step")
-        # Before the first event and after the last one of the host no phase is known: that is `other`.
+        # Before the first and after the last host event, the phase is `other`.
         owner = pl.lit("other")
         for phase in PHASES:
             owner = pl.when(pl.col(phase)).then(pl.lit(phase)).otherwise(owner)
@@ -252,8 +247,8 @@ def phase_table(linked: Linked) -> pl.DataFrame:
 
 
 def longest_gaps(linked: Linked, gaps: pl.DataFrame) -> pl.DataFrame:
-    """The thousand longest idle stretches, longest first: `start_ns`, `duration_ns`, `cause` (of most of it), `step`,
-    `host` (what the launching thread was in, outermost to innermost, when most of it passed), `next_kernel`."""
+    """Return the thousand longest idle gaps with main `cause`, `step`, `host` (open events of the launching thread,
+    outermost first) and `next_kernel`, the longest first."""
     length = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
     longest = (
         gaps.with_columns(length)
@@ -288,12 +283,12 @@ def longest_gaps(linked: Linked, gaps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _open_at(host: pl.DataFrame, launches: pl.Series, times_ns: pl.Series) -> pl.Series:
-    """What was open on the threads of some launches at some moments, outermost first: the innermost four names."""
+    """Return the four innermost names open on the launching threads at some moments, outermost first."""
     is_overhead = host["kind"] == "overhead"
     none = pl.Series([None], dtype=pl.UInt32)
 
     def seen(row: pl.Series) -> pl.Series:
-        """The innermost event at or above each that is open and counts."""
+        """Return the innermost event at or above each that is open and counts."""
         while True:
             passes = ((host["end_ns"].gather(row) <= times_ns) | is_overhead.gather(row)).fill_null(False)
             if not passes.any():
@@ -302,7 +297,7 @@ def _open_at(host: pl.DataFrame, launches: pl.Series, times_ns: pl.Series) -> pl
 
     threads = host["thread"].gather(launches)
     row = pl.repeat(None, len(launches), dtype=pl.UInt32, eager=True)
-    for thread in threads.unique().drop_nulls():  # a thread's events lie together, in order of time
+    for thread in threads.unique().drop_nulls():  # a thread's events are contiguous and sorted by time
         first, last = (int(host["thread"].search_sorted(thread, side=side)) for side in ("left", "right"))
         place = host["start_ns"].slice(first, last - first).search_sorted(times_ns, side="right")
         found = (place + first).cast(pl.UInt32).zip_with(place > 0, none) - 1

@@ -1,4 +1,4 @@
-"""Ranks side by side: the same collective on each, how their clocks stand to one another, who waits for whom."""
+"""Ranks side by side: matching collectives, clock offsets, and which rank waits for which."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from stepscope.analysis.structure.rates import bandwidth
 from stepscope.analysis.time.gpu_time import GpuTime
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-"""Collectives that no rank can leave before every rank has come."""
-ENOUGH_CALLS = 4
-"""Calls from which quartiles say something of the spread."""
+"""Collectives that no rank can leave before every rank has entered."""
+ENOUGH_CALLS = 4  # calls needed for quartiles to describe the spread
 REASONS = {
     "unknown": "The trace does not say which collective the kernel is.",
     "point_to_point": "A send or a receive: the k-th of one rank is not the k-th of another.",
@@ -33,23 +32,20 @@ class Matched:
     """The same collectives on several ranks."""
 
     calls: pl.DataFrame
-    """One row a call and rank: `call`, `group`, `group_size`, `collective`, `step`, `rank`, `bytes`, `start_ns`,
-    `end_ns`, `duration_ns`; times on the rank's own clock. Calls are numbered as they begin on their lowest rank."""
-    unmatched: pl.DataFrame
-    """`rank`, `reason` (of `REASONS`), `num_kernels`."""
-    unlinked: Share
-    """Communication kernels without a match, of all."""
+    """One row per call and rank: `call`, `group`, `group_size`, `collective`, `step`, `rank`, `bytes`, `start_ns`,
+    `end_ns`, `duration_ns`, on the rank's own clock. Calls are numbered by their start on the lowest rank."""
+    unmatched: pl.DataFrame  # `rank`, `reason` (of `REASONS`), `num_kernels`
+    unlinked: Share  # communication kernels without a match, out of all
     ranks: tuple[int, ...]
 
 
 def match_collectives(per_rank: Mapping[int, pl.DataFrame]) -> Matched:
-    """Which kernels of different ranks are one collective, from each rank's `collectives`.
+    """Return which kernels of different ranks are the same collective, from each rank's `collectives`.
 
-    NCCL wants the calls of a process group in one order on every rank: the k-th of a kind, group and step is the
-    same call on all. One call that a trace lacks would shift all that follow, so the calls of a kind in a step are
-    matched together or not at all: when every rank that has any made as many, and of the same sizes where these are
-    told (an all-to-all's are each rank's own). Steps that the profiler did not number count from the beginning of
-    each trace: traces that begin in different steps are then matched with whole steps between them.
+    NCCL requires the same order of calls in a process group on every rank, so the k-th call of a kind, group and step
+    matches on all ranks. A missing call would shift all later ones, so a kind's calls in a step are matched together
+    or not at all: only if all ranks made as many, with the same known sizes (except all-to-all). Steps without
+    profiler numbers count from the beginning of each trace.
     """
     frames = [frame.with_columns(rank=pl.lit(rank, pl.Int64)) for rank, frame in per_rank.items()]
     rows = pl.concat(frames) if frames else pl.DataFrame(schema={**SCHEMA, "rank": pl.Int64})
@@ -83,7 +79,7 @@ def match_collectives(per_rank: Mapping[int, pl.DataFrame]) -> Matched:
 
 
 def _judged(candidates: pl.DataFrame) -> pl.DataFrame:
-    """For the calls of a kind, group and step: why they cannot be matched (`reason`), null when they can."""
+    """Return why calls of a kind, group and step cannot be matched (`reason`); null if they can."""
     is_told = pl.col("num_elements").is_not_null().all() & (pl.col("collective") != "all_to_all").all()
     sizes = pl.when(is_told).then(pl.col("num_elements").cast(pl.String).str.join(","))
     runs = candidates.group_by("rank", *_LOT).agg(num=pl.len(), sizes=sizes)
@@ -100,32 +96,30 @@ def _judged(candidates: pl.DataFrame) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class ClockAlignment:
-    """How the clocks of ranks stand to one another."""
+    """Clock offsets between ranks."""
 
     offsets: pl.DataFrame
-    """One row a rank. `reference`: the rank against which it is measured, the lowest that collectives tie it to, or
-    itself. `offset_ns`: its clock less the reference's. `uncertainty_ns`.
-    `earliest_ns`, `latest_ns`: between what causality wants the offset. `is_contradicted`: it leaves nothing, so
-    some match, or some time, is wrong. `num_calls`: collectives it was measured by. `skew_ns`: what is left of the
-    offset after the traces' own base times."""
+    """One row per rank. `reference`: the lowest rank that collectives connect it to. `offset_ns`: its clock minus the
+    reference's. `earliest_ns`, `latest_ns`: the causal bounds of the offset. `is_contradicted`: the bounds are empty,
+    so a match or a time is wrong. `num_calls`: collectives used. `skew_ns`: the offset beyond the traces' base times.
+    """
 
 
 def clock_alignment(matched: Matched, base_times_ns: Mapping[int, int] | None = None) -> ClockAlignment:
-    """Each rank's clock against the lowest rank's, in nanoseconds.
+    """Return each rank's clock offset to the lowest rank, in ns.
 
-    Ranks leave a synchronizing collective nearly together: the offset is the median of the differences of their
-    ends, and its uncertainty half the inter-quartile range. By how much one rank really leaves later, which its
-    place in a ring can make systematic, no trace tells. With fewer than `ENOUGH_CALLS` calls the uncertainty is what
-    causality leaves open: nobody leaves before the last has come, so the offset lies between `start - reference's
-    end` and `end - reference's start` of every call. The median is kept inside these bounds; where they contradict
-    each other the uncertainty is at least their disagreement. It is never less than two grains of the clock, one for
-    a start and one for a duration, and the bounds are as much wider: old traces have microseconds.
+    Ranks leave a synchronizing collective nearly together: the offset is the median difference of their ends, its
+    uncertainty half the inter-quartile range. Systematic differences, as from the position in a ring, cannot be seen.
+    With fewer than `ENOUGH_CALLS` calls, causality gives the uncertainty: no rank leaves before the last has entered,
+    so the offset lies between `start - reference's end` and `end - reference's start` of every call. The median is
+    clipped to these bounds; if they contradict each other, the uncertainty is at least their disagreement. It is at
+    least two clock ticks, and the bounds are widened as much: old traces have microseconds.
 
     A rank that never meets the reference is measured through others; uncertainties and bounds add up.
     """
     edges = _edges(matched.calls.filter(pl.col("collective").is_in(SYNCHRONIZING)).sort("call", "rank"))
     found = edges.clear().drop("through")
-    for rank in matched.ranks:  # ascending: one that no lower rank reaches is a reference itself
+    for rank in matched.ranks:  # ascending: a rank that no lower rank reaches is its own reference
         if rank in found["rank"]:
             continue
         reached = pl.DataFrame({"rank": [rank], "reference": [rank], "is_contradicted": [False]})
@@ -138,7 +132,7 @@ def clock_alignment(matched: Matched, base_times_ns: Mapping[int, int] | None = 
 
 
 def _edges(calls: pl.DataFrame) -> pl.DataFrame:
-    """Clocks measured directly: `rank` against `through`, every rank of a call and the lowest of it, both ways."""
+    """Return directly measured clocks: `rank` against `through`, every rank of a call and its lowest, both ways."""
     is_whole = (pl.col("start_ns") % 1000 == 0) & (pl.col("duration_ns") % 1000 == 0)
     is_coarse = calls.group_by("rank").agg(is_coarse=is_whole.all())["is_coarse"].any()
     resolution = pl.lit(2000 if is_coarse else 2, pl.Int64)
@@ -170,7 +164,7 @@ def _edges(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _reached_from(reached: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
-    """A rank and all that are measured from it, in as few steps as can be, then with the least uncertainty."""
+    """Return a rank and all ranks measured from it, with the fewest hops, then the least uncertainty."""
     added = ["offset_ns", "uncertainty_ns", "earliest_ns", "latest_ns"]
     while True:
         steps = edges.join(reached, left_on="through", right_on="rank", suffix="_before")
@@ -192,37 +186,34 @@ def _reached_from(reached: pl.DataFrame, edges: pl.DataFrame) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Who comes last to collectives, and what that costs whom; synchronizing ones, on aligned clocks."""
+    """Which ranks arrive last at synchronizing collectives, and the waiting they cause, on aligned clocks."""
 
     calls: pl.DataFrame
-    """One row a call: `call`, `group`, `group_size`, `collective`, `step`, `bytes` (the most of a rank), `last_rank`,
-    `transfer_ns` (the last rank's kernel), `wait_ns` (of all ranks), `num_ranks` seen, `lead_ns` (how long the last
-    came after the one before), `is_certain` (longer than the clocks' uncertainty), `bus_bandwidth_bytes_per_s` (over
-    the transfer: what the links did)."""
+    """One row per call: `bytes` (largest of a rank), `last_rank`, `transfer_ns` (the last rank's kernel), `wait_ns`
+    (of all ranks), `num_ranks` seen, `lead_ns` (last after second to last), `is_certain` (longer than the clock
+    uncertainty), `bus_bandwidth_bytes_per_s` (over the transfer).
+    """
     arrivals: pl.DataFrame
-    """One row a call and rank: `call`, `rank`, `last_rank`, `start_ns` and `end_ns` on the reference's clock,
+    """One row per call and rank: `call`, `rank`, `last_rank`, `start_ns` and `end_ns` on the reference's clock,
     `duration_ns`, `wait_ns`, `transfer_ns`, `is_clamped`."""
     ranks: pl.DataFrame
-    """One row a rank: `rank`, `num_last`, `num_last_certain`, `caused_wait_ns` (others waited for it), `wait_ns` (it
-    waited), `transfer_ns`, `num_calls`, `communication_ns` (both), `wait_share` of it."""
-    pairs: pl.DataFrame
-    """Who waits for whom: `rank`, `last_rank`, `wait_ns`, `num_calls`; the longest first."""
-    num_clamped: int
-    """Arrivals that end before the last one came, on these clocks: clocks or matches are wrong by that much."""
+    """One row per rank: `num_last`, `num_last_certain`, `caused_wait_ns` (of others), `wait_ns` (its own),
+    `transfer_ns`, `num_calls`, `communication_ns` (both), `wait_share` of it."""
+    pairs: pl.DataFrame  # which rank waits for which: `rank`, `last_rank`, `wait_ns`, `num_calls`; the longest first
+    num_clamped: int  # arrivals that end before the last rank arrives: clocks or matches are that wrong
 
     @property
     def wait_share(self) -> float:
-        """Waiting, of all time in matched collectives on all ranks."""
+        """Waiting as a share of all time in matched collectives."""
         return int(self.ranks["wait_ns"].sum()) / max(1, int(self.ranks["communication_ns"].sum()))
 
 
 def stragglers(matched: Matched, clocks: ClockAlignment) -> Stragglers:
-    """Of every matched synchronizing collective, who came last and how long each other rank waited for it, in ns.
+    """Return for every matched synchronizing collective which rank arrived last and how long the others waited.
 
-    A rank waits from its own start to the last one's, and no longer than its kernel runs (`is_clamped`); the rest is
-    transfer, so that `wait_ns + transfer_ns == duration_ns`. All of a wait is put down to the last rank, though
-    others may have come nearly as late. Ranks whose traces are not here cannot be seen to come last: compare
-    `num_ranks` with `group_size`.
+    A rank waits from its own start to the last one's, at most for its kernel's duration (`is_clamped`); the rest is
+    transfer, so `wait_ns + transfer_ns == duration_ns`. All waiting counts for the last rank. Ranks without a trace
+    cannot be seen to be last: compare `num_ranks` with `group_size`.
     """
     offset = pl.col("offset_ns")
     aligned = (
@@ -279,10 +270,10 @@ def _by_rank(matched: Matched, arrivals: pl.DataFrame, by_call: pl.DataFrame, pa
 
 
 def rank_table(per_rank: Mapping[int, GpuTime]) -> pl.DataFrame:
-    """Each rank's `gpu_time` as a row: `rank`, its fields, and shares.
+    """Return each rank's `gpu_time` as a row: `rank`, its fields, and shares.
 
-    `overlapped_communication_share` of communication, null where there is none; `idle_share` and
-    `exposed_communication_share` of the window. Takes accounts, not traces: one rank needs to be in memory at a time.
+    `overlapped_communication_share` is relative to communication (null without), `idle_share` and
+    `exposed_communication_share` to the window.
 
     >>> rank_table({0: GpuTime(window_ns=8, idle_ns=2)})["idle_share"][0]
     0.25

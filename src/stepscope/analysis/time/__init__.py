@@ -1,1 +1,1 @@
-"""Where time goes: GPU idle time by cause, phases, steps, synchronizations, replay."""
+"""GPU idle time by cause, phases, steps, synchronizations, replay."""

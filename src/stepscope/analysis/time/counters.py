@@ -1,4 +1,4 @@
-"""What NVML saw while the clean steps ran."""
+"""NVML counters during the clean steps."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ class Gauge:
 
 @dataclass(frozen=True)
 class CounterSummary:
-    """Counters over the clean steps; a counter that the device does not offer is None."""
+    """Counters over the clean steps; unsupported counters are None."""
 
     num_samples: int
     gpu_busy_share: Gauge | None
-    """Share of the sampling period in which some kernel ran: not how full the GPU was."""
+    """Share of the sampling period in which any kernel ran; not how full the GPU was."""
     memory_controller_busy_share: Gauge | None
     power_watts: Gauge | None
     sm_clock_mhz: Gauge | None
     memory_clock_mhz: Gauge | None
     throttle_shares: tuple[tuple[str, float], ...]
-    """Reason and share of samples, idleness left out."""
+    """Reason and share of samples, without idleness."""
     joules: float | None
-    """Energy of the clean steps: mean power, by the energy counter if it was read close by, × their time."""
+    """Energy of the clean steps: mean power (from the energy counter if read close by) × their time."""
 
 
 def summarize_counters(
     samples: Sequence[CounterSample], intervals: Sequence[tuple[int, int]]
 ) -> CounterSummary | None:
-    """The counters while some steps ran, given as (start, end) in order; None when no sample lies there."""
+    """Return the counters during steps given as ordered (start, end) pairs; None without samples."""
     starts = [start for start, _ in intervals]
 
     def is_inside(t_ns: int) -> bool:
@@ -77,7 +77,7 @@ def summarize_counters(
 
 
 def _metered_watts(samples: Sequence[CounterSample], start_ns: int, end_ns: int) -> float | None:
-    """Mean power between two moments from the energy counter, if it was read close to both."""
+    """Return mean power between two moments from the energy counter, if it was read close to both."""
     slack_ns = (end_ns - start_ns) // 4
     readings = [(s.t_ns, s.energy_joules) for s in samples if s.energy_joules is not None]
     near_start = [reading for reading in readings if abs(reading[0] - start_ns) <= slack_ns]

@@ -1,4 +1,4 @@
-"""Where the GPU's time goes: computing, communicating, copying, idle; exact to the nanosecond."""
+"""GPU time: computing, communicating, copying, idle; exact to the nanosecond."""
 
 from __future__ import annotations
 
@@ -9,42 +9,33 @@ import polars as pl
 from stepscope.analysis.structure.intervals import spans, sweep
 from stepscope.analysis.structure.names import matches
 
-COMMUNICATION_NAMES = "(?i)nccl|rccl"
-"""Kernels of NCCL and RCCL: what `docs/accounting.md` calls communication."""
+COMMUNICATION_NAMES = "(?i)nccl|rccl"  # NCCL and RCCL kernels: communication in `docs/accounting.md`
 
 
 @dataclass(frozen=True)
 class GpuTime:
     """One window of GPU time, in nanoseconds.
 
-    The window runs from the first GPU event's start to the last one's end, over kernels, copies and fills.
-    `busy_ns + idle_ns == window_ns` and `compute_ns + exposed_communication_ns + exposed_memory_ns == busy_ns`.
+    The window runs from the first GPU event's start to the last one's end, over kernels, copies and fills. `busy_ns +
+    idle_ns == window_ns` and `compute_ns + exposed_communication_ns + exposed_memory_ns == busy_ns`.
     """
 
     window_ns: int = 0
-    busy_ns: int = 0
-    """Something ran."""
-    idle_ns: int = 0
-    """Nothing ran."""
-    compute_ns: int = 0
-    """A kernel that is not communication ran."""
-    communication_ns: int = 0
-    """An NCCL or RCCL kernel ran."""
-    memory_ns: int = 0
-    """A copy or a fill ran."""
-    exposed_communication_ns: int = 0
-    """Communication ran and no other kernel."""
-    exposed_memory_ns: int = 0
-    """A copy or a fill ran and no kernel."""
-    overlapped_communication_ns: int = 0
-    """Communication ran beside computing."""
+    busy_ns: int = 0  # something ran
+    idle_ns: int = 0  # nothing ran
+    compute_ns: int = 0  # A kernel that is not communication ran
+    communication_ns: int = 0  # an NCCL or RCCL kernel ran
+    memory_ns: int = 0  # A copy or a fill ran
+    exposed_communication_ns: int = 0  # communication ran but no other kernel
+    exposed_memory_ns: int = 0  # A copy or fill ran but no kernel
+    overlapped_communication_ns: int = 0  # communication ran during computing
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
 
 
 def with_activity(device: pl.DataFrame) -> pl.DataFrame:
-    """Device events with a column `activity`: `compute`, `communication` or `memory`."""
+    """Return device events with `activity`: `compute`, `communication` or `memory`."""
     return device.with_columns(
         pl.when(pl.col("kind") != "kernel")
         .then(pl.lit("memory"))
@@ -57,7 +48,7 @@ def with_activity(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def timeline(device: pl.DataFrame) -> pl.DataFrame:
-    """The GPU's window cut wherever computing, communicating or copying begins or ends (`intervals.sweep`)."""
+    """Return the GPU's window cut wherever computing, communicating or copying begins or ends (`intervals.sweep`)."""
     labeled = device if "activity" in device.columns else with_activity(device)
     return sweep(
         {name: spans(labeled, pl.col("activity") == name) for name in ("compute", "communication", "memory")}
@@ -65,12 +56,12 @@ def timeline(device: pl.DataFrame) -> pl.DataFrame:
 
 
 def gpu_time(device: pl.DataFrame) -> GpuTime:
-    """The account of device events (`device` table), whatever their device."""
+    """Return the account of device events of any device."""
     return account(timeline(device), device)
 
 
 def account(stretches: pl.DataFrame, device: pl.DataFrame) -> GpuTime:
-    """The account of a timeline. An event of no length counts for the window, as any other does."""
+    """Return the account of a timeline; events of zero length count for the window too."""
     if device.is_empty():
         return GpuTime()
     ends = device["start_ns"] + device["duration_ns"]

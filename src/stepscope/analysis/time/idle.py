@@ -1,4 +1,4 @@
-"""Why the GPU was idle: every nanosecond of it, by what the host did meanwhile."""
+"""GPU idle time by cause: every nanosecond, by what the host did in the meantime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAUSES = {
     "unknown": "The trace does not say who launched what came next.",
 }
 
-# Names that say what a host event is about, tried in this order.
+# Names that identify a host event, tried in this order.
 _NAMES = {
     "synchronization": r"(?i:^(cuda|hip|cu)\w*Synchronize|^cudaMemcpy(_|$)|^hipMemcpy(WithStream)?$)",
     "allocator": r"(?i:^(cuda|hip)(Malloc|Free|HostAlloc|HostMalloc|MallocHost|FreeHost|MemPool)"
@@ -38,14 +38,13 @@ _WORK = ["op", "runtime", "driver"]
 _CAUSE: pl.DataType = pl.Enum(list(CAUSES))
 _GAPS = pl.Schema([("gap", pl.UInt32()), ("start_ns", pl.Int64()), ("end_ns", pl.Int64()), ("cause", _CAUSE)])
 _LONGEST_NS = 2**62
-PLANNING_NS = 1_000_000
-"""An op's own host time is microseconds, and a launch's; from a millisecond on it is doing something else."""
+PLANNING_NS = 1_000_000  # ops and launches take the host microseconds; from a millisecond on, they do something else
 
 
 def idle_gaps(linked: Linked) -> pl.DataFrame:
-    """Every idle stretch of the GPU, cut by cause: `gap`, `start_ns`, `end_ns`, `cause`.
+    """Return every GPU idle stretch cut by cause: `gap`, `start_ns`, `end_ns`, `cause`.
 
-    `gap` numbers the stretches between one piece of GPU work and the next; the pieces of a gap tile it.
+    `gap` numbers the stretches between consecutive GPU work; its parts cover it without gaps.
     """
     device = linked.device
     if device.is_empty():
@@ -54,7 +53,7 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     gaps = complement(spans(device), first, last).with_row_index("gap")
     if gaps.is_empty():
         return pl.DataFrame(schema=_GAPS)
-    # What ended the gap: of the events that start with it, one whose launch is known.
+    # The event that ended the gap: of those that start with it, one with a known launch.
     ending = (
         device.select("start_ns", "launch", "launch_start_ns")
         .filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
@@ -67,8 +66,8 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
         linked.host["thread"].gather(gaps["launch"]),
         linked.host["end_ns"].gather(gaps["launch"]).alias("launch_end_ns"),
     )
-    # A launch after the start of what it launched is a matter of two clocks: all of the gap is the launch's. A launch
-    # that takes long does more than launch: the thread is looked at until it returns.
+    # A launch after its kernel's start is due to clock differences: the whole gap belongs to the launch. A slow
+    # launch does other work too, so the thread is examined until it returns.
     is_long = pl.col("launch_end_ns") - pl.col("launch_start_ns") >= PLANNING_NS
     launch = (
         pl.when(pl.col("launch_start_ns") > pl.col("end_ns"))
@@ -92,8 +91,10 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
 
 
 def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
-    """Stretches of threads (`gap`, `start_ns`, `end_ns`, `thread`), cut by what the thread did in them: `gap`,
-    `start_ns`, `end_ns` and `cause`, one of `CAUSES`. Those of one thread do not overlap."""
+    """Return stretches of threads (`gap`, `start_ns`, `end_ns`, `thread`) cut by the thread's activity (`cause`).
+
+    `cause` is one of `CAUSES`. Stretches of one thread do not overlap.
+    """
     if late.is_empty():
         return late.select("gap", "start_ns", "end_ns", pl.lit("python").alias("cause"))
     axis = _Axis.of(late)
@@ -108,7 +109,7 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
     sets["compile"] = pl.concat([sets["compile"], _captures(threads), _planning(linked, host)])
     main = pl.lit(linked.steps.main_thread, host.schema["thread"]).alias("thread")
     sets["data"] = linked.steps.phases.filter(pl.col("phase") == "data").select(main, "start_ns", "end_ns")
-    # What is inside an op adds nothing to the time it covers.
+    # Events inside an op do not add to the time it covers.
     parent_end = linked.host["end_ns"].gather(host["parent"])
     is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
     sets["launch"] = host.filter(host["kind"].is_in(_WORK) & ~is_inside.fill_null(False)).select(span)
@@ -124,7 +125,7 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis for the times of many threads, one thread after the other: so that all are looked at in one pass."""
+    """One time axis for many threads, one after the other, so that a single pass handles all."""
 
     threads: pl.Series
     low_ns: int
@@ -132,14 +133,14 @@ class _Axis:
 
     @classmethod
     def of(cls, late: pl.DataFrame) -> _Axis | None:
-        """The axis for stretches of threads; None where no number is large enough for it."""
+        """Return the axis for stretches of threads; None if an integer cannot hold it."""
         threads = late["thread"].unique().sort()
         low_ns, high_ns = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
         is_short = len(threads) == 1 or len(threads) * (high_ns - low_ns + 1) < _LONGEST_NS
         return cls(threads, low_ns, high_ns) if is_short else None
 
     def put(self, spans: pl.DataFrame) -> pl.DataFrame:
-        """Spans of threads that are on the axis, cut to its length, with `shift_ns`, what they were moved by."""
+        """Return spans of threads on the axis, clipped to its length, with `shift_ns`."""
         moved = (pl.int_range(len(self.threads), eager=True) * (self.high_ns - self.low_ns + 1)).alias("shift_ns")
         shifts = pl.DataFrame({"thread": self.threads, "shift_ns": moved})
         found = spans.join(shifts, on="thread", maintain_order="left")
@@ -148,8 +149,7 @@ class _Axis:
 
 
 def _captures(host: pl.DataFrame) -> pl.DataFrame:
-    """From the beginning of each graph capture to its end, by `thread`: launches in between are written down, not
-    run."""
+    """Return graph captures from begin to end, by `thread`; launches in between are recorded, not run."""
     begins = host.filter(matches(host["name"], r"^(cuda|hip)StreamBeginCapture")).sort("start_ns")
     ends = host.filter(matches(host["name"], r"^(cuda|hip)StreamEndCapture")).sort("start_ns")
     return (
@@ -167,9 +167,9 @@ def _captures(host: pl.DataFrame) -> pl.DataFrame:
 
 
 def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
-    """Ops and calls that launch kernels and keep the host long by themselves, with nothing inside to account for it.
+    """Return slow ops and calls that launch kernels, with nothing inside that explains their time.
 
-    A copy is as long as it is large, and a graph's launch as its kernels are many: those are not planned.
+    Copies and graph launches are excluded: their time grows with size.
     """
     long = host.filter(pl.col("self_ns") >= PLANNING_NS)
     if long.is_empty():
@@ -182,7 +182,7 @@ def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
 
 
 def idle_causes(gaps: pl.DataFrame) -> pl.DataFrame:
-    """Idle time by cause: `cause`, `num_gaps`, `total_ns`, `share` of all idle time; every cause has a row."""
+    """Return idle time by cause: `cause`, `num_gaps`, `total_ns`, `share`; every cause has a row."""
     sums = gaps.group_by("cause").agg(
         pl.col("gap").n_unique().cast(pl.Int64).alias("num_gaps"),
         (pl.col("end_ns") - pl.col("start_ns")).sum().alias("total_ns"),

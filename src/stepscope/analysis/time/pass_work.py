@@ -1,4 +1,4 @@
-"""The work of each pass of a step by name: of the GPU where there is one, else of the host's ops."""
+"""The work of each pass of a step by name: GPU work, or host ops without a GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ _COPIES = ("aten::einsum", "aten::copy_", "aten::clone", "aten::contiguous", "at
 
 
 def pass_work(linked: Linked) -> pl.DataFrame:
-    """One row a piece of work in order of time: `name`, `class`, `op`, `op_row`, `phase`, `duration_ns`.
+    """Return one row per event by time: `name`, `class`, `op`, `op_row`, `phase`, `duration_ns`.
 
-    Of a trace with GPU work, its kernels and copies; else ops, each with the time that no op below accounts for, and
-    of the class `gemm` or `other`.
+    With GPU work: kernels and copies. Otherwise ops with their self time, of class `gemm` or `other`.
     """
     if _has_gpu_work(linked):
         device = linked.device.sort("start_ns")
@@ -41,15 +40,15 @@ def pass_work(linked: Linked) -> pl.DataFrame:
 
 
 def _has_gpu_work(linked: Linked) -> bool:
-    """Whether the trace shows work of a GPU."""
+    """Return whether the trace has GPU work."""
     return not linked.device.is_empty()
 
 
 def attention_parts(work: pl.DataFrame) -> dict[str, int]:
-    """Nanoseconds of the forward on each softmax, on the products before and after it, and on what is around them.
+    """Return forward time in ns of each softmax, the products before and after it, and the work between.
 
-    A softmax written out has no name of its own: it is what runs from its maximum on to the next product. Between the
-    product before and it there is scaling and masking. One that no product follows, such as a loss's, is not counted.
+    A handwritten softmax runs from its maximum to the next product; scaling and masking come before it. A softmax
+    without a following product, such as a loss's, is not counted.
     """
     totals = dict.fromkeys(ATTENTION_PARTS, 0)
     products, gaps = _taken_apart(work.filter(pl.col("phase") == "forward"))
@@ -65,7 +64,7 @@ def attention_parts(work: pl.DataFrame) -> dict[str, int]:
 
 
 def _taken_apart(forward: pl.DataFrame) -> tuple[list[int], list[dict[str, int]]]:
-    """The time of every product, and by part that of what runs before the first, between two, and after the last."""
+    """Return the time of every product, and of the work before the first, between two, and after the last."""
     products: list[int] = []
     gaps: list[dict[str, int]] = [{}]
     current = None

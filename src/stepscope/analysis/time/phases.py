@@ -1,4 +1,4 @@
-"""Where a step goes: the typical clean steps' time by phase, in rows that sum to the step."""
+"""The typical clean step's time by phase, in rows that add up to the step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ UNATTRIBUTED = "unattributed"
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of the mean of some steps, in nanoseconds."""
+    """One phase of the mean step, in nanoseconds."""
 
     name: str
     host_ns: float
     device_ns: float | None
-    """Between the phase's CUDA events: GPU busy and GPU waiting together. None without a GPU."""
+    """Between the phase's CUDA events: GPU busy and idle time. None without a GPU."""
     gpu_busy_ns: float | None
     """Union of the GPU work launched in this phase, from the trace window; at most `device_ns`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of where a step goes; the rows' shares sum to 1."""
+    """One row of a step's time; the shares add up to 1."""
 
     name: str
     ns: float
@@ -36,15 +36,15 @@ class Row:
 
 
 def data_is_named(samples: Iterable[StepSample]) -> bool:
-    """Whether a DataLoader (or `stepscope.phase("data")`) showed where data was waited for."""
+    """Return whether a DataLoader (or `stepscope.phase("data")`) shows the time spent on data."""
     return any("data" in sample.host_ns for sample in samples)
 
 
 def phase_of(samples: Sequence[StepSample]) -> dict[str, str]:
-    """Which phase each recorded stretch belongs to.
+    """Return the phase of each recorded stretch.
 
-    The stretch before a forward is data where no DataLoader is seen, else `other`. The stretch before
-    a backward is the forward where none was seen (a compiled function hides it), else `other`.
+    The stretch before a forward is data if there is no DataLoader, else `other`. The stretch before a backward is the
+    forward if none was seen (a compiled function hides it), else `other`.
     """
     forward_seen = any("forward" in sample.host_ns for sample in samples)
     return {
@@ -55,7 +55,7 @@ def phase_of(samples: Sequence[StepSample]) -> dict[str, str]:
 
 
 def mean_phases(samples: Sequence[StepSample], gpu_busy_ns: Mapping[str, float] | None) -> list[Phase]:
-    """The mean step's phases; `gpu_busy_ns` is one traced step's GPU work by stretch, if there is a trace."""
+    """Return the mean step's phases; `gpu_busy_ns` is one traced step's GPU work by stretch, if there is a trace."""
     belongs = phase_of(samples)
     on_device = all(sample.device_ns is not None for sample in samples)
     host, device, busy = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
@@ -71,7 +71,7 @@ def mean_phases(samples: Sequence[StepSample], gpu_busy_ns: Mapping[str, float] 
             name,
             host[name],
             device[name] if on_device else None,
-            # Kernels of a side stream can run beyond their phase: a phase is never busier than it is long.
+            # Kernels on a side stream can outlast their phase: a phase is never busier than it is long.
             min(device[name], busy[name]) if on_device and gpu_busy_ns is not None else None,
         )
         for name in PHASES
@@ -79,7 +79,7 @@ def mean_phases(samples: Sequence[StepSample], gpu_busy_ns: Mapping[str, float] 
 
 
 def rows(phases: Sequence[Phase], unattributed_busy_ns: float = 0.0) -> list[Row]:
-    """Rows that sum to the step: phases on a CPU; on a GPU busy time by phase, idle, unattributed."""
+    """Return rows that add up to the step: phases on a CPU; on a GPU, busy time by phase, idle, unattributed."""
     named: list[tuple[str, float]] = []
     if all(phase.gpu_busy_ns is not None and phase.device_ns is not None for phase in phases):
         waiting = sum((p.device_ns or 0.0) - (p.gpu_busy_ns or 0.0) for p in phases)

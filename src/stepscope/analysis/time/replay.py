@@ -1,10 +1,10 @@
-"""A trace played again with something changed: what a step takes if this kernel is faster, or that launch is gone.
+"""Replays a trace with changes: how long a step takes if a kernel is faster or a launch is gone.
 
-The model is small. The host is one chain of ticks in order of time: the start and the return of every call that
-gives the GPU work or waits for it. The time between two ticks is the host's own and is kept. A piece of GPU work
-starts when it has been launched, when its stream is free, and when the work of another stream that held it is done. A
-call that waits returns when what it waits for is done; a launch into a full queue when there is room. What a launch
-or a stream took beyond that in the trace is kept where it decided the start, and is a typical one where it did not.
+The host is a sequence of ticks: the start and return of every call that launches GPU work or waits for it. The time
+between two ticks is the host's own and is kept. GPU work starts when it has been launched, its stream is free, and
+work of another stream that it waits for is done. A call that waits returns when that work is done; a launch into a
+full queue when there is room. Additional delays of a launch or stream in the trace are kept if they decided the
+start, and replaced by typical ones otherwise.
 """
 
 from __future__ import annotations
@@ -24,69 +24,61 @@ from stepscope.analysis.time.idle import PLANNING_NS
 from stepscope.analysis.time.syncs import syncs
 
 PROFILER_SHARE = 0.32
-"""Of the host's own time, what the profiler takes to write ops and calls down, with shapes and memory; from traces
-whose clean step is known (docs/whatif.md). A share, since a slow host writes slowly too."""
-_QUEUE_LENGTH = 1024
-"""Pieces of GPU work that can wait before the next launch blocks."""
-_HELD_NS = 10_000
-"""A stream that could go on and does not for longer than this is held by something."""
-_STOOD_NS = 1_000_000
-"""Of a GPU with work in its queue, no pause is as long."""
+"""Share of host time that the profiler needs to record ops and calls with shapes and memory, from traces whose clean
+step is known (docs/whatif.md). It is a share because a slow host records slowly too."""
+_QUEUE_LENGTH = 1024  # queued GPU events before the next launch blocks
+_HELD_NS = 10_000  # A stream that could continue but does not for longer than this is blocked by something
+_STOOD_NS = 1_000_000  # pauses between queued GPU work are shorter
 _NEVER = 2**62
-_LEAST_SHARE = 0.2
-"""Of the host's own time between two ticks, what the profiler's part never takes away."""
-_MOST_STEPS = 8
-"""Of a long trace: more of the same steps tell little more, and cost a replay each time."""
-_LIKE = 1.25
-"""Steps within this factor of one another are alike."""
+_LEAST_SHARE = 0.2  # the profiler's part never reduces the host time between two ticks below this share
+_MOST_STEPS = 8  # for long traces: more steps add little, but cost time in each replay
+_LIKE = 1.25  # steps within this factor are alike
 _LATENCY_NS, _PAUSE_NS, _NUM_TYPICAL = 5_000, 1_500, 8
-"""From launch to start and from kernel to kernel, where a trace shows too few to tell."""
+"""Launch to start and kernel to kernel, if a trace has too few to tell."""
 
 _START, _RETURN, _BORDER = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is different in a replay: nothing, unless said."""
+    """Changes in a replay; nothing by default."""
 
     duration_ns: Mapping[int, float] = field(default_factory=dict)
-    """By the `event` of GPU work: how long it takes now."""
+    """New duration by `event` of GPU work."""
     gone: frozenset[int] = frozenset()
-    """The `event`s of GPU work that is not done any more."""
+    """The `event`s of GPU work that is removed."""
     host: pl.DataFrame | None = None
-    """Stretches of the host's time that shrink: `start_ns`, `end_ns`, disjoint and in order, `factor` of it left."""
+    """Host time that shrinks: `start_ns`, `end_ns`, disjoint and ordered, and the `factor` that is left."""
     unwaited: frozenset[int] = frozenset()
-    """The `event`s of calls that do not wait any more."""
+    """The `event`s of calls that no longer wait."""
     profiler_ns_per_event: float = 0.0
-    """Taken off the host for each event that the profiler wrote down: 0 replays the trace as it was recorded."""
+    """Subtracted from host time per event that the profiler recorded; 0 replays the trace as recorded."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A window of steps, as it would be; a trace without steps counts as one."""
+    """A window of steps as replayed; a trace without steps counts as one."""
 
     step_ns: float
-    """From the first step's start to the last one's end on the host, by the number of steps."""
+    """From the first step's start to the last one's end on the host, per step."""
     done_ns: float
-    """The same from GPU work done to GPU work done, and no less than `host_ns`: what a step costs a long run."""
+    """The same between ends of GPU work, at least `host_ns`: the step time of a long run."""
     device_ns: float
-    """GPU work a step, added up."""
+    """Sum of GPU work per step."""
     host_ns: float
-    """A step of a host that never waits for the GPU."""
+    """A step if the host never waits for the GPU."""
 
 
 @dataclass(frozen=True)
 class _Tick:
     time_ns: int
     kind: int
-    call: int
-    """The call's `event`; of work without a launch in the trace, a negative number of the work's own."""
-    num_events: int
-    """What the profiler wrote down since the tick before."""
+    call: int  # the call's `event`; for work without a launch in the trace, a negative number of its own
+    num_events: int  # events recorded by the profiler since the tick before
 
 
 class Replay:
-    """Whole steps of a trace, ready to be played again: all of them, or `steps` that follow one another."""
+    """Consecutive steps of a trace, ready to be replayed: all, or `steps`."""
 
     def __init__(self, linked: Linked, steps: pl.DataFrame | None = None) -> None:
         steps = linked.steps.table if steps is None else steps
@@ -98,12 +90,11 @@ class Replay:
         self._settle_starts()
 
     def _read_device(self, linked: Linked) -> None:
-        """GPU work in order of its launch, then of its start.
+        """Return GPU work by launch, then by start.
 
-        What was given before the window and is not done when it begins is given at its beginning. What has no launch
-        in the trace was given with what ran before it on its stream; before the trace began, where what ran after it
-        on its stream has one and was given before it started, or where the GPU never stood until then; else when it
-        starts.
+        Unfinished work from before the window is launched at its beginning. Work without a launch in the trace is
+        launched with the work before it on its stream; or before the trace, if the following work on its stream was
+        launched before it started or if the GPU was never idle until then; else when it starts.
         """
         issued = pl.when(pl.col("launch").is_not_null()).then("issued_ns")
         work = linked.device.with_columns(
@@ -138,7 +129,7 @@ class Replay:
             self._work.setdefault(-1 - self._events[index] if is_alone else call, []).append(index)
 
     def _read_calls(self, linked: Linked) -> None:
-        """The ticks of the host, and until when each call that waits stood."""
+        """Read the host's ticks, and until when each call waited."""
         host = linked.host
         waits = syncs(linked).filter(pl.col("kind") == "host_wait", pl.col("thread").is_not_null())
         until = pl.col("start_ns") + pl.col("wait_ns").fill_null(0)
@@ -154,7 +145,7 @@ class Replay:
         ticks = [(self._issued[work[0]], _START, call) for call, work in self._work.items() if call < 0]
         for event, start, end in calls.select("event", "start_ns", "end_ns").iter_rows():
             ticks += [(start, _START, event), (min(end, self.end_ns), _RETURN, event)]
-        # Work without a launch that is given at one moment stays in its order.
+        # Work without a launch at the same moment keeps its order.
         ticks.sort(key=lambda tick: (tick[0], tick[1], max(tick[2], -1)))
         ticks = [(self.start_ns, _BORDER, 0), *ticks, (self.end_ns, _BORDER, 0)]
         written = host["start_ns"].filter(host["kind"].is_in(["op", "runtime", "driver", "python"])).sort()
@@ -165,11 +156,11 @@ class Replay:
         ]
 
     def _settle_starts(self) -> None:
-        """What decided when each piece of GPU work started, and what it took beyond that."""
+        """Determine what decided the start of each GPU event, and the additional delay."""
         count = len(self._events)
         free = [self.start_ns] * count
         end_of: dict[int, int] = {}
-        for i in range(count):  # as they were given: so they are played
+        for i in range(count):  # in launch order, which is the replay order
             free[i] = end_of.get(self._lane[i], self.start_ns)
             end_of[self._lane[i]] = self._ends[i]
         latencies = [start - issued for start, issued in zip(self._starts, self._issued)]
@@ -194,15 +185,15 @@ class Replay:
                 self._pause[i] = pauses[i]
             else:
                 self._latency[i] = latencies[i]
-        # When a launch returned, all but so many of the pieces given before it had started.
+        # When a launch returned, all but a queue's length of the earlier work had started.
         started = list(accumulate(self._starts, max))
         waiting = (i + 1 - bisect_right(started, returned) for i, returned in enumerate(self._returned))
         self._queue_length = max([_QUEUE_LENGTH, *waiting])
 
     @cached_property
     def profiler_ns_per_event(self) -> float:
-        """What the profiler adds to the host's time for each event that it writes down, by what the host takes for
-        one in this trace; stretches of a millisecond and more are left out, which are no writing."""
+        """What the profiler adds to host time per recorded event, from this trace's host time per event; pauses of a
+        millisecond or more are excluded."""
         own_ns = num_events = 0.0
         last_ns = self.start_ns
         for tick in self._ticks:
@@ -215,17 +206,17 @@ class Replay:
 
     @property
     def events(self) -> list[int]:
-        """The GPU work that was given within the window, by `event`."""
+        """GPU work launched within the window, by `event`."""
         return self._events[self._num_before :]
 
     @property
     def waits(self) -> list[int]:
-        """The calls that wait for the GPU, by `event`."""
+        """Calls that wait for the GPU, by `event`."""
         return [tick.call for tick in self._ticks if tick.kind == _RETURN and tick.call in self._waits]
 
     @property
     def recorded(self) -> Replayed:
-        """The window as the trace has it: no replay, but its own times."""
+        """The window with the trace's own times, not replayed."""
         device_ns = sum(self._ends[self._num_before :]) - sum(self._starts[self._num_before :])
         host = self.host_stretches()
         host_ns = int((host["end_ns"] - host["start_ns"]).sum())
@@ -234,8 +225,8 @@ class Replay:
         return Replayed(*(ns / self.num_steps for ns in totals))
 
     def host_stretches(self) -> pl.DataFrame:
-        """The host's own time, tick by tick: `start_ns`, `end_ns`, and the `call` whose start or return ends it, null
-        at the end of the window; what a call stood waiting is left out."""
+        """Return host time by tick: `start_ns`, `end_ns`, and the `call` that ends it (null at the window's end),
+        without waits."""
         rows: list[tuple[int, int, int | None]] = []
         last_ns = self.start_ns
         for tick in self._ticks:
@@ -246,12 +237,12 @@ class Replay:
         return pl.DataFrame(rows, schema=schema, orient="row").filter(pl.col("end_ns") > pl.col("start_ns"))
 
     def _room(self, call: int) -> int | None:
-        """The piece of work that must start before a launch into the queue returns; None where there is room."""
+        """Return the GPU work that must start before a launch into the queue returns; None if there is room."""
         work = self._work.get(call)
         return work[-1] - self._queue_length if work and work[-1] >= self._queue_length else None
 
     def _stood_until(self, tick: _Tick) -> int:
-        """When the GPU let go of a call that waited for it, in the trace."""
+        """Return when a waiting call was released by the GPU, in the trace."""
         if tick.kind != _RETURN:
             return 0
         if tick.call in self._waits:
@@ -260,7 +251,7 @@ class Replay:
         return 0 if room is None else self._starts[room]
 
     def play(self, change: Change) -> Replayed:
-        """The window as the change makes it."""
+        """Return the window replayed with a change."""
         durations = [
             0.0 if event in change.gone else float(change.duration_ns.get(event, end - start))
             for event, start, end in zip(self._events, self._starts, self._ends)
@@ -308,10 +299,10 @@ class Replay:
 
 
 def typical_steps(linked: Linked) -> pl.DataFrame:
-    """The steps of a trace that follow one another and took like time: the last eight of the longest such run.
+    """Return the last eight of the longest run of consecutive steps with similar times.
 
-    A step may be slowed by the profiler that has just begun, or by something that comes once; one may be empty. Like
-    the median is alike, like the faster one of two.
+    The profiler or a one-time event may slow down a step, and a step may be empty. Steps are compared with the
+    median, or with the faster of two.
     """
     steps = linked.steps.table
     lengths = (steps["end_ns"] - steps["start_ns"]).to_list()
@@ -328,22 +319,22 @@ def typical_steps(linked: Linked) -> pl.DataFrame:
 
 
 def _without_steps(linked: Linked) -> pl.DataFrame:
-    """The stretch of a trace that nobody divided into steps: from the first launch on, where there is one."""
+    """Return the window of a trace without steps: from the first launch on, if there is one."""
     whole = pl.concat([spans(linked.host, linked.host["kind"] != "overhead"), spans(linked.device)])
     return whole.with_columns(pl.col("start_ns").clip(_least(linked.device["launch_start_ns"].min())))
 
 
 def _stood(work: pl.DataFrame) -> int:
-    """When the GPU first stood for longer than it does between one queued piece and the next; of work in order."""
+    """Return when the GPU was first idle for longer than between queued events."""
     reach = work["end_ns"].cum_max().shift(1)
     stood = work["start_ns"].filter((work["start_ns"] - reach > _STOOD_NS).fill_null(False))
     return int(stood[0]) if len(stood) else _NEVER
 
 
 def _busy_until(before: pl.DataFrame, start_ns: int) -> int:
-    """When the GPU is done with what it was given before a window, from that window's beginning on.
+    """Return when the GPU finishes earlier work, from a window's beginning on.
 
-    What no launch is known for may have been given late: of that, only the time in which the GPU was at work counts.
+    Work without a known launch may have been launched late: only its busy time counts.
     """
     known = _least(before.filter("is_launched")["end_ns"].max(), start_ns)
     joined = union(before.select(pl.col("start_ns").clip(start_ns), pl.col("end_ns") + _HELD_NS))
@@ -355,7 +346,7 @@ def _least(value: object, least: int = 0) -> int:
 
 
 class _Shrunk:
-    """How much of the host's time is gone between two moments."""
+    """Host time removed between two moments."""
 
     def __init__(self, stretches: pl.DataFrame | None) -> None:
         self._starts: list[int] = [] if stretches is None else stretches["start_ns"].to_list()

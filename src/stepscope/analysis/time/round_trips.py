@@ -1,4 +1,4 @@
-"""Tensors that went to the host and came back."""
+"""Tensors that go to the host and come back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import climb
 
-_LEAST_BYTES = 256
-"""Fewer are a value or two: sizes that are equal by chance."""
-_MOST_KERNELS = 8
-"""Launched between the way out and the way back: more, and the two have little to do with one another."""
+_LEAST_BYTES = 256  # smaller copies are single values, whose sizes match by chance
+_MOST_KERNELS = 8  # with more kernels launched in between, the copies are probably unrelated
 _SCHEMA = pl.Schema(
     {
         "start_ns": pl.Int64(), "end_ns": pl.Int64(), "out": pl.Int64(), "back": pl.Int64(), "bytes": pl.Int64(),
@@ -24,11 +22,10 @@ _SCHEMA = pl.Schema(
 
 
 def round_trips(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
-    """A copy to the host and the next one of as many bytes to the device in the same phase of a step, one row a pair.
+    """Return pairs of a copy to the host and the next copy of the same size back, in one phase of a step.
 
-    `start_ns`, `end_ns`: on the host, from the beginning of the op that took the tensor to the end of the one that
-    brought it back; `out` and `back`, the `event`s of the copies; `bytes`; `num_kernels` launched in between; `step`,
-    `phase`, `module`, `caller` and `op` of the way out.
+    `start_ns`, `end_ns`: on the host, from the start of the first op to the end of the second. `out` and `back` are
+    the copies' `event`s, `num_kernels` counts launches in between; the rest describes the first copy.
     """
     host, device = linked.host, linked.device
     made = device.filter(pl.col("kind") == "memcpy", pl.col("launch").is_not_null(), pl.col("bytes") >= _LEAST_BYTES)

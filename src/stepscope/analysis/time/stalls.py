@@ -1,4 +1,4 @@
-"""Where the host gave the GPU nothing for long, and what it did meanwhile."""
+"""Host stalls: where the host launched nothing for long, and what it did."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from stepscope.analysis.time.idle import CAUSES, PLANNING_NS, by_host
 from stepscope.analysis.time.replay import Replay
 
 STALL_NS = PLANNING_NS
-MANY_OPS = 8
-"""Ops on the host alone, from which on they are the making of something."""
+MANY_OPS = 8  # from this many host-only ops on, the host is preparing something
 KINDS = {
     "data": "It waited for a batch, or prepared one: between the step's start and its forward.",
     **{name: CAUSES[name] for name in ("python", "compile", "allocator", "other_ranks", "launch")},
@@ -25,11 +24,10 @@ _SCHEMA = pl.Schema(
 
 
 def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
-    """Stretches of a millisecond and more in which the host neither gave the GPU work nor waited for it.
+    """Return stretches of a millisecond or more in which the host neither launched work nor waited for the GPU.
 
-    `start_ns`, `end_ns`, `kind` (one of `KINDS`, of most of the time), `step`, `phase`; `op`, the innermost open in
-    the middle of it on the thread that went on, and its `shapes`; null where none was; `num_ops`, the outermost that
-    began and ended in it on that thread, and `most_op`, the one of most time.
+    `kind` is one of `KINDS`. `op` is the innermost op open in the middle, on the thread that continued, with its
+    `shapes`; `num_ops` counts outermost ops within it on that thread, `most_op` is the longest.
     """
     host = linked.host
     found = replay.host_stretches().filter(pl.col("end_ns") - pl.col("start_ns") >= STALL_NS)
@@ -66,7 +64,7 @@ def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
 
 
 def _is_before_forward(linked: Linked, stall: dict[str, int | str | None]) -> bool:
-    """Whether no pass of the stall's step has begun, and its forward comes next."""
+    """Return whether no pass of the stall's step has begun and its forward comes next."""
     phases, middle, step = linked.steps.phases, stall["middle"], stall["step"]
     if stall["phase"] not in ("other", None):
         return False
@@ -81,7 +79,7 @@ def _is_before_forward(linked: Linked, stall: dict[str, int | str | None]) -> bo
 
 
 def _begins_forward(linked: Linked, stall: dict[str, int | str | None]) -> bool:
-    """Whether the stall is in a forward that nobody labeled, before that gives the GPU anything."""
+    """Return whether the stall is in an unlabeled forward before its first launch."""
     if stall["phase"] != "forward" or not linked.steps.is_forward_found:
         return False
     phases, middle = linked.steps.phases, stall["middle"]
@@ -91,7 +89,7 @@ def _begins_forward(linked: Linked, stall: dict[str, int | str | None]) -> bool:
 
 
 def _inside(linked: Linked, stall: dict[str, int | str | None]) -> tuple[int, str | None]:
-    """How many ops that no op is around lie in a stall on its thread, and the name of those with most time."""
+    """Return the number of outermost ops in a stall on its thread, and the name with most time."""
     host = linked.host
     ops = host.filter(
         host["kind"] == "op", host["thread"] == stall["thread"], host["start_ns"] >= stall["start_ns"],

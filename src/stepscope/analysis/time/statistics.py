@@ -1,4 +1,4 @@
-"""Summaries of raw samples: quantiles, spread, and a bootstrap interval of the median."""
+"""Summaries of samples: quantiles, spread, and a bootstrap interval of the median."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Distribution:
-    """What a set of samples says; every figure in the samples' own unit."""
+    """Summary of samples, in their own unit."""
 
     num_samples: int
     median: float
@@ -25,7 +25,7 @@ class Distribution:
 
 
 def describe(samples: Sequence[float]) -> Distribution:
-    """The distribution of one or more samples; the same samples always give the same interval.
+    """Return the distribution of samples; the same samples always give the same interval.
 
     >>> describe([3.0, 1.0, 2.0]).median
     2.0
@@ -49,7 +49,7 @@ def describe(samples: Sequence[float]) -> Distribution:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of ordered samples lie, interpolated.
+    """Return the value below which `share` of ordered samples lie, interpolated.
 
     >>> quantile([0.0, 10.0], 0.9)
     9.0
@@ -61,7 +61,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _bootstrap_median(ordered: Sequence[float]) -> tuple[float, float]:
-    # A generator of its own: the caller's random state is not ours to move, and results must repeat.
+    # A separate generator: the caller's random state stays untouched, and results repeat.
     generator = random.Random(len(ordered))
     medians = sorted(quantile(sorted(generator.choices(ordered, k=len(ordered))), 0.5) for _ in range(NUM_RESAMPLES))
     return quantile(medians, 0.025), quantile(medians, 0.975)

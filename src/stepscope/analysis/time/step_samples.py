@@ -1,4 +1,4 @@
-"""Every step of a recording on one clock, those that took much longer than the others, and how they are spread."""
+"""All steps of a recording on one clock, outliers, and their distribution."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from stepscope.analysis.time.phases import UNATTRIBUTED, phase_of
 from stepscope.analysis.time.statistics import quantile
 from stepscope.trace.recording import Recording, StepSample
 
-FENCE = 3.0
-"""Inter-quartile ranges above the third quartile: Tukey's outer fence."""
-LEAST_EXCESS_SHARE = 0.05
-"""Of the median: a step that is less above it is no outlier, however alike the others are."""
+FENCE = 3.0  # inter-quartile ranges above the third quartile: Tukey's outer fence
+LEAST_EXCESS_SHARE = 0.05  # smaller excesses over the median are not outliers, however similar the other steps are
 FEWEST = 8
 _MOST_BINS = 12
 
@@ -24,11 +22,9 @@ class TimedStep:
     """A step with its phases."""
 
     sample: StepSample
-    clock: str
-    """`device` (between CUDA events) or `host`: which one the times are read from."""
+    clock: str  # `device` (between CUDA events) or `host`
     step_ns: int
-    phases_ns: Mapping[str, int]
-    """By phase; sums to `step_ns`. A free running step is not looked into: all of it is `unattributed`."""
+    phases_ns: Mapping[str, int]  # by phase; adds up to `step_ns`. Free-running steps have only `unattributed`.
 
 
 @dataclass(frozen=True)
@@ -36,16 +32,14 @@ class Outlier:
     """A step that took much longer than the others."""
 
     step: TimedStep
-    excess_ns: float
-    """Above the median of the steps it is compared with."""
-    phase: str | None
-    """The phase that grew most, against its median over those steps; None where phases were not looked at."""
+    excess_ns: float  # above the median of the compared steps
+    phase: str | None  # the phase that grew most over its median; None if phases were not measured
     phase_excess_ns: float | None
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Some of the samples: those from `low` on and below `high`, the last with its end."""
+    """Samples from `low` to below `high`; the last bin includes its end."""
 
     low: float
     high: float
@@ -53,7 +47,7 @@ class Bin:
 
 
 def timed_steps(recording: Recording, clock: str | None) -> list[TimedStep]:
-    """Every step in order. On the device's clock (`Summary.clock`) a step without a device side has the host's."""
+    """Return every step in order. On the device clock (`Summary.clock`), steps without one have host times."""
     belongs = phase_of(recording.window("clean") or recording.samples)
     found = []
     for sample in recording.samples:
@@ -69,11 +63,12 @@ def timed_steps(recording: Recording, clock: str | None) -> list[TimedStep]:
 
 
 def outliers(steps: Sequence[TimedStep]) -> list[Outlier]:
-    """The clean steps above the outer fence of all clean ones, and the free ones above theirs, most excess first.
+    """Return clean steps above the outer fence of all clean ones, and free ones above theirs, the largest excess
+    first.
 
-    Fewer than 8 have no fence. Steps that compiled are looked at, and are not what others are compared with. The free
-    steps count where all is on the host's clock, for a host that runs ahead of a GPU waits in some step or other; but
-    for the first, in which the windows' findings are written.
+    Fewer than 8 steps have no fence. Steps that compiled can be outliers but are not compared with. Free steps count
+    only on the host clock, since a host ahead of the GPU waits in arbitrary steps; the first free step is excluded
+    because the results of the windows are written in it.
     """
     clean = [step for step in steps if step.sample.window == "clean"]
     free = [step for step in steps if step.sample.window == "free"][1:]
@@ -102,7 +97,7 @@ def _above_fence(steps: Sequence[TimedStep]) -> list[Outlier]:
 
 
 def histogram(samples: Sequence[float]) -> list[Bin]:
-    """Bins of one width from the least to the largest sample, as many as Sturges' rule says, 12 at the most.
+    """Return bins of equal width by Sturges' rule, at most 12.
 
     >>> [(bin.low, bin.high, bin.num) for bin in histogram([1.0, 2.0, 2.0, 4.0])]
     [(1.0, 2.0, 1), (2.0, 3.0, 2), (3.0, 4.0, 1)]

@@ -1,4 +1,4 @@
-"""What the times of single steps say: steps that come back slow, and steps that had not settled yet."""
+"""Periodic slow steps, and steps before times have settled."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from stepscope.analysis.time.phases import phase_of
 from stepscope.analysis.time.statistics import quantile
 from stepscope.trace.recording import Recording, StepSample
 
-_OUTLIER = 1.5
-"""Of the median: a step above is one that something came into."""
-_BY_CHANCE = 0.01
-"""How likely outliers that come as they please may look like a period."""
-_IN_ONE_PHASE = 0.8
-"""Of what slow steps take longer, the part that says where it is."""
+_OUTLIER = 1.5  # of the median; steps above it are outliers
+_BY_CHANCE = 0.01  # probability that random outliers look periodic
+_IN_ONE_PHASE = 0.8  # share of the excess that must be in one phase to name it
 _FEWEST_STEPS, _FEWEST_UNSETTLED = 8, 3
 _UNSETTLED = 1.1
 _LATE_SHARE = 0.15
@@ -25,17 +22,12 @@ _LATE_SHARE = 0.15
 class SlowSteps:
     """Steps that take much longer than the others."""
 
-    num_steps: int
-    """Looked at."""
+    num_steps: int  # steps examined
     median_ns: float
-    slow: tuple[tuple[int, int], ...]
-    """Step and how long it took, those that the figures are of."""
-    excess_ns: float
-    """What they take above the median, spread over all steps."""
-    period: int
-    """Steps from one to the next."""
-    phase: str | None
-    """Where most of the excess is, as far as phases were looked at."""
+    slow: tuple[tuple[int, int], ...]  # the slow steps: number and duration
+    excess_ns: float  # their time above the median, averaged over all steps
+    period: int  # steps from one to the next
+    phase: str | None  # the phase with most of the excess, if phases were measured
 
 
 @dataclass(frozen=True)
@@ -45,22 +37,21 @@ class Settling:
     num_steps: int
     num_unsettled: int
     first_ns: float
-    settled_ns: float
-    """The median of the last half."""
+    settled_ns: float  # the median of the second half
     mean_ns: float
 
 
 def slow_steps(recording: Recording) -> SlowSteps | None:
-    """The slow steps that come back every so many; None where none do, or where it may be chance.
+    """Return slow steps at a regular interval; None if there are none or it may be chance.
 
-    On a GPU the clean steps' device time; else the host's time of clean and free steps, for a host that runs ahead of
-    a GPU has slow steps where it waits for it, and they cost nothing.
+    On a GPU, device time of clean steps; otherwise host time of clean and free steps, since a host ahead of the GPU
+    has slow steps that cost nothing.
     """
     clean = [sample for sample in recording.window("clean") if not sample.num_compiles]
     if not clean:
         return None
     on_device = any(sample.device_ns is not None for sample in clean)
-    # The first free step still has the writing of what the windows found in it.
+    # The first free step still writes the results of the windows.
     samples = clean if on_device else [*clean, *recording.window("free")[1:]]
     times = {sample.step: _step_ns(sample, on_device) for sample in samples}
     if len(times) < _FEWEST_STEPS or None in times.values():
@@ -77,7 +68,7 @@ def slow_steps(recording: Recording) -> SlowSteps | None:
 
 
 def settling(recording: Recording) -> Settling | None:
-    """The clean steps at the beginning that were slower than the rest; None: there are none, or too few to say."""
+    """Return clean steps at the beginning that were slower than the rest; None if there are none or too few."""
     clean = [sample for sample in recording.window("clean") if not sample.num_compiles]
     on_device = bool(clean) and all(sample.device_ns is not None for sample in clean)
     times = [_step_ns(sample, on_device) or 0 for sample in clean]
@@ -103,7 +94,7 @@ def _step_ns(sample: StepSample, on_device: bool) -> int | None:
 
 
 def _period(outliers: set[int], steps: set[int]) -> tuple[int | None, set[int]]:
-    """The least period all of whose steps are slow, and those steps; None where chance would find one as well."""
+    """Return the shortest period whose steps are all slow, and those steps; None if it may be chance."""
     num_tried = 0
     for period in range(2, (max(steps) - min(steps)) // 2 + 1):
         num_tried += period
@@ -118,7 +109,7 @@ def _period(outliers: set[int], steps: set[int]) -> tuple[int | None, set[int]]:
 
 
 def _phase(clean: Sequence[StepSample], slow: set[int]) -> str | None:
-    """The phase in which slow steps take most of what they take longer than the others."""
+    """Return the phase with most of the slow steps' excess."""
     belongs = phase_of(clean)
 
     def mean(samples: Sequence[StepSample]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""One recording's answer: how fast a step is, how far from the limit, where it goes."""
+"""Summary of a recording: step time, distance from the limit, and where time goes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ObserverEffect:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Units a second at the median clean step, so that both figures on the card say the same."""
+    """Units per second at the median clean step."""
 
     unit: str
     """`tokens` or `samples`."""
@@ -43,46 +43,46 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything the card shows; nanoseconds, bytes and shares, no text."""
+    """Everything the card shows: nanoseconds, bytes and shares, no text."""
 
     num_steps: int
-    """Steps in the recording, whatever their window."""
+    """Steps in the recording, in any window."""
     num_clean: int
-    """Steps that the figures come from."""
+    """Steps used for the figures."""
     num_compiling: int
-    """Steps of the clean window that compiled something and were left out."""
+    """Clean steps that compiled something and were excluded."""
     clock: str | None
-    """`device` (between CUDA events) or `host`; which one `step_ns` was read from."""
+    """`device` (between CUDA events) or `host`; the clock of `step_ns`."""
     step_ns: Distribution | None
-    """The clean steps on that clock; null when there are none."""
+    """The clean steps on that clock; null if there are none."""
     host_step_ns: Distribution | None
-    """The same steps on the host clock; on a GPU the host may run ahead of the device."""
+    """The same steps on the host clock; on a GPU, the host may run ahead."""
     warmup_ns: tuple[int, ...]
     """Host time of each warm-up step: first calls and compilation."""
     num_micro_batches: int
-    """Calls of the root module in one step: more than 1 with gradient accumulation."""
+    """Calls of the root module per step; more than 1 with gradient accumulation."""
     num_skipped: int
     """Optimizer steps that a GradScaler skipped."""
     data_is_named: bool
-    """Whether `data` is time in a DataLoader or `stepscope.phase("data")`; else the stretch before the forward."""
+    """Whether `data` is time in a DataLoader or `stepscope.phase("data")`; else it is the time before the forward."""
     throughput: Throughput | None
-    """Null when no model input was seen."""
+    """Null if no model input was seen."""
     phases: tuple[Phase, ...]
-    """Of the mean of the middle half of the clean steps, by step time."""
+    """Of the mean of the middle half of clean steps, by step time."""
     rows: tuple[Row, ...]
-    """Where the step goes; on a GPU with `idle` and `unattributed`."""
+    """The step's time; on a GPU with `idle` and `unattributed`."""
     flops: StepFlops | None
-    """Null when the run ended before the memory and FLOPs window."""
+    """Null if the run ended before the memory and FLOPs window."""
     mfu: Utilization | None
-    """Model FLOPs utilization; null when no limit is known for the device and dtype."""
+    """Model FLOPs utilization; null if the limit for device and dtype is unknown."""
     hfu: Utilization | None
-    """Hardware FLOPs utilization: executed FLOPs, recomputation included."""
+    """Hardware FLOPs utilization: executed FLOPs, including recomputation."""
     parameters: Mapping[str, Any] | None
     """As in the recording."""
     observer_effects: tuple[ObserverEffect, ...]
-    """One for each probe window that ran."""
+    """One per probe window."""
     counters: CounterSummary | None
-    """NVML during the clean steps; null without."""
+    """NVML during the clean steps; null without NVML."""
     num_kernels_per_step: float | None
     """From the trace window; null without a GPU."""
 
@@ -95,7 +95,7 @@ def summary_of(recording: Recording) -> Summary:
 
 
 def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | None) -> Summary:
-    """The summary of a recording; `device` and `ceilings` are the limits known for its device, if any."""
+    """Return the summary of a recording; `device` and `ceilings` are the known limits of its device."""
     timed = recording.window("clean")
     clean = _clean(recording)
     trace: Mapping[str, Any] | None = recording.facts.get("trace")
@@ -147,7 +147,7 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
 
 
 def clean_step_ns(recording: Recording) -> tuple[int, ...]:
-    """The samples behind `Summary.step_ns`, in order: nanoseconds, on the clock that it names."""
+    """Return the samples behind `Summary.step_ns`, in order, in ns on its clock."""
     clean = _clean(recording)
     on_device = _is_on_device(clean)
     return tuple(_step_ns(sample, on_device) for sample in clean)
@@ -155,7 +155,7 @@ def clean_step_ns(recording: Recording) -> tuple[int, ...]:
 
 def _clean(recording: Recording) -> tuple[StepSample, ...]:
     timed = recording.window("clean")
-    # A step that compiled is first-call cost, not the step's; unless every step compiles.
+    # A step that compiled is a one-time cost, unless every step compiles.
     return tuple(sample for sample in timed if not sample.num_compiles) or timed
 
 
@@ -168,7 +168,7 @@ def _step_ns(sample: StepSample, on_device: bool) -> int:
 
 
 def _middle_half(samples: Sequence[StepSample], on_device: bool) -> Sequence[StepSample]:
-    """The steps between the first and the third quartile: rows of a typical step, not of its outliers."""
+    """Return the steps between the first and third quartile: typical steps without outliers."""
     ordered = sorted(samples, key=lambda sample: _step_ns(sample, on_device))
     cut = len(ordered) // 4
     return ordered[cut : len(ordered) - cut]
@@ -201,8 +201,8 @@ def _observer_effects(recording: Recording, clean: Distribution | None, on_devic
     for window in ("trace", "memory"):
         samples = recording.window(window)
         if clean is not None and samples:
-            # A probed step may lack its device side: then its host time stands for it, which the sync
-            # at the window's end makes the whole step.
+            # A probed step may lack device times. Its host time replaces them, since the sync at the window's end
+            # makes it the whole step.
             values = [_step_ns(s, on_device and s.device_ns is not None) for s in samples]
             effects.append(ObserverEffect(window, describe(values).median / clean.median, len(samples)))
     return effects

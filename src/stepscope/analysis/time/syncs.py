@@ -1,4 +1,4 @@
-"""Who waited for whom: every synchronization of a trace, how long it took, and how long the GPU was idle after it."""
+"""Every synchronization of a trace: duration, what it waited for, and GPU idle time after it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ _HOST_WAIT_BY_DRIVER = r"(?i)(stream|context|event) sync"
 
 
 def syncs(linked: Linked) -> pl.DataFrame:
-    """Every synchronization, one row each, in order of time.
+    """Return every synchronization, by time.
 
-    `event`; `kind`, one of `KINDS`; `call`, the runtime's name; `thread`; `op`, the innermost around it, and
-    `outer_op`, the outermost of the framework's own (`aten::item` around `aten::_local_scalar_dense`); `module`,
-    `step`, `phase`; `start_ns`, `duration_ns`; `busy_ns`, how much of it the GPU was at work; `stream` that waited
-    and `wait_on_stream`, where the trace says; `waited_for` and `waited_for_stream`: the GPU event that ended last
-    before the call returned, of the stream waited for where that is known; `wait_ns`, how long the waiter stood
-    until that was done; `idle_after_ns`, how long the GPU then had nothing to do: from the call, or from the end of
-    its work if that was later, to its next work or to the next synchronization. No idle time counts twice.
+    `kind` is one of `KINDS`, `call` the runtime's name, `op` the innermost op around it, `outer_op` the outermost
+    framework op (`aten::item` around `aten::_local_scalar_dense`). `busy_ns` is GPU busy time during it. `waited_for`
+    and `waited_for_stream`: the GPU event that ended last before the call returned, on the stream waited for if
+    known. `wait_ns` is the wait until then, `idle_after_ns` GPU idle time after it until the next work or
+    synchronization; no idle time counts twice.
     """
     calls = _with_driver(linked, _host_calls(linked))
     busy = union(spans(linked.device))
@@ -52,10 +50,9 @@ def syncs(linked: Linked) -> pl.DataFrame:
 
 
 def syncs_summary(syncs: pl.DataFrame, num_steps: int) -> pl.DataFrame:
-    """Synchronizations by `kind`, `call` and `op` (the outer one), those with most idle time after them first.
+    """Return synchronizations by `kind`, `call` and `op` (the outer one), most idle time after them first.
 
-    `num_calls`, `num_calls_per_step`, `total_ns`, `busy_ns`, `wait_ns`, `idle_after_ns`, and `waited_for`, the GPU
-    event waited for most often. Sums add up to those of the table.
+    `waited_for` is the most frequent GPU event. Sums match the table's.
     """
     return (
         syncs.group_by("kind", "call", pl.col("outer_op").alias("op"), maintain_order=True)
@@ -73,7 +70,7 @@ def syncs_summary(syncs: pl.DataFrame, num_steps: int) -> pl.DataFrame:
 
 
 def _host_calls(linked: Linked) -> pl.DataFrame:
-    """Host calls that synchronize, or that the driver reported, with `wait_on_stream` where their op tells it."""
+    """Return host calls that synchronize or that the driver reported, with `wait_on_stream` if known."""
     host = linked.host
     calls = host.filter(pl.col("kind").is_in(["runtime", "driver"]))
     names = pl.DataFrame({"name": calls["name"].unique()})
@@ -90,7 +87,7 @@ def _host_calls(linked: Linked) -> pl.DataFrame:
         .join(_copies(linked), on="row", how="left", maintain_order="left")
     )
     is_copy = pl.col("sort").is_in(["waiting_copy", "copy"])
-    # The driver copies to pageable memory while the host waits, and from it unless a small buffer takes it all.
+    # The driver makes the host wait for copies to pageable memory, and from it unless they fit into a small buffer.
     waits_for_pageable = pl.col("pageable") & (
         (pl.col("what") == "device_to_host") | (pl.col("end_ns") > pl.col("copy_start_ns"))
     )
@@ -104,7 +101,7 @@ def _host_calls(linked: Linked) -> pl.DataFrame:
     is_stream = (pl.col("sort") == "host_wait") & pl.col("name").cast(pl.String).str.contains("(?i)stream")
     return calls.select(
         "event",
-        # What the driver reported and no rule knows is a question: it reports those too.
+        # Reports without a matching rule are queries, which the driver reports too.
         pl.when(is_copy).then(pl.lit("host_wait")).otherwise(pl.col("sort").fill_null("query")).alias("kind"),
         pl.col("name").alias("call"),
         "thread",
@@ -117,7 +114,7 @@ def _host_calls(linked: Linked) -> pl.DataFrame:
 
 
 def _copies(linked: Linked) -> pl.DataFrame:
-    """The memcpy that each call made: `row` of the call, `what`, `pageable`, and what it is as `copy_…`."""
+    """Return the memcpy of each call: `row` of the call, `what`, `pageable`, and its kind as `copy_…`."""
     made = linked.device.filter(pl.col("kind") == "memcpy", pl.col("launch").is_not_null())
     names = made.select("name", "op_name").unique()
     answers = [direction(name or "", op or "") for name, op in names.cast(pl.String).iter_rows()]
@@ -138,7 +135,7 @@ def _copies(linked: Linked) -> pl.DataFrame:
 
 
 def _outermost_framework_op(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
-    """The rows of ops, each moved up as long as the event above it is an op of ATen's."""
+    """Return op rows moved up as long as the event above is an ATen op."""
 
     def is_aten(_: pl.Series, above: pl.Series) -> pl.Series:
         starts: pl.Series = host["name"].gather(above).cast(pl.String).str.starts_with("aten::")
@@ -148,7 +145,7 @@ def _outermost_framework_op(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
 
 
 def _with_driver(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
-    """Calls with the streams that the driver reported, and a row for each report that is of no call in the trace."""
+    """Return calls with the streams reported by the driver, plus a row per report without a call."""
     reports = linked.trace.syncs.select(
         "event", "name", "device", "start_ns", "duration_ns", "wait_on_correlation",
         pl.when(pl.col("correlation") > 0).then("correlation").alias("correlation"),
@@ -170,7 +167,7 @@ def _with_driver(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _busy_until(busy: pl.DataFrame, times: pl.Series) -> pl.Series:
-    """How long the GPU had been at work by each time, from its disjoint busy stretches."""
+    """Return how long the GPU had been busy by each time."""
     if busy.is_empty():
         return pl.zeros(len(times), pl.Int64, eager=True)
     place, is_after = _place(busy, times)
@@ -182,13 +179,13 @@ def _busy_until(busy: pl.DataFrame, times: pl.Series) -> pl.Series:
 
 
 def _place(busy: pl.DataFrame, times: pl.Series) -> tuple[pl.Series, pl.Series]:
-    """The last stretch that starts at or before each time, and whether there is one."""
+    """Return the last stretch that starts at or before each time, and whether there is one."""
     found = pl.Series(busy["start_ns"].search_sorted(times, side="right"), dtype=pl.Int64)
     return (found - 1).clip(0), found > 0
 
 
 def _idle_after(busy: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
-    """Of each host wait, its piece of the idle stretch that it ended in; those in one stretch divide it."""
+    """Return each host wait's part of the idle stretch that it ended in; waits in one stretch divide it."""
     ends = calls["start_ns"] + calls["duration_ns"]
     if busy.is_empty() or calls.is_empty():
         return pl.repeat(None, calls.height, dtype=pl.Int64, eager=True).alias("idle_after_ns")
@@ -218,7 +215,7 @@ def _idle_after(busy: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
 
 
 def _host_waits(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
-    """What each host wait waited for, by its `event`: a copy for itself, the others for what ended last."""
+    """Return what each host wait waited for, by `event`: a copy for itself, others for what ended last."""
     until, stream = pl.col("end_ns").alias("until_ns"), pl.col("stream").alias("waited_for_stream")
     ended = linked.device.select(pl.col("name").alias("waited_for"), "stream", stream, "end_ns", until).sort("end_ns")
     waiting = calls.filter(pl.col("kind") == "host_wait").with_columns(
@@ -239,8 +236,8 @@ def _host_waits(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _stream_waits(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
-    """What each stream that waits waited for, by its `event`: the last work put on the other stream before the event
-    was recorded. It stands from the end of its own last work, or from the call, until that is done."""
+    """Return what each waiting stream waited for, by `event`: the last work on the other stream before the event was
+    recorded. It waits from the end of its own last work, or from the call."""
     records = linked.host.filter(
         pl.col("kind").is_in(["runtime", "driver"]),
         pl.col("correlation").is_in(calls["wait_on_correlation"].drop_nulls().implode()),

@@ -1,4 +1,4 @@
-"""When no thread of the program did anything that a profiler sees."""
+"""Stretches in which no thread did anything visible to the profiler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from stepscope.analysis.time.stalls import STALL_NS
 
 _SEEN = ["op", "runtime", "driver"]
 _NODE = "^autograd::engine::evaluate_function"
-_GRAPH_NS_PER_NODE = 2_000
-"""What it takes to give the graph of a backward back, for each of its nodes, on a slow host; most take half of it."""
+_GRAPH_NS_PER_NODE = 2_000  # time to free a backward's graph per node on a slow host; most take half
 _SCHEMA = pl.Schema(
     {
         "start_ns": pl.Int64(), "end_ns": pl.Int64(), "step": pl.Int64(), "phase": pl.String(), "op": pl.String(),
@@ -25,12 +24,11 @@ _SCHEMA = pl.Schema(
 
 
 def quiet_stretches(linked: Linked, stalls: pl.DataFrame) -> pl.DataFrame:
-    """The parts of stalls, a millisecond and longer, in which one op was open or none, and nothing began or ended, no
-    phase of the step either: `start_ns`, `end_ns`, `step`, `phase`, `op`, `caller`.
+    """Return parts of stalls (1 ms or longer) with at most one op open in which nothing, not even a phase, begins or
+    ends.
 
-    A stall may be the end of a backward that only accumulates, or hundreds of tensors given back: that is work. So is
-    the giving back of a backward's graph, which comes right after it and ends when the loss is let go. Sleep, a file,
-    a network, the garbage collector and a loop in pure Python are quiet.
+    Accumulating gradients or freeing hundreds of tensors is work; so is freeing a backward's graph right after it.
+    Sleep, files, network, garbage collection and pure Python loops are quiet.
     """
     host = linked.host
     is_seen = host["kind"].is_in(_SEEN)
@@ -62,8 +60,8 @@ def quiet_stretches(linked: Linked, stalls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _gives_graph_back(linked: Linked, start_ns: int, end_ns: int) -> bool:
-    """Whether a backward is the last thing seen before a stretch, and a tensor let go ends it, where the trace has
-    those."""
+    """Return whether a backward is the last event before a stretch and freeing a tensor ends it, if the trace shows
+    frees."""
     host = linked.host
     before = host.filter(pl.col("kind").is_in(_SEEN), pl.col("end_ns") <= start_ns)
     if before.is_empty() or not matches(before.sort("end_ns")["name"].tail(1), _NODE)[0]:
@@ -73,7 +71,7 @@ def _gives_graph_back(linked: Linked, start_ns: int, end_ns: int) -> bool:
 
 
 def _inside(linked: Linked, time_ns: int) -> tuple[str | None, str | None]:
-    """The innermost op open on the main thread, and the user's function."""
+    """Return the innermost op open on the main thread, and the user's function."""
     host = linked.host
     is_open = (host["start_ns"] <= time_ns) & (host["end_ns"] > time_ns)
     opened = host.filter(is_open & (host["thread"] == linked.steps.main_thread).fill_null(False))

@@ -1,4 +1,4 @@
-"""Calls in which the host waits for the GPU, with who made them and what they copied."""
+"""Calls in which the host waits for the GPU, with their callers and copies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ _MOST_FEEDING = 4
 
 
 def waits(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
-    """Host waits of the threads that give the GPU work, one row each, in order of time: the columns of `syncs`, and
+    """Return host waits of the launching threads, by time: the columns of `syncs`, and more.
 
-    `caller`, Python's function around it, where the trace has stacks; `copy`, the `event` of the last memcpy of the
-    same op, with `what`, `bytes` and `pageable` of the table of `copies`; `stop`, a number that the waits of one call
-    of an op have in common: a copy waits, and then its stream; `is_closing`, whether its step, or a trace without
-    steps, launches no kernel after it; `is_opening`, whether the trace has launched none before it; `fed_by`, the GPU
-    work of the ops that only computed what it read: a norm, a mean or the like, one to four on the same thread since
-    the wait before it, and nothing else.
+    `caller`: the Python function, if the trace has stacks. `copy`: the `event` of the op's last memcpy, with `what`,
+    `bytes` and `pageable` as in `copies`. `stop`: a number shared by the waits of one op call. `is_closing`: the step
+    (or trace) launches no kernel after it; `is_opening`: nor before it. `fed_by`: GPU work of the one to four
+    reducing ops that only computed the value it read.
     """
     host, device = linked.host, linked.device
     kernels = device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
@@ -55,7 +53,7 @@ def waits(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
 
 
 def _fed_by(linked: Linked, made: pl.DataFrame) -> pl.DataFrame:
-    """`event` of each wait that a few reducing ops come before, and `fed_by`."""
+    """Return `event` of each wait that follows a few reducing ops, and `fed_by`."""
     host, device = linked.host, linked.device
     is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
 
@@ -67,7 +65,7 @@ def _fed_by(linked: Linked, made: pl.DataFrame) -> pl.DataFrame:
     outer = host.filter(is_aten & ~is_aten.gather(host["parent"]).fill_null(False)).sort("thread", "start_ns", "row")
     outer = outer.select("row", "thread", matches(outer["name"], _REDUCING).alias("is_reducing"))
     outer = outer.join(reading, on="row", how="left", maintain_order="left")
-    # The ops up to each read, and the read itself, have one number.
+    # The ops up to each read, and the read, share a number.
     number = pl.col("event").is_not_null().shift(1, fill_value=False).cum_sum().over("thread")
     groups = outer.with_columns(number.alias("group")).group_by("thread", "group", maintain_order=True)
     fed = groups.agg(

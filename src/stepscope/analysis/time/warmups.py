@@ -1,4 +1,4 @@
-"""What passes would have been said to take after so many warm-up passes: from the passes of one run, in order."""
+"""How pass times depend on the number of warm-up passes, from the passes of one run."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ PASSES = {
     "forward+backward": ("forward", "backward"),
     "step": ("forward", "backward", "optimizer"),
 }
-"""What a pass consists of."""
+"""Parts of a pass."""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """One way to cut the passes of a run into warm-up and samples."""
+    """One split of a run's passes into warm-up and samples."""
 
-    what: str
-    """A name of PASSES."""
+    what: str  # A name in PASSES
     num_warmup: int
-    time: Distribution
-    """Nanoseconds of the passes that follow the warm-up."""
+    time: Distribution  # nanoseconds of the passes after the warm-up
 
 
 def by_warmup(
     samples_phase_ns: Mapping[str, Sequence[int]], num_samples: int, counts: Sequence[int]
 ) -> Iterator[WarmUp]:
-    """For each number of warm-up passes, what the passes that follow take; a run too short for one has none of it.
+    """Return the times of the passes after each number of warm-up passes, if the run is long enough.
 
-    `samples_phase_ns` is a row's: by phase one entry a pass, the first call first.
+    `samples_phase_ns` is a row's: by phase one entry per pass, the first call first.
 
     >>> found = list(by_warmup({"forward": [90, 10, 11, 12]}, 2, (0, 2)))
     >>> [(each.what, each.num_warmup, each.time.mean) for each in found]

@@ -1,4 +1,4 @@
-"""Changes to a trace, made from what somebody says: these kernels faster, those launches gone."""
+"""Changes to a trace from a description: faster kernels, removed launches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from stepscope.errors import UsageError
 _HIGHEST = 64
 _WAITING = r"(?i)synchronize"
 FIELDS = {"class": "class", "kernel": "name", "op": "op", "called": "root_op", "module": "module", "phase": "phase"}
-"""What work can be chosen by, and the column of `work` that says it."""
+"""Fields to select work by, and their columns in `work`."""
 
 
 def without(linked: Linked, events: Iterable[int], is_loop: bool = False) -> Change:
-    """GPU work gone, and with it the host's time in the ops that did nothing else.
+    """Return the change that removes GPU work, and the host time of ops that did nothing else.
 
-    Of a loop that is not gone round any more also the time between, from one launch that is gone to the next, and the
-    waiting there.
+    For a removed loop, also the time and waits between removed launches.
     """
     gone = frozenset(events)
     spent = _spent_on(linked, gone)
@@ -38,12 +37,12 @@ def without(linked: Linked, events: Iterable[int], is_loop: bool = False) -> Cha
 
 
 def stretches(spans: pl.DataFrame, factor: float = 0.0) -> pl.DataFrame:
-    """Spans of the host's time, made disjoint, of which a `factor` is left."""
+    """Return disjoint spans of host time of which `factor` is left."""
     return union(spans.select("start_ns", "end_ns")).with_columns(pl.lit(factor, pl.Float64).alias("factor"))
 
 
 def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
-    """The spans of the highest ops and calls all of whose GPU work is gone."""
+    """Return the spans of the highest ops and calls all of whose GPU work is removed."""
     host, device = linked.host, linked.device
     parents = host["parent"].to_list()
     is_op = (host["kind"] == "op").to_list()
@@ -76,7 +75,7 @@ def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
 
 
 def _between(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
-    """From each launch whose work is gone to the next launch, where that one's is gone too."""
+    """Return spans from each removed launch to the next, if that is removed too."""
     launched = linked.device.select("launch", pl.col("event").is_in(list(gone)).alias("is_gone")).drop_nulls("launch")
     launched = launched.group_by("launch").agg(pl.col("is_gone").all())
     times = linked.host.select("start_ns", "end_ns").with_row_index("launch")
@@ -86,10 +85,10 @@ def _between(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
 
 
 def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:
-    """The work that fits every one of `field=pattern`, separated by commas; `*` stands for anything.
+    """Return the work that matches every `field=pattern`, separated by commas; `*` matches anything.
 
-    A class's family is meant by its beginning (`attention` for its forward and its backward), a module by its name
-    for all inside it. UsageError where a field is none of `FIELDS`, or where nothing fits.
+    A class matches by its prefix (`attention` for forward and backward), a module includes inner ones. Raises
+    UsageError for unknown fields, or if nothing matches.
     """
     chosen = work
     for word in words.split(","):
