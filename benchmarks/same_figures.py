@@ -187,9 +187,10 @@ def compare(old: Figures, new: Figures) -> tuple[int, list[str]]:
         if path not in new:
             differences.append(f"{path}: {str(one)[:60]} is missing")
         elif not same(one, new[path]):
-            lists = [value if isinstance(value, list) else [value] for value in (one, new[path])]
-            lost, added = ([*(Counter(a) - Counter(b)).elements()][:3] for a, b in (lists, lists[::-1]))
-            differences.append(f"{path}: {lost} → {added}")
+            pair = [one, new[path]]
+            if isinstance(one, list):  # the first three of each that the other has not
+                pair = [[*(Counter(bag) - Counter(other)).elements()][:3] for bag, other in (pair, pair[::-1])]
+            differences.append(f"{path}: {pair[0]} → {pair[1]}")
     return count, differences
 
 
@@ -223,8 +224,7 @@ def main() -> int:
         old = answer(case, options.old, {}, options.keep / "old", reuse=True)
         return old, answer(case, options.new, renames, options.keep / "new", reuse=False) if options.new else old
 
-    names: dict[str, Counter[str]] = {"old": Counter(), "new": Counter()}
-    totals: Counter[str] = Counter()
+    totals, names = Counter(), {"old": Counter(), "new": Counter()}
     print(f"{'figures':>9} {'differ':>7}  case", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         for case, (old, new) in zip(cases, pool.map(both, cases)):

@@ -1,7 +1,7 @@
 """The two-layer model of a well-known exercise in mixed precision: which of its parts compute in which dtype?
 
-stepscope audit examples/toy_precision.py:build --dtype autocast_bf16
-stepscope audit examples/toy_precision.py:build --dtype autocast_fp16 --device cuda
+stepscope bench --check dtypes examples/toy_precision.py:build --dtype autocast_bf16
+stepscope bench --check dtypes examples/toy_precision.py:build --dtype autocast_fp16 --device cuda
 """
 
 from __future__ import annotations

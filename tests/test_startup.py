@@ -47,13 +47,13 @@ def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
         COMMAND.format(words=["--version"]),
         MODULE.format(words=["--help"]),
         COMMAND.format(words=["run", "--help"]),
-        COMMAND.format(words=["card", "--help"]),
+        COMMAND.format(words=["show", "--help"]),
         COMMAND.format(words=["doctor", "--help"]),
         COMMAND.format(words=["sql", "--help"]),
         COMMAND.format(words=["verify", "--help"]),
         COMMAND.format(words=["list", "fixes"]),
-        COMMAND.format(words=["card", "run"]),
-        COMMAND.format(words=["card", "run", "--json"]),
+        COMMAND.format(words=["show", "run"]),
+        COMMAND.format(words=["show", "run", "--json"]),
         "import stepscope",
         "import stepscope; stepscope.step()",
         "import stepscope\n    with stepscope.phase('data'): pass",
@@ -135,18 +135,18 @@ def test_no_arguments_is_help_and_an_error():
 
 
 def test_an_unknown_option_of_a_verb_is_an_error():
-    done = stepscope("card", "somewhere", "--jsn")
+    done = stepscope("show", "somewhere", "--jsn")
 
     assert done.returncode == 2 and "--jsn" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_missing_recording_is_one_line():
-    done = stepscope("card", "no-such-folder")
+    done = stepscope("show", "no-such-folder")
 
     assert (done.returncode, done.stdout, done.stderr) == (
         2,
         "",
-        "stepscope card: there is no no-such-folder\n",
+        "stepscope show: there is no no-such-folder\n",
     )
 
 

@@ -1,4 +1,4 @@
-"""`stepscope audit` as a user types it."""
+"""`stepscope bench --check dtypes` as a user types it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOY = f"{ROOT / 'examples' / 'toy_precision.py'}:build"
 
 
 def test_the_example_from_a_shell_in_eighty_columns():
-    words = ["audit", TOY, "--dtype", "autocast_bf16", "--micro-batches", "2", "--device", "cpu"]
+    words = ["bench", "--check", "dtypes", TOY, "--dtype", "autocast_bf16", "--micro-batches", "2", "--device", "cpu"]
     done = subprocess.run(
         [sys.executable, "-m", "stepscope", *words], capture_output=True, text=True, env={"COLUMNS": "80"}
     )
@@ -27,14 +27,34 @@ def test_the_example_from_a_shell_in_eighty_columns():
     assert done.returncode == 0 and done.stderr == "", done.stderr
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "ln         LayerNorm  fp32     bf16         bf16" in lines
-    assert "logits          bf16" in lines and "loss            fp32" in lines
-    assert "2 + 2  2.93 KiB  fp32 → bf16  forward   weight      autocast, linear" in lines
-    assert any("2 casts of them repeat what an earlier micro-batch did" in line for line in lines)
+    words_of = [line.split() for line in lines]
+    assert ["ln", "1", "LayerNorm", "fp32", "bf16", "bf16"] in words_of
+    assert ["logits", "bf16"] in words_of and ["loss", "fp32"] in words_of
+    weights = "fp32 → bf16 2 + 2 2.93 KiB forward weight autocast, linear"
+    assert weights.split() in words_of
+    assert "2 casts of them repeat" in " ".join(done.stdout.split())
 
 
 def test_a_model_of_ours_as_json(capsys):
-    assert main(["audit", "cs336", "--preset", "tiny", *SMALL, "--dtype", "bf16", "--device", "cpu", "--json"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "--check",
+                "dtypes",
+                "cs336",
+                "--preset",
+                "tiny",
+                *SMALL,
+                "--dtype",
+                "bf16",
+                "--device",
+                "cpu",
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
 
     assert found["schema_version"] == 1 and found["dtype"] == "bf16" and found["autocast"] is None
@@ -45,7 +65,7 @@ def test_a_model_of_ours_as_json(capsys):
 
 @pytest.mark.parametrize("dtype", ["fp16", "autocast_fp16"])
 def test_half_precision_on_a_cpu(dtype, capsys):
-    assert main(["audit", TOY, "--dtype", dtype, "--device", "cpu", "--json"]) == 0
+    assert main(["bench", "--check", "dtypes", TOY, "--dtype", dtype, "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
 
     assert found["logits"] == "float16" and found["low_dtype"] == "float16"
@@ -54,7 +74,7 @@ def test_half_precision_on_a_cpu(dtype, capsys):
 
 @pytest.mark.parametrize("mode", ["inference", "forward", "forward+backward"])
 def test_modes_without_an_optimizer(mode, capsys):
-    assert main(["audit", TOY, "--mode", mode, "--device", "cpu", "--json"]) == 0
+    assert main(["bench", "--check", "dtypes", TOY, "--mode", mode, "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
 
     assert found["optimizer_state"] == [] and bool(found["gradients"]) == ("backward" in mode)
@@ -82,6 +102,6 @@ def test_mistakes_are_one_line(words, said, capsys, tmp_path):
         "def bare():\n    return torch.nn.Flatten(0), lambda: torch.ones(1)\n"
     )
 
-    assert main(["audit", *(word.format(whole=whole) for word in words)]) == 2
+    assert main(["bench", "--check", "dtypes", *(word.format(whole=whole) for word in words)]) == 2
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1

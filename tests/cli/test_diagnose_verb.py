@@ -1,4 +1,4 @@
-"""`stepscope diagnose`, `stepscope whatif` and `stepscope list rules`, as processes."""
+"""`stepscope diagnose`, `stepscope diagnose` and `stepscope list rules`, as processes."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def test_what_is_no_trace(path, tmp_path):
 
 
 def test_whatif_plays_the_trace_again(trace):
-    unchanged = json.loads(stepscope("whatif", trace, "--no-cache", "--json").stdout)
-    faster = json.loads(stepscope("whatif", trace, "--no-cache", "--json", "--scale", "class=gemm:0").stdout)
-    quick = json.loads(stepscope("whatif", trace, "--no-cache", "--json", "--host", "0.5").stdout)
+    unchanged = json.loads(stepscope("diagnose", trace, "--no-cache", "--json", "--host", "1").stdout)
+    faster = json.loads(stepscope("diagnose", trace, "--no-cache", "--json", "--scale", "class=gemm:0").stdout)
+    quick = json.loads(stepscope("diagnose", trace, "--no-cache", "--json", "--host", "0.5").stdout)
 
     assert unchanged["before"]["step_ms"] == pytest.approx(unchanged["traced"]["step_ms"], rel=0.001)
     assert unchanged["saving_ms"] == 0
@@ -126,10 +126,10 @@ def test_whatif_plays_the_trace_again(trace):
 def test_whatif_of_a_trace_that_is_cut_off_says_so(trace, tmp_path):
     (tmp_path / "cut.json").write_bytes(trace.read_bytes()[:-400])
 
-    done = stepscope("whatif", tmp_path / "cut.json", "--no-cache", "--host", "0.5")
+    done = stepscope("diagnose", tmp_path / "cut.json", "--no-cache", "--host", "0.5")
 
     assert "Note: the trace is cut off" in done.stdout, done.stderr
-    assert "Note" not in stepscope("whatif", trace, "--no-cache", "--host", "0.5").stdout
+    assert "Note" not in stepscope("diagnose", trace, "--no-cache", "--host", "0.5").stdout
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_whatif_of_a_trace_that_is_cut_off_says_so(trace, tmp_path):
     ],
 )
 def test_whatif_says_what_it_does_not_understand(trace, words, said):
-    done = stepscope("whatif", trace, "--no-cache", *words)
+    done = stepscope("diagnose", trace, "--no-cache", *words)
 
     assert done.returncode == 2
     assert said in done.stderr

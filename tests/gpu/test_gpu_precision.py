@@ -139,7 +139,7 @@ def test_tf32_is_switched_on_and_off_and_seen_in_the_result():
 def test_the_comparison_of_dtypes(tmp_path):
     # Enough of a batch that the peak is where the backward begins, with every weight's cast alive.
     sizes = ["--preset", "small", "--set", "batch=8", "--set", "seq_len=256", "--mode", "forward+backward"]
-    command = [sys.executable, "-m", "stepscope", "precision", "cs336", *sizes]
+    command = [sys.executable, "-m", "stepscope", "bench", "--check", "precision", "cs336", *sizes]
     done = subprocess.run(
         [*command, "--device", "cuda", "--steps", "5", "-o", str(tmp_path / "sweep"), "--json"],
         capture_output=True,

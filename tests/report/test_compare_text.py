@@ -10,8 +10,10 @@ import pytest
 from stepscope.analysis.comparison.compare import Parts, Subject, compare_pair
 from stepscope.analysis.comparison.gates import Comparison, decide, parse_gate
 from stepscope.analysis.comparison.metrics import Measure
-from stepscope.document.text.compare_text import compare_text
-from stepscope.render.markdown.comparison import compare_markdown, escaped
+from stepscope.document.comparison import comparison_document
+from stepscope.render.markdown.markdown import markdown_of
+from stepscope.render.markdown.text import escaped
+from stepscope.render.terminal import terminal_text
 
 MS = 1_000_000
 BASE_NS = tuple(float(10 * MS + i * 100) for i in (3, 1, 4, 0, 5, 9, 2, 6, 8, 7))
@@ -37,32 +39,40 @@ def comparison(*pairs, gates=(), only_in_base=()):
     return Comparison("recording", "runs/main", "runs/mine", 0.02, tuple(pairs), tuple(only_in_base), (), results)
 
 
+def compare_text(found, num_rows=8, width=100):
+    return terminal_text(comparison_document(found, num_rows), width)
+
+
+def compare_markdown(found):
+    return markdown_of(comparison_document(found))
+
+
 def test_the_verdict_is_the_first_line_and_says_where_it_comes_from():
     found = comparison(compare_pair(subject(), subject(1.2)), gates=["step_time:3%", "mfu:1%"])
 
     lines = compare_text(found).splitlines()
 
     assert lines[0].startswith("Slower: a step takes 12.00 ms instead of 10.00 ms, +20.0 % (95 % interval +20.0 %")
-    assert "most of it in backward (+2.00 ms)" in lines[1]
+    assert "backward (+2.00 ms)" in lines[1]
     text = "\n".join(lines)
-    assert "2 gates: 1 failed, 1 undecided (a gate never passes on missing data)" in text
-    assert re.search(r"failed +step_time:3% +\+20.0 %, worse by more than the limit", text)
-    assert re.search(r"backward +\+2.00 ms +6.00 ms → 8.00 ms  █{20}", text)
-    assert re.search(r"step time +10.00 ms +12.00 ms +\+20.0 % .* slower", text)
+    assert "Gates: 1 failed, 1 undecided" in text and "missing data" in text
+    assert re.search(r"failed +step_time:3% +\+20.0 % +worse by more than the limit", text)
+    assert re.search(r"backward +\+2.00 ms +6.00 ms +8.00 ms", text)
+    assert re.search(r"step time +10.00 ms +12.00 ms +\+20.0 % +slower", text)
 
 
 @pytest.mark.parametrize(
     ("factor", "says"),
     [
-        (1.0, "Samples like these show a change of 2.0 % four times out of five."),
-        (1.01, "That is more than noise, and below the threshold of 2.0 %."),
+        (1.0, "detect a change of 2.0 %"),
+        (1.01, "below the threshold of 2.0 %"),
     ],
 )
 def test_no_difference_says_what_would_have_been_one(factor, says):
     text = compare_text(comparison(compare_pair(subject(), subject(factor))), width=1000)
 
     assert text.startswith("No difference shown: ") and says in text
-    assert "where the change comes from" not in text
+    assert "Where the change comes from" not in text
 
 
 def test_what_is_refused_says_what_to_type():
@@ -70,8 +80,8 @@ def test_what_is_refused_says_what_to_type():
 
     text = compare_text(comparison(pair), width=1000)
 
-    assert text.startswith("Not comparable: they differ in device: H100 and H200.") and "--allow device" in text
-    assert "whether these are the same in both: dtype" in text and "step time" not in text
+    assert text.startswith("Not comparable: ") and "device (H100 and H200)" in text and "--allow device" in text
+    assert "whether these are equal: dtype" in text and "step time" not in text
 
 
 def test_few_samples_are_told_with_their_number():
@@ -79,8 +89,8 @@ def test_few_samples_are_told_with_their_number():
 
     text = compare_text(comparison(compare_pair(subject(), few)), width=1000)
 
-    assert text.startswith("Too few samples for a verdict: 10 and 2 steps, where 6 on each side are the least")
-    assert "where the change comes from" in text, "the deltas are shown all the same"
+    assert text.startswith("Too few samples for a verdict: 10 and 2 steps") and "at least 6" in text
+    assert "Where the change comes from" in text, "the deltas are shown all the same"
 
 
 def test_a_narrow_terminal_is_not_overrun():
@@ -89,7 +99,7 @@ def test_a_narrow_terminal_is_not_overrun():
     wide, narrow = (compare_text(comparison(pair), width=width) for width in (120, 70))
 
     assert "  95 % interval\n" in wide
-    assert "  95 % interval\n" not in narrow and "no difference shown\n" in narrow
+    assert "  95 % interval\n" not in narrow and "no difference shown" in narrow
     assert max(map(len, narrow.splitlines())) <= 70
 
 
@@ -101,11 +111,10 @@ def test_points_are_a_table_and_the_one_that_changed_most_is_looked_into():
 
     text = compare_text(found)
 
-    assert text.startswith("3 points compared: 1 no difference shown, 1 faster, 1 slower. Most at seq=2: −30.0 %"), (
-        text.splitlines()[0]
-    )
-    assert "where the change comes from at seq=2" in text and "only in base: 1 point" in text
-    gates = re.findall(r"(failed|undecided|passed) +step_time:3% at (seq=\d)", text)
+    assert text.startswith("3 points compared: 1 no difference shown, 1 faster, 1 slower."), text.splitlines()[0]
+    assert "at seq=2: −30.0 %" in text.replace("\n", " ")
+    assert "Where the change comes from at seq=2" in text and re.search(r"only in base +seq=4", text)
+    gates = re.findall(r"(failed|undecided|passed) +step_time:3% +(seq=\d)", text)
     assert gates == [("failed", "seq=3"), ("undecided", "seq=4"), ("passed", "seq=1"), ("passed", "seq=2")]
 
 
@@ -114,10 +123,10 @@ def test_rows_that_are_not_shown_are_one_row():
     after = {name: ns * (1 + 0.01 * i) for i, (name, ns) in enumerate(before.items())}
     found = comparison(compare_pair(subject(rows=before), subject(1.2, rows=after)))
 
-    text = compare_text(found, most=3)
+    text = compare_text(found, num_rows=3)
 
     assert re.findall(r"module\d", text) == ["module9", "module8", "module7"]
-    assert re.search(r"7 more +\+0.21 ms +7.00 ms → 7.21 ms", text)
+    assert re.search(r"7 more +\+0.21 ms +7.00 ms +7.21 ms", text)
 
 
 def hostile():
@@ -143,12 +152,15 @@ def test_names_of_strangers_are_harmless_in_markdown():
 
     assert "onerror" in text and "\x1b" not in text and "\u202e" not in text
     for line in text.splitlines():
-        assert not line.startswith("## ") and "@everyone" not in line
+        assert not line.startswith("## big") and "@everyone" not in line
+        if line.startswith("<details>"):
+            assert "<img" not in line, "the line is HTML, in which Markdown is text"
+            continue
         plain = re.sub(r"\\[\\`*_\[\]<>|~&]", "", line)
         assert "<img" not in plain and "](" not in plain and "`" not in plain
         if plain.startswith("|"):
             assert plain.count("|") in (4, 5, 8), line
-    assert text.count("<details>") == text.count("</details>") == 1
+    assert text.count("<details>") == text.count("</details>")
 
 
 def test_markdown_for_a_pull_request():
@@ -157,9 +169,9 @@ def test_markdown_for_a_pull_request():
     text = compare_markdown(comparison(pair, gates=["step_time:3%"]))
 
     assert "**Slower: a step takes 12.00 ms instead of 10.00 ms, +20.0 %" in text
-    assert "| ❌ failed | step\\_time:3% |" in text.replace("\\:", ":")
+    assert "| failed | step\\_time:3% |" in text.replace("\\:", ":")
     assert "| step time | 10.00 ms | 12.00 ms | +20.0 % |" in text
-    assert "| backward | 6.00 ms | 8.00 ms | +2.00 ms |" in text
+    assert "| backward | +2.00 ms | 6.00 ms | 8.00 ms |" in text
     assert "| torch | none | 2.14 |" in text
 
 

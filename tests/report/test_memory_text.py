@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from memories import S, a_step, snapshot, tensor, transformer, write_memory
-from stepscope.analysis.memory.account import REMAINDER, account
-from stepscope.document.text.memory_text import memory_text
-from stepscope.render.memory_picture import timeline_svg
+from stepscope.analysis.memory.account import account
+from stepscope.document.memory_charts import allocator_timeline
+from stepscope.document.sections.memory import memory_document
+from stepscope.render.svg import svg_of
+from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
 from stepscope.session.memory_growth import analyze_memory
 
@@ -20,7 +23,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def of(path: Path, *others: Path, width: int = 100) -> str:
-    return memory_text(analyze_memory([open_session(each) for each in (path, *others)]), 8, width)
+    analysis = analyze_memory([open_session(each) for each in (path, *others)])
+    return terminal_text(memory_document(analysis), width)
 
 
 @pytest.fixture
@@ -36,22 +40,22 @@ def line_of(text: str, *words: str) -> str:
 def test_the_screen_says_what_the_peak_is_made_of(recording):
     text = of(recording)
 
-    assert "4.00 KiB are allocated at the peak, in forward: activation 29.3 %, parameter 24.4 %" in text
-    assert "1.17 KiB" in line_of(text, "activation", "█", "2 tensors")
-    assert REMAINDER in text and "19.5 %" in text
-    assert line_of(text, "← the peak").split()[0] == "forward"
-    assert "3.22 KiB" in line_of(text, "← the peak")
-    assert line_of(text, "blocks.*.mlp", "600 B", "train.py:7 forward")
-    assert line_of(text, "allocator", "5.86 KiB reserved", "1.86 KiB of it not allocated", "1 retry")
-    assert line_of(text, "still alive", "77 B in 3 tensors", "MulBackward0", "train.py:9 losses")
-    assert line_of(text, "elsewhere", "48.8 KiB", "cpu")
+    said = " ".join(text.split())
+    assert "4.00 KiB is allocated at the peak, in forward: activation 29.3 %, parameter 24.4 %" in said
+    assert line_of(text, "activation  ", "1.17 KiB", "29.3 %").split()[-1] == "2"
+    assert line_of(text, "in no tensor", "800 B", "19.5 %")
+    assert line_of(text, "  yes").split()[0] == "forward" and "3.22 KiB" in line_of(text, "  yes")
+    assert line_of(text, "blocks.*.mlp", "600 B", "aten.mm")
+    assert line_of(text, "allocator", "5.86 KiB reserved", "1.86 KiB of it not allocated")
+    assert "retries after releasing the cache: 1" in said
+    assert line_of(text, "MulBackward0", "77 B", "3") and "held at: train.py:9 losses" in said
+    assert line_of(text, "other device", "48.8 KiB", "cpu")
 
 
 def test_kept_for_backward_is_told_by_module(recording):
     text = of(recording)
 
-    header = line_of(text, "kept for backward")
-    assert "activations" in header and "saved for backward" in header
+    header = line_of(text, "module", "activations", "saved")
     row = text.splitlines()[text.splitlines().index(header) + 1]
     assert row.split() == ["blocks.*.mlp", "1.17", "KiB", "1.07", "KiB"]
 
@@ -62,7 +66,7 @@ def test_modules_that_have_no_row_are_one(tmp_path):
     memory["saved"].append({"module": None, "bytes": 32, "num_tensors": 1})
     path = write_memory(tmp_path / "memory.json.gz", memory)
 
-    text = memory_text(analyze_memory([open_session(path)]), 1, 100)
+    text = terminal_text(memory_document(analyze_memory([open_session(path)]), num_rows=1))
 
     assert line_of(text, "blocks", "1.17 KiB", "1.07 KiB")
     assert line_of(text, "other modules", "64 B", "32 B")
@@ -71,14 +75,14 @@ def test_modules_that_have_no_row_are_one(tmp_path):
 def test_formulas_and_their_letters_are_shown(tmp_path):
     text = of(write_memory(tmp_path / "memory.json.gz", transformer(S)))
 
-    assert line_of(text, "aten._softmax in blocks.*.attn", "2×4×6×6", "B·H·S²·4")
-    assert "S = 6 (length)" in text and line_of(text, "aten.odd", "13×13", "none")
+    assert line_of(text, "aten._softmax", "blocks.*.attn", "B·H·S²·4")
+    assert "S = 6 (length)" in text and line_of(text, "aten.odd", " – ")
 
 
 def test_letters_that_are_the_same_number_are_said_to_be(tmp_path):
     text = of(write_memory(tmp_path / "memory.json.gz", transformer(8)))
 
-    assert "; S = d here: they cannot be told apart" in " ".join(text.split())
+    assert "Here S = d," in " ".join(text.split())
 
 
 def test_two_recordings_show_how_memory_grows(tmp_path):
@@ -87,9 +91,9 @@ def test_two_recordings_show_how_memory_grows(tmp_path):
 
     text = of(one, other)
 
-    assert "how memory grows with length: S = 6" in text
-    assert line_of(text, "aten._softmax in blocks.*.attn", "quadratic", "B·H·S²·4")
-    assert line_of(text, "aten.gelu in blocks.*.mlp", "linear")
+    assert "How memory grows with length" in text and "S=6 in " in text
+    assert line_of(text, "aten._softmax", "blocks.*.attn", "quadratic", "B·H·S²·4")
+    assert line_of(text, "aten.gelu", "blocks.*.mlp", "linear")
     assert "^0." in line_of(text, "aten.odd", "^")
 
 
@@ -99,11 +103,11 @@ def test_a_snapshot_shows_places_in_python_and_its_end(tmp_path):
 
     text = of(path)
 
-    assert "16.0 MiB are allocated at the peak: train.py:10 step 50.0 %" in text
+    assert "16.0 MiB is allocated at the peak: train.py:10 step 50.0 %" in text
     assert line_of(text, "model.py:31 forward", "4.00 MiB", "25.0 %")
-    assert "no Python frame known" in text
-    oom = text[text.index("out of memory") :].replace("\n", " ")
-    assert "asked for 64.0 MiB at model.py:31 forward; CUDA had 32.0 MiB free" in oom
+    assert "Alive at the end" in text and "unknown" in text
+    oom = " ".join(text[text.index("out of memory") :].split())
+    assert "64.0 MiB requested at model.py:31 forward: CUDA had 32.0 MiB free" in oom
     assert "22.0 MiB reserved in 2 segments" in text and "neither owners nor modules" in text
 
 
@@ -113,7 +117,7 @@ def test_a_snapshot_without_a_history_says_so(tmp_path):
 
     text = of(path)
 
-    assert "history was not recorded" in text and "all of it there from the start" in text
+    assert "history was not recorded" in text and "all of it from before the step" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -150,22 +154,23 @@ def texts(svg: str) -> list[str]:
 
 
 def test_the_picture_has_the_peak_the_stages_and_the_lines():
-    svg = timeline_svg(account(a_step()))
+    svg = svg_of(allocator_timeline(account(a_step())))
 
     shown = texts(svg)
     assert "peak 3.22 KiB in tensors" in shown and {"data", "forward", "backward"} <= set(shown)
-    assert "most reserved, 5.86 KiB" in shown and "the allocator's own peak, 4.00 KiB" in shown
+    assert "reserved at most, 5.86 KiB" in shown and "the allocator's own peak, 4.00 KiB" in shown
     root = ElementTree.fromstring(svg)
-    (peak,) = root.iter(f"{SVG}circle")
-    paths = [element.get("d") or "" for element in root.iter(f"{SVG}path")]
-    assert any(f"H{peak.get('cx')}V{peak.get('cy')}" in path for path in paths)
+    allocated, *_ = [element.get("d") or "" for element in root.iter(f"{SVG}path")]
+    levels = [float(level) for level in re.findall(r"V([\d.]+)", allocated)]
+    at_peak = re.findall(r"H([\d.]+)V", allocated)[levels.index(min(levels))]
+    assert any(line.get("x1") == line.get("x2") == at_peak for line in root.iter(f"{SVG}line"))
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "") and "<script" not in svg
 
 
 def test_the_picture_of_a_snapshot_has_both_lines(tmp_path):
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps(snapshot()))
-    svg = timeline_svg(analyze_memory([open_session(path)]).reports[0].account)
+    svg = svg_of(allocator_timeline(analyze_memory([open_session(path)]).reports[0].account))
 
     assert {"allocated", "reserved", "peak 16.0 MiB"} <= set(texts(svg))
 
@@ -176,7 +181,7 @@ def test_the_picture_of_a_snapshot_has_both_lines(tmp_path):
     ids=["evil", "empty", "huge"],
 )
 def test_the_picture_is_sound_whatever_it_shows(memory):
-    svg = timeline_svg(account(memory))
+    svg = svg_of(allocator_timeline(account(memory)))
 
     assert "<script" not in svg and "nan" not in svg and "\x1b" not in svg
     for element in ElementTree.fromstring(svg).iter():

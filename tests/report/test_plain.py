@@ -7,8 +7,7 @@ from pathlib import Path
 
 from hostile_names import NAMES, report
 from stepscope.document.explorer import Axis, Explorer, Figure
-from stepscope.document.model import Document, Section, Table
-from stepscope.document.timeline.timeline import Timeline
+from stepscope.document.model import Document, Section, Table, Timeline
 from stepscope.render.json_values import plain_of
 from stepscope.render.write import write_report
 

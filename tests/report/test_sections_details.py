@@ -84,7 +84,7 @@ def test_an_outlier_says_which_how_much_where_and_what_was_special(tmp_path):
     assert "step 12 took 70.0 ms" in text and "60.0 ms of it in backward" in text
 
 
-@pytest.mark.parametrize(("num", "said"), [(7, "7 clean steps are too few"), (8, "No step is an outlier")])
+@pytest.mark.parametrize(("num", "said"), [(7, "7 clean steps are too few"), (8, "No outliers")])
 def test_without_outliers_a_sentence_says_so(tmp_path, num, said):
     lines = [sample(i, host_ns={"forward": (40 if num == 7 and i == 3 else 10) * MS}) for i in range(num)]
     parts = steps.parts(open_session(write_recording(tmp_path / "run", cpu_facts(), lines)))
@@ -126,7 +126,7 @@ def test_a_wrong_field_is_a_missing_section_and_never_a_traceback(tmp_path, nons
             tmp_path / "run", facts, [sample(i) for i in range(3)], [{"t_ns": 5, "power_watts": 3}]
         )
         for name in ("steps", "compiler", "precision", "counters", "ranks"):
-            assert section_of(open_session(folder), name, name).parts, path
+            assert section_of(open_session(folder), name).parts, path
 
 
 # -- compiler -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_all_that_the_compiler_said_is_in_tables(tmp_path):
     shown = facts_in(parts)
     assert (shown["compiles"], shown["graph breaks"], shown["recompiles"]) == ("7", "5", "1")
     assert shown["compile time"] == "12.3 s" and shown["CUDA graphs"] == "5 recorded"
-    assert "sizes compiled for any value" in of(parts, Text).text
+    assert "sizes compiled for any value" in [part.text for part in parts if isinstance(part, Text)][-1]
 
 
 @pytest.mark.parametrize("nonsense", [None, "text", [], {}, 3, [None], [{"count": "many"}]])
@@ -164,7 +164,7 @@ def test_a_damaged_compile_file_is_survived(tmp_path, nonsense):
     for name in COMPILER:
         folder = gpu_recording(tmp_path / "run", COMPILER)
         (folder / "compile.json").write_text(json.dumps(COMPILER | {name: nonsense}))
-        assert section_of(open_session(folder), "compiler", "Compiler").parts
+        assert section_of(open_session(folder), "compiler").parts
 
 
 def test_compiled_regions_of_a_trace(tmp_path):
@@ -248,7 +248,7 @@ def test_counters_over_time_with_the_clean_window_marked(tmp_path):
     assert summary.columns["power_watts"] == [found.power_watts.mean, found.power_watts.p95, 700.0]
     assert of(parts, Table, "throttling").columns == {"reason": ["sw_power_cap"], "share": [0.5]}
     clock = of(parts, Lines, "clock")
-    assert {series.name: len(series.y) for series in clock.series} == {"not held back": 1, "sw_power_cap": 1}
+    assert {series.name: len(series.y) for series in clock.series} == {"not throttled": 1, "sw_power_cap": 1}
     assert of(parts, Table, "other_processes").columns["process"] == [EVIL]
     assert of(parts, Table, "counters").num_rows == len(source.recording.counters)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from stepscope.document.kernel_names import titles_of
 from stepscope.document.model import Bars, Chart, Facts, Lines, Missing, Table, Text
-from stepscope.document.sections.kernels import parts, titles_of
+from stepscope.document.sections.kernels import parts
+from stepscope.document.sections.time import gpu_time_parts
 from stepscope.session import Session, open_session
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
@@ -46,14 +48,14 @@ def test_classes_are_those_of_the_analysis_and_the_unclassified_share_is_said(tm
     chart = one(every, Bars, "kernel_classes")
     assert sums(chart) == table["total_ns"].to_list() == [24_000, 8_000, 8_000]
     assert sorted(chart.labels) == ["gemm", "memset memcpy", "unclassified"]
-    assert "20.0 % is unclassified" in chart.caption
-    assert isinstance(every[0], Text) and every[0].text.startswith("3 kernels, 40.00 µs of GPU work over 1 step")
+    assert isinstance(every[0], Text) and "40.00 µs of GPU work in 3 kernels over 1 step" in every[0].text
+    assert "gemm 60.0 %, memset memcpy 20.0 %, unclassified 20.0 %" in every[0].text
 
 
 def test_where_every_kernel_is_classified_that_is_said(tmp_path):
     every = parts(source_of(TraceBuilder().op("aten::mm", 0, 5).launch("gemm", 1, (10, 5)), tmp_path))
 
-    assert "Every kernel is classified." in every[0].text
+    assert "unclassified 0.0 %" in every[0].text
 
 
 def test_every_kernel_is_in_the_table_with_its_whole_name(tmp_path):
@@ -75,12 +77,13 @@ def test_products_and_the_rest_are_the_phase(tmp_path):
 
 
 def test_idle_time_and_its_causes(tmp_path):
-    source = source_of(a_step(), tmp_path)
-    every, account = parts(source), source.analysis.ranks[0]
+    account = source_of(a_step(), tmp_path).analysis.ranks[0]
+    every = tuple(gpu_time_parts(account))
 
     chart = one(every, Bars, "idle_causes")
     assert sum(sums(chart)) == account.gpu_time.idle_ns == 58_000
-    assert "58.00 µs of 98.00 µs (59.2 %)" in chart.caption
+    assert "98.00 µs" in one(every, Bars, "gpu_time").title and "58.00 µs" in chart.title
+    assert sum(one(every, Table, "gpu_time").columns["total_ns"]) == 98_000
     assert sum(one(every, Table, "idle_causes").columns["total_ns"]) == 58_000
     gaps = one(every, Table, "longest_gaps").columns
     assert gaps["duration_ns"] == [40_000, 18_000]
@@ -90,7 +93,8 @@ def test_idle_time_and_its_causes(tmp_path):
 
 
 def test_a_gpu_that_is_never_idle_is_said_to_be(tmp_path):
-    every = parts(source_of(TraceBuilder().kernel("a", 0, 5).kernel("b", 5, 5), tmp_path))
+    source = source_of(TraceBuilder().kernel("a", 0, 5).kernel("b", 5, 5), tmp_path)
+    every = tuple(gpu_time_parts(source.analysis.ranks[0]))
 
     assert any(isinstance(part, Text) and "never idle" in part.text for part in every)
 
@@ -126,7 +130,7 @@ def test_on_a_processor_there_are_ops_and_what_to_do_for_more(tmp_path):
     missing, ops = parts(source_of(TraceBuilder().op("aten::mm", 0, 5), tmp_path))
 
     assert isinstance(missing, Missing) and "ProfilerActivity.CUDA" in missing.text
-    assert set(ops.columns) == {"op", "num_calls", "host_self_ns", "host_total_ns"}
+    assert set(ops.columns) == {"op", "num_calls", "host_self_ns", "host_total_ns", "share"}
 
 
 def test_a_trace_that_is_cut_off_is_said_to_be(tmp_path):
@@ -158,7 +162,7 @@ def test_a_kernel_has_one_short_name_everywhere(tmp_path):
     source = source_of(trace, tmp_path)
 
     titles = titles_of(source.analysis.ranks[0])
-    gaps = one(parts(source), Table, "longest_gaps").columns["next_kernel"]
+    gaps = one(tuple(gpu_time_parts(source.analysis.ranks[0])), Table, "longest_gaps").columns["next_kernel"]
 
     assert len(set(titles.values())) == 2 and set(gaps) == set(titles.values())
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import stepscope.render.page
-from stepscope.document.timeline.timeline import Timeline, timeline_of
+from stepscope.document.model import Timeline
+from stepscope.document.timeline.timeline import timeline_of
 from trace_builder import TraceBuilder
 
 FOLDER = Path(stepscope.render.page.__file__).parent

@@ -8,8 +8,9 @@ import pytest
 
 from stepscope.analysis.ranks.all_ranks import Analysis
 from stepscope.analysis.ranks.rank_account import account
-from stepscope.document.text.trace_text import analysis_text
-from stepscope.document.trace_verdict import trace_verdict
+from stepscope.document.analysis import analysis_document
+from stepscope.document.verdict import trace_verdict
+from stepscope.render.terminal import terminal_text
 from stepscope.trace.reader import read_trace
 from trace_builder import TRACES, TraceBuilder, needs_traces
 
@@ -18,7 +19,7 @@ WIDTHS = (60, 80, 100, 120)
 
 def screen(trace: TraceBuilder | Analysis, width: int = 100, most: int = 8) -> str:
     analysis = trace if isinstance(trace, Analysis) else Analysis.of([trace.account()])
-    return analysis_text(analysis, most, width)
+    return terminal_text(analysis_document(analysis, most), width)
 
 
 def as_one(text: str) -> str:
@@ -29,8 +30,8 @@ def as_one(text: str) -> str:
 def line_of(text: str, title: str) -> str:
     """A fact with what is wrapped below it."""
     lines = text.splitlines()
-    start = next(place for place, line in enumerate(lines) if line.startswith(f"{title} "))
-    end = next((i for i in range(start + 1, len(lines)) if not lines[i].startswith("             ")), len(lines))
+    start = next(place for place, line in enumerate(lines) if line.startswith(f"  {title}  "))
+    end = next((i for i in range(start + 1, len(lines)) if not lines[i].startswith("    ")), len(lines))
     return as_one(" ".join(lines[start:end]))
 
 
@@ -42,7 +43,7 @@ def real(name: str) -> Analysis:
 
 
 def test_a_gpu_that_the_trace_does_not_name_is_a_gpu():
-    assert "GPU not named" in screen(TraceBuilder().launch("a", 0, (10, 5)))
+    assert "unnamed GPU" in screen(TraceBuilder().launch("a", 0, (10, 5)))
     assert "no GPU" in screen(TraceBuilder().op("aten::mm", 0, 5))
 
 
@@ -51,22 +52,25 @@ def test_one_event_is_one_event():
 
 
 def test_one_step_is_no_average():
-    assert "1 step of 100.0 µs, as" in screen(TraceBuilder().step(1, 0, 100).op("aten::mm", 1, 2))
+    one = line_of(screen(TraceBuilder().step(1, 0, 100).op("aten::mm", 1, 2)), "steps")
+    assert "1 step of 100.0 µs" in one and "average" not in one
     found = TraceBuilder().op("aten::mm", 0, 5).annotation("Optimizer.step#SGD.step", 5, 5)
-    assert "1 step of 10.00 µs, it ends with an optimizer step" in screen(found)
+    line = line_of(screen(found), "steps")
+    assert "1 step of 10.00 µs" in line and "it ends with an optimizer step" in line
 
 
 def test_steps_of_several_ranks_are_said_to_be_the_first_ones():
     ranks = [account(TraceBuilder().step(1, 0, 100).kernel("a", 5, 5).read(), rank) for rank in (3, 4)]
 
-    assert "\nrank 3: 1 step of 100.0 µs" in screen(Analysis.of(ranks))
+    text = screen(Analysis.of(ranks))
+    assert "1 step of 100.0 µs" in line_of(text, "steps") and " 3 " in line_of(text, "rank")
 
 
 @pytest.mark.parametrize(
     ("softmax_us", "words"),
     [
-        (60, "most of its work is softmax (60.0 %)"),
-        (50, "the largest part of its work is matrix products (50.0 %)"),
+        (60, "most of its work is in softmax kernels (60.0 %)"),
+        (50, "the largest part of its work is in gemm kernels (50.0 %)"),
     ],
 )
 def test_most_is_more_than_half(softmax_us, words):
@@ -80,8 +84,8 @@ def test_a_stall_before_the_first_kernel_is_idle_time_of_the_steps():
     trace = TraceBuilder().step(1, 0, 100).launch("gemm", 75, (80, 10))
     verdict = trace_verdict(trace.account())
 
-    assert "busy 10.0 % of the steps' 100.0 µs" in verdict
-    assert "Of the 10.00 µs from its first event to its last it was busy 100.0 %" in verdict
+    assert "busy 10.0 % of the steps (100.0 µs)" in verdict
+    assert "(10.00 µs) it was busy 100.0 %" in verdict
 
 
 def test_a_window_as_long_as_the_steps_is_said_alone():
@@ -92,7 +96,7 @@ def test_a_window_as_long_as_the_steps_is_said_alone():
 
 @needs_traces
 def test_the_planted_stall_is_in_the_verdict():
-    assert "idle 56.0 % of the steps' 242.1 ms" in trace_verdict(real("h200/data_stall").ranks[0])
+    assert "idle 56.0 % of the steps (242.1 ms)" in trace_verdict(real("h200/data_stall").ranks[0])
 
 
 def test_a_file_that_is_cut_off_may_have_lost_its_gpu_work(tmp_path):
@@ -116,26 +120,25 @@ def test_waits_for_the_gpu_are_those_of_the_host():
     # GIVEN a wait of the host, a wait of a stream, and a copy that waits for nobody
     trace = TraceBuilder().step(1, 0, 100).launch("a", 1, (5, 10)).call("cudaDeviceSynchronize", 10, 8)
     trace.call("cudaStreamWaitEvent", 20, 1).call("cudaStreamWaitEvent", 22, 1).launch("b", 60, (70, 5))
-    line = line_of(screen(trace), "syncs")
+    line = line_of(screen(trace), "synchronization")
 
-    assert "1 wait of the host for the GPU" in line
-    assert "the GPU then stood idle for 55.00 µs" in line and "longest after cudaDeviceSynchronize" in line
+    assert "the GPU 1 time" in line and "idle for 55.00 µs" in line and "longest after cudaDeviceSynchronize" in line
 
 
 def test_kernels_without_a_launch_are_said_apart():
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 5, 50).launch("a", 10, (20, 5)).kernel("early", 12, 5)
     text = screen(trace.launch("after", 200, (210, 5)))
 
-    assert "1 kernel a step" in line_of(text, "launches")
+    assert "1 kernel per step" in line_of(text, "launches")
     assert "1 more without a launch in the trace" in line_of(text, "launches")
-    assert "in none of these: 2 kernels: 1 without a launch in the trace, 1 launched outside the steps" in text
+    assert line_of(text, "unattributed").split()[-1] == "2"
 
 
 def test_traces_with_nothing_in_common_are_not_aligned_and_wait_for_nobody():
     ranks = [account(TraceBuilder().launch("gemm", 0, (10 + rank, 5)).read(), rank) for rank in (0, 1)]
     text = screen(Analysis.of(ranks))
 
-    assert "clocks       not aligned" in text
+    assert "not aligned" in line_of(text, "clocks")
     assert "waiting" not in text and "±" not in text and "last in" not in text
 
 
@@ -152,7 +155,7 @@ def test_ranks_that_share_a_collective_are_aligned():
 
     assert "aligned on collectives to ±" in screen(Analysis.of(together))
     assert "is waiting for the last rank; rank 1 is last" in as_one(screen(Analysis.of(together)))
-    assert "not with these: rank 2" in line_of(screen(Analysis.of([*together, alone])), "clocks")
+    assert "except rank 2" in line_of(screen(Analysis.of([*together, alone])), "clocks")
 
 
 def test_what_is_limited_says_of_what():
@@ -160,7 +163,7 @@ def test_what_is_limited_says_of_what():
     trace.op("aten::mm", 0, 9, id=1, **{"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]})
     trace.launch("gemm", 1, (20, 30), id=1).kernel("ncclDevKernel_AllReduce", 60, 40).memcpy(110, 5)
 
-    assert "of 30.00 µs: GPU work without communication and copies" in line_of(screen(trace), "limited by")
+    assert "of 30.00 µs GPU work without communication and host copies" in line_of(screen(trace), "limited by")
 
 
 def test_a_copy_has_one_share_on_the_whole_screen():
@@ -178,7 +181,8 @@ def test_warnings_say_their_rank_where_there_are_several(tmp_path):
 
     assert one.to_json()["trace"]["warnings"][0].startswith("2 events with a negative duration (the first at byte ")
     assert [text[:8] for text in both.to_json()["trace"]["warnings"]] == ["rank 0: ", "rank 1: "]
-    assert "warning      2 events" in screen(one) and "warning      rank 1: 2 events" in screen(both)
+    assert "2 events" in line_of(screen(one), "warning")
+    assert "rank 0: 2 events" in line_of(screen(both), "warning") and "rank 1: 2 events" in as_one(screen(both))
 
 
 def test_entries_that_are_no_events_are_called_that(tmp_path):
@@ -200,7 +204,7 @@ def host_only() -> TraceBuilder:
 def test_without_a_gpu_modules_have_host_times_and_there_are_no_columns_of_nothing():
     text = screen(host_only())
 
-    assert text.count("GPU") == 2 and "kernels" not in text  # "no GPU", "has no GPU work"
+    assert text.count("GPU") == 2 and "kernels" not in text and "device " in text  # "no GPU", "has no GPU work"
     net = next(line for line in text.splitlines() if line.startswith("  Net_* "))
     assert net.split()[-2:] == ["100.0", "%"] and "60.00 µs" in net
     inner = next(line for line in text.splitlines() if line.startswith("  Net_*.Linear_* "))
@@ -211,9 +215,9 @@ def test_shares_say_of_what():
     trace = TraceBuilder().step(1, 0, 100).op("aten::mm", 10, 5, id=1).launch("gemm", 11, (20, 30), id=1)
     text = screen(trace)
 
-    headers = [line for line in text.splitlines() if line.startswith(("kernels ", "ops ", "where a step"))]
-    assert [header.split("  ")[-1].strip() for header in headers] == ["kernels", "of GPU work", "of GPU work"]
-    assert "of step" in headers[0] and "share" not in text
+    assert "share: of the sum of all durations" in text and "share: of GPU work" in text
+    headers = [line.split() for line in text.splitlines() if line.startswith(("  kernel ", "  op ", "  part "))]
+    assert [header[-1] for header in headers] == ["kernels", "share", "share"]
 
 
 def test_nothing_is_said_to_be_unclassified_twice():
@@ -239,15 +243,13 @@ def test_rows_can_be_told_apart_and_stay_in_line(width):
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
 
-    for title in ("kernels", "ops"):
-        start = next(place for place, line in enumerate(lines) if line.startswith(f"{title} "))
-        end = lines.index("", start)
-        header = start if "of GPU work" in lines[start] else start + 1
-        rows = lines[header + 1 : end]
+    for title, num_rows in (("kernel", 6), ("op", 3)):
+        start = next(place for place, line in enumerate(lines) if line.startswith(f"  {title} "))
+        rows = lines[start + 1 : start + 1 + num_rows]
         # THEN no row is wrapped, all end where the header does, and no two have one name
-        assert len(rows) == {"kernels": 6, "ops": 3}[title]
-        assert {len(row) for row in rows} == {len(lines[header])}
-        assert len({row[2:].split("  ")[0] for row in rows}) == len(rows)
+        assert {len(row) for row in rows} == {len(lines[start])}
+        assert len({row[2:].split("  ")[0] for row in rows}) == num_rows
+        assert lines[start + 1 + num_rows].startswith("  s")  # the note
 
 
 @needs_traces
@@ -272,8 +274,8 @@ def test_times_are_in_units_that_suit_them():
 
 def test_counts_a_step_are_whole_or_have_one_decimal():
     trace = TraceBuilder().step(1, 0, 100).step(2, 100, 100).step(3, 200, 100).launch("a", 1, (5, 1))
-    assert "0.3 kernels a step" in screen(trace)
-    assert "1 kernel a step" in screen(trace.launch("a", 101, (105, 1)).launch("a", 201, (205, 1)))
+    assert "0.3 kernels per step" in screen(trace)
+    assert "1 kernel per step" in screen(trace.launch("a", 101, (105, 1)).launch("a", 201, (205, 1)))
 
 
 def test_the_lists_of_python_are_as_long_as_those_of_the_verb():

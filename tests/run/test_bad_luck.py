@@ -269,7 +269,7 @@ def test_however_a_script_ends_its_finished_steps_can_be_read(lab, runs, name, e
     assert run.recording.status == status
     assert run.steps == list(range(num_steps))
     assert run.recording.warnings == ()
-    shown = lab.script().stepscope("card", run.folder, "--json")
+    shown = lab.script().stepscope("show", run.folder, "--json")
     assert shown.exit_code == 0, shown.stderr
     assert json.loads(shown.stdout)["num_steps"] == num_steps
 
@@ -346,26 +346,26 @@ def test_a_damaged_recording_is_one_line(script, content):
     folder = script.folder / "damaged"
     folder.mkdir(exist_ok=True)
     (folder / "recording.json").write_bytes(content)
-    assert "damaged" in script.stepscope("card", "damaged").error_line()
+    assert "damaged" in script.stepscope("show", "damaged").error_line()
 
 
 def test_a_damaged_side_file_costs_its_lines(lab):
     script = lab.script()
     (script.folder / "recording.json").write_text('{"schema_version": 1, "status": "finished"}')
     (script.folder / "compile.json").write_text("{")
-    shown = script.stepscope("card", ".")
+    shown = script.stepscope("show", ".")
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "compile.json" in shown.stdout
 
 
 def test_the_card_of_nothing_is_one_line(script):
-    assert "nowhere" in script.stepscope("card", "nowhere").error_line()
-    assert "folder.py" in script.stepscope("card", "folder.py").error_line()
-    assert "file" in script.stepscope("card", "file").error_line()
+    assert "nowhere" in script.stepscope("show", "nowhere").error_line()
+    assert "folder.py" in script.stepscope("show", "folder.py").error_line()
+    assert "file" in script.stepscope("show", "file").error_line()
 
 
 def test_a_reader_that_goes_away_is_no_traceback(runs, script):
-    with script.popen("-m", "stepscope", "card", runs["raises"].folder) as process:
+    with script.popen("-m", "stepscope", "show", runs["raises"].folder) as process:
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
 

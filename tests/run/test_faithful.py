@@ -251,7 +251,7 @@ def test_ctrl_c_writes_what_there_is_and_ends_as_python_does(lab):
             _, stderr = process.communicate(timeout=60)
         assert process.returncode == -signal.SIGINT
         assert stderr.splitlines()[-1] == "KeyboardInterrupt"
-    reader = script.stepscope("card", "recording", "--json")
+    reader = script.stepscope("show", "recording", "--json")
     card = json.loads(reader.stdout)
     assert (card["status"], card["num_steps"]) == ("interrupted", 10)
 

@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from stepscope.document.text.memory_text import memory_text
+from stepscope.document.sections.memory import memory_document
 from stepscope.recorder import files
 from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS
+from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
 from stepscope.session.memory_growth import analyze_memory
 
@@ -106,8 +107,8 @@ def test_a_leak_is_in_the_peak_and_the_first_thing_that_is_said(runs):
 
     assert entry.bytes == owners(found)["left_alive"] == num * a_graph + (num - 1) * loss
     assert entry.frame == "train.py:11 evaluated"
-    text = memory_text(analyze_memory([open_session(runs["leak"].folder)]), 8, 100).splitlines()
-    assert text[2].startswith(f"Leak: {entry.bytes / 1024:.2f} KiB ")
+    text = terminal_text(memory_document(analyze_memory([open_session(runs["leak"].folder)]))).splitlines()
+    assert text[0].startswith(f"Leak: {entry.bytes / 1024:.2f} KiB ")
     assert max(map(len, text)) <= 100
     (note,) = json.loads((runs["leak"].folder / files.RECORDING_FILE).read_text())["notes"]
     assert f"{entry.bytes:,} bytes" in note["text"] and "train.py:11 evaluated" in note["text"]

@@ -1,4 +1,4 @@
-"""Workloads for `stepscope compile-check`: products alone, so that no C++ has to be compiled."""
+"""Workloads for `stepscope bench --check compile`: products alone, so that no C++ has to be compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`stepscope compile-check`: same, differing and failing workloads at two shapes, each in a process of its own."""
+"""`stepscope bench --check compile`: same, differing and failing workloads at two shapes, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.cli import compile_check as verb  # noqa: E402
+from stepscope.cli import bench_compile as verb  # noqa: E402
 from stepscope.cli.main import main  # noqa: E402
-from stepscope.document.text.compile_check_text import check_json, check_text  # noqa: E402
+from stepscope.document.compile_check import check_json, checks_document  # noqa: E402
+from stepscope.render.terminal import terminal_text  # noqa: E402
 from stepscope.sweep import prepare  # noqa: E402
 from stepscope.sweep.checks import compile_check  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
@@ -65,15 +66,15 @@ def test_compiled_code_that_computes_the_same(checked):
     (again,) = check["compiler"]["recompiles"]
     assert again["values"] == ("8", "4") and again["is_size"]
     assert check["compiler"]["break_even"] is None or check["compiler"]["break_even"] > 0
-    text = check_text([row], 8, 80)
-    assert "changed; seen: 8, 4" in text and max(map(len, text.splitlines())) <= 80
+    text = terminal_text(checks_document([row]), 80)
+    assert "seen: 8, 4" in text and max(map(len, text.splitlines())) <= 80
 
 
 def test_compiled_code_that_computes_something_else(checked):
     row = checked("differs")
 
     assert row["status"] == "wrong" and row["reason"].startswith("output 0: ")
-    assert "differs" in check_text([row], 8, 80)
+    assert "differs" in terminal_text(checks_document([row]), 80)
 
 
 def test_what_does_not_compile_is_a_row_with_one_line_and_its_place(checked, capsys):
@@ -113,14 +114,26 @@ def test_shapes_are_a_length_or_a_batch_and_half_of_it():
     ],
 )
 def test_mistakes_are_one_line(capsys, words, said):
-    assert main(["compile-check", WORKLOAD, "--device", "cpu", *words]) == 2
+    assert main(["bench", "--check", "compile", WORKLOAD, "--device", "cpu", *words]) == 2
     err = capsys.readouterr().err
     assert said in err and len(err.strip().splitlines()) == 1
 
 
 def test_the_verb_in_a_fresh_process(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    words = ["compile-check", WORKLOAD, "--device", "cpu", "--set", "kind=same,fails", "--mode", "forward", "--json"]
+    words = [
+        "bench",
+        "--check",
+        "compile",
+        WORKLOAD,
+        "--device",
+        "cpu",
+        "--set",
+        "kind=same,fails",
+        "--mode",
+        "forward",
+        "--json",
+    ]
 
     assert main(words) == verb.EXIT_NOT_WELL
     same, fails = json.loads(capsys.readouterr().out)["checks"]

@@ -1,18 +1,24 @@
-"""What is wrong with a step: causes with evidence, what each costs, and what to change.
+"""Find what is wrong with a step: causes with evidence, what each costs, what to change.
 
-Reads a recording of stepscope run, a trace of PyTorch's profiler (.json, .json.gz) or a folder with one a rank. Needs
-neither torch nor a GPU. Savings are found by playing the step again without the cause (stepscope whatif does the same
-by hand). What was checked and clean is said, and what could not be checked, with what to run to check it.
+Reads a recording, a PyTorch profiler trace (.json, .json.gz) or a folder with one trace per rank. Needs neither torch
+nor a GPU. Savings come from replaying the step without the cause. Rules that passed are listed, and rules that could
+not run, with what to run to get what they need.
 
-Rules are suppressed in pyproject.toml:
+What-if: with --scale, --drop-launches, --host or --no-waits, the step is replayed with your own change instead. WORK
+is FIELD=PATTERN, several joined by commas: class, kernel, op, called (the op that the program called), module, phase.
+* matches anything. See docs/whatif.md.
+
+Rules can be ignored in pyproject.toml:
   [tool.stepscope.diagnose]
   ignore = ["launch_bound"]
 
 examples:
-  stepscope diagnose runs/train-20260101-120000
+  stepscope diagnose
   stepscope diagnose trace.json.gz
-  stepscope diagnose trace.json.gz --json | jq '.findings[0]'
-  stepscope list rules
+  stepscope diagnose runs/baseline --json | jq '.findings[0]'
+  stepscope diagnose trace.json.gz --scale 'class=attention:0.5'
+  stepscope diagnose trace.json.gz --drop-launches 'called=aten::contiguous'
+  stepscope diagnose runs/baseline --host 0.1 --no-waits
 """
 
 from __future__ import annotations
@@ -21,43 +27,83 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepscope.errors import UsageError
+
 if TYPE_CHECKING:
-    from stepscope.document.model import Document
+    from stepscope.session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="recording or trace (default: latest run)")
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
-    parser.add_argument(
-        "--ignore", action="append", default=[], metavar="ID", help="a rule not to ask; may be repeated"
+    parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="skip this rule; may be repeated")
+    parser.add_argument("--json", action="store_true", help="one JSON object (docs/diagnose.md, docs/whatif.md)")
+    parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
+    group = parser.add_argument_group("what-if")
+    group.add_argument(
+        "--scale", action="append", default=[], metavar="WORK:FACTOR", help="this GPU work takes FACTOR of its time"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object (docs/diagnose.md)")
-    parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
+    group.add_argument(
+        "--drop-launches", action="append", default=[], metavar="WORK", help="drop this GPU work and its launches"
+    )
+    group.add_argument("--host", type=float, metavar="FACTOR", help="the host takes FACTOR of its own time")
+    group.add_argument("--no-waits", action="store_true", help="the host never waits for the GPU in a step")
+    group.add_argument("--clean", action="store_true", help="subtract the profiler's overhead first")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Diagnose and print."""
-    from stepscope.cli.support.output import print_document
+    """Diagnose or replay, and print."""
     from stepscope.cli.support.progress import Progress
-    from stepscope.cli.support.settings import ignored_rules
     from stepscope.session import open_session
 
-    named = [name for names in arguments.ignore for name in names.split(",") if name]
-    ignored = {*ignored_rules(Path.cwd()), *named}
+    asks_what_if = bool(
+        arguments.scale or arguments.drop_launches or arguments.host is not None or arguments.no_waits
+    )
     with Progress("reading") as progress:
         session = open_session(
             arguments.path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress
         )
-        case = session.case
-        from stepscope.findings.diagnose import diagnose
+        _ = session.case
+    return _what_if(session, arguments) if asks_what_if or arguments.clean else _diagnose(session, arguments)
 
-        diagnosis = diagnose(case, ignored)
 
-    def document() -> Document:
-        from stepscope.document.findings import diagnosis_document
+def _diagnose(session: Session, arguments: argparse.Namespace) -> int:
+    from stepscope.cli.support.output import print_document
+    from stepscope.cli.support.settings import ignored_rules
+    from stepscope.document.findings import diagnosis_document
+    from stepscope.findings.diagnose import diagnose
 
-        return diagnosis_document(diagnosis, str(session.path) if session.is_recording else None)
-
-    print_document(document, diagnosis.to_json, arguments.json)
+    named = [name for names in arguments.ignore for name in names.split(",") if name]
+    diagnosis = diagnose(session.case, {*ignored_rules(Path.cwd()), *named})
+    recording = str(session.path) if session.is_recording else None
+    print_document(lambda: diagnosis_document(diagnosis, recording), diagnosis.to_json, arguments.json)
     return 0
+
+
+def _what_if(session: Session, arguments: argparse.Namespace) -> int:
+    from stepscope.cli.support.output import print_document
+    from stepscope.document.what_if import what_if_document
+    from stepscope.findings.what_if import what_if
+
+    answer = what_if(
+        session.case,
+        [_scale(word) for word in arguments.scale],
+        arguments.drop_launches,
+        arguments.host,
+        not arguments.no_waits,
+        arguments.clean,
+    )
+    print_document(lambda: what_if_document(answer), answer.to_json, arguments.json)
+    return 0
+
+
+def _scale(word: str) -> tuple[str, float]:
+    work, is_there, factor = word.rpartition(":")
+    try:
+        value = float(factor)
+    except ValueError:
+        value = -1.0
+    if not is_there or not 0 <= value < float("inf"):
+        raise UsageError(f"--scale {word!r} must be WORK:FACTOR, such as 'class=attention:0.5'")
+    return work, value

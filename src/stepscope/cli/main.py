@@ -1,10 +1,15 @@
+# PYTHON_ARGCOMPLETE_OK
 """The `stepscope` command: finds the verb, runs it, turns a user's mistake into one line."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import os
 import sys
+from collections.abc import Iterable
+from types import ModuleType
 from typing import NoReturn
 
 from stepscope.cli.support.output import tell
@@ -12,82 +17,151 @@ from stepscope.errors import StepscopeError
 from stepscope.formatting import safe
 from stepscope.version import __version__
 
-# One line a verb: its module is imported only when it is the one asked for, so that
-# `--help` never pays for torch. The text is what `stepscope --help` shows.
-VERBS = {
-    "run": "measure a training script without touching it",
-    "card": "show the card of a recording again",
-    "analyze": "where the time in a trace goes, whoever recorded it",
-    "diagnose": "what is wrong with a step, what it costs, what to change",
-    "verify": "prove that a fix pays: with and without it, in turns, losses and all",
-    "whatif": "what a step would take if these kernels were faster, or gone",
-    "sql": "query a trace's tables",
-    "export": "a trace for Perfetto, speedscope, CSV or Parquet; a step or a module of it",
-    "bench": "run a grid of configurations; every point ends as a row",
-    "compile-check": "whether torch.compile computes what eager code does, and what it did on the way",
-    "tune": "search a workload's knobs for the most tokens/s inside a memory budget",
-    "compare": "whether two runs really differ, and where the difference comes from",
-    "report": "one page that shows where a step and its memory went, or what a sweep found",
-    "study": "redo a whole investigation: measure, answer its questions, write the report",
-    "plan": "memory, verdict and least time of a step, with no GPU",
-    "audit": "the dtype of everything in a model, its casts, what stayed in float32 and why",
-    "precision": "fp32, tf32, bf16, fp16, autocast: time, memory, exactness, and why",
-    "list": "what there is to run, with knobs and parameter counts",
-    "doctor": "what this machine has, and what Stepscope can measure on it",
+# A verb's module is imported only when that verb runs, so `--help` never pays for torch.
+GROUPS = {
+    "scripts: take your training script": {
+        "run": "measure a training script without editing it",
+        "verify": "prove that a fix pays: step time and losses",
+    },
+    "models: take a workload, a config or your own factory": {
+        "plan": "predict memory, fit and least time without a GPU",
+        "bench": "measure a grid of configurations",
+        "tune": "search for the fastest configuration that fits",
+        "study": "run a whole investigation and write its report",
+    },
+    "files: take a recording, a trace or a sweep (default: the latest run)": {
+        "show": "print what a run, trace, sweep or snapshot contains",
+        "analyze": "account for the time, memory or compiler in a trace",
+        "diagnose": "find what is wrong, what it costs, what to change",
+        "compare": "decide whether two runs differ, and why",
+        "report": "write one page, Markdown, or tables and charts",
+        "export": "write a trace for Perfetto, speedscope, CSV, Parquet",
+        "sql": "query the tables of a trace",
+    },
+    "this machine": {
+        "list": "list workloads, rules, fixes and studies",
+        "doctor": "show what Stepscope can measure here",
+    },
 }
-
+VERBS = {name: text for verbs in GROUPS.values() for name, text in verbs.items()}
+CHECKS = {"compile": "bench_compile", "dtypes": "bench_dtypes", "precision": "bench_precision"}
+"""What `stepscope bench --check` can be, and the module of each."""
+RENAMED = {
+    "card": "show",
+    "whatif": "diagnose --scale",
+    "compile-check": "bench --check compile",
+    "audit": "bench --check dtypes",
+    "precision": "bench --check precision",
+}
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
-class _Parser(argparse.ArgumentParser):
-    """A mistake is one line; the options are a `--help` away."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the option that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"{self.prog}: {message} ({self.prog} --help says more)\n")
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            options = [option for action in self._actions for option in action.option_strings]
+            message += f".{_did_you_mean(unknown.split()[0].partition('=')[0], options)}"
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}{end} Run `{self.prog} --help` for all options.\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     if not arguments:
-        parser.print_help()
+        _parser().print_help()
         return EXIT_USAGE
-    if arguments[0] not in VERBS:
-        parser.parse_args(arguments[:1])  # --help, --version, or an error with the right verbs
+    name = arguments[0]
+    if name not in VERBS:
+        if name.startswith("-"):
+            _parser().parse_args(arguments[:1])  # --help and --version; else one line
+        instead = RENAMED.get(name)
+        hint = f" Use `stepscope {instead}`." if instead else _did_you_mean(name, VERBS)
+        tell(f"stepscope: {safe(name, 60)!r} is not a verb.{hint} Run `stepscope --help` for all verbs.")
         return EXIT_USAGE
     try:
-        verb = importlib.import_module(f"stepscope.cli.{arguments[0].replace('-', '_')}")
-        verb_parser = _Parser(
-            prog=f"stepscope {arguments[0]}",
-            description=verb.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        verb.add_arguments(verb_parser)
-        exit_code: int = verb.main(verb_parser.parse_args(arguments[1:]))
+        name, module, rest = _find(arguments)
+        exit_code: int = module.main(verb_parser(name, module).parse_args(rest))
         return exit_code
     except StepscopeError as error:
-        # A message may name files, and a file may be called anything.
-        tell(f"stepscope {arguments[0]}: {safe(error, 1000)}")
+        # A message may contain file names, and those can contain anything.
+        tell(f"stepscope {name}: {safe(error, 1000)}")
         return EXIT_USAGE
     except KeyboardInterrupt:
-        if arguments[0] == "run":
-            raise  # it is the script's own
-        tell(f"stepscope {arguments[0]}: interrupted")
+        if name == "run":
+            raise  # it belongs to the script
+        tell(f"stepscope {name}: interrupted")
         return EXIT_INTERRUPTED
+
+
+def verb_parser(name: str, module: ModuleType) -> Parser:
+    """Return the parser of one verb, with the defaults that pyproject.toml sets."""
+    parser = Parser(
+        prog=f"stepscope {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    from stepscope.cli.support.settings import set_defaults
+
+    set_defaults(parser, name.split()[0])
+    return parser
+
+
+def _find(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
+    """Return the verb's name, its module and its arguments; `bench --check X` has a module of its own."""
+    name, rest = arguments[0], arguments[1:]
+    for place, word in enumerate(rest if name == "bench" else ()):
+        option, equals, value = word.partition("=")
+        if option == "--check":
+            value = value if equals else "".join(rest[place + 1 : place + 2])
+            if value not in CHECKS:
+                raise StepscopeError(f"--check must be one of {', '.join(CHECKS)}")
+            module = importlib.import_module(f"stepscope.cli.{CHECKS[value]}")
+            return f"bench --check {value}", module, rest[:place] + rest[place + (1 if equals else 2) :]
+    return name, importlib.import_module(f"stepscope.cli.{name}"), rest
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {text}" for name, text in VERBS.items())
-    parser = _Parser(
+    groups = "\n\n".join(
+        "\n".join([f"{title}", *(f"  {name:<{width}}  {text}" for name, text in verbs.items())])
+        for title, verbs in GROUPS.items()
+    )
+    parser = Parser(
         prog="stepscope",
+        usage="stepscope VERB …",
         description="Where a PyTorch training step goes, what would make it better, and the proof.",
-        epilog=f"verbs:\n{verbs}\n\nstepscope VERB --help says more about one verb.",
+        epilog=f"{groups}\n\nRun `stepscope VERB --help` for the options of one verb.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"stepscope {__version__}")
-    parser.add_argument("verb", choices=list(VERBS), metavar="VERB", help="one of the verbs below")
     return parser
+
+
+def _complete() -> None:
+    """Answer the shell's request for completions, if argcomplete is installed."""
+    try:
+        import argcomplete
+    except ModuleNotFoundError:
+        return
+    parser = argparse.ArgumentParser(prog="stepscope")
+    verbs = parser.add_subparsers()
+    typed = os.environ.get("COMP_LINE", "").split()[1:2]
+    for name, text in VERBS.items():
+        verb = verbs.add_parser(name, help=text)
+        if typed == [name]:
+            importlib.import_module(f"stepscope.cli.{name}").add_arguments(verb)
+    argcomplete.autocomplete(parser)

@@ -106,7 +106,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.json or not arguments.quiet:
             _show(run.folder, arguments.json, card_stream)
     if outcome is not None:
-        launch.raise_as_the_script_would(outcome, program.code)
+        launch.raise_as_script(outcome, program.code)
     return 0
 
 
@@ -165,7 +165,7 @@ class _Run:
             memory_in_full=self._arguments.memory,
             is_script=True,
             on_roots=None if self._fixes is None else self._fixes.use_roots,
-            tell=self._tell,
+            progress=self._tell,
         )
         self._session.start()
 
@@ -235,13 +235,13 @@ def _flush() -> None:
 
 
 def _show(folder: Path, as_json: bool, stream: TextIO) -> None:
+    from stepscope.api import read
     from stepscope.cli.support.output import print_card
-    from stepscope.document.card import Card
 
     if int(os.environ.get("RANK", "0")):
         return
     try:
-        print_card(Card.of(folder), as_json, stream)
+        print_card(read(folder), as_json, stream)
         stream.flush()
     except (StepscopeError, OSError, ValueError) as error:
         print(f"stepscope: the card could not be shown: {error}", file=sys.__stderr__)

@@ -30,7 +30,7 @@ _STEP_SOURCES = {
 
 @dataclass(frozen=True, repr=False)
 class Card(Shown):
-    """A recording with its figures as attributes; printed, it is what `stepscope card` shows."""
+    """A recording with its figures as attributes; printed, it is what `stepscope show` shows."""
 
     recording: Recording
     summary: Summary

@@ -11,14 +11,15 @@ import polars as pl
 
 from stepscope.analysis.time.replay import Change, Replayed
 from stepscope.analysis.time.whatif import choose, stretches
+from stepscope.display import Shown
 from stepscope.errors import UsageError
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class WhatIf:
+@dataclass(frozen=True, repr=False)
+class WhatIf(Shown):
     """A step as traced, as replayed, and as replayed with a change."""
 
     num_steps: int
@@ -57,7 +58,7 @@ def what_if(
     waits: bool = True,
     clean: bool = False,
 ) -> WhatIf:
-    """Return all steps of a trace replayed without and with a change (options: see `cli/whatif.py`)."""
+    """Return all steps of a trace replayed without and with a change (options: see `cli/diagnose.py`)."""
     for words, factor in [*scale, ("host", 1.0 if host is None else host)]:
         if not 0 <= factor < math.inf:
             raise UsageError(f"{words}: the factor must be 0 or greater, not {factor}.")

@@ -60,7 +60,8 @@ def work_text(account: RankAccount) -> str:
     unknown = percent(shares.pop("other", 0.0))
     known = [f"{class_name(name)} {percent(share)}" for name, share in shares.items() if share >= _LEAST_SHARE]
     kernels = plural(int(account.launches["num_kernels"] or 0), "kernel")
-    return f"{kernels} take {duration(work_ns)} over {over}: {', '.join([*known, f'unclassified {unknown}'])}."
+    shares_text = ", ".join([*known, f"unclassified {unknown}"])
+    return f"{duration(work_ns)} of GPU work in {kernels} over {over}: {shares_text}."
 
 
 def _class_chart(account: RankAccount) -> Bars:

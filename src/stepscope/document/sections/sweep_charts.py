@@ -9,7 +9,7 @@ from typing import Any
 from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK, PointSummary, SweepSummary
 from stepscope.document.model import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Text
 from stepscope.document.sections.sweep_axes import MOST_SERIES, Layout, label, value_text
-from stepscope.document.text.sweeps import BEST, NOISY, TIED, digits_of
+from stepscope.document.sweep_table import BEST, NOISY, TIED, digits_of
 from stepscope.formatting import cell, duration, listed, plural, safe, title_of
 
 MOST_FACETS = 6

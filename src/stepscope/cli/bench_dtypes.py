@@ -6,9 +6,9 @@ logits, loss, gradients, optimizer state; every cast with the bytes it moves, wh
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
 
 examples:
-  stepscope audit examples/toy_precision.py:build --dtype autocast_bf16
-  stepscope audit cs336 --preset tiny --dtype autocast_bf16 --micro-batches 2
-  stepscope audit hf:config.json --dtype bf16 --json
+  stepscope bench --check dtypes examples/toy_precision.py:build --dtype autocast_bf16
+  stepscope bench --check dtypes cs336 --preset tiny --dtype autocast_bf16 --micro-batches 2
+  stepscope bench --check dtypes hf:config.json --dtype bf16 --json
 """
 
 from __future__ import annotations

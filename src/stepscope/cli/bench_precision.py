@@ -7,9 +7,9 @@ dtype that this device cannot do is a row with the reason.
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
 
 examples:
-  stepscope precision cs336 --preset tiny --device cpu
-  stepscope precision cs336 --preset small --dtype fp32,tf32,autocast_bf16 -o runs/precision
-  stepscope precision hf:config.json --mode forward+backward
+  stepscope bench --check precision cs336 --preset tiny --device cpu
+  stepscope bench --check precision cs336 --preset small --dtype fp32,tf32,autocast_bf16 -o runs/precision
+  stepscope bench --check precision hf:config.json --mode forward+backward
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ Values separated by commas multiply. The exit code is 0 when all is well, 3 when
 compile, 2 for a mistake.
 
 examples:
-  stepscope compile-check cs336 --preset tiny --device cpu
-  stepscope compile-check model.py:build --compile default,reduce-overhead --shapes batch=4,6
-  stepscope compile-check hf:config.json --mode inference --shapes seq_len=128,96 --json
+  stepscope bench --check compile cs336 --preset tiny --device cpu
+  stepscope bench --check compile model.py:build --compile default,reduce-overhead --shapes batch=4,6
+  stepscope bench --check compile hf:config.json --mode inference --shapes seq_len=128,96 --json
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Terminal text, one file per topic."""
