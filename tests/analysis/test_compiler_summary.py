@@ -9,8 +9,9 @@ import pytest
 
 from handmade import gpu_recording
 from stepscope.analysis.compiler.compile_summary import break_even, compiler_summary, split_guard
-from stepscope.document.text.compiler_text import break_even_words, compiler_text
+from stepscope.document.sections.compiler import break_even_text, compiler_document
 from stepscope.findings.compiler_report import compiler_report
+from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
 
 REPORT = {
@@ -105,17 +106,17 @@ def test_when_compiling_has_paid():
     assert break_even(2.0, 1e6, 3e6) == 1000
     assert break_even(2.0, 3e6, 1e6) == math.inf and break_even(2.0, None, 1e6) is None
     never = compiler_summary(REPORT, compiled_ns=3e6, eager_ns=1e6)
-    assert "never pays" in break_even_words(never)
+    assert "never pays" in break_even_text(never)
     assert never.to_json()["break_even"] is None and never.to_json()["pays"] is False
-    assert "pays after 10,000 steps" in break_even_words(compiler_summary(REPORT, compiled_ns=1e6, eager_ns=3e6))
+    assert "10,000 steps" in break_even_text(compiler_summary(REPORT, compiled_ns=1e6, eager_ns=3e6))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_screen_of_a_recording_fits(tmp_path, width):
     case = open_session(gpu_recording(tmp_path / "run", REPORT)).case
-    text = compiler_text(compiler_report(case), 8, width)
+    text = terminal_text(compiler_document(compiler_report(case)), width)
 
     assert max(map(len, text.splitlines())) <= width
     for words in ("moe.py:9 in forward", "m.py:7 in f", "seen: 8, 10, 12", "20.0 s", "6 recorded", "mutated inputs"):
         assert words in text
-    assert "runs eagerly from then on" in " ".join(text.split())
+    assert "now run eagerly" in " ".join(text.split())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from stepscope.analysis.memory.account import account
-from stepscope.document.text.memory_text import memory_text
+from stepscope.document.sections.memory import memory_document
+from stepscope.render.terminal import terminal_text
 from stepscope.session.memory import RECORDING, MemoryReport
 from stepscope.session.memory_growth import MemoryAnalysis
 
@@ -42,7 +43,7 @@ def test_tensors_are_summed_by_the_variable_that_holds_them():
 def test_the_screen_names_the_variables_and_their_sums():
     report = MemoryReport("run", RECORDING, account(MEMORY), None, ())
 
-    text = memory_text(MemoryAnalysis((report,), None), 8)
+    text = terminal_text(memory_document(MemoryAnalysis((report,), None)))
 
     assert "400 B in 100 tensors at train.py:9 losses" in text
     assert "220 B in 10 tensors at train.py:12 seen" in text

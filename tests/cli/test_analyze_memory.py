@@ -32,6 +32,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("memory")
     cpu_recording(folder / "run")
     write_memory(folder / "run" / "memory.json.gz", a_step())
+    cpu_recording(folder / "run" / "rank1")
     write_memory(folder / "run" / "rank1" / "memory.json.gz", a_step(device="cpu"))
     write_memory(folder / "short.json.gz", transformer(S))
     write_memory(folder / "long.json.gz", transformer(2 * S))

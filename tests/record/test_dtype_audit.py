@@ -87,7 +87,7 @@ def test_a_weight_that_is_used_twice_is_cast_once_an_activation_each_time():
     (activation,) = [one for one in audit.casts if one.of == "activation"]
     assert (activation.num_casts, activation.num_again) == (2, 1)
     assert activation.again_bytes == 4 * 8 * (4 + 2)
-    assert "1 cast of the forward cast what it had cast already" in str(audit)
+    assert "1 cast in forward" in str(audit) and "192 B per step" in " ".join(str(audit).split())
 
 
 @dataclasses.dataclass
@@ -156,7 +156,7 @@ def test_without_a_lower_dtype_there_is_nothing_to_explain():
 
     assert audit.stayed == [] and audit.casts == [] and audit.cast_bytes() == 0
     assert audit.facts["logits"] is None and audit.facts["loss"] == "float32"
-    assert "casts           none" in str(audit)
+    assert str(audit).startswith("No casts")
 
 
 def test_bf16_weights_need_no_autocast():
@@ -181,7 +181,7 @@ def test_a_norm_with_a_weight_of_another_dtype_is_told(monkeypatch):
 
     monkeypatch.setattr(dtype_audit, "_has_fused", lambda *_: True)
     lost = stepscope.audit(model, torch.randn(4, 8), autocast=torch.bfloat16)
-    assert "the fused kernel is lost, it runs as pow, mean" in " ".join(str(lost).split())
+    assert "loses the fused kernel and runs as pow, mean" in " ".join(str(lost).split())
 
     model[1].bfloat16()
     assert not stepscope.audit(model, torch.randn(4, 8), autocast=torch.bfloat16).facts["norms"]

@@ -36,7 +36,16 @@ def build():
 
 def test_the_toy_model_in_some_dtypes(tmp_path):
     folder = tmp_path / "sweep"
-    words = ["bench", "--check", "precision", f"{ROOT / 'examples' / 'toy_precision.py'}:build", "--device", "cpu", "--steps", "6"]
+    words = [
+        "bench",
+        "--check",
+        "precision",
+        f"{ROOT / 'examples' / 'toy_precision.py'}:build",
+        "--device",
+        "cpu",
+        "--steps",
+        "6",
+    ]
     words += ["--dtype", "bf16,fp32,tf32,fp16,autocast_bf16", "-o", str(folder), "--quiet", "--json"]
     done = subprocess.run([sys.executable, "-m", "stepscope", *words], capture_output=True, text=True)
 
