@@ -93,7 +93,7 @@ def how_split(summary: Summary) -> str:
     """Return what the parts of a recorded step are: GPU work, or time on one clock."""
     if any(row.name == "idle" for row in summary.rows):
         return "GPU work by the phase that launched it"
-    return "time between the CUDA events of each phase" if summary.clock == "device" else "host time by phase"
+    return "time between CUDA events" if summary.clock == "device" else "host time by phase"
 
 
 def _run(recording: Recording) -> Iterator[Fact]:

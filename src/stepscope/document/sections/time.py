@@ -36,7 +36,7 @@ def gpu_time_parts(account: RankAccount) -> Iterator[Part]:
     time, split = account.gpu_time, gpu_split(account.gpu_time)
     if not split:
         return
-    title = f"where the GPU time goes ({duration(time.window_ns)} from its first to its last event)"
+    title = f"where the GPU time goes ({duration(time.window_ns)}, first to last event)"
     shown = [row for row in split if row.ns or row.name in ("compute", IDLE)]
     series = (Series("GPU time", [row.ns for row in shown]),)
     yield Bars(id="gpu_time", title=title, labels=[row.name for row in shown], series=series, unit="time_ns")
