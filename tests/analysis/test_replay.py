@@ -222,7 +222,7 @@ def test_work_is_chosen_by_words():
 
     assert choose(table, "class=gemm")["name"].to_list() == ["sgemm_128x64"]
     assert choose(table, "kernel=*_forward,op=aten::*")["name"].to_list() == ["softmax_forward"]
-    with pytest.raises(UsageError, match="fits no GPU work; there is aten::"):
+    with pytest.raises(UsageError, match="matches no GPU work; there is aten::"):
         choose(table, "op=aten::bmm")
     with pytest.raises(UsageError, match="FIELD=PATTERN"):
         choose(table, "ops=aten::bmm")

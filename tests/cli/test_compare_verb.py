@@ -188,7 +188,7 @@ def test_several_runs_of_each_side(runs, tmp_path, compare, as_json):
     assert step["share"] == pytest.approx(0.5, rel=1e-3) and step["low"] < 0.47 and step["high"] > 0.53
     tables = add_up(pair)
     assert tables["phase"]["delta"] == pytest.approx(step["delta"])
-    assert any("3 runs, a step takes" in note and "2.0 % apart" in note for note in pair["notes"])
+    assert any("3 runs with" in note and "2.0 % apart" in note for note in pair["notes"])
     assert "Too few samples for a verdict: 2 and 3 runs" in compare(
         "--base", *sides[0][:2], "--new", *sides[1], code=4
     )
@@ -199,7 +199,7 @@ def test_several_runs_of_each_side(runs, tmp_path, compare, as_json):
     ):
         assert said in compare(*mistake, code=2)
     other = compare("--base", sides[0][0], runs / "wide", "--new", *sides[1], code=4)
-    assert "are named as runs of one thing and differ in parameters" in other
+    assert "were passed as runs of the same thing but differ in parameters" in other
 
 
 def test_sweeps_are_one_on_each_side(sweeps, compare):
@@ -267,7 +267,7 @@ def test_markdown_and_the_summary_of_a_job(runs, tmp_path, compare, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--fail-on", "speed:3%"), "no metric 'speed'; there are step_time"),
+        (("--fail-on", "speed:3%"), "unknown metric 'speed'. Choose from step_time"),
         (("--fail-on", "step_time:3"), "step_time:3%"),
         (("--allow", "color"), "device, dtype, tokens"),
         (("--threshold", "two"), "write it as 2%"),

@@ -64,7 +64,7 @@ def test_a_trace_without_modules_says_how_to_have_them(tmp_path, monkeypatch, ca
     TraceBuilder().op("aten::mm", 0, 10).write(tmp_path / "bare.json")
 
     assert "names no modules" in failed(capsys, "bare.json", "speedscope", "--module", "x")
-    assert "nothing in the trace says where a step ends" in failed(capsys, "bare.json", "csv", "--step", "1")
+    assert "the trace does not mark where steps end" in failed(capsys, "bare.json", "csv", "--step", "1")
 
 
 @pytest.mark.parametrize("form", ["perfetto", "speedscope", "csv", "parquet"])

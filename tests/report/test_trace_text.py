@@ -190,7 +190,7 @@ def test_entries_that_are_no_events_are_called_that(tmp_path):
     text = path.read_text()
     path.write_text(text.replace('"traceEvents": [', '"traceEvents": [1, 2, '))
 
-    assert account(read_trace(path), 0).warnings[0].startswith("2 entries that are no events (the first at byte")
+    assert account(read_trace(path), 0).warnings[0].startswith("2 entries that are not events (the first at byte")
 
 
 # -- tables -----------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_fixes_joined_by_a_plus_are_held_to_the_widest_tolerance():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("autocst", "no fix is called 'autocst'; there are fp32_matmul"),
+        ("autocst", "Unknown fix 'autocst'. Choose from fp32_matmul"),
         ("compile=fast", "compile takes default, max-autotune"),
         ("autocast=fp16", "autocast takes no value"),
         ("waiting_for_data=1.5", "waiting_for_data takes N"),

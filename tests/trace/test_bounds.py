@@ -79,7 +79,7 @@ def test_beyond_what_any_trace_expands_to_reading_stops(tmp_path):
     assert said["peak_bytes"] < MOST_MEMORY
     assert said["num_events"] == 1
     assert said["warnings"][0].startswith(
-        "the file expands more than 250 times, which no trace does: reading stopped"
+        "the file expands more than 250 times, more than any trace: reading stopped"
     )
 
 

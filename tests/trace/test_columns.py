@@ -310,26 +310,26 @@ def test_begins_and_ends_pair_up_on_their_own_thread(tmp_path):
         (3, "op", "inner", 3_000, 2_000),
         (8, "op", "whole", 4_000, 5_000),
     ]
-    assert trace.warnings == ("2 begin or end events have no partner and are left out",)
+    assert trace.warnings == ("2 begin or end events have no counterpart and were skipped",)
 
 
 @pytest.mark.parametrize(
     ("times", "what"),
     [
-        ('"dur": 1', "with no start time that can be used"),
-        ('"ts": null, "dur": 1', "with no start time that can be used"),
-        ('"ts": [1, 2], "dur": 1', "with no start time that can be used"),
-        ('"ts": "1,2", "dur": 1', "with no start time that can be used"),
-        ('"ts": {"a": 1, "b": 2}, "dur": 1', "with no start time that can be used"),
-        ('"ts": NaN, "dur": 1', "with no start time that can be used"),
-        ('"ts": 9000000000000000, "dur": 1', "with a start time out of all bounds"),
-        ('"ts": -9000000000000000, "dur": 1', "with a start time out of all bounds"),
-        ('"ts": 18446744073709551615, "dur": 1', "with no start time that can be used"),
+        ('"dur": 1', "with no usable start time"),
+        ('"ts": null, "dur": 1', "with no usable start time"),
+        ('"ts": [1, 2], "dur": 1', "with no usable start time"),
+        ('"ts": "1,2", "dur": 1', "with no usable start time"),
+        ('"ts": {"a": 1, "b": 2}, "dur": 1', "with no usable start time"),
+        ('"ts": NaN, "dur": 1', "with no usable start time"),
+        ('"ts": 9000000000000000, "dur": 1', "with a start time out of range"),
+        ('"ts": -9000000000000000, "dur": 1', "with a start time out of range"),
+        ('"ts": 18446744073709551615, "dur": 1', "with no usable start time"),
         ('"ts": 1, "dur": -0.001', "with a negative duration"),
-        ('"ts": 1, "dur": Infinity', "with a duration that is no number, or too large"),
-        ('"ts": 1, "dur": [1, 2]', "with a duration that is no number, or too large"),
-        ('"ts": 1, "dur": "long"', "with a duration that is no number, or too large"),
-        ('"ts": 1, "dur": 18446744073709551.615', "with a duration that is no number, or too large"),
+        ('"ts": 1, "dur": Infinity', "with a duration that is not a number, or too large"),
+        ('"ts": 1, "dur": [1, 2]', "with a duration that is not a number, or too large"),
+        ('"ts": 1, "dur": "long"', "with a duration that is not a number, or too large"),
+        ('"ts": 1, "dur": 18446744073709551.615', "with a duration that is not a number, or too large"),
         ('"ts": 1, "dur": 9007199254740.993', "with a duration of more than 104 days"),
     ],
 )

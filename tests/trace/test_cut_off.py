@@ -110,8 +110,8 @@ def test_the_warning_says_where_the_file_ends(tmp_path):
 
     assert trace.host["name"].to_list() == ["a"]
     assert trace.warnings == (
-        f"the file ends at byte {len(text) - 20:,} inside its list of events, as when the job that wrote it was "
-        "killed: every complete event was read",
+        f"the file ends at byte {len(text) - 20:,} inside its list of events, probably because the job that wrote it "
+        "was killed: every complete event was read",
     )
     assert [(p.what, p.offset) for p in trace.problems] == [("cut off", text.rindex('{"ph"'))]
 
@@ -125,7 +125,7 @@ def test_a_begin_whose_end_was_cut_off_is_told(tmp_path):
     trace = read(tmp_path, text[:-10])
 
     assert trace.host["name"].to_list() == ["a"]
-    assert "1 begin or end events have no partner and are left out" in trace.warnings
+    assert "1 begin or end events have no counterpart and were skipped" in trace.warnings
 
 
 def test_an_appending_writer_is_read_as_far_as_it_had_come(tmp_path, monkeypatch):

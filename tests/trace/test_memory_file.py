@@ -65,7 +65,7 @@ def bad(**fields: Any) -> dict[str, Any]:
         (bad(allocations=[tensor(4) | {"bytes": 1.5}]), "bytes is not a count"),
         (bad(allocations=[tensor(4) | {"bytes": True}]), "bytes is not a count"),
         (bad(allocations=[tensor(4) | {"bytes": 2**63}]), "bytes is not a count"),
-        (bad(allocations=[tensor(4, born=3, died=2)]), "died before it was born"),
+        (bad(allocations=[tensor(4, born=3, died=2)]), "was freed before it was allocated"),
         (bad(allocations=[tensor(4) | {"module": ["a"]}]), "module is not a text"),
         (bad(allocations=[tensor(4) | {"shape": "4"}]), "shape is not a list"),
         (bad(allocations=[tensor(4) | {"shape": [-1]}]), "shape is not a count"),

@@ -84,7 +84,7 @@ def test_a_killed_worker_is_one_line(path, started, capfd, victims, when):
             for process in started[:victims]:
                 process.send_signal(signal.SIGKILL)
 
-    with pytest.raises(TraceError, match=r"^a process that was decoding the trace at byte .* died \(exit code -9\)"):
+    with pytest.raises(TraceError, match=r"^A process that was decoding the trace at byte .* died \(exit code -9\)"):
         read_trace(path, kill, workers=3)
     assert all(process.returncode is not None for process in started)
     assert capfd.readouterr() == ("", "")

@@ -256,12 +256,12 @@ def test_numbers_in_fields_are_not_cut(tmp_path, monkeypatch, slice_bytes):
 @pytest.mark.parametrize(
     ("after", "warning"),
     [
-        ("", "what follows the events is cut off or damaged"),
-        (', "a', "what follows the events is cut off or damaged"),
-        (', "a": tru', "what follows the events is cut off or damaged"),
-        (', "a": oops}', "what follows the events is cut off or damaged"),
-        (', "a": 1', "what follows the events is cut off or damaged"),
-        ("} {}", "what follows the trace was not read"),
+        ("", "the data after the events is cut off or damaged"),
+        (', "a', "the data after the events is cut off or damaged"),
+        (', "a": tru', "the data after the events is cut off or damaged"),
+        (', "a": oops}', "the data after the events is cut off or damaged"),
+        (', "a": 1', "the data after the events is cut off or damaged"),
+        ("} {}", "data after the trace was not read"),
         (', "traceEvents": [{"ph": "X"}]}', 'a second list "traceEvents" was not read'),
     ],
 )
@@ -275,7 +275,7 @@ def test_what_is_wrong_after_the_events_is_told(tmp_path, after, warning):
 def test_a_second_document_after_a_list_is_told(tmp_path):
     trace = read_text(tmp_path, '[{"ph": "X", "ts": 1}]\n[{"ph": "X", "ts": 2}]')
 
-    assert trace.warnings == ("what follows the trace was not read (byte 23)",)
+    assert trace.warnings == ("data after the trace was not read (byte 23)",)
 
 
 def test_progress_rises_to_the_whole(tmp_path, small_slices):

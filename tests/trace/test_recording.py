@@ -91,7 +91,7 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_said(tmp_path, cut):
     recording = read(tmp_path / "run", whole + json.dumps(sample(2)).encode()[:cut])
 
     assert [s.step for s in recording.samples] == [0, 1]
-    assert recording.warnings == ("samples.jsonl: 1 line(s) could not be read and were left out",)
+    assert recording.warnings == ("samples.jsonl: 1 line(s) could not be read and were skipped",)
 
 
 def test_garbage_between_good_lines_is_counted(tmp_path):
@@ -106,7 +106,7 @@ def test_garbage_between_good_lines_is_counted(tmp_path):
     recording = read(tmp_path / "run", lines(sample(0), *garbage, sample(1)))
 
     assert [s.step for s in recording.samples] == [0, 1]
-    assert recording.warnings == ("samples.jsonl: 6 line(s) could not be read and were left out",)
+    assert recording.warnings == ("samples.jsonl: 6 line(s) could not be read and were skipped",)
 
 
 @pytest.mark.parametrize("field", ["window", "start_ns", "wall_ns", "host_ns"])
@@ -116,7 +116,7 @@ def test_a_step_that_lacks_a_field_is_left_out_and_said(tmp_path, field):
     recording = read(tmp_path / "run", lines(sample(0), broken, sample(2)))
 
     assert [s.step for s in recording.samples] == [0, 2]
-    assert recording.warnings == ("samples.jsonl: 1 step(s) lack a field, or have a wrong one, and were left out",)
+    assert recording.warnings == ("samples.jsonl: 1 step(s) have a missing or invalid field and were skipped",)
 
 
 def test_fields_that_older_writers_did_not_have_get_their_defaults(tmp_path):
@@ -175,19 +175,19 @@ def test_absurd_numbers_are_left_out_and_said(tmp_path):
     recording = read(tmp_path / "run", lines(sample(0), sample(1, start_ns=-1), sample(2, wall_ns=10**30)))
 
     assert [s.step for s in recording.samples] == [0]
-    assert recording.warnings == ("samples.jsonl: 2 step(s) lack a field, or have a wrong one, and were left out",)
+    assert recording.warnings == ("samples.jsonl: 2 step(s) have a missing or invalid field and were skipped",)
 
 
 def test_no_folder_no_recording_and_a_newer_one_are_told_apart(tmp_path):
     with pytest.raises(RecordingError, match="there is no "):
         read_recording(tmp_path / "nowhere")
-    with pytest.raises(RecordingError, match=r"holds no recording: recording.json is not there"):
+    with pytest.raises(RecordingError, match=r"is not a recording: it has no recording.json"):
         read_recording(tmp_path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(RecordingError):
         read_recording(tmp_path / "file")
     folder = write_recording(tmp_path / "run", cpu_facts(schema_version=2), [])
-    with pytest.raises(RecordingError, match="schema version 2, this Stepscope reads up to 1: upgrade Stepscope"):
+    with pytest.raises(RecordingError, match="schema version 2, but this Stepscope reads up to 1: upgrade Stepscope"):
         read_recording(folder)
 
 

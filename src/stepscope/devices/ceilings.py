@@ -67,7 +67,9 @@ def save_ceilings(ceilings: Ceilings) -> Path:
         temporary.write_text(json.dumps(_read() | {ceilings.name: entry}, indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
-        raise StepscopeError(f"cannot store the ceilings: {error}; set STEPSCOPE_CACHE to a folder") from None
+        raise StepscopeError(
+            f"Cannot store the ceilings: {error}. Set STEPSCOPE_CACHE to a writable folder."
+        ) from None
     return path
 
 

@@ -60,7 +60,7 @@ class Assembler:
             pairs, num_open = pair_edges(_together(BEGINS, begins), _together(ENDS, ends))
             self._frames.setdefault(HOST.name, []).append(pairs)
             if num_open:
-                warnings.append(f"{num_open:,} begin or end events have no partner and are left out")
+                warnings.append(f"{num_open:,} begin or end events have no counterpart and were skipped")
         threads = self._thread_table()
         numbers = threads["number"].arg_sort()
         tables = {}

@@ -298,11 +298,11 @@ def _sound(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataFrame:
         return frame
     fault = (
         pl.when(start.is_null())
-        .then(pl.lit("no start time that can be used"))
+        .then(pl.lit("no usable start time"))
         .when(start.abs() > LATEST_NS)
-        .then(pl.lit("a start time out of all bounds"))
+        .then(pl.lit("a start time out of range"))
         .when(duration.is_null())
-        .then(pl.lit("a duration that is no number, or too large"))
+        .then(pl.lit("a duration that is not a number, or too large"))
         .when(duration < 0)
         .then(pl.lit("a negative duration"))
         .when(duration > LONGEST_NS)

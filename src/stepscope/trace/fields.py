@@ -16,12 +16,13 @@ _OTHER_FORMATS = {
     "\xfe\xff": "is UTF-16: a trace is UTF-8",
     "{\0": "is UTF-16: a trace is UTF-8",
     "[\0": "is UTF-16: a trace is UTF-8",
-    "PK\x03\x04": "is a zip archive, as torch.save writes them too: unpack it first if a trace is in it",
-    "BZh": "is compressed with bzip2: bunzip2 makes a trace of it",
-    "\xfd7zXZ\0": "is compressed with xz: unxz makes a trace of it",
-    "(\xb5/\xfd": "is compressed with Zstandard: unzstd makes a trace of it",
-    "\x1f\x8b": "is compressed twice with gzip: gunzip makes a trace of it",
-    "SQLite format 3": "is an SQLite database, as Nsight Systems writes them: only PyTorch's JSON traces are read",
+    "PK\x03\x04": "is a zip archive (like files of torch.save): unpack it first if it contains a trace",
+    "BZh": "is compressed with bzip2: decompress it with bunzip2",
+    "\xfd7zXZ\0": "is compressed with xz: decompress it with unxz",
+    "(\xb5/\xfd": "is compressed with Zstandard: decompress it with unzstd",
+    "\x1f\x8b": "is compressed twice with gzip: decompress it with gunzip",
+    "SQLite format 3": "is an SQLite database (like those of Nsight Systems): only PyTorch's JSON traces are "
+    "supported",
 }
 """Files mistaken for traces, by their beginning."""
 _LONGEST_BEGINNING = max(map(len, _OTHER_FORMATS))
@@ -59,7 +60,7 @@ class Fields:
         if not first:
             raise self.error("has only white space" if self.offset else "is empty")
         if first not in "{[":
-            raise self.error(f"is not a trace: {{ or [ was expected and {first!r} found")
+            raise self.error(f"is not a trace: expected {{ or [, found {first!r}")
         self._position += 1
         return first == "{"
 
@@ -72,10 +73,10 @@ class Fields:
                 self._position += 1
                 return False
             if self.peek() != '"':
-                raise self.error("is not a trace: a name in quotes was expected" if self.peek() else _ENDS)
+                raise self.error("is not a trace: expected a name in quotes" if self.peek() else _ENDS)
             key = self._value()
             if self.peek() != ":":
-                raise self.error("is not a trace: a colon was expected" if self.peek() else _ENDS)
+                raise self.error("is not a trace: expected a colon" if self.peek() else _ENDS)
             self._position += 1
             if self.peek() == "[" and key == "traceEvents":
                 self._position += 1

@@ -24,18 +24,18 @@ def read_memory(path: Path) -> dict[str, Any]:
     try:
         memory = json.loads(_bytes_of(path))
     except (ValueError, RecursionError) as error:
-        raise RecordingError(f"{path} is not a memory file: {error}") from None
+        raise RecordingError(f"{path.name} is not a memory file: {error}") from None
     if not isinstance(memory, dict) or not isinstance(memory.get("allocations"), list):
-        raise RecordingError(f"{path} is not a memory file: it has no list of allocations")
+        raise RecordingError(f"{path.name} is not a memory file: it has no list of allocations")
     version = memory.get("schema_version", 1)
     if not isinstance(version, int) or version > MEMORY_VERSION:
         raise RecordingError(
-            f"{path} has schema version {version!r}, this Stepscope reads up to {MEMORY_VERSION}: upgrade Stepscope"
+            f"{path.name} has schema version {version!r}, but only up to {MEMORY_VERSION} is known: upgrade Stepscope"
         )
     try:
         _check(memory, version)
     except (TypeError, ValueError) as error:
-        raise RecordingError(f"{path}: {error}: record it again with this Stepscope") from None
+        raise RecordingError(f"{path.name}: {error}: record it again with this Stepscope") from None
     return memory if version >= MEMORY_VERSION else _of_version_1(memory)
 
 
@@ -46,11 +46,11 @@ def _bytes_of(path: Path) -> bytes:
         with gzip.open(path) if is_compressed else path.open("rb") as stream:
             data: bytes = stream.read(MAX_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise RecordingError(f"{path} is damaged: {error}") from None
+        raise RecordingError(f"{path.name} is damaged: {error}") from None
     except OSError as error:
-        raise RecordingError(f"{path}: {error.strerror or error}") from None
+        raise RecordingError(f"{path.name}: {error.strerror or error}") from None
     if len(data) > MAX_BYTES:
-        raise RecordingError(f"{path} has more than {MAX_BYTES >> 20} MiB of JSON, which no memory window has")
+        raise RecordingError(f"{path.name} has more than {MAX_BYTES >> 20} MiB of JSON, more than any memory window")
     return data
 
 
@@ -72,7 +72,7 @@ def _check(memory: Mapping[str, Any], version: int) -> None:
             _count(size, f"{where}.shape")
         for begin, end in (("born", "died"), ("born_ns", "died_ns")):
             if each.get(begin) is not None and each.get(end) is not None and each[end] < each[begin]:
-                raise ValueError(f"{where} died before it was born")
+                raise ValueError(f"{where} was freed before it was allocated")
     for name, field in (("stages", "name"), ("saved", None), ("left_alive", None)):
         for index, each in enumerate(_list(memory.get(name), name)):
             where = f"{name}[{index}]"

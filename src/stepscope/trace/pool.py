@@ -94,8 +94,8 @@ class Pool:
             return receive_answer(process.stdout)
         except (OSError, EOFError):
             raise TraceError(
-                f"a process that was decoding the trace at byte {part.base:,} died (exit code {_end(process)}): "
-                "the trace is unharmed; if memory was short, try again when there is more"
+                f"A process that was decoding the trace at byte {part.base:,} died (exit code {_end(process)}). "
+                "The trace is intact. If memory was short, try again when there is more."
             ) from None
         finally:
             self._free.put(process)  # even if dead: nobody must wait for it forever

@@ -73,8 +73,8 @@ class _Reading:
         num_passed_over = self.assembler.num_passed_over
         if num_passed_over > USUAL_EVENT:
             self.warnings.append(
-                f"{num_passed_over:,} of {self.source.num_read:,} bytes of JSON were passed over as broken, with all "
-                "events in them"
+                f"{num_passed_over:,} of {self.source.num_read:,} bytes of JSON are broken and were skipped, with "
+                "all events in them"
             )
         facts = replace(facts_of(self.document.fields), is_cut_off=self.trailer is None)
         return self.assembler.finish(path, facts, [*self.source.warnings, *self.warnings])
@@ -133,6 +133,6 @@ class _Reading:
                 self.warnings.append(fault)
         elif not self.source.warnings:
             self.warnings.append(
-                f"the file ends at byte {self.source.num_read:,} inside its list of events, as when the job that "
-                "wrote it was killed: every complete event was read"
+                f"the file ends at byte {self.source.num_read:,} inside its list of events, probably because the job "
+                "that wrote it was killed; every complete event was read"
             )

@@ -139,18 +139,18 @@ def read_recording(folder: Path) -> Recording:
     """Return the recording in `folder`; RecordingError in one line if there is none."""
     path = folder / RECORDING_FILE
     if not folder.exists():
-        raise RecordingError(f"there is no {folder}")
+        raise RecordingError(f"{folder} not found")
     if not path.is_file():
-        raise RecordingError(f"{folder} holds no recording: {RECORDING_FILE} is not there")
+        raise RecordingError(f"{folder} is not a recording: it has no {RECORDING_FILE}")
     try:
         facts = json.loads(path.read_bytes())
         version = facts["schema_version"]
         status = str(facts["status"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RecordingError(f"{path} is not a recording of Stepscope: {error}") from None
+        raise RecordingError(f"{path} is not a Stepscope recording: {error}") from None
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         raise RecordingError(
-            f"{path} has schema version {version}, this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
+            f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
         )
     warnings: list[str] = []
     return Recording(
@@ -169,7 +169,7 @@ def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
         return None
     report = read_compile_file(path)
     if report is None:
-        warnings.append(f"{path.name} could not be read and was left out")
+        warnings.append(f"{path.name} could not be read and was skipped")
     return report
 
 
@@ -189,7 +189,7 @@ def _lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
             else:
                 num_bad += 1
     if num_bad:
-        warnings.append(f"{path.name}: {num_bad} line(s) could not be read and were left out")
+        warnings.append(f"{path.name}: {num_bad} line(s) could not be read and were skipped")
     return lines
 
 
@@ -207,7 +207,7 @@ def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSamp
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             num_bad += 1
     if num_bad:
-        warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) lack a field, or have a wrong one, and were left out")
+        warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) have a missing or invalid field and were skipped")
     return tuple(samples)
 
 
@@ -259,5 +259,5 @@ def _counters(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[Counter
         except (KeyError, TypeError):
             num_bad += 1
     if num_bad:
-        warnings.append(f"{COUNTERS_FILE}: {num_bad} sample(s) have a wrong field and were left out")
+        warnings.append(f"{COUNTERS_FILE}: {num_bad} sample(s) have an invalid field and were skipped")
     return tuple(samples)

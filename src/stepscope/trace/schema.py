@@ -68,7 +68,7 @@ class Table:
         return pl.DataFrame(schema=self.schema)
 
 
-EVENT = Column("event", pl.UInt32, "Position of the event in the file; names it across all tables.")
+EVENT = Column("event", pl.UInt32, "Position of the event in the file; identifies it across all tables.")
 NAME = Column("name", pl.Categorical(), "Name as recorded.")
 THREAD = Column("thread", pl.UInt32, "Row of `threads`.")
 START = Column("start_ns", pl.Int64, "Start on the trace's own clock, exact.")
@@ -80,7 +80,7 @@ STREAM = Column("stream", pl.Int64, "Stream on the device.")
 
 HOST = Table(
     "host",
-    "What the processor did: ops, annotations, runtime and driver calls, Python functions; by thread and time.",
+    "CPU activity: ops, annotations, runtime and driver calls, Python functions; by thread and time.",
     (
         EVENT,
         Column("kind", pl.Enum(HOST_KINDS), f"One of {', '.join(f'`{kind}`' for kind in HOST_KINDS)}."),
@@ -91,7 +91,7 @@ HOST = Table(
         CORRELATION,
         EXTERNAL_ID,
         Column("sequence", pl.Int64, "Autograd's sequence number: the same in a forward op and its backward."),
-        Column("forward_thread", pl.Int64, "Autograd's number of the forward thread; 0 in the forward itself."),
+        Column("forward_thread", pl.Int64, "Autograd's number for the forward thread; 0 in the forward itself."),
         Column("shapes", pl.Categorical(), "Sizes of the inputs, JSON as recorded."),
         Column("dtypes", pl.Categorical(), "Types of the inputs, JSON as recorded."),
         Column("strides", pl.Categorical(), "Strides of the inputs, JSON as recorded."),
@@ -106,7 +106,7 @@ HOST = Table(
 
 DEVICE_TABLE = Table(
     "device",
-    "What the GPU did: kernels, copies and fills.",
+    "GPU activity: kernels, copies and fills.",
     (
         EVENT,
         Column("kind", pl.Enum(DEVICE_KINDS), f"One of {', '.join(f'`{kind}`' for kind in DEVICE_KINDS)}."),
@@ -120,10 +120,10 @@ DEVICE_TABLE = Table(
         Column("bytes", pl.Int64, "Bytes copied or filled."),
         Column("grid", pl.Categorical(), "Blocks of a kernel, JSON as recorded."),
         Column("block", pl.Categorical(), "Threads of a block, JSON as recorded."),
-        Column("registers_per_thread", pl.Int64, "Registers a thread of the kernel uses."),
-        Column("shared_memory_bytes", pl.Int64, "Shared memory a block of the kernel uses."),
-        Column("occupancy_percent", pl.Float64, "Occupancy as the profiler estimated it."),
-        Column("graph", pl.Int64, "Number of the CUDA graph the work came from, where the trace has it."),
+        Column("registers_per_thread", pl.Int64, "Registers per thread."),
+        Column("shared_memory_bytes", pl.Int64, "Shared memory per block."),
+        Column("occupancy_percent", pl.Float64, "Occupancy estimated by the profiler."),
+        Column("graph", pl.Int64, "Number of the CUDA graph that the work belongs to, if recorded."),
         Column("graph_node", pl.Int64, "Its node in that graph."),
     ),
 )
@@ -136,7 +136,7 @@ DEVICE_RANGES = Table(
 
 SYNCS = Table(
     "syncs",
-    "Synchronizations as the driver reported them (only where the profiler was asked for them).",
+    "Synchronizations reported by the driver (only if enabled in the profiler).",
     (
         EVENT,
         NAME,
@@ -153,28 +153,28 @@ SYNCS = Table(
 
 MEMORY = Table(
     "memory",
-    "Every allocation and release the profiler saw.",
+    "Every allocation and free recorded by the profiler.",
     (
         EVENT,
         THREAD,
-        Column("time_ns", pl.Int64, "When, on the trace's own clock."),
-        Column("device_type", pl.Int64, "0 is the processor, 1 CUDA, 6 HIP: PyTorch's own numbers."),
+        Column("time_ns", pl.Int64, "Time on the trace's own clock."),
+        Column("device_type", pl.Int64, "PyTorch's number: 0 is the CPU, 1 CUDA, 6 HIP."),
         DEVICE,
         Column("address", pl.Int64, "Address of the block."),
-        Column("bytes", pl.Int64, "Bytes allocated; negative when released."),
-        Column("allocated_bytes", pl.Int64, "Bytes the allocator had given out after it."),
-        Column("reserved_bytes", pl.Int64, "Bytes the allocator held after it."),
+        Column("bytes", pl.Int64, "Bytes allocated; negative when freed."),
+        Column("allocated_bytes", pl.Int64, "Bytes allocated after it."),
+        Column("reserved_bytes", pl.Int64, "Bytes reserved after it."),
     ),
 )
 
 COLLECTIVES = Table(
     "collectives",
-    "What the trace says of a collective: one row for each op or kernel that carries it.",
+    "Collectives: one row for each op or kernel with information about one.",
     (
         EVENT,
         Column("collective", pl.Categorical(), "Its name."),
         Column("dtype", pl.Categorical(), "Type of the elements."),
-        Column("num_in_elements", pl.Int64, "Elements each rank gives."),
+        Column("num_in_elements", pl.Int64, "Elements each rank sends."),
         Column("num_out_elements", pl.Int64, "Elements each rank receives."),
         Column("group_size", pl.Int64, "Ranks taking part."),
         Column("group", pl.Categorical(), "Name of the process group."),
@@ -184,7 +184,7 @@ COLLECTIVES = Table(
 
 THREADS = Table(
     "threads",
-    "Threads of the processes in the trace, and streams where the trace names them.",
+    "Threads of the processes in the trace, and streams that the trace names.",
     (
         THREAD,
         Column("pid", pl.String, "Process, as recorded."),
@@ -197,11 +197,11 @@ THREADS = Table(
 
 COUNTS = Table(
     "counts",
-    "Every event of the file, counted: also those that no table keeps.",
+    "Number of events in the file, including those in no table.",
     (
         Column("phase", pl.String, "The format's own letter: `X` complete, `s` and `f` flow, `M` metadata…"),
         Column("category", pl.String, "Category as recorded."),
-        Column("table", pl.String, "The table that keeps them; null when they are counted only."),
+        Column("table", pl.String, "The table that contains them; null if they are only counted."),
         Column("num_events", pl.Int64, "How many."),
     ),
 )

@@ -99,14 +99,14 @@ def plain_values(data: bytes) -> Any:
     except (pickle.UnpicklingError, EOFError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise ValueError(f"its pickle is damaged ({error})") from None
     except MemoryError:
-        raise ValueError("it wants more memory than there is") from None
+        raise ValueError("it needs more memory than available") from None
 
 
 class _PlainUnpickler(pickle.Unpickler):
     """Finds no classes: only plain values can come out."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(f"it asks for {module}.{name}, and a snapshot needs no code")
+        raise ValueError(f"it refers to {module}.{name}, but a snapshot contains no code")
 
     def persistent_load(self, _id: Any) -> NoReturn:
         raise ValueError("it refers to something outside itself")
@@ -115,7 +115,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _look_through(data: bytes) -> None:
     """Raise ValueError for the first opcode that no snapshot has."""
     if data[:1] != b"\x80" or data[1:2] not in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        raise ValueError("it does not begin as a pickle of protocol 2 to 5 does")
+        raise ValueError("it does not start like a pickle of protocol 2 to 5")
     plain, place, num_containers = _plain_opcodes(len(data)), 2, 0
     while place < len(data):
         run = plain.match(data, place)
@@ -129,12 +129,12 @@ def _look_through(data: bytes) -> None:
         else:
             names = {opcode.code: f"the opcode {opcode.name}" for opcode in pickletools.opcodes}
             what = names.get(chr(data[place]), f"0x{data[place]:02x}")
-            raise ValueError(f"{what} at byte {place:,} is none that plain values need; nothing of it was run")
+            raise ValueError(f"{what} at byte {place:,} is not needed for plain values; nothing was executed")
     else:
         raise ValueError(f"it ends at byte {len(data):,} before its pickle does")
     # A real entry takes at least 30 bytes and two of these; one takes 72 bytes of memory.
     if num_containers > 1000 + len(data) // 4:
-        raise ValueError("it is made of more lists and dicts than a snapshot of its size has")
+        raise ValueError("it has more lists and dicts than a snapshot of its size")
 
 
 def _plain_opcodes(num_bytes: int) -> re.Pattern[bytes]:
@@ -158,7 +158,7 @@ def _after_text(data: bytes, place: int) -> int:
     start = place + 1 + _TEXTS[data[place]]
     length = int.from_bytes(data[place + 1 : start], "little")
     if length > MAX_TEXT_BYTES or start + length > len(data):
-        raise ValueError(f"a text at byte {place:,} says it has {length:,} bytes: it is cut off, or damaged")
+        raise ValueError(f"a text at byte {place:,} claims {length:,} bytes: the file is cut off or damaged")
     return start + length
 
 
@@ -212,7 +212,7 @@ class _Reading:
             if self._num_entries > MAX_ENTRIES:
                 raise ValueError(f"it has more than {MAX_ENTRIES:,} entries")
             if not isinstance(value, kind):
-                raise ValueError(f"{what} holds something that is no {kind.__name__}")
+                raise ValueError(f"{what} contains something that is not a {kind.__name__}")
             yield value
 
     def _caller(self, holder: dict[str, Any]) -> str | None:
@@ -242,12 +242,12 @@ class _Reading:
 def _word(holder: dict[str, Any], name: str) -> str:
     value = holder.get(name)
     if not isinstance(value, str):  # converting a list to text could take forever
-        raise ValueError(f"{name} is not a text, or not there")
+        raise ValueError(f"{name} is missing or not a text")
     return value
 
 
 def _number(holder: Any, name: str, default: int | None = None) -> int:
     value = holder.get(name, default) if isinstance(holder, dict) else None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _NUMBER_END:
-        raise ValueError(f"{name} is not a number of bytes, or not there")
+        raise ValueError(f"{name} is missing or not a number of bytes")
     return value

@@ -101,7 +101,7 @@ class Source:
             wanted -= len(part)
             so_far = self.num_read + num_bytes - wanted
             if so_far > _SUSPICIOUS and so_far > _MOST_EXPANSION * self._file.tell():
-                self._stop(f"the file expands more than {_MOST_EXPANSION} times, which no trace does")
+                self._stop(f"the file expands more than {_MOST_EXPANSION} times, more than any trace")
         return b"".join(parts)
 
     def _inflate_next(self, wanted: int) -> bytes:
@@ -161,7 +161,7 @@ class Document:
         header = Fields(self.source.path, lambda: self.source.read(chunk or SLICE))
         self._is_object = header.open()
         if self._is_object and not header.read(self.fields):
-            raise header.error('is JSON but no trace: it has no list "traceEvents"')
+            raise header.error('is JSON but not a trace: it has no list "traceEvents"')
         self._base, self._buffer = header.rest()
 
     def slices(self) -> Iterator[Slice]:
@@ -190,9 +190,9 @@ class Document:
                 if trailer.read(self.fields):
                     return f'a second list "traceEvents" was not read (byte {trailer.offset:,})'
             except TraceError:
-                return f"what follows the events is cut off or damaged (byte {trailer.offset:,})"
+                return f"the data after the events is cut off or damaged (byte {trailer.offset:,})"
         if trailer.peek():
-            return f"what follows the trace was not read (byte {trailer.offset:,})"
+            return f"data after the trace was not read (byte {trailer.offset:,})"
         return None
 
 

@@ -228,7 +228,7 @@ def _tables(base: Subject, new: Subject) -> tuple[list[Table], list[Missing]]:
 def _reasons(lacking: list[tuple[str, str | None]]) -> str:
     """Return why one side, or both, lack something."""
     if not lacking:
-        return "the two were measured in ways that cannot be held against each other"
+        return "the two were measured in ways that cannot be compared"
     told = [why or "not there" for _, why in lacking]
     if len(told) == 2 and told[0] == told[1]:
         return f"both: {told[0]}"
@@ -264,6 +264,6 @@ def _restlessness(subject: Subject) -> list[str]:
     if correlation <= _CORRELATED / math.sqrt(len(samples)):
         return []
     return [
-        f"neighboring steps are alike (correlation {correlation:.2f}): the machine was not at rest, or the work "
-        "drifts, and the interval is too narrow; record both several times, in turns, and name all: --base … --new …"
+        f"neighboring steps are correlated ({correlation:.2f}): the machine was busy, or the work drifts, so "
+        "the interval is too narrow. Record both several times, alternating, and pass all: --base … --new …"
     ]

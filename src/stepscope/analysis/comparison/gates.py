@@ -81,10 +81,10 @@ def parse_gate(text: str) -> Gate:
     """
     metric = text.partition(":")[0].strip()
     if metric not in METRICS:
-        raise UsageError(f"--fail-on {text}: no metric {metric!r}; there are {', '.join(METRICS)}")
+        raise UsageError(f"--fail-on {text}: unknown metric {metric!r}. Choose from {', '.join(METRICS)}.")
     found = _GATE.fullmatch(text.strip())
     if found is None:
-        raise UsageError(f"--fail-on {text}: write it as METRIC:LIMIT%, as in {metric}:3%")
+        raise UsageError(f"--fail-on {text}: write METRIC:LIMIT%, for example {metric}:3%.")
     return Gate(metric, float(found.group(2)) / 100)
 
 
@@ -110,13 +110,13 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
     if change is None:
         reason = next(
             (each.reason for each in pair.missing if each.what == gate.metric),
-            "neither has it; stepscope show says what a run knows",
+            "neither side has it; stepscope show lists what a run has",
         )
         return result(UNDECIDED, f"missing: {reason}")
     if change.verdict == TOO_FEW:
         counts = " and ".join(map(str, change.num_samples or ()))
         unit = change.samples_are or STEPS
-        reason = f"too few samples: {counts} {unit}, where {FEWEST[unit]} on each side are the least"
+        reason = f"too few samples: {counts} {unit}, but each side needs at least {FEWEST[unit]}"
         return result(UNDECIDED, reason, change.share)
     if change.share is None:
         worse = change.is_worse
@@ -124,8 +124,7 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
     if change.is_significant is False and (change.detectable_share or 0.0) > gate.limit_share:
         shown = f"{100 * (change.detectable_share or 0):.1f} %"
         reason = (
-            f"such samples show a change from {shown} on, which is more than the limit: record more "
-            f"{change.samples_are}"
+            f"changes below {shown} are not detectable, which exceeds the limit: record more {change.samples_are}"
         )
         return result(UNDECIDED, reason, change.share)
     if not change.is_worse:
@@ -133,5 +132,5 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
     if abs(change.share) <= gate.limit_share + _ROUNDING:
         return result(PASSED, "worse, within the limit", change.share)
     if change.is_significant is False:
-        return result(PASSED, "within the noise, which is less than the limit", change.share)
+        return result(PASSED, "within the noise, which is below the limit", change.share)
     return result(FAILED, "worse by more than the limit", change.share)

@@ -19,7 +19,7 @@ NOISE_FACTOR = 2.0  # beyond the tolerance, this many times the distance of two 
 _LEAST_SCALE = 0.1
 """Of the largest loss; smaller losses are compared with this instead, since relative differences near zero explode.
 """
-_NO_LOSS = "the loop shows no loss: backward() of one number, or stepscope.step(loss=…)"
+_NO_LOSS = "no loss was found: call backward() on a single number, or stepscope.step(loss=…)"
 LOW_DTYPES = ("tf32", "bf16", "fp16", "fp8")
 
 Losses = Mapping[int, float]
@@ -61,14 +61,16 @@ def check_losses(
     'differ'
     """
     if arithmetic == NOT_COMPARABLE:
-        return LossCheck(NOT_COMPARED, "the change is one of what is learned from", arithmetic)
+        return LossCheck(NOT_COMPARED, "the change affects the training data", arithmetic)
     if not all(before) or not all(after) or not before or not after:
         return LossCheck(NOT_COMPARED, _NO_LOSS, arithmetic)
     tolerance = TOLERANCE[arithmetic] if tolerance_share is None else tolerance_share
     pairs = [_distance(first, second) for first, second in product(before, after)]
     num_steps = min(len(set(first) & set(second)) for first, second in product(before, after))
     if not num_steps:
-        return LossCheck(NOT_COMPARED, "runs with and without have no step in common", arithmetic, tolerance)
+        return LossCheck(
+            NOT_COMPARED, "runs with and without the change have no step in common", arithmetic, tolerance
+        )
     noise = max((_distance(first, second)[0] for first, second in combinations(before, 2)), default=0.0)
     if not math.isfinite(noise) or not any(map(math.isfinite, before[0].values())):
         return LossCheck(NOT_COMPARED, "the loss is not finite without the change either", arithmetic, tolerance)

@@ -42,7 +42,7 @@ METRICS = {
         Metric("samples_per_second", "samples/s", "per_s", False, ("slower", "faster"), is_rate=True),
         Metric("mfu", "MFU", "share", False, ("lower", "higher"), is_rate=True),
         Metric("gpu_busy_time", "GPU busy", "ns", True, ("less", "more")),
-        Metric("kernels", "kernels a step", "count", True, ("fewer", "more")),
+        Metric("kernels", "kernels per step", "count", True, ("fewer", "more")),
         Metric("peak_memory", "peak allocated", "bytes", True, ("less", "more")),
         Metric("peak_reserved_memory", "peak reserved", "bytes", True, ("less", "more")),
         Metric("peak_resident_memory", "peak resident, host", "bytes", True, ("less", "more")),

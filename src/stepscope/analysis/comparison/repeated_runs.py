@@ -27,7 +27,7 @@ def one_side(runs: Sequence[Subject]) -> Subject:
         if unlike:
             told = ", ".join(f"{each.what}: {each.base} and {each.new}" for each in unlike)
             raise NotComparableError(
-                f"{first.name} and {run.name} are named as runs of one thing and differ in {told}"
+                f"{first.name} and {run.name} were passed as runs of the same thing but differ in {told}"
             )
         identity |= dict.fromkeys(unknown)
     return Subject(
@@ -94,7 +94,7 @@ def _spread(runs: Sequence[Subject]) -> list[str]:
     if len(steps) < 2:
         return []
     told = ", ".join(f"{ns / 1e6:,.4g}" for ns in steps)
-    return [f"{len(steps)} runs, a step takes {told} ms: up to {100 * (max(steps) / min(steps) - 1):.1f} % apart"]
+    return [f"{len(steps)} runs with {told} ms per step: up to {100 * (max(steps) / min(steps) - 1):.1f} % apart"]
 
 
 def _names(mappings: Iterable[Iterable[str]]) -> list[str]:

@@ -31,7 +31,7 @@ def recording_subject(
     lacks = dict(missing)
     samples = tuple(float(ns) for ns in clean_step_ns(recording))
     if summary.step_ns is None or summary.step_ns.median <= 0 or min(samples) <= 0:
-        lacks["step_time"] = "no clean step was timed: stepscope run --clean 20 SCRIPT, and let it run that far"
+        lacks["step_time"] = "no clean step was timed: let stepscope run --clean 20 SCRIPT run that far"
     else:
         measures["step_time"] = Measure(summary.step_ns.median, samples)
         if summary.throughput is not None and summary.throughput.per_s > 0:
@@ -57,7 +57,7 @@ def recording_subject(
         owners = {part.name or UNKNOWN: float(part.bytes) for part in memory.live_at_peak.by_owner}
         tables["memory"] = (Parts(PEAK, "bytes", peak, owners),)
     if peak is None:
-        lacks["peak_memory"] = lacks.get("memory", "it was not recorded")
+        lacks["peak_memory"] = lacks.get("memory", "not recorded")
     notes = [] if recording.status == "finished" else [f"the run is {recording.status}"]
     return Subject(
         name=str(recording.folder),

@@ -19,9 +19,9 @@ TRACED_STEP, CLEAN_STEP, GPU_WINDOW = "a traced step", "a clean step", "the GPU'
 OVERLAP = "at the same time as other work"
 OUTSIDE = "outside every module"
 NO_OP = "outside every op"
-NO_MODULES = "no module is labeled in the trace: stepscope run SCRIPT records one with labels"
-NO_STEPS = "nothing in the trace says where a step ends: call profiler.step(), or record with stepscope run"
-NO_MEMORY = "the trace has no memory events with totals: profile(profile_memory=True), or stepscope run SCRIPT"
+NO_MODULES = "the trace has no module labels: record one with stepscope run SCRIPT"
+NO_STEPS = "the trace does not mark where steps end: call profiler.step(), or record with stepscope run"
+NO_MEMORY = "the trace has no memory totals: use profile(profile_memory=True), or stepscope run SCRIPT"
 # With more GPU work outside of steps, figures per step are not exact.
 _MUCH_OUTSIDE = 0.05
 
@@ -50,7 +50,7 @@ def trace_subject(analysis: Analysis, name: str) -> Subject:
         if largest.peak_reserved_bytes is not None:
             measures["peak_reserved_memory"] = Measure(largest.peak_reserved_bytes)
         ops = {op: float(size) for op, size in at_peak_by(largest, "op").select("name", "bytes").iter_rows()}
-        tables["memory"] = (Parts("peak allocated, by the op that asked for it", "bytes", peak, ops),)
+        tables["memory"] = (Parts("peak allocated, by allocating op", "bytes", peak, ops),)
     else:
         missing |= {"peak_memory": NO_MEMORY, "memory": NO_MEMORY}
     first = ranks[0]
@@ -159,6 +159,6 @@ def _work_outside(ranks: Sequence[RankAccount]) -> list[str]:
     if not busy or outside <= _MUCH_OUTSIDE * busy:
         return []
     return [
-        f"{100 * outside / busy:.0f} % of the GPU's work was launched outside of the trace's steps, and is in the "
-        "tables all the same"
+        f"{100 * outside / busy:.0f} % of the GPU's work was launched outside of the trace's steps but is included "
+        "in the tables"
     ]

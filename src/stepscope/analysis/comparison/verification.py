@@ -56,12 +56,15 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     p_value = _runs_p_value(rounds, status, unit, before, after)
     if status != TOO_FEW and len(rounds) < MIN_ROUNDS:
         said = "show no difference" if status == NO_DIFFERENCE else f"say {status}"
-        reason = f"the steps {said}, but with fewer than {MIN_ROUNDS} rounds runs cannot be told from chance"
+        reason = f"the steps {said}, but fewer than {MIN_ROUNDS} rounds cannot rule out chance"
         status = TOO_FEW
     elif status in (FASTER, SLOWER) and p_value >= SIGNIFICANCE:
-        status, reason = NO_DIFFERENCE, "runs with and without it overlap: what the steps show does not repeat itself"
+        status, reason = (
+            NO_DIFFERENCE,
+            "runs with and without it overlap: the difference between steps is not reproducible",
+        )
     if losses.verdict == DIFFER:
-        status, reason = WRONG, "the losses are not what they were"
+        status, reason = WRONG, "the losses differ"
     extra = _warmup_ns(after) - _warmup_ns(before)
     saving = change.base - change.new if unit == "step" else None
     return Verified(
@@ -162,7 +165,7 @@ def _unit(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt]) -> tu
     """Return what is compared: a `step`, or `tokens` or `samples` per second; None and why if impossible."""
     if not all(map(clean_step_ns, _timed(after))):
         num = min(len(recording.samples) for recording in _timed(after))
-        return None, f"the script ended after {num} steps with it, before one was timed: let it run longer"
+        return None, f"the script ended after {num} steps with it, before any was timed: let it run longer"
     for unit in ("tokens", "samples"):
         counts = [_per_step(_timed(attempts), unit) for attempts in (before, after)]
         if counts[0] and counts[1]:
@@ -172,7 +175,7 @@ def _unit(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt]) -> tu
                 return None, f"a step has {counts[1]:,.1f} {unit} with it and {counts[0]:,.1f} without"
             return "step", None
     if plan.arithmetic == NOT_COMPARABLE:
-        return None, "nobody saw how much a step is given: --tokens-per-step cannot say it of two batch sizes"
+        return None, "the tokens per step are unknown: --tokens-per-step cannot give them for two batch sizes"
     return "step", None
 
 

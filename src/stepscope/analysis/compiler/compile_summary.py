@@ -137,15 +137,15 @@ def break_even(seconds: float, compiled_ns: float | None, eager_ns: float | None
 
 def _untold(report: Mapping[str, Any], recompiles: tuple[Recompiled, ...]) -> list[str]:
     if "num_graphs" not in report:
-        return ["the recording is of an older Stepscope: stages, caches, dynamic sizes and graphs are not in it"]
+        return ["the recording is from an older Stepscope, without stages, caches, dynamic sizes and graphs"]
     untold = []
     if not report.get("seconds_by_stage") and report.get("num_compiles"):
-        untold.append("this torch does not tell its seconds by stage")
+        untold.append("this torch version does not report seconds by stage")
     if any(entry.place is None and not entry.is_size for entry in recompiles):
-        untold.append("this torch does not tell the line of every guard (2.11 and later do)")
+        untold.append("this torch version does not report the line of every guard (2.11 and later do)")
     caches = report.get("caches")
     if isinstance(caches, dict) and caches.get("graphs") and not caches.get("autograd"):
-        untold.append("hits of the autograd cache: it is off, or this torch does not tell")
+        untold.append("hits of the autograd cache: it is off, or this torch version does not report them")
     return untold
 
 
@@ -157,7 +157,7 @@ def _recompiles(found: list[dict[str, Any]], places: Mapping[str, Any]) -> tuple
     groups: dict[tuple[str, str], list[tuple[list[str], str | None, bool]]] = {}
     for entry in found:
         guards = entry.get("failed_guards")
-        first = str(guards[0]) if isinstance(guards, list) and guards else "torch does not say why"
+        first = str(guards[0]) if isinstance(guards, list) and guards else "torch gives no reason"
         guard, values, is_size = split_guard(first)
         place = entry.get("place") or places.get(_size_of(first) or "")
         group = groups.setdefault((str(entry.get("frame")), guard), [])

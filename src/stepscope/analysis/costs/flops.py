@@ -107,11 +107,11 @@ def _hidden(facts: Mapping[str, Any], trace: Mapping[str, Any] | None) -> str | 
     if facts.get("error"):
         return f"an op could not be counted ({facts['error']})"
     if facts.get("hidden_products"):
-        return f"{', '.join(map(str, facts['hidden_products'][:3]))} multiplies weights and has no formula"
+        return f"{', '.join(map(str, facts['hidden_products'][:3]))} multiplies weights but has no formula"
     if facts["compiled"] and trace and trace.get("num_graph_launches"):
-        return "CUDA graphs replay their kernels without showing the ops"
+        return "CUDA graphs replay kernels without their ops"
     if facts["compiled"] and trace and trace.get("num_template_kernels"):
-        return "matrix products inside Triton templates do not show as ops"
+        return "matrix products inside Triton templates are not visible as ops"
     return None
 
 

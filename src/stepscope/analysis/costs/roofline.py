@@ -21,9 +21,9 @@ from stepscope.analysis.structure.names import matches
 from stepscope.devices import find_device
 
 BOUNDS = {
-    "compute": "The arithmetic is its limit.",
-    "memory": "The device's memory is its limit.",
-    "neither": "It is far from both limits: latency, too little parallel work, or a slow kernel.",
+    "compute": "Limited by arithmetic.",
+    "memory": "Limited by memory bandwidth.",
+    "neither": "Far from both limits: latency, too little parallel work, or a slow kernel.",
 }
 NEAR_SHARE = 0.25  # an op below this share of its limit is bound by something else
 

@@ -21,8 +21,8 @@ KINDS = {
     "device_to_device": "A copy by the driver inside one device.",
     "peer": "A copy from another device.",
     "fill": "Memory set to one value.",
-    "cast": "A copy that changes the dtype, whatever else it changes.",
-    "layout": "A copy that changes the order in memory, or makes one block of a view.",
+    "cast": "A copy that changes the dtype.",
+    "layout": "A copy that changes the memory layout, or makes a view contiguous.",
     "concatenate": "Several tensors copied into one.",
     "copy": "Any other copy by a kernel.",
 }

@@ -22,11 +22,11 @@ from stepscope.analysis.structure.work import COMPILED, outermost_op
 CAUSES = {
     "autocast_weight": "Autocast casts a weight to lower precision.",
     "autocast_gradient": "The gradient of such a weight is cast back.",
-    "mixed_dtypes": "Autocast casts another input or its gradient, or an op was given two dtypes.",
+    "mixed_dtypes": "Autocast casts another input or its gradient, or an op got two dtypes.",
     "called": "The program called it: copy_, to, contiguous, clone, cat.",
-    "inside": "An op that the program called needs it inside.",
+    "inside": "An op that the program called needs it internally.",
     "compiled": "Code that torch.compile made.",
-    "unknown": "The trace does not say which op.",
+    "unknown": "The trace does not show the op.",
 }
 """What caused a copy."""
 KEYS = ("what", "cause", "op", "root_op", "phase", "module", "caller")  # the columns that identify a source

@@ -14,9 +14,9 @@ from stepscope.analysis.structure.nesting import climb, outermost
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
 """PyTorch's numbers (`c10/core/DeviceType.h`)."""
 ORIGINS = {
-    "before_the_trace": "It was there when the trace began.",
-    "in_the_trace": "The trace has its allocation.",
-    "unknown": "Old profilers record no addresses: what was released when cannot be told.",
+    "before_the_trace": "Allocated before the trace began.",
+    "in_the_trace": "Allocated in the trace.",
+    "unknown": "Old profilers record no addresses, so frees cannot be matched.",
 }
 UNATTRIBUTED = "unattributed"
 

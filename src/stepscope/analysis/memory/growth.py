@@ -99,13 +99,12 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
 
 def _what_differs(one: Mapping[str, int], other: Mapping[str, int]) -> str:
     if "B" not in one or "B" not in other:
-        raise UsageError("how memory grows cannot be told: no input of the model is in one of the recordings")
+        raise UsageError("Memory growth is unknown: one of the recordings has no model input.")
     differ = [name for name in SYMBOLS if one.get(name) != other.get(name)]
     if differ not in (["S"], ["B"]):
         what = " and ".join(f"{SYMBOLS[name]} ({one.get(name)}, {other.get(name)})" for name in differ) or "nothing"
         raise UsageError(
-            f"how memory grows is told from two recordings that differ in length alone or in batch alone: these "
-            f"differ in {what}"
+            f"Memory growth needs two recordings that differ only in length or only in batch. These differ in {what}."
         )
     return differ[0]
 

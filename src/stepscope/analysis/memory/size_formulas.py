@@ -12,8 +12,8 @@ SYMBOLS = {
     "B": "batch",
     "S": "length",
     "H": "heads",
-    "d": "width of the model",
-    "ff": "width inside the feed-forward",
+    "d": "model width",
+    "ff": "feed-forward width",
     "V": "vocabulary",
     "E": "experts",
 }

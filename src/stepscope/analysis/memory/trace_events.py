@@ -25,14 +25,12 @@ def trace_memory(linked: Linked) -> dict[str, Any]:
     """
     summaries = memory_summary(linked)
     if not summaries:
-        raise Unavailable("the trace has no [memory] events: record it with profile(profile_memory=True)")
+        raise Unavailable("The trace has no [memory] events. Record it with profile(profile_memory=True).")
     chosen = max(summaries, key=lambda each: (each.device_type != "cpu", each.peak_allocated_bytes))
     (number,) = (n for n, i in memory_devices(linked) if (DEVICE_TYPES.get(n, str(n)), i) == _which(chosen))
     lives = memory_lives(linked, number, chosen.device)
     if lives["address"].null_count():
-        raise Unavailable(
-            "the [memory] events of the trace have no addresses, so it is unknown when memory was released"
-        )
+        raise Unavailable("The [memory] events of the trace have no addresses, so frees cannot be matched.")
     name = chosen.device_type if chosen.device < 0 else f"{chosen.device_type}:{chosen.device}"
     begin_ns = int(lives["time_ns"][0])
     times = lives["time_ns"] - begin_ns

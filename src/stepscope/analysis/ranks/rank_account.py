@@ -140,17 +140,17 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
 
 def _which(steps: Steps) -> str:
     if not steps.num:
-        return "nothing in the trace says where a step ends"
+        return "the trace does not mark where steps end"
     numbers = steps.table["step"].to_list()
     if len(numbers) == 1:
-        return f"the trace has step {numbers[0]} alone"
+        return f"the trace has only step {numbers[0]}"
     return f"the trace has {min(numbers)} to {max(numbers)}"
 
 
 def _problem(problem: Problem) -> str:
     """Return a problem with some events as a sentence; `what` describes each of them."""
     if problem.what == "not an event":
-        what = "1 entry that is no event" if problem.num == 1 else f"{problem.num:,} entries that are no events"
+        what = "1 entry that is not an event" if problem.num == 1 else f"{problem.num:,} entries that are not events"
     else:
         what = f"{'1 event' if problem.num == 1 else f'{problem.num:,} events'} {problem.what}"
     return f"{what} ({'at' if problem.num == 1 else 'the first at'} byte {problem.offset:,})"

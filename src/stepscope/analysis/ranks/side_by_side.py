@@ -16,12 +16,12 @@ SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ba
 """Collectives that no rank can leave before every rank has entered."""
 ENOUGH_CALLS = 4  # calls needed for quartiles to describe the spread
 REASONS = {
-    "unknown": "The trace does not say which collective the kernel is.",
-    "point_to_point": "A send or a receive: the k-th of one rank is not the k-th of another.",
-    "other_device": "Not on the device on which the rank communicates most.",
-    "alone": "No other rank's trace has the like in this step.",
-    "numbers_differ": "Ranks made different numbers of such calls in this step: one trace lacks some.",
-    "sizes_differ": "Ranks made as many calls, but not of the same sizes.",
+    "unknown": "The trace does not show which collective the kernel is.",
+    "point_to_point": "Sends and receives cannot be matched by order.",
+    "other_device": "Not on the device that the rank mostly communicates on.",
+    "alone": "No other rank's trace has such a call in this step.",
+    "numbers_differ": "Ranks made different numbers of such calls in this step, so a trace is incomplete.",
+    "sizes_differ": "Ranks made equally many calls, but of different sizes.",
 }
 _LOT = ["group", "group_ranks", "collective", "step"]
 _NUM = pl.len().cast(pl.Int64)

@@ -12,15 +12,15 @@ from stepscope.analysis.structure.names import matches
 
 CAUSES = {
     "launch": "The host was inside an op or a launch, and the GPU waited for the next kernel: launch-bound.",
-    "synchronization": "The host waited for the GPU, so that nothing was queued when the GPU was done.",
+    "synchronization": "The host waited for the GPU, so nothing was queued when the GPU finished.",
     "data": "The host was fetching the next batch.",
     "allocator": "The host was in the driver's allocator (`cudaMalloc`, `cudaFree`…).",
     "python": "The host ran Python with no op open.",
-    "compile": "The host was compiling, loading code, capturing a graph, or kept for over a millisecond by one op or "
-    "one launch before its kernel, as libraries do that plan or tune and drivers that load code.",
+    "compile": "The host was compiling, loading code, capturing a graph, or spent over a millisecond in one op or "
+    "launch before its kernel, as when libraries plan or tune and drivers load code.",
     "other_ranks": "The host waited for other ranks.",
-    "queued": "The kernel had been launched and did not start: a stream, an event or the device held it.",
-    "unknown": "The trace does not say who launched what came next.",
+    "queued": "The kernel was launched but did not start: a stream, an event or the device blocked it.",
+    "unknown": "The trace does not show what launched the next kernel.",
 }
 
 # Names that identify a host event, tried in this order.

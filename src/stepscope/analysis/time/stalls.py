@@ -12,7 +12,7 @@ from stepscope.analysis.time.replay import Replay
 STALL_NS = PLANNING_NS
 MANY_OPS = 8  # from this many host-only ops on, the host is preparing something
 KINDS = {
-    "data": "It waited for a batch, or prepared one: between the step's start and its forward.",
+    "data": "It waited for a batch or prepared one, between the step's start and its forward.",
     **{name: CAUSES[name] for name in ("python", "compile", "allocator", "other_ranks", "launch")},
 }
 _SCHEMA = pl.Schema(

@@ -11,8 +11,8 @@ from stepscope.analysis.structure.nesting import climb
 
 KINDS = {
     "host_wait": "The host waited for the device.",
-    "stream_wait": "A stream was told to wait for another; the host went on.",
-    "query": "The host asked whether the device was done, and did not wait.",
+    "stream_wait": "A stream waits for another; the host continues.",
+    "query": "The host checked whether the device was done, without waiting.",
 }
 
 # Names of calls, tried in this order. A copy that is not asynchronous by name waits, unless it stays on the device.

@@ -94,7 +94,7 @@ def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:
     for word in words.split(","):
         field, is_there, pattern = word.strip().partition("=")
         if field not in FIELDS or not is_there or not pattern:
-            raise UsageError(f"{word!r}: write FIELD=PATTERN, with one of {', '.join(FIELDS)}")
+            raise UsageError(f"{word!r}: write FIELD=PATTERN, where FIELD is one of {', '.join(FIELDS)}.")
         expression = ".*".join(re.escape(part) for part in pattern.strip().split("*"))
         inside = {"class": r"(_.*)?", "module": r"(\..*)?"}.get(field, "")
         names = chosen[FIELDS[field]].cast(pl.String)
@@ -103,6 +103,6 @@ def choose(work: pl.DataFrame, words: str) -> pl.DataFrame:
             there = ", ".join(
                 str(name)[:60] for name in names.drop_nulls().value_counts(sort=True)[names.name].head(6)
             )
-            raise UsageError(f"{word!r} fits no GPU work; there is {there or 'nothing with such a name'}")
+            raise UsageError(f"{word!r} matches no GPU work; there is {there or 'nothing with such a name'}")
         chosen = fitting
     return chosen
