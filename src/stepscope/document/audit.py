@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.precision.dtype_audit import PHASES, CastGroup, DtypeAudit, Stayed
-from stepscope.document.model import Document, Fact, Facts, Section, Table, Text
+from stepscope.document.model import Document, Fact, Facts, Section, Table, Text, Value
 from stepscope.formatting import percent, plural, safe, size
 
 NUM_ROWS = 12
+Columns = dict[str, Sequence[Value]]
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _WHY = {
     "autocast_fp32_list": "{detail} is on autocast's float32 list for {device}",
@@ -60,7 +61,7 @@ def _facts(audit: DtypeAudit) -> Iterator[Fact]:
 
 def _modules(audit: DtypeAudit, num_rows: int) -> Table:
     groups = audit.modules
-    columns = {
+    columns: Columns = {
         "module": [one.name or "(model)" for one in groups],
         "num_modules": [one.num_modules for one in groups],
         "kind": [one.kind for one in groups],
@@ -74,7 +75,7 @@ def _modules(audit: DtypeAudit, num_rows: int) -> Table:
 def _ops(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
     for phase in PHASES:
         groups = [one for one in audit.ops if one.phase == phase]
-        columns = {
+        columns: Columns = {
             "op": [one.op for one in groups],
             "num_calls": [one.num_calls for one in groups],
             "inputs": [_short(one.inputs) for one in groups],
@@ -86,7 +87,7 @@ def _ops(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
 def _stayed(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
     found, device = audit.stayed, str(audit.facts["device"])
     if found:
-        columns = {
+        columns: Columns = {
             "ops": [f"{', '.join(one.ops[:8])}{' …' * (len(one.ops) > 8)}" for one in found],
             "num_calls": [one.num_calls for one in found],
             "because": [_why(one, device) for one in found],
@@ -107,7 +108,7 @@ def _places(places: Sequence[str], most: int = 1) -> str:
 
 def _casts(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
     if found := audit.casts:
-        columns = {
+        columns: Columns = {
             "from_to": [f"{_short([one.source])} → {_short([one.target])}" for one in found],
             "casts": [_numbers(one) for one in found],
             "moved_bytes": [one.moved_bytes for one in found],

@@ -104,13 +104,12 @@ def _calls(report: AttentionReport) -> Table:
     }
     if not any(columns["dropout"]):
         del columns["dropout"]
+    beside = ("beside_ns",) if any(columns["beside_ns"]) else ()
+    sizes = "batch_heads_queries_keys_width"
+    screen = ("back_end", sizes, "num_calls", "forward_ns", "backward_ns", "mask", *beside, "dtype", "causal")
     note = f"Per step, {_whose(report)} time. Sizes: batch × heads × queries × keys × head size."
-    if any(columns["beside_ns"]):
+    if beside:
         note += " Beside: work on top of the kernel, such as turning a mask into a bias."
-    screen = (
-        "back_end", "batch_heads_queries_keys_width", "num_calls", "forward_ns", "backward_ns", "mask", "beside_ns",
-        "dtype", "causal", "dropout",
-    )  # fmt: skip
     below = ("module", "caller")
     return Table("attention_calls", "Attention calls", columns, note=note, screen=screen, below=below)
 

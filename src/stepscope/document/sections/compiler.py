@@ -181,7 +181,7 @@ def _recorded(session: Session) -> Iterator[Table]:
     yield from _list("recompiles", "recompiles", entries, fields, None, page_only=True)
     compiling = [sample for sample in session.recording.samples if sample.num_compiles]
     if compiling:
-        columns = {
+        columns: dict[str, Sequence[Value]] = {
             "step": [sample.step for sample in compiling],
             "window": [sample.window for sample in compiling],
             "host_ns": [sample.wall_ns for sample in compiling],
