@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import io
 import sys
+import tokenize
 from pathlib import Path
 
 from stepscope.cli.sql import type_in_words
@@ -78,14 +80,18 @@ RULES_PAGE = "docs/findings/README.md"
 
 
 def table(source: Path, class_name: str) -> str:
-    """A Markdown table of a class's fields: name, type, and the text below each."""
-    tree = ast.parse(source.read_text())
-    found = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == class_name)
+    """Return a Markdown table of a class's fields: name, type, and the note beside or below each."""
+    text = source.read_text()
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    notes = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    found = next(n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef) and n.name == class_name)
     rows = [f"{ast.get_docstring(found)}", "", "| field | type | is |", "|---|---|---|"]
     for node, following in zip(found.body, [*found.body[1:], None]):
         if isinstance(node, ast.AnnAssign):
             kind = ast.unparse(node.annotation).replace("|", "or")
-            rows.append(f"| `{ast.unparse(node.target)}` | `{kind}` | {_text(following)} |")
+            note = _text(following) or notes.get(node.end_lineno or 0, "").replace("|", "\\|")
+            note = note[:1].upper() + note[1:] + ("" if not note or note.endswith(".") else ".")
+            rows.append(f"| `{ast.unparse(node.target)}` | `{kind}` | {note} |")
     return "\n".join(rows)
 
 

@@ -22,12 +22,10 @@ TRACE_ALONE = "Why graphs broke, and which guard failed, a trace does not tell: 
 class Region:
     """Calls of compiled code in a typical traced step."""
 
-    name: str
-    """`compiled region 0/0 (forward, model.py:12)`."""
+    name: str  # `compiled region 0/0 (forward, model.py:12)`
     num_calls: float
     host_ns: float
-    is_nested: bool
-    """Whether another region calls it: the graph broke there."""
+    is_nested: bool  # whether another region calls it: the graph broke there
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class CompilerReport:
     """The compiler's side of one recording or trace."""
 
     path: str
-    summary: CompilerSummary | None
-    """None: nothing was compiled, or a trace does not tell."""
+    summary: CompilerSummary | None  # none: nothing was compiled, or a trace does not tell
     regions: tuple[Region, ...]
     notes: tuple[str, ...]
 

@@ -9,6 +9,7 @@ from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
+from stepscope.display import Shown
 from stepscope.errors import WRONG_KIND, Unavailable, UsageError, wrong_kind
 from stepscope.findings import rules
 from stepscope.findings.finding import Finding
@@ -23,8 +24,7 @@ class Rule:
     """A rule: one file in `findings/rules`, named after its id."""
 
     id: str
-    question: str
-    """The first line of its file."""
+    question: str  # the first line of its file
     module: ModuleType
 
     def check(self, case: Case) -> list[Finding]:
@@ -40,25 +40,19 @@ class Unchecked:
     reason: str
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Shown):
     """The findings of all rules, and what limits the step."""
 
-    step_ns: float | None
-    """A typical step without the profiler, measured or replayed; None if unknown."""
-    is_measured: bool
-    """Whether the step was measured without the profiler, not replayed from the trace."""
+    step_ns: float | None  # A typical step without the profiler, measured or replayed; None if unknown
+    is_measured: bool  # whether the step was measured without the profiler, not replayed from the trace
     findings: tuple[Finding, ...]
-    clean: tuple[str, ...]
-    """Rules that found nothing worth reporting."""
+    clean: tuple[str, ...]  # rules that found nothing worth reporting
     unchecked: tuple[Unchecked, ...]
     suppressed: tuple[str, ...]
-    binds: str
-    """The bottleneck, as a sentence."""
-    gpu_busy_share: float | None
-    """Of the step; None without GPU work."""
-    warnings: tuple[str, ...]
-    """Problems with the trace."""
+    binds: str  # the bottleneck, as a sentence
+    gpu_busy_share: float | None  # of the step; None without GPU work
+    warnings: tuple[str, ...]  # problems with the trace
 
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain values (docs/diagnose.md)."""

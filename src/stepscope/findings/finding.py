@@ -15,8 +15,7 @@ Confidence = Literal["high", "medium", "low"]
 class Evidence:
     """The figures behind a finding's sentence."""
 
-    table: str
-    """Title of the rows, such as `kernels` or `slow steps`."""
+    table: str  # title of the rows, such as `kernels` or `slow steps`
     rows: Sequence[Mapping[str, Any]]
 
 
@@ -24,28 +23,19 @@ class Evidence:
 class Finding:
     """One cause, its cost, and the fix."""
 
-    sentence: str
-    """The problem, with its figures."""
-    fix: str
-    """The change to make, as code where possible."""
+    sentence: str  # the problem, with its figures
+    fix: str  # the change to make, as code where possible
     evidence: tuple[Evidence, ...]
-    falsified_by: str
-    """How to check the finding, and what would disprove it."""
-    saving_ns: float | None = None
-    """Time saved per clean step; None if the saving is only memory, or unknown."""
-    saving_bytes: int | None = None
-    """Memory saved at the peak."""
-    derived: str = ""
-    """How the saving was computed."""
-    upper_bound: bool = False
-    """Whether the saving is the most that the fix can achieve."""
+    falsified_by: str  # how to check the finding, and what would disprove it
+    saving_ns: float | None = None  # time saved per clean step; None if the saving is only memory, or unknown
+    saving_bytes: int | None = None  # memory saved at the peak
+    derived: str = ""  # how the saving was computed
+    upper_bound: bool = False  # whether the saving is the most that the fix can achieve
     confidence: Confidence = "high"
     places: tuple[tuple[int, int], ...] = ()
     """Where to look in the trace: up to 20 pairs of `start_ns` and `end_ns` on its clock, best first."""
-    is_provable: bool = True
-    """Whether this finding's fix is the one that `stepscope verify` applies for the rule."""
-    id: str = ""
-    """The rule's id, set by `diagnose`."""
+    is_provable: bool = True  # whether this finding's fix is the one that `stepscope verify` applies for the rule
+    id: str = ""  # the rule's id, set by `diagnose`
 
     def to_json(self) -> dict[str, Any]:
         """Return the object for `--json` (docs/diagnose.md)."""

@@ -19,12 +19,10 @@ class Fix:
     """One change, with the id of the finding that suggests it, if there is one."""
 
     id: str
-    about: str
-    """Effect on the script."""
+    about: str  # effect on the script
     arithmetic: str
     """How losses may differ: `same`, `reordered`, `reduced` or `not comparable` (`comparison/losses.py`)."""
-    values: tuple[str, ...] = ()
-    """Values allowed after `=`, the default first; `N` stands for any number."""
+    values: tuple[str, ...] = ()  # values allowed after `=`, the default first; `N` stands for any number
     lowers_to: str | None = None
     """The dtype of matrix products with the fix; if their number does not grow, it was not applied."""
 

@@ -16,8 +16,8 @@ _FEW_CHECKS = 2  # NaN checks per step; checking the loss is normal
 def waits_of(case: Case, owner: str) -> pl.DataFrame:
     """Return the rows of `case.waits` that one rule reports.
 
-    `anomaly_detection`: repeated NaN checks. `device_round_trip`: both ends of a trip. `pageable_copies`: large copies
-    from pageable memory. `synchronization`: all others, except explicit synchronizations that wait for nothing,
+    `anomaly_detection`: repeated NaN checks. `device_round_trip`: both ends of a trip. `pageable_copies`: large
+    copies from pageable memory. `synchronization`: all others, except explicit ones that wait for nothing,
     end a step (timing code) or precede all launches (a starting profiler).
     """
     if case.work.is_empty():

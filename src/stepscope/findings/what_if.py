@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change, Replayed
+from stepscope.analysis.time.replay import Change, Replay, Replayed
 from stepscope.analysis.time.whatif import choose, stretches
 from stepscope.display import Shown
 from stepscope.errors import UsageError
@@ -23,14 +23,12 @@ class WhatIf(Shown):
     """A step as traced, as replayed, and as replayed with a change."""
 
     num_steps: int
-    num_work: int
-    """Number of GPU events in those steps."""
+    num_work: int  # number of GPU events in those steps
     traced: Replayed
     before: Replayed
     after: Replayed
     is_changed: bool
-    notes: tuple[str, ...] = ()
-    """Which of several traces this is, and whether it is complete."""
+    notes: tuple[str, ...] = ()  # which of several traces this is, and whether it is complete
 
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain values (docs/whatif.md)."""
@@ -62,7 +60,7 @@ def what_if(
     for words, factor in [*scale, ("host", 1.0 if host is None else host)]:
         if not 0 <= factor < math.inf:
             raise UsageError(f"{words}: the factor must be 0 or greater, not {factor}.")
-    replay = case.whole_replay
+    replay = Replay(case.linked)
     profiler_ns = case.profiler_ns_per_event if clean else 0.0
     durations: dict[int, float] = {}
     for words, factor in scale:

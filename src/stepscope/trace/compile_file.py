@@ -14,20 +14,16 @@ class CompileFacts(TypedDict, total=False):
     """`compile.json`. Older recordings have some of the fields, and a damaged one may have anything."""
 
     num_compiles: int
-    compile_seconds: float
-    """Of all compiles, including backwards."""
+    compile_seconds: float  # of all compiles, including backwards
     seconds_by_stage: dict[str, float]
     """`dynamo` (tracing Python), `autograd` (AOT: the backward's graph, and partitioning), `inductor` (lowering,
     fusing, code generation), `kernels` (waiting for Triton or the C++ compiler), each without the next; they add up
     to `compile_seconds`. A stage that this torch does not report is part of the one before.
     """
-    frames: list[dict[str, Any]]
-    """Compiled function (`frame`) and `num_compiles`."""
-    regions: dict[str, str]
-    """Compile id as in traces, `0/1`, → its function."""
+    frames: list[dict[str, Any]]  # compiled function (`frame`) and `num_compiles`
+    regions: dict[str, str]  # compile id as in traces, `0/1`, → its function
     num_graphs: int
-    graphs: list[dict[str, Any]]
-    """`compile_id`, `frame`, `num_ops`, `num_inputs`, `num_guards`."""
+    graphs: list[dict[str, Any]]  # `compile_id`, `frame`, `num_ops`, `num_inputs`, `num_guards`
     graph_breaks: list[dict[str, Any]]
     """`reason`, `place` in the user's code, `count`; `runs_eagerly` if torch stopped compiling the function."""
     recompiles: list[dict[str, Any]]
@@ -38,12 +34,10 @@ class CompileFacts(TypedDict, total=False):
     """Sizes compiled for any value: `source`, `symbol`, `sizes` seen when compiling, `place`."""
     caches: dict[str, dict[str, int]]
     """Of compiled `graphs` and the `autograd` stage: number of `hit`, `miss` and `bypass`."""
-    cuda_graph_skips: list[dict[str, Any]]
-    """`reason` and `count`."""
+    cuda_graph_skips: list[dict[str, Any]]  # `reason` and `count`
     cuda_graphs: dict[str, int] | None
     """`num_recorded`, `num_compiled_functions`, and the largest `num_distinct_sizes` of one function."""
-    failures: list[dict[str, Any]]
-    """`reason`, `count`, and `place` if torch reports it."""
+    failures: list[dict[str, Any]]  # `reason`, `count`, and `place` if torch reports it
     compiled_calls: list[dict[str, Any]]
     """Of each compiled graph: `compile_id`, `key` (the profiler's name for a call of it), `is_backward`, and `calls`:
     kernels and library ops in order, each with its module (`""` for the compiled one itself, null if unknown)."""

@@ -21,38 +21,29 @@ class RecordingFacts(TypedDict, total=False):
     """`recording.json`. Fields are absent until known, so a killed run has only the first ones."""
 
     schema_version: int
-    status: str
-    """`finished`, `failed`, or `interrupted` (killed, or still running)."""
+    status: str  # `finished`, `failed`, or `interrupted` (killed, or still running)
     command: dict[str, Any]
     """`argv`, whether it ran as a `module`, the working `folder`, whether `--exit-after` was given, the `program` as
     named and the `sha256` of its file."""
-    config: dict[str, Any]
-    """Resolved settings: arguments, windows, tokens per step."""
-    config_hash: str
-    """First 16 hex digits of the SHA-256 of `config`."""
+    config: dict[str, Any]  # resolved settings: arguments, windows, tokens per step
+    config_hash: str  # first 16 hex digits of the SHA-256 of `config`
     git: dict[str, Any] | None
     """Revision of the script's repository and whether it was modified; null without a repository."""
     started_at: str
     finished_at: str
-    exit_code: int
-    """The script's exit code; absent for `stepscope.record()`."""
+    exit_code: int  # the script's exit code; absent for `stepscope.record()`
     exception: str
-    num_child_processes: int
-    """Processes the script started through multiprocessing."""
+    num_child_processes: int  # processes the script started through multiprocessing
     pid: int
     environment: dict[str, Any]
     """Versions, device name, threads, float32 matmul setting, environment variables that affect speed."""
-    precision: dict[str, Any]
-    """Torch's precision settings at the end of the clean window (docs/precision.md)."""
+    precision: dict[str, Any]  # torch's precision settings at the end of the clean window (docs/precision.md)
     steps: dict[str, Any]
     """`source` of the step boundaries (`step()`, `optimizer`, `forward`), `num_sources`, `num_steps`, and
     `num_lines_dropped` beyond the limit or on a full disk."""
-    windows: dict[str, int]
-    """Requested steps of each window."""
-    roots: list[str]
-    """Classes of the modules that the script calls itself."""
-    parameters: dict[str, Any]
-    """`num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once."""
+    windows: dict[str, int]  # requested steps of each window
+    roots: list[str]  # classes of the modules that the script calls itself
+    parameters: dict[str, Any]  # `num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once
     memory: dict[str, int]
     """Peaks at the end of the clean window: `peak_allocated_bytes`, `peak_reserved_bytes`, `driver_used_bytes`,
     `driver_total_bytes`, `num_allocator_retries`, `num_allocator_ooms` on a GPU; `peak_resident_bytes` always."""
@@ -75,8 +66,7 @@ class RecordingFacts(TypedDict, total=False):
     fixes: list[dict[str, Any]]
     """For a run of `stepscope verify` with a fix: its `id` and `value`, what was `changed` and how often, what was
     `left` unchanged and why, and the message if `nothing_seen` could be changed."""
-    notes: list[dict[str, str]]
-    """Remarks for the reader: `about` and `text`."""
+    notes: list[dict[str, str]]  # remarks for the reader: `about` and `text`
 
 
 @dataclass(frozen=True)
@@ -84,23 +74,18 @@ class StepSample:
     """One finished step."""
 
     step: int
-    window: str
-    """`warmup`, `clean`, `trace_warmup`, `trace`, `memory` or `free`."""
-    start_ns: int
-    """On the process's monotonic clock, like the counters."""
+    window: str  # `warmup`, `clean`, `trace_warmup`, `trace`, `memory` or `free`
+    start_ns: int  # on the process's monotonic clock, like the counters
     wall_ns: int
-    host_ns: Mapping[str, int]
-    """By phase; adds up to `wall_ns`. Free-running steps have only `unattributed`."""
+    host_ns: Mapping[str, int]  # by phase; adds up to `wall_ns`. Free-running steps have only `unattributed`.
     device_ns: Mapping[str, int] | None
     """By phase, between CUDA events on the stream; adds up to the step on the device. None without a GPU."""
     num_tokens: int | None
     num_samples: int | None
     num_micro_batches: int
-    num_skipped: int
-    """Optimizer steps that a GradScaler skipped."""
+    num_skipped: int  # optimizer steps that a GradScaler skipped
     num_compiles: int
-    loss: float | None
-    """As passed to `backward`, including a scaler's factor."""
+    loss: float | None  # as passed to `backward`, including a scaler's factor
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,9 @@ BACKENDS = {"cudnn": "cuDNN", "efficient": "efficient", "math": "math", "flash":
 class Reason:
     """One reason why a backend was not used."""
 
-    backend: str
-    """The backend that was not used: `flash`, `efficient` or `cudnn`."""
-    code: str | None
-    """One of `CODES`; None if PyTorch's message matches none of them."""
-    said: str | None = None
-    """PyTorch's message, if recorded."""
+    backend: str  # the backend that was not used: `flash`, `efficient` or `cudnn`
+    code: str | None  # one of `CODES`; None if PyTorch's message matches none of them
+    said: str | None = None  # pyTorch's message, if recorded
 
     @property
     def source(self) -> str:

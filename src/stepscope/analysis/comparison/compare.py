@@ -71,16 +71,13 @@ class TableRow:
 class Table:
     """Where a change comes from: the rows' deltas add up to the whole's."""
 
-    by: str
-    """`phase`, `module`, `kernel_class`, `op` (without a GPU) or `memory` (alive at the peak)."""
-    of: str
-    """The whole."""
+    by: str  # `phase`, `module`, `kernel_class`, `op` (without a GPU) or `memory` (alive at the peak)
+    of: str  # the whole
     unit: str
     base: float
     new: float
     delta: float
-    rows: tuple[TableRow, ...]
-    """The largest change first; `unattributed` is the last."""
+    rows: tuple[TableRow, ...]  # the largest change first; `unattributed` is the last
 
 
 @dataclass(frozen=True)
@@ -104,22 +101,16 @@ class Missing:
 class Pair:
     """Two runs, or two points of two sweeps, that are compared."""
 
-    name: str | None
-    """For points: what distinguishes the pair; null if there is only one."""
+    name: str | None  # for points: what distinguishes the pair; null if there is only one
     base: str
     new: str
-    refused: tuple[Differs, ...]
-    """Why they are not comparable; if not empty, nothing is compared."""
-    allowed: tuple[Differs, ...]
-    """The same, if the comparison is about it."""
-    unchecked: tuple[str, ...]
-    """What should be the same but is unknown for one of them."""
-    differs: tuple[Differs, ...]
-    """Environment, configuration, revision, arguments."""
+    refused: tuple[Differs, ...]  # why they are not comparable; if not empty, nothing is compared
+    allowed: tuple[Differs, ...]  # the same, if the comparison is about it
+    unchecked: tuple[str, ...]  # what should be the same but is unknown for one of them
+    differs: tuple[Differs, ...]  # environment, configuration, revision, arguments
     changes: tuple[Change, ...]
     tables: tuple[Table, ...]
-    missing: tuple[Missing, ...]
-    """Metrics and tables that one side lacks, with what to run."""
+    missing: tuple[Missing, ...]  # metrics and tables that one side lacks, with what to run
     notes: tuple[str, ...]
 
     def change(self, metric: str) -> Change | None:

@@ -32,12 +32,10 @@ class GateResult:
 
     metric: str
     limit_share: float
-    pair: str | None
-    """The point's name; null if there is one pair."""
+    pair: str | None  # the point's name; null if there is one pair
     status: str
     """`passed`, `failed`, or `undecided`: not comparable, missing, too few samples, or too noisy for the limit."""
-    share: float | None
-    """The metric's change."""
+    share: float | None  # the metric's change
     reason: str
 
 
@@ -45,16 +43,12 @@ class GateResult:
 class Comparison(Shown):
     """The result of `stepscope compare`; `to_json()` is what `--json` prints."""
 
-    kind: str
-    """`recording`, `bench` or `trace`."""
+    kind: str  # `recording`, `bench` or `trace`
     base: str
     new: str
-    threshold_share: float
-    """Smaller changes are treated as noise."""
-    pairs: tuple[Pair, ...]
-    """One pair; for sweeps, one per common point."""
-    only_in_base: tuple[str, ...]
-    """Points without a counterpart."""
+    threshold_share: float  # smaller changes are treated as noise
+    pairs: tuple[Pair, ...]  # one pair; for sweeps, one per common point
+    only_in_base: tuple[str, ...]  # points without a counterpart
     only_in_new: tuple[str, ...]
     gates: tuple[GateResult, ...]
 

@@ -29,27 +29,19 @@ Losses = Mapping[int, float]
 class LossCheck:
     """The losses with a change compared with those without."""
 
-    verdict: str
-    """`agree`, `differ` or `not compared`."""
-    reason: str | None
-    """Why they were not compared."""
-    arithmetic: str
-    """The change's effect on the arithmetic: `same`, `reordered`, `reduced`, `not comparable`."""
-    tolerance_share: float | None = None
-    """The allowed difference at each step."""
+    verdict: str  # `agree`, `differ` or `not compared`
+    reason: str | None  # why they were not compared
+    arithmetic: str  # the change's effect on the arithmetic: `same`, `reordered`, `reduced`, `not comparable`
+    tolerance_share: float | None = None  # the allowed difference at each step
     noise_share: float | None = None
     """The largest distance of two runs without the change; 0 for a deterministic script."""
-    limit_share: float | None = None
-    """The limit that was applied: the tolerance plus twice the noise."""
+    limit_share: float | None = None  # the limit that was applied: the tolerance plus twice the noise
     difference_share: float | None = None
     """The largest distance between runs with and without the change, the median over pairs; null if not finite."""
-    step: int | None = None
-    """The step of that distance, in the median pair."""
-    before: float | None = None
-    """The loss there without the change; null if not finite."""
+    step: int | None = None  # the step of that distance, in the median pair
+    before: float | None = None  # the loss there without the change; null if not finite
     after: float | None = None
-    num_steps: int = 0
-    """Compared in each pair, at least."""
+    num_steps: int = 0  # compared in each pair, at least
 
 
 def check_losses(

@@ -66,29 +66,20 @@ class Change:
     """One metric on both sides."""
 
     metric: str
-    unit: str
-    """`ns`, `bytes`, `per_s`, `share` or `count`."""
+    unit: str  # `ns`, `bytes`, `per_s`, `share` or `count`
     base: float
     new: float
-    delta: float
-    """`new` − `base`."""
-    share: float | None
-    """`delta` ÷ `base`; null if that is 0."""
-    low: float | None
-    """Lower end of the 95 % bootstrap interval of `share`; null without samples or with too few."""
+    delta: float  # `new` − `base`
+    share: float | None  # `delta` ÷ `base`; null if that is 0
+    low: float | None  # lower end of the 95 % bootstrap interval of `share`; null without samples or with too few
     high: float | None
     p_value: float | None
     """Two-sided: Mann–Whitney test for steps; for runs, Student's t-test and, from 4 and 4 on, Mann–Whitney too."""
-    num_samples: tuple[int, int] | None
-    """On each side; null if there is one figure per run."""
-    samples_are: str | None
-    """`steps`; `runs` if a side has several; null if there are none."""
-    detectable_share: float | None
-    """The smallest change that would be detected with 80 % probability."""
-    is_significant: bool | None
-    """p < 0.05, and the interval excludes 0."""
-    is_worse: bool
-    """Whether it got worse, by any amount."""
+    num_samples: tuple[int, int] | None  # on each side; null if there is one figure per run
+    samples_are: str | None  # `steps`; `runs` if a side has several; null if there are none
+    detectable_share: float | None  # the smallest change that would be detected with 80 % probability
+    is_significant: bool | None  # p < 0.05, and the interval excludes 0
+    is_worse: bool  # whether it got worse, by any amount
     verdict: str
     """`faster` or `slower` (for others `less`, `more`, `fewer`, `higher`, `lower`) if the change is significant and
     beyond the threshold; otherwise `no difference shown`, `too few samples`, or, for single figures, `same`."""

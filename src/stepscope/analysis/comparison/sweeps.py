@@ -42,33 +42,25 @@ class PointSummary:
     hash: str
     status: str
     reason: str | None
-    axes: Mapping[str, Any]
-    """Workload, preset and every applicable knob → value."""
+    axes: Mapping[str, Any]  # workload, preset and every applicable knob → value
     device_name: str | None
-    time: Distribution | None
-    """Nanoseconds per step: between CUDA events on a GPU, host time on a CPU."""
-    host: Distribution | None
-    """Nanoseconds until the host had issued a step; on a CPU, until it was done."""
+    time: Distribution | None  # nanoseconds per step: between CUDA events on a GPU, host time on a CPU
+    host: Distribution | None  # nanoseconds until the host had issued a step; on a CPU, until it was done
     first_call_ns: int | None
     """Of the first pass. If the point's own process ran the gate before (no `run_by`), it was not cold."""
-    compile_ns: int | None
-    """Compile time reported by torch, in the first call and in the warm-up."""
+    compile_ns: int | None  # compile time reported by torch, in the first call and in the warm-up
     tokens_per_s: float | None
-    flops_counted: int | None
-    """Model FLOPs per step, counted op by op, without recomputation."""
-    flops_formula: int | None
-    """Model FLOPs per step from the workload's formula."""
+    flops_counted: int | None  # model FLOPs per step, counted op by op, without recomputation
+    flops_formula: int | None  # model FLOPs per step from the workload's formula
     flops_coverage: float | None
     """Counted ÷ formula. Below 1: kernels that hide their products. Above 1: work that the formula excludes."""
-    flops_per_s: float | None
-    """Model FLOPs (by formula if there is one, minus dropped work) ÷ median time."""
+    flops_per_s: float | None  # model FLOPs (by formula if there is one, minus dropped work) ÷ median time
     mfu: Utilization | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     peak_resident_bytes: int | None
     before_backward_bytes: int | None
-    loss: float | None
-    """Of the very first call, before any weight update."""
+    loss: float | None  # of the very first call, before any weight update
     final_loss: float | None
     num_parameters: int | None
     num_active_parameters: int | None
@@ -82,20 +74,16 @@ class PointSummary:
     facts: Mapping[str, float]
     compiler: Mapping[str, float]
     """torch.compile's figures (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
-    notes: tuple[str, ...]
-    """Remarks, such as a loss that is not a number or a failed instrument."""
+    notes: tuple[str, ...]  # remarks, such as a loss that is not a number or a failed instrument
     is_noisy: bool
-    speedup: float | None = None
-    """Median time per token (or step) of the plainest variant ÷ this one's."""
+    speedup: float | None = None  # median time per token (or step) of the plainest variant ÷ this one's
     break_even_steps: float | None = None
     """Steps until compile time is recovered, compared with the row that differs only in `compile=off`: the first call
     minus a warm one (or the compile seconds if larger) ÷ the saving per step. None: never, or no such row."""
     loss_deviation: float | None = None
     """|loss − that of the plainest variant with the same result| ÷ the latter, of the first call."""
-    differs: str | None = None
-    """How its result differs from the plainest variant's; None if it is the same."""
-    is_best: bool = False
-    """The fastest row with the same result."""
+    differs: str | None = None  # how its result differs from the plainest variant's; None if it is the same
+    is_best: bool = False  # the fastest row with the same result
     is_tied: bool = False
     """Not the best, but its 95 % interval overlaps the best one's; never set with fewer than 6 samples."""
 

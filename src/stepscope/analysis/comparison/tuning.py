@@ -20,38 +20,27 @@ class Tried:
     """One point of a tuning."""
 
     hash: str
-    status: str
-    """As in `stepscope bench`; only `ok` is ranked. `wrong`: failed the gate, or a deviating loss."""
+    status: str  # as in `stepscope bench`; only `ok` is ranked. `wrong`: failed the gate, or a deviating loss.
     reason: str | None
-    turned: Mapping[str, Any]
-    """Knobs that differ from the defaults → their values."""
-    round: int
-    """The search round that tried it first; 0 for the defaults and reference losses."""
-    is_pruned: bool
-    """Its plan excluded it from being run."""
-    predicted_bytes: int | None
-    """Memory predicted by its plan; null if not planned."""
+    turned: Mapping[str, Any]  # knobs that differ from the defaults → their values
+    round: int  # the search round that tried it first; 0 for the defaults and reference losses
+    is_pruned: bool  # its plan excluded it from being run
+    predicted_bytes: int | None  # memory predicted by its plan; null if not planned
     per_s: float | None
     """Tokens per second (steps without tokens) at the median; for points not measured again, corrected for the
     machine's drift."""
-    time_ns: float | None
-    """The median step."""
+    time_ns: float | None  # the median step
     num_samples: int
-    is_measured_again: bool
-    """Its figures are from the final measurements, interleaved with the other contenders."""
+    is_measured_again: bool  # its figures are from the final measurements, interleaved with the other contenders
     memory_bytes: int | None
     """Its peak: reserved on a GPU, of tensors on a CPU; of the process for a whole step of your own on a CPU."""
     mfu_share: float | None
     mfu_limit: str | None
-    loss: float | None
-    """Of the very first call."""
-    plain_loss: float | None
-    """The same for the plainest variant."""
-    loss_deviation: float | None
-    """The worse of the first and the last step's loss, as a share; see docs/tune.md."""
+    loss: float | None  # of the very first call
+    plain_loss: float | None  # the same for the plainest variant
+    loss_deviation: float | None  # the worse of the first and the last step's loss, as a share; see docs/tune.md
     loss_tolerance: float | None
-    loss_unchecked: str | None
-    """Why the loss could not be checked; null if it was."""
+    loss_unchecked: str | None  # why the loss could not be checked; null if it was
     is_on_frontier: bool = False
 
 
@@ -59,15 +48,11 @@ class Tried:
 class Gain:
     """How much faster one point is than another, per token."""
 
-    over: str
-    """The other's hash."""
-    speedup: float
-    """Speed ÷ the other's, at the medians."""
-    low: float
-    """Lower end of its 95 % bootstrap interval."""
+    over: str  # the other's hash
+    speedup: float  # speed ÷ the other's, at the medians
+    low: float  # lower end of its 95 % bootstrap interval
     high: float
-    p_value: float
-    """Two-sided Mann–Whitney test."""
+    p_value: float  # two-sided Mann–Whitney test
     is_significant: bool
     is_measured_again: bool
     """Both were measured again, interleaved; else these are the search's samples, from which the best was picked."""
@@ -80,38 +65,28 @@ class Tuning(Shown):
     workload: str
     preset: str | None
     device_name: str | None
-    unit: str
-    """Unit of `per_s`: `tokens` or `steps`."""
-    budget_bytes: int | None
-    """The memory limit that was given; null: the device's memory."""
+    unit: str  # unit of `per_s`: `tokens` or `steps`
+    budget_bytes: int | None  # the memory limit that was given; null: the device's memory
     defaults: Tried | None
     best: Tried | None
     """The fastest correct point: the defaults, unless another is certainly faster; null if nothing was correct."""
-    gain: Gain | None
-    """The best over the defaults; null if they are the best or not correct, or with too few samples."""
+    gain: Gain | None  # the best over the defaults; null if they are the best or not correct, or with too few samples
     runner_up: Tried | None
-    lead: Gain | None
-    """The best over the runner-up."""
+    lead: Gain | None  # the best over the runner-up
     frontier: tuple[Tried, ...]
     """Points that no other beats in both speed and memory, by memory; of those measured again."""
-    points: tuple[Tried, ...]
-    """All, in the order they were tried."""
+    points: tuple[Tried, ...]  # all, in the order they were tried
     moves: tuple[Mapping[str, Any], ...]
     """The path of the search: `round`, `turned`, `before`, `gain` (speed ÷ the speed before)."""
-    not_tried: tuple[Mapping[str, Any], ...]
-    """`round`, `turned`, `reason`."""
-    axes: Mapping[str, Sequence[Any] | None]
-    """Searched knobs → their values; null: powers of two."""
+    not_tried: tuple[Mapping[str, Any], ...]  # `round`, `turned`, `reason`
+    axes: Mapping[str, Sequence[Any] | None]  # searched knobs → their values; null: powers of two
     num_rounds: int
-    stopped: str
-    """`settled`: a whole round gained nothing; `time`; `stuck`: nothing was correct; `interrupted`."""
+    stopped: str  # `settled`: a whole round gained nothing; `time`; `stuck`: nothing was correct; `interrupted`
     seconds: float
     limit_s: float
-    command: str | None
-    """Measures the best point again."""
+    command: str | None  # measures the best point again
     num_by_status: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    """Remarks, such as points that could not be planned, and why."""
+    notes: tuple[str, ...] = ()  # remarks, such as points that could not be planned, and why
 
 
 def tuning_of(

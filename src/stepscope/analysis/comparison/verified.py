@@ -43,12 +43,10 @@ class Expected:
     """What `stepscope diagnose` predicts for the fix."""
 
     saving_ns: float | None
-    share: float | None
-    """Of the recording's step."""
+    share: float | None  # of the recording's step
     upper_bound: bool
     confidence: str | None
-    reason: str | None
-    """Why nothing is predicted."""
+    reason: str | None  # why nothing is predicted
 
 
 @dataclass(frozen=True)
@@ -63,34 +61,26 @@ class Round:
 class Verified:
     """The result for one fix."""
 
-    fix: str
-    """As typed."""
+    fix: str  # as typed
     status: str
     """`faster`, `slower`, `no difference shown`, `too few samples`; `wrong`: the losses differ; `failed`: the script
     does not run with it; `not applied`: it changed nothing; `not comparable`."""
-    reason: str | None
-    """Why, if the status is not a verdict on times."""
+    reason: str | None  # why, if the status is not a verdict on times
     change: Change | None = None
     """Of the step time, or of tokens (samples) per second if the batch changed: all clean steps of all rounds."""
-    saving_ns: float | None = None
-    """Per step at the median; null if the batch changed."""
+    saving_ns: float | None = None  # per step at the median; null if the batch changed
     rounds: tuple[Round, ...] = ()
     runs_p_value: float | None = None
     """Two-sided Mann–Whitney test of whole runs by their medians; 1 if these contradict the steps."""
     losses: LossCheck | None = None
     expected: Expected | None = None
-    changed: Mapping[str, int] = field(default_factory=dict)
-    """What the fix changed, and how often, in the rehearsal."""
-    left: Mapping[str, int] = field(default_factory=dict)
-    """What it did not change, and why."""
+    changed: Mapping[str, int] = field(default_factory=dict)  # what the fix changed, and how often, in the rehearsal
+    left: Mapping[str, int] = field(default_factory=dict)  # what it did not change, and why
     products: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Dtype → its share of a step's FLOPs, without and with the fix."""
-    warmup_extra_ns: float | None = None
-    """How much longer the warm-up takes: compiling, starting workers."""
-    pays_after_steps: int | None = None
-    """Steps until that is recovered; null if the fix saves nothing."""
-    peak_bytes: tuple[int, int] | None = None
-    """Peak allocated memory without and with it; null without a GPU."""
+    warmup_extra_ns: float | None = None  # how much longer the warm-up takes: compiling, starting workers
+    pays_after_steps: int | None = None  # steps until that is recovered; null if the fix saves nothing
+    peak_bytes: tuple[int, int] | None = None  # peak allocated memory without and with it; null without a GPU
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,15 +88,12 @@ class Verification(Shown):
     """The result of `stepscope verify`; `to_json()` is what `--json` prints."""
 
     command: str
-    folder: str
-    """Folder with the recordings of all runs."""
+    folder: str  # folder with the recordings of all runs
     device_name: str | None
     torch: str | None
     num_rounds: int
-    step_ns: float
-    """The median clean step without any fix, over all rounds."""
-    apart_share: float
-    """The largest distance between medians of two runs without any fix."""
+    step_ns: float  # the median clean step without any fix, over all rounds
+    apart_share: float  # the largest distance between medians of two runs without any fix
     fixes: tuple[Verified, ...]
     warnings: tuple[str, ...]
 

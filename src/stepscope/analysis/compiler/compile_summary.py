@@ -22,13 +22,10 @@ class Recompiled:
     """Recompiles of one function for one guard."""
 
     frame: str
-    guard: str
-    """The guard without the value that changed."""
-    values: tuple[str, ...]
-    """The sizes, or other values, that were seen, in order."""
+    guard: str  # the guard without the value that changed
+    values: tuple[str, ...]  # the sizes, or other values, that were seen, in order
     count: int
-    place: str | None
-    """The user's line that the guard refers to; None if torch does not report it."""
+    place: str | None  # the user's line that the guard refers to; None if torch does not report it
     is_size: bool
 
 
@@ -37,33 +34,23 @@ class CompilerSummary:
     """What torch.compile did in a run."""
 
     num_compiles: int
-    num_graphs: int | None
-    """None if the recording does not contain it."""
-    num_ops: int | None
-    """Ops captured in all graphs."""
+    num_graphs: int | None  # none if the recording does not contain it
+    num_ops: int | None  # ops captured in all graphs
     seconds: float
-    seconds_by_stage: Mapping[str, float]
-    """In the order of the stages; empty if torch does not report it."""
-    graph_breaks: tuple[Mapping[str, Any], ...]
-    """`reason`, `place`, `count`, `runs_eagerly`; the most frequent first."""
-    recompiles: tuple[Recompiled, ...]
-    """The most frequent first."""
-    limit_hits: tuple[Mapping[str, Any], ...]
-    """`frame`, `count`; the frame runs eagerly from then on."""
-    dynamic_dimensions: tuple[Mapping[str, Any], ...]
-    """`source`, `sizes`, `place`."""
+    seconds_by_stage: Mapping[str, float]  # in the order of the stages; empty if torch does not report it
+    graph_breaks: tuple[Mapping[str, Any], ...]  # `reason`, `place`, `count`, `runs_eagerly`; the most frequent first
+    recompiles: tuple[Recompiled, ...]  # the most frequent first
+    limit_hits: tuple[Mapping[str, Any], ...]  # `frame`, `count`; the frame runs eagerly from then on
+    dynamic_dimensions: tuple[Mapping[str, Any], ...]  # `source`, `sizes`, `place`
     cuda_graphs: Mapping[str, int] | None
     cuda_graph_skips: tuple[Mapping[str, Any], ...]
     caches: Mapping[str, Mapping[str, int]]
     failures: tuple[Mapping[str, Any], ...]
     """`reason`, `place`, `count` of failures without a graph break at the same place."""
     frames: tuple[Mapping[str, Any], ...]
-    num_calls: int
-    """Kernel and library calls in the compiled code."""
-    num_placed_calls: int
-    """Calls whose module is known."""
-    untold: tuple[str, ...]
-    """What this version of torch does not report."""
+    num_calls: int  # kernel and library calls in the compiled code
+    num_placed_calls: int  # calls whose module is known
+    untold: tuple[str, ...]  # what this version of torch does not report
     compiled_ns: float | None = None
     eager_ns: float | None = None
     break_even: float | None = None

@@ -23,23 +23,18 @@ DATA_MOVEMENT = (
 class StepFlops:
     """FLOPs of one step, counted op by op in the memory window."""
 
-    model_flops: int
-    """Required by the model: no recomputation, causal attention counted as half."""
-    hardware_flops: int
-    """Executed, including recomputation."""
+    model_flops: int  # required by the model: no recomputation, causal attention counted as half
+    hardware_flops: int  # executed, including recomputation
     recomputed_flops: int
     model_flops_by_dtype: Mapping[str, int]
     hardware_flops_by_dtype: Mapping[str, int]
     has_backward: bool
-    formula_flops: int | None
-    """6·N·tokens (2·N·tokens without a backward) plus attention, as a cross-check."""
+    formula_flops: int | None  # 6·N·tokens (2·N·tokens without a backward) plus attention, as a cross-check
     num_active_parameters: int | None
     """Parameters per token on average; a routed expert counts in proportion to its tokens."""
-    uncounted_ops: tuple[str, ...]
-    """Ops that compute but have no formula, the most elements first."""
+    uncounted_ops: tuple[str, ...]  # ops that compute but have no formula, the most elements first
     num_uncounted_calls: int
-    hidden: str | None
-    """Why the count is a lower bound, or None."""
+    hidden: str | None  # why the count is a lower bound, or None
 
 
 @dataclass(frozen=True)
@@ -48,12 +43,9 @@ class Utilization:
 
     share: float
     flops_per_s: float
-    is_measured: bool
-    """Whether the limit was measured, instead of the vendor's dense peak."""
-    limit: str
-    """The limit as text."""
-    source: str
-    """Source of the limit."""
+    is_measured: bool  # whether the limit was measured, instead of the vendor's dense peak
+    limit: str  # the limit as text
+    source: str  # source of the limit
     formula: str
 
 

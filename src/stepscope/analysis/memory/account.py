@@ -27,11 +27,9 @@ PARTS = ("owner", "module", "phase", "dtype", "op", "caller")
 class Part:
     """A part of the memory alive at the peak."""
 
-    name: str | None
-    """None if unknown; for modules, outside every module."""
+    name: str | None  # none if unknown; for modules, outside every module
     bytes: int
-    share: float
-    """Of the peak."""
+    share: float  # of the peak
     num_allocations: int
 
 
@@ -51,36 +49,28 @@ class LiveAtPeak:
 class Stage:
     """A stage of the step."""
 
-    name: str
-    """`start` is before the first stage."""
+    name: str  # `start` is before the first stage
     first_event: int
-    after_bytes: int
-    """Allocated when it ended."""
-    peak_bytes: int
-    """The most allocated during it."""
+    after_bytes: int  # allocated when it ended
+    peak_bytes: int  # the most allocated during it
 
 
 @dataclass(frozen=True)
 class Large:
     """Allocations of one size from one place."""
 
-    bytes: int
-    """Of each."""
+    bytes: int  # of each
     num_allocations: int
-    num_at_peak: int
-    """How many are alive at the peak."""
+    num_at_peak: int  # how many are alive at the peak
     op: str | None
-    module: str | None
-    """`*` replaces every number."""
-    first_module: str | None
-    """Fully qualified name of the first."""
+    module: str | None  # `*` replaces every number
+    first_module: str | None  # fully qualified name of the first
     phase: str | None
     owner: str | None
     dtype: str | None
     shape: tuple[int, ...] | None
     caller: str | None
-    formula: str | None
-    """A formula for the exact bytes in the account's symbols; None if there is none."""
+    formula: str | None  # A formula for the exact bytes in the account's symbols; None if there is none
 
 
 @dataclass(frozen=True)
@@ -91,8 +81,7 @@ class LeftAlive:
     num_tensors: int
     op: str | None
     module: str | None
-    frame: str | None
-    """The variable that holds it, with the lines that fill it: `train.py:9 losses`."""
+    frame: str | None  # the variable that holds it, with the lines that fill it: `train.py:9 losses`
 
 
 @dataclass(frozen=True)
@@ -100,49 +89,32 @@ class Account:
     """The memory of one device over a step."""
 
     device: str
-    peak_bytes: int
-    """The allocator's peak if known, else `peak_tracked_bytes`; the parts add up to it."""
-    peak_tracked_bytes: int
-    """The largest sum of the listed allocations alive at once."""
-    remainder_bytes: int | None
-    """The allocator's peak minus `peak_tracked_bytes`; None if unknown."""
+    peak_bytes: int  # the allocator's peak if known, else `peak_tracked_bytes`; the parts add up to it
+    peak_tracked_bytes: int  # the largest sum of the listed allocations alive at once
+    remainder_bytes: int | None  # the allocator's peak minus `peak_tracked_bytes`; None if unknown
     remainder_at_start_bytes: int | None
     """Memory held by the allocator when the window began, minus what was listed then."""
     peak_event: int
     """The allocation that made the peak, in the order of allocations and frees; -1 is before the first."""
     peak_stage: str | None
-    live_at_peak: LiveAtPeak
-    """Split by owner, module, phase, dtype, op and place in Python."""
-    stages: tuple[Stage, ...]
-    """In order, with the memory allocated after each."""
-    activations: tuple[ModuleBytes, ...]
-    """Forward results kept for the backward, by module, at their maximum."""
-    saved: tuple[ModuleBytes, ...]
-    """Saved for backward by autograd, without parameters, by module."""
-    largest: tuple[Large, ...]
-    """By allocating place, the largest first."""
-    largest_by_owner: tuple[Large, ...]
-    """The largest allocation of each owner."""
-    symbols: Mapping[str, int]
-    """Meaning of the formulas' letters."""
-    peak_reserved_bytes: int | None
-    """The most memory the allocator reserved at any time; None if unknown."""
+    live_at_peak: LiveAtPeak  # split by owner, module, phase, dtype, op and place in Python
+    stages: tuple[Stage, ...]  # in order, with the memory allocated after each
+    activations: tuple[ModuleBytes, ...]  # forward results kept for the backward, by module, at their maximum
+    saved: tuple[ModuleBytes, ...]  # saved for backward by autograd, without parameters, by module
+    largest: tuple[Large, ...]  # by allocating place, the largest first
+    largest_by_owner: tuple[Large, ...]  # the largest allocation of each owner
+    symbols: Mapping[str, int]  # meaning of the formulas' letters
+    peak_reserved_bytes: int | None  # the most memory the allocator reserved at any time; None if unknown
     fragmentation_bytes: int | None
     """Reserved but not allocated: at the peak if both are known over time, else the difference of their peaks."""
-    num_retries: int | None
-    """How often the allocator had to return its cache to find room."""
-    timeline: tuple[Point, ...]
-    """Memory allocated after each allocation and free."""
-    left_alive: tuple[LeftAlive, ...]
-    """Leaks: graphs of earlier steps, the largest first."""
+    num_retries: int | None  # how often the allocator had to return its cache to find room
+    timeline: tuple[Point, ...]  # memory allocated after each allocation and free
+    left_alive: tuple[LeftAlive, ...]  # leaks: graphs of earlier steps, the largest first
     held: tuple[Part, ...]
     """Other memory from before the step by the variable that holds it, if known; the largest first."""
-    num_allocations: int
-    """On this device."""
-    num_dropped: int
-    """Allocations beyond the recorder's limit, of which nothing is known."""
-    other_devices: Mapping[str, int]
-    """The most allocated on each other device."""
+    num_allocations: int  # on this device
+    num_dropped: int  # allocations beyond the recorder's limit, of which nothing is known
+    other_devices: Mapping[str, int]  # the most allocated on each other device
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Return every field as plain values, with so many rows in lists."""

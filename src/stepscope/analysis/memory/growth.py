@@ -20,20 +20,15 @@ CONSTANT, LINEAR, QUADRATIC, OTHER = GROWTHS = ("constant", "linear", "quadratic
 class Grown:
     """Allocations from one place in both recordings that grow alike."""
 
-    growth: str
-    """`constant`, `linear`, `quadratic`, or `other`."""
-    exponent: float
-    """1 is linear; a sum of terms lies in between."""
+    growth: str  # `constant`, `linear`, `quadratic`, or `other`
+    exponent: float  # 1 is linear; a sum of terms lies in between
     op: str | None
-    module: str | None
-    """`*` replaces every number."""
+    module: str | None  # `*` replaces every number
     phase: str | None
     owner: str | None
     num_allocations: int
-    bytes: tuple[int, int]
-    """Total of all of them, in each recording."""
-    formula: str | None
-    """A formula for the bytes of the largest, valid in both."""
+    bytes: tuple[int, int]  # total of all of them, in each recording
+    formula: str | None  # A formula for the bytes of the largest, valid in both
 
 
 @dataclass(frozen=True)
@@ -48,16 +43,12 @@ class AtPeak:
 class Growth:
     """Two recordings of one model, side by side."""
 
-    symbol: str
-    """What differs: `S` (sequence length) or `B` (batch)."""
+    symbol: str  # what differs: `S` (sequence length) or `B` (batch)
     values: tuple[int, int]
-    peak_bytes: tuple[int, int]
-    """Of tracked allocations."""
+    peak_bytes: tuple[int, int]  # of tracked allocations
     at_peak: tuple[AtPeak, ...]
-    rows: tuple[Grown, ...]
-    """The largest in the second recording first."""
-    num_unmatched: tuple[int, int]
-    """Allocations without a counterpart in the other recording."""
+    rows: tuple[Grown, ...]  # the largest in the second recording first
+    num_unmatched: tuple[int, int]  # allocations without a counterpart in the other recording
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         plain = asdict(self)

@@ -17,14 +17,10 @@ _NUMBER = re.compile(r"(^|[._])\d+(?=\.|$)")
 class ModuleBytes:
     """Memory of one module."""
 
-    module: str | None
-    """Fully qualified; empty is the model itself, None is outside every module."""
-    bytes: int
-    """Its own."""
-    total_bytes: int
-    """Including inner modules."""
-    num_tensors: int
-    """Its own."""
+    module: str | None  # fully qualified; empty is the model itself, None is outside every module
+    bytes: int  # its own
+    total_bytes: int  # including inner modules
+    num_tensors: int  # its own
 
 
 @lru_cache(1 << 16)

@@ -20,12 +20,9 @@ class OutOfMemory:
 
     event: int
     asked_bytes: int
-    free_bytes: int | None
-    """Free memory according to CUDA."""
-    allocated_bytes: int
-    """By tensors at that time."""
-    reserved_bytes: int
-    """By the allocator at that time; what exceeds `allocated_bytes` was fragmented."""
+    free_bytes: int | None  # free memory according to CUDA
+    allocated_bytes: int  # by tensors at that time
+    reserved_bytes: int  # by the allocator at that time; what exceeds `allocated_bytes` was fragmented
     caller: str | None
 
 
@@ -35,22 +32,15 @@ class SnapshotEnd:
 
     num_segments: int
     reserved_bytes: int
-    allocated_bytes: int
-    """In blocks used by tensors, as rounded by the allocator."""
-    requested_bytes: int
-    """Requested by tensors."""
-    awaiting_free_bytes: int
-    """Freed, but another stream still uses it."""
+    allocated_bytes: int  # in blocks used by tensors, as rounded by the allocator
+    requested_bytes: int  # requested by tensors
+    awaiting_free_bytes: int  # freed, but another stream still uses it
     num_inactive_blocks: int
-    inactive_bytes: int
-    """Free, held by the allocator."""
+    inactive_bytes: int  # free, held by the allocator
     largest_inactive_bytes: int
-    releasable_bytes: int
-    """Free in unused segments: `empty_cache()` returns these."""
-    live_by_caller: tuple[Part, ...]
-    """Requested by tensors, by place in Python; shares of `requested_bytes`."""
-    num_entries: int
-    """Of the allocator's history; 0 if it was not recorded."""
+    releasable_bytes: int  # free in unused segments: `empty_cache()` returns these
+    live_by_caller: tuple[Part, ...]  # requested by tensors, by place in Python; shares of `requested_bytes`
+    num_entries: int  # of the allocator's history; 0 if it was not recorded
     ooms: tuple[OutOfMemory, ...]
 
 

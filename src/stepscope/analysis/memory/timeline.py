@@ -15,10 +15,8 @@ BEFORE = -1  # the event before the first
 class Point:
     """Memory allocated after one allocation or free."""
 
-    event: int
-    """Its position in the order of allocations and frees; -1 is before the first."""
-    time_ns: int | None
-    """From the window's start; None if not measured."""
+    event: int  # its position in the order of allocations and frees; -1 is before the first
+    time_ns: int | None  # from the window's start; None if not measured
     allocated_bytes: int
     reserved_bytes: int | None
 

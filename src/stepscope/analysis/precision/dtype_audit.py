@@ -74,14 +74,10 @@ class WeightCasts:
     num_parameters: int
     parameter_bytes: int
     num_casts: int
-    cast_bytes: int
-    """Bytes written in the first micro-batch."""
-    num_uses: int
-    """Uses by ops in all forwards."""
-    num_repeated: int
-    """Casts already made by an earlier micro-batch."""
-    repeated_bytes: int
-    """Bytes read and written by those."""
+    cast_bytes: int  # bytes written in the first micro-batch
+    num_uses: int  # uses by ops in all forwards
+    num_repeated: int  # casts already made by an earlier micro-batch
+    repeated_bytes: int  # bytes read and written by those
 
 
 class DtypeAudit(Shown):

@@ -23,14 +23,12 @@ class CounterSummary:
     """Counters over the clean steps; unsupported counters are None."""
 
     num_samples: int
-    gpu_busy_share: Gauge | None
-    """Share of the sampling period in which any kernel ran; not how full the GPU was."""
+    gpu_busy_share: Gauge | None  # share of the sampling period in which any kernel ran; not how full the GPU was
     memory_controller_busy_share: Gauge | None
     power_watts: Gauge | None
     sm_clock_mhz: Gauge | None
     memory_clock_mhz: Gauge | None
-    throttle_shares: tuple[tuple[str, float], ...]
-    """Reason and share of samples, without idleness."""
+    throttle_shares: tuple[tuple[str, float], ...]  # reason and share of samples, without idleness
     joules: float | None
     """Energy of the clean steps: mean power (from the energy counter if read close by) × their time."""
 

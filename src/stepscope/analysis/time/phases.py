@@ -20,8 +20,7 @@ class Phase:
 
     name: str
     host_ns: float
-    device_ns: float | None
-    """Between the phase's CUDA events: GPU busy and idle time. None without a GPU."""
+    device_ns: float | None  # between the phase's CUDA events: GPU busy and idle time. None without a GPU.
     gpu_busy_ns: float | None
     """Union of the GPU work launched in this phase, from the trace window; at most `device_ns`."""
 

@@ -43,14 +43,11 @@ _START, _RETURN, _BORDER = 0, 1, 2
 class Change:
     """Changes in a replay; nothing by default."""
 
-    duration_ns: Mapping[int, float] = field(default_factory=dict)
-    """New duration by `event` of GPU work."""
-    gone: frozenset[int] = frozenset()
-    """The `event`s of GPU work that is removed."""
+    duration_ns: Mapping[int, float] = field(default_factory=dict)  # new duration by `event` of GPU work
+    gone: frozenset[int] = frozenset()  # the `event`s of GPU work that is removed
     host: pl.DataFrame | None = None
     """Host time that shrinks: `start_ns`, `end_ns`, disjoint and ordered, and the `factor` that is left."""
-    unwaited: frozenset[int] = frozenset()
-    """The `event`s of calls that no longer wait."""
+    unwaited: frozenset[int] = frozenset()  # the `event`s of calls that no longer wait
     profiler_ns_per_event: float = 0.0
     """Subtracted from host time per event that the profiler recorded; 0 replays the trace as recorded."""
 
@@ -59,14 +56,10 @@ class Change:
 class Replayed:
     """A window of steps as replayed; a trace without steps counts as one."""
 
-    step_ns: float
-    """From the first step's start to the last one's end on the host, per step."""
-    done_ns: float
-    """The same between ends of GPU work, at least `host_ns`: the step time of a long run."""
-    device_ns: float
-    """Sum of GPU work per step."""
-    host_ns: float
-    """A step if the host never waits for the GPU."""
+    step_ns: float  # from the first step's start to the last one's end on the host, per step
+    done_ns: float  # the same between ends of GPU work, at least `host_ns`: the step time of a long run
+    device_ns: float  # sum of GPU work per step
+    host_ns: float  # A step if the host never waits for the GPU
 
 
 @dataclass(frozen=True)

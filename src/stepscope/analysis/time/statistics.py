@@ -19,8 +19,7 @@ class Distribution:
     p90: float
     mean: float
     std: float
-    ci_low: float
-    """Lower end of the 95 % bootstrap interval of the median."""
+    ci_low: float  # lower end of the 95 % bootstrap interval of the median
     ci_high: float
 
 

@@ -34,8 +34,7 @@ class ObserverEffect:
 class Throughput:
     """Units per second at the median clean step."""
 
-    unit: str
-    """`tokens` or `samples`."""
+    unit: str  # `tokens` or `samples`
     per_step: float
     per_s: float
     joules_per_unit: float | None
@@ -45,46 +44,27 @@ class Throughput:
 class Summary:
     """Everything the card shows: nanoseconds, bytes and shares, no text."""
 
-    num_steps: int
-    """Steps in the recording, in any window."""
-    num_clean: int
-    """Steps used for the figures."""
-    num_compiling: int
-    """Clean steps that compiled something and were excluded."""
-    clock: str | None
-    """`device` (between CUDA events) or `host`; the clock of `step_ns`."""
-    step_ns: Distribution | None
-    """The clean steps on that clock; null if there are none."""
-    host_step_ns: Distribution | None
-    """The same steps on the host clock; on a GPU, the host may run ahead."""
-    warmup_ns: tuple[int, ...]
-    """Host time of each warm-up step: first calls and compilation."""
-    num_micro_batches: int
-    """Calls of the root module per step; more than 1 with gradient accumulation."""
-    num_skipped: int
-    """Optimizer steps that a GradScaler skipped."""
+    num_steps: int  # steps in the recording, in any window
+    num_clean: int  # steps used for the figures
+    num_compiling: int  # clean steps that compiled something and were excluded
+    clock: str | None  # `device` (between CUDA events) or `host`; the clock of `step_ns`
+    step_ns: Distribution | None  # the clean steps on that clock; null if there are none
+    host_step_ns: Distribution | None  # the same steps on the host clock; on a GPU, the host may run ahead
+    warmup_ns: tuple[int, ...]  # host time of each warm-up step: first calls and compilation
+    num_micro_batches: int  # calls of the root module per step; more than 1 with gradient accumulation
+    num_skipped: int  # optimizer steps that a GradScaler skipped
     data_is_named: bool
     """Whether `data` is time in a DataLoader or `stepscope.phase("data")`; else it is the time before the forward."""
-    throughput: Throughput | None
-    """Null if no model input was seen."""
-    phases: tuple[Phase, ...]
-    """Of the mean of the middle half of clean steps, by step time."""
-    rows: tuple[Row, ...]
-    """The step's time; on a GPU with `idle` and `unattributed`."""
-    flops: StepFlops | None
-    """Null if the run ended before the memory and FLOPs window."""
-    mfu: Utilization | None
-    """Model FLOPs utilization; null if the limit for device and dtype is unknown."""
-    hfu: Utilization | None
-    """Hardware FLOPs utilization: executed FLOPs, including recomputation."""
-    parameters: Mapping[str, Any] | None
-    """As in the recording."""
-    observer_effects: tuple[ObserverEffect, ...]
-    """One per probe window."""
-    counters: CounterSummary | None
-    """NVML during the clean steps; null without NVML."""
-    num_kernels_per_step: float | None
-    """From the trace window; null without a GPU."""
+    throughput: Throughput | None  # null if no model input was seen
+    phases: tuple[Phase, ...]  # of the mean of the middle half of clean steps, by step time
+    rows: tuple[Row, ...]  # the step's time; on a GPU with `idle` and `unattributed`
+    flops: StepFlops | None  # null if the run ended before the memory and FLOPs window
+    mfu: Utilization | None  # model FLOPs utilization; null if the limit for device and dtype is unknown
+    hfu: Utilization | None  # hardware FLOPs utilization: executed FLOPs, including recomputation
+    parameters: Mapping[str, Any] | None  # as in the recording
+    observer_effects: tuple[ObserverEffect, ...]  # one per probe window
+    counters: CounterSummary | None  # NVML during the clean steps; null without NVML
+    num_kernels_per_step: float | None  # from the trace window; null without a GPU
 
 
 def summary_of(recording: Recording) -> Summary:

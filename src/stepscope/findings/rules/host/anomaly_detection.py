@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from stepscope.analysis.kernels.nan_checks import stack_writing_ops
 from stepscope.analysis.time.whatif import stretches
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.per_step import LENGTH, grouped, total_ns
@@ -22,7 +23,8 @@ def check(case: Case) -> list[Finding]:
     waits = case.waits.filter(starts_within(case.waits, checks))
     is_autograd = checks["is_autograd"].sum() > checks.height / 2
     spent = checks.select("start_ns", "end_ns")
-    traced = case.stack_writing_ops if is_autograd else case.stack_writing_ops.clear()
+    traced = case.within(stack_writing_ops(case.linked))
+    traced = traced if is_autograd else traced.clear()
     host = pl.concat([stretches(spent), traced]).sort("start_ns")
     host = host.filter((pl.col("start_ns") >= pl.col("end_ns").cum_max().shift(1)).fill_null(True))
     change = replace(case.without(events), host=host, unwaited=frozenset(waits["event"].to_list()))

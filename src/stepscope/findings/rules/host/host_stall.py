@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.time.replay import Change
+from stepscope.analysis.time.thread_silence import quiet_stretches
 from stepscope.analysis.time.whatif import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
@@ -21,7 +22,8 @@ def check(case: Case) -> list[Finding]:
         return []
     if not case.account.steps.height:
         raise Unavailable("The trace does not mark where steps end. Call prof.step() at the end of each step.")
-    quiet = case.quiet_stretches.filter(pl.col("phase").ne_missing("optimizer"))
+    silent = case.stalls.filter(pl.col("kind").is_in(["python", "launch"]))
+    quiet = quiet_stretches(case.linked, silent).filter(pl.col("phase").ne_missing("optimizer"))
     if case.account.steps.height == 1:  # what follows the only step may be the profiler stopping
         quiet = quiet.filter(pl.col("end_ns") <= case.work["start_ns"].max())
     saving_ns = case.saving_ns(Change(host=stretches(quiet))) if quiet.height else 0.0

@@ -21,9 +21,9 @@ def check(case: Case) -> list[Finding]:
     if case.work.is_empty():
         return []
     trips = pl.concat([case.round_trips["out"], case.round_trips["back"]])
-    copies = case.copies.filter(
+    copies = case.all_copies.filter(
+        pl.col("event").is_in(case.replay.events), ~pl.col("event").is_in(trips.implode()),
         pl.col("what") == "host_to_device", pl.col("pageable"), pl.col("bytes") >= STAGED_BYTES,
-        ~pl.col("event").is_in(trips.implode()),
     )  # fmt: skip
     if copies.is_empty():
         return []

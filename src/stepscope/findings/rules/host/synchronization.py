@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from stepscope.analysis.kernels.masked_ops import mask_indexing
 from stepscope.analysis.time.replay import Change
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.per_step import LENGTH, total_ns
@@ -47,7 +48,7 @@ def check(case: Case) -> list[Finding]:
     one_by_one = of_values.filter(pl.col("fed_by").is_not_null())
     if one_by_one.height >= _LOOP * case.num_steps:
         gone = pl.concat([gone, one_by_one["fed_by"].explode()])
-    masks = case.mask_indexing
+    masks = case.within(mask_indexing(case.linked))
     change = replace(_of_fixed_shape(case.without(gone), masks), unwaited=frozenset(waits["event"].to_list()))
     saving_ns = min(case.saving_ns(change), case.starved_ns)
     count = waits["stop"].n_unique() / case.num_steps

@@ -10,6 +10,8 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
+from stepscope.analysis.kernels.product_loops import product_loops
+from stepscope.analysis.kernels.tiles import tiled_products
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.per_step import cost_text, total_ns
@@ -22,13 +24,14 @@ _ALIKE = ["loop", "phase", "op", "place", "ordinal"]  # work of several iteratio
 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
-    turns = case.product_loops
+    products = tiled_products(case.work)
+    turns = product_loops(case.work, products)
     if turns.is_empty():
         return []
     num_processors = case.device.num_processors
     if num_processors is None:
         raise Unavailable(f"The number of SMs of {case.device.name} is unknown.")
-    sizes = case.products.drop("phase", "op", "duration_ns", "step", "root")
+    sizes = products.drop("phase", "op", "duration_ns", "step", "root")
     turns = turns.join(sizes, on="event", how="left", maintain_order="left").with_columns(
         pl.col("num_tiles").mean().over("loop").alias("mean_tiles")
     )

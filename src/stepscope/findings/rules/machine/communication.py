@@ -26,7 +26,7 @@ _SMALL_BYTES = 1 << 20  # smaller messages are limited by latency, not bandwidth
 def check(case: Case) -> list[Finding]:
     if not case.has_gpu_work:
         raise Unavailable("There is no trace of GPU work, so NCCL and RCCL kernels cannot be seen.")
-    calls = case.collectives
+    calls = case.account.collectives.filter(pl.col("event").is_in(case.replay.events))
     if calls.is_empty():
         return []
     calls = calls.join(_waited(case), on="start_ns", how="left").with_columns(pl.col("wait_ns").fill_null(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stepscope.analysis.memory.allocator_calls import allocator_calls
 from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
 from stepscope.errors import Unavailable
@@ -28,7 +29,7 @@ def check(case: Case) -> list[Finding]:
 def _calls(case: Case, retries: Retries | None) -> list[Finding]:
     if case.work.is_empty():
         return []
-    calls = case.allocator_calls
+    calls = case.within(allocator_calls(case.linked))
     saving_ns = case.saving_ns(Change(host=stretches(calls))) if calls.height else 0.0
     if not case.is_worth(saving_ns):
         return []

@@ -47,7 +47,7 @@ def check(case: Case) -> list[Finding]:
     part = "" if share == 1 else f" for about {share:.0%} of the layers"
     finding = Finding(
         sentence=f"Recomputing {plural(again.height / case.num_steps, 'forward op')} in the backward takes "
-        f"{cost_text(case, total_ns(case, again))} of GPU time, although there is memory to keep the results: they "
+        f"{cost_text(case, total_ns(case, again))}, although there is memory to keep the results: they "
         f"need at most {size(more_bytes)}, and the peak of {size(peak_bytes)} leaves {size(usable - peak_bytes)} of "
         f"{case.device.name} free.",
         fix=f"remove torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
