@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from host_cases import H200, case_of, copy, kernel, steps
 
+from stepscope.analysis.kernels.masked_ops import mask_indexing
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import synchronization as synchronization
 from trace_builder import TraceBuilder
@@ -192,4 +193,4 @@ def test_indices_that_are_known_are_no_mask():
         kernel(trace, at, runs=at + 10, took=100, op="aten::index")
         return 120
 
-    assert case_of(steps(looked_up)).mask_indexing.is_empty()
+    assert mask_indexing(case_of(steps(looked_up)).linked).is_empty()

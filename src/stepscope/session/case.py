@@ -1,4 +1,4 @@
-"""What there is to diagnose: a rank's trace, what a recording knows beside it, what the other ranks did."""
+"""What rules look at: tables of a trace's typical steps, and what a change to the step would save."""
 
 from __future__ import annotations
 
@@ -10,32 +10,49 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.attention.backends import DISPATCHER, attention_calls
+from stepscope.analysis.attention.handwritten import squares
+from stepscope.analysis.compiler.compiled_regions import compiled_regions, entering
+from stepscope.analysis.kernels.copies import copies
+from stepscope.analysis.kernels.elementwise_chains import chains
+from stepscope.analysis.kernels.kernels import kernel_sizes
+from stepscope.analysis.kernels.logits import logits
+from stepscope.analysis.kernels.nan_checks import nan_checks
+from stepscope.analysis.kernels.recomputed import recomputed
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.account import account as account_for_memory
 from stepscope.analysis.memory.left_behind import MemoryGrowth, growth_between_steps, growth_in_window
 from stepscope.analysis.memory.trace_events import trace_memory
+from stepscope.analysis.precision.casts import casts
 from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
-from stepscope.analysis.ranks.rank_account import RankAccount
-from stepscope.analysis.structure.intervals import length_ns
-from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.time.replay import Change, Replayed
+from stepscope.analysis.ranks.rank_account import RankAccount, account_of, device_name
+from stepscope.analysis.structure.intervals import length_ns, spans, union
+from stepscope.analysis.structure.links import Linked, link
+from stepscope.analysis.structure.tensor_sizes import with_sizes
+from stepscope.analysis.structure.work import work
+from stepscope.analysis.time.idle import idle_gaps
+from stepscope.analysis.time.replay import Change, Replay, Replayed, typical_steps
+from stepscope.analysis.time.round_trips import round_trips
+from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
+from stepscope.analysis.time.waits import waits
 from stepscope.analysis.time.whatif import without
+from stepscope.devices import Device, find_device
 from stepscope.errors import Unavailable
 from stepscope.session.places import Places, places_of_stretches, places_of_work, places_without_work
-from stepscope.session.typical_steps import TraceTables
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03
-"""Of a step: what saves less is not worth a finding."""
+"""The share of a step that a finding must save to be reported."""
 _MOST_PROFILER_NS = 20_000.0
 
 
-class Case(TraceTables):
-    """What rules look at: tables, and what a change to the step would bring. They never see the events themselves.
+class Case:
+    """One rank's trace, with the recording and the other ranks' accounts where there are any.
 
-    What is not there raises Unavailable, which says what to run to get it.
+    A table is computed when a rule asks for it, once, and covers the typical steps of the trace. A table that only
+    one rule needs is made there, with `within`. Unavailable says what to run to get what is missing.
     """
 
     def __init__(
@@ -48,38 +65,36 @@ class Case(TraceTables):
         notes: tuple[str, ...] = (),
         window: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        super().__init__(trace, rank)
         self.path = path
+        self.rank = rank
+        self._trace = trace
         self._notes = notes
         self._recording = recording
         self._ranks = ranks
         self._window = window
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Which of several traces this is, and whether it is whole."""
-        is_cut_off = self._trace is not None and self._trace.facts.is_cut_off
-        cut = ("the trace is cut off: GPU work is written last, and may be missing",) if is_cut_off else ()
-        return (*self._notes, *cut)
+    # -- the recording --------------------------------------------------------------------------------------------
 
     @property
     def recording(self) -> Recording:
+        """The facts and step times of the recording."""
         if self._recording is None:
-            raise Unavailable("a trace alone does not tell: it takes a recording, made by `stepscope run train.py`")
+            raise Unavailable("This takes a recording, not only a trace. Make one with `stepscope run train.py`.")
         return self._recording
 
     @property
     def has_recording(self) -> bool:
+        """Whether there is a recording, not only a trace."""
         return self._recording is not None
 
     @cached_property
     def summary(self) -> Summary:
-        """What the card shows."""
+        """The figures of the recording."""
         return summary_of(self.recording)
 
     @cached_property
     def clean_ns(self) -> float | None:
-        """The median clean step, where a recording measured it."""
+        """The median step time without the profiler, if a recording measured it."""
         if self._recording is None or self.summary.step_ns is None:
             return None
         return self.summary.step_ns.median
@@ -87,39 +102,198 @@ class Case(TraceTables):
     @cached_property
     def memory(self) -> Account:
         """What was live at the peak, from the recording's memory window or the trace's memory events."""
-        return account_for_memory(trace_memory(self._linked) if self._window is None else self._window())
+        return account_for_memory(trace_memory(self.linked) if self._window is None else self._window())
 
     @cached_property
     def memory_growth(self) -> MemoryGrowth | None:
-        """What every step leaves behind (`analysis/memory/left_behind.py`)."""
+        """The memory that every step leaves behind (`analysis/memory/left_behind.py`)."""
         if self._window is not None:
             return growth_in_window(self._window())
-        if self._linked.memory.is_empty():
-            raise Unavailable("nothing says what stays in memory: it takes profile_memory=True, or `stepscope run`")
-        if self._linked.steps.num < 2:
-            raise Unavailable("the trace has no two steps to compare: schedule(wait=1, warmup=1, active=3)")
-        return growth_between_steps(self._linked)
+        if self.linked.memory.is_empty():
+            raise Unavailable(
+                "The trace has no memory events. Record with profile_memory=True or `stepscope run train.py`."
+            )
+        if self.linked.steps.num < 2:
+            raise Unavailable("The trace has fewer than two steps. Use schedule(wait=1, warmup=1, active=3).")
+        return growth_between_steps(self.linked)
+
+    # -- the trace ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def linked(self) -> Linked:
+        """The events of the trace, linked to one another."""
+        if self._trace is None:
+            raise Unavailable("The recording has no trace: it ran with --trace 0, or ended before its trace window.")
+        return link(self._trace)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which of several traces this is, and whether it is complete."""
+        is_cut_off = self._trace is not None and self._trace.facts.is_cut_off
+        cut = ("the trace is cut off: GPU work is written last, and may be missing",) if is_cut_off else ()
+        return (*self._notes, *cut)
+
+    @cached_property
+    def account(self) -> RankAccount:
+        """Where the time goes on this rank."""
+        return account_of(self.linked, self.rank)
 
     @cached_property
     def analysis(self) -> Analysis:
-        """What `stepscope analyze` shows: of every rank where a folder has several."""
+        """Where the time goes on every rank."""
         return Analysis.of(self._ranks or (self.account,))
 
     @property
     def across(self) -> AcrossRanks:
-        """What the ranks did to one another."""
+        """How the ranks wait for one another."""
         if not self._ranks or self.analysis.across is None:
-            raise Unavailable("there is one rank: it takes a folder with a trace of each")
+            raise Unavailable("There is only one rank. Name a folder with one trace per rank.")
         return self.analysis.across
 
+    @cached_property
+    def device(self) -> Device:
+        """The device and its peak rates."""
+        name = device_name(self.linked)
+        found = find_device(name) if name else None
+        if found is None:
+            raise Unavailable(
+                f"The peak rates of {name or 'the device'} are unknown; docs/measurement.md lists devices."
+            )
+        return found
+
+    # -- tables of the typical steps ------------------------------------------------------------------------------
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The typical steps, ready to be replayed with a change."""
+        return Replay(self.linked, typical_steps(self.linked))
+
     @property
-    def linked(self) -> Linked:
-        """The events themselves, for who draws them."""
-        return self._linked
+    def num_steps(self) -> int:
+        """The number of typical steps: divide sums over a table by it."""
+        return self.replay.num_steps
+
+    def within(self, table: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows of a table that begin in the typical steps."""
+        return table.filter(pl.col("start_ns") >= self.replay.start_ns, pl.col("start_ns") < self.replay.end_ns)
+
+    @property
+    def has_gpu_work(self) -> bool:
+        """Whether there is a trace with GPU work in its typical steps."""
+        return self._trace is not None and bool(self.replay.events)
+
+    @cached_property
+    def all_work(self) -> pl.DataFrame:
+        """The GPU work of the whole trace (`analysis/structure/work.py`)."""
+        return work(self.linked)
+
+    @cached_property
+    def work(self) -> pl.DataFrame:
+        """The GPU work (`analysis/structure/work.py`)."""
+        if not self.replay.events:
+            if self.linked.trace.facts.is_cut_off:
+                raise Unavailable("The trace is cut off, and GPU work is written last. Record it again.")
+            raise Unavailable("The trace has no GPU work. Record on a GPU, with ProfilerActivity.CUDA.")
+        return self.all_work.filter(pl.col("event").is_in(self.replay.events))
+
+    def with_shapes(self) -> None:
+        """Raise Unavailable if the trace has no tensor shapes."""
+        if self.work["shapes"].null_count() == self.work.height:
+            raise Unavailable("The trace has no tensor shapes. Record with record_shapes=True.")
+
+    @cached_property
+    def sized(self) -> pl.DataFrame:
+        """The GPU work with the sizes of its tensors (`analysis/structure/tensor_sizes.py`)."""
+        return with_sizes(self.work)
+
+    @cached_property
+    def busy_ns(self) -> float:
+        """How long the GPU works per step, on any of its streams."""
+        return length_ns(union(spans(self.work))) / self.num_steps
+
+    @cached_property
+    def kernel_sizes(self) -> pl.DataFrame:
+        """Kernels per step by their duration (`analysis/kernels/kernels.py`)."""
+        return kernel_sizes(self.work).with_columns(pl.col("num_kernels", "total_ns") / self.num_steps)
+
+    @cached_property
+    def idle(self) -> pl.DataFrame:
+        """GPU idle time by cause (`analysis/time/idle.py`)."""
+        start_ns, end_ns = self.replay.start_ns, self.replay.end_ns
+        inside = idle_gaps(self.linked).filter(pl.col("end_ns") > start_ns, pl.col("start_ns") < end_ns)
+        return inside.with_columns(pl.col("start_ns", "end_ns").clip(start_ns, end_ns))
+
+    @cached_property
+    def attention(self) -> pl.DataFrame:
+        """Calls of scaled dot-product attention (`analysis/attention/backends.py`)."""
+        return attention_calls(self.linked, self.work)
+
+    @cached_property
+    def squares(self) -> pl.DataFrame:
+        """The work of handwritten attention (`analysis/attention/handwritten.py`)."""
+        return squares(self.sized)
+
+    @cached_property
+    def logits(self) -> pl.DataFrame:
+        """Work over tokens × vocabulary (`analysis/kernels/logits.py`)."""
+        return logits(self.sized)
+
+    @cached_property
+    def chains(self) -> pl.DataFrame:
+        """Chains of elementwise work that belong neither to attention nor to the loss (`elementwise_chains.py`)."""
+        others = [table["event"] for table in (self.squares, self.logits)]
+        in_attention = self.work.filter(pl.col("root_op").cast(pl.String) == DISPATCHER)["event"]
+        return chains(self.sized, {event for events in (*others, in_attention) for event in events})
+
+    @cached_property
+    def casts(self) -> pl.DataFrame:
+        """Casts between float32 and a lower precision (`analysis/precision/casts.py`)."""
+        return casts(self.linked, self.work)
+
+    @cached_property
+    def recomputed(self) -> pl.DataFrame:
+        """Forward ops that run again in the backward pass (`analysis/kernels/recomputed.py`)."""
+        return recomputed(self.linked, self.work)
+
+    @cached_property
+    def all_copies(self) -> pl.DataFrame:
+        """The GPU copies of the whole trace (`analysis/kernels/copies.py`)."""
+        return copies(self.linked)
+
+    @cached_property
+    def round_trips(self) -> pl.DataFrame:
+        """Tensors that go to the host and back (`analysis/time/round_trips.py`)."""
+        return self.within(round_trips(self.linked, self.all_copies))
+
+    @cached_property
+    def waits(self) -> pl.DataFrame:
+        """Where the host waits for the GPU (`analysis/time/waits.py`)."""
+        return self.within(waits(self.linked, self.all_copies))
+
+    @cached_property
+    def stalls(self) -> pl.DataFrame:
+        """Long stretches in which the host launches nothing (`analysis/time/stalls.py`)."""
+        return stalls(self.linked, self.replay)
+
+    @cached_property
+    def nan_checks(self) -> pl.DataFrame:
+        """Checks for NaN whose result the program read (`analysis/kernels/nan_checks.py`)."""
+        return self.within(nan_checks(self.linked))
+
+    @cached_property
+    def compiled_regions(self) -> pl.DataFrame:
+        """Calls of compiled code (`analysis/compiler/compiled_regions.py`)."""
+        return self.within(compiled_regions(self.linked))
+
+    def region_entries(self, all_but_first: bool) -> pl.DataFrame:
+        """Return the host time that entering compiled regions takes (`analysis/compiler/compiled_regions.py`)."""
+        return self.within(entering(self.linked, self.compiled_regions, all_but_first))
+
+    # -- what a change saves --------------------------------------------------------------------------------------
 
     @cached_property
     def profiler_ns_per_event(self) -> float:
-        """What the profiler added to the host's time: so that the clean step comes out, where it is known."""
+        """What the profiler adds to the host time per event, fitted to the clean step time if it is known."""
         if self.clean_ns is None:
             return self.replay.profiler_ns_per_event
         low, high = 0.0, _MOST_PROFILER_NS
@@ -131,28 +305,35 @@ class Case(TraceTables):
 
     @cached_property
     def step(self) -> Replayed:
-        """A typical step of the trace, without the profiler."""
+        """A typical step without the profiler, replayed."""
         return self.replay.play(Change(profiler_ns_per_event=self.profiler_ns_per_event))
 
     @property
     def step_ns(self) -> float:
-        """A clean step: as measured, else as replayed."""
+        """The time of a step without the profiler: measured, otherwise replayed."""
         return self.step.done_ns if self.clean_ns is None else self.clean_ns
 
     @cached_property
     def starved_ns(self) -> float:
-        """How long the GPU has nothing to do in a step without the profiler, less what was launched and held: more
-        than that no host can save."""
+        """How long the GPU has no launched work per step, without the profiler: the most that a faster host saves."""
         held = self.idle.filter(pl.col("cause").cast(pl.String).is_in(["queued", "unknown"]))
         return max(0.0, self.step.done_ns - self.busy_ns - length_ns(held) / self.num_steps)
 
     def saving_ns(self, change: Change) -> float:
-        """What a step saves with a change."""
+        """Return what a change saves per step."""
         changed = self.replay.play(replace(change, profiler_ns_per_event=self.profiler_ns_per_event))
         return max(0.0, self.step.done_ns - changed.done_ns)
 
+    def is_worth(self, saving_ns: float) -> bool:
+        """Return whether a saving is large enough to be reported."""
+        return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns
+
+    def without(self, events: pl.Series, is_loop: bool = False) -> Change:
+        """Return the change that removes some GPU work and the host time for it (`analysis/time/whatif.py`)."""
+        return without(self.linked, events.to_list(), is_loop)
+
     def scaled_to(self, total_ns: float, events: Sequence[int]) -> dict[int, float]:
-        """How long each piece of a call's work takes where all of it takes `total_ns`."""
+        """Return the duration of each piece of work, by event, if all of it takes `total_ns`."""
         durations_ns = [self._duration_ns[event] for event in events]
         factor = total_ns / max(1, sum(durations_ns))
         return {event: ns * factor for event, ns in zip(events, durations_ns)}
@@ -161,22 +342,16 @@ class Case(TraceTables):
     def _duration_ns(self) -> dict[int, int]:
         return dict(self.work.select("event", "duration_ns").iter_rows())
 
-    def without(self, events: pl.Series, is_loop: bool = False) -> Change:
-        """The change in which some GPU work is gone, with the host's time for it (`analysis/time/whatif.py`)."""
-        return without(self._linked, events.to_list(), is_loop)
+    # -- where to look --------------------------------------------------------------------------------------------
 
     def places(self, events: Iterable[int]) -> Places:
-        """Where some GPU work is, by `event`: most of it first."""
+        """Return where some GPU work is on the timeline, most work first."""
         return places_of_work(self.all_work, self.all_work["event"].is_in(list(events)))
 
     def host_places(self, stretches: pl.DataFrame) -> Places:
-        """Where stretches of the host's time are, `start_ns` and `end_ns`: the longest first."""
+        """Return where stretches of host time are on the timeline, longest first."""
         return places_of_stretches(stretches)
 
     def idle_places(self, idle: pl.DataFrame) -> Places:
-        """Where the GPU stands again and again, from rows of `idle`: where it stands longest first."""
+        """Return where rows of `idle` are on the timeline, most idle time first."""
         return places_without_work(idle)
-
-    def is_worth(self, saving_ns: float) -> bool:
-        """Whether a saving is large enough to be told."""
-        return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns

@@ -180,8 +180,8 @@ def _pairs_of_sweeps(
     places, about = pair_points(before.points, after.points)
     if not places:
         raise NotComparableError(
-            f"{base.path} and {new.path} have no point in common: neither a hash, nor points that differ only in knobs "
-            "with one value on each side"
+            f"{base.path} and {new.path} have no point in common: neither a hash, nor points that differ only in "
+            "knobs with one value on each side"
         )
     axes = [point.axes for point in (*before.points, *after.points)]
     varying = [name for name in varying_axes(axes)[0] if name not in about]
