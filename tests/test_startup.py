@@ -57,7 +57,7 @@ def stepscope(*words: str) -> subprocess.CompletedProcess[str]:
         "import stepscope",
         "import stepscope; stepscope.step()",
         "import stepscope\n    with stepscope.phase('data'): pass",
-        "import stepscope; stepscope.read('run').text()",
+        "import stepscope; str(stepscope.read('run'))",
         "import stepscope; stepscope.record",
     ],
 )

@@ -73,9 +73,9 @@ def _charts(recording: Recording) -> Iterator[Lines]:
     origin = min([counters[0].t_ns, *(sample.start_ns for sample in recording.samples[:1])])
     marks = _marks(recording, origin)
     if clocks := _by_reason(counters, origin):
-        values = [one.sm_clock_mhz for one in counters if one.sm_clock_mhz is not None]
-        share = percent(sum(len(one.y) for one in clocks if one.name != _FREE) / len(values))
-        caption = f"{min(values):,} to {max(values):,} MHz; throttled in {share} of the samples."
+        mhz = [one.sm_clock_mhz for one in counters if one.sm_clock_mhz is not None]
+        share = percent(sum(len(one.y) for one in clocks if one.name != _FREE) / len(mhz))
+        caption = f"{min(mhz):,} to {max(mhz):,} MHz; throttled in {share} of the samples."
         yield Lines(id="clock", title="SM clock", caption=caption, x="time_ns", y="clock_mhz", series=clocks,
                     marks=marks, style="dots")  # fmt: skip
     limit = mapping(recording.facts.get("counters")).get("power_limit_watts")

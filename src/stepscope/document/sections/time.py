@@ -43,7 +43,7 @@ def gpu_time_parts(account: RankAccount) -> Iterator[Part]:
     note = "communication and copies: what no compute overlapped"
     names = {"part": "name", "total_ns": "ns", "share": "share"}
     columns = {column: [getattr(row, name) for row in split] for column, name in names.items()}
-    yield Table("gpu_time", title, columns, note=note, page_only=True)
+    yield Table("gpu_time", "GPU time", columns, note=note, page_only=True)
     yield from _idle_parts(account)
 
 
@@ -64,7 +64,7 @@ def _idle_parts(account: RankAccount) -> Iterator[Part]:
         unit="total_ns",
     )
     means = pl.Series("what_it_is", [CAUSES[cause] for cause in causes["cause"]])
-    yield table_of(causes.with_columns(means), "idle_causes", title, page_only=True)
+    yield table_of(causes.with_columns(means), "idle_causes", "idle time by cause", page_only=True)
     gaps, steps = account.longest_gaps, account.steps
     zero = "the first step" if steps.height else "the first of them"
     first_ns = steps["start_ns"].min() if steps.height else gaps["start_ns"].min()
