@@ -20,6 +20,9 @@ SOURCES = {
     "derived": "PyTorch's documented rules",
 }
 
+_SAME = ("num_calls", "forward_ns", "backward_ns", "beside_ns", "module", "caller")
+"""Fields of a call that are columns as they are."""
+
 
 def parts(session: Session) -> tuple[Part, ...]:
     """Return the verdict, the calls with their times, and the reasons."""
@@ -95,12 +98,7 @@ def _calls(report: AttentionReport) -> Table:
         "mask": [analysis.shape_of(call["mask"]) for call in calls],
         "causal": [call["is_causal"] for call in calls],
         "dropout": [call["dropout"] for call in calls],
-        "num_calls": [call["num_calls"] for call in calls],
-        "forward_ns": [call["forward_ns"] for call in calls],
-        "backward_ns": [call["backward_ns"] for call in calls],
-        "beside_ns": [call["beside_ns"] for call in calls],
-        "module": [call["module"] for call in calls],
-        "caller": [call["caller"] for call in calls],
+        **{name: [call[name] for call in calls] for name in _SAME},
     }
     if not any(columns["dropout"]):
         del columns["dropout"]

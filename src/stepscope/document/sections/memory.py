@@ -57,30 +57,32 @@ def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int 
         text = "which memory is parameters, gradients or activations. `stepscope run train.py` records it"
         yield Missing(text, page_only=True)
     at_peak = f"alive at the peak of {size(found.peak_bytes)}"
-    if any(part.name not in (None, REMAINDER) for part in live.by_owner):
+    if any(part.name not in (None, REMAINDER) for part in live.by_owner):  # a trace has no owners
         owners = [replace(part, name=in_words(part.name)) for part in live.by_owner]
         note = (
             "in no tensor: allocator rounding, workspaces and temporaries inside kernels"
             if found.remainder_bytes
             else ""
         )
-        yield from _live("owner", f"{at_peak}, by owner", owners, 20, note=note)
+        yield from live_table("owner", f"{at_peak}, by owner", owners, 20, note=note)
     yield from _stages(found, most_stages)
     yield from _modules(found, num_rows)
-    yield from _live("op", f"{at_peak}, by op", live.by_op, num_rows)
-    yield from _live(
-        "called_at", f"{at_peak}, by line of Python", live.by_caller, num_rows, page_only=not is_snapshot
+    yield from live_table("op", f"{at_peak}, by op", _tensors(live.by_op), num_rows)
+    yield from live_table(
+        "called_at", f"{at_peak}, by line of Python", _tensors(live.by_caller), num_rows, page_only=not is_snapshot
     )
     yield from _kept(found, num_rows)
     yield largest(found, num_shown=num_rows)
     if report.snapshot_end:
         by_caller = report.snapshot_end.live_by_caller
-        yield from _live("called_at", "alive at the end, by line of Python", by_caller, num_rows, id="live_at_end")
+        yield from live_table(
+            "called_at", "alive at the end, by line of Python", by_caller, num_rows, id="live_at_end"
+        )
     yield Facts(tuple(memory_facts(report)))
     yield from _left_alive(found)
 
 
-def _live(
+def live_table(
     name: str,
     title: str,
     parts: Sequence[Live],
@@ -91,15 +93,18 @@ def _live(
     page_only: bool = False,
 ) -> Iterator[Table]:
     """Yield parts of what is alive as a table, if the name of any is known."""
-    known = [part for part in parts if part.name != REMAINDER]
-    if any(part.name is not None for part in known):
+    if any(part.name not in (None, REMAINDER) for part in parts):
         columns: Columns = {
-            name: [in_words(None) if part.name is None else part.name for part in known],
-            "live_bytes": [part.bytes for part in known],
-            "share": [part.share for part in known],
-            "num_allocations": [part.num_allocations for part in known],
+            name: [in_words(part.name) if part.name in (None, REMAINDER) else part.name for part in parts],
+            "live_bytes": [part.bytes for part in parts],
+            "share": [part.share for part in parts],
+            "num_allocations": [part.num_allocations for part in parts],
         }
         yield Table(id or f"live_by_{name}", title, columns, num_shown, note, page_only=page_only)
+
+
+def _tensors(parts: Sequence[Live]) -> list[Live]:
+    return [part for part in parts if part.name != REMAINDER]
 
 
 def largest(found: Account, most: int | None = None, num_shown: int = 12) -> Table:

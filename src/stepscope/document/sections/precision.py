@@ -8,8 +8,9 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dtype, products_by_dtype
-from stepscope.document.model import Bars, Fact, Facts, Missing, Series, Table
+from stepscope.document.model import Bars, Fact, Facts, Missing, Series
 from stepscope.document.precision_settings import precision_words
+from stepscope.document.sections.memory import live_table
 from stepscope.document.sections.shared import known, mapping, table_of, table_of_rows
 from stepscope.errors import Unavailable
 from stepscope.findings.gemms import gemm_calls
@@ -138,14 +139,5 @@ def _memory(session: Session) -> Iterator[Any]:
     if session.memory.source != "recording" or not any(part.name for part in found):
         yield Missing("memory by dtype: a trace does not have it; `stepscope run train.py` records it")
         return
-    yield Table(
-        "memory_by_dtype",
-        "what is alive at the peak, by dtype",
-        {
-            "dtype": [part.name or "unknown" for part in found],
-            "live_bytes": [part.bytes for part in found],
-            "share": [part.share for part in found],
-            "num_allocations": [part.num_allocations for part in found],
-        },
-        note=f"of {size(account.peak_bytes)} at the peak",
-    )
+    title = f"alive at the peak of {size(account.peak_bytes)}, by dtype"
+    yield from live_table("dtype", title, found, len(found), id="memory_by_dtype")
