@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_report
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, plural
 
 
 def check(case: Case) -> list[Finding]:

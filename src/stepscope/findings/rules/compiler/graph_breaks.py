@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stepscope.analysis.time.replay import Change
-from stepscope.analysis.time.whatif import stretches
-from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, cost_text, total_ns
+from stepscope.findings.rule import (
+    LENGTH,
+    Case,
+    Change,
+    Evidence,
+    Finding,
+    Unavailable,
+    cost_text,
+    stretches,
+    total_ns,
+)
 from stepscope.formatting import plural
-from stepscope.session.case import Case
 
 _MANY_SIZES = 8  # CUDA graphs of one function; with more, most steps record a graph instead of replaying one
 

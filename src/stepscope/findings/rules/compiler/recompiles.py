@@ -11,14 +11,10 @@ import polars as pl
 from stepscope.analysis.compiler.compile_summary import split_guard
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.analysis.time.replay import Change
-from stepscope.analysis.time.whatif import stretches
-from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, cost_text
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, cost_text, stretches
 from stepscope.formatting import duration, plural
-from stepscope.session.case import WORTH_SHARE, Case
+from stepscope.session.case import WORTH_SHARE
 
 
 def check(case: Case) -> list[Finding]:

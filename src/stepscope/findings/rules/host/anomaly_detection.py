@@ -7,12 +7,8 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.kernels.nan_checks import stack_writing_ops
-from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, grouped, total_ns
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, duration, grouped, plural, stretches, total_ns
 from stepscope.findings.waiting import repeated_checks, starts_within
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
 
 
 def check(case: Case) -> list[Finding]:

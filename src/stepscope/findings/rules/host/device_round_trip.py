@@ -6,12 +6,8 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, cost_text, grouped
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, cost_text, grouped, plural, size, stretches
 from stepscope.findings.waiting import place, waits_of
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
 
 
 def check(case: Case) -> list[Finding]:

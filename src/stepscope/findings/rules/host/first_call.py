@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.step_times import settling
-from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, duration, plural, stretches
 
 _FIRST_CALL = {"compile": "compiling, loading or planning kernels", "allocator": "allocating memory from the driver"}
 _LEAST_SHARE = 0.1  # of a trace's only step; less may have other causes

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.thread_silence import quiet_stretches
-from stepscope.analysis.time.whatif import stretches
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, cost_text, grouped
+from stepscope.findings.rule import (
+    LENGTH,
+    Case,
+    Change,
+    Evidence,
+    Finding,
+    Unavailable,
+    cost_text,
+    grouped,
+    stretches,
+)
 from stepscope.findings.waiting import place
 from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
 
 _LEAST_SHARE_OF_STEPS = 0.5  # an occasional checkpoint is intended
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.stalls import STALL_NS
-from stepscope.analysis.time.whatif import stretches
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, plural, stretches
 
 _SURE = 0.3  # of a step; the profiler's own overhead in a bare trace is known less exactly
 _GRAPH_LAUNCH = 0.02  # of the host's time is left when it launches graphs

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from stepscope.analysis.time.step_times import slow_steps
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, plural
 
 _FIXES = {
     "data": "DataLoader(dataset, num_workers=8, persistent_workers=True, prefetch_factor=4)  # prefetch more batches",

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, grouped, total_ns
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, cost_text, grouped, total_ns
 from stepscope.findings.waiting import STAGED_BYTES, waits_of
 from stepscope.formatting import duration, plural, size
-from stepscope.session.case import Case
 
 # Attainable bytes per second from pinned memory, by compute capability: PCIe 5, 4 and 3 (peaks: 64, 32, 16 GB/s).
 _RATES = ((9, 50e9), (8, 24e9))

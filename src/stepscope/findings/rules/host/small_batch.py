@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, plural, size
 
 _SHORT_NS = 10_000  # shorter kernels spend most of their time starting and ending
 _SHORT_SHARE = 0.5

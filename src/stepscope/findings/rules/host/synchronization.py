@@ -8,12 +8,8 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.kernels.masked_ops import mask_indexing
-from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, total_ns
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, duration, plural, total_ns
 from stepscope.findings.waiting import place, starts_within, waits_of
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
 
 _VALUES = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
 _ONE_LOOK_SHARE = 0.1  # reading the loss once per step is normal, unless it costs this share of the step

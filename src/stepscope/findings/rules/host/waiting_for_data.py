@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.stalls import MANY_OPS
-from stepscope.analysis.time.whatif import stretches
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, cost_text
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, cost_text, stretches
 from stepscope.formatting import duration, plural
-from stepscope.session.case import WORTH_SHARE, Case
+from stepscope.session.case import WORTH_SHARE
 
 _FIX = "DataLoader(dataset, num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)"
 _CHECK = "train on one batch over and over; the finding is wrong if the step is not faster"

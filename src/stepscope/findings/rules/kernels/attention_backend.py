@@ -9,10 +9,7 @@ import polars as pl
 
 from stepscope.analysis.attention.reasons import LARGEST_HEAD, LEAST_CAPABILITY, against_flash, in_words
 from stepscope.analysis.costs.attainable_rates import attention_ns
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, grouped, total_ns
-from stepscope.formatting import plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, total_ns
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 _FIXES = {

@@ -8,12 +8,8 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, attention_ns, gemm_ns, traffic_ns
 from stepscope.analysis.precision.casts import repeated
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import gemm_calls
-from stepscope.findings.per_step import LENGTH, total_ns
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, plural, total_ns
 
 _LOW_PEAKS = ("bf16", "fp16")
 _LOW_TEXT = r"c10::(BFloat16|Half)"

@@ -13,11 +13,7 @@ import polars as pl
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.experts import Looped, Padded, looped_experts, padded_experts, routers
-from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, total_ns
-from stepscope.formatting import plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, total_ns
 
 _UNEVEN = 4.0  # the busiest expert's tokens over the mean; a balanced router stays below 2
 _LEAST_OF_STEP = 0.1  # of GPU time

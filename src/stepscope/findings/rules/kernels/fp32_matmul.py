@@ -8,13 +8,8 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
-from stepscope.analysis.time.replay import Change
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.findings.per_step import cost_text, total_ns
-from stepscope.formatting import plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, cost_text, plural, total_ns
 
 _FASTER = {
     "tf32": ("TF32", 'torch.set_float32_matmul_precision("high")  # further: torch.autocast("cuda", torch.bfloat16)'),

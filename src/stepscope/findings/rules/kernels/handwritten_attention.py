@@ -8,10 +8,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import attention_ns
 from stepscope.findings.alive import alive_bytes, is_worth_bytes
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, grouped, total_ns
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, size, total_ns
 
 _MORE_PRODUCTS_BACKWARD = 5 / 4  # flash attention recomputes the scores: five products instead of four
 _SIZES = ["num_elements", "num_queries", "num_keys", "head_size"]

@@ -5,12 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
-from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import LOADED_BYTES, by_shape, gemm_calls
-from stepscope.findings.per_step import cost_text, total_ns
-from stepscope.formatting import plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, total_ns
 
 
 def check(case: Case) -> list[Finding]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, grouped, total_ns
-from stepscope.formatting import plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, total_ns
 
 _COPYING = ["aten::contiguous", "aten::clone", "aten::copy_"]
 _CASTING = ["aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten::half", "aten::bfloat16"]

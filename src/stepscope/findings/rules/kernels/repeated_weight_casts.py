@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from stepscope.analysis.precision.casts import repeated
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, grouped, total_ns
-from stepscope.formatting import plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, total_ns
 
 
 def check(case: Case) -> list[Finding]:

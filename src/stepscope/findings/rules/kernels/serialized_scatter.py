@@ -10,10 +10,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import scatter_ns
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, cost_text, plural, size
 
 # Positions of the operand with the values to add, and of the operand they are added to. Embedding's backward creates
 # the latter itself, so the trace does not show how many rows it has.

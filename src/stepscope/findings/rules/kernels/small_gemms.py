@@ -12,11 +12,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.analysis.kernels.product_loops import product_loops
 from stepscope.analysis.kernels.tiles import tiled_products
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, total_ns
-from stepscope.formatting import plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, cost_text, plural, total_ns
 
 _LEAST_FILL = 0.5  # of the SMs; more tiles than that fill the GPU well enough
 _ALIKE = ["loop", "phase", "op", "place", "ordinal"]  # work of several iterations that one kernel could do

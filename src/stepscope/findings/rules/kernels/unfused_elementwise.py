@@ -7,11 +7,7 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import traffic_ns
-from stepscope.analysis.time.replay import Change
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, size
 
 _FUSED = (
     ({"tanh", "pow"}, 'F.gelu(x, approximate="tanh")'),

@@ -5,13 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import traffic_ns
-from stepscope.analysis.time.replay import Change
-from stepscope.analysis.time.whatif import stretches
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, grouped, total_ns
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, grouped, stretches, total_ns
 from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
 
 _LEFT_OF_HOST = 0.08  # of a loop's host time; a fused optimizer needs it to collect tensors and launch
 _LEFT_OF_DEVICE = 0.3  # of its GPU time, if the trace does not contain the parameters' sizes

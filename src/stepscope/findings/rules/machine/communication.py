@@ -5,12 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.ranks.collectives import collectives_by_size
-from stepscope.analysis.time.replay import Change
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, total_ns
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, cost_text, total_ns
 from stepscope.formatting import duration, plural, size
-from stepscope.session.case import Case
 
 _FIXES = {
     "all_reduce": "DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True); with "

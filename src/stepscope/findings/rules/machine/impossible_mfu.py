@@ -6,11 +6,8 @@ import polars as pl
 
 from stepscope.analysis.costs.flops import Utilization
 from stepscope.devices import Device, find_device
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, plural
 
 _IMPOSSIBLE = 1.02  # of the limit; clocks and rounding may bring a figure just above it
 _SURE_NS = 50_000  # shorter kernels are timed too coarsely

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, size
 
 _SLACK_BYTES = 256 << 20  # the driver's figures per process and for the device differ by up to this
 

@@ -9,11 +9,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.ranks.all_ranks import AcrossRanks
-from stepscope.analysis.time.replay import Change
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration, plural
 
 _CAUSED_SHARE = 0.5  # of all waiting time; if no rank causes that much, they take turns
 _MORE = 1.05

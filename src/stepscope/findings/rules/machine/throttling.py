@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.replay import Change
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration
 
 _COOLING = "nvidia-smi -q -d TEMPERATURE  # then check fans, air flow, dust and neighboring GPUs"
 _REASONS = {

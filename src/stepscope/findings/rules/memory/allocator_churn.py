@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from stepscope.analysis.memory.allocator_calls import allocator_calls
-from stepscope.analysis.time.replay import Change
-from stepscope.analysis.time.whatif import stretches
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import LENGTH, cost_text, grouped
 from stepscope.findings.retries import Retries, retries_of
+from stepscope.findings.rule import (
+    LENGTH,
+    Case,
+    Change,
+    Evidence,
+    Finding,
+    Unavailable,
+    cost_text,
+    grouped,
+    stretches,
+)
 from stepscope.formatting import plural, size
-from stepscope.session.case import Case
 
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py"
 

@@ -6,12 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope.analysis.time.whatif import stretches
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, total_ns
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, cost_text, plural, size, stretches, total_ns
 
 _USABLE_SHARE = 0.85  # of the device's memory; beyond it, fragmentation causes failures
 

@@ -8,10 +8,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import loss_ns
 from stepscope.findings.alive import alive_bytes, is_worth_bytes
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.findings.per_step import cost_text, grouped
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, size
 
 _ONE_PASS = 1.5  # a loss faster than this many times a fused one is fused
 _NUM_CHUNKS = 8

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from stepscope.analysis.memory.account import Account
 from stepscope.analysis.memory.left_behind import MemoryGrowth
-from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, plural, size
 
 _PEAK_SHARE = 0.05
 _MANY_STEPS = 1000  # growth that doubles the peak within so many steps is reported

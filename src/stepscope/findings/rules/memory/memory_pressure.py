@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stepscope.errors import Unavailable
-from stepscope.findings.finding import Evidence, Finding
 from stepscope.findings.retries import retries_of
-from stepscope.formatting import plural, size
-from stepscope.session.case import Case
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, plural, size
 
 _FRAGMENTED_SHARE = 0.2  # of reserved memory unused at the peak; less is normal for the allocator
 _FULL_SHARE = 0.7  # of the device's memory; below this, unused memory costs nothing
