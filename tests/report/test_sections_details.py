@@ -80,8 +80,7 @@ def test_an_outlier_says_which_how_much_where_and_what_was_special(tmp_path):
     assert (table.columns["step"], table.columns["phase_that_grew"]) == ([12], ["backward"])
     assert table.columns["excess_ns"] == [60 * MS - 5500] and table.columns["phase_excess_ns"] == [60 * MS]
     assert table.columns["what_was_special"] == ["2 compiles; 1 optimizer step skipped"]
-    text = next(part.text for part in parts if isinstance(part, Text))
-    assert "step 12 took 70.0 ms" in text and "60.0 ms of it in backward" in text
+    assert table.columns["duration_ns"] == [70 * MS]
 
 
 @pytest.mark.parametrize(("num", "said"), [(7, "7 clean steps are too few"), (8, "No outliers")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Card(Shown):
             "recording": str(self.recording.folder),
             "status": self.recording.status,
             **{name: facts.get(name) for name in _FACTS},
-            **_plain(self.summary),
+            **dataclasses.asdict(self.summary),
             "compiler": self.recording.compiler,
             "warnings": list(self.recording.warnings),
         }
@@ -153,13 +153,3 @@ def _caveats(recording: Recording) -> Iterator[Fact]:
         yield Fact("note", f"{dropped:,} sample lines beyond the limit were dropped")
     for warning in recording.warnings:
         yield Fact("warning", warning)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

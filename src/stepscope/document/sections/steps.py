@@ -41,7 +41,6 @@ _TITLES = {
 _COMPILING = "compiling"
 _DWARFS = 5.0
 """If the longest step is this many times the median, the axis is logarithmic to leave room for the clean steps."""
-_MOST_NAMED = 5
 _MOST_BARS = 24
 _SAMPLE = ("num_tokens", "num_samples", "num_micro_batches", "num_skipped", "num_compiles", "loss")
 
@@ -178,11 +177,8 @@ def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) 
             )
         yield Text(text)
         return
-    slow = [_sentence(outlier, summary) for outlier in found[:_MOST_NAMED]]
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     retries = mapping(recording.facts.get("memory")).get("num_allocator_retries")
-    retried = f" The allocator retried {plural(retries, 'time')}." if isinstance(retries, int) and retries else ""
-    yield Text(f"{plural(len(found), 'outlier')}: {'; '.join(slow)}{more}.{retried}")
+    retried = f"; the allocator retried {plural(retries, 'time')}" if isinstance(retries, int) and retries else ""
     yield Table(
         "outliers",
         "outliers",
@@ -195,17 +191,8 @@ def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) 
             "phase_excess_ns": [outlier.phase_excess_ns for outlier in found],
             "what_was_special": ["; ".join(_special(outlier, summary)) for outlier in found],
         },
-        note="excess: above the median of the same kind of steps, or of the same phase",
+        note=f"excess: above the median of the same kind of steps, or of the same phase{retried}",
     )
-
-
-def _sentence(outlier: Outlier, summary: Summary) -> str:
-    text = f"step {outlier.step.sample.step} took {duration(outlier.step.step_ns, 3)}"
-    text += f", {duration(outlier.excess_ns, 3)} above the median"
-    if outlier.phase is not None and outlier.phase_excess_ns:
-        text += f", {duration(outlier.phase_excess_ns, 3)} of it in {outlier.phase}"
-    special = _special(outlier, summary)
-    return f"{text} ({', '.join(special)})" if special else text
 
 
 def _special(outlier: Outlier, summary: Summary) -> list[str]:
