@@ -1,9 +1,11 @@
-"""Copy what is small of a study into docs/results: rows, report, tables, pictures; no page, trace, recording or log.
+"""Publish a study in docs/results: its rows, and a report in Markdown with its charts.
 
-    python scripts/publish_study.py runs/nano docs/results/h200/study-nano
+    python scripts/publish_study.py runs/nano docs/results/h200/study-nano   # from a study's folder
+    python scripts/publish_study.py docs/results/h200/study-nano             # the report again, from what is published
 
-Paths of the machine it ran on are cut to those inside the project. What a copy no longer has, its report says is not
-here; the report itself was made with all of it.
+Recordings, traces and the page are too large to publish. Tables made from them are kept in kept_tables.json, so that
+`stepscope report` of the published folder has every answer. Charts made from them stay as they are. Paths of the
+machine it ran on are cut to those inside the project.
 """
 
 from __future__ import annotations
@@ -12,38 +14,73 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from stepscope.studies.stored import STUDY_FILE
+from stepscope.document.model import Chart, Document, Lines, Missing, Table
+from stepscope.errors import Unavailable
+from stepscope.render.markdown.markdown import markdown_of
+from stepscope.render.png.pictures import png_of
+from stepscope.studies.build import report_of_study
+from stepscope.studies.stored import KEPT_FILE, STUDY_FILE, Stored
+from stepscope.studies.study import Drawn, Study, TableOf
 from stepscope.studies.write import REPORT_FOLDER, study_of
 
-ROWS = ("results.jsonl", "results.csv", "results.md", "sweep.json")
-# What is large, or says the same again.
-LEFT_OUT = ("traces", "report.html", "report.json")
-TEXTS = (".jsonl", ".json", ".csv", ".md", ".txt")
+ROWS = ("results.jsonl", "sweep.json")
 OUTSIDE = re.compile(r"[^\s\"'(`]*?(?=\b(?:src/(?:stepscope/|…)|site-packages/))")
+TABLE_LINK = re.compile(r"^(all|(\d[\d,]* more (rows?|columns?))) in \[tables/.*$\n?", re.M)
 
 
 def publish(folder: Path, target: Path) -> None:
-    """The small files of `folder`, in the same places under `target`, which is made anew."""
-    shutil.rmtree(target, ignore_errors=True)
-    for path in _files(folder):
-        to = target / path.relative_to(folder)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix in TEXTS:
-            to.write_text(_without_paths(path), encoding="utf-8")
-        else:
-            shutil.copyfile(path, to)
+    """Write the rows, the kept tables, the report and its charts into `target`."""
+    study, is_new = study_of(folder), folder != target
+    if is_new:
+        shutil.rmtree(target, ignore_errors=True)
+        places = [Path(measure.id) / name for measure in study.measures for name in ROWS]
+        for path in (place for place in (Path(STUDY_FILE), *places) if (folder / place).is_file()):
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            (target / path).write_text(_without_paths(folder / path), encoding="utf-8")
+        kept = _only_from_recordings(study, Stored(folder), Stored(target))
+        (target / KEPT_FILE).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    charts = target / REPORT_FOLDER / "charts"
+    report = report_of_study(study, Stored(folder if is_new else target))
+    shown = report if is_new else _with_charts(study, report, charts)
+    charts.mkdir(parents=True, exist_ok=True)
+    for chart in report.parts(Chart):
+        (charts / f"{chart.id}.png").write_bytes(png_of(chart))
+    text = TABLE_LINK.sub(lambda found: f"{found[2]}\n" if found[2] else "", markdown_of(shown, in_folder=True))
+    (target / REPORT_FOLDER / "report.md").write_text(OUTSIDE.sub("", text), encoding="utf-8")
 
 
-def _files(folder: Path) -> list[Path]:
-    study = study_of(folder)
-    places = [folder / STUDY_FILE, folder / REPORT_FOLDER, *(folder / name for name in study.files)]
-    places += [folder / measure.id / name for measure in study.measures for name in ROWS]
-    found = {file for place in places for file in ([place] if place.is_file() else place.rglob("*"))}
-    return sorted(
-        file for file in found if file.is_file() and not set(LEFT_OUT) & set(file.relative_to(folder).parts)
-    )
+def _only_from_recordings(study: Study, whole: Stored, bare: Stored) -> dict[str, dict[str, list[object]]]:
+    """Return the columns of the tables that the rows alone do not give."""
+    kept = {}
+    for table in (part for question in study.questions for part in question.parts if isinstance(part, TableOf)):
+        try:
+            bare.rows(table)
+        except Unavailable:
+            shown = [part for part in report_of_study(study, whole).parts(Table) if part.id == table.id]
+            kept |= {table.id: {name: list(values) for name, values in each.columns.items()} for each in shown}
+    return kept
+
+
+def _with_charts(study: Study, report: Document, charts: Path) -> Document:
+    """Return the report with the published charts in the place of what says that they cannot be drawn."""
+    drawn = {
+        question.id: [part for part in question.parts if isinstance(part, Drawn)] for question in study.questions
+    }
+    sections = []
+    for section in report.sections:
+        there = {part.id for part in section.parts if isinstance(part, Chart)}
+        old = [
+            each
+            for each in drawn.get(section.id, ())
+            if each.id not in there and (charts / f"{each.id}.png").is_file()
+        ]
+        parts = [part for part in section.parts if not (old and isinstance(part, Missing))]
+        parts[1:1] = [Lines(id=each.id, title=each.title, x="x", y="y", series=()) for each in old]
+        sections.append(replace(section, parts=tuple(parts)))
+    return replace(report, sections=tuple(sections))
 
 
 def _without_paths(path: Path) -> str:
@@ -56,4 +93,4 @@ def _without_paths(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    publish(Path(sys.argv[1]), Path(sys.argv[2]))
+    publish(Path(sys.argv[1]), Path(sys.argv[-1]))

@@ -1,4 +1,4 @@
-"""From a study's folder to its report: what was asked, what was found, how it was measured."""
+"""Builds the report of a study's folder: the answers in short, each question, how it was measured."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ from collections.abc import Iterable
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK
-from stepscope.document.model import Fact, Facts, Missing, Report, Section, Table, Text, Value
+from stepscope.document.model import Document, Fact, Facts, Missing, Section, Table, Text, Value
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural, safe
-from stepscope.studies.figures import without_folders
+from stepscope.studies.answers import answer_of
+from stepscope.studies.figures import table, without_folders
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Question, Recordings, Study
 from stepscope.version import __version__
 
+Answered = Iterable[tuple[Question, tuple[Any, ...]]]
 
-def report_of_study(study: Study, stored: Stored) -> Report:
-    """The report: every question a section, before them the answers in short, after them how it was measured."""
-    answered = [(question, stored.parts(question.answer)) for question in study.questions]
-    measured = _measured(study, stored)
+
+def report_of_study(study: Study, stored: Stored) -> Document:
+    """Return the report: an overview, one section per question, and the method."""
+    answered = [(question, answer_of(question, stored)) for question in study.questions]
     sections = [
         Section("overview", "Overview", (_facts(study, stored), *_in_short(answered))),
         *(Section(question.id, question.title, parts) for question, parts in answered),
-        Section("method", "Method", measured),
+        Section("method", "Method", _measured(study, stored)),
     ]
-    found = [part for _, parts in answered for part in parts]
-    said = [part.text for kind in (Text, Missing) for part in found if isinstance(part, kind)]
-    verdict = said[0] if said else "The study asks no question."
+    said = [
+        part.text for kind in (Text, Missing) for _, parts in answered for part in parts if isinstance(part, kind)
+    ]
     facts: dict[str, Value] = {"source": str(stored.folder), "stepscope": __version__, "study": study.name}
-    return Report(study.title, verdict, tuple(sections), facts)
+    return Document(study.title, said[0] if said else "The study asks no question.", tuple(sections), facts)
 
 
-def _in_short(answered: Iterable[tuple[Question, tuple[Any, ...]]]) -> tuple[Any, ...]:
-    """The first sentence of every answer, or why there is none."""
-    rows = []
+def _in_short(answered: Answered) -> tuple[Any, ...]:
+    """Return the sentence of every answer, and what the original note says."""
+    short = []
     for question, parts in answered:
         first = next((part for part in parts if isinstance(part, (Text, Missing))), None)
-        rows.append(Fact(question.title, first.text if first else "–"))
-    return (Facts(tuple(rows), "Answers"),)
+        short.append((question, first.text if first else "–"))
+    answers = Facts(tuple(Fact(question.title, text) for question, text in short), "Answers")
+    claims = tuple(Fact(question.title, question.claim) for question, _ in short if question.claim)
+    return (answers, Facts(claims, "What the original note says")) if claims else (answers,)
 
 
 def _facts(study: Study, stored: Stored) -> Facts:
@@ -47,9 +51,8 @@ def _facts(study: Study, stored: Stored) -> Facts:
         Fact("study", study.name, study.about),
         Fact("mode", stored.mode, f"on {safe(str(facts.get('device')))}"),
         *(Fact("made by", command, f"stepscope {safe(str(facts.get('stepscope')))}") for command in commands),
+        *(Fact("ran on", text) for text in _environments(study, stored)),
     ]
-    for text in _environments(study, stored):
-        rows.append(Fact("ran on", text))
     return Facts(tuple(rows), "The study")
 
 
@@ -68,37 +71,31 @@ def _environments(study: Study, stored: Stored) -> list[str]:
 
 
 def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
-    """What was run, and which of it has no result."""
+    """Return what was run, and the points without a result."""
     planned = stored.facts.get("num_points")
-    columns: dict[str, list[Value]] = {
-        "measure": [], "what": [], "num_planned": [], "num_points": [], "statuses": [], "num_noisy": []
-    }  # fmt: skip
-    failures: dict[str, list[Value]] = {"measure": [], "point": [], "status": [], "reason": []}
+    measures: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
     for measure in study.measures:
         try:
             summary = stored.summary(measure.id)
         except Unavailable:
             continue
+        how = "stepscope run" if isinstance(measure, Recordings) else "stepscope bench"
+        row = {"measure": measure.id, "what": f"{measure.about} ({how} of {measure.workload})"}
+        row |= {"num_planned": planned[measure.id]} if isinstance(planned, dict) and measure.id in planned else {}
+        statuses = ", ".join(f"{number} {status}" for status, number in summary.num_by_status.items())
+        num_noisy = sum(point.is_noisy for point in summary.points)
+        measures.append(row | {"num_points": len(summary.points), "statuses": statuses, "num_noisy": num_noisy})
         for point in summary.points:
             if point.status != OK:
-                failures["measure"].append(measure.id)
-                failures["point"].append(safe(" ".join(f"{n}={point.axes.get(n)}" for n in summary.varying), 300))
-                failures["status"].append(point.status)
-                failures["reason"].append(safe(without_folders(point.reason), 300))
-        how = "stepscope run" if isinstance(measure, Recordings) else "stepscope bench"
-        columns["measure"].append(measure.id)
-        columns["what"].append(f"{measure.about} ({how} of {measure.workload})")
-        columns["num_planned"].append(planned.get(measure.id) if isinstance(planned, dict) else None)
-        columns["num_points"].append(len(summary.points))
-        columns["statuses"].append(
-            ", ".join(f"{number} {status}" for status, number in summary.num_by_status.items())
-        )
-        columns["num_noisy"].append(sum(point.is_noisy for point in summary.points))
-    if not any(columns["num_planned"]):  # measured before a study said it
-        del columns["num_planned"]
+                knobs = " ".join(f"{name}={point.axes.get(name)}" for name in summary.varying)
+                row = {"measure": measure.id, "point": safe(knobs, 300), "status": point.status}
+                failures.append(row | {"reason": safe(without_folders(point.reason), 300)})
+    names = dict.fromkeys(name for row in measures for name in row) or ("measure",)
     note = f"noisy: p90 − p10 of the samples is over {NOISY_SHARE:.0%} of their median"
-    parts: list[Any] = [Table("measures", "What was measured", columns, 40, note)]
-    if failures["point"]:
-        title = f"{plural(len(failures['point']), 'point')} without a result"
-        parts.append(Table("failures", title, failures, 40))
+    parts = [table("measures", "What was measured", measures, *names, note=note)]
+    if failures:
+        title = f"{plural(len(failures), 'point')} without a result"
+        columns: dict[str, list[Value]] = {name: [row[name] for row in failures] for name in failures[0]}
+        parts.append(Table("failures", title, columns, 40))
     return tuple(parts)

@@ -1,24 +1,27 @@
-"""Runs what a study declares, in order; every row is on disk before the next point begins."""
+"""Runs the points of a study in order. Every row is on disk before the next point begins."""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.text.sweeps import sweep_of, write_tables
+from stepscope.analysis.comparison.sweeps import sweep_of
+from stepscope.document.sweep_table import records_table, sweep_document
 from stepscope.errors import UsageError
 from stepscope.recorder.files import write_json
-from stepscope.studies.stored import FULL, STUDY_FILE, TOML_FILE, is_study, read_facts
+from stepscope.render.write import write_sweep_tables
+from stepscope.studies.stored import FULL, TOML_FILE, read_facts
 from stepscope.studies.study import Measure, Recordings, Study, Sweep
 from stepscope.sweep.grid import Axes, Grid, Point
 from stepscope.sweep.recorded import record_point
 from stepscope.sweep.results import Results
 from stepscope.sweep.runner import Options, Runner, run_points
 from stepscope.sweep.server import Server, default_start
+from stepscope.trace.kind import STUDY_FILE, Kind, kind_of
 from stepscope.version import __version__
 from stepscope.workloads.registry import find
 
@@ -28,13 +31,13 @@ _FOLDER = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is run: each measure with its points."""
+    """The points to run, by measure."""
 
     study: Study
     mode: str
     device: str
     points: Mapping[str, list[Point]]
-    """By the id of its measure, in order."""
+    """By the measure's id, in order."""
 
     @property
     def num_points(self) -> int:
@@ -42,25 +45,21 @@ class Plan:
 
 
 def plan_of(study: Study, mode: str, device: str) -> Plan:
-    """Every point of the study in this mode; a mistake in what it declares is a UsageError before anything runs."""
+    """Return every point of the study in this mode. A mistake in the declaration is a UsageError."""
     points: dict[str, list[Point]] = {}
     for measure in study.measures:
         if not _FOLDER.fullmatch(measure.id) or measure.id in (*points, "report"):
-            raise UsageError(f"{study.name}: id={measure.id!r} is to be a folder's name that no other measure has")
+            raise UsageError(f"{study.name}: id={measure.id!r} must be a folder name that no other measure has")
         grids = measure.full if mode == FULL else measure.quick
         grid = Grid(find(measure.workload), {"device": device})
-        points[measure.id] = grid.points([_listed(axes) for axes in _grids(grids)])
+        listed = [grids] if isinstance(grids, Mapping) else grids
+        points[measure.id] = grid.points([_listed(axes) for axes in listed])
     plan = Plan(
         study=study, mode=mode, device=device, points={name: found for name, found in points.items() if found}
     )
     if not plan.num_points:
-        raise UsageError(f"{study.name} measures nothing with --{mode}: its measures have no points there")
+        raise UsageError(f"{study.name} measures nothing with --{mode}: no measure has points")
     return plan
-
-
-def _grids(said: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """A list of grids, also where it is one without its brackets."""
-    return [said] if isinstance(said, Mapping) else said
 
 
 def _listed(axes: Mapping[str, Any]) -> Axes:
@@ -68,20 +67,22 @@ def _listed(axes: Mapping[str, Any]) -> Axes:
 
 
 def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, resume_command: str) -> None:
-    """Write study.json, or find that it is of this study in this mode."""
+    """Write study.json, or check that the folder holds this study in this mode."""
     commands = [command]
-    if is_study(folder):
+    if folder.is_dir() and kind_of(folder) is Kind.STUDY:
         known = read_facts(folder)
         same = {"study": source, "mode": plan.mode, "device": plan.device}
         for name, value in same.items():
-            # A study of one's own may have moved, with its folder: to another machine, say.
+            # A user's study may have moved together with its folder.
             if str(known.get(name)).rpartition("/")[2] != value.rpartition("/")[2]:
-                raise UsageError(f"{folder} is of {name} {known.get(name)}, not {value}: name another folder with -o")
+                raise UsageError(
+                    f"{folder} holds {name} {known.get(name)}, not {value}. Choose another folder with -o"
+                )
         if not resume:
-            raise UsageError(f"{folder} holds a study: go on with  {resume_command}")
+            raise UsageError(f"{folder} already holds a study. Continue it with: {resume_command}")
         commands = [*known.get("commands", []), command]
     elif folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty and holds no study: name another folder with -o")
+        raise UsageError(f"{folder} is not empty and holds no study. Choose another folder with -o")
     facts = {
         "schema_version": SCHEMA_VERSION,
         "study": source,
@@ -94,10 +95,10 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / STUDY_FILE, facts)
-        if source.endswith(".toml"):  # so that the report can be made again from the folder alone
+        if source.endswith(".toml"):  # the report can be made again from the folder alone
             shutil.copyfile(source, folder / TOML_FILE)
     except OSError as error:
-        raise UsageError(f"cannot write to {folder}: {error.strerror}; name another folder with -o") from None
+        raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder with -o") from None
 
 
 def run(
@@ -108,7 +109,7 @@ def run(
     timeout_s: float,
     on_row: Callable[[Measure, dict[str, Any] | None, int], None],
 ) -> None:
-    """Measure every point that has no row yet; `on_row` is told each row and how many points are done in all."""
+    """Measure every point that has no row yet. `on_row` gets each row and the number of points done in total."""
     num_before = 0
     with Server(default_start()) as server:
         for measure in plan.study.measures:
@@ -131,7 +132,8 @@ def run(
                 finally:
                     if results.rows and isinstance(measure, Sweep):
                         with results.writing():
-                            write_tables(place, sweep_of(results.rows, results.facts["environments"]), command)
+                            sweep = sweep_of(results.rows, results.facts["environments"])
+                            write_sweep_tables(place, sweep_document(sweep, command), records_table(sweep))
             num_before += len(points)
 
 

@@ -1,23 +1,35 @@
-"""What answers are made of: tables and lines over rows, and the figures that sentences are made from."""
+"""Building blocks of answers: tables and lines over rows, and the phrases that sentences are made from."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison.sweeps import MIN_INTERVAL_SAMPLES, OK
 from stepscope.document.model import Lines, Series, Table, Value
 from stepscope.errors import Unavailable
-from stepscope.formatting import cell, plural, safe
-from stepscope.formatting import listed as listed  # also for who writes a study
+from stepscope.formatting import cell, safe
+from stepscope.formatting import listed as listed  # for authors of studies
+from stepscope.studies.study import Record, TableOf
 
-Record = Mapping[str, Any]
+if TYPE_CHECKING:
+    from stepscope.studies.stored import Rows, Stored
+
+TIME, PEAK, BUSY = "time_median_ns", "peak_allocated_bytes", "gpu_busy_share"
+LOG_FACTOR, LOG_FACTOR_ALONE = 4, 30
+"""An axis whose ends are this far apart is logarithmic. The second is for y over a linear x: over a logarithmic x,
+linear growth is a straight line only if y is logarithmic too."""
+HOST_SPREAD, GPU_SPREAD = 2.0, 1.01
+"""How far two processes of one point can be apart although each has a narrow interval. Seen on one machine: 10.7 and
+19.7 ms, 60 and 102 ms if the host limits the speed; 127.9 and 128.3 ms if the GPU does."""
+HOST_PACED = 0.75
+"""Below this share of GPU busy time, a row's time mostly measures the host."""
 
 
 def table(id: str, title: str, rows: Iterable[Record], *names: str, note: str = "", num_shown: int = 40) -> Table:
-    """Columns of rows by name; those that failed say so in a column of their own."""
+    """Return columns of rows by name. Rows that failed say so in a column of their own."""
     records = list(rows)
     columns: dict[str, list[Value]] = {name: [record.get(name) for record in records] for name in names}
     if any(record.get("status", OK) != OK for record in records):
@@ -26,24 +38,19 @@ def table(id: str, title: str, rows: Iterable[Record], *names: str, note: str = 
 
 
 def known(rows: Iterable[Record], *names: str) -> tuple[str, ...]:
-    """Of some names, those that any row has a figure of: what a device does not offer is no column.
+    """Return those names that any row has a value of.
 
     >>> known([{"step_ns": 3, "mfu_share": None}], "step_ns", "mfu_share")
     ('step_ns',)
     """
     records = list(rows)
-    return tuple(name for name in names if any(record.get(name) is not None for record in records))
-
-
-LOG_FACTOR, LOG_FACTOR_ALONE = 4, 30
-"""Between the ends of an axis that is logarithmic; the second of y where x is not: over a logarithmic x, what grows
-linearly is a straight line only if y is logarithmic too."""
+    return tuple(name for name in names if any(record.get(name) not in (None, "") for record in records))
 
 
 def lines(
     id: str, title: str, rows: Iterable[Record], x: str, y: str, by: str | Sequence[str] = (), caption: str = ""
 ) -> Lines:
-    """y over x, a line for each value of `by`; a row that failed is a gap that says why."""
+    """Return y over x, one line per value of `by`. A row that failed is a gap that says why."""
     records = [record for record in rows if isinstance(record.get(x), (int, float))]
     names = (by,) if isinstance(by, str) else tuple(by)
     groups: dict[str, list[Record]] = {}
@@ -52,26 +59,14 @@ def lines(
     series = []
     for name, group in groups.items():
         group.sort(key=lambda record: float(record[x]))
-        series.append(
-            Series(
-                name,
-                [_valid(record, y) for record in group],
-                [record[x] for record in group],
-                gaps=["" if _valid(record, y) is not None else str(record.get("status")) for record in group],
-            )
-        )
-    values = [value for record in records if (value := _valid(record, y))]
+        values = [_valid(record, y) for record in group]
+        gaps = ["" if value is not None else str(record.get("status")) for value, record in zip(values, group)]
+        series.append(Series(name, values, [record[x] for record in group], gaps=gaps))
     log_x = _spans([float(record[x]) for record in records], LOG_FACTOR)
+    log_y = _spans([v for r in records if (v := _valid(r, y))], LOG_FACTOR if log_x else LOG_FACTOR_ALONE)
     return Lines(
-        id=id,
-        title=title,
-        caption=caption,
-        x=x,
-        y=y,
-        series=tuple(series),
-        log_x=log_x,
-        log_y=_spans(values, LOG_FACTOR if log_x else LOG_FACTOR_ALONE),
-    )
+        id=id, title=title, caption=caption, x=x, y=y, series=tuple(series), log_x=log_x, log_y=log_y
+    )  # fmt: skip
 
 
 def _spans(values: Sequence[float], factor: float) -> bool:
@@ -79,19 +74,40 @@ def _spans(values: Sequence[float], factor: float) -> bool:
 
 
 def _valid(record: Record, name: str) -> Any:
-    """A figure of a row that may be compared: one that is wrong or unproven has times too."""
+    """Return a figure that may be compared: rows that are wrong or unproven have times too."""
     return record.get(name) if record.get("status", OK) == OK else None
 
 
+def published(
+    id: str,
+    what: str,
+    ours: Callable[[Stored], Mapping[Any, float]],
+    theirs: Mapping[Any, float],
+    key: str,
+    name: str,
+) -> TableOf:
+    """Return the table of our figures beside published ones, by `key`. Only a full study has it."""
+
+    def rows(stored: Stored) -> list[dict[str, Any]]:
+        found = ours(stored) if stored.mode == "full" else {}
+        both = [(at, value) for at, value in found.items() if at in theirs and value]
+        return [
+            {key: at, name: value, f"published_{name}": theirs[at], "published_over_ours": theirs[at] / value}
+            for at, value in both
+        ]
+
+    return TableOf(id, f"Beside what was published ({what})", rows, is_optional=True)
+
+
 def growth(rows: Iterable[Record], x: str, y: str) -> float:
-    """The power of x that y grows with: the slope of a line through the logarithms (least squares).
+    """Return the power of x that y grows with: the slope of a least-squares line through the logarithms.
 
     >>> round(growth([{"n": n, "t": 3 * n * n} for n in (1, 2, 4)], "n", "t"), 6)
     2.0
     """
     points = [(math.log(r[x]), math.log(r[y])) for r in rows if (r.get(x) or 0) > 0 and (r.get(y) or 0) > 0]
     if len({at for at, _ in points}) < 2:
-        raise Unavailable(f"{y} is there for fewer than two values of {x}")
+        raise Unavailable(f"{y} has fewer than two values of {x}")
     middle_x = sum(at for at, _ in points) / len(points)
     middle_y = sum(value for _, value in points) / len(points)
     spread = sum((at - middle_x) ** 2 for at, _ in points)
@@ -99,23 +115,20 @@ def growth(rows: Iterable[Record], x: str, y: str) -> float:
 
 
 def in_words(power: float) -> str:
-    """A power of growth for people.
+    """Return a power of growth in words.
 
     >>> in_words(0.98), in_words(2.1), in_words(0.1)
-    ('linearly (power 0.98)', 'quadratically (power 2.10)', 'by next to nothing (power 0.10)')
+    ('linearly (power 0.98)', 'quadratically (power 2.10)', 'hardly at all (power 0.10)')
     """
     names = (
-        (0.25, "by next to nothing"),
-        (0.8, "slower than linearly"),
-        (1.2, "linearly"),
-        (1.8, "faster than linearly"),
-    )
+        (0.25, "hardly at all"), (0.8, "slower than linearly"), (1.2, "linearly"), (1.8, "faster than linearly")
+    )  # fmt: skip
     name = next((word for limit, word in names if power < limit), "quadratically" if power < 2.2 else "steeply")
     return f"{name} (power {power:.2f})"
 
 
 def compared(time: float, other_time: float, other: str) -> str:
-    """How fast something is beside another: what follows "it is".
+    """Return how fast something is beside another: what follows "it is".
 
     >>> compared(2.0, 3.0, "GELU"), compared(3.0, 2.0, "GELU"), compared(1.0, 1.004, "GELU")
     ('1.50 times as fast as GELU', '1.50 times slower than GELU', 'as fast as GELU')
@@ -128,98 +141,80 @@ def compared(time: float, other_time: float, other: str) -> str:
 
 
 def meet(record: Record, other: Record, time: str = "time") -> bool:
-    """Whether the 95 % intervals of two medians meet; False also where there are too few samples for an interval."""
+    """Return whether the 95 % intervals of two medians overlap; False with too few samples for one."""
     low, high = f"{time}_ci_low_ns", f"{time}_ci_high_ns"
-    return _have_intervals(record, other) and record[low] <= other[high] and other[low] <= record[high]
-
-
-def _have_intervals(*records: Record) -> bool:
-    return all(record["num_samples"] >= MIN_INTERVAL_SAMPLES for record in records)
-
-
-HOST_SPREAD, GPU_SPREAD = 2.0, 1.01
-"""Two processes of one point differ by up to so many times, though the interval of each is narrow: 10.7 and 19.7 ms,
-60 and 102 ms were seen on one machine where the host sets the pace, 127.9 and 128.3 ms where the GPU does."""
+    enough = all(each["num_samples"] >= MIN_INTERVAL_SAMPLES for each in (record, other))
+    return enough and record[low] <= other[high] and other[low] <= record[high]
 
 
 def told_apart(record: Record, other: Record, time: str = "time") -> bool:
-    """Whether a difference of two rows is more than noise, inside a process and from one to another."""
+    """Return whether two rows differ by more than noise, within a process and between two."""
     return not _blurred(record, other, time)
 
 
 def _blurred(record: Record, other: Record, time: str) -> str:
-    """Why two rows cannot be told apart; nothing where they can."""
+    """Return why two rows cannot be told apart; "" if they can."""
     times = sorted(each[f"{time}_median_ns"] for each in (record, other))
-    if (paced(record) or paced(other)) and times[1] < HOST_SPREAD * times[0]:
-        return "the host sets the pace, and differs from process to process"
+    if (is_host_bound(record) or is_host_bound(other)) and times[1] < HOST_SPREAD * times[0]:
+        return "host-bound, which varies between processes"
     if times[1] < GPU_SPREAD * times[0]:
-        return f"less than {100 * (GPU_SPREAD - 1):.0f} % apart, as two processes are"
-    return "the 95 % intervals of the medians meet" if meet(record, other, time) else ""
+        return f"less than {100 * (GPU_SPREAD - 1):.0f} % apart"
+    return "the 95 % intervals overlap" if meet(record, other, time) else ""
 
 
 def against(record: Record, other: Record, name: str, time: str = "time") -> str:
-    """`compared` of two rows with intervals: where these meet, or the host sets the pace, that they are alike.
+    """Return `compared` of two rows, or that they do not differ beyond noise.
 
     >>> row = {"time_median_ns": 5, "time_ci_low_ns": 4, "time_ci_high_ns": 7, "num_samples": 10}
     >>> against(row, {**row, "time_median_ns": 6}, "GELU")
-    'not to be told from GELU (the 95 % intervals of the medians meet)'
+    'not measurably different from GELU (the 95 % intervals overlap)'
     >>> low, high = ({f"time_{what}_ns": ns for what in ("median", "ci_low", "ci_high")} for ns in (1000, 1020))
     >>> against({**row, **high}, {**row, **low}, "GELU")
     '1.02 times slower than GELU'
     >>> against({**row, **high, "gpu_busy_share": 0.4}, {**row, **low}, "GELU")
-    'not to be told from GELU (the host sets the pace, and differs from process to process)'
+    'not measurably different from GELU (host-bound, which varies between processes)'
     """
     if reason := _blurred(record, other, time):
-        return f"not to be told from {name} ({reason})"
+        return f"not measurably different from {name} ({reason})"
     return compared(record[f"{time}_median_ns"], other[f"{time}_median_ns"], name)
 
 
-HOST_PACED = 0.75
-"""Below this share of busy time a row's time is mostly the host's: another host, or a busier one, gives another."""
+def speeds(rows: Rows, same: str = "", more: Callable[[Record, Record], str] | None = None, **base: Any) -> str:
+    """Return how fast each other row is beside the base row with equal knobs `same`; Unavailable without a pair."""
+    (knob, value), pairs = next(iter(base.items())), rows.beside(same.split(), **base)
+    if not pairs:
+        raise Unavailable(f"nothing of {rows.about} was measured beside {knob}={value}")
+    return listed(
+        f"{row[knob]} is {against(row, one, str(value))}{more(row, one) if more else ''}" for row, one in pairs
+    )
 
 
-def paced(record: Record) -> str:
-    """In brackets after a time: that the GPU waits for the host in it; nothing where it does not, or is not known.
+def shares(rows: Iterable[Record], label: str, name: str, num: int | None = None) -> str:
+    """Return a figure of the first rows, each with its label.
 
-    >>> paced({"gpu_busy_share": 0.412}), paced({"gpu_busy_share": 0.98}), paced({})
-    (' (the GPU is busy for 41.2 % of it: the host sets the pace)', '', '')
+    >>> shares([{"op": "mm", "share": 0.4}, {"op": "add", "share": 0.1}], "op", "share")
+    'mm 40.0 % and add 10.0 %'
     """
-    share = record.get("gpu_busy_share")
-    if share is None or share >= HOST_PACED:
-        return ""
-    return f" (the GPU is busy for {said('share', share)} of it: the host sets the pace)"
+    return listed(f"{row[label]} {said(name, row[name])}" for row in list(rows)[:num])
+
+
+def is_host_bound(record: Record) -> bool:
+    """Return whether the GPU waits for the host in a row. False if it is not known.
+
+    >>> is_host_bound({"gpu_busy_share": 0.412}), is_host_bound({"gpu_busy_share": 0.98}), is_host_bound({})
+    (True, False, False)
+    """
+    share = record.get(BUSY)
+    return share is not None and share < HOST_PACED
 
 
 def busy_ns(record: Record) -> float:
-    """For how long the GPU works in a row that tells it, whoever sets the pace."""
-    return float(record["gpu_busy_share"] * record["time_median_ns"])
-
-
-def host_paced(rows: Iterable[Record], where: str = "") -> list[str]:
-    """`paced` of many rows in one sentence; none where the GPU waits for the host in none, or it is not known.
-
-    >>> host_paced({"seq_len": n, "gpu_busy_share": share} for n, share in ((4, 0.09), (8, 0.412), (16, 0.98)))
-    ['In 2 rows (at 4 and 8 tokens) the GPU is busy for 9.0 % to 41.2 % of the time: the host sets the pace there.']
-    """
-    records = list(rows)
-    found = [record for record in records if paced(record)]
-    if not found:
-        return []
-    telling = [record for record in records if record.get("gpu_busy_share") is not None]
-    number = plural(len(found), "row")
-    if len(telling) < len(records):
-        number = f"{len(found)} of the {plural(len(telling), 'row')} that tell it, of {len(records)}"
-    busy = span("share", [record["gpu_busy_share"] for record in found])
-    lengths = listed(sorted({record["seq_len"] for record in found}))
-    begin = f"{where}, in" if where else "In"
-    return [
-        f"{begin} {number} (at {lengths} tokens) the GPU is busy for {busy} of the time: the host sets the pace "
-        "there."
-    ]
+    """Return how long the GPU works in a row that has its busy share."""
+    return float(record[BUSY] * record[TIME])
 
 
 def crossing(first: Sequence[Record], second: Sequence[Record], x: str, y: str) -> float | None:
-    """The x from which the second is below the first and stays so; None where that never happens.
+    """Return the x from which the second stays below the first; None if that never happens.
 
     Between two measured values it is where the lines through the logarithms meet.
     """
@@ -239,29 +234,13 @@ def crossing(first: Sequence[Record], second: Sequence[Record], x: str, y: str) 
     return math.exp(begin + share * (end - begin))
 
 
-def beside(ours: Sequence[Record], published: Mapping[Any, float], key: str, name: str, where: str) -> Table:
-    """A figure of ours beside one that somebody published, by a knob; `where` says on which device theirs is.
-
-    >>> beside([{"op": "mm", "call_ns": 2}], {"mm": 3.0}, "op", "call_ns", "a note").columns["published_over_ours"]
-    [1.5]
-    """
-    rows = [record for record in ours if record.get(key) in published and record.get(name)]
-    columns: dict[str, list[Value]] = {
-        key: [record[key] for record in rows],
-        name: [record[name] for record in rows],
-        f"published_{name}": [published[record[key]] for record in rows],
-        "published_over_ours": [published[record[key]] / record[name] for record in rows],
-    }
-    return Table(f"published-{name}", f"Beside what was published ({where})", columns, 40)
-
-
 def said(name: str, value: Any) -> str:
-    """A figure as it stands in a sentence."""
+    """Return a figure with the unit that its name ends in."""
     return cell(name, value)
 
 
 def span(name: str, values: Collection[float]) -> str:
-    """From the least to the most of some figures; one where they read the same.
+    """Return the least and the most of some figures; one if they read the same.
 
     >>> span("share", [0.31, 0.092, 0.2]), span("share", [0.3, 0.3])
     ('9.2 % to 31.0 %', '30.0 %')
@@ -269,8 +248,18 @@ def span(name: str, values: Collection[float]) -> str:
     return " to ".join(dict.fromkeys(said(name, value) for value in (min(values), max(values))))
 
 
+def ratios(values: Iterable[float]) -> str:
+    """Return the least and the most of some ratios, two decimals.
+
+    >>> ratios([2.0, 1.5]), ratios([1.0])
+    ('1.50 to 2.00', '1.00')
+    """
+    found = sorted(values)
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (found[0], found[-1])))
+
+
 def loss_said(record: Record) -> str:
-    """A row's loss with the digits that it has: bf16 has eight bits, so that one near 5.6 is a multiple of 1/32.
+    """Return a row's loss with the digits that its dtype has: bf16 has eight bits, so 5.6 is a multiple of 1/32.
 
     >>> loss_said({"loss": 5.625, "dtype": "bf16"}), loss_said({"loss": 5.6266, "dtype": "fp32"})
     ('5.62 ± 0.02', '5.627')
@@ -284,7 +273,7 @@ def loss_said(record: Record) -> str:
 
 
 def without_folders(text: object) -> str:
-    """Paths by their last two parts: the folders before are of the machine where it ran.
+    """Return the text with paths cut to their last two parts.
 
     >>> without_folders("9/6: it failed  # /home/me/src/stepscope/workloads/gelu.py:23 in gelu_by")
     '9/6: it failed  # workloads/gelu.py:23 in gelu_by'

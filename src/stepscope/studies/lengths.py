@@ -1,41 +1,44 @@
-"""How bytes grow with the length: what is there whatever the length, what each token takes, what each pair of them.
+"""Splits bytes by how they grow with the length: a fixed part, a part per token, a part per pair of tokens.
 
-A power through all lengths would mislead: 32 KiB a position and 3 B a pair are one of 1.3 up to 16384 tokens, where
-the pairs are more than half of it. Bytes are exact enough to be told apart.
+One power through all lengths would mislead: 32 KiB per position and 3 B per pair look like a power of 1.3 up to 16384
+tokens, where the pairs are more than half of the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepscope.errors import Unavailable
-from stepscope.studies.figures import Record, said
+from stepscope.studies.figures import said
+from stepscope.studies.stored import Rows
+from stepscope.studies.study import Record
 
+FORMULA = "constant + token · tokens of the batch + pair · length²; two lengths give the token term only"
 EXACT_SHARE = 0.01
-"""Figures this near to each other are the same; where some fit is ten times as near, they are not."""
+"""Figures within this share count as equal, unless some fit is ten times closer."""
 
 
 class Grown(NamedTuple):
-    """Bytes = constant + token · tokens of the batch + pair · length². Of two lengths only `token` is known."""
+    """Bytes = constant + token · tokens of the batch + pair · length². From two lengths only `token` is known."""
 
     constant_bytes: float | None
     token_bytes: float
     pair_bytes: float | None
     pairs_share: float | None
-    """Of the sum at the longest length."""
+    """Share of the pairs at the longest length."""
     error_share: float | None
-    """How far it is from a measured figure at the most."""
+    """Largest relative error."""
 
 
 def grown(rows: Iterable[Record], name: str) -> Grown:
-    """What a figure of rows of one batch size is made of, by the length.
+    """Return what a figure of rows of one batch size consists of.
 
-    Least squares of relative errors, nothing negative, a length more than terms, so that a fit can fail. Pairs are
-    believed in where without them it is more than 1 % off and more than 4 times as far as with them: an allocator's
-    steps are no square. Of what is left the fewest terms within 1 % (0.1 % where one is), or twice the best's error.
+    A least-squares fit of relative errors without negative terms and with one length more than terms, so that it can
+    fail. Pairs count only if a fit without them is more than 1 % off and over 4 times as far off: the allocator's
+    rounding is not quadratic. Of the rest, the fewest terms within 1 % (0.1 % if possible), or twice the best error.
 
     >>> rows = [{"seq_len": n, "num_tokens": 4 * n, "bytes": 800 * n + 3 * n * n} for n in (64, 128, 256)]
     >>> found = grown(rows, "bytes")
@@ -45,7 +48,7 @@ def grown(rows: Iterable[Record], name: str) -> Grown:
     by_length = {row["seq_len"]: row for row in rows if row.get(name)}
     points = [(length, by_length[length]["num_tokens"], by_length[length][name]) for length in sorted(by_length)]
     if len(points) < 2:
-        raise Unavailable(f"{name} is there for fewer than two lengths")
+        raise Unavailable(f"{name} has fewer than two lengths")
     (_, fewest_tokens, least), (longest, most_tokens, most) = points[0], points[-1]
     if len(points) == 2:
         return Grown(None, (most - least) / (most_tokens - fewest_tokens), None, None, None)
@@ -62,7 +65,7 @@ def grown(rows: Iterable[Record], name: str) -> Grown:
 
 
 Fit = tuple[dict[int, float], float]
-"""Factors of some of the three terms, by their place, and the largest relative error with them."""
+"""Factors of some of the three terms by place, and the largest relative error."""
 
 
 def _least_error(fits: Iterable[Fit]) -> float:
@@ -70,7 +73,7 @@ def _least_error(fits: Iterable[Fit]) -> float:
 
 
 def _fits(points: Sequence[tuple[int, int, int]]) -> Iterator[Fit]:
-    """Of every choice of terms whose factors are not negative."""
+    """Yield the fit of every choice of terms without negative factors."""
     terms = [(1 / value, tokens / value, length**2 / value) for length, tokens, value in points]
     for number in range(1, min(3, len(points) - 1) + 1):
         for chosen in combinations(range(3), number):
@@ -82,7 +85,7 @@ def _fits(points: Sequence[tuple[int, int, int]]) -> Iterator[Fit]:
 
 
 def _nearest_to_ones(columns: Sequence[Sequence[float]]) -> list[float]:
-    """The factors with which columns add up to ones as nearly as can be: normal equations, by Gauss and Jordan."""
+    """Return the factors that make the columns sum to ones as closely as possible (normal equations)."""
     scales = [max(column) for column in columns]
     scaled = [[value / scale for value in column] for column, scale in zip(columns, scales)]
     rows = [[*(sum(map(mul, one, other)) for other in scaled), sum(one)] for one in scaled]
@@ -95,31 +98,35 @@ def _nearest_to_ones(columns: Sequence[Sequence[float]]) -> list[float]:
 
 
 def grows(rows: Iterable[Record], name: str) -> str:
-    """`grown` in words: what follows "the peak".
+    """Return `grown` in words: what follows "the peak".
 
     >>> grows([{"seq_len": n, "num_tokens": n, "bytes": 4096 + 8 * n} for n in (64, 128, 256, 512)], "bytes")
-    'grows linearly: 8.0 B for each token and 4.00 KiB whatever the length, nothing for pairs'
+    'grows linearly (8.0 B per token + 4.00 KiB)'
     """
     records = [row for row in rows if row.get(name)]
     found = grown(records, name)
     shortest, longest = (choose(row["seq_len"] for row in records) for choose in (min, max))
-    token = f"{_bytes(found.token_bytes)} for each token"
     if found.error_share is None:
-        return f"grows by {token} from {shortest} to {longest} tokens (two lengths cannot tell linear from quadratic)"
-    amounts = [f"{_bytes(found.pair_bytes)} for each pair of tokens"] if found.pair_bytes else []
-    amounts += [token] if found.token_bytes else []
-    amounts += [f"{_bytes(found.constant_bytes)} whatever the length"] if found.constant_bytes else []
-    made_of = " and ".join(amounts)
-    is_exact = found.error_share <= EXACT_SHARE
-    off = "" if is_exact else f" (up to {said('share', found.error_share)} off)"
+        return f"grows by {_bytes(found.token_bytes)} per token from {shortest} to {longest} tokens"
+    terms = [f"{_bytes(found.pair_bytes)} per token pair"] if found.pair_bytes else []
+    terms += [f"{_bytes(found.token_bytes)} per token"] if found.token_bytes else []
+    terms += [_bytes(found.constant_bytes)] if found.constant_bytes else []
+    off = "" if found.error_share <= EXACT_SHARE else f", up to {said('share', found.error_share)} off"
     if found.pair_bytes:
         share = said("share", found.pairs_share)
-        return f"grows quadratically: {made_of}{off}; at {longest} tokens the pairs are {share} of it"
-    if found.token_bytes:
-        return f"grows linearly: {made_of}{', nothing for pairs' if is_exact else off}"
-    return f"does not grow: {made_of}{off}"
+        return f"grows quadratically ({' + '.join(terms)}{off}; pairs are {share} at {longest} tokens)"
+    return f"{'grows linearly' if found.token_bytes else 'does not grow'} ({' + '.join(terms)}{off})"
 
 
 def _bytes(value: float) -> str:
-    """Of a pair they are few."""
     return f"{value:.1f} B" if value < 100 else said("bytes", value)
+
+
+def growth_records(groups: Mapping[tuple[str, str], Rows], name: str) -> list[dict[str, Any]]:
+    """Return one record per group with two lengths or more: its terms, and in words how it grows."""
+    return [
+        {"of": of, "variant": variant, "num_lengths": len(rows), "longest": max(rows.values("seq_len")),
+         "peak_bytes": max(record[name] for record in rows), **grown(rows, name)._asdict(),
+         "growth": grows(rows, name)}
+        for (of, variant), rows in groups.items() if len(rows.values("seq_len")) > 1
+    ]  # fmt: skip

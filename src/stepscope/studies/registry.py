@@ -1,4 +1,4 @@
-"""The studies there are, by name; and a user's own, by path."""
+"""Finds studies: built-in ones by name, a user's own by path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STUDIES = ("cs336", "megalodon", "hydra", "nano", "tsmoe")
 
 
 def find_study(name: str) -> Study:
-    """The study of that name, or of that file: path/to/study.py with a STUDY in it, or path/to/study.toml."""
+    """Return the study of that name or file: path/to/study.py with a STUDY in it, or path/to/study.toml."""
     if name in STUDIES:
         study = importlib.import_module(f"stepscope.studies.{name}.study").STUDY
         assert isinstance(study, Study)
@@ -26,13 +26,13 @@ def find_study(name: str) -> Study:
         from stepscope.studies.toml_study import study_from_toml
 
         return study_from_toml(Path(name))
-    raise UsageError(f"there is no study {name!r}: {nearest(name, STUDIES)} Or a file.py or file.toml of your own")
+    raise UsageError(f"there is no study {name!r}: {nearest(name, STUDIES)} You can also name a file.py or file.toml")
 
 
 def _from_python(path: Path) -> Study:
     spec = importlib.util.spec_from_file_location(f"stepscope_study_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise UsageError(f"{path} is not there")
+        raise UsageError(f"{path} not found")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

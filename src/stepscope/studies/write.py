@@ -1,11 +1,14 @@
-"""A study's report and the files that it promises, written into its folder."""
+"""Writes a study's report and its further files into its folder."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from stepscope.document.model import Chart, Document, Section, Table
 from stepscope.errors import RecordingError, TraceError, Unavailable, UsageError
 from stepscope.render.files import need, write_texts, writing
 from stepscope.render.markdown.markdown import markdown_of
@@ -20,29 +23,52 @@ REPORT_FOLDER = "report"
 
 
 def write_study(study: Study, folder: Path) -> Path:
-    """Make the report and the files from what is stored; the page to look at first."""
+    """Write the report and the files from what is stored. Return the page to look at first."""
     for package in ("plotly", "matplotlib"):
         need(package)
     stored = Stored(folder)
     report = report_of_study(study, stored)
-    for name, content in study.files.items():
+    for name, made in study.files.items():
         try:
-            made = markdown_of(report) if content is REPORT else content(stored)
+            content = _content(name, made, report, stored)
         except (Unavailable, RecordingError, TraceError):
             continue  # the report says what was not measured
-        several = made if isinstance(made, Mapping) else {"": made}
+        several = content if isinstance(content, Mapping) else {"": content}
         for inner, text in several.items():
             target = folder / name / inner
             with writing(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
             write_texts(target, [text])
-    for inner in ("tables", "charts"):  # of a report made before there may be more
+    for inner in ("tables", "charts"):  # an earlier report may have had more
         shutil.rmtree(folder / REPORT_FOLDER / inner, ignore_errors=True)
     return write_report(report, folder / REPORT_FOLDER)
 
 
+def _content(name: str, made: Any, report: Document, stored: Stored) -> Any:
+    """Return the content of a further file: the suffix says what `made` is the id of."""
+    if made is REPORT:
+        return markdown_of(report)
+    if callable(made):
+        return made(stored)
+    if name.endswith(".json"):
+        return json.dumps(list(stored.rows(made).needed()), indent=1, allow_nan=False) + "\n"
+    kind = Chart if name.endswith(".png") else Table
+    part = next((part for part in report.parts(kind) if part.id == made), None)
+    if part is None:
+        raise Unavailable(f"there is no {made}")
+    if name.endswith(".png"):
+        from stepscope.render.png.pictures import png_of
+
+        return png_of(part)
+    if name.endswith(".csv"):
+        from stepscope.render.csv import csv_of
+
+        return csv_of(part)
+    return markdown_of(Document(part.title, "", (Section(part.id, part.title, (part,)),)))
+
+
 def study_of(folder: Path) -> Study:
-    """The study that a folder is of. What somebody declared in Python is not run for a report of their folder."""
+    """Return the study of a folder. A study declared in Python by a user is not run: UsageError says what to do."""
     facts = read_facts(folder)
     name = str(facts["study"])
     if name in STUDIES:
@@ -50,4 +76,6 @@ def study_of(folder: Path) -> Study:
     if (folder / TOML_FILE).is_file():
         return study_from_toml(folder / TOML_FILE, Path(name).stem)
     options = f"--{facts.get('mode')} --device {facts.get('device')} -o {folder} --resume"
-    raise UsageError(f"{folder} is of a study of your own: stepscope study {Path(name).name} {options}")
+    raise UsageError(
+        f"{folder} holds a study of your own. Make its report with: stepscope study {Path(name).name} {options}"
+    )

@@ -1,262 +1,302 @@
-"""Answers of the study `cs336` from traces: kernels by pass, the share of products, softmax against products."""
+"""Questions of the cs336 study from traces and dtypes: kernels, products, softmax, precision."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from stepscope.document.model import Text
+from stepscope.analysis.time.warmups import PASSES
 from stepscope.errors import Unavailable
-from stepscope.formatting import heading
+from stepscope.formatting import plural
 from stepscope.studies.cs336 import note
-from stepscope.studies.cs336.time import (
-    AUTOCAST,
-    FEW_KERNELS,
-    FP32,
-    Record,
-    ends,
-    model_of,
-    plain,
-    set_beside,
-    work_of,
-)
-from stepscope.studies.figures import lines, said, span, table
+from stepscope.studies.cs336.passes import beside, figure, gpu_work_ns, model_of, plain, work_of
+from stepscope.studies.cs336.points import BOTH, FP32
+from stepscope.studies.figures import TIME, listed, ratios, said, span
+from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Stored
+from stepscope.studies.study import LinesOf, Record, TableOf, Tables, question, table_of
 
 if TYPE_CHECKING:
     import polars as pl
 
-NUM_KERNELS = 3
-"""Of each pass, in the table."""
+NUM_LARGEST = 10
+"""How many kernels the note looked at."""
 SOFTMAX_FLOPS = 5
-"""A score: its part of the maximum, the difference, the exponential, the sum, the quotient."""
+"""Per score: maximum, difference, exponential, sum, quotient."""
 
 
-def _works(stored: Stored) -> Iterator[tuple[Mapping[str, Any], pl.DataFrame]]:
-    """Every traced inference and step with its work; the forward of inference is a pass of its own."""
+def _works(stored: Stored) -> Iterator[tuple[dict[str, Any], pl.DataFrame]]:
+    """Yield every traced inference and step with its work. The forward of inference is a pass of its own."""
     import polars as pl
 
-    for record in plain(stored).ok.where(mode=("inference", "step"), dtype=(FP32, AUTOCAST)):
+    for record in stored.rows(plain).ok.where(mode=("inference", "step"), dtype=BOTH):
         work = work_of(stored, record)
         if record["mode"] == "inference":
             work = work.filter(pl.col("phase") == "forward").with_columns(pl.lit("inference").alias("phase"))
-        yield {**record, "model": model_of(record)}, work.filter(pl.col("phase") != "other")
+        yield record, work.filter(pl.col("phase") != "other")
 
 
-def _what(stored: Stored) -> str:
-    """What is told apart by name: kernels of a GPU, or ops of a CPU."""
-    return "op" if stored.facts.get("device") == "cpu" else "kernel"
-
-
-def kernels(stored: Stored) -> Iterator[Any]:
-    """What takes the time of each pass."""
+def _every_kernel(stored: Stored) -> Records:
+    """Return every kernel (on a CPU: op) of every pass, longest first."""
     import polars as pl
 
     from stepscope.analysis.kernels.kernels import top_kernels
     from stepscope.document.kernel_names import short_name
 
-    what = _what(stored)
-    records, others = [], []
+    found = []
+    what = "op" if stored.facts.get("device") == "cpu" else "kernel"
     for record, work in _works(stored):
         for name in ("inference", "forward", "backward", "optimizer"):
-            of = work.filter(pl.col("phase") == name)
-            if of.is_empty():
-                continue
-            found = [
-                {**record, "pass": name, what: short_name(row["name"]), **{k: row[k] for k in _FIGURES}}
-                for row in top_kernels(of).iter_rows(named=True)
-            ]
-            records += [{**row, "rank": rank} for rank, row in enumerate(found[:NUM_KERNELS])]
-            others += [row for row in found if row["class"] != "gemm"][:1]
-    if not records:
+            rows = top_kernels(work.filter(pl.col("phase") == name)).iter_rows(named=True)
+            for rank, row in enumerate(rows):
+                figures = {key: row[key] for key in ("class", "num_calls", "total_ns", "share")}
+                found.append({**record, "pass": name, "rank": rank, what: short_name(row["name"]), **figures})
+    if not found:
         raise Unavailable("no pass was traced")
-    yield Text(" ".join(_longest(records, others, what)))
-    names = ("preset", "seq_len", "dtype", "pass", what, "class", "num_calls", "total_ns", "share")
-    yield table("kernels-by-pass", f"The {NUM_KERNELS} longest {what}s of each pass", records, *names, num_shown=60)
-    title = f"The longest {what} of each pass that is no product"
-    yield table("non-gemm", title, others, *names[:5], *names[6:], num_shown=60)
-    longest = [row for row in records if row["dtype"] == FP32 and not row["rank"]]
-    for name, published in note.TOP_KERNEL_SHARE.items():
-        ours = [row for row in longest if row["pass"] == name]
-        yield from set_beside(ours, published, "share", f"published-longest-{name}", f"longest {what} of {name}")
-    ours = [row for row in others if row["dtype"] == FP32 and row["pass"] == "inference"]
-    title = f"longest {what} of inference that is no product"
-    yield from set_beside(ours, note.TOP_OTHER_SHARE, "share", "published-longest-other", title)
-    if any(row["model"] in note.TOP_OTHER_SHARE for row in longest):
-        yield Text(
-            "A share of one name says which kernels the library chose on that device as much as what the model does: "
-            "the shares of all products are in the next section."
-        )
+    return found
 
 
-def _longest(records: Sequence[Record], others: Sequence[Record], what: str) -> Iterator[str]:
-    """Of the largest model that was trained, or else of the largest, what each pass in fp32 spends its time on."""
-    in_fp32 = [row for row in records if row["dtype"] == FP32]
-    largest = max(in_fp32, key=lambda row: (row["mode"] == "step", row["num_parameters"], row["seq_len"]))["model"]
-    for row in in_fp32:
-        if row["model"] != largest or row["rank"]:
-            continue
-        text = f"{heading(row['pass'])} of {largest}: {row[what]} takes {said('share', row['share'])}"
-        rest = next((o for o in others if o["hash"] == row["hash"] and o["pass"] == row["pass"]), None)
-        if rest and rest[what] != row[what]:
-            text += f", and of what is no product {rest[what]} the most, {said('share', rest['share'])}"
-        yield f"{text}."
+@table_of(
+    "kernels-by-pass", "The three longest kernels of each pass",
+    "preset seq_len dtype pass kernel op class num_calls total_ns share",
+    num_shown=60,
+)  # fmt: skip
+def longest(stored: Stored) -> Records:
+    return [row for row in stored.rows(_every_kernel) if row["rank"] < 3]
 
 
-_FIGURES = ("class", "num_calls", "total_ns", "share")
+@table_of(
+    "non-gemm", "The longest kernel of each pass that is not a matrix product",
+    "preset seq_len dtype pass kernel op num_calls total_ns share",
+    num_shown=60,
+)  # fmt: skip
+def non_gemm(stored: Stored) -> Records:
+    first: dict[Any, dict[str, Any]] = {}
+    for row in stored.rows(_every_kernel):
+        if row["class"] != "gemm":
+            first.setdefault((row["hash"], row["pass"]), row)
+    return list(first.values())
 
 
-def products(stored: Stored) -> Iterator[Any]:
-    """How much of the work is products of matrices."""
+@question(
+    "Which kernels take the time of each pass?",
+    longest, non_gemm,
+    *(beside(f"longest-{name}", f"longest kernel of {name}", figure(longest, "share", dtype=FP32, **{"pass": name}),
+             theirs, "share") for name, theirs in note.TOP_KERNEL_SHARE.items()),
+    beside("longest-other", "longest kernel of inference that is not a product",
+           figure(non_gemm, "share", dtype=FP32, **{"pass": "inference"}), note.TOP_OTHER_SHARE, "share"),
+)  # fmt: skip
+def kernels(tables: Tables) -> str:
+    rows = tables["kernels-by-pass"].where(dtype=FP32)
+    trained = rows.where(**{"pass": "backward"}) if "backward" in rows.values("pass") else rows
+    last = trained[-1]
+    of = rows.where(preset=last["preset"], seq_len=last["seq_len"])
+    what = "kernel" if "kernel" in last else "op"
+    first = [of.where(**{"pass": name})[0] for name in of.values("pass")]
+    told = listed(f"{said('share', row['share'])} of the {row['pass']} is {row[what]}" for row in first)
+    return f"In {model_of(last)}, {told}."
+
+
+@table_of(
+    "gemm-share", "Matrix products in the work",
+    "model dtype inference_share forward_share backward_share training_share step_share ten_largest_share "
+    "nvjet_share",
+)  # fmt: skip
+def gemm_shares(stored: Stored) -> Records:
     import polars as pl
 
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for record, work in _works(stored):
-        key = record["model"], record["dtype"]
-        entry = found.setdefault(key, {name: record[name] for name in _KEYS})
+        entry = found.setdefault((record["model"], record["dtype"]), {**record})
         if record["mode"] == "inference":
-            entry["inference_share"] = _share(work)
+            entry["inference_share"] = _gemm_share(work)
             continue
-        training = work.filter(pl.col("phase").is_in(["forward", "backward"]))
+        trained = work.filter(pl.col("phase").is_in(["forward", "backward"]))
         for phase in ("forward", "backward"):
-            entry[f"{phase}_share"] = _share(training.filter(pl.col("phase") == phase))
-        entry["training_share"], entry["step_share"] = _share(training), _share(work)
-        entry["ten_largest_share"] = _share(work, FEW_KERNELS)
-        named = training.filter(pl.col("name").str.starts_with("nvjet"))
-        entry["nvjet_share"] = int(named["duration_ns"].sum()) / max(1, int(training["duration_ns"].sum()))
-    entries = list(found.values())
-    both = [e for e in entries if e["dtype"] == FP32 and "inference_share" in e and "training_share" in e]
-    if not both:
-        raise Unavailable("no model has both an inference and a step that were traced")
-    at = max(both, key=lambda entry: (entry["num_parameters"], entry["seq_len"]))
-    lower = sum(entry["training_share"] < entry["inference_share"] for entry in both)
-    text = (
-        f"Products take {said('share', at['inference_share'])} of the work of inference of {at['model']}, "
-        f"{said('share', at['training_share'])} of forward and backward, {said('share', at['step_share'])} of a "
-        f"whole step. Training has the smaller share for {lower} of {len(both)} points.{_by_length(both)}"
-    )
-    passes = ("inference", "forward", "backward", "training", "step", "ten_largest")
-    names = ["model", "dtype", *(f"{name}_share" for name in passes)]
-    if _what(stored) == "kernel":
-        names.append("nvjet_share")
-        most = max((e for e in entries if "nvjet_share" in e), key=lambda entry: entry["nvjet_share"])
-        text += (
-            f" Kernels called nvjet, which the note took for no products, are {said('share', at['nvjet_share'])} of "
-            f"the training of {at['model']} in {FP32}, and {said('share', most['nvjet_share'])} of that of "
-            f"{most['model']} in {most['dtype']}, where without them "
-            f"{said('share', most['training_share'] - most['nvjet_share'])} would be products."
-        )
-    yield Text(text)
-    yield table("gemm-share", "Products of matrices in the work", entries, *names)
-    for name, id in (("inference", "gemm-share-inference"), ("training", "gemm-share")):
-        yield lines(id, f"Products in the work of {name}, fp32", both, "seq_len", f"{name}_share", "preset")
-    for name, published in (("inference", note.INFERENCE_GEMM_SHARE), ("training", note.TRAINING_GEMM_SHARE)):
-        figure = f"{name}_share"
-        yield from set_beside(both, published, figure, f"published-{figure}", f"share of products in {name}")
-    what = f"share of products among the {FEW_KERNELS} largest {_what(stored)}s of a step"
-    published = note.TRAINING_GEMM_SHARE
-    yield from set_beside(both, published, "ten_largest_share", "published-ten-largest", what)
-    yield Text(_ten_largest_said([e for e in both if e["model"] in published] or both, _what(stored)))
+            entry[f"{phase}_share"] = _gemm_share(trained.filter(pl.col("phase") == phase))
+        entry |= {"training_share": _gemm_share(trained), "step_share": _gemm_share(work)}
+        entry["ten_largest_share"] = _gemm_share(work, NUM_LARGEST)
+        if stored.facts.get("device") != "cpu":
+            nvjet = int(trained.filter(pl.col("name").str.starts_with("nvjet"))["duration_ns"].sum())
+            entry["nvjet_share"] = nvjet / max(1, int(trained["duration_ns"].sum()))
+    if not found:
+        raise Unavailable("no model was traced")
+    return list(found.values())
 
 
-def _ten_largest_said(entries: Sequence[Record], what: str) -> str:
-    """What is lost where products are looked for among ten names, as the note did."""
-    lost = max(entries, key=lambda entry: entry["step_share"] - entry["ten_largest_share"])
-    return (
-        f"The note counted products among the {FEW_KERNELS} largest {what}s, with the optimizer's, it seems: so "
-        f"counted, ours are {span('share', [e['ten_largest_share'] for e in entries])} in the place of "
-        f"{span('share', [e['training_share'] for e in entries])} of forward and backward. Of a step of "
-        f"{lost['model']} that misses {said('share', lost['step_share'] - lost['ten_largest_share'])}."
-    )
-
-
-def _by_length(entries: Sequence[Record]) -> str:
-    """How the share changes with the length, for the first size that has two."""
-    for preset in dict.fromkeys(entry["preset"] for entry in entries):
-        of = sorted((e for e in entries if e["preset"] == preset), key=lambda entry: entry["seq_len"])
-        if len(of) > 1:
-            first, last = (said("share", e["inference_share"]) for e in (of[0], of[-1]))
-            return (
-                f" Of inference of {preset} it is {first} at {of[0]['seq_len']} tokens and {last} at "
-                f"{of[-1]['seq_len']}."
-            )
-    return ""
-
-
-_KEYS = ("model", "preset", "seq_len", "dtype", "num_parameters")
-
-
-def _share(work: pl.DataFrame, num_largest: int | None = None) -> float:
-    """Of all work; with a number, only what products among so many names take, still of all."""
+def _gemm_share(work: pl.DataFrame, num_largest: int | None = None) -> float:
+    """Return the share of products in all work; with a number, only of products among that many names."""
     from stepscope.analysis.kernels.kernels import top_kernels
 
     largest = top_kernels(work).head(num_largest or work.height)
     return float(sum(row["share"] for row in largest.iter_rows(named=True) if row["class"] == "gemm"))
 
 
-def softmax(stored: Stored) -> Iterator[Any]:
-    """Softmax against the two products of attention, in time and in FLOPs."""
+def _charted(table: TableOf) -> Any:
+    """Return a function of Stored that returns the fp32 rows of a table with preset and length from the model."""
+
+    def rows(stored: Stored) -> Records:
+        named = [(row, *row["model"].split()) for row in stored.rows(table).where(dtype=FP32)]
+        return [{**row, "preset": preset, "seq_len": int(length)} for row, preset, length in named]
+
+    return rows
+
+
+@question(
+    "How much of the work is products of matrices?",
+    *(LinesOf(id, f"Products in {name}, fp32", _charted(gemm_shares), "seq_len", f"{name}_share", "preset")
+      for name, id in (("inference", "gemm-share-inference"), ("training", "gemm-share"))), gemm_shares,
+    *(beside(id, what, figure(gemm_shares, name, dtype=FP32), theirs, name) for id, what, name, theirs in (
+        ("inference_share", "share of products in inference", "inference_share", note.INFERENCE_GEMM_SHARE),
+        ("training_share", "share of products in training", "training_share", note.TRAINING_GEMM_SHARE),
+        ("ten-largest", "share of products among the ten largest kernels", "ten_largest_share",
+         note.TRAINING_GEMM_SHARE))),
+    claim="Counts products among the ten largest kernels, and nvjet kernels not as products.",
+)  # fmt: skip
+def products(tables: Tables) -> str:
+    rows = tables["gemm-share"].where(dtype=FP32)
+    both = [row for row in rows if row.get("inference_share") is not None and row.get("training_share") is not None]
+    if not both:
+        raise Unavailable("no model has both an inference and a step that were traced")
+    last = both[-1]
+    lower = sum(row["training_share"] < row["inference_share"] for row in both)
+    missed = max(row["step_share"] - row["ten_largest_share"] for row in both)
+    return (
+        f"{said('share', last['inference_share'])} of the work of inference of {last['model']} and "
+        f"{said('share', last['training_share'])} of forward and backward are matrix products; training has the "
+        f"smaller share in {lower} of {len(both)} points, and ten kernels only miss up to {said('share', missed)}."
+    )
+
+
+@table_of(
+    "softmax", "Inside attention, forward",
+    "model dtype matmul_ns softmax_ns scale_and_mask_ns copies_ns time_ratio wide_ratio flops_ratio",
+    note="time_ratio: softmax ÷ matmul; wide_ratio: softmax ÷ (matmul, scale, mask and copies)",
+)  # fmt: skip
+def in_attention(stored: Stored) -> Records:
     from stepscope.analysis.time.pass_work import MATMUL, SOFTMAX, attention_parts
 
-    records: list[dict[str, Any]] = []
-    for row in plain(stored).ok.where(mode="step", dtype=(FP32, AUTOCAST)):
+    found = []
+    for row in stored.rows(plain).ok.where(mode="step", dtype=BOTH):
         parts = attention_parts(work_of(stored, row))
-        if not parts[MATMUL] or not parts[SOFTMAX]:
-            continue
-        head_width = row["d_model"] // row["heads"]
-        scores = row["layers"] * row["batch"] * row["heads"] * row["seq_len"] ** 2
-        figures: dict[str, Any] = {f"{name.replace(' ', '_')}_ns": ns for name, ns in parts.items()}
-        figures |= {"softmax_flops": SOFTMAX_FLOPS * scores, "matmul_flops": 4 * head_width * scores}
-        figures |= {"time_ratio": parts[SOFTMAX] / parts[MATMUL], "flops_ratio": SOFTMAX_FLOPS / (4 * head_width)}
-        figures["wide_ratio"] = parts[SOFTMAX] / (sum(parts.values()) - parts[SOFTMAX])
-        records.append({**row, "model": model_of(row), **figures})
-    if not records:
+        if parts[MATMUL] and parts[SOFTMAX]:
+            figures: dict[str, Any] = {f"{name.replace(' ', '_')}_ns": ns for name, ns in parts.items()}
+            rest = sum(parts.values()) - parts[SOFTMAX]
+            figures |= {"time_ratio": parts[SOFTMAX] / parts[MATMUL], "wide_ratio": parts[SOFTMAX] / rest}
+            found.append({**row, **figures, "flops_ratio": SOFTMAX_FLOPS / (4 * (row["d_model"] // row["heads"]))})
+    if not found:
         raise Unavailable("no traced step has attention written out")
-    yield Text(" ".join(_softmax_said([r for r in records if r["dtype"] == dtype]) for dtype in (FP32, AUTOCAST)))
-    names = ("matmul_ns", "softmax_ns", "scale_and_mask_ns", "copies_ns", "time_ratio", "wide_ratio", "flops_ratio")
-    text = (
-        "copies: to another layout or dtype, before, between and after the two products; time ratio: softmax ÷ "
-        "matmul; wide: softmax ÷ (matmul, scale, mask and copies)"
-    )
-    yield table("softmax", "Inside attention, forward", records, "model", "dtype", *names, note=text)
-    in_fp32 = [r for r in records if r["dtype"] == FP32]
-    yield lines("softmax-ratio", "Softmax ÷ products of attention, fp32", in_fp32, "seq_len", "time_ratio", "preset")
-    yield from set_beside(
-        in_fp32, note.SOFTMAX_PER_MATMUL, "time_ratio", "published-softmax", "softmax time ÷ product time"
-    )
-    faster = [
-        {"model": r["model"], "speedup": r["matmul_ns"] / narrow["matmul_ns"]}
-        for r in in_fp32 for narrow in records if narrow["dtype"] == AUTOCAST and narrow["model"] == r["model"]
-    ]  # fmt: skip
-    yield from set_beside(
-        faster, note.BF16_ATTENTION_SPEEDUP, "speedup", "published-bf16-attention",
-        "products of attention, fp32 ÷ bf16 autocast; the note's are of the scores",
-    )  # fmt: skip
-    what = "softmax time ÷ the rest of attention"
-    yield from set_beside(in_fp32, note.SOFTMAX_PER_MATMUL, "wide_ratio", "published-softmax-wide", what)
-    of = [(r, note.SOFTMAX_PER_MATMUL[r["model"]]) for r in in_fp32 if r["model"] in note.SOFTMAX_PER_MATMUL]
-    if of:
-        near, wide = (
-            sorted(theirs / r[name] for r, theirs in of)[len(of) // 2] for name in ("time_ratio", "wide_ratio")
-        )
-        yield Text(
-            f"The note's ratio is {near:.2f} times ours in the middle, {wide:.2f} times where scaling, masking and "
-            "copies count to the products: its ranges seem to have them in."
-        )
+    return found
 
 
-def _softmax_said(records: Sequence[Record]) -> str:
-    """The largest model at its longest, and between what the ratio lies."""
-    if not records:
-        return ""
-    at = max(records, key=lambda r: (r["num_parameters"], r["seq_len"]))
-    times = said("softmax_ns", at["softmax_ns"]), said("matmul_ns", at["matmul_ns"])
-    flops = said("softmax_flops", at["softmax_flops"]), said("matmul_flops", at["matmul_flops"])
-    text = (
-        f"In the forward of {at['model']} in {at['dtype']} softmax takes {times[0]} and the two products of "
-        f"attention {times[1]}: {at['time_ratio']:.2f} times their time for {at['flops_ratio']:.3f} times their "
-        f"FLOPs ({flops[0]} against {flops[1]}), {at['time_ratio'] / at['flops_ratio']:.1f} times as much a FLOP."
+def _attention_speedup(stored: Stored) -> dict[str, float]:
+    wide, narrow = (figure(in_attention, "matmul_ns", dtype=dtype)(stored) for dtype in BOTH)
+    return {model: ns / narrow[model] for model, ns in wide.items() if model in narrow}
+
+
+@question(
+    "What does softmax cost beside the products of attention?",
+    LinesOf("softmax-ratio", "Softmax ÷ products of attention, fp32", _charted(in_attention), "seq_len", "time_ratio",
+            "preset"), in_attention,
+    beside("softmax", "softmax time ÷ product time", figure(in_attention, "time_ratio", dtype=FP32),
+           note.SOFTMAX_PER_MATMUL, "time_ratio"),
+    beside("bf16-attention", "products of attention, fp32 ÷ bf16 autocast; the note's are of the scores",
+           _attention_speedup, note.BF16_ATTENTION_SPEEDUP, "speedup"),
+    beside("softmax-wide", "softmax time ÷ the rest of attention", figure(in_attention, "wide_ratio", dtype=FP32),
+           note.SOFTMAX_PER_MATMUL, "wide_ratio"),
+    claim="Its ranges seem to count scaling, masking and copies as products.",
+)  # fmt: skip
+def softmax(tables: Tables) -> str:
+    rows = tables["softmax"]
+    groups = {dtype: rows.where(dtype=dtype) for dtype in rows.values("dtype")}
+    told = listed(
+        f"{ratios(row['time_ratio'] for row in of)} times as long in {dtype} ({plural(len(of), 'point')})"
+        for dtype, of in groups.items()
     )
-    if len(records) > 1:
-        text += f" Over {len(records)} points the ratio of times is {ends(records, 'time_ratio')}."
-    return text
+    flops = span("ratio", [row["flops_ratio"] for row in rows])
+    return f"Softmax takes, beside the two products of attention, {told}, for {flops} times their FLOPs."
+
+
+@table_of(
+    "mixed-precision", "fp32 against bf16 autocast",
+    num_shown=48,
+    note="steps run freely, their parts are synchronized; work: how long the GPU works in a traced pass",
+)  # fmt: skip
+def in_both(stored: Stored) -> Records:
+    steps = stored.rows(plain).ok.where(mode="step")
+    found = []
+    for narrow, wide in steps.where(dtype=BOTH).beside(("model",), dtype=FP32):
+        works = gpu_work_ns(stored, wide), gpu_work_ns(stored, narrow)
+        for name, phases in PASSES.items():
+            times = [_pass_ns(row, name) for row in (wide, narrow)]
+            row = {"model": wide["model"], "pass": name, "fp32_median_ns": times[0], "autocast_median_ns": times[1]}
+            row["speedup"] = times[0] / times[1]
+            if all(works):
+                work = [sum(each[phase] for phase in phases) for each in works]
+                row |= {"fp32_work_ns": work[0], "autocast_work_ns": work[1], "work_speedup": work[0] / work[1]}
+            found.append(row)
+    if not found:
+        raise Unavailable("no model was trained in both precisions")
+    return found
+
+
+def _pass_ns(record: Record, name: str) -> float:
+    if name == "step":
+        return float(record[TIME])
+    return sum(float(record[f"fact_{phase}_ms"]) * 1e6 for phase in PASSES[name])
+
+
+@question(
+    "Is bf16 slower?",
+    in_both,
+    *(beside(f"bf16-{name}", f"speed-up of {name}", figure(in_both, "speedup", **{"pass": name}),
+             {f"{preset} 128": value for preset, value in theirs.items()}, "speedup")
+      for name, theirs in note.BF16_SPEEDUP.items()),
+    claim="bf16 autocast is slower in 8 of 8 passes: means of host time, without synchronization.",
+)  # fmt: skip
+def mixed_precision(tables: Tables) -> str:
+    rows = tables["mixed-precision"]
+    steps = rows.where(**{"pass": "step"})
+    works = [row for row in rows if row.get("work_speedup") is not None]
+    clock = f"a step is {ratios(row['speedup'] for row in steps)} times as fast by the clock"
+    slower = f"slower in {sum(row['speedup'] < 1 for row in rows)} of {len(rows)} passes"
+    if not works:
+        return f"Under bf16 autocast {clock} and {slower}."
+    work = ratios(row["work_speedup"] for row in works if row["pass"] == "step")
+    bad = sum(row["work_speedup"] < 1 for row in works)
+    return (
+        f"The GPU's work of a step is {work} times as fast under bf16 autocast, and slower in {bad} of {len(works)} "
+        f"passes; {clock} and {slower}, because small models are host-bound."
+    )
+
+
+@table_of(
+    "running-sums", "0.01 added one by one",
+    "value_dtype accumulate_dtype result relative_error",
+    note="the exact sum is 10",
+)  # fmt: skip
+def running_sums(stored: Stored) -> Records:
+    rows = stored.rows("precision").ok.where(experiment="accumulate").needed()
+    return [{**row, **{name: row[f"fact_{name}"] for name in ("result", "relative_error")}} for row in rows]
+
+
+@table_of("autocast-dtypes", "What each kind of op returns under autocast", is_optional=True)
+def autocast_dtypes(stored: Stored) -> Records:
+    found = []
+    for row in stored.rows("precision").ok.where(experiment="audit"):
+        kinds = {}
+        for kind in ("linear", "norm", "residual", "softmax", "loss"):
+            prefix = f"fact_{kind}_"
+            kinds[kind] = ", ".join(name.removeprefix(prefix) for name in row if name.startswith(prefix)) or None
+        found.append({"autocast": row["value_dtype"], **kinds})
+    return found
+
+
+@question(
+    "How exact are sums in narrow dtypes, and where does autocast use them?",
+    running_sums, autocast_dtypes,
+)  # fmt: skip
+def exactness(tables: Tables) -> str:
+    rows = tables["running-sums"]
+    told = listed(f"{row['result']:.4f} in {row['accumulate_dtype']} from {row['value_dtype']}" for row in rows)
+    return f"{rows[0]['terms']} times 0.01 adds up to {told}."

@@ -1,155 +1,176 @@
 """The plain transformer in its sizes: where time and memory go, measured as the CS336 systems report meant to.
 
-There, averages had the first call in them; a column called median was a mean of the host's time, which said nothing
-about the GPU; inference kept its graph; products were looked for among ten kernels; peaks were reserved segments; and
-what autocast adds in memory was laid to einsum.
+That report averaged over the first call, called a mean of host time a median, kept the graph in inference, looked for
+products among ten kernels, read reserved segments as peaks, and attributed autocast's extra memory to einsum.
 """
 
 from __future__ import annotations
 
-from stepscope.document.model import Chart, Table
-from stepscope.studies.cs336.attention import compiled, grid, squares
-from stepscope.studies.cs336.kernels import kernels, products, softmax
-from stepscope.studies.cs336.memory import alive, autocast, peaks, timeline_of
-from stepscope.studies.cs336.precision import exactness, mixed_precision
-from stepscope.studies.cs336.time import AUTOCAST, FP32, durations, warm_up
-from stepscope.studies.outputs import csv, markdown, part, png
-from stepscope.studies.study import REPORT, Question, Recordings, Study, Sweep
+from contextlib import suppress
+from typing import Any
 
-PASSES = {"warmup": 5, "steps": 5}
-ONCE = {"warmup": 1, "steps": 1}
-"""For the memory alone."""
-QUICK = {"preset": "tiny", "layers": 1, "batch": 2}
-BOTH = [FP32, AUTOCAST]
-NO_ROOM = 1 << 19
-"""Tokens whose mask has 256 GiB: out of memory at once."""
+from stepscope.errors import Unavailable
+from stepscope.formatting import plural
+from stepscope.studies.cs336 import note
+from stepscope.studies.cs336.kernels import exactness, kernels, mixed_precision, products, softmax
+from stepscope.studies.cs336.memory import alive, autocast, peaks
+from stepscope.studies.cs336.passes import durations, model_of, warm_up
+from stepscope.studies.cs336.points import AUTOCAST, FP32, MEASURES
+from stepscope.studies.figures import PEAK, TIME, compared, listed, said, span
+from stepscope.studies.lengths import grows
+from stepscope.studies.recorded import Records
+from stepscope.studies.stored import Rows, Stored
+from stepscope.studies.study import REPORT, LinesOf, Record, Study, Tables, question, table_of
 
-MODELS = Sweep(
-    id="models",
-    workload="cs336",
-    about="inference and training by size, length and precision",
-    trace=True,
-    quick=[
-        {**QUICK, **PASSES, "seq_len": [48, 96], "mode": ["inference", "step"]},
-        {**QUICK, "seq_len": 48, "mode": "step", "dtype": AUTOCAST, "warmup": 1, "steps": 3},
-        {**QUICK, **ONCE, "seq_len": 48, "mode": "inference", "dtype": AUTOCAST},
-        {**QUICK, **ONCE, "seq_len": 48, "mode": "forward", "dtype": BOTH},
-        {**QUICK, **ONCE, "seq_len": 48, "mode": "forward", "dtype": AUTOCAST, "linear": "linear"},
-        {**QUICK, **ONCE, "batch": 1, "seq_len": NO_ROOM, "mode": "inference"},
-    ],
-    full=[
-        {
-            **PASSES,
-            "preset": ["small", "medium", "large", "xl", "2.7B"],
-            "seq_len": [128, 256, 512, 1024],
-            "mode": ["inference", "step"],
-        },
-        {**PASSES, "preset": "2.7B", "seq_len": [128, 256, 512], "mode": ["inference", "step"], "dtype": AUTOCAST},
-        {**ONCE, "preset": "2.7B", "seq_len": 256, "mode": "forward", "dtype": BOTH},
-        {**ONCE, "preset": "2.7B", "seq_len": 256, "mode": "forward", "dtype": AUTOCAST, "linear": "linear"},
-        {**PASSES, "preset": ["small", "medium", "large", "xl"], "seq_len": 128, "mode": "step", "dtype": AUTOCAST},
-        {**PASSES, "preset": "10B", "seq_len": 1024, "mode": ["inference", "forward", "step"]},
-    ],
-)
-RECORDED = Recordings(
-    id="recordings",
-    workload="cs336",
-    about="passes with the memory of each tensor and the time of each module",
-    options=("--warmup", "2", "--clean", "3", "--trace", "1", "--memory"),
-    quick=[
-        {**QUICK, "seq_len": 48, "mode": ["inference", "step"]},
-        {**QUICK, "seq_len": 48, "mode": "step", "dtype": AUTOCAST},
-    ],
-    full=[
-        {"preset": "2.7B", "seq_len": 256, "mode": ["inference", "step"]},
-        {"preset": "2.7B", "seq_len": 256, "mode": "step", "dtype": AUTOCAST},
-        {"preset": "small", "seq_len": 1024, "mode": "step"},
-    ],
-)
-ALONE = {"mode": "forward+backward", "warmup": 2}
-ATTENTION = Sweep(
-    id="attention",
-    workload="attention",
-    about="attention alone by width and length, and by what it keeps",
-    quick=[
-        {**ALONE, "batch": 2, "steps": 3, "implementation": "naive", "head_width": [16, 32],
-         "seq_len": [64, 128, 256]},
-        {**ALONE, "batch": 2, "steps": 3, "implementation": ["builtin", "custom", "flash"], "head_width": 16,
-         "seq_len": [128, 256]},
-        {**ALONE, "batch": 2, "steps": 3, "implementation": "compiled", "head_width": 16, "seq_len": 256},
-        {**ALONE, "batch": 1, "steps": 1, "implementation": "naive", "head_width": 16, "seq_len": NO_ROOM},
-    ],
-    full=[
-        {**ALONE, "steps": 5, "implementation": "naive", "head_width": [16, 32, 64, 128],
-         "seq_len": [256, 1024, 4096, 8192, 16384]},
-        {**ALONE, "steps": 5, "implementation": "naive", "head_width": 16, "seq_len": [32768, 65536]},
-        {**ALONE, "steps": 5, "implementation": ["builtin", "custom", "efficient"], "head_width": 16,
-         "seq_len": [1024, 4096, 16384]},
-        {**ALONE, "steps": 5, "implementation": "flash", "dtype": "bf16", "head_width": 16,
-         "seq_len": [1024, 4096, 16384]},
-        {**ALONE, "steps": 5, "implementation": "compiled", "head_width": 16, "seq_len": [4096, 16384]},
-    ],
+HELD, THEORY = "before_backward_bytes", "by_formula_bytes"
+ITEM_BYTES = {"fp32": 4, "bf16": 2}
+IMPLEMENTATIONS = ("naive", "builtin", "custom", "compiled", "efficient", "flash")
+
+
+@table_of(
+    "attention-grid", "Attention written out, fp32, causal",
+    f"seq_len head_width forward_ns backward_ns {HELD} {THEORY}",
+    num_shown=48,
 )  # fmt: skip
-COMPILED = Sweep(
-    id="compiled",
-    workload="cs336",
-    about="models eager and compiled; four layers, which is what compiling them all would repeat",
-    quick=(),  # compiled attention is there; one layer of the model is a third of the study's time on a CPU
-    full=[
-        {"preset": ["small", "2.7B"], "layers": 4, "seq_len": 256, "mode": "step", "compile": ["off", "default"]},
-    ],
+def attention_grid(stored: Stored) -> Records:
+    rows = stored.rows("attention").where(implementation="naive").needed()
+    names = {f"{phase}_ns": f"fact_{phase}_ms" for phase in ("forward", "backward")}
+    return [
+        {**row, THEORY: row.get("fact_theory_bytes"), "width": f"width {row['head_width']}",
+         **{name: None if row.get(fact) is None else row[fact] * 1e6 for name, fact in names.items()}}
+        for row in rows
+    ]  # fmt: skip
+
+
+def _grid_ok(stored: Stored) -> Rows:
+    return stored.rows(attention_grid).ok
+
+
+def _narrowest(rows: Rows) -> Rows:
+    return rows.ok.needed().where(head_width=min(rows.ok.values("head_width")))
+
+
+@table_of("attention-accounting", "Held when the backward begins, longest length")
+def accounting(stored: Stored) -> Records:
+    row = _narrowest(stored.rows(attention_grid)).most("seq_len")
+    tensors = {name.removeprefix("fact_tensor_").removesuffix("_bytes"): value
+               for name, value in row.items() if name.startswith("fact_tensor_")}  # fmt: skip
+    sizes = {name: value for name, value in tensors.items() if name != "gradients"}
+    sizes |= {"by formula, in all": row[THEORY], "measured": row[HELD]}
+    return [
+        {"tensor": n.replace("_", " "), "held_bytes": size, "share": size / row[HELD]} for n, size in sizes.items()
+    ]
+
+
+@question(
+    "How does attention written out grow?",
+    *(LinesOf(f"attention-{id}", f"{title} of attention by width", _grid_ok, "seq_len", y, "width")
+      for id, title, y in (("forward", "Forward", "forward_ns"), ("backward", "Backward", "backward_ns"),
+                           ("before-backward", "Memory before the backward", HELD))), attention_grid, accounting,
 )  # fmt: skip
-SUMS = [
-    {"experiment": "accumulate", "mode": "forward", "steps": 1, "preset": ["fp32", "fp16", "bf16", "mixed"]},
-    {"experiment": "audit", "mode": "forward", "steps": 1, "value_dtype": ["fp16", "bf16"], "preset": "tiny"},
-]
-PRECISION = Sweep(
-    id="precision",
-    workload="precision",
-    about="running sums in narrow dtypes, and dtypes under autocast",
-    quick=SUMS,
-    full=SUMS,
-)
+def grid(tables: Tables) -> str:
+    of = _narrowest(tables["attention-grid"])
+    last = of.most("seq_len")
+    off = span("bytes", [abs(row[HELD] - row[THEORY]) for row in tables["attention-grid"].ok])
+    failed = [row for row in tables["attention-grid"] if row["status"] == "oom"]
+    rest = f"; {min(row['seq_len'] for row in failed)} tokens run out of memory" if failed else ""
+    return (
+        f"{said(HELD, last[HELD])} are held before the backward at {last['seq_len']} tokens and width "
+        f"{last['head_width']}, {off} from the formula; the memory {grows(of, HELD)}{rest}."
+    )
+
+
+@table_of(
+    "squares", "Tensors of length × length that attention keeps",
+    f"implementation dtype {HELD} {THEORY} squares squares_in_the_note {TIME}",
+)  # fmt: skip
+def squares_kept(stored: Stored) -> Records:
+    rows = stored.rows("attention").ok.where(implementation=IMPLEMENTATIONS)
+    others = [row for row in rows if row["implementation"] != "naive"]
+    if not others:
+        raise Unavailable("only attention written out was measured")
+    width, length = others[0]["head_width"], max(row["seq_len"] for row in others)
+    found = []
+    for name in IMPLEMENTATIONS:
+        for row in rows.where(implementation=name, head_width=width, seq_len=length):
+            head = row["batch"] * row["heads"] * length * ITEM_BYTES[row["dtype"]]
+            num = (row[HELD] - 5 * head * width) / (head * length)
+            noted = {"squares": num, "squares_in_the_note": note.SQUARE_TENSORS.get(name)}
+            found.append({**row, THEORY: row.get("fact_theory_bytes"), **noted})
+    return found
+
+
+def _held(stored: Stored) -> Rows:
+    rows = stored.rows("attention").ok.where(implementation=IMPLEMENTATIONS)
+    return rows.where(head_width=stored.rows(squares_kept)[0]["head_width"])
+
+
+@question(
+    "How many tensors of length × length does attention keep?",
+    LinesOf("attention-held", "Memory before the backward", _held, "seq_len", HELD, "implementation"),
+    squares_kept,
+    claim="Expects 3 written out, 2 with torch.softmax, 1 with its own backward, 0 with flash.",
+)  # fmt: skip
+def squares(tables: Tables) -> str:
+    rows = tables["squares"]
+    told = listed(f"{row['squares']:.2f} with {row['implementation']} ({row['dtype']})" for row in rows)
+    return f"At {rows[0]['seq_len']} tokens attention keeps per head this many tensors of length × length: {told}."
+
+
+@table_of(
+    "compiled", "Eager against compiled",
+    "what mode dtype eager_ns compiled_ns speedup compiling_ns eager_peak_bytes compiled_peak_bytes",
+    note="compiling: for attention its first call; torch's cache on disk saves compiling",
+)  # fmt: skip
+def pairs(stored: Stored) -> Records:
+    found = []
+    attention = stored.rows("attention").where(implementation=("naive", "compiled"))
+    for fused, eager in attention.beside(("seq_len", "head_width", "mode", "dtype"), implementation="naive"):
+        found.append(_pair(f"attention {fused['seq_len']} × {fused['head_width']}", eager, fused, "first_call_ns"))
+    with suppress(Unavailable):  # --quick leaves it out
+        same = ("preset", "seq_len", "layers", "mode", "dtype")
+        for fused, eager in stored.rows("compiled").beside(same, compile="off"):
+            what = f"{model_of(fused)} with {plural(fused['layers'], 'layer')}"
+            found.append(_pair(what, eager, fused, "compile_ns"))
+    if not found:
+        raise Unavailable("nothing was measured both eager and compiled")
+    return found
+
+
+def _pair(what: str, eager: Record, fused: Record, compiling: str) -> dict[str, Any]:
+    return {"what": what, "mode": eager["mode"], "dtype": eager["dtype"], "eager_ns": eager[TIME],
+            "compiled_ns": fused[TIME], "speedup": eager[TIME] / fused[TIME], "compiling_ns": fused[compiling],
+            "eager_peak_bytes": eager[PEAK], "compiled_peak_bytes": fused[PEAK]}  # fmt: skip
+
+
+@question(
+    "What does the compiler change?",
+    pairs,
+)  # fmt: skip
+def compiled(tables: Tables) -> str:
+    told = []
+    for row in tables["compiled"]:
+        saved = row["eager_ns"] - row["compiled_ns"]
+        after = f"pays after {row['compiling_ns'] / saved:,.0f} passes" if saved > 0 else "never pays"
+        told.append(f"{row['what']} compiled is {compared(row['compiled_ns'], row['eager_ns'], 'eager')} and {after}")
+    return f"{'; '.join(told)}."
+
 
 STUDY = Study(
     name="cs336",
     title="Time and memory of a plain transformer",
     about="Passes, warm-up, kernels, products, softmax, mixed precision, memory, attention, the compiler: by size.",
-    measures=(MODELS, RECORDED, ATTENTION, COMPILED, PRECISION),
-    questions=(
-        Question(title="How long does each pass take, and what does not fit?", answer=durations),
-        Question(title="What does warm-up change?", answer=warm_up),
-        Question(title="Which kernels take the time of each pass?", answer=kernels),
-        Question(title="How much of the work is products of matrices?", answer=products),
-        Question(title="What does softmax cost beside the products of attention?", answer=softmax),
-        Question(title="Is bf16 slower?", answer=mixed_precision),
-        Question(title="How exact are sums in narrow dtypes, and where does autocast use them?", answer=exactness),
-        Question(title="How high is the peak of memory?", answer=peaks),
-        Question(title="What is alive at the peak?", answer=alive),
-        Question(title="Why does autocast not halve the memory?", answer=autocast),
-        Question(title="How does attention written out grow?", answer=grid),
-        Question(title="How many tensors of length × length does attention keep?", answer=squares),
-        Question(title="What does the compiler change?", answer=compiled),
-    ),
+    measures=MEASURES,
+    questions=(durations, warm_up, kernels, products, softmax, mixed_precision, exactness, peaks, alive, autocast,
+               grid, squares, compiled),
     files={
-        "benchmark_results.md": markdown(part(durations, Table, "durations")),
-        "benchmark_results.csv": csv(part(durations, Table, "durations")),
-        "warm_up.csv": csv(part(warm_up, Table, "warm-up")),
-        "kernels_by_pass.csv": csv(part(kernels, Table, "kernels-by-pass")),
-        "gemm_share.csv": csv(part(products, Table, "gemm-share")),
-        "gemm_share.png": png(part(products, Chart, "gemm-share")),
-        "softmax.csv": csv(part(softmax, Table, "softmax")),
-        "mixed_precision.csv": csv(part(mixed_precision, Table, "mixed-precision")),
-        "memory_inference.png": png(timeline_of("inference", FP32)),
-        "memory_step.png": png(timeline_of("step", FP32)),
-        "memory_step_autocast.png": png(timeline_of("step", AUTOCAST)),
-        "peak_memory.csv": csv(part(peaks, Table, "peaks")),
-        "largest_allocations.csv": csv(part(alive, Table, "largest-fp32")),
-        "largest_of_the_forward.csv": csv(part(alive, Table, "largest-forward-fp32")),
-        "attention_grid.csv": csv(part(grid, Table, "attention-grid")),
-        "attention_forward.png": png(part(grid, Chart, "attention-forward")),
-        "attention_memory.png": png(part(grid, Chart, "attention-before-backward")),
-        "compiled.csv": csv(part(compiled, Table, "compiled")),
-        "cs336_report.md": REPORT,
+        "benchmark_results.md": "durations", "benchmark_results.csv": "durations", "warm_up.csv": "warm-up",
+        "kernels_by_pass.csv": "kernels-by-pass", "gemm_share.csv": "gemm-share", "gemm_share.png": "gemm-share",
+        "softmax.csv": "softmax", "mixed_precision.csv": "mixed-precision", "peak_memory.csv": "peaks",
+        "memory_inference.png": f"memory-inference-{FP32}", "memory_step.png": f"memory-step-{FP32}",
+        "memory_step_autocast.png": f"memory-step-{AUTOCAST}", "largest_allocations.csv": f"largest-{FP32}",
+        "largest_of_the_forward.csv": f"largest-forward-{FP32}", "attention_grid.csv": "attention-grid",
+        "attention_forward.png": "attention-forward", "attention_memory.png": "attention-before-backward",
+        "compiled.csv": "compiled", "cs336_report.md": REPORT,
     },
-)
+)  # fmt: skip

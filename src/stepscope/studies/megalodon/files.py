@@ -1,24 +1,47 @@
-"""The files of the study `megalodon`: a summary of steps, averages by op, a trace of each window."""
+"""Further files of the megalodon study: a summary of steps, averages by op, the trace of each window."""
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stepscope.document.model import Table, Value
-from stepscope.errors import Unavailable
-from stepscope.formatting import cell, safe
+from stepscope.errors import Unavailable, UsageError
+from stepscope.formatting import cell, safe, title_of
 from stepscope.studies.stored import Recorded, Stored
 
 SUMMARY = ("dtype", "bf16_reduction", "seq_len", "batch_size", "ms_per_step", "peak_mem_gb")
 SCHEDULES = ("short", "long")
-_WIDTH = 100
 _NUM_OPS = 40
 
 
+def summary_csv(stored: Stored) -> str:
+    """Return summary.csv with rows added to those it already has; no row is ever removed."""
+    from stepscope.render.csv import csv_of
+
+    return appended(stored.folder / "summary.csv", csv_of(summary(stored)))
+
+
+def appended(path: Path, content: str) -> str:
+    """Return what a CSV file has, and below it those lines of `content` that it does not have yet."""
+    header, *lines = content.splitlines()
+    kept = (path.read_text(encoding="utf-8").splitlines() if path.is_file() else []) or [header]
+    if kept[:1] != [header]:
+        raise UsageError(f"{path} has other columns than {header}. Move the file away")
+    known = Counter(kept)
+    for line in lines:  # two equal rows, such as two that ran out of memory, are two lines
+        if known[line] > 0:
+            known[line] -= 1
+        else:
+            kept.append(line)
+    return "\n".join(kept) + "\n"
+
+
 def summary(stored: Stored) -> Table:
-    """A row for each point: milliseconds a step and the peak in 10⁹ bytes, or what became of it instead."""
+    """Return one row per point: milliseconds per step and the peak in 10⁹ bytes, or its status."""
     columns: dict[str, list[Value]] = {name: [] for name in SUMMARY}
     for record in stored.rows("steps").needed():
         time_ns, peak = record["time_median_ns"], record["peak_allocated_bytes"]
@@ -34,21 +57,18 @@ def summary(stored: Stored) -> Table:
 
 
 def figure_text(name: str) -> Callable[[Stored], str]:
-    """One figure of the summary, a line a point."""
+    """Return one figure of the summary, one line per point."""
 
     def content(stored: Stored) -> str:
-        from stepscope.document.text.trace_tables import Column, table_lines
-
         columns = summary(stored).columns
         points = [" ".join(map(str, point)) for point in zip(*(columns[each] for each in SUMMARY[:4]))]
-        figures = Column(name, [str(value) for value in columns[name]])
-        return _text(table_lines(" ".join(SUMMARY[:4]), points, [figures], _WIDTH))
+        return _text("", {" ".join(SUMMARY[:4]): points, name: [str(value) for value in columns[name]]})
 
     return content
 
 
 def recorded(stored: Stored) -> Iterator[tuple[str, Recorded]]:
-    """The recordings that were made, each under its name: schedule, path, length."""
+    """Yield the recordings with their names: schedule, path, length."""
     for schedule in SCHEDULES:
         for one in stored.recordings(schedule):
             if one.status == "ok" and one.folder is not None:
@@ -56,7 +76,7 @@ def recorded(stored: Stored) -> Iterator[tuple[str, Recorded]]:
 
 
 def key_averages(stored: Stored) -> dict[str, str]:
-    """By op of every recording: device time (on a CPU the host's), and memory."""
+    """Return tables by op of every recording: device time (host time on a CPU), and memory."""
     made = {}
     for name, one in recorded(stored):
         made[f"key_averages_{name}_device_time.txt"] = _by_time(one)
@@ -67,7 +87,7 @@ def key_averages(stored: Stored) -> dict[str, str]:
 
 
 def traces(stored: Stored) -> dict[str, bytes]:
-    """The trace of every window that was traced, by the number of its last step."""
+    """Return the trace of every window, by the number of its last step."""
     made = {}
     for name, one in recorded(stored):
         assert one.folder is not None
@@ -79,8 +99,8 @@ def traces(stored: Stored) -> dict[str, bytes]:
 
 
 def windows_of(one: Recorded) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The trace windows of a recording: the number of the last step of each, and what is known of it."""
-    recording = one.source.card.recording
+    """Yield the trace windows of a recording: the number of the last step, and the facts of the window."""
+    recording = one.source.recording
     first = recording.facts.get("trace")
     if not first:
         return
@@ -91,8 +111,6 @@ def windows_of(one: Recorded) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _by_time(one: Recorded) -> str:
-    from stepscope.document.text.trace_tables import Column, table_lines
-
     account = one.source.analysis.ranks[0]
     ops = account.ops.head(_NUM_OPS)
     num_steps = max(1, account.steps.height)
@@ -100,32 +118,29 @@ def _by_time(one: Recorded) -> str:
     names = ["device_self_ns", "device_total_ns"] if on_device else []
     names += ["host_self_ns", "host_total_ns"]
     whole = account.ops[names[0]].sum()
-    columns = [Column("calls", [cell("num_calls", value / num_steps) for value in ops["num_calls"]])]
-    for name in names:
-        cells = [cell(name, value / num_steps) for value in ops[name]]
-        columns.append(Column(name.removesuffix("_ns").replace("_", " "), cells))
-    columns.append(Column("share", [cell("share", value / max(1, whole)) for value in ops[names[0]]]))
-    by = "device self time" if on_device else "host self time: it ran on a CPU"
-    known = [safe(op) if op is not None else "(no op)" for op in ops["op"]]
-    title = f"A step by op, by {by}; {num_steps} steps of the first trace window, {account.ops.height} ops"
-    return _text([title, "", *table_lines("op", known, columns, _WIDTH)])
+    columns = {"op": [safe(op) if op is not None else "(no op)" for op in ops["op"]]}
+    columns["calls"] = [cell("num_calls", value / num_steps) for value in ops["num_calls"]]
+    columns |= {title_of(name): [cell(name, value / num_steps) for value in ops[name]] for name in names}
+    columns["share"] = [cell("share", value / max(1, whole)) for value in ops[names[0]]]
+    return _text(f"One step by op, {num_steps} steps of the first trace window, {account.ops.height} ops", columns)
 
 
 def _by_memory(one: Recorded) -> str:
     from stepscope.analysis.memory.by_op import memory_by_op
-    from stepscope.document.text.trace_tables import Column, table_lines
 
-    source = one.source
-    rows = memory_by_op(source.allocations)
+    rows = memory_by_op(one.source.allocations)
     shown = rows[:_NUM_OPS]
-    columns = [Column("allocations", [cell("num_", row.num_allocations) for row in shown])]
+    columns = {"op": [safe(row.op) for row in shown]}
+    columns["allocations"] = [cell("num_", row.num_allocations) for row in shown]
     for name in ("allocated_bytes", "largest_bytes", "at_peak_bytes"):
-        title = name.removesuffix("_bytes").replace("_", " ")
-        columns.append(Column(title, [cell(name, getattr(row, name)) for row in shown]))
-    peak = cell("peak_bytes", source.memory.account.peak_bytes)
-    title = f"A step by op, by what it allocated; the peak is {peak}, {len(rows)} ops"
-    return _text([title, "", *table_lines("op", [safe(row.op) for row in shown], columns, _WIDTH)])
+        columns[title_of(name)] = [cell(name, getattr(row, name)) for row in shown]
+    peak = cell("peak_bytes", one.source.memory.account.peak_bytes)
+    return _text(f"One step by op, by bytes allocated; the peak is {peak}, {len(rows)} ops", columns)
 
 
-def _text(lines: list[str]) -> str:
-    return "\n".join(lines) + "\n"
+def _text(title: str, columns: Mapping[str, Sequence[str]]) -> str:
+    """Return columns as aligned text, the first to the left."""
+    rows = [list(columns), *map(list, zip(*columns.values()))]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(columns))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return "\n".join([title, "", *lines] if title else lines) + "\n"

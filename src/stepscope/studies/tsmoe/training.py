@@ -1,231 +1,83 @@
-"""Answers of the study `tsmoe` about the training run: its figures and its MFU."""
+"""Questions of the tsmoe study about the training runs: throughput, MFU, AMP."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.devices import find_device
-from stepscope.document.model import Text, Value
 from stepscope.errors import Unavailable
-from stepscope.formatting import safe
-from stepscope.studies.figures import known, listed, paced, said, table
+from stepscope.studies.figures import BUSY, HOST_PACED, HOST_SPREAD, compared, listed, said
+from stepscope.studies.recorded import Records, differences, step_of
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.tsmoe import note
+from stepscope.studies.study import BarsOf, Record, Tables, question, table_of
 
-NUM_OTHERS = 4
-"""Classes of kernels besides products and attention that are told by name."""
-SPARSE = 2
-"""A peak with sparsity is so many times the dense one."""
-STEP = (
-    "model", "dtype", "step_ns", "tokens_per_s", "flops_per_s", "mfu_share", "gpu_busy_share",
-    "memory_controller_busy_share", "num_kernels", "data_share", "peak_bytes", "num_parameters",
-    "num_active_parameters", "loss",
-)  # fmt: skip
+NOTE = "foundationts-training-notes"
+PRESET, BATCH, LENGTH, LAYERS, WIDTH, NUM_ACTIVE = "538m", 16, 4096, 12, 768, 198_392_169
+"""The model of the note's log."""
 
 
-def step_of(recorded: Recorded) -> dict[str, Any]:
-    """What a recording says of its step; None of what the device does not offer."""
-    source, summary = recorded.source, recorded.source.card.summary
-    if summary.step_ns is None or summary.throughput is None or summary.flops is None:
-        raise Unavailable(f"the recording of {recorded.axes['preset']} has no clean step with counted FLOPs")
-    counters, facts, parameters = summary.counters, source.card.recording.facts, summary.parameters or {}
-    phases = {phase.name: phase.host_ns if phase.device_ns is None else phase.device_ns for phase in summary.phases}
-    gauges = (counters.gpu_busy_share, counters.memory_controller_busy_share) if counters else (None, None)
-    busy, controller = (None if gauge is None else gauge.mean for gauge in gauges)
-    peak = (facts.get("memory") or {}).get("peak_allocated_bytes")
-    num_parameters = parameters.get("num_total")
-    losses = [sample.loss for sample in source.card.recording.samples if sample.loss is not None]
-    axes, environment = recorded.axes, facts.get("environment") or {}
-    return {
-        **axes,
-        "model": f"{axes['preset']} ({axes['batch']} × {axes['seq_len']}), {num_parameters:,} parameters",
-        "step_ns": summary.step_ns.median,
-        "tokens_per_s": summary.throughput.per_s,
-        "flops_per_s": summary.flops.model_flops / summary.step_ns.median * 1e9,
-        "model_flops": summary.flops.model_flops,
-        "mfu_share": None if summary.mfu is None else summary.mfu.share,
-        "gpu_busy_share": busy,
-        "memory_controller_busy_share": controller,
-        "num_kernels": summary.num_kernels_per_step,
-        "gpu_idle_share": next((row.share for row in summary.rows if row.name == "idle"), None),
-        "data_share": phases.get("data", 0.0) / sum(phases.values()),
-        "peak_bytes": source.memory.account.peak_bytes if peak is None else peak,
-        "num_parameters": num_parameters,
-        "num_active_parameters": summary.flops.num_active_parameters,
-        "loss": losses[0] if losses else None,
-        "device_name": safe(str(environment.get("device_name")), 80),
-        "float32_matmul": environment.get("float32_matmul"),
-    }
+class Line(NamedTuple):
+    """The last line of a run in the note's log."""
+
+    device: str
+    attention: str
+    tokens_per_s: float
+    step_ms: float
+    peak_tflops: float
+    """The peak that the author typed in."""
+    peak_gb: float
 
 
-def steps(stored: Stored) -> list[dict[str, Any]]:
-    """Every recording of the training, small models first."""
-    found = [step_of(each) for each in stored.recordings("training") if each.status == OK]
-    if not found:
-        raise Unavailable("no training run was recorded: --resume goes on with it")
-    return sorted(found, key=size_of)
+MASKED = Line("NVIDIA H100 PCIe", "mask", 53_296, 1210.48, 1671.0, 73.78)
+FLASH = Line("NVIDIA H100 PCIe", "flash", 89_583, 719.97, 1671.0, 59.66)
+SXM = Line("NVIDIA H100 80GB HBM3", "flash", 134_339, 478.67, 1979.0, 59.75)
 
 
-def size_of(record: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """What runs are sorted by: parameters, tokens, AMP last."""
+def _size(record: Record) -> tuple[int, int, bool]:
     return record["num_parameters"], record["batch"] * record["seq_len"], record["dtype"] != "fp32"
 
 
-def _kernel_classes(stored: Stored, main: Mapping[str, Any]) -> dict[str, float]:
-    """The GPU's time in a traced step by class of kernel, most first; nothing of a CPU."""
-    knobs = ("preset", "d_model", "layers", "batch", "seq_len", "dtype")
-    rank = stored.recording("training", **{name: main[name] for name in knobs}).source.analysis.ranks[0]
-    num_steps = max(1, rank.steps.height)
-    return {row["class"]: row["total_ns"] / num_steps for row in rank.kernel_classes.to_dicts()}
+@table_of(
+    "training", "The training runs",
+    f"model dtype step_ns tokens_per_s flops_per_s mfu_share {BUSY} memory_controller_busy_share num_kernels "
+    "data_share peak_bytes num_parameters num_active_parameters loss",
+    note="MFU is of the dense peak of each dtype; data is what the loop does before a forward",
+)  # fmt: skip
+def runs(stored: Stored) -> Records:
+    return sorted((step_of(each) for each in stored.recordings("training") if each.status == OK), key=_size)
 
 
-def training(stored: Stored) -> Iterator[Any]:
-    """Tokens/s, step, TFLOP/s, MFU, utilization, launches, data, peak, parameters."""
-    records = steps(stored)
-    main = records[-1]
-    told = {
-        f"MFU {said('share', main['mfu_share'])}": main["mfu_share"],
-        f"the GPU busy {said('share', main['gpu_busy_share'])} of the time": main["gpu_busy_share"],
-        f"{main['num_kernels'] or 0:,.0f} kernels a step": main["num_kernels"],
-    }
-    figures = [text for text, value in told.items() if value is not None]
-    yield Text(
-        f"{main['model']} ({main['num_active_parameters']:,} active), {main['dtype']}, routing={main['routing']}, on "
-        f"{main['device_name']}: {said('step_ns', main['step_ns'])} a step, {main['tokens_per_s']:,.0f} tokens/s, "
-        f"{', '.join([said('flops_per_s', main['flops_per_s']), *figures])}; data, a batch that is there already, is "
-        f"{said('share', main['data_share'])} of a step, the peak {said('peak_bytes', main['peak_bytes'])}."
-    )
-    shown = known(records, *STEP)
-    missing = [name for name in STEP if name not in shown]
-    remark = "MFU is of the dense peak of each dtype; data is what the loop does before a forward"
-    remark += f"; not offered by {main['device_name']}: {', '.join(missing)}" if missing else ""
-    yield table("training", "The training runs", records, *shown, note=remark)
-    controller = main["memory_controller_busy_share"]
-    yield Text(
-        f"The note prints both hbm_util and mem_ctrl_util in {note.NUM_LINES_WITH_BOTH} lines: in "
-        f"{note.NUM_LINES_EQUAL} of them they are the same number, since both are NVML's utilization.memory, the "
-        "share of time in which memory was read or written at all. Here it is one column, "
-        "memory_controller_busy_share"
-        + ("." if controller is None else f": {said('share', controller)}, while MFU is {_mfu_text(main)}.")
-    )
-    yield from _beside_note(main)
+@table_of("published-training", "Beside what was published", is_optional=True)
+def published_runs(stored: Stored) -> Records:
+    main = stored.rows(runs.rows)[-1]
+    if (main["preset"], main["batch"], main["seq_len"]) != (PRESET, BATCH, LENGTH):
+        return []
+    names = ("step_ns", "tokens_per_s", "flops_per_s", "peak_bytes")
+    rows = [{"device": main["device_name"], "attention": main["mask"], **{name: main[name] for name in names}}]
+    flops = _token_flops(NUM_ACTIVE, LAYERS, LENGTH, WIDTH)
+    for line in (MASKED, FLASH, SXM):
+        figures = (line.step_ms * 1e6, line.tokens_per_s, line.tokens_per_s * flops, line.peak_gb * 2**30)
+        rows.append({"device": f"{line.device} ({NOTE})", "attention": line.attention, **dict(zip(names, figures))})
+    return rows
 
 
-def _mfu_text(record: Mapping[str, Any]) -> str:
-    return said("share", record["mfu_share"])
+@question(
+    "What does the training run reach?", runs, published_runs,
+    claim="134,339 tokens/s on an H100 SXM. hbm_util and mem_ctrl_util are equal in all 32 log lines: both are "
+    "NVML's utilization.memory.",
+)  # fmt: skip
+def training(tables: Tables) -> str:
+    main = tables["training"][-1]
+    told = [said("flops_per_s", main["flops_per_s"]), f"a peak of {said('peak_bytes', main['peak_bytes'])}"]
+    told += [f"MFU {said('share', main['mfu_share'])}"] if main.get("mfu_share") is not None else []
+    told += [f"{main['num_kernels']:,.0f} kernels per step"] if main.get("num_kernels") else []
+    return f"{main['tokens_per_s']:,.0f} tokens/s for {main['model']} in {main['dtype']}, with {listed(told)}."
 
 
-def _beside_note(main: Mapping[str, Any]) -> Iterator[Any]:
-    if (main["preset"], main["batch"], main["seq_len"]) != (note.PRESET, note.BATCH, note.LENGTH):
-        raise Unavailable(
-            f"the note's figures are of {note.PRESET} with {note.BATCH} × {note.LENGTH} points, this run has "
-            f"{main['preset']} with {main['batch']} × {main['seq_len']}"
-        )
-    per_token = _flops_per_token(note.NUM_ACTIVE, note.LAYERS, note.LENGTH, note.WIDTH)
-    rows: list[dict[str, Value]] = [
-        {"device": main["device_name"], "attention": main["mask"], "step_ns": main["step_ns"],
-         "tokens_per_s": main["tokens_per_s"], "flops_per_s": main["flops_per_s"], "peak_bytes": main["peak_bytes"]},
-    ]  # fmt: skip
-    for line in (note.MASKED, note.FLASH, note.SXM):
-        rows.append(
-            {"device": f"{line.device} ({note.NOTE})", "attention": line.attention, "step_ns": line.step_ms * 1e6,
-             "tokens_per_s": line.tokens_per_s, "flops_per_s": line.tokens_per_s * per_token,
-             "peak_bytes": line.peak_gb * 2**30}
-        )  # fmt: skip
-    best = note.SXM
-    device = find_device(str(main["device_name"]))
-    theirs = find_device(best.device)
-    text = (
-        f"The note's best run of this model, on {best.device}, has {best.tokens_per_s:,.0f} tokens/s: ours has "
-        f"{main['tokens_per_s'] / best.tokens_per_s:.2f} times that"
-    )
-    if device is not None and theirs is not None:
-        flops = device.peak_flops["bf16"] / theirs.peak_flops["bf16"]
-        bandwidth = device.bandwidth_bytes_per_s / theirs.bandwidth_bytes_per_s
-        text += f", on a device with {flops:.2f} times the bf16 peak and {bandwidth:.2f} times the bandwidth"
-    yield Text(
-        f"{text}; both dispatch by a loop over sorted tokens, the note's by a router that learns, ours with "
-        f"routing={main['routing']}. FLOP/s are by one formula for all rows."
-    )
-    yield table("published-training", "Beside what was published", rows, *rows[0])
-
-
-def _flops_per_token(num_active: float, layers: int, length: int, width: int) -> float:
-    """6 a parameter, and causal attention: two products of 2·length·width, half of them, three times."""
+def _token_flops(num_active: float, layers: int, length: int, width: int) -> float:
+    """Return 6 FLOPs per parameter, and causal attention: half of two products of 2·length·width, three times."""
     return 6 * num_active + 6 * layers * length * width
-
-
-def mfu(stored: Stored) -> Iterator[Any]:
-    """As the note computes it, and as it is; what keeps it from being more."""
-    main = steps(stored)[-1]
-    sizes = (main["num_active_parameters"], main["layers"], main["seq_len"], main["d_model"])
-    device_name = str(main["device_name"])
-    ours = _formulas(f"this run on {device_name}", device_name, main["tokens_per_s"], *sizes)
-    shape = (note.NUM_ACTIVE, note.LAYERS, note.LENGTH, note.WIDTH)
-    best = _formulas(f"the note's run on {note.SXM.device}", note.SXM.device, note.SXM.tokens_per_s, *shape)
-    counted = main["model_flops"] / (main["batch"] * main["seq_len"])
-    peak = _dense_peak(device_name)
-    ours.append(_formula(ours[-1]["run"], "counted op by op", counted, main["tokens_per_s"], peak))
-    typed = [row for line in (note.MASKED, note.FLASH) for row in _typed(line)]
-    wrong, right = best[0], best[2]
-    share = right["mfu_share"] / wrong["mfu_share"]
-    text = (
-        f"The note's {note.SXM.tokens_per_s:,.0f} tokens/s at 12·N FLOPs a token are "
-        f"{said('flops_per_s', wrong['flops_per_s'])}, {said('share', wrong['mfu_share'])} of the peak with "
-        f"sparsity. At 6·N and attention they are {said('flops_per_s', right['flops_per_s'])}, "
-        f"{right['flops_per_s'] / wrong['flops_per_s']:.2f} times that, and {said('share', right['mfu_share'])} of "
-        f"the dense peak, {share:.2f} times that: its errors work against each other."
-    )
-    first, last = ours[0], ours[2]
-    text += f" This run: {said('flops_per_s', first['flops_per_s'])} the note's way, "
-    text += f"{said('flops_per_s', last['flops_per_s'])} the right way"
-    if last["mfu_share"] is not None:
-        text += f"; MFU {said('share', first['mfu_share'])} and {said('share', last['mfu_share'])}"
-    yield Text(f"{text}; counted op by op, a token takes {counted / last['token_flops']:.3f} times the formula.")
-    yield from _why_not_more(stored, main)
-    yield Text(
-        f"The note's two runs on {note.MASKED.device} are held against a peak of {note.MASKED.peak_tflops:,.0f} "
-        f"TFLOP/s, as it was typed in: what it gives as {_listed_mfu(typed[::2])} is {_listed_mfu(typed[1::2])} of "
-        "the dense peak, attention counted."
-    )
-    yield table("mfu", "Both computations", [*best, *typed, *ours], *wrong)
-    if peak is None:
-        raise Unavailable(f"the peak of {main['device_name']} is not known: its own MFU is missing")
-
-
-def _why_not_more(stored: Stored, main: Mapping[str, Any]) -> Iterator[Text]:
-    """What a step is besides products and attention, whose FLOPs MFU counts; nothing of a CPU."""
-    times, idle = _kernel_classes(stored, main), main["gpu_idle_share"]
-    if not times or idle is None or main["mfu_share"] is None:
-        return
-    products_ns = times.pop("gemm", 0.0)
-    attention_ns = times.pop("attention_forward", 0.0) + times.pop("attention_backward", 0.0)
-    share = (products_ns + attention_ns) / main["step_ns"]
-    others = listed(f"{name} {said('_ns', ns)}" for name, ns in list(times.items())[:NUM_OTHERS])
-    blamed = "that is" if paced({"gpu_busy_share": 1 - idle}) else "that is not"
-    yield Text(
-        f"Why MFU is not more: of {said('_ns', main['step_ns'])} products take {said('_ns', products_ns)} and "
-        f"attention {said('_ns', attention_ns)}, {said('share', share)} of a step; while they run they reach "
-        f"{said('share', main['mfu_share'] / share)} of the peak. Of the rest, which MFU does not count, {others} "
-        f'are the most. The GPU has nothing to do for {said("share", idle)}: the note blames "{note.BLAMED}", and '
-        f"here {blamed} it."
-    )
-
-
-def _typed(line: note.Line) -> list[dict[str, Any]]:
-    """A run of the note by the peak that its author typed in, and by the dense one."""
-    run, peak = f"the note's run on {line.device}, {line.attention}", line.peak_tflops * 1e12
-    right = _flops_per_token(note.NUM_ACTIVE, note.LAYERS, note.LENGTH, note.WIDTH)
-    return [
-        _formula(run, "12·N, peak as typed", 12 * note.NUM_ACTIVE, line.tokens_per_s, peak),
-        _formula(run, "6·N + attention, dense peak", right, line.tokens_per_s, _dense_peak(line.device)),
-    ]
-
-
-def _listed_mfu(rows: Sequence[Mapping[str, Any]]) -> str:
-    return listed(said("share", row["mfu_share"]) for row in rows)
 
 
 def _dense_peak(device_name: str) -> float | None:
@@ -233,22 +85,127 @@ def _dense_peak(device_name: str) -> float | None:
     return None if device is None else float(device.peak_flops["bf16"])
 
 
-def _formulas(
-    run: str, device_name: str, tokens_per_s: float, num_active: float, layers: int, length: int, width: int
-) -> list[dict[str, Any]]:
-    peak = _dense_peak(device_name)
-    sparse = None if peak is None else SPARSE * peak
-    right = _flops_per_token(num_active, layers, length, width)
+def _formulas(run: str, device_name: str, tokens_per_s: float, flops: dict[str, tuple[float, float]]) -> Records:
+    """Return one row per formula: FLOPs per token, and which multiple of the dense peak MFU is of."""
+    dense, rows = _dense_peak(device_name), []
+    for formula, (token_flops, times_dense) in flops.items():
+        rate, peak = token_flops * tokens_per_s, dense and dense * times_dense
+        row = {"run": run, "formula": formula, "token_flops": token_flops, "flops_per_s": rate}
+        rows.append(row | {"peak_flops_per_s": peak, "mfu_share": rate / peak if peak else None})
+    return rows
+
+
+@table_of("mfu", "Both computations")
+def formulas(stored: Stored) -> Records:
+    main = stored.rows(runs.rows)[-1]
+    right, rows = _token_flops(NUM_ACTIVE, LAYERS, LENGTH, WIDTH), []
+    ways = {"12·N, peak with sparsity": (12 * NUM_ACTIVE, 2), "6·N, dense peak": (6 * NUM_ACTIVE, 1),
+            "6·N + attention, dense peak": (right, 1)}  # fmt: skip
+    rows += _formulas(f"the note's run on {SXM.device}", SXM.device, SXM.tokens_per_s, ways)
+    for line in (MASKED, FLASH):
+        typed = line.peak_tflops * 1e12 / (_dense_peak(line.device) or 1.0)
+        ways = {"12·N, peak as typed": (12 * NUM_ACTIVE, typed), "6·N + attention, dense peak": (right, 1)}
+        run = f"the note's run on {line.device}, {line.attention}"
+        rows += _formulas(run, line.device, line.tokens_per_s, ways)
+    active, counted = main["num_active_parameters"], main["model_flops"] / (main["batch"] * main["seq_len"])
+    ours = _token_flops(active, main["layers"], main["seq_len"], main["d_model"])
+    ways = {"12·N, peak with sparsity": (12 * active, 2), "6·N, dense peak": (6 * active, 1),
+            "6·N + attention, dense peak": (ours, 1), "counted op by op": (counted, 1)}  # fmt: skip
+    return rows + _formulas(f"this run on {main['device_name']}", main["device_name"], main["tokens_per_s"], ways)
+
+
+@table_of("kernel-classes", "GPU time of a traced step by kernel class", is_optional=True)
+def kernel_classes(stored: Stored) -> Records:
+    main = stored.rows(runs.rows)[-1]
+    knobs = {name: main[name] for name in ("preset", "d_model", "layers", "batch", "seq_len", "dtype")}
+    rank = stored.recording("training", **knobs).source.analysis.ranks[0]
+    times = {row["class"]: row["total_ns"] / max(1, rank.steps.height) for row in rank.kernel_classes.to_dicts()}
+    return [{"class": name, "total_ns": ns, "step_share": ns / main["step_ns"]} for name, ns in times.items()]
+
+
+@question(
+    "Which MFU is that?", formulas, kernel_classes,
+    claim='16.2 % of the peak with sparsity at 12·N FLOPs per token; blames "a bunch of tiny kernel launches".',
+)  # fmt: skip
+def mfu(tables: Tables) -> str:
+    rows = tables["mfu"]
+    wrong, _, right, *_ = (row for row in rows if row["run"].startswith("this run"))
+    rates = [said("flops_per_s", row["flops_per_s"]) for row in (right, wrong)]
+    text = f"{rates[0]} instead of {rates[1]} the note's way"
+    if right["mfu_share"] is not None:
+        text += f" (MFU {said('share', right['mfu_share'])} instead of {said('share', wrong['mfu_share'])})"
+    counted = ("gemm", "attention_forward", "attention_backward", "attention")
+    if busy := [row["step_share"] for row in tables["kernel-classes"] if row["class"] in counted]:
+        text += f", with products and attention {said('share', sum(busy))} of the step"
+    return (
+        f"{text}; the note's best run is {said('share', rows[2]['mfu_share'])} of the dense peak, not "
+        f"{said('share', rows[0]['mfu_share'])} of the sparse one."
+    )
+
+
+def _pairs(stored: Stored) -> list[tuple[Recorded, Recorded]]:
+    """Return (fp32, AMP) recordings of equal sizes."""
+    pairs = []
+    for low in stored.recordings("training", dtype="autocast_bf16"):
+        sizes = {name: low.axes[name] for name in ("preset", "d_model", "layers", "batch", "seq_len")}
+        fp32 = [each for each in stored.recordings("training", dtype="fp32", **sizes) if each.status == OK]
+        pairs += [(fp32[0], low)] if fp32 and low.status == OK else []
+    if not pairs:
+        raise Unavailable("no size was trained both with AMP and in fp32")
+    return sorted(pairs, key=lambda pair: _size(step_of(pair[0])))
+
+
+@table_of(
+    "amp", "With AMP and without",
+    "model dtype step_ns num_kernels gpu_idle_share num_casts cast_time_ns peak_bytes loss",
+)  # fmt: skip
+def both(stored: Stored) -> Records:
+    return [{**step_of(each), **_casts(each)} for pair in _pairs(stored) for each in pair]
+
+
+def _casts(one: Recorded) -> dict[str, float]:
+    """Return how many casts a step makes and their time: kernels that cast, on a CPU calls of `_to_copy`."""
+    import polars as pl
+
+    case = one.source.case
+    if case.has_gpu_work:
+        num, ns, steps = case.casts.height, float(case.casts["duration_ns"].sum()), case.num_steps
+    else:
+        account = one.source.analysis.ranks[0]
+        calls = account.ops.filter(pl.col("op") == "aten::_to_copy")
+        num, ns = float(calls["num_calls"].sum()), float(calls["host_total_ns"].sum())
+        steps = max(1, account.steps.height)
+    return {"num_casts": num / steps, "cast_time_ns": ns / steps}
+
+
+@table_of("amp-differences", "What the difference is made of")
+def amp_differences(stored: Stored) -> Records:
     return [
-        _formula(run, "12·N, peak with sparsity", 12 * num_active, tokens_per_s, sparse),
-        _formula(run, "6·N, dense peak", 6 * num_active, tokens_per_s, peak),
-        _formula(run, "6·N + attention, dense peak", right, tokens_per_s, peak),
+        {"model": step_of(fp32)["model"], **row}
+        for fp32, low in _pairs(stored)
+        for row in differences(fp32.source, low.source, ("fp32", "amp"), 5, ("dtype",))
     ]
 
 
-def _formula(run: str, formula: str, flops: float, tokens_per_s: float, peak: float | None) -> dict[str, Any]:
-    rate = flops * tokens_per_s
-    return {
-        "run": run, "formula": formula, "token_flops": flops, "flops_per_s": rate, "peak_flops_per_s": peak,
-        "mfu_share": None if peak is None else rate / peak,
-    }  # fmt: skip
+@question(
+    "Does AMP pay, and where does it not?",
+    BarsOf("amp", "Step time with AMP and without", both, "model dtype", "step_ns"), both, amp_differences,
+    claim="Its small model has 147,515 tokens/s without AMP and 108,780 with it; 538m without AMP does not fit 79 "
+    "GiB (device not named).",
+)  # fmt: skip
+def amp(tables: Tables) -> str:
+    rows = list(tables["amp"])
+    return f"AMP is {listed(amp_verdict(fp32, low) for fp32, low in zip(rows[::2], rows[1::2]))}."
+
+
+def amp_verdict(fp32: Record, low: Record) -> str:
+    """Return whether AMP pays for a model; where the host limits both steps, that they do not differ."""
+    short, long = sorted((fp32["step_ns"], low["step_ns"]))
+    idle = [row.get("gpu_idle_share") for row in (fp32, low)]
+    if all(share is not None and 1 - share < HOST_PACED for share in idle) and long < HOST_SPREAD * short:
+        work: list[Any] = [said("_ns", (1 - row["gpu_idle_share"]) * row["step_ns"]) for row in (low, fp32)]
+        return (
+            f"not measurably different from fp32 for {fp32['model']} (host-bound: {said('share', idle[1])} GPU idle "
+            f"time, {work[0]} instead of {work[1]} of GPU work)"
+        )
+    return f"{compared(low['step_ns'], fp32['step_ns'], 'fp32')} for {fp32['model']}"
