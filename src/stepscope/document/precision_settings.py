@@ -1,4 +1,4 @@
-"""Torch's switches of precision, as they were in the steps that were timed, in words."""
+"""The precision settings of torch during the timed steps, in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MATMUL = {"highest": "float32 products in float32", "high": "float32 products m
 
 
 def precision_words(settings: Mapping[str, Any], on_gpu: bool) -> tuple[str, str]:
-    """What holds for products, and what else is set.
+    """Return what applies to float32 products, and the other settings.
 
     >>> precision_words({"float32_matmul_precision": "high", "cuda.matmul.allow_tf32": True}, on_gpu=True)
     ('float32 products may be in TF32', 'float32_matmul_precision high')

@@ -94,15 +94,15 @@ def _packed(
     num_far: int,
 ) -> Timeline:
     drawn = events.filter(kept.is_kept).sort("lane", "start", "end").with_row_index("at")
-    told = details(linked, drawn, lanes.runs)
-    texts, labels, codes = strings(told)
+    described = details(linked, drawn, lanes.runs)
+    texts, labels, codes = strings(described)
     data = Bytes()
     columns = {
         "start": data.add(drawn["start"], delta=True),
         "length": data.add(drawn["end"] - drawn["start"]),
         "color": data.add(drawn["color"]),
-        "kind": data.add(told["kind"]),
-        "launch": data.add(told["launch"], delta=True),
+        "kind": data.add(described["kind"]),
+        "launch": data.add(described["launch"], delta=True),
         **{name: data.add(codes[name]) for name in TEXTS},
     }
     meta: dict[str, Any] = {
