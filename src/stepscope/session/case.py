@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.attention.backends import DISPATCHER, attention_calls
-from stepscope.analysis.attention.handwritten import squares
+from stepscope.analysis.attention.handwritten import handwritten_attention
 from stepscope.analysis.compiler.compiled_regions import compiled_regions, entering
 from stepscope.analysis.kernels.copies import copies
 from stepscope.analysis.kernels.elementwise_chains import chains
@@ -229,9 +229,9 @@ class Case:
         return attention_calls(self.linked, self.work)
 
     @cached_property
-    def squares(self) -> pl.DataFrame:
+    def handwritten_attention(self) -> pl.DataFrame:
         """The work of handwritten attention (`analysis/attention/handwritten.py`)."""
-        return squares(self.sized)
+        return handwritten_attention(self.sized)
 
     @cached_property
     def logits(self) -> pl.DataFrame:
@@ -241,7 +241,7 @@ class Case:
     @cached_property
     def chains(self) -> pl.DataFrame:
         """Chains of elementwise work that belong neither to attention nor to the loss (`elementwise_chains.py`)."""
-        others = [table["event"] for table in (self.squares, self.logits)]
+        others = [table["event"] for table in (self.handwritten_attention, self.logits)]
         in_attention = self.work.filter(pl.col("root_op").cast(pl.String) == DISPATCHER)["event"]
         return chains(self.sized, {event for events in (*others, in_attention) for event in events})
 

@@ -308,10 +308,10 @@ def _sound(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataFrame:
         .when(duration > LONGEST_NS)
         .then(pl.lit("a duration of more than 104 days"))
     )
-    judged = frame.with_columns(fault.alias("fault"))
-    for what, event in judged.drop_nulls("fault").select("fault", "event").iter_rows():
+    checked = frame.with_columns(fault.alias("fault"))
+    for what, event in checked.drop_nulls("fault").select("fault", "event").iter_rows():
         bad.setdefault(what, []).append(event)
-    return judged.filter(pl.col("fault").is_null()).drop("fault")
+    return checked.filter(pl.col("fault").is_null()).drop("fault")
 
 
 def _in_order(parts: list[pl.DataFrame], bad: dict[str, list[int]]) -> pl.DataFrame:

@@ -70,7 +70,9 @@ def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
         )
         for call, events, duration_ns, phase, module, dispatcher in calls.iter_rows():
             texts = linked.host[call].select("name", "shapes", "dtypes").row(0)
-            rows.append((call, phase, module, *_facts(*texts), *_asked(linked, dispatcher), duration_ns, events))
+            rows.append(
+                (call, phase, module, *_facts(*texts), *_causal_and_dense(linked, dispatcher), duration_ns, events)
+            )
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row").sort("call")
 
 
@@ -92,7 +94,7 @@ def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, .
     )  # fmt: skip
 
 
-def _asked(linked: Linked, dispatcher: int | None) -> tuple[bool | None, bool | None]:
+def _causal_and_dense(linked: Linked, dispatcher: int | None) -> tuple[bool | None, bool | None]:
     """Return `is_causal` and `is_dense` as the program called the op."""
     if dispatcher is None:
         return None, None

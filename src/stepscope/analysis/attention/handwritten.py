@@ -25,7 +25,7 @@ _SCHEMA = pl.Schema(
 )  # fmt: skip
 
 
-def squares(sized: pl.DataFrame) -> pl.DataFrame:
+def handwritten_attention(sized: pl.DataFrame) -> pl.DataFrame:
     """Return the GPU work of handwritten attention, one row per event, from work with sizes (`with_sizes`).
 
     It is found where a product creates a queries × keys tensor, a softmax or exponential reads it, and another

@@ -126,7 +126,7 @@ def reasons(
     if "flash" in refused and not said:
         found += [Reason("flash", code) for code in derived] or [Reason("flash", "unsaid")]
     elif said:
-        found += [Reason("flash", code) for code in derived if not _says(code, said)]
+        found += [Reason("flash", code) for code in derived if not _mentions(code, said)]
     elif not found:
         found.append(Reason("flash", "preferred"))
     order = [name for name in ("cudnn", "efficient") if name in refused and name != call["backend"]]
@@ -173,5 +173,5 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _says(code: str, said: Iterable[str]) -> bool:
+def _mentions(code: str, said: Iterable[str]) -> bool:
     return any(word in text.lower() for text in said for word in _WORDS.get(code, ()))

@@ -147,7 +147,7 @@ def compare_pair(
         notes=tuple(
             f"{side}: {note}"
             for side, subject in (("base", base), ("new", new))
-            for note in (*subject.notes, *_restlessness(subject))
+            for note in (*subject.notes, *_correlation_warning(subject))
         ),
     )
 
@@ -220,14 +220,14 @@ def _reasons(lacking: list[tuple[str, str | None]]) -> str:
     """Return why one side, or both, lack something."""
     if not lacking:
         return "the two were measured in ways that cannot be compared"
-    told = [why or "not there" for _, why in lacking]
-    if len(told) == 2 and told[0] == told[1]:
-        return f"both: {told[0]}"
-    return "; ".join(f"{side}: {why}" for (side, _), why in zip(lacking, told))
+    reasons = [why or "not there" for _, why in lacking]
+    if len(reasons) == 2 and reasons[0] == reasons[1]:
+        return f"both: {reasons[0]}"
+    return "; ".join(f"{side}: {why}" for (side, _), why in zip(lacking, reasons))
 
 
 def _table(by: str, base: Parts, new: Parts) -> Table:
-    before, after = _filled(base), _filled(new)
+    before, after = _with_unattributed(base), _with_unattributed(new)
     names = [name for name in dict.fromkeys([*before, *after]) if name != UNATTRIBUTED]
     rows = [_row(name, before.get(name, 0), after.get(name, 0)) for name in names]
     rows.sort(key=lambda row: -abs(row.delta))
@@ -239,13 +239,13 @@ def _row(name: str, base: float, new: float) -> TableRow:
     return TableRow(name, base, new, new - base)
 
 
-def _filled(parts: Parts) -> dict[str, float]:
+def _with_unattributed(parts: Parts) -> dict[str, float]:
     """Return the rows with `unattributed`, so that they add up to the whole."""
     rows = {name: value for name, value in parts.rows.items() if name != UNATTRIBUTED}
     return {**rows, UNATTRIBUTED: parts.whole - sum(rows.values())}
 
 
-def _restlessness(subject: Subject) -> list[str]:
+def _correlation_warning(subject: Subject) -> list[str]:
     """Return a warning if neighboring steps are correlated: the machine was not idle."""
     measure = subject.measures.get("step_time")
     if measure is None or measure.of != STEPS or len(measure.samples or ()) < MIN_SAMPLES:

@@ -25,9 +25,9 @@ def one_side(runs: Sequence[Subject]) -> Subject:
     for run in runs[1:]:
         unlike, unknown = unlike_aspects(first.identity, run.identity)
         if unlike:
-            told = ", ".join(f"{each.what}: {each.base} and {each.new}" for each in unlike)
+            differences = ", ".join(f"{each.what}: {each.base} and {each.new}" for each in unlike)
             raise NotComparableError(
-                f"{first.name} and {run.name} were passed as runs of the same thing but differ in {told}"
+                f"{first.name} and {run.name} were passed as runs of the same thing but differ in {differences}"
             )
         identity |= dict.fromkeys(unknown)
     return Subject(
@@ -93,8 +93,8 @@ def _spread(runs: Sequence[Subject]) -> list[str]:
     steps = [run.measures["step_time"].value for run in runs if "step_time" in run.measures]
     if len(steps) < 2:
         return []
-    told = ", ".join(f"{ns / 1e6:,.4g}" for ns in steps)
-    return [f"{len(steps)} runs with {told} ms per step: up to {100 * (max(steps) / min(steps) - 1):.1f} % apart"]
+    times = ", ".join(f"{ns / 1e6:,.4g}" for ns in steps)
+    return [f"{len(steps)} runs with {times} ms per step: up to {100 * (max(steps) / min(steps) - 1):.1f} % apart"]
 
 
 def _names(mappings: Iterable[Iterable[str]]) -> list[str]:

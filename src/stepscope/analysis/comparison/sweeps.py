@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,10 +126,15 @@ def summarize(
         compared = _compared([points[index] for index in members], row.get("reference") or {}, _alternatives(row))
         for index, point in zip(members, compared):
             points[index] = point
-    counts: dict[str, int] = {}
-    for point in points:
-        counts[point.status] = counts.get(point.status, 0) + 1
+    counts = dict(Counter(point.status for point in points))
     return SweepSummary(points=tuple(points), varying=varying, constants=constants, num_by_status=counts)
+
+
+_COPIED = (  # fields that a row has under the same name
+    "reason", "first_call_ns", "compile_ns", "flops_counted", "flops_formula", "flops_coverage",
+    "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes", "before_backward_bytes", "loss",
+    "final_loss", "num_parameters", "num_active_parameters", "num_kernels", "num_kernel_launches", "max_batch",
+)  # fmt: skip
 
 
 def _point(
@@ -146,34 +152,18 @@ def _point(
         what = "model" if row.get("flops_formula") else "counted"
         mfu = utilization(_by_dtype(row, flops), time.median, device, ceilings, what)
     return PointSummary(
+        **{name: row.get(name) for name in _COPIED},
         hash=row["hash"],
         status=row["status"],
-        reason=row.get("reason"),
         axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},
         device_name=name,
         time=time,
         host=_described(row.get("samples_host_ns")),
-        first_call_ns=row.get("first_call_ns"),
-        compile_ns=row.get("compile_ns"),
         tokens_per_s=tokens / (time.median / 1e9) if tokens and time else None,
-        flops_counted=row.get("flops_counted"),
-        flops_formula=row.get("flops_formula"),
-        flops_coverage=row.get("flops_coverage"),
         flops_per_s=flops / (time.median / 1e9) if flops and time else None,
         mfu=mfu,
-        peak_allocated_bytes=row.get("peak_allocated_bytes"),
-        peak_reserved_bytes=row.get("peak_reserved_bytes"),
-        peak_resident_bytes=row.get("peak_resident_bytes"),
-        before_backward_bytes=row.get("before_backward_bytes"),
-        loss=row.get("loss"),
-        final_loss=row.get("final_loss"),
-        num_parameters=row.get("num_parameters"),
-        num_active_parameters=row.get("num_active_parameters"),
         num_tokens=tokens,
-        num_kernels=row.get("num_kernels"),
-        num_kernel_launches=row.get("num_kernel_launches"),
         gpu_busy_share=_busy_share(row.get("gpu_busy_ns"), time),
-        max_batch=row.get("max_batch"),
         facts=facts,
         compiler=row.get("compiler") or {},
         notes=tuple(row.get("notes") or ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,7 +101,7 @@ def tuning_of(
     summaries = dict(zip((row["hash"] for row in rows), summarize(rows, environments, limits).points))
     first = [row for row in rows if row["tune"]["role"] not in (AGAIN, BESIDE)]
     base = next((row for row in first if row["hash"] == log["defaults"]), None)
-    again = _whole_turns(rows, log["contenders"])
+    again = _complete_rounds(rows, log["contenders"])
     drift = _drift(base, again)
     samples = {row["hash"]: _samples(row, again, drift) for row in first}
     points = [_tried(row, base, summaries[row["hash"]], samples[row["hash"]]) for row in first]
@@ -116,9 +117,6 @@ def tuning_of(
     if gain is not None and not gain.is_significant:
         best, gain = defaults, None
     runner_up = next((p for p in ranked if best and p.hash not in (best.hash, log["defaults"])), None)
-    counts: dict[str, int] = {}
-    for point in points:
-        counts[point.status] = counts.get(point.status, 0) + 1
     one = base or (first[0] if first else {})
     return Tuning(
         workload=log["workload"],
@@ -141,7 +139,7 @@ def tuning_of(
         seconds=log["seconds"],
         limit_s=log["limit_s"],
         command=log["commands"].get(best.hash) if best else None,
-        num_by_status=counts,
+        num_by_status=dict(Counter(point.status for point in points)),
         notes=tuple(log["notes"]),
     )
 
@@ -152,13 +150,11 @@ class _Samples:
     is_again: bool
 
 
-def _whole_turns(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> list[Mapping[str, Any]]:
+def _complete_rounds(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return rows of contenders that were measured again, in rounds that include all of them."""
     among = " ".join(contenders)
     again = [row for row in rows if row["tune"]["role"] == AGAIN and row["tune"]["among"] == among]
-    turns: dict[int, int] = {}
-    for row in again:
-        turns[row["tune"]["round"]] = turns.get(row["tune"]["round"], 0) + 1
+    turns = Counter(row["tune"]["round"] for row in again)
     return [row for row in again if turns[row["tune"]["round"]] == len(contenders)]
 
 
@@ -166,11 +162,11 @@ def _drift(base: Mapping[str, Any] | None, again: Sequence[Mapping[str, Any]]) -
     """Return how much slower the machine was at the end than at the start of the search, from the defaults."""
     if base is None or base["status"] != OK:
         return 1.0
-    last = _taken(base, again)
+    last = _final_samples(base, again)
     return quantile(sorted(last), 0.5) / quantile(sorted(base["samples_device_ns"]), 0.5) if last else 1.0
 
 
-def _taken(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[float]:
+def _final_samples(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the samples of a point's final measurements."""
     last = [other for other in again if other["tune"]["of"] == row["hash"] and other["status"] == OK]
     return [sample for other in last for sample in other["samples_device_ns"]]
@@ -178,7 +174,7 @@ def _taken(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[f
 
 def _samples(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]], drift: float) -> _Samples:
     """Return a point's final samples, else the search's samples corrected for drift."""
-    tokens, taken = row.get("num_tokens") or 1, _taken(row, again)
+    tokens, taken = row.get("num_tokens") or 1, _final_samples(row, again)
     if taken:
         return _Samples([sample / tokens for sample in taken], True)
     scale = row["tune"].get("scale", 1.0) * drift / tokens
@@ -186,8 +182,8 @@ def _samples(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]], drift: 
 
 
 def _tried(row: Mapping[str, Any], base: Mapping[str, Any] | None, summary: PointSummary, samples: _Samples) -> Tried:
-    told, tokens = row["tune"], row.get("num_tokens") or 1
-    loss = told.get("loss") or {}
+    tune, tokens = row["tune"], row.get("num_tokens") or 1
+    loss = tune.get("loss") or {}
     cost = quantile(sorted(samples.costs_ns), 0.5) if samples.costs_ns else None
     mfu = summary.mfu
     start = {} if base is None else {**base["config"], **base["run"]}
@@ -197,9 +193,9 @@ def _tried(row: Mapping[str, Any], base: Mapping[str, Any] | None, summary: Poin
         status=row["status"],
         reason=row.get("reason"),
         turned={n: v for n, v in {**row["config"], **row["run"]}.items() if n in start and v != start[n]},
-        round=told["round"],
-        is_pruned=row["status"] == SKIPPED and told.get("predicted_bytes") is not None,
-        predicted_bytes=told.get("predicted_bytes"),
+        round=tune["round"],
+        is_pruned=row["status"] == SKIPPED and tune.get("predicted_bytes") is not None,
+        predicted_bytes=tune.get("predicted_bytes"),
         per_s=1e9 / cost if cost else None,
         time_ns=cost * tokens if cost else None,
         num_samples=len(samples.costs_ns),

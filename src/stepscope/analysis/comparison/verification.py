@@ -55,8 +55,8 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     status, reason = change.verdict, None
     p_value = _runs_p_value(rounds, status, unit, before, after)
     if status != TOO_FEW and len(rounds) < MIN_ROUNDS:
-        said = "show no difference" if status == NO_DIFFERENCE else f"say {status}"
-        reason = f"the steps {said}, but fewer than {MIN_ROUNDS} rounds cannot rule out chance"
+        outcome = "show no difference" if status == NO_DIFFERENCE else f"say {status}"
+        reason = f"the steps {outcome}, but fewer than {MIN_ROUNDS} rounds cannot rule out chance"
         status = TOO_FEW
     elif status in (FASTER, SLOWER) and p_value >= SIGNIFICANCE:
         status, reason = (
@@ -97,8 +97,8 @@ def refusal(
     for dtype in plan.lowers_to if products else ():
         shares = products.get(dtype, (0.0, 0.0))
         if shares[1] <= shares[0] and why_not is None:
-            told = ", ".join(f"{name} {share:.0%}" for name, (_, share) in products.items() if share)
-            why_not = f"no more products run in {dtype} than without it (with it: {told})"
+            shares_text = ", ".join(f"{name} {share:.0%}" for name, (_, share) in products.items() if share)
+            why_not = f"no more products run in {dtype} than without it (with it: {shares_text})"
     if why_not is None:
         return None
     return Verified(plan.fix, NOT_APPLIED, why_not, changed=changed, left=left, products=products, expected=expected)

@@ -99,7 +99,7 @@ def compiler_summary(
         caches={name: counts for name, counts in caches.items() if isinstance(counts, dict)}
         if isinstance(caches, dict)
         else {},
-        failures=_by_count([failure for failure in entries(report, "failures") if not _is_told(failure, breaks)]),
+        failures=_by_count([failure for failure in entries(report, "failures") if not _is_reported(failure, breaks)]),
         frames=tuple(entries(report, "frames")),
         num_calls=len(calls),
         num_placed_calls=sum(module is not None for module in calls),
@@ -193,7 +193,7 @@ def _size_of(guard: str) -> str | None:
     return f"{tensor}.size()[{match.group(3)}]"
 
 
-def _is_told(failure: Mapping[str, Any], breaks: list[dict[str, Any]]) -> bool:
+def _is_reported(failure: Mapping[str, Any], breaks: list[dict[str, Any]]) -> bool:
     """Return whether a graph break at the same line already shows that its function runs eagerly."""
     place = failure.get("place")
     return place is not None and any(

@@ -75,7 +75,7 @@ def copies(linked: Linked) -> pl.DataFrame:
         *(host[text].gather(moved["op"]).alias(text) for text in texts),
     )  # fmt: skip
     keys = ["kind", "name", "class", "op_name", "outer_op", *texts]
-    answers = judged(moved.select(keys).unique(maintain_order=True))
+    answers = classified_copies(moved.select(keys).unique(maintain_order=True))
     moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
     # An op's bytes are divided over its kernels, so that they add up.
     is_kernel = pl.col("kind") == "kernel"
@@ -119,7 +119,7 @@ def _traffic() -> pl.Expr:
     return pl.col("bytes") * pl.when(pl.col("what") == "device_to_device").then(2).otherwise(1)
 
 
-def judged(cases: pl.DataFrame) -> pl.DataFrame:
+def classified_copies(cases: pl.DataFrame) -> pl.DataFrame:
     """Return distinct cases of copies with `what`, `pageable` and `op_bytes`."""
     answers = [_judge(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
     return cases.with_columns(

@@ -9,7 +9,7 @@ import polars as pl
 
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.analysis.kernels.copies import COPYING, copies, judged
+from stepscope.analysis.kernels.copies import COPYING, classified_copies, copies
 from stepscope.analysis.kernels.recomputed import is_run_again
 from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.precision.casts import EXPLICIT, LOW
@@ -62,11 +62,11 @@ def copy_sources(linked: Linked) -> pl.DataFrame:
         python_callers(host, rows),
         *(host[text].gather(rows).cast(pl.String).alias(text) for text in ("shapes", "dtypes")),
     )
-    answers = [_told(row) for row in moved.iter_rows(named=True)]
+    answers = [_copy_facts(row) for row in moved.iter_rows(named=True)]
     names = ("cause", "shape", "source", "target", "written_bytes")
     kinds = (pl.String(), pl.List(pl.Int64()), pl.String(), pl.String(), pl.Int64())
-    told = [pl.Series(name, [a[i] for a in answers], dtype=kinds[i]) for i, name in enumerate(names)]
-    return moved.with_columns(told).select(
+    facts = [pl.Series(name, [a[i] for a in answers], dtype=kinds[i]) for i, name in enumerate(names)]
+    return moved.with_columns(facts).select(
         "event", "row", "start_ns", "step", "phase", "module", "what", "cause", "op", "root_op", "caller", "shape",
         "source", "target", "bytes", "written_bytes", "duration_ns",
     )  # fmt: skip
@@ -138,14 +138,14 @@ def _on_host(linked: Linked) -> pl.DataFrame:
         *(pl.col(text).cast(pl.String) for text in _TEXTS),
     )  # fmt: skip
     keys = ["kind", "kernel", "class", "op_name", "op", *_TEXTS]
-    answers = judged(moved.select(keys).unique(maintain_order=True))
+    answers = classified_copies(moved.select(keys).unique(maintain_order=True))
     moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
     columns = ["event", "row", "start_ns", "step", "phase", "module", "what", "op", "bytes", "duration_ns"]
     table: pl.DataFrame = moved.rename({"op_bytes": "bytes"}).select(columns)
     return table
 
 
-def _told(row: dict[str, object]) -> tuple[str, list[int] | None, str | None, str | None, int | None]:
+def _copy_facts(row: dict[str, object]) -> tuple[str, list[int] | None, str | None, str | None, int | None]:
     """Return a copy's cause, shape, source and target dtype, and bytes written."""
     pair = [one for one in operands(_text(row["shapes"]), _text(row["dtypes"]))[:2] if isinstance(one, Tensor)]
     is_pair = len(pair) == 2 and row["what"] not in ("concatenate",)

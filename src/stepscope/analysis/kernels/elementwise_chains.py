@@ -70,7 +70,7 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
             or any(row[key] != chain.first[key] for key in ("device", "stream", "phase", "step"))
             or (role in ("link", "cast") and _SMALL * chain.num_elements < num_elements != chain.num_elements)
         ):
-            rows += _told(chain)
+            rows += _chain_rows(chain)
             chain = None
         if role == "end" or (chain is None and role not in ("link", "cast")):
             continue
@@ -78,7 +78,7 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
             chain = _Chain(row, num_elements)  # of consecutive casts, the last belongs to the chain
         chain = chain or _Chain(row, num_elements)
         _add(chain, row, role, num_elements)
-    rows += _told(chain)
+    rows += _chain_rows(chain)
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
 
 
@@ -120,7 +120,7 @@ def _is_of_rows(row: dict[str, Any], given: Any) -> bool:
     return is_last and len(source.shape) > 1
 
 
-def _told(chain: _Chain | None) -> list[tuple[Any, ...]]:
+def _chain_rows(chain: _Chain | None) -> list[tuple[Any, ...]]:
     if chain is None or chain.length < LEAST_LENGTH:
         return []
     reads = sum(row["read_bytes"] for row in chain.members)

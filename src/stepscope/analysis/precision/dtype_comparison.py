@@ -125,24 +125,24 @@ def _comparison(rows: Sequence[Mapping[str, Any]], environments: Mapping[str, Ma
 
 
 def _row(row: Mapping[str, Any]) -> DtypeRow:
-    asked = row.get("precision") or {}
+    measured = row.get("precision") or {}
     samples = row.get("samples_device_ns")
-    deviation = asked.get("deviation") or {}
+    deviation = measured.get("deviation") or {}
     loss, loss_fp32 = deviation.get("loss"), deviation.get("loss_fp32")
     gradients, outputs = deviation.get("gradients") or {}, deviation.get("outputs") or {}
-    work = asked.get("work") or []
+    work = measured.get("work") or []
     return DtypeRow(
         dtype=row["run"]["dtype"],
         status=row["status"],
         reason=row.get("reason"),
         time=describe(samples) if samples else None,
         phase_ns={
-            name.removesuffix("_ms"): round(value * 1e6) for name, value in (asked.get("phase_ms") or {}).items()
+            name.removesuffix("_ms"): round(value * 1e6) for name, value in (measured.get("phase_ms") or {}).items()
         },
         peak_bytes=row.get("peak_allocated_bytes"),
-        memory_bytes=asked.get("memory_by_owner") or {},
+        memory_bytes=measured.get("memory_by_owner") or {},
         class_ns=class_ns(work),
-        num_casts=asked.get("num_casts"),
+        num_casts=measured.get("num_casts"),
         loss=loss if deviation else row.get("loss"),
         loss_difference=None if loss is None or loss_fp32 is None else loss - loss_fp32,
         gradient_deviation=gradients.get("relative"),

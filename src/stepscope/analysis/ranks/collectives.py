@@ -130,10 +130,10 @@ def collectives(linked: Linked) -> pl.DataFrame:
     if kernels.is_empty():
         return pl.DataFrame(schema=SCHEMA)
     compute = union(spans(device.filter(pl.col("activity") == "compute")))
-    said = _said(linked, kernels)
+    facts = _collective_facts(linked, kernels)
     table = (
         kernels.with_columns(_exposed(kernels, compute))
-        .join(said, on="kernel", how="left", maintain_order="left")
+        .join(facts, on="kernel", how="left", maintain_order="left")
         .with_columns(
             pl.coalesce("group_size", pl.lit(linked.trace.facts.world_size, pl.Int64)),
         )
@@ -195,7 +195,7 @@ def _time_before(times: pl.Series, disjoint: pl.DataFrame) -> pl.Series:
     return before
 
 
-def _said(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:
+def _collective_facts(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:
     """Return the trace's facts about each kernel: from the best source, missing fields from the next."""
     above = _above(linked.host, kernels)
     rows = linked.trace.collectives.with_columns(

@@ -60,15 +60,15 @@ def match_collectives(per_rank: Mapping[int, pl.DataFrame]) -> Matched:
         .alias("reason")
     )
     candidates = rows.filter(pl.col("reason").is_null()).drop("reason")
-    judged = candidates.join(_judged(candidates), on=_LOT, nulls_equal=True, maintain_order="left")
+    checked = candidates.join(_mismatches(candidates), on=_LOT, nulls_equal=True, maintain_order="left")
     calls = (
-        judged.filter(pl.col("reason").is_null())
+        checked.filter(pl.col("reason").is_null())
         .with_columns(place=pl.int_range(pl.len()).over("rank", *_LOT))
         .with_columns(first=pl.struct("rank", "start_ns", "event").first().over(*_LOT, "place"))
         .with_columns(call=pl.col("first").rank("dense") - 1)
         .sort("call", "rank")
     )
-    lost = pl.concat([part.select("rank", "reason") for part in (rows, judged)]).drop_nulls("reason")
+    lost = pl.concat([part.select("rank", "reason") for part in (rows, checked)]).drop_nulls("reason")
     return Matched(
         calls.select("call", "group", "group_size", "collective", "step", "rank", "bytes", "start_ns", "end_ns",
                      "duration_ns"),
@@ -78,7 +78,7 @@ def match_collectives(per_rank: Mapping[int, pl.DataFrame]) -> Matched:
     )  # fmt: skip
 
 
-def _judged(candidates: pl.DataFrame) -> pl.DataFrame:
+def _mismatches(candidates: pl.DataFrame) -> pl.DataFrame:
     """Return why calls of a kind, group and step cannot be matched (`reason`); null if they can."""
     is_told = pl.col("num_elements").is_not_null().all() & (pl.col("collective") != "all_to_all").all()
     sizes = pl.when(is_told).then(pl.col("num_elements").cast(pl.String).str.join(","))

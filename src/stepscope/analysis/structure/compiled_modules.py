@@ -57,8 +57,8 @@ def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
 
 def named_regions(names: pl.Series, compiler: Mapping[str, Any]) -> pl.Series:
     """Return the host table with the profiler's `Torch-Compiled Region: 0/0` names replaced by `region_name`."""
-    told = [region_name(name.partition(":")[2].strip(), compiler) for name in names]
-    return pl.Series(names.name, told, dtype=pl.String)
+    named = [region_name(name.partition(":")[2].strip(), compiler) for name in names]
+    return pl.Series(names.name, named, dtype=pl.String)
 
 
 def calls_by_graph(compiler: Mapping[str, Any]) -> dict[str, Calls]:
@@ -133,12 +133,12 @@ def modules_in_order(seen: Sequence[str], calls: Calls) -> list[str | None]:
         by_name.setdefault(name, []).append(module)
     num_seen, places, found = Counter(seen), Counter[str](), []
     for name in seen:
-        told = by_name.get(name, [])
-        if len(told) == num_seen[name]:
-            found.append(told[places[name]])
+        modules = by_name.get(name, [])
+        if len(modules) == num_seen[name]:
+            found.append(modules[places[name]])
             places[name] += 1
         else:
-            found.append(told[0] if len(set(told)) == 1 else None)
+            found.append(modules[0] if len(set(modules)) == 1 else None)
     return found
 
 
@@ -170,6 +170,6 @@ def of_graph_kernels(device: pl.DataFrame, host: pl.DataFrame, compiler: Mapping
     is_replayed = matches(host["name"], "GraphLaunch").gather(device["launch"]).fill_null(False)
     if not is_replayed.any():
         return device
-    told = device["name"].cast(pl.String).replace_strict(named, default=None, return_dtype=pl.String)
-    module = told.zip_with(is_replayed & told.is_not_null(), device["module"].cast(pl.String))
+    replayed = device["name"].cast(pl.String).replace_strict(named, default=None, return_dtype=pl.String)
+    module = replayed.zip_with(is_replayed & replayed.is_not_null(), device["module"].cast(pl.String))
     return device.with_columns(module.cast(pl.Categorical()).alias("module"))

@@ -51,7 +51,7 @@ def attention_parts(work: pl.DataFrame) -> dict[str, int]:
     without a following product, such as a loss's, is not counted.
     """
     totals = dict.fromkeys(ATTENTION_PARTS, 0)
-    products, gaps = _taken_apart(work.filter(pl.col("phase") == "forward"))
+    products, gaps = _part_times(work.filter(pl.col("phase") == "forward"))
     for at in range(1, len(products)):
         if SOFTMAX not in gaps[at]:
             continue
@@ -63,7 +63,7 @@ def attention_parts(work: pl.DataFrame) -> dict[str, int]:
     return totals
 
 
-def _taken_apart(forward: pl.DataFrame) -> tuple[list[int], list[dict[str, int]]]:
+def _part_times(forward: pl.DataFrame) -> tuple[list[int], list[dict[str, int]]]:
     """Return the time of every product, and of the work before the first, between two, and after the last."""
     products: list[int] = []
     gaps: list[dict[str, int]] = [{}]

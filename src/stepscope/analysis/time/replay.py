@@ -95,7 +95,7 @@ class Replay:
         ).sort("start_ns", "event")
         next_given = pl.col("given").backward_fill().over("lane")
         is_queued = (pl.col("start_ns") > next_given) | (
-            (pl.col("start_ns") < _stood(work)) & next_given.is_not_null()
+            (pl.col("start_ns") < _first_idle_ns(work)) & next_given.is_not_null()
         )
         queued = pl.when(is_queued).then(self.start_ns - 1)
         given = pl.coalesce(pl.col("given").forward_fill().over("lane"), queued, "start_ns")
@@ -190,7 +190,7 @@ class Replay:
         own_ns = num_events = 0.0
         last_ns = self.start_ns
         for tick in self._ticks:
-            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
+            since = min(max(last_ns, self._released_ns(tick)), tick.time_ns)
             if last_ns < tick.time_ns and tick.time_ns - since < PLANNING_NS:
                 own_ns += tick.time_ns - since
                 num_events += tick.num_events * (tick.time_ns - since) / (tick.time_ns - last_ns)
@@ -223,7 +223,7 @@ class Replay:
         rows: list[tuple[int, int, int | None]] = []
         last_ns = self.start_ns
         for tick in self._ticks:
-            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
+            since = min(max(last_ns, self._released_ns(tick)), tick.time_ns)
             rows.append((since, tick.time_ns, None if tick.kind == _BORDER or tick.call < 0 else tick.call))
             last_ns = tick.time_ns
         schema = {"start_ns": pl.Int64, "end_ns": pl.Int64, "call": pl.Int64}
@@ -234,7 +234,7 @@ class Replay:
         work = self._work.get(call)
         return work[-1] - self._queue_length if work and work[-1] >= self._queue_length else None
 
-    def _stood_until(self, tick: _Tick) -> int:
+    def _released_ns(self, tick: _Tick) -> int:
         """Return when a waiting call was released by the GPU, in the trace."""
         if tick.kind != _RETURN:
             return 0
@@ -261,7 +261,7 @@ class Replay:
                 done = 0.0 if tick.call in change.unwaited else stream_end.get(self._waits[tick.call][1], 0.0)
             elif tick.kind == _RETURN and (room := self._room(tick.call)) is not None:
                 done = starts[room]
-            since = min(max(last_ns, self._stood_until(tick)), tick.time_ns)
+            since = min(max(last_ns, self._released_ns(tick)), tick.time_ns)
             own = tick.time_ns - since - shrunk.between(since, tick.time_ns)
             if own and change.profiler_ns_per_event:
                 whole = tick.time_ns - last_ns
@@ -317,7 +317,7 @@ def _without_steps(linked: Linked) -> pl.DataFrame:
     return whole.with_columns(pl.col("start_ns").clip(_least(linked.device["launch_start_ns"].min())))
 
 
-def _stood(work: pl.DataFrame) -> int:
+def _first_idle_ns(work: pl.DataFrame) -> int:
     """Return when the GPU was first idle for longer than between queued events."""
     reach = work["end_ns"].cum_max().shift(1)
     stood = work["start_ns"].filter((work["start_ns"] - reach > _STOOD_NS).fill_null(False))

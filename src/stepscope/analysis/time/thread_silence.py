@@ -51,7 +51,7 @@ def quiet_stretches(linked: Linked, stalls: pl.DataFrame) -> pl.DataFrame:
         times = moments.clip(start, end).unique().sort().to_list()
         for begin, until in pairwise(times):
             is_graph = until - begin <= _GRAPH_NS_PER_NODE * num_nodes.get(stall["step"], 0)
-            if until - begin >= STALL_NS and not (is_graph and _gives_graph_back(linked, begin, until)):
+            if until - begin >= STALL_NS and not (is_graph and _frees_graph(linked, begin, until)):
                 rows.append((begin, until, *_inside(linked, (begin + until) // 2)))
     columns = {name: _SCHEMA[name] for name in ("start_ns", "end_ns", "op", "caller")}
     found = pl.DataFrame(rows, schema=columns, orient="row")
@@ -59,7 +59,7 @@ def quiet_stretches(linked: Linked, stalls: pl.DataFrame) -> pl.DataFrame:
     return at_times(found.with_columns(middle), linked.steps, "middle").select(_SCHEMA.names()).cast(_SCHEMA)
 
 
-def _gives_graph_back(linked: Linked, start_ns: int, end_ns: int) -> bool:
+def _frees_graph(linked: Linked, start_ns: int, end_ns: int) -> bool:
     """Return whether a backward is the last event before a stretch and freeing a tensor ends it, if the trace shows
     frees."""
     host = linked.host

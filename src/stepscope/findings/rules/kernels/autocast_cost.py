@@ -39,7 +39,7 @@ def check(case: Case) -> list[Finding]:
     table = (
         casts.group_by("root_op", "phase", "source", "target")
         .agg((pl.len() / case.num_steps).alias("num_casts"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("num_casts", descending=True)
+        .sort("num_casts", "duration_ns", descending=True)
     )
     finding = Finding(
         sentence=f"Autocast costs more than it saves: {plural(casts.height / case.num_steps, 'cast')} per step take "

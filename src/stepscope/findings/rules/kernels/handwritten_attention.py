@@ -16,7 +16,7 @@ _SIZES = ["num_elements", "num_queries", "num_keys", "head_size"]
 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
-    work = case.squares
+    work = case.handwritten_attention
     if work.is_empty():
         return []
     durations: dict[int, float] = {}
@@ -59,6 +59,6 @@ def check(case: Case) -> list[Finding]:
 
 
 def _saving_bytes(case: Case) -> int | None:
-    sizes = case.squares["num_elements"].unique().to_list()
+    sizes = case.handwritten_attention["num_elements"].unique().to_list()
     held = [alive_bytes(case, size, (1, 2, 4)) for size in sizes]
     return None if any(part is None for part in held) else sum(part or 0 for part in held) or None
