@@ -1,4 +1,4 @@
-"""What `stepscope analyze --compiler` tells: the compiler's report of a recording, and compiled code in its trace."""
+"""What torch.compile did: its report from a recording, and the compiled code in the trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepscope.findings.rules.compiler import recompiles
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
-TRACE_ALONE = "Why graphs broke, and which guard failed, a trace does not tell: `stepscope run train.py` does."
+TRACE_ALONE = "A trace does not show why graphs broke or which guard failed. `stepscope run train.py` records it."
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class CompilerReport:
     """The compiler's side of one recording or trace."""
 
     path: str
-    summary: CompilerSummary | None  # none: nothing was compiled, or a trace does not tell
+    summary: CompilerSummary | None  # null if nothing was compiled, or only a trace was read
     regions: tuple[Region, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints (docs/compile.md)."""
+        """Return what `--json` prints (docs/compile.md)."""
         return {
             "schema_version": SCHEMA_VERSION,
             "path": self.path,
@@ -49,7 +49,7 @@ class CompilerReport:
 
 
 def compiler_report(case: Case) -> CompilerReport:
-    """The report of a case."""
+    """Return what torch.compile did in a recording or a trace."""
     report, notes = compile_report(case), []
     summary = compiler_summary(report, case.clean_ns) if report else None
     regions = _regions(case, report)
@@ -60,12 +60,12 @@ def compiler_report(case: Case) -> CompilerReport:
         elif regions:
             notes.append(TRACE_ALONE)
         else:
-            notes.append("The trace shows no compiled code: torch.compile(model), then record again.")
+            notes.append("The trace shows no compiled code. Call torch.compile(model) and record again.")
     return CompilerReport(path=str(case.path), summary=summary, regions=regions, notes=tuple(notes))
 
 
 def seen_planning(case: Case) -> list[str]:
-    """What the trace itself shows of compiling, and of planning for shapes not seen before: a sentence, or none."""
+    """Return a sentence on compiling and planning in the traced steps, or none."""
     try:
         return [finding.sentence for finding in recompiles.check(case)]
     except Unavailable:

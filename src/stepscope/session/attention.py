@@ -1,4 +1,4 @@
-"""What `stepscope analyze --attention` tells: every call of attention, its back end, and why it is not flash."""
+"""Every attention call of a step: its backend, its time, and why it did not run on flash attention."""
 
 from __future__ import annotations
 
@@ -25,49 +25,37 @@ NO_SHAPES = "what the calls were given. The trace has no shapes; record with rec
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Calls that were given the same, a step."""
+    """Calls per step with the same inputs."""
 
-    call: Mapping[str, Any]
-    """A row of `attention_summary`."""
-    reasons: tuple[Reason, ...]
-    """Why it did not run on flash; empty where it did."""
+    call: Mapping[str, Any]  # a row of `attention_summary`
+    reasons: tuple[Reason, ...]  # why it did not run on flash attention; empty if it did
 
     def to_json(self) -> dict[str, Any]:
+        """Return the row as plain values."""
         return {**self.call, "reasons": [reason.to_json() for reason in self.reasons]}
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """The calls of attention in a recording or a trace."""
+    """The attention calls of a recording or a trace."""
 
     path: str
     device: str | None
-    is_on_gpu: bool
-    """Whether times are of the GPU; else they are the host's."""
+    is_on_gpu: bool  # whether times are GPU times; otherwise host times
     num_steps: int
-    step_ns: float | None
-    """A traced step, on average; None where the trace has no steps."""
-    rows: tuple[AttentionRow, ...]
-    """Most time first."""
-    notes: tuple[str, ...]
-    """What the source does not know."""
+    step_ns: float | None  # mean traced step; null if the trace has no steps
+    rows: tuple[AttentionRow, ...]  # most time first
+    notes: tuple[str, ...]  # what the source does not contain
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
-        """The object that `--json` prints (docs/attention.md)."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "path": self.path,
-            "device": self.device,
-            "is_on_gpu": self.is_on_gpu,
-            "num_steps": self.num_steps,
-            "step_ns": self.step_ns,
-            "calls": [row.to_json() for row in self.rows],
-            "notes": list(self.notes),
-        }
+        """Return what `--json` prints (docs/attention.md)."""
+        fields = {**vars(self), "notes": list(self.notes)}
+        calls = [row.to_json() for row in fields.pop("rows")]
+        return {"schema_version": SCHEMA_VERSION, **fields, "calls": calls}
 
 
 def attention_report(case: Case, step: int | None = None) -> AttentionReport:
-    """The report of a case, or of one of its steps; of a recording without a trace, what was seen in the process."""
+    """Return the attention calls of the trace, or of one step; without a trace, those that the recorder saw."""
     recorded = _recorded(case)
     try:
         linked = case.linked
@@ -79,7 +67,9 @@ def attention_report(case: Case, step: int | None = None) -> AttentionReport:
     if step is not None:
         steps = steps.filter(pl.col("step") == step)
         if steps.is_empty():
-            raise UsageError(f"there is no step {step}: the trace has {_steps(linked.steps.table)}")
+            numbers = linked.steps.table["step"].to_list()
+            known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+            raise UsageError(f"there is no step {step}: the trace has {known}")
     if linked.steps.num:
         calls = calls.filter(pl.col("step").is_in(steps["step"].implode()))
     table = attention_summary(calls, steps.height)
@@ -119,7 +109,7 @@ def _without_trace(case: Case, recorded: list[dict[str, Any]]) -> AttentionRepor
 
 
 def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded call as a row of `attention_summary`."""
+    """Return a recorded call as a row of `attention_summary`."""
     sizes = [entry.get(name) for name in ("query", "key", "value")]
     query, key, value = ([None] * 4 if not isinstance(one, list) or len(one) < 3 else one for one in sizes)
     mask = entry.get("mask")
@@ -131,8 +121,3 @@ def _row(entry: Mapping[str, Any]) -> dict[str, Any]:
         "mask": None if mask is None else str(mask), "module": starred(entry.get("module")),
     }  # fmt: skip
     return row | dict.fromkeys(("forward_ns", "backward_ns", "beside_ns", "total_ns"))
-
-
-def _steps(table: pl.DataFrame) -> str:
-    numbers = table["step"].to_list()
-    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,4 +1,4 @@
-"""What `stepscope analyze --copies` tells: where copies come from, and what a step would be without each."""
+"""Where the copies and casts of a step come from, and what the step would save without each."""
 
 from __future__ import annotations
 
@@ -15,19 +15,16 @@ from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
 MOST_REPLAYED = 40
-"""Sources of which the saving is worked out, most time first: each is a replay of the step."""
+"""Sources whose saving is computed, most time first: each takes a replay of the step."""
 
 
 @dataclass(frozen=True)
 class WeightCasts:
-    """What autocast casts of weights in a step."""
+    """The weights that autocast casts per step."""
 
-    weight_bytes: int
-    """Of the weights that are cast, as they are kept."""
-    cast_bytes: int
-    """Of one cast of each: half of that for two bytes an element."""
-    written_bytes: int
-    """In all a step: more than `cast_bytes` where micro-batches cast again."""
+    weight_bytes: int  # size of the cast weights in the dtype they are stored in
+    cast_bytes: int  # size of one cast of each weight
+    written_bytes: int  # written per step: more than `cast_bytes` if micro-batches cast again
     total_ns: float
 
 
@@ -36,48 +33,29 @@ class CopiesReport:
     """The copies of a typical step."""
 
     path: str
-    is_on_gpu: bool
-    """Whether times are of the GPU; else they are the host's."""
+    is_on_gpu: bool  # whether times are GPU times; otherwise host times
     num_steps: int
-    step_ns: float
-    """A clean step: as measured, else as replayed."""
-    whole_ns: float
-    """What shares are of: the GPU's busy time in a step, or the step on the host."""
-    saving_ns: float
-    """What a step would save without any of them: no less than each, no more than their sum."""
-    rows: tuple[Mapping[str, Any], ...]
-    """Rows of `copy_summary` without `events`, with `saving_ns`; None where it was not worked out."""
+    step_ns: float  # step time without the profiler, measured or replayed
+    whole_ns: float  # what shares refer to: GPU busy time per step, or the step on the host
+    saving_ns: float  # what a step saves without any copy: at least the largest saving, at most their sum
+    rows: tuple[Mapping[str, Any], ...]  # of `copy_summary`, with `saving_ns` (null if not computed)
     weight_casts: WeightCasts | None
     notes: tuple[str, ...]
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
-        """The object that `--json` prints (docs/copies.md)."""
-        casts = self.weight_casts
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "path": self.path,
-            "is_on_gpu": self.is_on_gpu,
-            "num_steps": self.num_steps,
-            "step_ns": self.step_ns,
-            "whole_ns": self.whole_ns,
-            "saving_ns": self.saving_ns,
-            "copies": [dict(row) for row in self.rows],
-            "weight_casts": None if casts is None else vars(casts),
-            "causes": CAUSES,
-            "notes": list(self.notes),
-        }
+        """Return what `--json` prints (docs/copies.md)."""
+        casts = None if self.weight_casts is None else vars(self.weight_casts)
+        fields = {**vars(self), "weight_casts": casts, "causes": CAUSES, "notes": list(self.notes)}
+        copies = [dict(row) for row in fields.pop("rows")]
+        return {"schema_version": SCHEMA_VERSION, **fields, "copies": copies}
 
 
 def copies_report(case: Case) -> CopiesReport:
-    """The report of a case: of the typical steps of its trace."""
+    """Return the copies of a trace's typical steps."""
     linked, replay = case.linked, case.replay
     is_on_gpu = case.has_gpu_work
     sources = copy_sources(linked)
-    if is_on_gpu:
-        sources = sources.filter(pl.col("event").is_in(replay.events))
-    else:
-        start = pl.col("start_ns")
-        sources = sources.filter(start >= replay.start_ns, start < replay.end_ns)
+    sources = sources.filter(pl.col("event").is_in(replay.events)) if is_on_gpu else case.within(sources)
     whole_ns = case.busy_ns if is_on_gpu else (replay.end_ns - replay.start_ns) / replay.num_steps
     table = copy_summary(sources, case.num_steps, whole_ns)
     rows = []
@@ -97,7 +75,7 @@ def copies_report(case: Case) -> CopiesReport:
 
 
 def _saving_ns(case: Case, events: list[int], is_on_gpu: bool) -> float:
-    """What a step saves without some copies: replayed with the host's time for them gone too."""
+    """Return what a step saves without some copies and the host time for them."""
     if not events:
         return 0.0
     if is_on_gpu:

@@ -21,15 +21,13 @@ class MemoryReport:
     """What one path says about memory."""
 
     path: str
-    source: str
-    """`recording`, `trace` or `snapshot`."""
+    source: str  # `recording`, `trace` or `snapshot`
     account: Account
-    snapshot_end: SnapshotEnd | None
-    """A snapshot's segments when it was taken."""
-    notes: tuple[str, ...]
-    """What the source does not know, and what was wrong with it."""
+    snapshot_end: SnapshotEnd | None  # the segments when a snapshot was taken
+    notes: tuple[str, ...]  # what the source does not contain, and what was wrong with it
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """Return the report as plain values, with at most so many rows per list."""
         end = None if self.snapshot_end is None else asdict(self.snapshot_end)
         if end is not None:
             end["live_by_caller"] = end["live_by_caller"][:most]
@@ -47,9 +45,9 @@ def window_report(path: Path, memory: dict[str, Any]) -> MemoryReport:
     found = account(memory)
     notes = []
     if found.num_dropped:
-        notes.append(f"{found.num_dropped:,} allocations past the recorder's limit are in none of the figures")
+        notes.append(f"{found.num_dropped:,} allocations past the recorder's limit are not counted")
     if found.peak_tracked_bytes and found.remainder_bytes is None and not found.device.startswith("cpu"):
-        notes.append("the allocator's own peak was not recorded: rounding and workspaces are in none of the figures")
+        notes.append("the allocator's own peak was not recorded, so rounding and workspaces are not counted")
     return MemoryReport(str(path), RECORDING, found, None, tuple(notes))
 
 
@@ -57,19 +55,19 @@ def snapshot_report(path: Path, snapshot: Snapshot) -> MemoryReport:
     """Return the account of a CUDA memory snapshot."""
     devices = devices_of(snapshot)
     memory, end = snapshot_memory(snapshot, devices[0] if devices else 0)
-    notes = ["a snapshot knows the place in Python; neither owners nor modules, ops, dtypes or shapes"]
-    notes.append("bytes are what tensors asked for: the history does not say how the allocator rounded them")
+    notes = ["a snapshot contains Python call sites, but no owners, modules, ops, dtypes or shapes"]
+    notes.append("bytes are what tensors requested; the history does not show how the allocator rounded them")
     if not end.num_entries:
-        notes.append("the allocator's history was not recorded: the end is all that is known, and taken for the peak")
+        notes.append("the allocator's history was not recorded, so the end of the run is taken for the peak")
     if devices[1:]:
         names = ", ".join(f"cuda:{device}" for device in devices[1:])
-        notes.append(f"{names} also has memory in this snapshot; the one with most is shown")
+        notes.append(f"{names} also has memory in this snapshot; the device with the most is shown")
     return MemoryReport(str(path), SNAPSHOT, account(memory), end, tuple(notes))
 
 
 def trace_report(linked: Linked, memory: dict[str, Any]) -> MemoryReport:
     """Return the account of a trace's `[memory]` events."""
-    notes = ["a trace knows ops, modules and phases; neither owners nor dtypes, shapes or places in Python"]
+    notes = ["a trace contains ops, modules and phases, but no owners, dtypes, shapes or Python call sites"]
     if memory["allocator"] is None:
-        notes.append("the trace has no totals of the allocator: every figure is the least it can be")
+        notes.append("the trace has no allocator totals, so every figure is a lower bound")
     return MemoryReport(str(linked.trace.path), TRACE, account(memory), None, (*notes, *linked.trace.warnings))

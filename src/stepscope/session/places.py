@@ -1,4 +1,4 @@
-"""Where in a trace something is to be seen: a few stretches on its clock, the best first."""
+"""Where on a trace's timeline to look: a few stretches, most relevant first."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import polars as pl
 from stepscope.analysis.structure.intervals import union
 
 MOST_PLACES = 20
-"""Nobody looks at more."""
+"""More stretches than anyone looks at."""
 _JOINED_NS = 1_000_000
-"""Work that follows work with nothing else between is one stretch, unless the GPU stands for longer than this."""
+"""Consecutive work is one stretch, unless the GPU is idle for longer than this in between."""
 
 Places = tuple[tuple[int, int], ...]
 
 
 def places_of_stretches(stretches: pl.DataFrame) -> Places:
-    """Stretches of `start_ns` and `end_ns`, made disjoint, the longest first."""
+    """Return stretches of `start_ns` and `end_ns`, made disjoint, longest first."""
     whole = union(stretches)
     return _best(whole.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("ns")))
 
 
 def places_of_work(work: pl.DataFrame, is_meant: pl.Series) -> Places:
-    """Stretches of some of the GPU's work, those with most of it first.
+    """Return stretches of the GPU work that `is_meant` selects, most work first.
 
-    `work` has `start_ns`, `duration_ns`, `device`, `stream` and `step`; `is_meant` says which of it. Pieces that
-    follow one another on a stream with no other work between are one stretch, within a step.
+    `work` has `start_ns`, `duration_ns`, `device`, `stream` and `step`. Consecutive pieces on a stream, within a step
+    and with no other work in between, are one stretch.
     """
     lane = ["device", "stream"]
     end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
@@ -42,10 +42,10 @@ def places_of_work(work: pl.DataFrame, is_meant: pl.Series) -> Places:
 
 
 def places_without_work(idle: pl.DataFrame) -> Places:
-    """Stretches in which the GPU stands again and again, those in which it stands longest first.
+    """Return stretches in which the GPU is idle again and again, most idle time first.
 
-    `idle` is when it stood, `start_ns` and `end_ns`, disjoint and in order. What is shorter than the standing before
-    and after it does not divide a stretch.
+    `idle` has disjoint `start_ns` and `end_ns`, in order. Work that is shorter than the idle time around it does not
+    divide a stretch.
     """
     length = (pl.col("end_ns") - pl.col("start_ns")).alias("ns")
     worked = pl.col("start_ns") - pl.col("end_ns").shift(1)

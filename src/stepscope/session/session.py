@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from stepscope.analysis.time.summary import Summary, summary_of
 from stepscope.errors import (
     WRONG_KIND,
     MissingDependencyError,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from stepscope.analysis.ranks.all_ranks import Analysis
     from stepscope.analysis.ranks.rank_account import RankAccount
     from stepscope.analysis.structure.links import Linked
+    from stepscope.analysis.time.summary import Summary
     from stepscope.session.attention import AttentionReport
     from stepscope.session.case import Case
     from stepscope.session.copies import CopiesReport
@@ -123,6 +123,8 @@ class Session:
     @cached_property
     def summary(self) -> Summary:
         """The figures of a recording: step time, phases, throughput, MFU."""
+        from stepscope.analysis.time.summary import summary_of
+
         try:
             return summary_of(self.recording)
         except WRONG_KIND as error:
