@@ -77,15 +77,8 @@ class Clock:
         current = self.label
         if label == current:
             return
-        now = self._now()
-        name = current or name_between(label)
-        self._host_ns[name] = self._host_ns.get(name, 0) + now - self._cut_ns
-        self._cut_ns = now
+        self._cut(current or name_between(label))
         self.label = label
-        if self._first_event is not None:
-            event = self._record()
-            if event is not None:
-                self._events.append((name, event))
         if self.on_range is not None:
             self.on_range(label)
 
@@ -98,17 +91,20 @@ class Clock:
 
     def end_step(self, index: int) -> TimedStep:
         """End the current phase and return the step."""
+        if not self._cut(self.label or OTHER):
+            self._first_event = None  # a step that ends inside a graph capture has no device time
+        wall_ns = self._cut_ns - self._start_ns
+        return TimedStep(index, self._start_ns, wall_ns, self._host_ns, self._first_event, self._events)
+
+    def _cut(self, name: str) -> bool:
+        """Add the time since the last cut to `name`, and return whether the device's clock was cut too."""
         now = self._now()
-        name = self.label or OTHER
         self._host_ns[name] = self._host_ns.get(name, 0) + now - self._cut_ns
         self._cut_ns = now
-        if self._first_event is not None:
-            event = self._record()
-            if event is None:
-                self._first_event = None  # a step that ends inside a graph capture has no device time
-            else:
-                self._events.append((name, event))
-        return TimedStep(index, self._start_ns, now - self._start_ns, self._host_ns, self._first_event, self._events)
+        event = None if self._first_event is None else self._record()
+        if event is not None:
+            self._events.append((name, event))
+        return event is not None
 
     def _record(self) -> Any:
         if torch.cuda.is_current_stream_capturing():

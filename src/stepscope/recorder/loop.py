@@ -7,12 +7,13 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from stepscope.recorder.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, Clock
+from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.model import batch_size
 from stepscope.recorder.roots import Roots
 from stepscope.recorder.steps import EXPLICIT, Boundary, StepFinder
@@ -20,21 +21,6 @@ from stepscope.recorder.steps import FORWARD as BY_FORWARD
 from stepscope.recorder.steps import OPTIMIZER as BY_OPTIMIZER
 
 OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
-
-
-class TensorObserver(Protocol):
-    """Observes which tensors are inputs and gradients while a step runs."""
-
-    def note_inputs(self, args: Any, kwargs: Any) -> None: ...
-    def backward_begins(self, create_graph: bool, tensors: Any) -> None: ...
-    def note_gradients(self, optimizer: Any) -> None: ...
-
-
-class ProfilerListener(Protocol):
-    """Is notified when the script uses its own profiler."""
-
-    def script_profiler_begins(self) -> None: ...
-    def script_profiler_ended(self) -> None: ...
 
 
 class StepFacts:
@@ -59,17 +45,16 @@ class Loop:
     While `is_free` is set, only the ends of steps are processed.
     """
 
-    def __init__(self, clock: Clock, ended: Callable[[Boundary], None], profiler: ProfilerListener) -> None:
+    def __init__(self, clock: Clock, ended: Callable[[Boundary], None]) -> None:
         self._clock = clock
         self._ended = ended
-        self._profiler = profiler
         self.roots = Roots(self.forward_begins, self.forward_ended)
         self._thread = threading.get_ident()
         self._listens_on: int | None = None  # the thread that runs the loop; None while not listening
         self.finder = StepFinder()
         self.facts = StepFacts()
         self.optimizers: dict[int, Any] = {}
-        self.observer: TensorObserver | None = None
+        self.observer: Ledger | None = None
         self.is_free = False
         self.is_open = False
         self.is_plain = True
@@ -236,21 +221,12 @@ class Loop:
             self._switch(self._outer_label())
         self._end(self.finder.saw(BY_OPTIMIZER, _owner(optimizer)))
 
-    def scaler_used(self) -> None:
-        self.is_plain = False
-
     def optimizer_failed(self) -> None:
         """Handle an exception from an optimizer: no step was made."""
         self._optimizer_stack.clear()
         self._switch(self._outer_label())
 
     # --- calls from the script ------------------------------------------------------------------
-
-    def profiler_begins(self) -> None:
-        self._profiler.script_profiler_begins()
-
-    def profiler_ended(self) -> None:
-        self._profiler.script_profiler_ended()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -12,6 +12,9 @@ from torch import nn
 from stepscope.recorder.ledger.nodes import backward_runs
 from stepscope.recorder.patches import Handle, remove_all
 
+Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+End = Callable[[nn.Module], None]
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of this module go through torch.compile."""
@@ -107,12 +110,7 @@ class CallHooks:
     Hooks of one module nest: the first to be added begins first and ends last.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        begin: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
-        end: Callable[[nn.Module], None],
-    ) -> None:
+    def __init__(self, module: nn.Module, begin: Begin, end: End) -> None:
         self.module, self.begin, self.end = module, begin, end
         chain = module.__dict__.get("_compiled_call_impl")
         if not isinstance(chain, _CallChain):

@@ -5,16 +5,14 @@
     gpu.power_watts()
 
 A reading that the GPU or the driver does not offer is None. All other errors raise `NvmlUnavailable`. Readings reuse
-their buffers to avoid allocations: use one `NvmlGpu` from one thread only.
+their buffers: use one `NvmlGpu` from one thread only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 LIBRARY_NAME = "libnvidia-ml.so.1"
@@ -100,10 +98,6 @@ class Nvml:
         """Return the driver's version, e.g. "580.95.05"."""
         return self.text("nvmlSystemGetDriverVersion")
 
-    def process_name(self, pid: int) -> str | None:
-        """Return the name of a process that uses a GPU, or None if it is gone or not visible."""
-        return self.text("nvmlSystemGetProcessName", ctypes.c_uint(pid)) or None
-
     def gpu_uuids(self) -> list[str]:
         """Return the UUIDs of all visible GPUs, e.g. "GPU-5e6a…"."""
         count, handle = ctypes.c_uint(), ctypes.c_void_p()
@@ -170,14 +164,7 @@ class NvmlGpu:
         self._memory = _Memory()
         self._number = ctypes.c_uint()
         self._long = ctypes.c_ulonglong()
-        number, long = ctypes.byref(self._number), ctypes.byref(self._long)
-        self._read_utilization = self._bind("nvmlDeviceGetUtilizationRates", ctypes.byref(self._utilization))
-        self._read_memory = self._bind("nvmlDeviceGetMemoryInfo", ctypes.byref(self._memory))
-        self._read_power = self._bind("nvmlDeviceGetPowerUsage", number)
-        self._read_energy = self._bind("nvmlDeviceGetTotalEnergyConsumption", long)
-        self._read_sm_clock = self._bind("nvmlDeviceGetClockInfo", ctypes.c_uint(_CLOCK_SM), number)
-        self._read_memory_clock = self._bind("nvmlDeviceGetClockInfo", ctypes.c_uint(_CLOCK_MEMORY), number)
-        self._read_throttle = self._bind(nvml.first(_THROTTLE_CALLS), long)
+        self._throttle_call = nvml.first(_THROTTLE_CALLS)
 
     def name(self) -> str | None:
         """Return the product name, as torch reports it."""
@@ -188,29 +175,30 @@ class NvmlGpu:
 
         The period is 1/6 s to 1 s. One small kernel counts as much as a full GPU.
         """
-        if not self._read_utilization():
+        if not self._read("nvmlDeviceGetUtilizationRates", self._utilization):
             return None
         return self._utilization.gpu / 100, self._utilization.memory / 100
 
     def power_watts(self) -> float | None:
         """Return the board's power in watts. Since Ampere (except GA100) it is averaged over one second."""
-        return self._number.value / 1000 if self._read_power() else None
+        return self._number.value / 1000 if self._read("nvmlDeviceGetPowerUsage", self._number) else None
 
     def energy_joules(self) -> float | None:
         """Return the energy in joules since the driver was loaded."""
-        return self._long.value / 1000 if self._read_energy() else None
+        has_energy = self._read("nvmlDeviceGetTotalEnergyConsumption", self._long)
+        return self._long.value / 1000 if has_energy else None
 
     def sm_clock_mhz(self) -> int | None:
         """Return the current clock of the multiprocessors."""
-        return self._number.value if self._read_sm_clock() else None
+        return self._number.value if self._read("nvmlDeviceGetClockInfo", self._number, _CLOCK_SM) else None
 
     def memory_clock_mhz(self) -> int | None:
         """Return the current memory clock."""
-        return self._number.value if self._read_memory_clock() else None
+        return self._number.value if self._read("nvmlDeviceGetClockInfo", self._number, _CLOCK_MEMORY) else None
 
     def throttle_reasons(self) -> list[str] | None:
         """Return why the clocks are reduced, as names from THROTTLE_REASONS; empty if they are not."""
-        if not self._read_throttle():
+        if not self._read(self._throttle_call, self._long):
             return None
         return [word for bit, word in THROTTLE_REASONS.items() if self._long.value & bit]
 
@@ -229,7 +217,8 @@ class NvmlGpu:
 
     def memory_bytes(self) -> tuple[int, int] | None:
         """Return the bytes used by all processes and the driver, and the total bytes."""
-        return (self._memory.used, self._memory.total) if self._read_memory() else None
+        has_memory = self._read("nvmlDeviceGetMemoryInfo", self._memory)
+        return (self._memory.used, self._memory.total) if has_memory else None
 
     def compute_processes(self) -> list[ComputeProcess] | None:
         """Return the processes with a compute context on this GPU. May be called from any thread."""
@@ -247,12 +236,12 @@ class NvmlGpu:
         return [
             ComputeProcess(
                 pid=info.pid,
-                name=self._nvml.process_name(info.pid),
+                name=self._nvml.text("nvmlSystemGetProcessName", ctypes.c_uint(info.pid)) or None,
                 used_bytes=None if info.used_bytes == _MEMORY_UNKNOWN else info.used_bytes,
             )
             for info in infos[: count.value]
         ]
 
-    def _bind(self, name: str, *arguments: Any) -> Callable[[], bool]:
-        read = partial(self._nvml.call, name, self._handle, *arguments)
-        return lambda: self._nvml.offered(read())
+    def _read(self, name: str, target: Any, *arguments: int) -> bool:
+        numbers = map(ctypes.c_uint, arguments)
+        return self._nvml.offered(self._nvml.call(name, self._handle, *numbers, ctypes.byref(target)))

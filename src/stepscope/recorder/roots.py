@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from stepscope.recorder.hooks import FirstModuleCall
-from stepscope.recorder.model import CalledRoots, CallHooks, live_modules
-
-Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
-End = Callable[[nn.Module], None]
+from stepscope.recorder.launch import AfterImport
+from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, live_modules
+from stepscope.recorder.patches import Handle, Patch, remove_all
 
 
 class Roots:
@@ -87,3 +87,53 @@ class Roots:
         """Remove the hooks and release the modules: the script may want the memory back."""
         self.detach()
         self._hooks.clear()
+
+
+class FirstModuleCall:
+    """Reports the first module that is called, then removes itself: the root of an inference loop."""
+
+    def __init__(self, found: Callable[[nn.Module], None]) -> None:
+        original = nn.Module.__call__
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                self.remove()
+                found(module)
+            return original(module, *args, **kwargs)
+
+        self._original, self._wrapper = original, call
+        self._handles: list[Handle] = []
+        # Dynamo keeps a reference to nn.Module.__call__ when it is imported, and so does each torch.compile(module).
+        # Neither may keep ours.
+        if "torch._dynamo" in sys.modules:
+            self._watch_compile()
+        else:
+            self._handles.append(AfterImport("torch._dynamo", before=self._detach, after=self._dynamo_imported))
+        self._attach()
+
+    def _dynamo_imported(self) -> None:
+        self._watch_compile()
+        self._attach()
+
+    def _watch_compile(self) -> None:
+        def initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._detach()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._attach()
+
+        module = sys.modules["torch._dynamo.eval_frame"]
+        self._handles.append(Patch(module.OptimizedModule, "_initialize", initialize))
+
+    def _attach(self) -> None:
+        if nn.Module.__call__ is self._original:  # leave the script's own replacement alone
+            nn.Module.__call__ = self._wrapper
+
+    def _detach(self) -> None:
+        if nn.Module.__call__ is self._wrapper:
+            nn.Module.__call__ = self._original
+
+    def remove(self) -> None:
+        self._detach()
+        remove_all(self._handles)

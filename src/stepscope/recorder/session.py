@@ -75,7 +75,7 @@ class Session:
         self._trace_handles: list[Handle] = []
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts, memory_in_full)
-        self._loop = Loop(self._clock, self._step_ended, self._probes)
+        self._loop = Loop(self._clock, self._step_ended)
         self.explicit_step = self._loop.explicit_step
         self.phase = self._loop.phase
         self.stop_listening = self._loop.stop_listening
@@ -113,7 +113,7 @@ class Session:
         current.session = self
         self._handles = self._install_boundaries()
         if not self._loop.is_free:
-            self._phase_handles = hooks.install_phases(self._loop)
+            self._phase_handles = hooks.install_phases(self._loop, self._probes)
         self._roots.attach()
 
     def _install_boundaries(self) -> list[Handle]:

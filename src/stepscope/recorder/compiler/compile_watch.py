@@ -65,7 +65,9 @@ class CompilerProbe:
         self._handlers: list[tuple[logging.Logger, logging.Handler]] = []
 
     def start(self) -> None:
-        self._files = _numbered_files()
+        # Torch logs the name of a file once. These were logged earlier.
+        table = getattr(sys.modules.get("torch._logging.structured"), "INTERN_TABLE", {})
+        self._files = {number: name for name, number in table.items()}
         self._listen("torch.__trace", self._structured)
         # These two only log warnings.
         self._listen("torch._dynamo.convert_frame", self._warning)
@@ -73,7 +75,9 @@ class CompilerProbe:
 
     def stop(self) -> None:
         self._cuda_graphs = cuda_graphs()
-        unexplained = _num_cuda_graph_skips() - sum(self._skips.values())
+        utils = sys.modules.get("torch._dynamo.utils")
+        num_skips = int(utils.counters["inductor"]["cudagraph_skips"]) if utils is not None else 0
+        unexplained = num_skips - sum(self._skips.values())
         if unexplained > 0:  # torch gives reasons only if its cudagraphs log is on
             self._skips['torch did not say why: TORCH_LOGS="cudagraphs" does'] += unexplained
         for logger, handler in self._handlers:
@@ -237,20 +241,9 @@ class CompilerProbe:
             self._skips[reason + (f", {place}" if place else "")] += 1
 
 
-def _numbered_files() -> dict[Any, str]:
-    """Return the names of files that torch has already logged, by number: it does not repeat them."""
-    structured = sys.modules.get("torch._logging.structured")
-    return {number: name for name, number in getattr(structured, "INTERN_TABLE", {}).items()}
-
-
 def _number(value: Any) -> float:
     """Return a number from torch's log, or 0 if it is not a finite number."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
-
-
-def _num_cuda_graph_skips() -> int:
-    utils = sys.modules.get("torch._dynamo.utils")
-    return int(utils.counters["inductor"]["cudagraph_skips"]) if utils is not None else 0
 
 
 def cuda_graphs() -> dict[str, int] | None:

@@ -18,7 +18,7 @@ from stepscope.recorder.precision.attention_calls import BACKENDS, SWITCHES
 class Tf32(Change):
     """Calls `torch.set_float32_matmul_precision("high")`, and blocks the script from setting "highest"."""
 
-    nothing_seen = "there is no GPU at work: TF32 is a mode of its tensor cores"
+    nothing_seen = "no GPU was used: TF32 is a mode of its tensor cores"
 
     def start(self) -> None:
         self._before = torch.get_float32_matmul_precision()

@@ -68,7 +68,8 @@ class AllocatorHistory:
     def start(self) -> bool:
         """Start recording, and return whether this object records the history now."""
         self._is_wanted = True
-        if not self._is_on and not _script_records_history():
+        script_records = getattr(torch._C, "_cuda_isHistoryEnabled", bool)()
+        if not self._is_on and not script_records:
             torch.cuda.memory._record_memory_history(
                 enabled="all", context="alloc", stacks="python", max_entries=MAX_HISTORY_ENTRIES
             )
@@ -80,11 +81,6 @@ class AllocatorHistory:
         if self._is_on:
             self._is_on = False
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _script_records_history() -> bool:
-    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
-    return bool(is_enabled()) if is_enabled is not None else False
 
 
 def write_snapshot(path: Path) -> None:

@@ -70,7 +70,7 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
     if "attention" in name:
         if "backward" in name:
             model_flops = _without_recomputed_scores(flops, args)
-        if _is_causal(func, args, kwargs):
+        if _argument(func, args, kwargs, ("is_causal", "custom_mask_type")):
             flops, model_flops = flops // 2, model_flops // 2
     return OpFlops(flops, model_flops, _dtype(func, args, kwargs))
 
@@ -91,10 +91,6 @@ def _without_recomputed_scores(flops: int, args: Any) -> int:
     # queries, the first of them the recomputed scores, and two are as wide as the values.
     width, value_width = args[1].shape[-1], args[3].shape[-1]
     return int(flops * (2 * width + 2 * value_width) // (3 * width + 2 * value_width))
-
-
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    return bool(_argument(func, args, kwargs, ("is_causal", "custom_mask_type")))
 
 
 def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) -> Any:

@@ -90,7 +90,8 @@ def find_left_alive(step_began: int, keep: Iterable[torch.Tensor]) -> LeftAlive:
     seen: dict[int, Any] = {}
     old: set[int] = set()
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in _tensors_with_graph():
+        with_graph = [tensor for tensor in live_tensors() if tensor.grad_fn is not None]
+        for tensor in sorted(with_graph, key=lambda tensor: -tensor.grad_fn._sequence_nr()):
             num_seen, num_bytes = len(seen), 0
             own_key, is_own_counted = storage_key(tensor), storage_key(tensor) in counted
             counted.add(own_key)
@@ -124,11 +125,6 @@ def find_holders(tensors: list[torch.Tensor]) -> list[Held]:
     """Return the tensors, each with a variable that leads to its memory."""
     places = _places({storage_key(tensor): tensor for tensor in tensors}, storage_key)
     return [(tensor, places.get(storage_key(tensor))) for tensor in tensors]
-
-
-def _tensors_with_graph() -> list[torch.Tensor]:
-    with_graph = [tensor for tensor in live_tensors() if tensor.grad_fn is not None]
-    return sorted(with_graph, key=lambda tensor: -tensor.grad_fn._sequence_nr())
 
 
 def _places(wanted: dict[Any, torch.Tensor], key_of: Callable[[torch.Tensor], Any]) -> dict[Any, str]:

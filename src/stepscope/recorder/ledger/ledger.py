@@ -30,6 +30,7 @@ from stepscope.recorder.ledger.storages import (
     PARAMETER,
     TEMPORARY,
     WEIGHT_CAST,
+    Stage,
     Storages,
     storage_key,
     tensors_in,
@@ -145,7 +146,13 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._backward_caller = caller() if self._callers else None
         self._storages.keep_for_backward(FORWARD)
         try:
-            self._note_saved([tensor.grad_fn for tensor in tensors_in(tensors)])
+            saved = saved_bytes(
+                [tensor.grad_fn for tensor in tensors_in(tensors)],
+                self._nodes,
+                lambda key: self._storages.owner_of(key) == PARAMETER,
+            )
+            for module, entry in saved.items():
+                self._saved[module] = max(self._saved.get(module, entry), entry)
         except Exception as error:  # an unexpected graph must not end a training run
             self.saved_error = f"{type(error).__name__}: {error}"
 
@@ -168,11 +175,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def _optimized(self) -> Iterator[torch.Tensor]:
         return (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
-
-    def _note_saved(self, roots: list[Any]) -> None:
-        saved = saved_bytes(roots, self._nodes, lambda key: self._storages.owner_of(key) == PARAMETER)
-        for module, entry in saved.items():
-            self._saved[module] = max(self._saved.get(module, entry), entry)
 
     # --- ops -----------------------------------------------------------------------------------
 
@@ -307,9 +309,9 @@ def _holder(name: str) -> str:
     return plain_name(name.rpartition(".")[0])
 
 
-def _without_pauses(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_pauses(stages: list[Stage]) -> list[Stage]:
     """Return the stages, with pauses between two root modules of one forward merged into the forward."""
-    kept: list[dict[str, Any]] = []
+    kept: list[Stage] = []
     for stage in stages:
         if stage["name"] == FORWARD and [entry["name"] for entry in kept[-2:]] == [FORWARD, LOSS]:
             kept.pop()

@@ -86,7 +86,7 @@ def saved_tensors(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[tuple[
             continue
         seen[id(node)] = node
         waiting.extend(following for following, _ in node.next_functions)
-        for name in _saved_names(type(node)):
+        for name in _saved_names(node.__class__):
             try:
                 saved = getattr(node, name)
             except RuntimeError:
@@ -155,7 +155,7 @@ def _kept(saved: Any, waiting: list[Any]) -> Iterator[tuple[torch.Tensor, Any]]:
 
 def _inputs(saver: Any) -> Iterator[torch.Tensor]:
     """Yield what the node that saves a checkpoint's inputs keeps, before torch 2.13."""
-    for name in _saved_names(type(saver)):
+    for name in _saved_names(saver.__class__):
         for entry in getattr(saver, name, ()):
             if isinstance(getattr(entry, "data", None), torch.Tensor):
                 yield entry.data

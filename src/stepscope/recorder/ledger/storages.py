@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -27,6 +27,35 @@ OTHERS = "other"  # existed before the window, and is none of these
 
 BEFORE = "before the window"
 OUTSIDE = "outside an op"
+
+
+class _Stream(TypedDict, total=False):
+    stream: int
+
+
+class Allocation(_Stream):
+    """An entry of `memory.json.gz`. `born` and `died` are event numbers, None outside the window."""
+
+    bytes: int
+    device: str
+    dtype: str
+    shape: list[int]
+    owner: str
+    op: str
+    phase: str | None
+    module: str | None
+    caller: str | None
+    born: int | None
+    died: int | None
+    born_ns: int | None
+    died_ns: int | None
+
+
+class Stage(TypedDict):
+    """A part of a step, and its first event."""
+
+    name: str
+    event: int
 
 
 def storage_of(tensor: Any) -> Any:
@@ -71,9 +100,9 @@ class Storages:
     def __init__(self, stage: Callable[[], str], is_capped: bool = True) -> None:
         self.stage = stage
         self._is_capped = is_capped
-        self.allocations: list[dict[str, Any]] = []
+        self.allocations: list[Allocation] = []
         self.live: dict[int, int] = {}  # storage key -> index into the allocations
-        self.stages: list[dict[str, Any]] = []
+        self.stages: list[Stage] = []
         self.num_events = 0
         self.num_dropped = 0
         self.on_death: Callable[[int], object] = lambda _key: None
@@ -110,29 +139,13 @@ class Storages:
         storage = storage_of(tensor)
         before = before or not self._is_open
         self.live[key] = len(self.allocations)
-        self._add(
-            storage.nbytes(), self._name(tensor.device), self._name(tensor.dtype), list(tensor.shape), owner,
-            BEFORE if before else op, None if before else phase, module, caller, is_new=not before,
-        )  # fmt: skip
+        self.allocations.append(Allocation(
+            bytes=storage.nbytes(), device=self._name(tensor.device), dtype=self._name(tensor.dtype),
+            shape=list(tensor.shape), owner=owner, op=BEFORE if before else op, phase=None if before else phase,
+            module=module, caller=caller, born=None if before else self._next_event(), died=None,
+            born_ns=None if before else self._now(), died_ns=None,
+        ))  # fmt: skip
         self._references[key] = weakref.ref(storage, lambda _reference: self._died(key))
-
-    def _add(
-        self,
-        num_bytes: int,
-        device: str,
-        dtype: str,
-        shape: list[int],
-        owner: str,
-        op: str,
-        phase: str | None,
-        module: str | None,
-        caller: str | None = None,
-        is_new: bool = True,
-    ) -> None:
-        entry: dict[str, Any] = {"bytes": num_bytes, "device": device, "dtype": dtype, "shape": shape, "owner": owner}
-        entry |= {"op": op, "phase": phase, "module": module, "caller": caller}
-        entry |= {"born": self._next_event() if is_new else None, "died": None}
-        self.allocations.append({**entry, "born_ns": self._now() if is_new else None, "died_ns": None})
 
     def _died(self, key: int) -> None:
         index = self.live.pop(key, None)
@@ -151,7 +164,10 @@ class Storages:
         self, num_bytes: int, op: str, owner: str, phase: str | None, device: str, module: str | None = None
     ) -> int:
         """Add memory without a tensor, and return its index for `gave_back`."""
-        self._add(num_bytes, device, "uint8", [num_bytes], owner, op, phase, module)
+        self.allocations.append(Allocation(
+            bytes=num_bytes, device=device, dtype="uint8", shape=[num_bytes], owner=owner, op=op, phase=phase,
+            module=module, caller=None, born=self._next_event(), died=None, born_ns=self._now(), died_ns=None,
+        ))  # fmt: skip
         return len(self.allocations) - 1
 
     def gave_back(self, index: int) -> None:

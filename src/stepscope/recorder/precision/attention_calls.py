@@ -95,7 +95,8 @@ class AttentionCalls:
             "needs_gradient": needs_gradient,
         }
         strides = tuple(tuple(t.stride()) for t in (query, key, value))
-        switched_off = [name for name in SWITCHES if not _is_enabled(name)]
+        cuda = torch.backends.cuda
+        switched_off = [name for name, s in SWITCHES.items() if not getattr(cuda, f"{s}_enabled", lambda: True)()]
         signature = (repr(given), strides, tuple(switched_off))
         where = (signature, self._module(), caller())
         entry = self._entries.get(where)
@@ -174,7 +175,3 @@ def _choice(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
         if "No available kernel" not in str(error):
             raise
         return "none"
-
-
-def _is_enabled(name: str) -> bool:
-    return bool(getattr(torch.backends.cuda, f"{SWITCHES[name]}_enabled", lambda: True)())

@@ -129,7 +129,8 @@ def audit_dtypes(
             modules.stop()
     made = modules.logits if found_logits is None else found_logits.dtype
     found["logits"] = None if made is None else short(made)
-    low = autocast if autocast is not None else _low_dtype(module)
+    weights = {parameter.dtype for parameter in module.parameters()}
+    low = autocast or next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in weights), None)
     return {
         "schema_version": SCHEMA_VERSION,
         "torch": str(torch.__version__),
@@ -261,11 +262,6 @@ def _as_it_was(module: nn.Module, inputs: Any) -> Iterator[None]:
             for buffer, value in buffers:
                 if buffer.shape == value.shape:
                     buffer.copy_(value)
-
-
-def _low_dtype(module: nn.Module) -> torch.dtype | None:
-    found = {parameter.dtype for parameter in module.parameters()}
-    return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in found), None)
 
 
 def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[dict[str, Any]]:

@@ -180,7 +180,8 @@ class DtypeLedger(Ledger):
     def _note_op(self, op: Op, given: list[torch.Tensor], made: list[torch.Tensor], phase: str) -> None:
         floating = [tensor for tensor in given if tensor.is_floating_point()]
         results = [tensor for tensor in made if tensor.is_floating_point()]
-        if op.name in _NO_COMPUTATION or not floating or not (results or phase == OPTIMIZER) or _is_factory(op):
+        is_factory = op.name.startswith(("aten.empty", "aten.new_")) or op.name.endswith("_like")
+        if op.name in _NO_COMPUTATION or is_factory or not floating or not (results or phase == OPTIMIZER):
             self._set_origin(made, None)
             return
         function, autocast = self._functions.current()
@@ -242,7 +243,3 @@ def _is_cast(op: Op, given: list[torch.Tensor], made: list[torch.Tensor]) -> boo
         return False
     source = given[-1] if op.name == "aten.copy_" else given[0]
     return bool(source.dtype != made[0].dtype and source.is_floating_point() and made[0].is_floating_point())
-
-
-def _is_factory(op: Op) -> bool:
-    return op.name.startswith(("aten.empty", "aten.new_")) or op.name.endswith("_like")

@@ -112,10 +112,15 @@ def configure_precision(
             "matmul", lambda: torch.backends.cuda.matmul.allow_tf32, allow_tf32
         ):
             restore.append(_remembered_matmul())
-            _set_matmul(allow_tf32)
+            if allow_tf32:
+                torch.backends.cuda.matmul.allow_tf32 = True
+            else:  # `allow_tf32 = False` would leave oneDNN at "high", and torch would raise when it is read
+                torch.set_float32_matmul_precision("highest")
         if allow_tf32 is not None and not _agrees("cudnn", lambda: torch.backends.cudnn.allow_tf32, allow_tf32):
             restore.append(_remembered_cudnn())
-            _set_cudnn(allow_tf32)
+            torch.backends.cudnn.allow_tf32 = allow_tf32
+            if not allow_tf32:  # the old setting writes "none" here, which inherits torch.backends.fp32_precision
+                _put_back(dict.fromkeys(_own(_OWN["cudnn"]), "ieee"))
         for name, allowed in reductions.items():
             if allowed is not None and allowed != before[f"cuda.matmul.{name}"]:
                 restore.append(_remembered_reduction(name))
@@ -212,19 +217,6 @@ def _remembered_cudnn() -> Callable[[], None]:
         _put_back(own)
 
     return restore
-
-
-def _set_matmul(allowed: bool) -> None:
-    if allowed:
-        torch.backends.cuda.matmul.allow_tf32 = True
-    else:  # `allow_tf32 = False` would leave oneDNN at "high", and torch would raise when it is read
-        torch.set_float32_matmul_precision("highest")
-
-
-def _set_cudnn(allowed: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = allowed
-    if not allowed:  # the old setting writes "none" here, which inherits torch.backends.fp32_precision
-        _put_back(dict.fromkeys(_own(_OWN["cudnn"]), "ieee"))
 
 
 def _remembered_reduction(name: str) -> Callable[[], None]:
