@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402  torch may be missing
 
 from stepscope.planner.emulation.attention_backend import choose, workspace_bytes  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.cuda_dispatch import Manners  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.dataless import Ghosts  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.dataless import DatalessMode  # noqa: E402  torch may be missing
 
 A100, A10, L4, H100, B200, B300, RTX50, T4, V100 = (
     (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (7, 5), (7, 0),
@@ -112,6 +112,6 @@ def test_the_back_end_of_a_cpu_is_that_of_this_one(case):
         return "FlashAttention" in out.grad_fn.name()
 
     real = is_fused()
-    manners = Manners("cpu")
-    with manners, Ghosts(manners.device, manners.kernels, lambda *_: None):
+    manners = CudaDispatch("cpu")
+    with manners, DatalessMode(manners.device, manners.kernels, lambda *_: None):
         assert is_fused() == real

@@ -8,15 +8,15 @@ torch = pytest.importorskip("torch")
 
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
 from stepscope.planner.emulation import autocast  # noqa: E402
-from stepscope.planner.emulation.cuda_dispatch import Manners  # noqa: E402
-from stepscope.planner.emulation.dataless import Ghosts  # noqa: E402
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402
+from stepscope.planner.emulation.dataless import DatalessMode  # noqa: E402
 
 
 @pytest.fixture
 def cuda():
-    manners = Manners("cuda")
+    manners = CudaDispatch("cuda")
     seen = []
-    with manners, Ghosts(manners.device, manners.kernels, lambda func, *_: seen.append(func.name())):
+    with manners, DatalessMode(manners.device, manners.kernels, lambda func, *_: seen.append(func.name())):
         yield seen
 
 
@@ -38,9 +38,9 @@ def test_lists_that_cannot_be_read_matter_to_autocast_alone(header, tmp_path, mo
     if header is not None:
         path.write_text(header)
     monkeypatch.setattr(autocast, "_HEADER", path)
-    manners = Manners("cuda")
-    with manners, Ghosts(manners.device, manners.kernels, lambda *_: None):
+    manners = CudaDispatch("cuda")
+    with manners, DatalessMode(manners.device, manners.kernels, lambda *_: None):
         with torch.autocast("cuda", enabled=False):
             assert torch.nn.Linear(8, 8, device="cuda")(torch.zeros(2, 8, device="cuda")).is_cuda
-        with pytest.raises(UsageError, match=rf"autocast: torch {torch.__version__[:3]}.* has not the lists"):
+        with pytest.raises(UsageError, match=rf"autocast: torch {torch.__version__[:3]}.* lacks the lists"):
             torch.autocast("cuda", dtype=torch.bfloat16)

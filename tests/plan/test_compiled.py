@@ -100,10 +100,10 @@ def test_torch_compile_is_itself_again(source):
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_other_modes_are_refused(source, mode):
-    with pytest.raises(UsageError, match=f"compile={mode}: a plan knows the default mode only"):
+    with pytest.raises(UsageError, match=f"compile={mode}: .*default mode"):
         predicted(point_of(source(), f"compile={mode}"), "NVIDIA H200")
 
 
 def test_a_program_that_looks_at_data_is_named(source):
-    with pytest.raises(UsageError, match=r"compile: .* is not planned as one graph \(model.py:13: .* measure it"):
+    with pytest.raises(UsageError, match=r"compile: .* cannot be planned as one graph \(model.py:13: .* measure it"):
         predicted(point_of(source("x = x + 1 if x.sum() > 0 else x"), "compile=default"), "NVIDIA H200")

@@ -48,7 +48,7 @@ def note_of(plan) -> str:
 
 def test_the_gradient_of_crooked_logits_is_there_once_more(tmp_path, monkeypatch):
     padded = predicted(tmp_path, 5003, "bf16")
-    monkeypatch.setattr(padding, "has_crooked_rows", lambda *_: False)
+    monkeypatch.setattr(padding, "has_unaligned_rows", lambda *_: False)
     plain = predicted(tmp_path, 5003, "bf16")
 
     more = padded.peak_allocated_bytes - plain.peak_allocated_bytes

@@ -128,7 +128,7 @@ def test_a_dtype_without_a_peak_takes_one_that_is_no_slower_and_says_so(plan):
     found = plan("loop", kind="float64", device="NVIDIA L4")
 
     assert found.lower_bound.compute_ms == pytest.approx(2 * PRODUCT / 30.3e12 * 1e3)
-    assert found.unmodelled == ("the table has no fp64 peak of NVIDIA L4: the least time takes fp32's peak",)
+    assert found.unmodelled == ("the table has no fp64 peak for NVIDIA L4: the least time uses fp32's peak",)
 
 
 def test_tf32_is_what_the_program_allows(plan):

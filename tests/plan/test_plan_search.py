@@ -132,7 +132,7 @@ def test_an_op_that_refuses_a_size_is_a_limit_of_the_program(search):
 def test_what_the_plan_cannot_do_is_an_error_and_no_limit(search):
     value, why = search("looks")
 
-    assert value is None and re.search(r"batch=\d+: .*a size that follows from values", why)
+    assert value is None and re.search(r"batch=\d+: .*a size that depends on values", why)
 
 
 def test_a_fault_of_the_plan_is_an_error_and_no_limit(search, monkeypatch):
@@ -154,14 +154,14 @@ def test_a_limit_beyond_the_memory_does_not():
 def test_what_changes_nothing_has_no_largest():
     predict, asked = pretended(lambda value: 1000, flops=0)
 
-    assert Search("batch", predict).run(4) == (None, "batch changes nothing in what a step needs")
+    assert Search("batch", predict).run(4) == (None, "batch does not change the memory of a step")
     assert len(asked) == 5
 
 
 def test_what_grows_has_no_largest():
     predict, asked = pretended(SHAPES["linear"], fits=GROWS)
 
-    assert Search("batch", predict).run(4) == (None, "it grows with every step: nothing fits for long")
+    assert Search("batch", predict).run(4) == (None, "memory grows with every step, so no value fits for long")
     assert asked == [4]
 
 
@@ -176,7 +176,7 @@ def test_what_is_not_known_has_no_largest():
 def test_a_search_ends_somewhere():
     predict, asked = pretended(lambda value: 1000 + value)
 
-    assert Search("batch", predict).run(4) == (HIGHEST, "no larger one was tried")
+    assert Search("batch", predict).run(4) == (HIGHEST, "no larger value was tried")
     assert len(asked) < 40
 
 

@@ -201,7 +201,7 @@ def test_a_list_of_losses_is_no_matter_for_a_verdict_and_is_told(plan):
 def test_a_step_that_is_not_like_the_one_before_is_told(plan):
     found = plan("differs")
 
-    assert any("the 16 steps that ran do not repeat themselves" in note for note in found.unmodelled)
+    assert any("16 steps" in note and "do not repeat" in note for note in found.unmodelled)
     assert found.live_at_peak["temporary"] >= 16 << 20
 
 
@@ -216,7 +216,7 @@ def test_an_optimizer_that_never_steps_is_told(plan):
     found = plan("rarely", every=17)
 
     (note,) = [note for note in found.unmodelled if "optimizer" in note]
-    assert note.startswith("1 of the program's optimizers never stepped in the 16 steps that ran")
+    assert note.startswith("1 of the program's optimizers never stepped in 16 steps")
     assert found.fits == "not known"
     assert plan("rarely", device=None, every=17).fits is None
 
@@ -256,7 +256,7 @@ def test_a_whole_step_runs_as_it_is(plan, words):
 
 
 def test_what_cannot_run_is_a_mistake_in_one_line(plan):
-    with pytest.raises(UsageError, match="it has no parameters: mode=step means nothing"):
+    with pytest.raises(UsageError, match="no parameters"):
         plan("weightless")
 
 

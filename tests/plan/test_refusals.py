@@ -48,7 +48,7 @@ NESTED = "torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([self.part
         ("nn.Embedding(8, 4, sparse=True)", "self.part(x)", "sparse gradient .* at model.py:12 .* sparse=False"),
         ("nn.EmbeddingBag(8, 4, sparse=True)", "self.part(x)", "sparse gradient .* at model.py:12 .* sparse=False"),
         ("nn.DataParallel(nn.Embedding(8, 4))", "self.part(x)", "DataParallel at model.py:9 .* without it"),
-        ("nn.Embedding(8, 4)", NESTED, "nested tensors at model.py:12 .* padded ones"),
+        ("nn.Embedding(8, 4)", NESTED, "nested tensors at model.py:12 .* padded tensors"),
         ("nn.Embedding(8, 4)", "self.part(x).sum(0).to_sparse()", "sparse tensors at model.py:12 .* dense tensors"),
     ],
 )

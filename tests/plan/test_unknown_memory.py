@@ -71,7 +71,7 @@ def test_a_verdict_allows_for_the_workspace_of_convolutions(tmp_path):
 
     assert verdict(need + 1.1 * tensors) == FITS
     assert verdict(need + 0.5 * tensors) == TOO_CLOSE
-    assert any(note.startswith("the verdict allows 1,024") for note in found.unmodelled)
+    assert any(note.startswith("the verdict reserves 1,024") for note in found.unmodelled)
     assert "convolution: cuDNN's workspace is not counted" in found.unmodelled
 
 
@@ -90,4 +90,4 @@ def test_what_is_kept_on_the_host_is_said(tmp_path, pin):
     said = [note for note in planner.predict(point, H200).unmodelled if note.startswith("save_on_cpu: keeps")]
 
     assert len(said) == 1
-    assert said[0].startswith(f"save_on_cpu: keeps {(3 * kept + weights) / 2**20:,.1f} MiB at most on the host")
+    assert said[0].startswith(f"save_on_cpu: keeps up to {(3 * kept + weights) / 2**20:,.1f} MiB")

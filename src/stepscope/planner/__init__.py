@@ -1,1 +1,1 @@
-"""Memory and time of a training step, predicted with no GPU."""
+"""Predicts the memory and time of a training step without a GPU."""

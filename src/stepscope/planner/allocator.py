@@ -1,7 +1,7 @@
-"""CUDA's caching allocator in PyTorch, as arithmetic: which block serves a request, what is split, merged and kept.
+"""Simulates PyTorch's caching CUDA allocator: which block serves a request, and what is split, merged and kept.
 
-The default settings (no expandable segments, no rounding to powers of two, no garbage collection).
-`allocated` is what `torch.cuda.memory_allocated` says: the size of the blocks handed out, not of the requests.
+Models the default settings (no expandable segments, no rounding to powers of two, no garbage collection). `allocated`
+matches `torch.cuda.memory_allocated`: the size of the allocated blocks, not of the requests.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 MIN_BLOCK = 512
-SMALL_SIZE = MIB
-"""Requests up to here come from the small pool."""
+SMALL_SIZE = MIB  # requests up to this size come from the small pool
 SMALL_SEGMENT = 2 * MIB
-MIN_LARGE_SEGMENT = 10 * MIB
-"""Larger requests than the small pool's, up to here, get a segment of LARGE_SEGMENT."""
+MIN_LARGE_SEGMENT = 10 * MIB  # larger requests below this size get a LARGE_SEGMENT
 LARGE_SEGMENT = 20 * MIB
 ROUND_LARGE = 2 * MIB
 
 
 def rounded(num_bytes: int) -> int:
-    """The size of the block that a request asks for.
+    """Return the block size for a request.
 
     >>> rounded(1), rounded(513)
     (512, 1024)
@@ -31,7 +29,7 @@ def rounded(num_bytes: int) -> int:
 
 
 def segment_size(block_bytes: int) -> int:
-    """What is asked of the driver when no free block serves.
+    """Return the bytes requested from the driver when no free block fits.
 
     >>> [segment_size(size) >> 20 for size in (512, 3 << 20, (11 << 20) + 512)]
     [2, 20, 12]
@@ -44,7 +42,7 @@ def segment_size(block_bytes: int) -> int:
 
 
 class OutOfMemory(Exception):
-    """No segment fits in the capacity, not even after every unused one was given back."""
+    """No segment fits in the capacity, even after all unused segments were released."""
 
     def __init__(self, requested_bytes: int, reserved_bytes: int) -> None:
         super().__init__(f"{requested_bytes} bytes do not fit beside {reserved_bytes}")
@@ -53,7 +51,7 @@ class OutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A stretch of a segment, free or handed out."""
+    """A part of a segment, free or allocated."""
 
     address: int
     size: int
@@ -65,19 +63,19 @@ class Block:
 
 
 class Allocator:
-    """`allocate` and `free`; `allocated_bytes`, `reserved_bytes` and the most that each has been."""
+    """Tracks `allocated_bytes` and `reserved_bytes`, and the peak of each."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
-        # (size, address, block) in order: the best fit is the first that is large enough.
+        # Sorted (size, address, block): the best fit is the first that is large enough.
         self._free: dict[tuple[bool, int], list[tuple[int, int, Block]]] = defaultdict(list)
         self._next_address = 0
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Block:
-        """The block that serves a request, of memory that the same stream has had; raises OutOfMemory."""
+        """Return the block for a request, from memory of the same stream. Raises OutOfMemory."""
         size = rounded(num_bytes)
         is_small = size <= SMALL_SIZE
         free = self._free[is_small, stream]
@@ -96,7 +94,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back: it joins its free neighbors and stays reserved."""
+        """Free a block: it merges with free neighbors and stays reserved."""
         self.allocated_bytes -= block.size
         before, after = block.previous, block.next
         if before is not None and before.is_free:
@@ -127,7 +125,7 @@ class Allocator:
         return Block(self._next_address - wanted, wanted, is_small, stream=stream)
 
     def _give_back(self) -> None:
-        """Segments of which nothing is in use go back to the driver."""
+        """Release completely unused segments to the driver."""
         for pool, free in self._free.items():
             whole = [entry for entry in free if entry[2].previous is None and entry[2].next is None]
             self.reserved_bytes -= sum(size for size, _, _ in whole)

@@ -1,44 +1,43 @@
-"""A program's births and deaths, played to the allocator step after step until nothing changes any more."""
+"""Replays a program's allocations through the simulated allocator until its memory is stable."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from stepscope.planner.allocator import Allocator, Block, OutOfMemory
+from stepscope.recorder.ledger.storages import Allocation
 
-MAX_REPEATS = 10
-"""Of the last cycle, after which a heap that still changes is taken as it is."""
+MAX_REPEATS = 10  # of the last cycle, if reserved memory keeps changing
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What the allocator had to hold."""
+    """The result of a replay."""
 
     peak_allocated_bytes: int
-    """The most in a cycle of the steady state."""
+    """The peak of a cycle in the steady state."""
     peak_reserved_bytes: int
     peak_at: tuple[int, int]
-    """Where the peak is: the cycle, from 1, and how many of its events it takes."""
+    """The position of the peak: the cycle, counted from 1, and the number of its events so far."""
     settles_at_step: int | None
-    """The first step, from 1, after which no step reserves more; None where memory grows, or ran out."""
+    """The first step, counted from 1, after which no step reserves more; None if memory grows or runs out."""
     out_of_memory: OutOfMemory | None
     num_retries: int
-    """How often the allocator had to give unused segments back."""
+    """How often the allocator had to release unused segments."""
 
 
 class Events:
-    """Allocations as the events of each cycle, which are so many steps that all that follows repeats the last.
+    """The allocations as events, grouped into cycles of `period` steps. Later steps repeat the last cycle.
 
-    `allocations`: dictionaries with `bytes`, `born`, `died`, and `stream` where it is not the default one;
-    `step_begins`: the position of the first event of each step, the build before them, and of the first after the
-    last; `period`: how many steps are a cycle.
+    `allocations` have `bytes`, `born`, `died`, and `stream` if it is not the default one. `step_begins` has the
+    position of the first event of each step, after those of the build, and of the first event after the last step.
     """
 
-    def __init__(self, allocations: Sequence[Mapping[str, Any]], step_begins: Sequence[int], period: int = 1) -> None:
+    def __init__(self, allocations: Sequence[Allocation], step_begins: Sequence[int], period: int = 1) -> None:
         self.sizes = [entry["bytes"] for entry in allocations]
         self.streams = [entry.get("stream", 0) for entry in allocations]
         order: list[tuple[int, int, bool]] = []
@@ -54,7 +53,7 @@ class Events:
         ]
         self._period = period
         self.num_steps = len(steps)
-        self._num_first = (len(steps) - 1) % period + 1  # of the first cycle
+        self._num_first = (len(steps) - 1) % period + 1  # steps in the first cycle
         self._num_events = list(map(len, steps))
         self.cycles = [
             [event for step in steps[max(0, end - period) : end] for event in step]
@@ -67,7 +66,7 @@ class Events:
         self.without_heir = [index for index in self._left if index not in set(self.inherited.values())]
 
     def growth_bytes(self, size_of: Callable[[int], int] = int) -> int:
-        """What a step of the last cycle leaves more than it lets go, in blocks of `size_of` each; 0 or more."""
+        """Return the bytes by which a step of the last cycle grows memory, in blocks of `size_of`; 0 or more."""
         asked, taken = (
             sum(count(self.sizes[i]) for i in self._left) - sum(count(self.sizes[i]) for i in self._let_go)
             for count in (int, size_of)
@@ -75,13 +74,13 @@ class Events:
         return -(-max(asked, taken) // self._period) if asked > 0 else 0
 
     def last_step(self, cycle: int) -> int:
-        """The last step, from 1, of a cycle, from 1."""
+        """Return the last step of a cycle, both counted from 1."""
         return self._num_first + (cycle - 1) * self._period
 
     def step_at(self, cycle: int, num_events: int) -> int:
-        """The step, from 1, that a cycle has come to after so many events."""
+        """Return the step, counted from 1, that a cycle has reached after `num_events`."""
         end = self.last_step(cycle)
-        last = min(end, self.num_steps)  # what is repeated has the events of the last that was seen
+        last = min(end, self.num_steps)  # repeated steps have the events of the last one traced
         first = max(0, last - self._period)
         for step in range(first, last):
             if num_events <= self._num_events[step]:
@@ -90,17 +89,17 @@ class Events:
         return end
 
     def is_repetitive(self) -> bool:
-        """Whether the last cycle allocates the same sizes as the one before; of two, nobody knows."""
+        """Return whether the last cycle allocates the same sizes as the one before; True if there are only two."""
         if len(self.cycles) < 3:
             return True
         before, last = (Counter(self.sizes[i] for i, is_birth in cycle if is_birth) for cycle in self.cycles[-2:])
         return before == last
 
     def _inherited(self) -> dict[int, int]:
-        """What the last cycle is left with and lets go → what it leaves in its place, when it is repeated.
+        """Map what the last cycle frees but did not allocate to what takes its place when the cycle repeats.
 
-        Paired by size, in order of birth: the gradients of one step are those of the next. What then is over, in
-        order of birth alone.
+        Matches by size in order of allocation, because the gradients of one step replace those of the previous one.
+        The rest is matched by order alone.
         """
         left: dict[int, deque[int]] = defaultdict(deque)
         for index in self._left:
@@ -111,9 +110,9 @@ class Events:
 
 
 def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = True) -> Replay:
-    """The build, every traced cycle, and the last one again until the heap has settled.
+    """Replay the build, every traced cycle, and the last one again until the memory is stable.
 
-    Without `rounds`, as on a CPU: each request is its own size, and nothing is kept.
+    Without `rounds`, as on a CPU, blocks have exactly the requested size and nothing stays reserved.
     """
     heap: Any = Allocator(capacity_bytes) if rounds else _Plain()
     player = _Player(events, heap)
@@ -134,7 +133,7 @@ def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = Tru
         peaks.append((*player.play(number + 1), number + 1))
     except OutOfMemory as error:
         return Replay(heap.peak_allocated_bytes, heap.peak_reserved_bytes, (0, 0), None, error, heap.num_retries)
-    # A cycle that is not like the one before it may have its peak where another has not.
+    # Cycles that differ from each other may have different peaks.
     steady = peaks[-1:] if events.is_repetitive() else [*peaks[1:num_traced], peaks[-1]]
     peak, place, number = max(steady, key=lambda found: found[0])
     settled = None if events.growth_bytes() or settles_at is None else events.last_step(settles_at)
@@ -142,7 +141,7 @@ def replay(events: Events, capacity_bytes: int | None = None, rounds: bool = Tru
 
 
 def live_at_peak(events: Events, found: Replay, rounds: bool = True) -> list[tuple[int, int]]:
-    """What is live at the peak of a replay that nothing limited: index of each allocation, bytes of its block."""
+    """Return the index and block bytes of each allocation that is live at the peak of an unlimited replay."""
     player = _Player(events, Allocator() if rounds else _Plain())
     last, place = found.peak_at
     for number in range(last):
@@ -152,16 +151,16 @@ def live_at_peak(events: Events, found: Replay, rounds: bool = True) -> list[tup
 
 
 class _Player:
-    """Plays cycles to a heap, and knows which allocation has which block."""
+    """Replays cycles into an allocator, and tracks the block of each allocation."""
 
     def __init__(self, events: Events, heap: Any) -> None:
         self._events, self._heap = events, heap
         self.blocks: dict[int, Block] = {}
         self.leaked: list[tuple[int, Block]] = []
-        """Of earlier cycles, for ever."""
+        """From earlier cycles, and never freed."""
 
     def play(self, number: int, num_events: int | None = None) -> tuple[int, int]:
-        """The most allocated in a cycle, and how many of its events it takes; 0 is the build."""
+        """Return the peak of a cycle, and the number of its events up to the peak. Cycle 0 is the build."""
         events, heap, blocks = self._events, self._heap, self.blocks
         if number > len(events.cycles):
             self._hand_over()
@@ -177,19 +176,19 @@ class _Player:
         return peak, place
 
     def _hand_over(self) -> None:
-        """Before the last cycle is repeated: what it left is what it will find."""
+        """Prepare to repeat the last cycle: rename what it left to what it expects to find."""
         blocks, events = self.blocks, self._events
         blocks |= {old: blocks.pop(new) for old, new in events.inherited.items() if new in blocks}
         over = [(index, blocks.pop(index)) for index in events.without_heir if index in blocks]
         if events.growth_bytes():
             self.leaked += over
             return
-        for _, block in over:  # in place of something larger that is gone
+        for _, block in over:  # these replace something larger that was freed
             self._heap.free(block)
 
 
 class _Plain:
-    """An allocator that hands out what is asked for."""
+    """An allocator whose blocks have exactly the requested size."""
 
     def __init__(self) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = self.num_retries = 0

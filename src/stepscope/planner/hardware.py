@@ -1,4 +1,4 @@
-"""What of a device decides how much memory its kernels and libraries take, and how much there is."""
+"""The properties of a device that decide how much memory kernels and libraries use, and how much there is."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from stepscope.devices.peaks import Device
 
 MIB = 1 << 20
 CONTEXT_BYTES = 600 * MIB
-"""What a process has on the device before its first tensor: the context and its loaded kernels; about, on an H200."""
+"""Used by a process before its first tensor, for the context and loaded kernels; approximate, measured on an H200."""
 LEAST_VISIBLE_SHARE, MOST_VISIBLE_SHARE = 0.90, 0.992
-"""Of the nominal memory, what a process can see where the table does not say: 14.56 of 16 GiB on a T4, whose error
-correction takes its part; 31.73 of 32 GiB on a V100."""
+"""The share of the nominal memory that a process sees, for devices without an entry in the table: 14.56 of 16 GiB on
+a T4, where error correction uses a part; 31.73 of 32 GiB on a V100."""
 THREADS_PER_PROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-"""Of compute capabilities that have not 2048."""
+"""For compute capabilities where it is not 2048."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Hardware:
 
     @property
     def workspace_bytes(self) -> int:
-        """What PyTorch gives cuBLAS to work in, for each handle and stream."""
+        """The workspace that PyTorch gives cuBLAS, per handle and stream."""
         return 32 * MIB if self.compute_capability >= (9, 0) else 8_519_680
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """The kind of a device of the table; None where it is not known, or not NVIDIA's."""
+    """Return the hardware of a known device, or None if it is unknown or not from NVIDIA."""
     if device.compute_capability is None or device.num_processors is None:
         return None
     return Hardware(device.compute_capability, device.num_processors)
 
 
 def usable_bytes(device: Device) -> tuple[int, int]:
-    """Memory that tensors can have on a device that nobody else uses: at the least, and at the most."""
+    """Return the least and the most memory that tensors can use on an otherwise idle device."""
     visible = device.visible_bytes
     least = int(device.memory_bytes * LEAST_VISIBLE_SHARE) if visible is None else visible
     most = int(device.memory_bytes * MOST_VISIBLE_SHARE) if visible is None else visible

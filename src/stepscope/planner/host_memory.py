@@ -1,4 +1,4 @@
-"""What a plan must say of the host's memory: how much `save_on_cpu` keeps there."""
+"""Counts how much host memory `save_on_cpu` uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def patch(note: Callable[[str], None]) -> Any:
-    """A patch of `torch.autograd.graph.save_on_cpu`; `note` is told how much is on the host whenever it is more."""
+    """Return a patch of `torch.autograd.graph.save_on_cpu` that calls `note` whenever its host memory peaks."""
     original = torch.autograd.graph.save_on_cpu.__init__
     live_bytes = most_bytes = 0
 
@@ -22,7 +22,7 @@ def patch(note: Callable[[str], None]) -> Any:
         live_bytes += num_bytes
         if live_bytes > most_bytes:
             most_bytes = live_bytes
-            note(f"keeps {most_bytes / MIB:,.1f} MiB at most on the host, which must have them besides")
+            note(f"keeps up to {most_bytes / MIB:,.1f} MiB in host memory, in addition to the device's")
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What CUDA's kernels take and give back inside one op, where no dispatch mode sees it."""
+"""Scratch memory that CUDA kernels allocate inside an op, where a dispatch mode cannot see it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,23 @@ from stepscope.planner.reduction import buffer_bytes
 
 aten = torch.ops.aten
 WIDE = {torch.float64: 8, torch.complex64: 8, torch.complex128: 16}
-"""Bytes of the accumulator of a sum; 4 for other floating-point dtypes, 8 for whole numbers."""
-LIGHT_WORKSPACE_BYTES = 1 << 20
-"""Of cuBLASLt, which adds a bias in the same kernel."""
-ROWS_PER_THREAD = 10
-"""Of a segment of equal indices in the backward of an embedding."""
-LONGEST_TRANSFORM = 32768
-"""So many points of a Fourier transform one kernel of cuFFT handles, without a workspace."""
-LARGEST_FACTOR = 127
-"""Of a length that cuFFT transforms step by step."""
-LONGEST_SMALL_SORT = 4096
-"""Rows up to this are sorted where they are."""
-FEW_INDICES = 3072
-"""So many the backward of an embedding handles without sorting."""
+"""Bytes of the accumulator of a sum; 4 for other floating-point dtypes, 8 for integers."""
+LIGHT_WORKSPACE_BYTES = 1 << 20  # of cuBLASLt, which adds a bias in the same kernel
+ROWS_PER_THREAD = 10  # of a segment of equal indices in the backward of an embedding
+LONGEST_TRANSFORM = 32768  # that one cuFFT kernel handles without a workspace
+LARGEST_FACTOR = 127  # of a length that cuFFT transforms factor by factor
+LONGEST_SMALL_SORT = 4096  # rows up to this length are sorted in place
+FEW_INDICES = 3072  # that the backward of an embedding handles without sorting
 
 
 def temporary_bytes(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[list[int]]:
-    """The sizes in the order they are asked for, those together that are there together; given back before the next.
+    """Return groups of sizes in the order of allocation. A group is allocated together and freed before the next.
 
-    An op that is not known to take any has no sizes.
+    Empty for ops without known scratch memory.
     """
     out = kwargs.get("out")
     if isinstance(out, Tensor) and torch.Tag.pointwise in func.tags and out.dtype is not args[0].dtype:
-        return [[out.numel() * args[0].element_size()]]  # computed in the input's dtype, then converted
+        return [[out.numel() * args[0].element_size()]]  # computed in the input's dtype and then converted
     if func in _ATTENTION:
         return attention.workspace_bytes(func, args[1], args[2], hardware.num_processors)
     rule = _RULES.get(func)
@@ -44,7 +38,7 @@ def temporary_bytes(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> li
 
 
 def kept_workspaces(func: Any, args: Any, hardware: Hardware) -> dict[str, int]:
-    """Library → bytes that its handle takes at its first call, and keeps."""
+    """Return, by library, the bytes that its handle allocates at its first call and keeps."""
     if func not in GEMMS:
         return {}
     has_bias = func is aten.addmm.default and args[0].dim() == 1
@@ -52,7 +46,7 @@ def kept_workspaces(func: Any, args: Any, hardware: Hardware) -> dict[str, int]:
 
 
 def hidden(func: Any, args: Any = (), is_cpu: bool = False) -> str | None:
-    """Why a plan does not know all that an op takes on a CUDA device, or on a CPU; None where it does.
+    """Return why an op's memory on a CUDA device, or on a CPU, is not fully known; None if it is.
 
     >>> hidden(aten.convolution.default)
     "cuDNN's workspace is not counted"
@@ -65,9 +59,9 @@ def hidden(func: Any, args: Any = (), is_cpu: bool = False) -> str | None:
 
 
 def unknown_bytes(func: Any, args: Any, out: Any) -> int:
-    """What a verdict should allow an op whose library works in memory that nobody knows before it runs.
+    """Return the bytes that a verdict should allow for an op whose library chooses its workspace at run time.
 
-    cuDNN takes what it finds fastest: copies of all tensors in another layout, often, and less where there is less.
+    cuDNN uses what is fastest: often copies of all tensors in another layout, and less if less memory is free.
     """
     if func not in CONVOLUTIONS:
         return 0
@@ -76,7 +70,7 @@ def unknown_bytes(func: Any, args: Any, out: Any) -> int:
 
 
 def _is_smooth(length: int) -> bool:
-    """Whether no prime factor is so large that cuFFT takes a way of its own."""
+    """Return whether cuFFT can transform a length factor by factor."""
     for factor in (2, *range(3, LARGEST_FACTOR + 1, 2)):
         while length > 1 and length % factor == 0:
             length //= factor
@@ -85,15 +79,15 @@ def _is_smooth(length: int) -> bool:
 
 _HIDDEN = {
     "convolution": "cuDNN's workspace is not counted",
-    "mkldnn": "an op of CPUs: what a CUDA device takes in its place is not counted",
-    "_thnn_fused": "an op of CPUs: what a CUDA device takes in its place is not counted",
-    "flex_attention": "what its kernels take inside is not counted",
+    "mkldnn": "this is a CPU op: the memory of the CUDA op that replaces it is not counted",
+    "_thnn_fused": "this is a CPU op: the memory of the CUDA op that replaces it is not counted",
+    "flex_attention": "the scratch memory of its kernels is not counted",
     "ctc_loss": "cuDNN's workspace is not counted",
 }
 """By a part of the op's name."""
 _HIDDEN_ON_CPU = {
     "convolution": "oneDNN's workspace is not counted",
-    "mkldnn_rnn_layer": "oneDNN's workspace is not counted, some 15 times the output, kept for the backward",
+    "mkldnn_rnn_layer": "oneDNN's workspace is not counted: about 15 times the output, kept for backward",
 }
 
 
@@ -103,7 +97,7 @@ def _reduction(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[in
     if isinstance(dims, int):
         dims = [dims]
     reduced = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
-    # In memory order, neighbors of one kind as one: what is left is what the kernel works on.
+    # Merge neighbors of one kind in memory order: these are the dimensions that the kernel works on.
     order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -tensor.stride(d))
     kinds = [dim in reduced for dim in order]
     runs = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
@@ -131,49 +125,40 @@ def _embedding_backward(func: Any, args: Any, kwargs: Any, hardware: Hardware) -
         return []
     segments = min(number, num_weights)
     partials = number // ROWS_PER_THREAD + segments
-    sort = 8 * number  # indices, their order, both once more while they are sorted, and where segments begin
+    sort = 8 * number  # indices, their order, sorted copies of both, and where segments begin
     return [sort, sort, sort, sort, sort, 8 * partials, 4 * partials * (-(-width // 32) * 32)]
 
 
 def _converted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """A scan over another dtype than it gives converts its input first."""
+    """A scan with a different output dtype first converts its input."""
     tensor: Tensor = args[0]
     wanted = kwargs.get("dtype") or (tensor.dtype if tensor.is_floating_point() else torch.int64)
     return [] if wanted is tensor.dtype else [tensor.numel() * wanted.itemsize]
 
 
-def _exponentials(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """logsumexp is made of ops that are not dispatched: x − max(x), its exponentials in place, their sum."""
-    tensor: Tensor = args[0]
-    return [tensor.numel() * tensor.element_size()]
-
-
-def _cloned(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """A transform back to real numbers overwrites its input, and is given a copy."""
+def _copied(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
+    """logsumexp computes exp(x − max(x)) in a copy. A transform to real numbers overwrites a copy of its input."""
     tensor: Tensor = args[0]
     return [tensor.numel() * tensor.element_size()]
 
 
 def _weighted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """The gradient times the softmax, before its sum is taken off."""
+    """The gradient times the softmax, before its sum is subtracted."""
     return [args[0].numel() * max(args[0].element_size(), args[1].element_size())]
 
 
 def _transform(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """Beyond what one kernel transforms, cuFFT works in as much as the spectrum takes."""
+    """Beyond what one kernel transforms, cuFFT uses as much memory as the spectrum."""
     tensor, [*_, dim] = args[:2]
     length = tensor.shape[dim]
     if length <= LONGEST_TRANSFORM:
         return []
-    return [tensor.numel() // length * (length if tensor.is_complex() else length // 2 + 1) * _complex_bytes(tensor)]
-
-
-def _complex_bytes(tensor: Tensor) -> int:
-    return int(tensor.element_size() * (1 if tensor.is_complex() else 2))
+    complex_bytes = tensor.element_size() * (1 if tensor.is_complex() else 2)
+    return [tensor.numel() // length * (length if tensor.is_complex() else length // 2 + 1) * complex_bytes]
 
 
 def _put(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """Values are added up in the order of their places: places, their order, both sorted, and both to sort in."""
+    """Accumulates in sorted order: indices, their order, sorted copies of both, and buffers for the sort."""
     indices, accumulates = [index for index in args[1] if index is not None], len(args) > 3 and args[3]
     if not accumulates or not indices:
         return []
@@ -181,7 +166,7 @@ def _put(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
 
 
 def _sort(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """Long rows are sorted digit by digit: places, and numbers and places once more."""
+    """Radix sort of long rows: indices, and second buffers for values and indices."""
     tensor: Tensor = args[0]
     dim = kwargs.get("dim", args[-2] if len(args) > 2 else -1)
     if tensor.dim() == 0 or tensor.shape[dim] <= LONGEST_SMALL_SORT:
@@ -190,7 +175,7 @@ def _sort(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
 
 
 def _products(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """Copies of matrices that lie in memory as the library cannot read them."""
+    """Copies of matrices whose layout the library cannot read."""
     matrices = [value for value in args if isinstance(value, Tensor)][-2:]
     return [matrix.numel() * matrix.element_size() for matrix in matrices if not _is_readable(matrix)]
 
@@ -214,8 +199,7 @@ _RULES: dict[Any, Callable[[Any, Any, Any, Hardware], list[int]]] = {
     **dict.fromkeys((aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default), _reduction),
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _converted),
     **dict.fromkeys(GEMMS, _products),
-    aten.logsumexp.default: _exponentials,
-    aten._fft_c2r.default: _cloned,
+    **dict.fromkeys((aten.logsumexp.default, aten._fft_c2r.default), _copied),
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._softmax_backward_data.default: _weighted,
     **dict.fromkeys(TRANSFORMS, _transform),

@@ -1,4 +1,4 @@
-"""The largest batch or the longest sequence that fits, with few predictions."""
+"""Finds the largest batch or longest sequence that fits, with few predictions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from stepscope.errors import UsageError
 from stepscope.planner.prediction import FITS, GROWS, MARGIN, NOT_KNOWN, Prediction
 from stepscope.sweep.tuning.largest_passing import HIGHEST, largest
 
-MANY_VALUES = 5
-"""So many that all need the same: the knob does not matter."""
+MANY_VALUES = 5  # if so many values need the same memory, the knob has no effect
 MOST_GUESSES = 8
-FINE = 128
-"""A guess is good when the next is no further than one part in so many."""
+FINE = 128  # a guess is good if the next one differs by at most 1/FINE
 
 
 _PLAN = str(Path(__file__).parent)
-_VERBS = str(Path(_PLAN).parent / "cli")
+_USERS_CODE = str(Path(_PLAN).parent / "workloads" / "users_code.py")
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(contextlib.__file__).parent)
 
 
 class _ChangesNothing(Exception):
-    """A search that would never end."""
+    """The search would never end."""
 
 
 class Search:
-    """Predictions of one point with one knob at any value; `predict` is asked once for each."""
+    """Caches predictions of one point at different values of one knob. `predict` is called once per value."""
 
     def __init__(self, knob: str, predict: Callable[[int], Prediction]) -> None:
         self._knob, self._predict = knob, predict
@@ -40,21 +38,21 @@ class Search:
         self._refused: dict[int, str] = {}
 
     def run(self, start: int) -> tuple[int | None, str | None]:
-        """The largest value that fits, 0 where not even 1 does; and what bounds it, where that is not the memory."""
+        """Return the largest value that fits (0 if 1 does not), and what limits it if it is not memory."""
         first = self._look(start)
         if first is None or first.usable_bytes is None:
-            return None, self._refused.get(start, "a CPU's memory is whatever the machine has")
+            return None, self._refused.get(start, "a CPU has no fixed memory limit")
         if first.fits == GROWS:
-            return None, "it grows with every step: nothing fits for long"
+            return None, "memory grows with every step, so no value fits for long"
         if first.fits == NOT_KNOWN:
-            return None, "an optimizer never stepped: what its state takes is not known"
+            return None, "an optimizer never stepped, so the size of its state is unknown"
         try:
             guess = self._guess(start, int(first.usable_bytes * (1 - MARGIN)))
             value = largest(self._fits, guess or start, guess and max(1, guess // FINE))
         except _ChangesNothing:
-            return None, f"{self._knob} changes nothing in what a step needs"
+            return None, f"{self._knob} does not change the memory of a step"
         if value >= HIGHEST:
-            return value, "no larger one was tried"
+            return value, "no larger value was tried"
         too_large = [tried for tried in self._seen if tried > value]
         lowest = min(too_large)
         why = self._refused.get(lowest)
@@ -78,9 +76,9 @@ class Search:
         return self._seen[value]
 
     def _guess(self, start: int, room_bytes: int) -> int | None:
-        """About where what is allocated fills the room, by the parabola through the last three values, and again.
+        """Return about where allocated memory fills the room, from parabolas through the last three values.
 
-        Attention needs memory by the square of the length. What fits is somewhat less. None: nobody knows.
+        Attention's memory grows with the square of the length. What fits is somewhat less. None if unknown.
         """
         points: list[tuple[int, int]] = []
         value = start
@@ -99,9 +97,9 @@ class Search:
 
 
 def _is_programs_own(error: UsageError) -> bool:
-    """Whether the program, or an op that it called, refuses a size: what the plan cannot do is nobody's limit.
+    """Return whether the program or one of its ops rejects a size, and not the planner.
 
-    An exception of the program is said in one line by then, and is the context of this one.
+    By then the program's exception has been summarized in one line, and is the context of this one.
     """
     trace = (error.__context__ or error).__traceback__
     files = [frame.f_code.co_filename for frame, _ in walk_tb(trace)]
@@ -110,11 +108,11 @@ def _is_programs_own(error: UsageError) -> bool:
 
 def _is_machinery(file: str) -> bool:
     is_library = file.startswith(_LIBRARY) and "site-packages" not in file
-    return is_library or file.startswith((_PLAN, _VERBS, _TORCH))
+    return is_library or file.startswith((_PLAN, _USERS_CODE, _TORCH))
 
 
 def _crossing(points: list[tuple[int, int]], wanted: int) -> int | None:
-    """Where the parabola through three points reaches a height; None where it does not rise there."""
+    """Return where the parabola through three points reaches a height, or None if it does not rise there."""
     (x0, y0), (x1, y1), (x2, y2) = points
     if len({x0, x1, x2}) < 3:
         return None

@@ -1,4 +1,4 @@
-"""The least time that a step can take on a device: its FLOPs at the peak rate, what must move at full bandwidth."""
+"""The least time of a step on a device: its FLOPs at the peak rate, or its required bytes at full bandwidth."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from stepscope.recorder.clock import BACKWARD, OPTIMIZER
 from stepscope.recorder.environment import allows_tf32, products_in_tf32
 
 _NO_SLOWER = {"fp64": "fp32", "bf16": "fp16"}
-"""A dtype whose products no device multiplies slower, where it has no peak for the first."""
+"""A dtype that every device multiplies at least as fast, used if the first has no peak in the table."""
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """The least time that a step can take on a device, whatever its kernels do."""
+    """The least time that a step can take on a device, regardless of its kernels."""
 
     ms: float
     compute_ms: float
-    """All counted FLOPs at the dense peak of their dtype."""
+    """All counted FLOPs at the dense peak rate of their dtype."""
     bandwidth_ms: float
     """`bytes` at the device's bandwidth."""
     binds: str
-    """`compute` or `bandwidth`, whichever is more."""
+    """`compute` or `bandwidth`, whichever takes longer."""
     bytes: int
-    """What must move: see `moved_bytes`."""
+    """The bytes that must be moved: see `moved_bytes`."""
 
 
 def lower_bound(traced: Traced, device: Device, run: Mapping[str, Any]) -> tuple[LowerBound, list[str]]:
-    """The bound, and what was taken in place of peaks that the table does not have."""
+    """Return the bound, and notes on peaks that are missing from the table."""
     seconds = 0.0
     notes: dict[str, None] = {}
     for entry in traced.flops["by_op"]:
@@ -45,7 +45,7 @@ def lower_bound(traced: Traced, device: Device, run: Mapping[str, Any]) -> tuple
             other = _NO_SLOWER.get(dtype)
             rate = device.peak_flops.get(other or "") or max(device.peak_flops.values())
             instead = f"{other}'s peak" if other in device.peak_flops else "its highest peak"
-            notes.setdefault(f"the table has no {dtype} peak of {device.name}: the least time takes {instead}")
+            notes.setdefault(f"the table has no {dtype} peak for {device.name}: the least time uses {instead}")
         seconds += entry["flops"] / rate
     num_bytes = moved_bytes(traced)
     compute_ms, bandwidth_ms = seconds * 1e3, num_bytes / device.bandwidth_bytes_per_s * 1e3
@@ -54,18 +54,18 @@ def lower_bound(traced: Traced, device: Device, run: Mapping[str, Any]) -> tuple
 
 
 def moved_bytes(traced: Traced) -> int:
-    """Bytes that the last step reads and writes at the least, each once a phase.
+    """Return the bytes that the last step must read and write, each once per phase.
 
-    The forward reads the weights that it multiplies by or adds (of a table, some rows: not counted). A backward
-    writes gradients, and reads activations that the forward wrote. An optimizer reads gradients, reads and writes
+    The forward reads the weights that it multiplies by or adds (rows of an embedding are not counted). Backward
+    writes gradients, and reads activations that the forward wrote. An optimizer reads gradients, and reads and writes
     the weights that have one, and its state.
     """
     begin = traced.step_begins[-2]
     phases = {stage["name"] for stage in traced.memory["stages"] if stage["event"] >= begin}
     held = {"parameter": 0, "gradient": 0, "optimizer_state": 0, "activation": 0}
     for entry in traced.memory["allocations"]:
-        # What dies in this step and is not of it belongs to the step before: its gradients. An activation that
-        # is not of it is one that somebody forgot.
+        # Gradients freed in this step but made before it belong to the previous step. Activations made before it are
+        # leaked.
         is_new = entry["born"] is not None and entry["born"] >= begin
         is_ours = is_new or (entry["died"] is None and entry["owner"] != "activation")
         if is_ours and entry["owner"] in held:
@@ -81,7 +81,7 @@ def moved_bytes(traced: Traced) -> int:
 
 
 def _may_be_tf32(op: str, traced: Traced, run: Mapping[str, Any]) -> bool:
-    """Whether a product of float32 numbers may be done in TF32: as the point says, or the program itself."""
+    """Return whether a float32 product may run in TF32, according to the point or to the program's settings."""
     if not traced.is_whole_step:
         return bool(run["dtype"] == "tf32")
     if "convolution" in op:

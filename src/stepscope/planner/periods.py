@@ -1,4 +1,4 @@
-"""How many calls of a step repeat: a program may let its optimizer step in every fourth only."""
+"""Finds how many calls of a step form a cycle: a program may run its optimizer only every fourth call."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-FEWEST_CALLS = 3
-"""The first makes the optimizer's state; whether the third is like the second."""
-MOST_CALLS = 16
-"""In which every optimizer must step, and in which a repetition is looked for."""
+FEWEST_CALLS = 3  # the first creates the optimizer's state, and the third shows whether the second repeats
+MOST_CALLS = 16  # in which every optimizer must step, and in which a repetition is looked for
 
 
 class Call(NamedTuple):
-    """One call of a step, as far as two can be alike."""
+    """One call of a step, as far as it is compared with others."""
 
     sizes: Counter[int]
-    """Of what it allocates."""
+    """Of its allocations."""
     stepped: frozenset[int]
-    """The groups of parameters that an optimizer stepped, by identity."""
+    """The ids of the parameter groups that an optimizer stepped."""
 
 
 def are_enough(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> bool:
-    """Whether no more calls are needed to tell what follows; each optimizer is the groups that it has.
+    """Return whether the calls suffice to predict what follows. Each optimizer is given as its parameter groups.
 
-    Where they do not repeat in `MOST_CALLS`, enough for all optimizers to have stepped twice.
+    Without a repetition within `MOST_CALLS`, they suffice when all optimizers have stepped twice.
     """
     if len(calls) < FEWEST_CALLS:
         return False
@@ -35,7 +33,7 @@ def are_enough(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -
 
 
 def cycle(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> tuple[int, int]:
-    """How many of the calls to look at, and how many at their end are one cycle; idle optimizers have no say.
+    """Return how many calls to use, and how many at their end are one cycle. Idle optimizers are ignored.
 
     >>> one, four = Call(Counter(), frozenset()), Call(Counter(), frozenset({1}))
     >>> cycle([one, one, one, four, one, one, one, four], [{1}])
@@ -50,12 +48,12 @@ def cycle(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> tup
 
 
 def is_idle(groups: Collection[int], calls: Sequence[Call]) -> bool:
-    """Whether none of an optimizer's groups was stepped in these calls."""
+    """Return whether none of an optimizer's groups was stepped in these calls."""
     return not any(call.stepped.intersection(groups) for call in calls)
 
 
 def _repeating(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> int | None:
-    """The least number of calls at the end that are as those before them, with a step of every optimizer."""
+    """Return the smallest number of final calls that equal those before them and step every optimizer."""
     for length in range(1, len(calls) // 2 + 1):
         last = calls[-length:]
         if last == calls[-2 * length : -length] and not any(is_idle(groups, last) for groups in optimizers):
@@ -64,7 +62,7 @@ def _repeating(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -
 
 
 def _rounds(calls: Sequence[Call], optimizers: Collection[Collection[int]]) -> list[int]:
-    """After how many calls every optimizer has stepped, once, twice, …"""
+    """Return the numbers of calls after which every optimizer has stepped once, twice, …"""
     ends: list[int] = []
     begin = 0
     for end in range(1, len(calls) + 1):

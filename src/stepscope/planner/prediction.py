@@ -1,4 +1,4 @@
-"""What a training step will need on a device, told without one."""
+"""Predicts what a training step needs on a device, without that device."""
 
 from __future__ import annotations
 
@@ -15,70 +15,66 @@ from stepscope.planner.emulation.dataless import DataNeeded
 from stepscope.planner.hardware import Hardware, hardware_of, usable_bytes
 from stepscope.planner.least_time import LowerBound, lower_bound
 from stepscope.planner.tracing import Traced, trace
+from stepscope.recorder.ledger.storages import Allocation
 from stepscope.sweep.grid import Point
 from stepscope.sweep.prepare import CannotRun
 from stepscope.workloads.workload import Workload
 
 FITS, TOO_LARGE, TOO_CLOSE, GROWS, NOT_KNOWN = "fits", "does not fit", "too close to call", "grows", "not known"
-MARGIN = 0.02
-"""A verdict must hold with this share of the memory less, and more."""
+MARGIN = 0.02  # a verdict must hold with this share less, and with this share more memory
 LONG_RUN_STEPS = 100_000
-"""What grows by less than the margin in so many steps, such as a list of losses, is no matter for a verdict."""
-MOST_TRACES = 32
-"""That a planner keeps."""
+"""Growth below the margin over this many steps, as from a list of losses, does not affect a verdict."""
+MOST_TRACES = 32  # that a planner keeps
 ROUNDING = "allocator_rounding"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One point on one device; JSON with `to_json`."""
+    """One point on one device."""
 
     device: str
-    """Its exact name, or `cpu`."""
+    """The device's exact name, or `cpu`."""
     parameters: int
     flops: int
-    """Of one step, counted op by op; see `unmodelled` for what had no formula."""
+    """Of one step, counted op by op. `unmodelled` lists ops without a formula."""
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
     """None on a CPU."""
     live_at_peak: Mapping[str, int]
-    """Bytes by owner, and what the allocator adds by rounding; they add up to `peak_allocated_bytes`."""
+    """Bytes by owner, plus the allocator's rounding. They sum to `peak_allocated_bytes`."""
     live_at_peak_by_module: Mapping[str, int]
-    """The same bytes by module; what belongs to none under an empty name."""
+    """The same bytes by module. An empty name stands for no module."""
     peak_step: int
-    """The step that the peaks are of: where nothing grows, one like all that follow."""
+    """The step of the peaks. If nothing grows, all later steps are like it."""
     growth_bytes_per_step: int
-    """What every step leaves behind; 0 where memory settles."""
+    """What every step leaves behind; 0 if memory is stable."""
     settles_at_step: int | None
-    """From this step on, no step reserves more than the one before; None where memory grows."""
+    """The first step after which no step reserves more; None if memory grows."""
     usable_bytes: int | None
-    """What tensors can have on the device at the least; None on a CPU."""
+    """The least memory that tensors can use on the device; None on a CPU."""
     fits: str | None
-    """`fits`, `does not fit`, `too close to call`, `grows`: no step is the last that fits, or `not known`: an
-    optimizer never stepped; None on a CPU."""
+    """`fits`, `does not fit`, `too close to call`, `grows` (with every step), or `not known` (an optimizer never
+    stepped); None on a CPU."""
     num_retries: int
-    """How often the allocator has to give unused memory back for it to fit."""
+    """How often the allocator must release unused memory to make it fit."""
     lower_bound: LowerBound | None
     tokens_per_s: float | None
-    """The most that the lower bound allows."""
+    """The highest throughput that the lower bound allows."""
     unmodelled: tuple[str, ...]
-    """Ops and effects that are not accounted for."""
+    """Ops and effects that the prediction does not include."""
     is_whole_step: bool = False
-    """A step of the user's own loop: how it runs is its own affair, and no knob of the point."""
+    """Whether it is a step of the user's own loop, which ignores the point's knobs."""
     fsdp: int | None = None
-    """All of this is one rank's of so many; None without FSDP2."""
+    """The number of ranks with FSDP2: all values are those of one rank."""
     error_bar: float | None = None
-    """Share of the peak, either way, where the plan is an approximation by design."""
+    """Relative error of the peak in either direction, if the plan is an approximation."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Planner:
-    """Predicts points of one workload; what two predictions have in common is done once.
-
-    With `fsdp`, each prediction is of one rank of so many.
-    """
+    """Predicts points of one workload and shares their common work. With `fsdp`, predicts one rank of that many."""
 
     def __init__(self, workload: Workload[Any], fsdp: int | None = None) -> None:
         self._workload = workload
@@ -86,10 +82,10 @@ class Planner:
         self._traced: dict[tuple[Any, ...], Traced] = {}
 
     def predict(self, point: Point, device: Device | None) -> Prediction:
-        """The point on a device; without one, on a CPU."""
+        """Return the prediction for a point on a device; without a device, on a CPU."""
         hardware = None if device is None else hardware_of(device)
         if device is not None and hardware is None:
-            raise UsageError(f"{device.name}: plans know NVIDIA's devices only")
+            raise UsageError(f"{device.name}: only NVIDIA devices can be planned")
         traced = self._trace(point, hardware, device)
         events = Events(traced.memory["allocations"], traced.step_begins, traced.period)
         rounds = hardware is not None
@@ -126,7 +122,7 @@ class Planner:
         )
 
     def _trace(self, point: Point, hardware: Hardware | None, device: Device | None) -> Traced:
-        # A program of the user's own may ask for the device's name or memory.
+        # A user's own program may ask for the device's name or memory.
         asked = device.name if device is not None and ".py:" in point.workload else None
         key = (tuple(sorted(point.config.items())), tuple(sorted(point.run.items())), hardware, asked)
         if key not in self._traced:
@@ -139,8 +135,8 @@ class Planner:
                 raise UsageError(f"{point.workload}: {error}") from None
             except DataNeeded as error:
                 raise UsageError(
-                    f"{point.workload}: the program asks for {error}, and a plan has no data: build it so that "
-                    "sizes do not depend on values, or measure it with stepscope bench"
+                    f"{point.workload}: the program needs {error}, and a plan has no data. Make sizes independent of "
+                    "values, or measure with stepscope bench"
                 ) from None
             while len(self._traced) > MOST_TRACES:
                 self._traced.pop(next(iter(self._traced)))
@@ -151,7 +147,7 @@ class Planner:
 
 
 def _verdict(events: Events, free: Replay, usable: tuple[int, int], margin: float) -> tuple[str, int]:
-    """Whether it fits with a margin both ways, and how often memory must be given back for it."""
+    """Return whether it fits with a margin in both directions, and how often memory must be released for it."""
     least, most = int(usable[0] * (1 - margin)), int(usable[1] * (1 + margin))
     if free.peak_reserved_bytes <= least:
         verdict, retries = FITS, 0
@@ -166,9 +162,9 @@ def _verdict(events: Events, free: Replay, usable: tuple[int, int], margin: floa
 
 
 def _live(
-    allocations: Sequence[Mapping[str, Any]], live: Sequence[tuple[int, int]]
+    allocations: Sequence[Allocation], live: Sequence[tuple[int, int]]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the live blocks by owner and by module."""
+    """Return the bytes of the live blocks by owner and by module."""
     owners: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for index, block_bytes in live:
@@ -184,11 +180,11 @@ def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:
     found += [f"{op}: {why}" for op, why in traced.unseen.items()]
     if traced.unknown_bytes:
         found.append(
-            f"the verdict allows {traced.unknown_bytes / 2**20:,.1f} MiB for cuDNN's workspace, as much as the "
-            "tensors of the largest convolution"
+            f"the verdict reserves {traced.unknown_bytes / 2**20:,.1f} MiB for cuDNN's workspace, the size of the "
+            "largest convolution's tensors"
         )
     if traced.flops["error"]:
-        found.append(f"FLOPs are those until this happened, and the least time follows them: {traced.flops['error']}")
+        found.append(f"FLOPs and the least time include only what ran before this error: {traced.flops['error']}")
     hidden = traced.flops["hidden_products"]
     found += [f"{op}: its FLOPs have no formula" for op in hidden]
     if point.run["dtype"] == "autocast_fp16":
@@ -196,18 +192,18 @@ def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:
     num_steps = events.num_steps
     if traced.period > 1:
         found.append(
-            f"the program is taken to repeat itself every {traced.period} steps: memory is that of all of them, time "
-            "and FLOPs are of the last"
+            f"the program is assumed to repeat every {traced.period} steps: memory covers all of them, time and "
+            "FLOPs only the last"
         )
     if traced.num_idle_optimizers:
         found.append(
-            f"{traced.num_idle_optimizers} of the program's optimizers never stepped in the {num_steps} steps that "
-            "ran: what its step and its state take is not counted, and whether it fits is not known; let the "
-            "function be a step that ends with the optimizer's"
+            f"{traced.num_idle_optimizers} of the program's optimizers never stepped in {num_steps} steps: the "
+            "memory of its step and state is not counted, so whether it fits is unknown. Use a step function "
+            "that ends with the optimizer's step"
         )
     if not events.is_repetitive():
         found.append(
-            f"the {num_steps} steps that ran do not repeat themselves: the last is taken for all that follow, and "
-            "the peak is that of any"
+            f"the {num_steps} steps that ran do not repeat: the last is assumed to repeat, and the peak is the "
+            "highest of all"
         )
     return found

@@ -1,7 +1,7 @@
-"""How PyTorch's CUDA reductions split their work, and the buffer they take where blocks must add up through memory.
+"""How PyTorch's CUDA reductions split their work, and the buffer they need if blocks combine results through memory.
 
-A sum over rows of [rows, columns] (the gradient of a bias) takes as much as the reduction's input: 139 MB for
-8192 × 2304 on an H200. The rules are those of ATen's Reduce.cuh: threads in a block, blocks for an output.
+A sum over rows of [rows, columns] (the gradient of a bias) can use as much as its input: 139 MB for 8192 × 2304 on an
+H200. The rules are those of ATen's Reduce.cuh: threads per block, blocks per output.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 MAX_THREADS = 512
 WARP = 32
 MIN_VALUES, MAX_VALUES = 16, 256
-"""Values that one thread sums: fewer are not worth another block, more are shared out."""
+"""Values summed by one thread: fewer do not justify another block, more are split."""
 
 
 def buffer_bytes(
@@ -23,9 +23,9 @@ def buffer_bytes(
     num_processors: int,
     threads_per_processor: int = 2048,
 ) -> tuple[int, int]:
-    """Bytes of a reduction's semaphores and of its buffer; (0, 0) where every output is one block's.
+    """Return the bytes of a reduction's semaphores and of its buffer; (0, 0) if each output is one block's.
 
-    `num_inputs` are reduced to each of `num_outputs`; `is_inner`: the reduced dimension is the fastest in memory;
+    `num_inputs` are reduced to each of `num_outputs`. `is_inner`: the reduced dimension is the fastest in memory.
     `is_dense`: the fastest dimension has stride 1.
 
     >>> buffer_bytes(num_outputs=2304, num_inputs=8192, is_inner=False, is_dense=True, num_dimensions=2,
@@ -42,7 +42,7 @@ def buffer_bytes(
         vector = next(size for size in (4, 2, 1) if first % size == 0)
         first //= vector
     most = MAX_THREADS // vector
-    first_power, second_power = (_last_power_of_two(size) if size < most else most for size in (first, second))
+    first_power, second_power = (1 << (max(1, min(size, most)).bit_length() - 1) for size in (first, second))
     height = min(second_power, most // min(first_power, WARP))
     width = min(first_power, most // height)
     inputs_step = outputs_step = 1
@@ -66,7 +66,3 @@ def buffer_bytes(
         return 0, 0
     size = accumulator_bytes * num_outputs * blocks
     return 4 * grid, size if is_inner else size * width * vector
-
-
-def _last_power_of_two(number: int) -> int:
-    return 1 << (max(1, number).bit_length() - 1)

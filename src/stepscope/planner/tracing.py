@@ -1,4 +1,4 @@
-"""Some steps of a workload without data: every storage's birth and death, what kernels take inside, the FLOPs."""
+"""Runs a few steps of a workload without data: every storage's lifetime, kernel scratch memory, and FLOPs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from stepscope.errors import UsageError
 from stepscope.planner import periods
 from stepscope.planner.compiled.gemm_padding import Padding
 from stepscope.planner.compiled.graphs import Compiler
-from stepscope.planner.emulation.cuda_dispatch import Manners
-from stepscope.planner.emulation.dataless import Ghost, Ghosts
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch
+from stepscope.planner.emulation.dataless import DatalessMode, PlannedTensor
 from stepscope.planner.hardware import Hardware, hardware_of
 from stepscope.planner.kernel_scratch import TRANSFORMS, hidden, kept_workspaces, temporary_bytes, unknown_bytes
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.nodes import backward_runs
-from stepscope.recorder.ledger.storages import TEMPORARY, WORKSPACE, Storages, storage_key
+from stepscope.recorder.ledger.storages import TEMPORARY, WORKSPACE, Allocation, Storages, storage_key
 from stepscope.sweep import prepare
 from stepscope.workloads.workload import Built, Value, Workload
 
@@ -33,38 +33,38 @@ if TYPE_CHECKING:
     from stepscope.planner.emulation.fsdp import Sharding
 
 NUM_STEPS = 2
-"""The first makes the optimizer's state; the second is like all that follow. Of a user's own loop, see `periods`."""
+"""The first step creates the optimizer's state, and the second repeats. For a user's own loop, see `periods`."""
 BUILD = "build"
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What a plan knows of a workload before any allocator."""
+    """What a plan knows about a workload before the allocator is simulated."""
 
     memory: Mapping[str, Any]
-    """As `memory.json.gz` has it, but from the build on."""
+    """In the format of `memory.json.gz`, but starting with the build."""
     step_begins: Sequence[int]
-    """The position of the first event of each step, and of the first after the last."""
+    """The position of the first event of each step, and of the first event after the last step."""
     period: int
-    """So many steps at the end are repeated from then on."""
+    """The number of steps at the end that repeat from then on."""
     flops: Mapping[str, Any]
-    """Of one step, as a recording has them."""
+    """Of one step, in the format of a recording."""
     num_parameters: int
     num_tokens: int | None
     assumed: Sequence[str]
-    """What was taken for granted where only data would tell."""
+    """Assumptions where only data could decide."""
     unseen: Mapping[str, str]
-    """Ops whose inner memory could not be told, and why."""
+    """Ops whose scratch memory is unknown, and why."""
     is_whole_step: bool = False
-    """A step of the user's own loop, of which nothing inside is known."""
+    """Whether it is a step of the user's own loop, with unknown contents."""
     error_bar: float | None = None
-    """Share of the peak, either way, where something is an approximation by design."""
+    """Relative error of the peak in either direction, if a part of the plan is an approximation."""
     num_idle_optimizers: int = 0
-    """Optimizers that are there and never stepped."""
+    """Optimizers that never stepped."""
     fsdp: int | None = None
-    """One rank of so many, with FSDP2."""
+    """The number of ranks, with FSDP2."""
     unknown_bytes: int = 0
-    """What a verdict should allow libraries that take what they find fastest."""
+    """Bytes that a verdict should allow for libraries that choose their workspace at run time."""
 
 
 def trace(
@@ -76,26 +76,24 @@ def trace(
     fsdp: int | None = None,
     planned: Device | None = None,
 ) -> Traced:
-    """The build and the first steps of a workload; without hardware, on a CPU; with `fsdp`, one rank of so many.
+    """Return the build and first steps of a workload; without hardware, on a CPU; with `fsdp`, for one of its ranks.
 
-    `planned` is what a program hears that asks for the device's name; without it, a device with this hardware.
+    `planned` is the device whose name the program sees; by default, a known device with this hardware.
     """
     device = "cpu" if hardware is None else "cuda"
     run = {**run, "device": device}
     recorder = _Recorder(hardware)
-    manners = Manners(
-        device, (9, 0) if hardware is None else hardware.compute_capability, planned or _device_with(hardware)
-    )
-    sharding = None if fsdp is None else _sharding(fsdp, run, manners.device, recorder)
-    mode = (
-        Ghosts(manners.device, manners.kernels, recorder.after_op)
-        if sharding is None
-        else sharding.ghosts(manners.kernels)
-    )
-    named = _device_with(hardware)
-    padding = None if named is None else Padding(named, run["dtype"] == "tf32")
+    known_device = next((known for known in known_devices() if hardware_of(known) == hardware), None)
+    capability = (9, 0) if hardware is None else hardware.compute_capability
+    dispatch = CudaDispatch(device, capability, planned or known_device)
+    sharding = None if fsdp is None else _sharding(fsdp, run, dispatch.device, recorder)
+    if sharding is None:
+        mode = DatalessMode(dispatch.device, dispatch.kernels, recorder.after_op)
+    else:
+        mode = sharding.dataless_mode(dispatch.kernels)
+    padding = None if known_device is None else Padding(known_device, run["dtype"] == "tf32")
     compiler = Compiler(hardware, mode, recorder.after_op, padding)
-    with manners, compiler, sharding or nullcontext(), ExitStack() as hooks:
+    with dispatch, compiler, sharding or nullcontext(), ExitStack() as hooks:
         hooks.callback(recorder.close)
         prepare.check_machine(run)
         recorder.begin([], [])
@@ -108,26 +106,26 @@ def trace(
         num_steps = num_steps or (NUM_STEPS if isinstance(built, Built) else None)
         begins = [recorder.storages.num_events]
         calls: list[periods.Call] = []
-        groups: list[list[int]] = []  # of each optimizer
+        groups: list[list[int]] = []  # per optimizer
         while len(calls) < num_steps if num_steps else not periods.are_enough(calls, groups):
             num_before = len(recorder.storages.allocations)
-            if len(calls) < periods.FEWEST_CALLS:  # nobody makes a model later, and looking for one takes time
+            if len(calls) < periods.FEWEST_CALLS:  # models are made early, and searching for them takes time
                 roots, optimizers = known or _found(recorder.storages.live)
             recorder.begin(roots, optimizers)
             with mode:
                 step()
-            manners.check_threads()
+            dispatch.check_threads()
             ledger = recorder.end()
             begins.append(recorder.storages.num_events)
-            new = _on(manners.device, recorder.storages.allocations[num_before:])
+            new = _on(dispatch.device, recorder.storages.allocations[num_before:])
             calls.append(periods.Call(Counter(entry["bytes"] for entry in new), frozenset(recorder.stepped)))
             groups = [[id(group) for group in optimizer.param_groups] for optimizer in optimizers]
     parameters = {id(parameter): parameter.numel() for root in roots for parameter in root.parameters()}
     memory = ledger.memory()
     num_calls, period = (num_steps, 1) if num_steps else periods.cycle(calls, groups)
     begins = begins[: num_calls + 1]
-    memory["allocations"] = _until(begins[-1], _on(manners.device, memory["allocations"]))
-    if sharding is not None:  # what was made to be sharded was never on the device
+    memory["allocations"] = _until(begins[-1], _on(dispatch.device, memory["allocations"]))
+    if sharding is not None:  # parameters were never on the device before they were sharded
         memory["allocations"] = [
             entry for entry in memory["allocations"] if entry["died"] is None or entry["died"] >= begins[0]
         ]
@@ -139,13 +137,11 @@ def trace(
         num_parameters=sum(parameters.values()),
         num_tokens=built.num_tokens,
         assumed=sorted(mode.assumptions),
-        unseen={
-            **recorder.unseen,
-            **manners.unseen,
-            **mode.unseen,
-            **compiler.notes,
-            **({} if sharding is None else sharding.notes),
-        },
+        unseen=recorder.unseen
+        | dispatch.unseen
+        | mode.unseen
+        | compiler.notes
+        | (sharding.notes if sharding else {}),
         error_bar=compiler.error_bar if sharding is None else sharding.error_bar,
         fsdp=fsdp,
         unknown_bytes=recorder.unknown_bytes,
@@ -155,7 +151,7 @@ def trace(
 
 
 class _Recorder:
-    """The one list of storages of a plan, and the phases as they can be told from outside."""
+    """The storages of a plan, and its phases as far as they are visible from outside."""
 
     def __init__(self, hardware: Hardware | None) -> None:
         self._hardware = hardware
@@ -165,19 +161,19 @@ class _Recorder:
         self._ledger: Ledger | None = None
         self._hooks: list[Any] = []
         self.stepped: set[int] = set()
-        """The groups of parameters stepped in this step, by identity: a wrapper has those of what it wraps."""
+        """The ids of the parameter groups stepped in this step: a wrapper shares those of its inner optimizer."""
         self.unseen: dict[str, str] = {}
         self.unknown_bytes = 0
         self._met: set[Any] = set()
-        self.storages = Storages(self._told, is_capped=False)
+        self.storages = Storages(self._current_phase, is_capped=False)
         self.storages.open()
 
     def begin(self, roots: list[Any], optimizers: list[Any]) -> None:
-        """A step begins, of these modules and optimizers; without any, the build."""
+        """Begin a step of these modules and optimizers; without any, the build."""
         self._phase = FORWARD if roots else BUILD
         self._in_backward = False
         self.stepped = set()
-        ledger = Ledger(roots, optimizers, self._told, storages=self.storages, is_passive=True)
+        ledger = Ledger(roots, optimizers, self._current_phase, storages=self.storages, is_passive=True)
 
         def enter(_module: Any, args: Any, kwargs: Any) -> None:
             ledger.note_inputs(args, kwargs)
@@ -187,7 +183,7 @@ class _Recorder:
         ledger.start()
 
     def end(self) -> Ledger:
-        """The ledger of the step that is over."""
+        """End the step and return its ledger."""
         ledger = self._ledger
         assert ledger is not None
         ledger.note_parameter_gradients()
@@ -195,7 +191,7 @@ class _Recorder:
         return ledger
 
     def close(self) -> None:
-        """Nothing is followed any more, whatever happened."""
+        """Stop following storages, whatever happened."""
         self.storages.close()
         self._leave()
 
@@ -207,7 +203,7 @@ class _Recorder:
             self._ledger = None
 
     def optimizer_hooks(self) -> list[Any]:
-        """Told when an optimizer steps, whichever it is."""
+        """Return hooks that note every optimizer step."""
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._phase = OPTIMIZER
@@ -221,7 +217,7 @@ class _Recorder:
         return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     def after_op(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An op has run: its outputs, and what a CUDA device takes for it besides."""
+        """Record the outputs of an op, and the memory that a CUDA device uses for it besides."""
         assert self._ledger is not None
         in_backward = backward_runs()
         if in_backward and not self._in_backward:
@@ -236,30 +232,30 @@ class _Recorder:
         if self._hardware is None:
             return
         self.unknown_bytes = max(self.unknown_bytes, unknown_bytes(func, args, out))
-        # One workspace for each handle, and each thread has a handle: autograd's backward runs in another.
+        # One workspace per handle, and one handle per thread: autograd's backward runs in another thread.
         for library, size in kept_workspaces(func, args, self._hardware).items():
             if (library, in_backward) not in self._workspaces:
                 self._workspaces.add((library, in_backward))
-                self.storages.took(size, name, WORKSPACE, self._told(), "cuda:0")
+                self.storages.took(size, name, WORKSPACE, self._current_phase(), "cuda:0")
         for sizes in temporary_bytes(func, args, kwargs, self._hardware):
-            taken = [self.storages.took(size, name, TEMPORARY, self._told(), "cuda:0") for size in sizes]
+            taken = [self.storages.took(size, name, TEMPORARY, self._current_phase(), "cuda:0") for size in sizes]
             for index in taken:
                 self.storages.gave_back(index)
 
-    def _told(self) -> str:
+    def _current_phase(self) -> str:
         return BACKWARD if backward_runs() else self._phase
 
 
-def _on(device: torch.device, allocations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is on the planned device; ops are seen with meta tensors, and only those that ran there."""
+def _on(device: torch.device, allocations: Iterable[Allocation]) -> list[Allocation]:
+    """Return the allocations on the planned device, where ops run on meta tensors."""
     found = [entry for entry in allocations if entry["device"] in ("meta", str(device))]
     for entry in found:
         entry["device"] = str(device)
     return found
 
 
-def _until(end: int, allocations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was born before an event, as it was then."""
+def _until(end: int, allocations: list[Allocation]) -> list[Allocation]:
+    """Return the allocations made before an event, as they were at that time."""
     found = [entry for entry in allocations if entry["born"] is None or entry["born"] < end]
     for entry in found:
         if entry["died"] is not None and entry["died"] >= end:
@@ -267,17 +263,13 @@ def _until(end: int, allocations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _device_with(hardware: Hardware | None) -> Device | None:
-    return next((device for device in known_devices() if hardware_of(device) == hardware), None)
-
-
 def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, recorder: _Recorder) -> Sharding:
     if run["compile"] != "off":
-        raise UsageError("--fsdp and --compile together are not planned: leave one out")
+        raise UsageError("--fsdp and --compile cannot be planned together: leave one out")
     if run["mode"] == "inference":
-        raise UsageError("--fsdp is planned for training: take --mode forward in place of inference")
+        raise UsageError("--fsdp is planned for training only: use --mode forward instead of inference")
     if not torch.distributed.is_available():
-        raise UsageError("--fsdp: this build of PyTorch has no torch.distributed; take one that has")
+        raise UsageError("--fsdp needs torch.distributed, which this build of PyTorch does not have")
     from stepscope.planner.emulation.fsdp import Sharding  # FSDP2 takes a second to import
 
     return Sharding(num_ranks, device, recorder.storages, recorder.after_op)
@@ -286,7 +278,7 @@ def _sharding(num_ranks: int, run: Mapping[str, Value], device: torch.device, re
 def _step_of(
     built: Any, run: Mapping[str, Value], device: str, sharding: Sharding | None
 ) -> tuple[Callable[[], Any], tuple[list[nn.Module], list[Any]] | None]:
-    """One step of what was built, as a call; its modules and optimizers where they are known."""
+    """Return one step of the workload as a callable, and its modules and optimizers if they are known."""
     if not isinstance(built, Built):
         if sharding is not None:
             raise UsageError("--fsdp: a whole step has its model inside; let the function return the model instead")
@@ -301,16 +293,16 @@ def _step_of(
 
 
 def _found(live: Mapping[int, int]) -> tuple[list[nn.Module], list[Any]]:
-    """The modules of the plan that are a part of no other, and its optimizers, wherever the program keeps them.
+    """Return the plan's outermost modules and its optimizers, wherever the program keeps them.
 
-    `live` are the storages of this plan: another's may be waiting for the garbage collector.
+    `live` are the storages of this plan: modules of an earlier plan may still await garbage collection.
     """
 
     def is_ours(parameters: Any) -> bool:
-        return any(type(parameter) is Ghost and storage_key(parameter) in live for parameter in parameters)
+        return any(type(parameter) is PlannedTensor and storage_key(parameter) in live for parameter in parameters)
 
-    # By type: asking an object for its class runs code of some that are there. Nothing is made on the way: half a
-    # million of anything sets the garbage collector to work.
+    # Compares types, because asking an object for its class can run its own code. Creates no objects on the way,
+    # because that would trigger garbage collection.
     kinds = (nn.Module, torch.optim.Optimizer)
     things = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
     modules = [thing for thing in things if issubclass(type(thing), nn.Module) and is_ours(thing.parameters())]

@@ -1,1 +1,1 @@
-"""torch.compile in a plan, without a device to compile for."""
+"""Plans compiled programs through Inductor's own code."""

@@ -1,9 +1,9 @@
-"""Which products Inductor pads: it times both ways on the device, and a plan has none to time them on.
+"""Which products Inductor pads: it decides by a benchmark on the device, which a plan does not have.
 
-A padded product has operands and a result whose rows begin at multiples of 16 bytes, and a copy that is padded is
-one more tensor: of the logits' gradient, 1.5 GiB for 16384 × 50257 in bfloat16. What may be padded, how, and whether
-it is worth a benchmark is Inductor's own code. The outcome of the benchmark is taken from the rows: tensor cores do
-not read crooked ones whole and take some times as long; the units that multiply float32 do not mind.
+Padded operands and results have rows that begin at multiples of 16 bytes, and each padded copy is another tensor: for
+the gradient of the logits, 1.5 GiB for 16384 × 50257 in bfloat16. Inductor's own code decides what may be
+padded, how, and whether a benchmark is worthwhile. Its outcome is predicted from the row alignment: tensor cores are
+several times slower on unaligned rows; float32 units are not.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from stepscope.devices.peaks import Device
 from stepscope.recorder.environment import products_in_tf32
 
 DECIDERS = ("_should_pad", "should_pad_bench")
-"""What asks the benchmark; the second in older versions."""
+"""The functions that run the benchmark; older versions have the second."""
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Padding:
-    """While the context lasts, Inductor pads what it would on a device, of graphs whose tensors are the host's."""
+    """While the context is active, Inductor pads what it would pad on a device, in graphs with host tensors."""
 
     def __init__(self, device: Device, is_tf32: bool) -> None:
         self._device, self._is_tf32 = device, is_tf32
         self._stack = ExitStack()
         self.products: dict[str, None] = {}
-        """Rows × inner size × columns of what was padded."""
+        """Rows × inner size × columns of padded products."""
 
     def __enter__(self) -> Padding:
         from torch._inductor.fx_passes import pad_mm
@@ -51,19 +51,19 @@ class Padding:
         self._stack.close()
 
     def note(self) -> str | None:
-        """What a plan must say; None where nothing was padded."""
+        """Return a note for the plan, or None if nothing was padded."""
         if not self.products:
             return None
         first, *more = self.products
         return (
-            f"{first}{f' and {len(more)} more' * bool(more)}: rows do not begin at multiples of 16 bytes; taken as "
-            "padded, which Inductor decides by a benchmark on the device"
+            f"{first}{f' and {len(more)} more' * bool(more)}: rows do not begin at multiples of 16 bytes; assumed to "
+            "be padded, which Inductor decides by a benchmark on the device"
         )
 
     def _is_padded(
         self, match: Any, first: torch.Tensor, second: torch.Tensor, op: Any, added: torch.Tensor | None = None
     ) -> bool:
-        """In place of the benchmark."""
+        """Replaces the benchmark."""
         from torch._inductor.fx_passes import pad_mm
 
         sizes = (*first.shape[-2:], second.shape[-1])
@@ -72,7 +72,7 @@ class Padding:
         is_padded = (
             any(pad_mm.get_padded_length(size, unit) for size in sizes)
             and (is_tf32 or first.dtype in HALVES)
-            and has_crooked_rows(first, second, unit)
+            and has_unaligned_rows(first, second, unit)
             and bool(pad_mm.is_mm_compute_bound(*sizes, first.dtype))
         )
         if is_padded:
@@ -80,11 +80,11 @@ class Padding:
         return is_padded
 
 
-def has_crooked_rows(first: torch.Tensor, second: torch.Tensor, unit: int) -> bool:
-    """Whether rows of an operand, or of the result, do not all begin at multiples of `unit` numbers.
+def has_unaligned_rows(first: torch.Tensor, second: torch.Tensor, unit: int) -> bool:
+    """Return whether rows of an operand or of the result do not all begin at multiples of `unit` numbers.
 
     >>> tokens, words = torch.empty(64, 32), torch.empty(101, 32)
-    >>> has_crooked_rows(tokens, words.t(), 8), has_crooked_rows(tokens, words[:96].t(), 8)
+    >>> has_unaligned_rows(tokens, words.t(), 8), has_unaligned_rows(tokens, words[:96].t(), 8)
     (True, False)
     """
     return any(size % unit for size in (max(first.stride()[-2:]), max(second.stride()[-2:]), second.shape[-1]))

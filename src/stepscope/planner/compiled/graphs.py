@@ -1,7 +1,7 @@
-"""What torch.compile makes of a program, without a device to compile for.
+"""Plans what torch.compile makes of a program, without a device to compile for.
 
-Inductor itself takes the program from autograd's joint graph to the Python that it writes around its kernels: that
-text says which buffer is allocated, reused and dropped, and when. It is run on ghosts, with kernels that do nothing.
+Inductor itself turns autograd's joint graph into the Python that calls its kernels. That Python shows which buffers
+are allocated, reused and freed, and when. It runs here on planned tensors, with kernels that do nothing.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 from stepscope.errors import UsageError
 from stepscope.planner.compiled.gemm_padding import Padding
 from stepscope.planner.compiled.inductor import CPU, CUDA, AfterOp, Names, cuda_device, like, loaded, lowered
-from stepscope.planner.emulation.dataless import DataNeeded, Ghosts
+from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded
 from stepscope.planner.hardware import Hardware
 
 ERROR_BAR = 0.03
-"""Of the peak of a compiled program, either way; on an H200 the worst of eight points was 0.84 % off."""
+"""Of a compiled program's peak, in either direction. On an H200 the worst of eight points was 0.84 % off."""
 PADDED_ERROR_BAR = 0.10
-"""Where products are taken as padded; that decision alone was 9.8 % of one of those points."""
+"""If products are assumed to be padded: that assumption alone was 9.8 % of one of those points."""
 FLEX = "torch.nn.attention.flex_attention"
-NOTE = "an approximation, ±{:.0%}: each compiled function is taken as one graph without breaks"
+NOTE = "an approximation, ±{:.0%}: each compiled function is assumed to be one graph without breaks"
 
 
 class Compiler:
-    """While the context lasts, `torch.compile` gives what Inductor would run on a device; without hardware, a CPU."""
+    """While the context is active, `torch.compile` returns what Inductor would run on a device, or on a CPU."""
 
-    def __init__(self, hardware: Hardware | None, mode: Ghosts, after_op: AfterOp, padding: Padding | None) -> None:
+    def __init__(
+        self, hardware: Hardware | None, mode: DatalessMode, after_op: AfterOp, padding: Padding | None
+    ) -> None:
         self._hardware, self._mode, self._after_op, self._padding = hardware, mode, after_op, padding
         self._patch = mock.patch.object(torch, "compile", self._compile)
         self.notes: dict[str, str] = {}
-        """What a plan must say if anything was compiled."""
+        """Notes for the plan if anything was compiled."""
 
     @property
     def error_bar(self) -> float | None:
-        """Share of the peak, either way; None if nothing was compiled."""
+        """Relative error of the peak in either direction; None if nothing was compiled."""
         bar = PADDED_ERROR_BAR if self._padding is not None and self._padding.products else ERROR_BAR
         return bar if self.notes else None
 
@@ -65,16 +67,16 @@ class Compiler:
         if model is None:
             return lambda function: self._compile(function, mode=mode, disable=disable, **options)
         backend = options.get("backend", "inductor")
-        # flex_attention is planned as the kernel that it becomes, whoever compiles it.
+        # flex_attention is planned as the kernel that it becomes, with or without compilation.
         if disable or backend in ("eager", "aot_eager") or getattr(model, "__module__", None) == FLEX:
             return model
         if mode not in (None, "default"):
             raise UsageError(
-                f"compile={mode}: a plan knows the default mode only (pools of CUDA graphs, and kernels that a "
-                "benchmark chooses, are not modeled): take --compile default, or measure it with stepscope bench"
+                f"compile={mode}: a plan supports only the default mode (CUDA graph pools and kernels chosen by a "
+                "benchmark are not modeled). Use --compile default, or measure with stepscope bench"
             )
         if backend != "inductor":
-            raise UsageError(f"compile: a plan knows the back end inductor only, not {backend}")
+            raise UsageError(f"compile: a plan supports only the backend inductor, not {backend}")
         if isinstance(model, nn.Module):
             return _CompiledModule(model, self._program(model, model.forward))
         owner = getattr(model, "__self__", None)
@@ -86,7 +88,7 @@ class Compiler:
         return _Program(owner, function, self._build)
 
     def _build(self, function: _Function, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """What Inductor gives for a function of tensors."""
+        """Return what Inductor compiles a function of tensors to."""
         fakes = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
         with _disable_current_modes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -100,7 +102,7 @@ class Compiler:
                 self._padding or nullcontext(),
                 inductor_config.patch(force_disable_caches=True),
                 _patched(autograd_config, enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-                # Of what is kept for backward Inductor chooses the layout, where it knows that it is not a result.
+                # Inductor chooses the layout of tensors kept for backward if it knows that they are no outputs.
                 mock.patch.object(
                     compile_fx, "get_num_model_outputs", lambda _graph: function.num_outputs(), create=True
                 ),
@@ -112,7 +114,7 @@ class Compiler:
         return compiled
 
     def _inner(self, module: Any, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
-        """One graph, forward or backward: Inductor's Python for it, on ghosts."""
+        """Return Inductor's Python for one graph, forward or backward, running on planned tensors."""
         with torch._C.DisableTorchFunction(), cuda_device(self._hardware) if self._hardware else nullcontext():
             text, constants = lowered(module, inputs, options, None if self._hardware is None else CUDA)
         call = loaded(text, Names(self._after_op, constants))
@@ -121,12 +123,12 @@ class Compiler:
             with _disable_current_modes(), self._mode:
                 return call(args)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # the arguments are a list, dropped one by one
+        run._boxed_call = True  # type: ignore[attr-defined]  # the arguments are a list that the callee clears
         return run
 
 
 class _CompiledModule(nn.Module):  # type: ignore[misc]  # torch is not type checked here
-    """A module whose own hooks are called as ever, and whose forward is a program."""
+    """A module that keeps its own hooks, and whose forward is a compiled program."""
 
     def __init__(self, module: nn.Module, program: _Program) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class _CompiledModule(nn.Module):  # type: ignore[misc]  # torch is not type che
 
 
 class _Program:
-    """A function, compiled at its first call for each kind of inputs."""
+    """A function that is compiled at its first call for each kind of inputs."""
 
     def __init__(self, owner: nn.Module | None, function: Callable[..., Any], build: Callable[..., Any]) -> None:
         self._owner, self._function, self._build = owner, function, build
@@ -168,18 +170,18 @@ class _Program:
         compiled, result = self._built[key]
         from torch._functorch import config
 
-        with _patched(config, check_custom_op_aliasing=False):  # it refuses ghosts
+        with _patched(config, check_custom_op_aliasing=False):  # the check rejects planned tensors
             return result(compiled(*tensors))
 
 
 class _Function(nn.Module):  # type: ignore[misc]  # torch is not type checked here
-    """A function of tensors alone: a module's parameters and buffers first, then the tensors among its arguments."""
+    """A function of tensors only: a module's parameters and buffers, then the tensors among its arguments."""
 
     def __init__(
         self, owner: nn.Module | None, function: Callable[..., Any], names: list[str], leaves: list[Any], spec: Any
     ) -> None:
         super().__init__()
-        self._call = (owner, function)  # in a tuple: it must not become a child
+        self._call = (owner, function)  # in a tuple, so that the owner does not become a child module
         self._names, self._spec = names, spec
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -194,7 +196,7 @@ class _Function(nn.Module):  # type: ignore[misc]  # torch is not type checked h
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         state = dict(zip(self._names, tensors))
         with_state = stateless._reparametrize_module(owner, state, tie_weights=True) if owner else nullcontext()
-        # Programs that ask whether they are being compiled look at no value then; export sets the same flag.
+        # Programs that check this flag read no values while compiling. torch.export sets it too.
         is_compiling = mock.patch.object(torch.compiler, "_is_compiling_flag", True, create=True)
         with with_state, is_compiling, _HostOnly(), _checkpoints():
             found = function(*args, **kwargs)
@@ -203,11 +205,11 @@ class _Function(nn.Module):  # type: ignore[misc]  # torch is not type checked h
         return tuple(part for part in results if isinstance(part, torch.Tensor))
 
     def num_outputs(self) -> int:
-        """How many tensors it returned."""
+        """Return the number of tensors it returned."""
         return self._results.count(_TENSOR)
 
     def result(self, tensors: Sequence[Any]) -> Any:
-        """What the function would have returned, with these tensors."""
+        """Return what the function would have returned with these tensors."""
         given = iter(tensors)
         return pytree.tree_unflatten(
             [next(given) if part is _TENSOR else part for part in self._results], self._result_spec
@@ -218,7 +220,7 @@ _TENSOR = object()
 
 
 def _forget_kernels() -> None:
-    """While a program is traced, Python remembers which kernel serves an op; those of a plan are the plan's own."""
+    """Clear Python's caches of op kernels, because a plan registers its own."""
     for packet in list(vars(torch.ops.aten).values()):
         for op in list(getattr(packet, "__dict__", {}).values()):
             if isinstance(op, torch._ops.OpOverload):
@@ -226,7 +228,7 @@ def _forget_kernels() -> None:
 
 
 def _patched(config: Any, **values: Any) -> Any:
-    """Settings of torch for as long as the context lasts; those that this version has not are left out."""
+    """Return a context with changed settings, without those that this torch version lacks."""
     return config.patch({name: value for name, value in values.items() if hasattr(config, name)})
 
 
@@ -236,7 +238,7 @@ def _refusal(function: Any, error: Exception) -> str:
     place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
     text = str(error).strip().splitlines() or [""]
     return (
-        f"compile: {name} is not planned as one graph ({place}{type(error).__name__}: {text[0][:160]}): plan it "
+        f"compile: {name} cannot be planned as one graph ({place}{type(error).__name__}: {text[0][:160]}): plan it "
         "without --compile, or measure it with stepscope bench"
     )
 
@@ -251,7 +253,7 @@ def _look(leaf: Any) -> Any:
 
 
 class _HostOnly(torch.overrides.TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
-    """While a program is traced its tensors are the host's: what it sends to a CUDA device stays there."""
+    """Keeps tensors on the host while a program is traced, even if it sends them to a CUDA device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -267,7 +269,7 @@ def _to_host(value: Any) -> Any:
 
 @contextmanager
 def _checkpoints() -> Iterator[None]:
-    """A compiler does not run a checkpoint's forward twice: it is told what should be computed again, op by op."""
+    """Mark the ops of checkpoints for recomputation, because a compiler does not run a forward twice."""
     from torch.utils import checkpoint
 
     number = count(1)
@@ -283,7 +285,7 @@ def _checkpoints() -> Iterator[None]:
         function: Any, preserve: Any = True, context: Any = checkpoint.noop_context_fn, *_: Any, **__: Any
     ) -> Any:
         if context is not checkpoint.noop_context_fn:
-            raise UsageError("compile: a checkpoint with a context_fn of its own is not planned: leave it out")
+            raise UsageError("compile: a checkpoint with its own context_fn cannot be planned: leave context_fn out")
         with marked():
             yield
 

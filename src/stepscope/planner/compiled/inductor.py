@@ -1,4 +1,4 @@
-"""Inductor on a machine without a GPU: from a graph to the Python around its kernels, and that Python on ghosts."""
+"""Runs Inductor without a GPU: from a graph to the Python that calls its kernels, run on planned tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepscope.planner.emulation.planned_tensor import Ghost
+from stepscope.planner.emulation.planned_tensor import PlannedTensor
 from stepscope.planner.hardware import Hardware
 
 aten = torch.ops.aten
@@ -24,14 +24,14 @@ AfterOp = Callable[[Any, Any, Any, Any], None]
 
 
 def like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An empty tensor of the same shape, strides and dtype."""
+    """Return an empty tensor of the same shape, strides and dtype."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def lowered(
     module: Any, inputs: Sequence[Any], options: Mapping[str, Any], device: torch.device | None
 ) -> tuple[str, Mapping[str, Any]]:
-    """The Python that Inductor writes for a graph, and the constants that it names."""
+    """Return the Python that Inductor writes for a graph, and the constants that it uses."""
     from torch._inductor import compile_fx
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
@@ -58,7 +58,7 @@ def lowered(
 
 
 def _report_strides(outputs: Sequence[Any]) -> None:
-    """Tell AOTAutograd how a graph's outputs lie in memory: the backward takes what is kept as it is."""
+    """Report the strides of a graph's outputs to AOTAutograd, because the backward uses saved tensors as they are."""
     reported = getattr(torch._guards.TracingContext.try_get(), "output_strides", None)
     if reported is not None:
         has_strides = [getattr(output, "has_tensor_output", bool)() for output in outputs]
@@ -67,7 +67,7 @@ def _report_strides(outputs: Sequence[Any]) -> None:
 
 
 def _moved(module: Any, inputs: Sequence[Any], device: torch.device) -> list[Any]:
-    """The inputs of a graph as if they were on a device, and all that the graph says of its own tensors."""
+    """Return the inputs of a graph as if on a device, and change the graph's own tensors accordingly."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -83,7 +83,7 @@ def _moved(module: Any, inputs: Sequence[Any], device: torch.device) -> list[Any
 
 @contextmanager
 def cuda_device(hardware: Hardware) -> Iterator[None]:
-    """A CUDA device as Inductor asks for it, and kernels whose text nobody needs."""
+    """Emulate a CUDA device for Inductor, and skip the text of kernels."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import scheduler
     from torch._inductor.codecache import CacheBase
@@ -120,7 +120,7 @@ def cuda_device(hardware: Hardware) -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
             (torch.cuda, "current_device", lambda: 0),
             (fake_tensor, "init_gpu_context", lambda *args: None),
-            # These look for the device itself, and a build without CUDA has none to find.
+            # These look for a real device, which a build without CUDA does not have.
             (torch.Tensor, "copy_", lambda tensor, *args, **kwargs: aten.copy_(tensor, *args, **kwargs)),
             (torch.Tensor, "__invert__", lambda tensor: aten.bitwise_not(tensor)),
         ):
@@ -129,11 +129,11 @@ def cuda_device(hardware: Hardware) -> Iterator[None]:
         yield
 
 
-# --- Inductor's Python, on ghosts ---
+# --- Inductor's Python, on planned tensors ---
 
 
 def loaded(text: str, names: Names) -> Callable[[list[Any]], Any]:
-    """The function that calls the kernels, of a module that imports and compiles nothing."""
+    """Return the function that calls the kernels, from a module that imports and compiles nothing."""
     kept = [
         node
         for node in ast.parse(text).body
@@ -150,13 +150,13 @@ def _assigns(node: ast.stmt) -> set[str]:
 
 
 class Names(dict[str, Any]):
-    """The globals of Inductor's Python; what is in no list is a kernel, and does nothing."""
+    """The globals of Inductor's Python. Unknown names are kernels, which do nothing."""
 
     def __init__(self, after_op: AfterOp, constants: Mapping[str, Any]) -> None:
         super().__init__(
             __name__="inductor", torch=_Torch(), aten=aten, device=torch.device, inf=float("inf"), nan=float("nan"),
             inductor_ops=torch.ops.inductor, extern_kernels=_Externs(after_op), reinterpret_tensor=_reinterpret,
-            empty_strided=torch.empty_strided, empty_strided_cpu=_empty_cpu, empty_strided_cuda=_empty_cuda,
+            empty_strided=torch.empty_strided, empty_strided_cpu=_empty(CPU), empty_strided_cuda=_empty(CUDA),
         )  # fmt: skip
         self._constants = constants
 
@@ -169,60 +169,50 @@ class Names(dict[str, Any]):
 
 
 def _kernel(*args: Any, **kwargs: Any) -> None:
-    """A kernel, or a check of its inputs."""
+    """Stands for a kernel, or for a check of its inputs."""
 
 
-_kernel.run = _kernel  # type: ignore[attr-defined]  # as Triton's kernels are called
+_kernel.run = _kernel  # type: ignore[attr-defined]  # Triton kernels are called this way
 
 
-def _empty_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=CPU)
-
-
-def _empty_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=CUDA)
+def _empty(device: torch.device) -> Callable[..., torch.Tensor]:
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
-class _Torch:
-    """torch, but for what looks for a CUDA device, and for ops that take ops."""
-
-    cuda = types.SimpleNamespace(_DeviceGuard=lambda index: nullcontext(), set_device=lambda index: None)
-
-    @property
-    def ops(self) -> Any:
-        return _Ops()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+def _run_and_save(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    with _disable_current_modes():
+        state = torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8, device=CPU)  # on the host, even for a GPU
+    return state, op(*args, **kwargs)
 
 
 class _Ops:
-    """torch.ops, but for those that keep a state of the random numbers for an op that is run again."""
+    """torch.ops, with the ops replaced that save random states for recomputation."""
 
-    @property
-    def higher_order(self) -> Any:
-        return types.SimpleNamespace(run_and_save_rng_state=_run_and_save, run_with_rng_state=_run_with)
+    higher_order = types.SimpleNamespace(
+        run_and_save_rng_state=_run_and_save,
+        run_with_rng_state=lambda state, op, *args, **kwargs: op(*args, **kwargs),
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.ops, name)
 
 
-def _run_and_save(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-    with _disable_current_modes():
-        state = torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8, device=CPU)  # the host's, of a GPU too
-    return state, op(*args, **kwargs)
+class _Torch:
+    """torch, without a real CUDA device and with replaced higher-order ops."""
 
+    cuda = types.SimpleNamespace(_DeviceGuard=lambda index: nullcontext(), set_device=lambda index: None)
+    ops = _Ops()
 
-def _run_with(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class _Externs:
-    """Library calls that write to a buffer that is there: the ledger hears of each as the op it is."""
+    """Library calls that write into an existing buffer. Each is reported to the ledger as the op it is."""
 
     def __init__(self, after_op: AfterOp) -> None:
         self._after_op = after_op
@@ -233,7 +223,7 @@ class _Externs:
         def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
             if out is None:
                 return packet(*args, **kwargs)
-            inner = [value._stepscope_inner if type(value) is Ghost else value for value in args]
+            inner = [value._stepscope_inner if type(value) is PlannedTensor else value for value in args]
             self._after_op(packet.default, inner, kwargs, out._stepscope_inner)
             return out
 

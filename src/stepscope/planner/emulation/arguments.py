@@ -1,35 +1,35 @@
-"""What an op is given and what it gives: ghosts are opened before it runs on `meta`, and its outputs are wrapped."""
+"""Unwraps planned tensors in the arguments of an op, and wraps its outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from stepscope.planner.emulation.planned_tensor import META, Ghost
+from stepscope.planner.emulation.planned_tensor import META, PlannedTensor
+from stepscope.recorder.ledger.storages import tensors_in
 
 PLANNED, HOSTED, NUMBER, REAL = 1, 2, 4, 8
-"""What is among the arguments of an op: ghosts of the planned device, of the host, of the host without dimensions;
+"""Flags for an op's arguments: planned tensors on the device, on the host, on the host without dimensions; and
 tensors with data."""
-GHOSTS = PLANNED | HOSTED | NUMBER
+DATALESS = PLANNED | HOSTED | NUMBER
 
 
-def opened(arguments: Any, planned: torch.device) -> tuple[list[Any], int]:
-    """The arguments with meta tensors for ghosts, and what there is among them."""
+def unwrapped(arguments: Any, planned: torch.device) -> tuple[list[Any], int]:
+    """Return the arguments with planned tensors replaced by meta tensors, and flags for what they contain."""
     inner: list[Any] = []
     seen = 0
     for value in arguments:
         kind = type(value)
-        if kind is Ghost:
+        if kind is PlannedTensor:
             inner.append(value._stepscope_inner)
             if value._stepscope_device is planned:
                 seen |= PLANNED
             else:
                 seen |= HOSTED if value.dim() else NUMBER
         elif kind is list or kind is tuple:
-            parts, more = opened(value, planned)
+            parts, more = unwrapped(value, planned)
             inner.append(parts if kind is list else tuple(parts))
             seen |= more
         else:
@@ -40,19 +40,19 @@ def opened(arguments: Any, planned: torch.device) -> tuple[list[Any], int]:
 
 
 def wrapped(out: Any, device: torch.device, outer: tuple[Any, ...], inner: tuple[Any, ...]) -> Any:
-    """The outputs with ghosts for meta tensors; an input that is given back is the ghost that it was."""
+    """Return the outputs with meta tensors wrapped. An input that is returned stays the same object."""
     if isinstance(out, torch.Tensor):
-        for ghost, tensor in zip(outer, inner):
+        for planned, tensor in zip(outer, inner):
             if tensor is out:
-                return ghost
-        return Ghost(out, device) if out.is_meta else out
+                return planned
+        return PlannedTensor(out, device) if out.is_meta else out
     if isinstance(out, tuple | list):
         return type(out)([wrapped(part, device, outer, inner) for part in out])
     return out
 
 
 def meta_like(value: Any) -> Any:
-    """Meta tensors with the shapes of others."""
+    """Return meta tensors with the same shapes."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
     if isinstance(value, list | tuple):
@@ -61,23 +61,14 @@ def meta_like(value: Any) -> Any:
 
 
 def has_weight(args: Any) -> bool:
-    """Whether a tensor with data is among the arguments that is to get a gradient."""
+    """Return whether a tensor with data and a gradient is among the arguments."""
     return any(tensor.requires_grad for tensor in tensors_in(args) if not tensor.is_meta)
 
 
 def without_data(value: Any) -> Any:
-    """The arguments of an op with meta tensors for those that have data, and dimensions."""
+    """Return the arguments with meta tensors for those that have data and dimensions."""
     if isinstance(value, torch.Tensor):
         return meta_like(value) if value.dim() and not value.is_meta else value
     if isinstance(value, dict):
         return {name: without_data(part) for name, part in value.items()}
     return type(value)([without_data(part) for part in value]) if isinstance(value, list | tuple) else value
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument, or in several."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)

@@ -1,7 +1,7 @@
-"""Which back end `scaled_dot_product_attention` takes on a device, and the op that then runs.
+"""Which backend `scaled_dot_product_attention` uses on a device, and the op that it runs.
 
-The rules are those of PyTorch: what each back end can do, in the order in which they are asked. Forced, forbidden and
-ordered back ends (`sdpa_kernel`, `torch.backends.cuda.enable_…_sdp`) are obeyed.
+Follows PyTorch's rules: what each backend supports, and the order in which they are tried. Forced, disabled and
+ordered backends (`sdpa_kernel`, `torch.backends.cuda.enable_…_sdp`) are respected.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.recorder.precision.attention_calls import SWITCHES
+
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 ORDER = ("flash", "efficient", "math", "cudnn")
-"""In which PyTorch asks, where nobody changed it."""
+"""PyTorch's default order of preference."""
 LARGEST_CAPABILITY = (12, 1)
 MOST_CUDNN_ROWS = 65535
 
 
 def kernel(compute_capability: tuple[int, int] | None) -> Callable[..., Tensor]:
-    """A kernel for `aten::scaled_dot_product_attention` as such a CUDA device would run it; without one, a CPU."""
+    """Return a kernel for `aten::scaled_dot_product_attention` as on such a CUDA device, or on a CPU if None."""
 
     def attend(
         query: Tensor,
@@ -38,14 +40,16 @@ def kernel(compute_capability: tuple[int, int] | None) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         tensors = (query, key, value)
-        # A compiler traces with tensors of the host, whatever it compiles for.
+        # A compiler traces with host tensors, whatever device it compiles for.
         is_hosts = query.device.type == "cpu" and not torch.compiler.is_compiling()
         if compute_capability is None or is_hosts:
             name = "cpu" if _can_use_cpu(*tensors, attn_mask, dropout_p, enable_gqa) else "math"
         else:
             name = choose(*tensors, attn_mask, is_causal, enable_gqa, compute_capability, dropout_p)
         if attn_mask is not None and attn_mask.dtype is torch.bool and name != "math":
-            attn_mask = _additive(attn_mask, query.dtype)
+            # The value to add to the scores.
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
         if name == "cpu":
             return aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -84,8 +88,7 @@ def choose(
     compute_capability: tuple[int, int],
     dropout_p: float = 0.0,
 ) -> str:
-    """`cudnn`, `flash`, `efficient` or `math`."""
-    backends: Any = torch.backends.cuda
+    """Return `cudnn`, `flash`, `efficient` or `math`."""
     tensors = (query, key, value)
     needs_gradient = _needs_gradient(*tensors)
     is_fusible = _is_fusible(*tensors, enable_gqa) and compute_capability <= LARGEST_CAPABILITY
@@ -113,23 +116,18 @@ def choose(
         ),
         "math": lambda: True,
     }
-    allowed = {
-        "cudnn": backends.cudnn_sdp_enabled(),
-        "flash": backends.flash_sdp_enabled(),
-        "efficient": backends.mem_efficient_sdp_enabled(),
-        "math": backends.math_sdp_enabled(),
-    }
     for name in _order(compute_capability):
-        if allowed[name] and (name == "math" or is_fusible) and possible[name]():
+        is_allowed = getattr(torch.backends.cuda, f"{SWITCHES[name]}_enabled")()
+        if is_allowed and (name == "math" or is_fusible) and possible[name]():
             return name
-    raise RuntimeError("No available kernel. Aborting execution.")  # as PyTorch says it
+    raise RuntimeError("No available kernel. Aborting execution.")  # PyTorch's own message
 
 
 def _order(compute_capability: tuple[int, int]) -> tuple[str, ...]:
-    """The back ends in the order in which they are asked."""
+    """Return the backends in order of preference."""
     asked: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
     order = tuple(BACKENDS[number] for number in asked if number in BACKENDS) or ORDER
-    # Where cuDNN is the fastest, PyTorch asks it first, unless the program said otherwise.
+    # Where cuDNN is fastest, PyTorch tries it first unless the program changed the order.
     if order == ORDER and compute_capability[0] in (9, 10) and compute_capability[1] in (0, 3):
         return ("cudnn", "flash", "efficient", "math")
     return order
@@ -140,7 +138,7 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 
 
 def _is_fusible(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """What every fused kernel asks of shapes and dtypes."""
+    """Return whether shapes and dtypes suit every fused kernel."""
     tensors = (query, key, value)
     if any(tensor.dim() != 4 or tensor.dtype is not query.dtype or not tensor.shape[2] for tensor in tensors):
         return False
@@ -152,13 +150,13 @@ def _is_fusible(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
 def _can_use_flash(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, dropout_p: float | None, capability: tuple[int, int]
 ) -> bool:
-    """`dropout_p` is None where no gradient is wanted."""
+    """`dropout_p` is None if no gradient is needed."""
     width = query.shape[-1]
     if width > 256 or not width == key.shape[-1] == value.shape[-1]:
         return False
     if is_causal and query.shape[2] != key.shape[2]:
         return False
-    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # little shared memory for the backward
+    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)  # little shared memory for backward
     return dropout_p is None or not is_small or width <= 192 or (width > 224 and dropout_p == 0)
 
 
@@ -191,7 +189,7 @@ def _can_use_cudnn(
 def _can_use_cpu(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> bool:
-    """Whether a CPU has a fused kernel for it."""
+    """Return whether a CPU has a fused kernel for these arguments."""
     tensors = (query, key, value)
     return bool(
         torch.backends.cuda.flash_sdp_enabled()
@@ -205,16 +203,11 @@ def _can_use_cpu(
 
 
 def _is_plain_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask needs no gradient and has a shape that cuDNN and CPUs know."""
+    """Return whether a mask needs no gradient and has a shape that cuDNN and CPUs support."""
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
     full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])[-mask.dim() :]
     return all(size in (1, wanted) for size, wanted in zip(mask.shape, full))
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of booleans as what is added to the scores."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
 
 
 def _padded(tensor: Tensor, multiple: int) -> Tensor:
@@ -223,7 +216,7 @@ def _padded(tensor: Tensor, multiple: int) -> Tensor:
 
 
 def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask for every head, its rows padded in memory to 16 elements."""
+    """Return the mask for every head, with rows padded in memory to 16 elements."""
     rest = -mask.shape[-1] % 16
     if rest:
         mask = functional.pad(mask, (0, rest))[..., : mask.shape[-1]]
@@ -231,22 +224,22 @@ def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def workspace_bytes(func: Any, query: Tensor, key: Tensor, num_processors: int) -> list[list[int]]:
-    """What the backward of an attention op takes inside, those sizes together that are there together."""
+    """Return groups of scratch sizes that the backward of an attention op allocates together."""
     batch, heads, length, width = query.shape
     rows = batch * heads * length
-    # Gradients of keys and values that several heads share are made for each head, then added up.
+    # Gradients of keys and values shared by several heads are computed per head and then summed.
     shared = [] if key.shape[1] == heads else [query.element_size() * batch * heads * key.shape[2] * width] * 2
     if func is aten._scaled_dot_product_cudnn_attention_backward.default:
-        # Gradients of queries are summed in float32, besides a row sum each.
+        # Gradients of queries are summed in float32, plus one row sum each.
         return [[4 * rows * width + 4 * rows + 16, *shared]]
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         padded = -(-length // 128) * 128
         wide = width if width <= 32 else -(-width // 32) * 32
-        # Deterministic, gradients of queries are summed by groups of processors of their own.
+        # In deterministic mode, groups of processors sum gradients of queries separately.
         parts = -(-num_processors // (batch * heads)) if torch.are_deterministic_algorithms_enabled() else 1
         return [[4 * batch * heads * padded, 4 * batch * padded * heads * wide * parts, *shared]]
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
-        product = query.element_size() * rows * width  # of the output and its gradient: what their rows sum to
+        product = query.element_size() * rows * width  # output times its gradient, before the row sums
         wide = -(-width // 64) * 64 if width <= 64 or width > 128 else 128
         return [[4 * rows, product, 4 * rows], [4 * rows, 4 * rows * wide + 256 * batch * heads]]
     return []

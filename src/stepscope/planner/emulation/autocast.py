@@ -1,7 +1,4 @@
-"""CUDA's autocast on a build of PyTorch that has none: its lists, and kernels for them under the CPU's key.
-
-The CPU's lists differ from CUDA's in what is computed in float32.
-"""
+"""CUDA's autocast on a PyTorch build without CUDA: registers CUDA's op lists under the CPU's dispatch key."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from unittest import mock
 import torch
 
 from stepscope.errors import UsageError
+from stepscope.recorder.ledger.storages import tensors_in
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
@@ -25,9 +23,9 @@ LISTS = ("AT_FORALL_LOWER_PRECISION_FP", "AT_FORALL_FP32", "AT_FORALL_FP32_SET_O
 
 
 def autocast_list(macro: str) -> list[str]:
-    """The ops of one of CUDA's autocast lists, from the header of the PyTorch that is installed, as `name.overload`.
+    """Return the ops of one of CUDA's autocast lists, from the installed PyTorch's header, as `name.overload`.
 
-    None of a list that the header has not.
+    Empty if the header does not have the list.
 
     >>> "softmax.int" in autocast_list("AT_FORALL_FP32_SET_OPT_DTYPE")
     True
@@ -39,7 +37,7 @@ def autocast_list(macro: str) -> list[str]:
 
 
 def patches() -> Iterator[Any]:
-    """What in torch knows of a CUDA device's autocast, answered by the CPU's."""
+    """Yield patches that redirect CUDA's autocast functions to the CPU's."""
     yield mock.patch.object(torch.autocast, "__init__", _anywhere(torch.autocast.__init__))
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         yield mock.patch.object(torch, name, _of_cpu(getattr(torch, name)))
@@ -48,13 +46,13 @@ def patches() -> Iterator[Any]:
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
-    lost = [macro for macro in LISTS if not autocast_list(macro)]
+    missing = [macro for macro in LISTS if not autocast_list(macro)]
 
     def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        if lost and device_type == "cuda" and (args[1] if len(args) > 1 else kwargs.get("enabled", True)):
+        if missing and device_type == "cuda" and (args[1] if len(args) > 1 else kwargs.get("enabled", True)):
             raise UsageError(
-                f"autocast: torch {torch.__version__} has not the lists {', '.join(lost)} in {_HEADER.name}, which "
-                "say what autocast does on a GPU: plan without autocast (--dtype fp32 or bf16), or with another torch"
+                f"autocast: torch {torch.__version__} lacks the lists {', '.join(missing)} in {_HEADER.name}, which "
+                "define autocast on a GPU: plan without autocast (--dtype fp32 or bf16), or with another torch"
             )
         if device_type == "cuda" and not args and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float16  # CUDA's own default
@@ -64,30 +62,25 @@ def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def redirected(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(value, str) for value in (*args, *kwargs.values())):
-            args = ("cuda", *args)  # without a device, the question is about CUDA
+            args = ("cuda", *args)  # without a device, these functions refer to CUDA
         plain = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
         return function(*("cpu" if value == "cuda" else value for value in args), **plain)
 
-    return asked
+    return redirected
 
 
 def kernels() -> Iterator[tuple[str, Any]]:
-    """Name and kernel of every op that CUDA's autocast treats in its own way."""
+    """Yield the name and kernel of every op that CUDA's autocast handles."""
     of_cuda = {name for macro in LISTS for name in autocast_list(macro)}
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
         if name.startswith("aten::") and name.removeprefix("aten::") not in of_cuda:
             yield name.removeprefix("aten::"), torch.library.fallthrough_kernel
-    for name in autocast_list("AT_FORALL_FP32"):
-        if (op := _op(name)) is not None:
-            yield name, _in_float32(op)
-    for name in autocast_list("AT_FORALL_FP32_SET_OPT_DTYPE"):
-        if (op := _op(name)) is not None:
-            yield name, _with_float32(op)
-    for name in autocast_list("AT_FORALL_PROMOTE"):
-        if (op := _op(name)) is not None:
-            yield name, _in_widest(op)
+    for macro, kernel in zip(LISTS[1:], (_in_float32, _with_float32, _in_widest)):
+        for name in autocast_list(macro):
+            if (op := _op(name)) is not None:
+                yield name, kernel(op)
 
 
 def _op(name: str) -> Any:
@@ -132,16 +125,7 @@ def _with_float32(op: Any) -> Callable[..., Any]:
 def _in_widest(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            is_wide = any(tensor.dtype is torch.float32 for tensor in _tensors(args))
+            is_wide = any(tensor.dtype is torch.float32 for tensor in tensors_in(args))
             return op(*_mapped(args, torch.float32) if is_wide else args, **kwargs)
 
     return kernel
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors of the arguments, those of lists among them: `cat`, `stack`."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

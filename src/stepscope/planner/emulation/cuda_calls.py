@@ -1,6 +1,6 @@
-"""What `torch.cuda` and `torch.accelerator` answer while a plan is on: as the planned device would, or nothing.
+"""The answers of `torch.cuda` and `torch.accelerator` during a plan: those of the planned device.
 
-A script asks whether there is a GPU before it does anything. In a plan for a CPU there is none, wherever it runs.
+A script first asks whether there is a GPU. In a plan for a CPU there is none, on any machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
 def patches(device: Device | None) -> Iterator[Any]:
-    """Patches of `torch.cuda` for a device; of a plan for a CPU without one."""
+    """Yield patches of `torch.cuda` for a device; without one, for a plan on a CPU."""
     for owner, answers in ((torch.cuda, _answers(device)), (torch.accelerator, _accelerator(device))):
         for name, answer in answers.items():
             if hasattr(owner, name):
@@ -108,14 +108,14 @@ class _AnyGenerator(type):
 
 
 class Generator(metaclass=_AnyGenerator):
-    """A generator for any device: the host's."""
+    """A generator for any device, which is the host's."""
 
     def __new__(cls, device: Any = None) -> Any:
         return _Generator()
 
 
 class Stream:
-    """A stream of a plan: all work is in one order; `number` says whose memory it is where that matters."""
+    """A stream in a plan, where all work is in order. `number` identifies the owner of memory where it matters."""
 
     cuda_stream = 0
 
@@ -123,7 +123,6 @@ class Stream:
         self.device, self.number = torch.device("cuda", 0), number
 
     def wait_stream(self, stream: Any) -> None: ...
-
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
@@ -144,10 +143,9 @@ class Stream:
 
 
 class Event:
-    """An event of a plan, where no time passes: what lies between two is 1 ms."""
+    """An event in a plan, where no time passes: any two are 1 ms apart."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
     def record(self, stream: Any = None) -> None: ...
 
     def wait(self, stream: Any = None) -> None: ...

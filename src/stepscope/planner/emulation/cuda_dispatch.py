@@ -1,8 +1,8 @@
-"""A device's manners on a build of PyTorch that has it not: which op a call becomes where that depends on the device.
+"""Emulates CUDA-specific behavior on a CPU-only PyTorch build: which op a call becomes if that depends on the device.
 
-Ghosts have a CPU's dispatch keys, so composite ops take the CPU's way. Registered over it here, for as long as the
-context lasts: attention's choice of back end, the fused dropout and RMSNorm, autocast's lists, the foreach optimizers
-that CUDA gets by default, and what `torch.cuda` answers.
+Planned tensors have the CPU's dispatch keys, so composite ops would run as on a CPU. While the context is active, it
+overrides attention's choice of backend, fused dropout and RMSNorm, autocast's lists, the foreach optimizers that are
+CUDA's default, and the answers of `torch.cuda`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from stepscope.errors import UsageError
 from stepscope.planner import host_memory as host
 from stepscope.planner.emulation import attention_backend as attention
 from stepscope.planner.emulation import autocast, cuda_calls, flex, refusals
-from stepscope.planner.emulation.device_moves import Moves
+from stepscope.planner.emulation.device_moves import DeviceMoves
 from stepscope.planner.emulation.planned_tensor import CPU, CUDA, assume
 from stepscope.planner.emulation.triton_launches import launching_nothing
 
 aten = torch.ops.aten
 RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-NOT_COMPILED = "compiled before the plan began: planned as it is written, op by op"
+NOT_COMPILED = "compiled before the plan began, so planned op by op as it is written"
 
 
-class Manners:
-    """Where a plan's tensors are, and while the context lasts, how composite ops behave there.
+class CudaDispatch:
+    """Gives composite ops the planned device's behavior while the context is active.
 
-    `facts`: the planned device as the table has it, for programs that ask for its name or memory.
+    `facts` describes the planned device for programs that ask for its name or memory.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Manners:
         self.device = CUDA if self._is_cuda else CPU
         self._facts = facts or Device("NVIDIA", {}, 80 << 30, 1, "", compute_capability=compute_capability)
         self.unseen: dict[str, str] = {}
-        """What is not planned as it would run, and why."""
+        """What is not planned the way it would run, and why."""
         attend = attention.kernel(compute_capability if self._is_cuda else None)
         self.kernels: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: attend}
         if self._is_cuda:
@@ -65,7 +65,7 @@ class Manners:
         self._stack = ExitStack()
         self._failed_threads: list[str] = []
 
-    def __enter__(self) -> Manners:
+    def __enter__(self) -> CudaDispatch:
         library = torch.library.Library("aten", "IMPL")
         with ExitStack() as stack, warnings.catch_warnings():
             stack.enter_context(_own_defaults())
@@ -76,14 +76,14 @@ class Manners:
             for patch in self._patches():
                 stack.enter_context(patch)
             if self._is_cuda:
-                # There is a kernel, so that autograd has its own formula for it instead of the parts it is made of.
+                # A kernel must exist so that autograd uses its own formula instead of decomposing the op.
                 library.impl("_fused_rms_norm", _never, "CPU")
                 for name, kernel in autocast.kernels():
                     library.impl(name, kernel, "AutocastCPU")
                 stack.callback(register_optimizer_step_pre_hook(_prefer_foreach).remove)
                 stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-                torch._C._set_mkldnn_enabled(False)  # it has recurrences of its own
-                moves = Moves()
+                torch._C._set_mkldnn_enabled(False)  # it has its own recurrent ops
+                moves = DeviceMoves()
                 stack.enter_context(moves.in_backwards())
                 stack.enter_context(moves)
             self._stack = stack.pop_all()
@@ -93,11 +93,11 @@ class Manners:
         self._stack.close()
 
     def check_threads(self) -> None:
-        """Raise where a thread of the program has failed: what it was to do is missing."""
+        """Raise UsageError if a thread of the program has failed, because its work is missing."""
         if self._failed_threads:
             raise UsageError(
-                f"a thread of the program failed, {self._failed_threads[0]}; a plan follows the thread that began it "
-                "only: let that one do the work"
+                f"a thread of the program failed, {self._failed_threads[0]}; a plan follows only the thread that "
+                "began it: let that one do the work"
             )
 
     def _noting_threads(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -138,11 +138,11 @@ class Manners:
         return asked
 
     def _step_by_step(self, op: Any) -> Callable[..., Any]:
-        """A recurrence as the ops of each of its steps, and a note that cuDNN's is one op."""
+        """Return a kernel that runs a recurrence as the ops of its steps, and notes that cuDNN's is one op."""
         name = op._schema.name.removeprefix("aten::")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            self.unseen[name] = "planned as the ops of its steps; what cuDNN keeps and takes instead is not counted"
+            self.unseen[name] = "planned as the ops of its steps; the memory that cuDNN uses instead is not counted"
             return op.decompose(*args, **kwargs)
 
         return kernel
@@ -150,7 +150,7 @@ class Manners:
 
 @contextmanager
 def _own_defaults() -> Iterator[None]:
-    """What the program sets or enters and does not leave, above all a default device, ends with the plan."""
+    """Restore settings that the program changes or modes that it does not exit, such as a default device."""
     dtype = torch.get_default_dtype()
     modes = _get_current_function_mode_stack()
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
@@ -168,17 +168,17 @@ def _own_defaults() -> Iterator[None]:
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a ghost's op never reaches a kernel")
+    raise AssertionError("an op on a planned tensor must not reach a kernel")
 
 
 def _in_this_process(loader: Any) -> Any:
-    """What a DataLoader gives, read where the plan is on."""
+    """Return a DataLoader's iterator that loads in this process."""
     with mock.patch.multiple(loader, num_workers=0, timeout=0), torch.device(CPU):
         return _Reader(loader)
 
 
 class _Reader(_SingleProcessDataLoaderIter):  # type: ignore[misc]  # torch is not type checked here
-    """Draws on the host, as in a program that has set no default device; while a function builds, it has one."""
+    """Draws indices on the host, also while a default device is set."""
 
     def _next_index(self) -> Any:
         with torch.device(CPU):
@@ -186,7 +186,7 @@ class _Reader(_SingleProcessDataLoaderIter):  # type: ignore[misc]  # torch is n
 
 
 def _step_in_any_case(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    assume("the gradient scaler finds no infinity: no step is left out")
+    assume("the gradient scaler finds no infinity, so no step is skipped")
     return optimizer.step(*args, **kwargs)
 
 
@@ -199,7 +199,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _widening(op: Any) -> Callable[..., torch.Tensor]:
-    """A softmax of half-precision numbers that gives float32 reads them as they are: no converted copy."""
+    """Return a kernel for a softmax that reads half precision and writes float32 without a converted copy."""
 
     def kernel(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if autocast.is_low(x) and dtype is torch.float32:
@@ -210,7 +210,7 @@ def _widening(op: Any) -> Callable[..., torch.Tensor]:
 
 
 def _prefer_foreach(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """What torch.optim does on CUDA where nothing was chosen; Adafactor takes the loop, which needs less memory."""
+    """Choose torch.optim's default on CUDA. Adafactor uses its loop, which needs less memory."""
     if isinstance(optimizer, torch.optim.Adafactor):
         return
     for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""Tensors without data: every op runs on `meta`, while autograd, autocast and the program believe in a device.
+"""Runs every op on `meta` tensors, while autograd, autocast and the program see tensors on a device.
 
-A ghost carries a meta tensor, and `Ghosts`, the mode, unwraps, runs and wraps. What stays real: tensors made from
-Python numbers (`torch.tensor`), which live on the host in a training script too.
+A planned tensor wraps a meta tensor. `DatalessMode` unwraps arguments, runs the op and wraps the outputs. Only
+tensors made from Python numbers (`torch.tensor`) stay real: they are on the host in a training script too.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from stepscope.errors import UsageError
 from stepscope.planner.emulation import known_values as values
 from stepscope.planner.emulation.arguments import (
-    GHOSTS,
+    DATALESS,
     HOSTED,
     PLANNED,
     REAL,
     has_weight,
     meta_like,
-    opened,
+    unwrapped,
     without_data,
     wrapped,
 )
 from stepscope.planner.emulation.known_values import known_values
 from stepscope.planner.emulation.op_kinds import Kind, kind_of
 from stepscope.planner.emulation.output_shapes import SHAPES, Shapes
-from stepscope.planner.emulation.planned_tensor import HOST, META, Ghost, made_before
+from stepscope.planner.emulation.planned_tensor import HOST, META, PlannedTensor, made_before
 from stepscope.planner.emulation.triton_launches import launching_nothing
 from stepscope.planner.emulation.unknown_values import DataNeeded, users_place
 from stepscope.recorder.ledger.nodes import backward_runs
 
-__all__ = ["DataNeeded", "Ghost", "Ghosts"]
+__all__ = ["DataNeeded", "DatalessMode", "PlannedTensor"]
 
 aten = torch.ops.aten
 IN_PLACE = {
@@ -45,15 +45,15 @@ IN_PLACE = {
     aten.index_put.default: aten.index_put_.default,
     aten._unsafe_index_put.default: aten.index_put_.default,
 }
-"""What autograd's formulas do to zeros that they have just made, unless tensors are of a subclass."""
+"""What autograd's formulas do in place to zeros they just made, except for tensor subclasses."""
 ZEROS = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
 
 
-class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
-    """Makes every new tensor a ghost: of `device`, or of the host where the program asks for that.
+class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
+    """Makes every new tensor a planned tensor: on `device`, or on the host if the program asks for that.
 
-    `kernels`: what an op that is made of others becomes on this device. `after_op(func, args, kwargs, out)` is told
-    of each op of `device` when it has run, with meta tensors.
+    `kernels` replace composite ops on this device. `after_op(func, args, kwargs, out)` is called with meta tensors
+    after each op on `device`.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         self._kernels = kernels
         self._after_op = after_op
         self._shapes = Shapes()
-        self._zeros: weakref.ref[Ghost] | None = None  # what the last op gave, if those are zeros
+        self._zeros: weakref.ref[PlannedTensor] | None = None  # the last op's output, if it is zeros
         self.unseen: dict[str, str] = {}
-        """Ops that hide what they allocate, and why."""
+        """Ops that hide their allocations, and why."""
         self.assumptions: set[str] = set()
-        """What was taken for granted where only data would tell."""
+        """Assumptions where only data could decide."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -79,20 +79,20 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in a plan, and the wrapper would cost time at every op
+        return False  # nothing is compiled in a plan, and the wrapper would slow down every op
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # in a backward the program's modes are on, for what it runs again
+        with torch._C.DisableTorchFunction():  # the program's modes are active when a backward recomputes
             return self._dispatched(func, args, kwargs or {})
 
     def _dispatched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
-        inner_args, seen = opened(args, self._device)
+        inner_args, seen = unwrapped(args, self._device)
         inner_kwargs = kwargs
         if kwargs:
-            parts, more = opened(kwargs.values(), self._device)
+            parts, more = unwrapped(kwargs.values(), self._device)
             inner_kwargs, seen = dict(zip(kwargs, parts)), seen | more
-        if not seen & GHOSTS:
+        if not seen & DATALESS:
             if kind.is_lift and seen & REAL and self._device.type == "cpu":
                 return self._sized(func, kind, list(args), kwargs, self._device)
             if kind.is_lift or not kind.makes_tensors(args, kwargs):
@@ -101,7 +101,7 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             with self:
                 return kernel(*args, **kwargs)
         elif kind.is_composite:
-            # Below autograd nobody has taken it apart yet.
+            # Below autograd it has not been decomposed yet.
             with self:
                 return func.decompose(*args, **kwargs)
         elif kind.gives_number:
@@ -110,10 +110,10 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 raise DataNeeded("a value of a tensor (if, while, int(), .item(), torch.equal)")
             with _disable_current_modes():
                 return func(*known)
-        if seen & REAL and seen & GHOSTS and has_weight(inner_args):
+        if seen & REAL and seen & DATALESS and has_weight(inner_args):
             raise made_before("is used")
         device = self._place(kind, args, kwargs, seen)
-        if seen & REAL and seen & GHOSTS:
+        if seen & REAL and seen & DATALESS:
             inner_args, inner_kwargs = without_data(inner_args), without_data(inner_kwargs)
         if kind.device_at is not None:
             inner_args, inner_kwargs = kind.without_device(inner_args, inner_kwargs)
@@ -131,23 +131,23 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 return self._sized(func, kind, known, kwargs, device)
             if func not in SHAPES:
                 raise DataNeeded(
-                    f"a size that follows from values ({func.__name__})",
-                    "torch.where and masked_fill keep sizes; or give every part a fixed capacity",
+                    f"a size that depends on values ({func.__name__})",
+                    "torch.where and masked_fill keep sizes, or give every part a fixed capacity",
                 )
         out = self._shapes.run(func, kind, inner_args, inner_kwargs)
         if kind.changes_shape:
             with self:
-                torch.Tensor.data.__set__(args[0], Ghost(args[0]._stepscope_inner, device))
+                torch.Tensor.data.__set__(args[0], PlannedTensor(args[0]._stepscope_inner, device))
         if device is self._device:
             self._after_op(func, inner_args, inner_kwargs, out)
-        ghosts = wrapped(out, device, (*args, *kwargs.values()), (*inner_args, *inner_kwargs.values()))
-        self._zeros = weakref.ref(ghosts) if func in ZEROS else None
-        if type(ghosts) is Ghost or kind.written or type(ghosts) in (list, tuple):
-            values.keep(ghosts, func, kind, args, kwargs, device.type == "cpu")
-        return ghosts
+        result = wrapped(out, device, (*args, *kwargs.values()), (*inner_args, *inner_kwargs.values()))
+        self._zeros = weakref.ref(result) if func in ZEROS else None
+        if type(result) is PlannedTensor or kind.written or type(result) in (list, tuple):
+            values.keep(result, func, kind, args, kwargs, device.type == "cpu")
+        return result
 
     def _place(self, kind: Kind, args: Any, kwargs: Any, seen: int) -> torch.device:
-        """The device of what an op gives."""
+        """Return the device of an op's outputs."""
         if kind.device_at is not None and (device := kind.device(args, kwargs)) is not None:
             return self._asked(device, bool(kwargs.get("pin_memory")))
         if kind.needs_one_device and seen & PLANNED and seen & (HOSTED | REAL) and self._device.type != "cpu":
@@ -160,13 +160,13 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             target = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(target, list | tuple):
                 target = next(iter(target), None)
-            if type(target) is Ghost:
+            if type(target) is PlannedTensor:
                 return target._stepscope_device
             if isinstance(target, torch.Tensor):
                 raise DataNeeded(
-                    "what to write into a tensor that was made from numbers", "make that tensor with torch.zeros"
+                    "data to write into a tensor that was made from numbers", "make that tensor with torch.zeros"
                 )
-        return self._device if seen & PLANNED or not seen & GHOSTS else HOST
+        return self._device if seen & PLANNED or not seen & DATALESS else HOST
 
     def _asked(self, device: torch.device, is_pinned: bool) -> torch.device:
         if device.type == "meta":
@@ -179,18 +179,18 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         elif device.type == "cpu":
             return self._device
         raise UsageError(
-            f"the program asks for the device {device} at {users_place()}: the plan is for one device, {self._device}"
+            f"the program uses the device {device} at {users_place()}, but the plan is for one device, {self._device}"
         )
 
     def _sized(self, func: Any, kind: Kind, known: list[Any], kwargs: Any, device: torch.device) -> Any:
-        """What an op gives whose outputs are as large as the values of its inputs say."""
+        """Return the outputs of an op whose sizes depend on known values of its inputs."""
         real = values.run(func, kind, known, kwargs)
         out = meta_like(real)
         if device is self._device:
             self._after_op(func, meta_like(known), kwargs, out)
-        ghosts = wrapped(out, device, (), ())
-        values.give(ghosts, real)
-        return ghosts
+        result = wrapped(out, device, (), ())
+        values.give(result, real)
+        return result
 
     def _run_body(self, func: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -199,33 +199,33 @@ class Ghosts(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         except (DataNeeded, UsageError):
             raise
         except Exception as error:
-            self.unseen.setdefault(str(func), f"what it takes inside is not seen ({type(error).__name__}: {error})")
+            self.unseen.setdefault(str(func), f"its scratch memory is unknown ({type(error).__name__}: {error})")
             return NotImplemented
 
 
 def _is_sized_by_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op that may give as many elements as the values say does so for these arguments."""
+    """Return whether the size of an op's output depends on values for these arguments."""
     if func is aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return kwargs.get("output_size") is None
 
 
 def _is_formula() -> bool:
-    """Whether autograd computes gradients; where it recomputes a checkpoint, gradients are enabled."""
+    """Return whether autograd computes gradients. Gradients are enabled when it recomputes a checkpoint."""
     return not torch.is_grad_enabled() and backward_runs()
 
 
 def _is_engine_sum(args: Any) -> bool:
-    """Whether autograd's engine adds a second gradient to a first that nobody else has.
+    """Return whether autograd's engine adds a second gradient to a first one that nothing else uses.
 
-    To a plain tensor it adds in place; of a subclass it makes a new one.
+    For a plain tensor it adds in place, but for a subclass it makes a new tensor.
     """
     if not _is_formula():
         return False
     if torch._C._current_autograd_node() is not None or len(args) != 2:
         return False
     first, second = args
-    if type(first) is not Ghost or type(second) is not Ghost:
+    if type(first) is not PlannedTensor or type(second) is not PlannedTensor:
         return False
     if first.shape != second.shape or first.dtype is not second.dtype:
         return False

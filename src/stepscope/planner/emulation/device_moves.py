@@ -1,4 +1,4 @@
-"""Where Python asks tensors to be, in a plan for a GPU: PyTorch would look for one before any op runs."""
+"""Handles tensors that Python code sends to a GPU in a plan, before PyTorch looks for a real one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from stepscope.planner.emulation.dataless import Ghosts
-from stepscope.planner.emulation.planned_tensor import CPU, CUDA, HOST, Ghost, parse_to
+from stepscope.planner.emulation.dataless import DatalessMode
+from stepscope.planner.emulation.planned_tensor import CPU, CUDA, HOST, PlannedTensor, parse_to
 
 aten = torch.ops.aten
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -21,25 +21,25 @@ _SET_DATA = torch.Tensor.data.__set__
 _WATCHED = frozenset((*_device_constructors(), *_METHODS, _SET_DATA))
 
 
-class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
-    """What Python sends to a CUDA device, and what it leaves on the host.
+class DeviceMoves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type checked here
+    """Redirects what Python sends to a CUDA device, and what it leaves on the host.
 
-    Numbers become a host's tensor and are copied, which makes the ghost. A factory is told the host's other name,
-    since C++ gives the plain one to whatever it makes for a tensor of the GPU.
+    Numbers become a host tensor that is copied, which makes it a planned tensor. Factories get the host's other name,
+    because C++ uses the plain one for whatever it makes for a GPU tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._moved: list[Ghost] = []
-        """What had data when it was moved: most likely made before the plan, and there when it is over."""
+        self._moved: list[PlannedTensor] = []
+        """Tensors that had data when moved: probably made before the plan, and alive after it."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for ghost in self._moved:
-            ghost._stepscope_is_over = True
+        for tensor in self._moved:
+            tensor._stepscope_is_over = True
 
     def in_backwards(self) -> Any:
-        """A patch: the mode is on in autograd's engine too, where a checkpoint's forward runs again."""
+        """Return a patch that keeps the mode active in autograd's engine, where checkpoints are recomputed."""
         original = torch.autograd._engine_run_backward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type check
         kwargs = kwargs or {}
         if func not in _WATCHED and kwargs.get("device") is None:
             return func(*args, **kwargs)
-        if not any(isinstance(mode, Ghosts) for mode in _get_current_dispatch_mode_stack()):
+        if not any(isinstance(mode, DatalessMode) for mode in _get_current_dispatch_mode_stack()):
             return func(*args, **kwargs)
         if func in _METHODS:
             return _moved(func, args, kwargs)
@@ -64,8 +64,8 @@ class Moves(TorchFunctionMode):  # type: ignore[misc]  # torch is not type check
         return func(*args, **{**kwargs, "device": HOST if device.type == "cpu" else device})
 
     def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """`.data =`, as `Module.to` does; a tensor with data that is given a ghost becomes one, whoever holds it."""
-        if isinstance(data, Ghost) and not isinstance(tensor, Ghost):
+        """Handle `.data =`, as used by `Module.to`. A tensor with data becomes a planned tensor everywhere."""
+        if isinstance(data, PlannedTensor) and not isinstance(tensor, PlannedTensor):
             torch.utils.swap_tensors(tensor, data.detach().requires_grad_(tensor.requires_grad))
             self._moved.append(tensor)
         else:
@@ -81,7 +81,7 @@ def _device(device: Any) -> torch.device:
 
 def _from_numbers(func: Any, args: Any, kwargs: Any, device: torch.device) -> torch.Tensor:
     data = args[0] if args else kwargs.get("data")
-    if isinstance(data, Ghost):
+    if isinstance(data, PlannedTensor):
         kept = data if func is not torch.tensor else data.detach().clone()
         return kept.to(device if kwargs.get("device") is not None else kept.device, kwargs.get("dtype") or kept.dtype)
     if device.type == "cpu":
@@ -92,9 +92,9 @@ def _from_numbers(func: Any, args: Any, kwargs: Any, device: torch.device) -> to
 
 
 def _moved(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """A tensor with data goes to the GPU as a ghost; a ghost knows its own way."""
+    """Move a tensor with data to the GPU as a planned tensor. Planned tensors move themselves."""
     tensor = args[0]
-    if isinstance(tensor, Ghost):
+    if isinstance(tensor, PlannedTensor):
         return func(*args, **kwargs)
     if func is torch.Tensor.pin_memory:
         return tensor

@@ -1,4 +1,4 @@
-"""`flex_attention` in a plan: the memory of the kernel that it is compiled to, forward and backward."""
+"""Plans `flex_attention` with the memory of the kernel that it compiles to, forward and backward."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from unittest import mock
 
 import torch
 
-NOTE = "taken as the fused kernel that it is compiled to; what that takes inside, and the FLOPs, are not counted"
+NOTE = "planned as the fused kernel that it compiles to; the kernel's scratch memory and FLOPs are not counted"
 
 
 def patches(note: Callable[[str], None]) -> Iterator[Any]:
-    """Patches of the op behind `flex_attention`; `note` is told what a plan must say when it is called."""
+    """Yield patches of the op behind `flex_attention` that call `note` when it is used."""
     from torch.nn.attention import flex_attention
 
     def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,12 +21,12 @@ def patches(note: Callable[[str], None]) -> Iterator[Any]:
         return out, sums, torch.empty_like(sums)
 
     yield mock.patch.object(flex_attention, "flex_attention_hop", attend)
-    # Its own call of torch.compile, where a program has none.
+    # Skips its own call of torch.compile.
     yield mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, create=True)
 
 
 class _Attend(torch.autograd.Function):  # type: ignore[misc]  # torch is not type checked here
-    """Outputs of the right size: one row sum in float32 for each query is kept for backward."""
+    """Returns outputs of the right size, and keeps one float32 row sum per query for backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:

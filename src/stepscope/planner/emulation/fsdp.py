@@ -1,7 +1,7 @@
-"""One rank of FSDP2 without the others: PyTorch's own `fully_shard` on ghosts, over a process group of nobody.
+"""One rank of FSDP2 without the others: PyTorch's own `fully_shard` on planned tensors, with a fake process group.
 
-What is sharded, gathered, prefetched, kept and reduced, and when, is decided by the code that will run: collectives
-do nothing, streams and events are names, and storages that FSDP2 empties and fills again die and are born again.
+FSDP2's own code decides what is sharded, gathered, prefetched, kept and reduced, and when. Collectives do nothing,
+streams and events are placeholders, and storages that FSDP2 empties and refills are freed and allocated again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepscope.errors import UsageError
 from stepscope.planner.emulation import cuda_calls
-from stepscope.planner.emulation.dataless import Ghost, Ghosts
+from stepscope.planner.emulation.dataless import DatalessMode, PlannedTensor
 from stepscope.recorder.ledger.storages import OUTSIDE, WEIGHT_CAST, Storages, storage_key, storage_of
 
 UNSHARDED_PARAMETER, UNSHARDED_GRADIENT = "unsharded_parameter", "unsharded_gradient"
 COMMUNICATION = "communication"
-"""Of FSDP2's own: what is gathered into, and what is reduced from."""
+"""Buffers of FSDP2 itself, for gathering and reducing."""
 ERROR_BAR = 0.02
-"""Of the peak of a rank, either way: on an H200 the worst of nine points was 0.05 % off; a plan without ranks, of 46,
-1.2 %, by what the allocator's blocks are larger than tensors."""
+"""Of a rank's peak, in either direction. On an H200 the worst of nine points was 0.05 % off. Without ranks, the worst
+of 46 was 1.2 % off, because the allocator's blocks are larger than tensors."""
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single")
 
 OPTIMIZERS_OWN = ("aten::_foreach_", "aten::_fused_")
@@ -41,7 +41,7 @@ AfterOp = Callable[[Any, Any, Any, Any], None]
 
 
 def units(module: nn.Module) -> list[nn.Module]:
-    """What is sharded and gathered as one: the elements of the outermost lists of modules, and last the whole.
+    """Return what is sharded and gathered together: elements of the outermost module lists, and last the whole.
 
     >>> [type(unit).__name__ for unit in units(nn.Sequential(nn.ModuleList([nn.Linear(1, 1)]), nn.ReLU()))]
     ['Linear', 'Sequential']
@@ -64,13 +64,13 @@ def _refuse_shared(found: list[nn.Module]) -> None:
     rest = {p for part in whole.modules() if part not in inside for p in part.parameters(recurse=False)}
     num_owned = len(rest) + sum(len(set(block.parameters())) for block in blocks)
     if num_owned != len(set(whole.parameters())):
-        raise UsageError("--fsdp: blocks share a parameter with others, or with the rest: fully_shard cannot have it")
+        raise UsageError("--fsdp: blocks share a parameter with other modules, which fully_shard does not support")
 
 
 class Sharding:
-    """While the context lasts, `shard` makes a module one of `num_ranks` that train it together.
+    """While the context is active, `shard` makes a module one of `num_ranks` that train it together.
 
-    `after_op` is a plan's: what it enters in `storages` gets the owners and the streams that only FSDP2 knows.
+    `after_op` is the plan's. Its entries in `storages` get the owners and streams that only FSDP2 knows.
     """
 
     def __init__(self, num_ranks: int, device: torch.device, storages: Storages, after_op: AfterOp) -> None:
@@ -79,21 +79,21 @@ class Sharding:
         self._stack = ExitStack()
         self._mesh: Any = None
         self.error_bar = ERROR_BAR
-        """Share of the peak, either way."""
+        """Relative error of the peak in either direction."""
         self.notes: dict[str, str] = {}
-        """What a plan must say."""
+        """Notes for the plan."""
 
     def __enter__(self) -> Sharding:
         if not hasattr(FSDPParam, "alloc_all_gather_outputs"):
-            raise UsageError(f"--fsdp: the FSDP2 of torch {torch.__version__} is too new; take torch 2.13 or before")
+            raise UsageError(f"--fsdp: torch {torch.__version__} is too new for this plan; use torch 2.13 or earlier")
         if dist.is_initialized():
-            raise UsageError("--fsdp: the program made a process group of its own; let build make the model alone")
+            raise UsageError("--fsdp: the program made its own process group; let build only make the model")
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             dist.init_process_group("fake", rank=0, world_size=self._num_ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
-            # PyTorch takes ghosts for a CPU's tensors; FSDP2, which asks in Python, for the planned device's.
+            # PyTorch treats planned tensors as CPU tensors. FSDP2, which asks in Python, sees the planned device.
             self._mesh = init_device_mesh("cpu", (self._num_ranks,))
             for part in _parts():
                 _replace(stack, part, "_get_device_handle", lambda *_: self._streams)
@@ -108,32 +108,32 @@ class Sharding:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def ghosts(self, kernels: Any) -> Ghosts:
-        """The mode that makes every new tensor a ghost, and leaves distributed tensors to take themselves apart."""
-        return _LocalGhosts(self._device, kernels, self._saw)
+    def dataless_mode(self, kernels: Any) -> DatalessMode:
+        """Return the mode for planned tensors that lets distributed tensors unwrap themselves."""
+        return _LocalDatalessMode(self._device, kernels, self._saw)
 
     def shard(self, module: nn.Module) -> None:
-        """`fully_shard` on the elements of the module's lists, which are its blocks, and on the rest."""
+        """Apply `fully_shard` to the elements of the module's lists, which are its blocks, and to the rest."""
         found = units(module)
         _refuse_shared(found)
         for unit in found:
             try:
                 fsdp.fully_shard(unit, mesh=self._mesh)
             except (NotImplementedError, ValueError, AssertionError) as error:
-                raise UsageError(f"--fsdp: fully_shard refuses {type(unit).__name__}: {error}") from None
+                raise UsageError(f"--fsdp: fully_shard rejects {type(unit).__name__}: {error}") from None
         num_blocks = len(found) - 1
         what = f"each of {num_blocks} blocks and the rest" if num_blocks else "the model, which has no list of blocks"
         self.notes = {
-            "FSDP2": f"an approximation, ±{ERROR_BAR:.0%} of what is allocated, more of what is reserved: one of "
-            f"{self._num_ranks} ranks, with a batch of its own; fully_shard, with its defaults, on {what}; the model "
-            "is made elsewhere than on the device",
-            "NCCL": "its own buffers, some hundred MiB outside of PyTorch, are not counted, nor any time it takes",
+            "FSDP2": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved memory: one of "
+            f"{self._num_ranks} ranks with its own batch; fully_shard with its defaults on {what}; the model is not "
+            "created on the device",
+            "NCCL": "its buffers, a few hundred MiB outside PyTorch, and its time are not counted",
         }
 
-    # --- what FSDP2 does to memory -------------------------------------------------------------
+    # --- FSDP2's effects on memory -------------------------------------------------------------
 
     def _saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An op has run: on which stream, and what FSDP2's own ops say about whose their tensors are."""
+        """Record the stream of an op's memory, and the owners that FSDP2's own ops reveal."""
         storages = self._storages
         if func.namespace == "fsdp":
             if func._opname == "all_gather_copy_in":
@@ -155,7 +155,7 @@ class Sharding:
         return key is not None and self._storages.owner_of(key) == UNSHARDED_PARAMETER
 
     def _fill(self, parameter: Any) -> None:
-        """In place of `FSDPParam.alloc_all_gather_outputs`: a parameter is about to be gathered."""
+        """Replace `FSDPParam.alloc_all_gather_outputs`: a parameter is about to be gathered."""
         storages = self._storages
         holder = (parameter._param_fqn or "").rpartition(".")[0]
         for tensor in parameter.all_gather_outputs:
@@ -166,25 +166,25 @@ class Sharding:
             storages.own((tensor,), UNSHARDED_PARAMETER, OUTSIDE, holder)
 
     def _empty(self, parameter: Any) -> None:
-        """In place of `FSDPParam.free_unsharded_param`."""
+        """Replace `FSDPParam.free_unsharded_param`."""
         for tensor in parameter.all_gather_outputs:
             self._storages.emptied(tensor)
             storage_of(tensor).resize_(0)
 
 
-class _LocalGhosts(Ghosts):
+class _LocalDatalessMode(DatalessMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._get_dispatch_mode(FAKE) is not None:
-            return func(*args, **(kwargs or {}))  # distributed tensors ask for shapes, and nothing is allocated
+            return func(*args, **(kwargs or {}))  # distributed tensors ask for shapes only
         if any(issubclass(kind, DTensor) for kind in types):
             if not func._schema.name.startswith(OPTIMIZERS_OWN) or not func._schema.is_mutable:
-                if any(issubclass(kind, Ghost) for kind in types):
+                if any(issubclass(kind, PlannedTensor) for kind in types):
                     raise UsageError(
-                        f"--fsdp: {func} takes a parameter that is sharded: FSDP2 gathers what a block has "
-                        "only while the block is called; use its parameters in its forward"
+                        f"--fsdp: {func} uses a sharded parameter: FSDP2 gathers a block's parameters only while the "
+                        "block is called. Use them in the block's forward"
                     )
                 return NotImplemented
-            # On every shard alone: to ask how they are sharded takes a second for each op, and has one answer.
+            # Works on every shard alone: asking how they are sharded takes a second per op and never varies.
             args = [[_local(part) for part in value] if isinstance(value, list) else _local(value) for value in args]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -194,26 +194,26 @@ def _local(value: Any) -> Any:
 
 
 def _parts() -> list[Any]:
-    """The modules of FSDP2, which import names from each other."""
+    """Return the modules of FSDP2, which import names from each other."""
     package = FSDPParam.__module__.rpartition(".")[0]
     return [module for name, module in list(sys.modules.items()) if name.startswith(package)]
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until the stack is closed; names that this PyTorch has not are left out."""
+    """Patch a name until the stack is closed, if this PyTorch has it."""
     if hasattr(owner, name):
         stack.enter_context(mock.patch.object(owner, name, value))
 
 
-# --- streams, of which only the number matters: memory is given back to the stream that asked for it ---
+# --- streams: only their numbers matter, because freed memory returns to the stream that allocated it ---
 
 
 class _Streams:
-    """What FSDP2 asks of a device's module (`torch.cuda`)."""
+    """Replaces the device module (`torch.cuda`) for FSDP2."""
 
     def __init__(self) -> None:
         self.current = 0
-        """The stream that memory is asked for on; 0 is the default one."""
+        """The stream that allocates memory now; 0 is the default stream."""
         self._num_streams = 0
 
     def Stream(self, priority: int = 0) -> cuda_calls.Stream:

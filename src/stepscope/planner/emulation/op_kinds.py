@@ -1,7 +1,8 @@
-"""What of an op does not depend on its inputs, found out once."""
+"""Properties of an op that do not depend on its inputs."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch._library.custom_ops import OPDEFS
 aten = torch.ops.aten
 META = torch.device("meta")
 VALUES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default)
-"""Ops that give a Python number."""
+"""Ops that return a Python number."""
 _OVERWRITING = ("fill_", "zero_", "copy_", "random_", "uniform_", "normal_", "bernoulli_")
 _ON_ONE_DEVICE = ("mm", "addmm", "bmm", "baddbmm", "embedding", "convolution", "native_layer_norm", "cat")
 
@@ -43,7 +44,7 @@ class Kind:
         self.keeps_values = is_aten and "empty" not in plain
         is_new = not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
         self.is_new = is_aten and is_new and not self.gives_number and not self.has_dynamic_shape
-        # Not every fused optimizer has a meta kernel: what writes and gives nothing back needs none.
+        # Not every fused optimizer has a meta kernel. Ops that only write and return nothing need none.
         is_written = is_aten and (plain.startswith("_foreach") or not schema.returns)
         self.only_writes = bool(self.written) and (self.is_random or is_written)
         self.needs_one_device = plain in _ON_ONE_DEVICE or (torch.Tag.pointwise in tags and "copy" not in plain)
@@ -51,31 +52,31 @@ class Kind:
         self.device_at = names.index("device") if "device" in names else None
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         self.is_composite = is_aten and has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
-        # What torch.library.custom_op wraps: run instead of the op's fake, it shows what it allocates inside.
+        # What torch.library.custom_op wraps: running it instead of the op's fake shows its allocations.
         definition = None if is_aten else OPDEFS.get(schema.name)
         functions = {} if definition is None else definition._backend_fns
         self.body = functions.get("cuda") or functions.get(None)
 
     def device(self, args: Any, kwargs: Any) -> torch.device | None:
-        """The device that is asked for by name, if any."""
+        """Return the device that is requested by name, if any."""
         if self.device_at is None:
             return None
         found: torch.device | None = args[self.device_at] if self.device_at < len(args) else kwargs.get("device")
         return found
 
     def makes_tensors(self, args: Any, kwargs: Any) -> bool:
-        """Whether an op without ghosts among its inputs gives one: a factory, or a copy to another device."""
+        """Return whether an op without planned inputs makes one: a factory, or a copy to another device."""
         if self.device_at is None:
             return False
         device = self.device(args, kwargs)
         if device is not None and device.type == "meta":
-            return False  # the program's own tensors without data
+            return False  # the program's own meta tensors
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         is_sent = device is not None and (device.type != "cpu" or any(tensor.is_meta for tensor in tensors))
         return not tensors or is_sent
 
     def without_device(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of an op that takes a device, with `meta` for it."""
+        """Return the arguments of an op that takes a device, with `meta` in its place."""
         if self.device_at is not None and self.device_at < len(args):
             args[self.device_at] = META
             return args, kwargs
@@ -85,12 +86,7 @@ class Kind:
         return args, kwargs
 
 
-_KINDS: dict[Any, Kind] = {}
-
-
+@functools.cache
 def kind_of(func: Any) -> Kind:
-    """The kind of an op; kept for good, there are no more of them than ops."""
-    found = _KINDS.get(func)
-    if found is None:
-        found = _KINDS[func] = Kind(func)
-    return found
+    """Return the kind of an op."""
+    return Kind(func)

@@ -1,4 +1,4 @@
-"""The outputs of ops on meta tensors: by an op's own meta kernel where that is right, asked once for such inputs."""
+"""The outputs of ops on meta tensors, from an op's own meta kernel where that is correct, cached by input shapes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepscope.planner.emulation.arguments import tensors_in
 from stepscope.planner.emulation.op_kinds import Kind
 from stepscope.planner.emulation.planned_tensor import META
 from stepscope.planner.emulation.unknown_values import DataNeeded
+from stepscope.recorder.ledger.storages import tensors_in
 
 aten = torch.ops.aten
 
@@ -23,10 +23,6 @@ def _counted(x: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.
     return torch.empty(minlength, dtype=torch.int64, device=META)
 
 
-def _unscaled(*args: Any) -> None:
-    """Gradients are divided, and found to be finite or not, in place."""
-
-
 def _grouped(a: torch.Tensor, b: torch.Tensor, ends: Any = None, bias: Any = None, dtype: Any = None) -> torch.Tensor:
     if a.dtype is torch.bfloat16:
         return aten._grouped_mm.default(a, b, ends, bias, dtype)
@@ -35,27 +31,27 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, ends: Any = None, bias: Any = Non
 
 
 SHAPES: dict[Any, Callable[..., Any]] = {
-    # Their own meta kernels refuse what a GPU does: bfloat16 read, float32 written.
+    # Their meta kernels reject what a GPU does: read bfloat16 and write float32.
     aten._softmax.default: _widened,
     aten._log_softmax.default: _widened,
-    # As many bins as are asked for: more would be data.
+    # As many bins as requested: more would depend on data.
     aten.bincount.default: _counted,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: lambda *args: None,  # scales and checks in place
     aten._amp_update_scale_.default: lambda scale, *args: scale,
 }
-"""Outputs of ops that have no meta kernel, or not the right one."""
-if hasattr(aten, "_grouped_mm"):  # torch 2.8 and later; its meta kernel knows bfloat16 alone, a loop runs the others
+"""Outputs of ops without a correct meta kernel."""
+if hasattr(aten, "_grouped_mm"):  # torch 2.8 and later. Its meta kernel supports only bfloat16
     SHAPES[aten._grouped_mm.default] = _grouped
 
 
 class Shapes:
-    """Runs ops on meta tensors; those that make new ones are slow to ask in Python."""
+    """Runs ops on meta tensors. Those that make new tensors are slow in Python, so their shapes are cached."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, Any] = {}
 
     def run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
-        """What the op gives."""
+        """Return an op's outputs."""
         if kind.only_writes:
             position, name = kind.written[0]
             written = args[position] if position < len(args) else kwargs[name]
@@ -70,8 +66,8 @@ class Shapes:
             out = SHAPES.get(func, func)(*args)
         except NotImplementedError as error:
             raise DataNeeded(
-                f"the op {func}, whose output's shape is not known without running it",
-                "torch.library.register_fake gives it one",
+                f"the op {func}, whose output shape is unknown unless it runs",
+                "torch.library.register_fake defines one",
             ) from error
         if not _is_part(out, args):
             self._seen[key] = _made_like(out)
@@ -79,7 +75,7 @@ class Shapes:
 
 
 def _look(value: Any) -> Any:
-    """What of an argument decides over the shapes of new tensors."""
+    """Return what decides the shapes of new tensors about an argument."""
     if isinstance(value, torch.Tensor):
         return (*value.shape, *value.stride(), value.dtype, value.is_meta)
     if isinstance(value, list | tuple):
@@ -94,7 +90,7 @@ class _Shape(NamedTuple):
 
 
 def _made_like(out: Any) -> Any:
-    """All that is needed to make such tensors again."""
+    """Return what is needed to make such tensors again."""
     if isinstance(out, torch.Tensor):
         return _Shape(out.shape, out.stride(), out.dtype)
     return type(out)([_made_like(part) for part in out]) if isinstance(out, list | tuple) else out
@@ -107,6 +103,6 @@ def _made(like: Any) -> Any:
 
 
 def _is_part(out: Any, args: Any) -> bool:
-    """Whether an output lies in an input's memory: no schema says so of `_unsafe_view`."""
+    """Return whether an output shares an input's memory. The schema of `_unsafe_view` does not say so."""
     outputs, inputs = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in (out, args))
     return bool(outputs & inputs)

@@ -1,8 +1,8 @@
-"""A tensor without data, as a program sees it: on its own device, and with as much of a value as is known.
+"""A tensor without data, as the program sees it: on its planned device, and with its value if that is known.
 
-PyTorch takes a ghost for a tensor on the CPU, so that any build has dispatch keys for it; Python code that asks sees
-the device that is planned for. In a plan for a GPU the host has ghosts of its own. To PyTorch they are on `cpu:0` and
-the GPU's on `cpu`: whatever C++ makes after the options of a tensor is then where that tensor is.
+PyTorch treats a planned tensor as a CPU tensor, so that any build has dispatch keys for it. Python code sees the
+planned device. In a plan for a GPU, host tensors are planned too. PyTorch has those on `cpu:0` and the GPU's on
+`cpu`, so that whatever C++ makes with the options of a tensor is on the same device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from stepscope.planner.emulation.unknown_values import DataNeeded, UnknownNumber
 aten = torch.ops.aten
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 HOST = torch.device("cpu", 0)
-"""Where PyTorch believes the host's tensors of a plan for a GPU to be."""
+"""Where PyTorch sees the host tensors of a plan for a GPU."""
 _SAME = {device: device for device in (CPU, CUDA, HOST)}
-"""One object for each, so that they can be told apart by identity."""
+"""One object for each device, so that they can be compared by identity."""
 _to = torch.Tensor.to
 
 
-class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked here
-    """A tensor that has a shape, a dtype and a storage's identity, and no data."""
+class PlannedTensor(torch.Tensor):  # type: ignore[misc]  # torch is not type checked here
+    """A tensor with a shape, a dtype and a storage, but no data."""
 
     _stepscope_inner: torch.Tensor
     _stepscope_device: torch.device
@@ -36,9 +36,9 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
     _stepscope_is_over: bool = False
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, device: torch.device) -> Ghost:
+    def __new__(cls, inner: torch.Tensor, device: torch.device) -> PlannedTensor:
         device = _SAME[device]
-        ghost = torch.Tensor._make_wrapper_subclass(
+        planned = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -46,8 +46,8 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
             dtype=inner.dtype,
             device=HOST if device is HOST else CPU,
         )
-        ghost._stepscope_inner, ghost._stepscope_device = inner, device
-        return ghost  # type: ignore[no-any-return]  # torch is not type checked here
+        planned._stepscope_inner, planned._stepscope_device = inner, device
+        return planned  # type: ignore[no-any-return]  # torch is not type checked here
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -56,12 +56,12 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
         thread = threading.current_thread()
         if thread is not threading.main_thread():
             raise RuntimeError(
-                f"{func}: a tensor of a plan was used in the thread {thread.name!r}; a plan follows the thread that "
-                "began it only: let that thread do the work"
+                f"{func}: a tensor of a plan was used in the thread {thread.name!r}; a plan follows only the thread "
+                "that began it: let that thread do the work"
             )
         raise RuntimeError(f"{func}: a tensor of a plan was used after the plan")
 
-    # --- where it is ---------------------------------------------------------------------------
+    # --- device --------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -109,13 +109,13 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
     def type_as(self, other: torch.Tensor) -> torch.Tensor:
         return self.to(other)
 
-    def pin_memory(self, *_: Any) -> Ghost:
+    def pin_memory(self, *_: Any) -> PlannedTensor:
         return self
 
     def record_stream(self, stream: Any) -> None:
         return None
 
-    # --- what it holds -------------------------------------------------------------------------
+    # --- values --------------------------------------------------------------------------------
 
     @property
     def data(self) -> torch.Tensor:
@@ -123,9 +123,9 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
-        if not isinstance(other, Ghost):
+        if not isinstance(other, PlannedTensor):
             inner = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=META)
-            value, other = other, Ghost(inner, HOST if self._stepscope_device is not CPU else CPU)
+            value, other = other, PlannedTensor(inner, HOST if self._stepscope_device is not CPU else CPU)
             other._stepscope_value = value
         torch.Tensor.data.__set__(self, other)
         self._stepscope_inner, self._stepscope_device = other._stepscope_inner, other._stepscope_device
@@ -138,13 +138,13 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
         if self.numel() != 1:
             raise RuntimeError(f"a Tensor with {self.numel()} elements cannot be converted to Scalar")
         is_whole = not self.is_floating_point()
-        assume(f"{users_place()}: the value of .item() or float() is {'any whole number' if is_whole else 1.0}")
+        assume(f"{users_place()}: the value of .item() or float() is {'an unknown integer' if is_whole else 1.0}")
         # An optimizer that compares a norm with a limit allocates the same either way.
         return 1.0 if _asks_in("torch.optim") else UnknownNumber(math.nan if is_whole else 1.0)
 
     def __bool__(self) -> bool:
         if value_of(self) is None and _asks_in("torch.nn.init"):
-            return False  # what was drawn lies within the limits: it is not drawn again
+            return False  # initial values are within limits, so they are not drawn again
         return bool(torch.Tensor.__bool__(self))
 
     def __float__(self) -> float:
@@ -165,11 +165,11 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
     def _known(self, what: str) -> torch.Tensor:
         known = value_of(self)
         if known is None:
-            raise DataNeeded(what, "leave out of the step what looks at results")
+            raise DataNeeded(what, "remove code that reads results from the step")
         return known
 
     def assume(self, answer: Any, why: str) -> Any:
-        """The answer that a program proposes where it knows that there may be no data."""
+        """Return the answer that a program proposes for when there is no data."""
         assume(why)
         return answer
 
@@ -186,26 +186,26 @@ class Ghost(torch.Tensor):  # type: ignore[misc]  # torch is not type checked he
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise DataNeeded(
-            "a tensor's data, to send or save it", "with a DataLoader, num_workers=0; no torch.save in the step"
+            "a tensor's data, to send or save it", "use num_workers=0 in a DataLoader, and no torch.save in the step"
         )
 
-    def __coerce_same_metadata_as_tangent__(self, meta: Any, expected_type: Any = None) -> Ghost:
-        return self  # what a compiled backward asks of a tensor that is not a plain one
+    def __coerce_same_metadata_as_tangent__(self, meta: Any, expected_type: Any = None) -> PlannedTensor:
+        return self  # called by compiled backward for tensor subclasses
 
     def __repr__(self) -> str:
-        return f"Ghost(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"PlannedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def value_of(ghost: Ghost) -> torch.Tensor | None:
-    """A ghost's value; None where it has none."""
-    value = ghost._stepscope_value
-    if value is None or getattr(ghost._stepscope_inner.untyped_storage(), "_stepscope_is_unknown", False):
+def value_of(tensor: PlannedTensor) -> torch.Tensor | None:
+    """Return a planned tensor's value, or None if it is unknown."""
+    value = tensor._stepscope_value
+    if value is None or getattr(tensor._stepscope_inner.untyped_storage(), "_stepscope_is_unknown", False):
         return None
     return value
 
 
 def _asks_in(package: str) -> bool:
-    """Whether the innermost caller outside this file is a module of the package."""
+    """Return whether the innermost caller outside this file is in a package."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back  # type: ignore[assignment]  # it has none at the end
@@ -213,7 +213,7 @@ def _asks_in(package: str) -> bool:
 
 
 def made_before(what: str) -> UsageError:
-    """What to say of a weight that is not a ghost of this plan."""
+    """Return the error for a weight that does not belong to this plan."""
     return UsageError(
         f"a weight that was made before the plan, most likely when the file was imported, {what} at {users_place()}: "
         "make the model inside the function"
@@ -221,14 +221,14 @@ def made_before(what: str) -> UsageError:
 
 
 def assume(why: str) -> None:
-    """Note what is taken for granted where only data would tell."""
+    """Note an assumption where only data could decide."""
     for mode in _get_current_dispatch_mode_stack():
         if (assumptions := getattr(mode, "assumptions", None)) is not None:
             assumptions.add(why)
 
 
 def parse_to(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
-    """Device, dtype, whether to copy in any case, and memory format of a call of `Tensor.to`."""
+    """Return device, dtype, whether to copy always, and memory format of a `Tensor.to` call."""
     kwargs = dict(kwargs)
     flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
     is_copy = kwargs.pop("copy", len(flags) > 1 and flags[1])

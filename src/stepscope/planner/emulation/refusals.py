@@ -1,4 +1,4 @@
-"""What a program may ask for and no plan can follow, said by name where the program asks."""
+"""Rejects calls that no plan can follow, with their place in the program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stepscope.errors import UsageError
 from stepscope.planner.emulation.unknown_values import users_place
 
 ONE_DEVICE = "a plan is for one device: plan the module without it, with the batch of one device"
-DENSE = "their sizes follow from data: plan the program with dense tensors, or measure it with stepscope bench"
-RAGGED = "a plan has no tensors of tensors: plan the program with padded ones, or measure it with stepscope bench"
+DENSE = "their sizes depend on data: plan with dense tensors, or measure with stepscope bench"
+RAGGED = "plans do not support them: plan with padded tensors, or measure with stepscope bench"
 _CALLS: tuple[tuple[Any, str, str, str], ...] = (
     (nn.DataParallel, "__init__", "torch.nn.DataParallel", ONE_DEVICE),
     (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", ONE_DEVICE),
@@ -32,7 +32,7 @@ _CALLS: tuple[tuple[Any, str, str, str], ...] = (
 
 
 def patches() -> Iterator[Any]:
-    """Patches that refuse such calls while a plan is on."""
+    """Yield patches that reject such calls during a plan."""
     for owner, name, what, advice in _CALLS:
         if hasattr(owner, name):
             yield mock.patch.object(owner, name, _refusing(what, advice))
@@ -54,8 +54,8 @@ def _with_dense_gradient(lookup: Callable[..., Any]) -> Callable[..., Any]:
         named = signature.bind(*args, **kwargs).arguments
         if named.get("sparse") and torch.is_grad_enabled() and named["weight"].requires_grad:
             raise UsageError(
-                f"the sparse gradient of an embedding at {users_place()}: its size follows from data; plan it with "
-                "sparse=False, whose gradient is as large as the weights, or measure it with stepscope bench"
+                f"the sparse gradient of an embedding at {users_place()}: its size depends on data. Plan with "
+                "sparse=False, whose gradient is as large as the weights, or measure with stepscope bench"
             )
         return lookup(*args, **kwargs)
 

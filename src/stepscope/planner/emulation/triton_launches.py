@@ -1,4 +1,4 @@
-"""Triton kernels in a plan: what they are given is allocated before, and a launch does nothing."""
+"""Makes Triton kernel launches do nothing in a plan: their arguments are allocated before."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unittest import mock
 
 @contextmanager
 def launching_nothing(may_import: bool) -> Iterator[None]:
-    """While it lasts, a launch of a Triton kernel does nothing.
+    """Make launches of Triton kernels do nothing inside this context.
 
-    `may_import`: the code to come may import Triton itself; without, only a Triton that is there already counts.
+    With `may_import`, import Triton if it is installed; otherwise only consider a Triton that is already imported.
     """
     if "triton" not in sys.modules and not (may_import and importlib.util.find_spec("triton")):
         yield

@@ -1,4 +1,4 @@
-"""What a program hears where only data would tell: a number that nothing can hang on, or a refusal with the place."""
+"""What a program gets where only data could decide: a number that nothing may depend on, or an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stepscope.recorder.frames import place, script_frames
 
 
 class DataNeeded(Exception):
-    """The program asks for something that only data can give; the message says what, where, and what may help."""
+    """The program needs data. The message says what it needs, where, and what may help."""
 
     def __init__(self, what: str, advice: str = "") -> None:
         where = users_place()
@@ -17,7 +17,7 @@ class DataNeeded(Exception):
 
 
 def users_place() -> str | None:
-    """`train.py:42 step`: the innermost frame of the program; with its caller where that frame is a package's."""
+    """Return `train.py:42 step`, the innermost frame of the program; plus its caller if it is in a package."""
     frames = script_frames()
     first = next(frames, None)
     if first is None:
@@ -31,10 +31,10 @@ def users_place() -> str | None:
 
 
 class UnknownNumber(float):
-    """What `.item()` gives where there is no data: it can be added up and printed, and nothing can hang on it.
+    """The result of `.item()` without data: it can be computed with and printed, but nothing may depend on it.
 
-    Of a floating-point tensor it counts as 1.0, so that a check for infinities passes; of whole numbers as `nan`, so
-    that nothing is made as long as it says. It prints as `nan`.
+    From a floating-point tensor it counts as 1.0, so that a check for infinities passes. From integers it is `nan`,
+    so that no size can follow from it. It prints as `nan`.
     """
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class UnknownNumber(float):
         return self if ndigits is not None else self.__int__()
 
     def __int__(self) -> int:
-        raise DataNeeded("a whole number from a tensor's value (int(), range(), an index, a size)")
+        raise DataNeeded("an integer from a tensor's value (int(), range(), an index, a size)")
 
     __index__ = __trunc__ = __floor__ = __ceil__ = __int__
 
@@ -66,7 +66,7 @@ def _computed(name: str) -> Any:
 
 
 def _refused(self: UnknownNumber, *others: Any) -> Any:
-    raise DataNeeded("a decision by a tensor's value (a comparison, if, while, min(), max())")
+    raise DataNeeded("a decision that depends on a tensor's value (a comparison, if, while, min(), max())")
 
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")

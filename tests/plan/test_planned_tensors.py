@@ -11,17 +11,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepscope.errors import UsageError  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.cuda_dispatch import Manners  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.dataless import DataNeeded, Ghosts  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded  # noqa: E402  torch may be missing
 
 functional = torch.nn.functional
 
 
 @pytest.fixture
 def cuda():
-    manners = Manners("cuda")
+    manners = CudaDispatch("cuda")
     seen = []
-    with manners, Ghosts(manners.device, manners.kernels, lambda func, *_: seen.append(func.name())):
+    with manners, DatalessMode(manners.device, manners.kernels, lambda func, *_: seen.append(func.name())):
         yield seen
 
 
@@ -83,7 +83,7 @@ def test_tensors_of_two_devices_do_not_mix_but_for_single_numbers(cuda):
 
     assert (torch.tensor(2.0) * there + torch.ones(())).is_cuda
     for other in (torch.randn(4), torch.tensor([1.0, 2.0, 3.0, 4.0])):
-        with pytest.raises(RuntimeError, match=r"same device.*test_ghosts\.py"):
+        with pytest.raises(RuntimeError, match=r"same device.*test_planned_tensors\.py"):
             there + other
     with pytest.raises(UsageError, match="cuda:1"):
         torch.randn(4, device="cuda:1")
@@ -166,8 +166,8 @@ def test_torch_cuda_answers_as_the_device_would(cuda):
 
 def test_in_a_plan_for_a_cpu_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    manners = Manners("cpu")
-    with manners, Ghosts(manners.device, manners.kernels, lambda *_: None):
+    manners = CudaDispatch("cpu")
+    with manners, DatalessMode(manners.device, manners.kernels, lambda *_: None):
         assert not torch.cuda.is_available() and torch.cuda.device_count() == 0
         with pytest.raises(UsageError, match="cuda"):
             torch.randn(2).to("cuda")
@@ -179,7 +179,7 @@ def test_nothing_of_a_plan_outlives_it():
         return (*here, torch.Generator, torch._C._get_mkldnn_enabled(), torch.accelerator.is_available)
 
     before = facts()
-    with pytest.raises(ZeroDivisionError), Manners("cuda"):
+    with pytest.raises(ZeroDivisionError), CudaDispatch("cuda"):
         raise ZeroDivisionError
 
     assert before == facts()
@@ -192,8 +192,8 @@ def test_nothing_of_a_plan_outlives_it():
 
 
 def test_a_ghost_is_of_no_use_in_another_thread():
-    manners = Manners("cpu")
-    with manners, Ghosts(manners.device, manners.kernels, lambda *_: None):
+    manners = CudaDispatch("cpu")
+    with manners, DatalessMode(manners.device, manners.kernels, lambda *_: None):
         x = torch.ones(2)
     errors = []
 
@@ -207,13 +207,13 @@ def test_a_ghost_is_of_no_use_in_another_thread():
     thread.start()
     thread.join()
     assert "in the thread 'prefetcher'" in errors[0]
-    with pytest.raises(DataNeeded, match=r"test_ghosts\.py"):
+    with pytest.raises(DataNeeded, match=r"test_planned_tensors\.py"):
         torch.save(x, io.BytesIO())
 
 
 def test_a_ghost_is_of_no_use_after_the_plan():
-    manners = Manners("cpu")
-    with manners, Ghosts(manners.device, manners.kernels, lambda *_: None):
+    manners = CudaDispatch("cpu")
+    with manners, DatalessMode(manners.device, manners.kernels, lambda *_: None):
         x = torch.ones(2)
     with pytest.raises(RuntimeError, match="used after the plan"):
         x + 1

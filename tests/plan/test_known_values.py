@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.planner.emulation.cuda_dispatch import Manners  # noqa: E402  torch may be missing
-from stepscope.planner.emulation.dataless import DataNeeded, Ghosts  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.cuda_dispatch import CudaDispatch  # noqa: E402  torch may be missing
+from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded  # noqa: E402  torch may be missing
 
 
 @pytest.fixture
 def mode():
-    manners = Manners("cuda")
-    with manners, Ghosts(manners.device, manners.kernels, lambda *_: None) as mode, torch.device("cuda"):
+    manners = CudaDispatch("cuda")
+    with manners, DatalessMode(manners.device, manners.kernels, lambda *_: None) as mode, torch.device("cuda"):
         yield mode
 
 
@@ -45,9 +45,9 @@ def test_whole_numbers_and_decisions_that_only_data_can_give_are_asked_for_in_va
         "rounded": lambda: int(x.sum().item()),
     }
     for name, ask in asks.items():
-        with pytest.raises(DataNeeded, match=r"test_ghost_values\.py:\d+ ") as error:
+        with pytest.raises(DataNeeded, match=r"test_known_values\.py:\d+ ") as error:
             ask()
-        assert error.value.where.startswith("test_ghost_values.py:"), name
+        assert error.value.where.startswith("test_known_values.py:"), name
 
 
 def test_a_loss_can_be_logged(mode):
@@ -58,7 +58,7 @@ def test_a_loss_can_be_logged(mode):
     assert f"{(2 * value + 1) / 3 - sum([value, value]):.1f}" == "nan"
     assert math.isfinite(value) and math.isfinite(float(loss)) and math.isfinite(loss.tolist())
     assert mode.assumptions
-    assert all("test_ghost_values.py" in text and "is 1.0" in text for text in mode.assumptions)
+    assert all("test_known_values.py" in text and "is 1.0" in text for text in mode.assumptions)
 
 
 def test_a_count_can_be_logged_and_nothing_is_as_long_as_it_says(mode):
