@@ -1,4 +1,4 @@
-"""Writes the tables of docs/ from what they describe; `--check` only says whether they are up to date.
+"""Writes the tables of docs/ from the classes they describe. `--check` only reports whether they are up to date.
 
 python scripts/make_docs.py
 """
@@ -12,8 +12,8 @@ import sys
 import tokenize
 from pathlib import Path
 
-from stepscope.cli.sql import type_in_words
 from stepscope.findings.diagnose import all_rules
+from stepscope.session.sql import type_in_words
 from stepscope.trace import schema
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def _text(node: ast.stmt | None) -> str:
 
 
 def trace_table(described: schema.Table) -> str:
-    """A Markdown table of the columns of one of a trace's tables."""
+    """Return a Markdown table of the columns of one of a trace's tables."""
     rows = [described.doc, "", "| column | type | is |", "|---|---|---|"]
     for column in described.columns:
         rows.append(f"| `{column.name}` | {type_in_words(column.dtype)} | {column.doc.replace('|', 'or')} |")
@@ -109,7 +109,7 @@ def trace_table(described: schema.Table) -> str:
 
 
 def rules_table() -> str:
-    """A Markdown table of the rules of `stepscope diagnose`."""
+    """Return a Markdown table of the rules of `stepscope diagnose`."""
     rows = ["| finding | asks |", "|---|---|"]
     rows += [f"| [`{rule.id}`]({rule.id}.md) | {rule.question} |" for rule in all_rules()]
     return "\n".join(rows)
@@ -117,7 +117,7 @@ def rules_table() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    parser.add_argument("--check", action="store_true", help="only report whether they are up to date")
     only_check = parser.parse_args().check
     sections = [(page, name, table(SOURCE / source, name)) for page, source, name in TABLES]
     sections += [(TRACE_TABLES_PAGE, described.name, trace_table(described)) for described in schema.TABLES]
