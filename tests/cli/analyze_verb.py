@@ -1,15 +1,14 @@
-"""`stepscope analyze` called as a process of its own, and a trace to call it with."""
+"""`stepscope analyze` called, and a trace to call it with."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from trace_builder import AUTOGRAD, TraceBuilder
+from verbs import run_verb
 
 WIDTH = 100
 
@@ -30,16 +29,8 @@ def training() -> TraceBuilder:
 
 
 def analyze(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the verb as a process of its own, with no terminal and a cache of its own."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTHONWARNINGS")}
-    return subprocess.run(
-        [sys.executable, "-m", "stepscope", "analyze", *map(str, words)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        env={**kept, "PYTHONIOENCODING": "utf-8", **environment},
-    )
+    """Run the verb without a terminal."""
+    return run_verb("analyze", *words, env=environment)
 
 
 def as_json(*words: str | Path, **environment: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from polars.testing import assert_frame_equal
 from stepscope.cli.sql import fit, refuse_what_is_no_query, run_query, tables_at
 from stepscope.errors import UsageError
 from stepscope.trace.schema import TABLES
+from verbs import run_verb
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "tables.md").read_text(), re.DOTALL)
@@ -68,7 +69,11 @@ def tables(trace) -> dict[str, pl.LazyFrame]:
     return tables_at(trace, use_cache=False)
 
 
-def sql(*words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+def sql(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return run_verb("sql", *words, cwd=cwd)
+
+
+def sql_process(*words: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stepscope", "sql", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", **options)
 
@@ -485,6 +490,6 @@ def test_a_full_disk_is_one_line(trace):
 def test_a_terminal_that_knows_no_accents(tmp_path):
     trace = put(tmp_path / "t.json", [complete("cpu_op", "é∑", 1, 1)])
 
-    done = sql(trace, "select name from host", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = sql_process(trace, "select name from host", env={**os.environ, "PYTHONIOENCODING": "ascii"})
 
     assert done.returncode == 0 and done.stdout.splitlines()[1] == "??"
