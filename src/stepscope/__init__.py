@@ -10,46 +10,99 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stepscope import display
 from stepscope.version import __version__
 
 if TYPE_CHECKING:
+    from stepscope.analysis.comparison.gates import Comparison
+    from stepscope.analysis.comparison.sweeps import SweepSummary
+    from stepscope.analysis.comparison.tuning import Tuning
+    from stepscope.analysis.comparison.verified import Verification
+    from stepscope.analysis.precision.dtype_audit import DtypeAudit
+    from stepscope.analysis.ranks.all_ranks import Analysis
     from stepscope.api import (
+        Recorder,
         analyze,
         audit,
+        bench,
         compare,
         configure_precision,
         diagnose,
+        export,
         phase,
+        plan,
         read,
         record,
         report,
+        sql,
         step,
+        tune,
         verify,
         what_if,
     )
+    from stepscope.document.card import Card
+    from stepscope.document.model import Document
+    from stepscope.errors import (
+        MissingDependencyError,
+        NotComparableError,
+        RecordingError,
+        StepscopeError,
+        TraceError,
+        Unavailable,
+        UsageError,
+    )
+    from stepscope.findings.diagnose import Diagnosis
+    from stepscope.findings.finding import Finding
+    from stepscope.findings.what_if import WhatIf
+    from stepscope.planner.plan import Plan
+    from stepscope.planner.prediction import Prediction
+    from stepscope.recorder.precision.settings import PrecisionChange
+    from stepscope.recorder.windows import Windows
+    from stepscope.session import Session
+    from stepscope.session import open_session as open
 
 __all__ = [
-    "__version__",
-    "analyze",
-    "audit",
-    "compare",
-    "configure_precision",
-    "diagnose",
-    "phase",
-    "read",
-    "record",
-    "report",
-    "step",
-    "verify",
-    "what_if",
-]
+    "Analysis", "Card", "Comparison", "Diagnosis", "Document", "DtypeAudit", "Finding", "MissingDependencyError",
+    "NotComparableError", "Plan", "PrecisionChange", "Prediction", "Recorder", "RecordingError", "Session",
+    "StepscopeError", "SweepSummary", "TraceError", "Tuning", "Unavailable", "UsageError", "Verification", "WhatIf",
+    "Windows", "__version__", "analyze", "audit", "bench", "compare", "configure_precision", "diagnose", "export",
+    "open", "phase", "plan", "read", "record", "report", "sql", "step", "tune", "verify", "what_if",
+]  # fmt: skip
+_MODULES = {
+    "analysis.comparison.gates": "Comparison",
+    "analysis.comparison.sweeps": "SweepSummary",
+    "analysis.comparison.tuning": "Tuning",
+    "analysis.comparison.verified": "Verification",
+    "analysis.precision.dtype_audit": "DtypeAudit",
+    "analysis.ranks.all_ranks": "Analysis",
+    "document.card": "Card",
+    "document.model": "Document",
+    "errors": "MissingDependencyError NotComparableError RecordingError StepscopeError TraceError Unavailable "
+    "UsageError",
+    "findings.diagnose": "Diagnosis",
+    "findings.finding": "Finding",
+    "findings.what_if": "WhatIf",
+    "planner.plan": "Plan",
+    "planner.prediction": "Prediction",
+    "recorder.precision.settings": "PrecisionChange",
+    "recorder.windows": "Windows",
+    "session": "Session open",
+}
+"""The names of each module; all others are in `api`."""
+
+display.renderer = "stepscope.api.displays"
 
 
 def __getattr__(name: str) -> Any:
     # Importing stepscope in a training script costs nothing until something of it is used.
-    if name in __all__:
-        return getattr(importlib.import_module("stepscope.api"), name)
-    raise AttributeError(f"module 'stepscope' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'stepscope' has no attribute {name!r}")
+    module = next((module for module, names in _MODULES.items() if name in names.split()), "api")
+    return getattr(import_module(f"stepscope.{module}"), "open_session" if name == "open" else name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

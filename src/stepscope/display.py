@@ -1,42 +1,25 @@
 """How results show themselves in a notebook, with `print` and with `repr`.
 
-Results live below documents and renderers and know nothing of them. `stepscope.api`, which is above both, registers
-how each type becomes a document and how documents are rendered.
+Results live below documents and renderers and do not import them. The top of the package sets `renderer`, the name of
+the module that turns a result into a document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from importlib import import_module
 
-
-class Display(NamedTuple):
-    """How results of one type are shown."""
-
-    verdict: Callable[[Any], str]
-    text: Callable[[Any], str]
-    html: Callable[[Any], str]
-
-
-_displays: dict[str, Display] = {}
-
-
-def register(type_name: str, display: Display) -> None:
-    """Set how results of a type, named by its class name, are shown."""
-    _displays[type_name] = display
+renderer = ""
+"""A module with `verdict_of(result)`, `text_of(result)` and `html_of(result)`."""
 
 
 class Shown:
-    """A result that a notebook shows as tables, `print` as text and `repr` in one line."""
+    """A result that a notebook shows as tables, `print` as text and `repr` as one line."""
 
-    def _repr_html_(self) -> str | None:
-        display = _displays.get(type(self).__name__)
-        return None if display is None else display.html(self)
+    def _repr_html_(self) -> str:
+        return str(import_module(renderer).html_of(self))
 
     def __str__(self) -> str:
-        display = _displays.get(type(self).__name__)
-        return repr(self) if display is None else display.text(self)
+        return str(import_module(renderer).text_of(self))
 
     def __repr__(self) -> str:
-        display = _displays.get(type(self).__name__)
-        return f"<{type(self).__name__}{'' if display is None else f': {display.verdict(self)}'}>"
+        return f"<{type(self).__name__}: {import_module(renderer).verdict_of(self)}>"

@@ -53,3 +53,11 @@ def wrong_kind(error: Exception) -> str:
     'a field of the wrong kind (TypeError: no number)'
     """
     return f"a field of the wrong kind ({type(error).__name__}: {error})"
+
+
+def need_torch() -> None:
+    """Raise MissingDependencyError if PyTorch is not installed; it is not imported."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingDependencyError("PyTorch is not installed: pip install torch (a CPU build is enough)")

@@ -1,15 +1,15 @@
-"""Whether two runs really differ, and where the difference comes from.
+"""Decide whether two runs really differ, and show where the difference comes from.
 
-BASE and NEW are two recordings of stepscope run, two results of stepscope bench (the folder, or its results.jsonl) or
-two traces (a file, or a folder of ranks). A difference is called one when a Mann–Whitney test and the bootstrap
-interval of the median's change both show it and it is larger than --threshold. Runs on another device, in another
-dtype, of other tokens, parameters, ranks or FLOPs are refused, unless --allow says that the comparison is about that.
+BASE and NEW are two recordings, two results of stepscope bench (the folder, or its results.jsonl) or two traces (a
+file, or a folder of ranks). A change counts if a Mann–Whitney test and the bootstrap interval of the median's change
+both show it and it exceeds --threshold. Runs with another device, dtype, or number of tokens, parameters, ranks or
+FLOPs are refused, unless --allow names that difference.
 
-Two runs of the same thing differ too. --base and --new take several of each, three at the least: then whole runs are
-what is tested, and how far they are apart is in the interval.
+Two runs of the same thing differ too. --base and --new take several of each, at least three: then whole runs are the
+samples, and their spread is part of the interval.
 
-The exit code is 0 when all is fine, 3 when a gate failed, 4 when the two are not comparable or samples are too few, 2
-for a mistake. A gate never passes on missing data.
+The exit code is 0 if all gates pass, 3 if one fails, 4 if the two are not comparable or there are too few samples, 2
+for a usage error. A gate never passes on missing data.
 
 examples:
   stepscope compare runs/main runs/mine
@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope.cli.support.numbers import positive
+from stepscope.api.reading import compare
+from stepscope.cli.support.numbers import positive, share
 from stepscope.errors import NotComparableError, StepscopeError, UsageError
 
 if TYPE_CHECKING:
@@ -39,47 +39,42 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument(
-        "paths", nargs="*", type=Path, metavar="BASE NEW", help="two recordings, two bench results, two traces"
-    )
-    parser.add_argument("--base", nargs="+", type=Path, metavar="PATH", help="several runs in place of BASE")
-    parser.add_argument("--new", nargs="+", type=Path, metavar="PATH", help="several runs in place of NEW")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="BASE NEW", help="two recordings, sweeps or traces")
+    parser.add_argument("--base", nargs="+", type=Path, metavar="PATH", help="several runs instead of BASE")
+    parser.add_argument("--new", nargs="+", type=Path, metavar="PATH", help="several runs instead of NEW")
     parser.add_argument(
         "--fail-on",
         action="append",
         default=[],
-        metavar="METRIC:LIMIT%",
-        help="exit with 3 if it got worse by more: step_time:3%%; may be repeated (docs/compare.md lists metrics)",
+        metavar="METRIC:P%",
+        help="exit with 3 if it is worse by more, e.g. step_time:3%%",
     )
     parser.add_argument(
-        "--allow", action="append", default=[], metavar="WHAT", help="the comparison is about that: device,dtype"
+        "--allow", action="append", default=[], metavar="WHAT", help="differences to accept, e.g. device,dtype"
     )
     parser.add_argument(
-        "--threshold", type=_share, default=0.02, metavar="LIMIT%", help="smaller changes are none (default 2%%)"
+        "--threshold", type=share, default=0.02, metavar="P%", help="treat changes below this as noise (default 2%%)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object (docs/compare.md)")
-    parser.add_argument("--markdown", action="store_true", help="Markdown for a pull request")
-    parser.add_argument(
-        "--github-summary", action="store_true", help=f"also append the Markdown to the file of ${SUMMARY_VARIABLE}"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/compare.md)")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
+    parser.add_argument("--github-summary", action="store_true", help=f"also append Markdown to ${SUMMARY_VARIABLE}")
     parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
-    parser.add_argument("--no-cache", action="store_true", help="read traces themselves and keep nothing")
+    parser.add_argument("--no-cache", action="store_true", help="read the traces themselves, without a cache")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compare, print, and return the exit code that a job can go by."""
+    """Compare and print; return the exit code."""
     from stepscope.analysis.comparison.gates import EXIT_NOT_COMPARABLE
-    from stepscope.api import compare
     from stepscope.cli.support.output import tell
     from stepscope.cli.support.progress import Progress
     from stepscope.formatting import safe
 
     if arguments.json and arguments.markdown:
-        raise UsageError("--json and --markdown are two ways to print one answer: name one")
+        raise UsageError("--json and --markdown exclude each other: name one")
     base, new = _sides(arguments)
     gates = _words(arguments.fail_on)
     if arguments.fail_on and not gates:
-        raise UsageError("--fail-on names no gate: write METRIC:LIMIT%, as in step_time:3%")
+        raise UsageError("--fail-on needs METRIC:P%, such as step_time:3%")
     summary = _summary_file() if arguments.github_summary else None
     try:
         with Progress("reading") as progress:
@@ -106,7 +101,7 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     if base and new and not paths:
         return base, new
     if base or new:
-        raise UsageError("--base and --new belong together, and stand in place of BASE NEW")
+        raise UsageError("--base and --new belong together and replace BASE NEW")
     if len(paths) != 2:
         raise UsageError(
             "name BASE and NEW, or several runs of each: --base runs/a1 runs/a2 … --new runs/b1 runs/b2 …"
@@ -135,7 +130,7 @@ def _summary_file() -> Path:
     name = os.environ.get(SUMMARY_VARIABLE)
     if not name:
         raise UsageError(
-            f"--github-summary: {SUMMARY_VARIABLE} is not set, as it is in GitHub Actions; --markdown prints the same"
+            f"--github-summary needs {SUMMARY_VARIABLE}, which GitHub Actions sets. --markdown prints the same"
         )
     return Path(name)
 
@@ -149,17 +144,5 @@ def _append(file: Path, comparison: Comparison, num_rows: int) -> None:
 
 
 def _words(texts: list[str]) -> list[str]:
-    """Options that may be repeated or separated by commas."""
+    """Return values of an option that may be repeated or separated by commas."""
     return [word.strip() for text in texts for word in text.split(",") if word.strip()]
-
-
-def _share(text: str) -> float:
-    """`2%` as a share; what argparse shows when it is none.
-
-    >>> _share("2%")
-    0.02
-    """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write it as 2%")
-    return float(found.group(1)) / 100

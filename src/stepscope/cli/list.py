@@ -1,4 +1,4 @@
-"""What there is: workloads with presets, knobs and parameter counts; rules of diagnose; fixes of verify; studies.
+"""List workloads with presets, knobs and parameter counts; rules of diagnose; fixes of verify; studies.
 
 examples:
   stepscope list rules
@@ -12,185 +12,139 @@ examples:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from stepscope.cli.support.output import write
-from stepscope.cli.support.users_code import users_code
-from stepscope.errors import MissingDependencyError, UsageError
-
-if TYPE_CHECKING:
-    from stepscope.workloads.workload import Knob, Workload
+from stepscope.errors import UsageError, need_torch
+from stepscope.session import need_read_side
 
 WIDTH = 110
+Entry = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this verb's options."""
+    parser.add_argument("what", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))
     parser.add_argument(
-        "what",
-        choices=["workloads", "rules", "fixes", "studies"],
-        metavar="WHAT",
-        help="workloads, rules, fixes or studies",
+        "names", nargs="*", metavar="NAME", help="only these; also your own workload or hf:config.json"
     )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="only these, your own and hf: ones too (default: all)"
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.what == "rules":
-        return _rules(arguments)
-    if arguments.what == "fixes":
-        write([fixes_text(arguments.names, arguments.json), "\n"])
-        return 0
-    if arguments.what == "studies":
-        write([_studies_text(arguments.names, arguments.json), "\n"])
-        return 0
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError("workloads need torch: pip install torch")
-    from stepscope.workloads.registry import MODELS, OPS, find
-
-    entries = []
-    for name in arguments.names or (*MODELS, *OPS):
-        kind = "model" if name in MODELS else "op" if name in OPS else "yours"
-        with users_code():
-            workload = find(name)
-        entries.append({"kind": kind, **facts_of(workload, has_parameters=kind == "model")})
+    """Print one of the lists."""
+    entries, lines = LISTS[arguments.what]
+    found = entries(arguments.names)
     if arguments.json:
-        text = json.dumps({"workloads": entries}, indent=2)
+        write([json.dumps({arguments.what: found}, indent=2), "\n"])
     else:
-        text = "\n".join(line for entry in entries for line in lines_of(entry)).rstrip()
-    write([text, "\n"])
+        write([text_of(found, lines), "\n"])
     return 0
 
 
-def _rules(arguments: argparse.Namespace) -> int:
-    for name in ("polars", "msgspec"):
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(f"rules need {name}: pip install polars msgspec")
+def text_of(entries: Sequence[Entry], lines: Callable[[Entry, int], Iterable[str]]) -> str:
+    """Return entries as lines; their names are padded to the longest."""
+    width = max(len(str(entry.get("id", ""))) for entry in entries)
+    return "\n".join(line for entry in entries for line in lines(entry, width)).rstrip()
+
+
+def _wanted(names: Sequence[str], known: Mapping[str, Any], kind: str) -> list[Any]:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"no {kind} is called {unknown[0]!r}; there are {', '.join(known)}")
+    return [known[name] for name in names or known]
+
+
+def _rules(names: Sequence[str]) -> list[Entry]:
+    need_read_side()
     from stepscope.findings.diagnose import all_rules
 
-    rules = {rule.id: rule.question for rule in all_rules()}
-    unknown = [name for name in arguments.names if name not in rules]
-    if unknown:
-        raise UsageError(f"no rule is called {unknown[0]!r}; there are {', '.join(rules)}")
-    wanted = {name: rules[name] for name in arguments.names or rules}
-    if arguments.json:
-        text = json.dumps({"rules": [{"id": name, "question": about} for name, about in wanted.items()]}, indent=2)
-    else:
-        width = max(map(len, wanted))
-        lines = [_wrap(about, f"{name:<{width}}  ", " " * (width + 2)) for name, about in wanted.items()]
-        text = "\n".join(line for wrapped in lines for line in wrapped)
-    write([text, "\n"])
-    return 0
+    rules = {rule.id: {"id": rule.id, "question": rule.question} for rule in all_rules()}
+    return _wanted(names, rules, "rule")
 
 
-def fixes_text(names: Sequence[str] = (), as_json: bool = False) -> str:
-    """The fixes of `stepscope verify`, for the terminal or as JSON."""
+def _rule_lines(entry: Entry, width: int) -> Iterator[str]:
+    yield from _wrap(entry["question"], f"{entry['id']:<{width}}  ", " " * (width + 2))
+
+
+def fixes(names: Sequence[str] = ()) -> list[Entry]:
+    """Return the fixes of `stepscope verify`."""
     from stepscope.findings.fixes import FIXES
 
-    unknown = [name for name in names if name not in FIXES]
-    if unknown:
-        raise UsageError(f"no fix is called {unknown[0]!r}; there are {', '.join(FIXES)}")
-    wanted = [FIXES[name] for name in names or FIXES]
-    if as_json:
-        entries = [
-            {"id": fix.id, "about": fix.about, "values": list(filter(None, fix.values)), "losses": fix.arithmetic}
-            for fix in wanted
-        ]
-        return json.dumps({"fixes": entries}, indent=2)
-    width = max(len(fix.id) for fix in wanted)
-    lines: list[str] = []
-    for fix in wanted:
-        values = f"; {fix.id}={'|'.join(filter(None, fix.values))}" if fix.values else ""
-        lines += _wrap(fix.about + values, f"{fix.id:<{width}}  ", " " * (width + 2))
-    return "\n".join(lines)
+    return [
+        {"id": fix.id, "about": fix.about, "values": list(filter(None, fix.values)), "losses": fix.arithmetic}
+        for fix in _wanted(names, FIXES, "fix")
+    ]
 
 
-def _studies_text(names: Sequence[str], as_json: bool) -> str:
-    """The studies with what each asks, for the terminal or as JSON."""
-    from stepscope.session import need_read_side
+def fix_lines(entry: Entry, width: int) -> Iterator[str]:
+    """Return a fix with its values."""
+    values = f"; {entry['id']}={'|'.join(entry['values'])}" if entry["values"] else ""
+    yield from _wrap(entry["about"] + values, f"{entry['id']:<{width}}  ", " " * (width + 2))
+
+
+def _studies(names: Sequence[str]) -> list[Entry]:
+    need_read_side()
     from stepscope.studies.registry import STUDIES, find_study
 
-    need_read_side()
-    studies = [find_study(name) for name in names or STUDIES]
-    if as_json:
-        entries = [
-            {"name": study.name, "title": study.title, "questions": [question.title for question in study.questions]}
-            for study in studies
-        ]
-        return json.dumps({"studies": entries}, indent=2)
-    lines: list[str] = []
-    for study in studies:
-        lines += _wrap(f"{study.title}. {study.about}", f"{study.name}  ", "    ")
-        for question in study.questions:
-            lines += _wrap(question.title, "    - ", "      ")
-    return "\n".join(lines)
+    return [
+        {
+            "name": study.name,
+            "title": study.title,
+            "about": study.about,
+            "questions": [question.title for question in study.questions],
+        }
+        for study in map(find_study, names or STUDIES)
+    ]
 
 
-def facts_of(workload: Workload[Any], *, has_parameters: bool) -> dict[str, Any]:
-    """A workload as JSON: presets with their parameter counts, counted on tensors without data, and knobs."""
-    return {
-        "name": workload.name,
-        "about": workload.about,
-        "presets": [
-            {"name": preset, "sets": dict(values), **(_parameters(workload, preset) if has_parameters else {})}
-            for preset, values in workload.presets.items()
-        ],
-        "knobs": [_knob(knob) for knob in workload.knobs()],
-        "reference": dict(workload.reference),
-    }
+def _study_lines(entry: Entry, _: int) -> Iterator[str]:
+    yield from _wrap(f"{entry['title']}. {entry['about']}", f"{entry['name']}  ", "    ")
+    for question in entry["questions"]:
+        yield from _wrap(question, "    - ", "      ")
 
 
-def _parameters(workload: Workload[Any], preset: str) -> dict[str, int | None]:
-    import torch
+def _workloads(names: Sequence[str]) -> list[Entry]:
+    need_torch()
+    from stepscope.sweep.run import find_workload
+    from stepscope.workloads.facts import facts_of
+    from stepscope.workloads.registry import MODELS, OPS
 
-    from stepscope.workloads.workload import Built
-
-    with torch.device("meta"):
-        built = workload.build(workload.configure(preset))
-    assert isinstance(built, Built)
-    total = sum(parameter.numel() for parameter in built.module.parameters())
-    return {"num_parameters": total, "num_active_parameters": built.num_active_parameters}
-
-
-def _knob(knob: Knob) -> dict[str, Any]:
-    return {
-        "name": knob.name,
-        "kind": knob.kind.__name__,
-        "default": knob.default,
-        "values": None if knob.values is None else list(knob.values),
-        "about": knob.about,
-    }
+    kinds = {**dict.fromkeys(MODELS, "model"), **dict.fromkeys(OPS, "op")}
+    return [
+        {"kind": kinds.get(name, "yours"), **facts_of(find_workload(name), has_parameters=name in MODELS)}
+        for name in names or kinds
+    ]
 
 
-def lines_of(entry: Mapping[str, Any]) -> Iterator[str]:
-    """A workload for the terminal, no line wider than 110 columns."""
+def workload_lines(entry: Entry, _: int) -> Iterator[str]:
+    """Return a workload for the terminal, no line wider than 110 columns."""
     yield from _wrap(entry["about"], f"{entry['name']}  ", "    ")
-    presets = [(preset["name"], _count(preset), _settings(preset["sets"])) for preset in entry["presets"]]
-    yield from _table("presets", presets)
-    knobs = [(knob["name"], _text(knob["default"]), _values(knob) + knob["about"]) for knob in entry["knobs"]]
-    yield from _table("knobs", knobs)
+    yield from _table(
+        "presets", [(preset["name"], _count(preset), _settings(preset["sets"])) for preset in entry["presets"]]
+    )
+    yield from _table(
+        "knobs", [(knob["name"], _text(knob["default"]), _values(knob) + knob["about"]) for knob in entry["knobs"]]
+    )
     yield ""
 
 
-def _count(preset: Mapping[str, Any]) -> str:
+def _count(preset: Entry) -> str:
     if "num_parameters" not in preset:
         return ""
     active = preset["num_active_parameters"]
     return f"{preset['num_parameters']:,}" + ("" if active is None else f" ({active:,} active)")
 
 
-def _settings(values: Mapping[str, Any]) -> str:
+def _settings(values: Entry) -> str:
     return " ".join(f"{name}={_text(value)}" for name, value in values.items()) or "all knobs at their defaults"
 
 
-def _values(knob: Mapping[str, Any]) -> str:
+def _values(knob: Entry) -> str:
     return "" if knob["values"] is None else "|".join(map(_text, knob["values"])) + "  "
 
 
@@ -210,3 +164,12 @@ def _wrap(text: str, head: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
     )
+
+
+LISTS: dict[str, tuple[Callable[[Sequence[str]], list[Entry]], Callable[[Entry, int], Iterable[str]]]] = {
+    "workloads": (_workloads, workload_lines),
+    "rules": (_rules, _rule_lines),
+    "fixes": (fixes, fix_lines),
+    "studies": (_studies, _study_lines),
+}
+"""What can be listed: its entries, and the lines of one entry."""

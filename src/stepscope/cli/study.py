@@ -1,8 +1,8 @@
-"""Redo a whole investigation: measure its points, answer its questions, write the report.
+"""Run a whole investigation: measure its points, answer its questions, write the report.
 
 NAME is one of stepscope list studies, or a file of your own (docs/studies.md). --quick takes minutes on two cores;
---full is for a GPU. Every point runs in a process of its own and is a row when it is done; a study that was
-interrupted goes on with --resume, and stepscope report DIR makes the report again from what is stored.
+--full is for a GPU. Every point runs in a process of its own and is written as a row when it is done. Continue an
+interrupted study with --resume; stepscope report DIR writes the report again from the stored rows.
 
 examples:
   stepscope study nano --quick --device cpu
@@ -14,14 +14,12 @@ examples:
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.errors import MissingDependencyError, UsageError
+from stepscope.cli.support.numbers import seconds
+from stepscope.errors import UsageError, need_torch
 
 if TYPE_CHECKING:
     from stepscope.studies.execute import Plan
@@ -34,39 +32,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument("study", metavar="NAME", help="a study, or a file of your own")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--quick", dest="mode", action="store_const", const="quick", help="small points (the default)")
+    mode.add_argument("--quick", dest="mode", action="store_const", const="quick", help="small points (default)")
     mode.add_argument("--full", dest="mode", action="store_const", const="full", help="the whole investigation")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: cuda where there is one)")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="kill a point after (default 900)")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the study's folder (default: runs/…)")
-    parser.add_argument("--resume", action="store_true", help="go on with a study that was interrupted")
-    parser.add_argument("--no-report", action="store_true", help="measure only: where the read side is not installed")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be measured and run nothing")
-    parser.add_argument("--quiet", action="store_true", help="no lines while it runs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: cuda if there is one)")
+    parser.add_argument(
+        "--timeout", type=seconds, default=900.0, metavar="S", help="time limit per point (default: 900)"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of the study (default: runs/…)")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted study")
+    parser.add_argument("--no-report", action="store_true", help="measure only; needs no library but torch")
+    parser.add_argument("--dry-run", action="store_true", help="print the points without running them")
+    parser.add_argument("--quiet", action="store_true", help="suppress progress output")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the study and write its report; 0 when it ran through, whatever single points came to."""
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError("PyTorch is not installed here: pip install torch")
-    if not 0 < arguments.timeout < math.inf:
-        raise UsageError(f"--timeout {arguments.timeout:g}: must be more than 0, and an end")
-    from stepscope.cli.bench import default_device, default_folder, fill_closed_streams, resume_command
-    from stepscope.cli.support.output import tell
-    from stepscope.cli.support.users_code import users_code
+    """Run the study and write its report; 0 if it ran to its end, even if single points failed."""
+    need_torch()
+    from stepscope.cli.support.output import fill_closed_streams, tell
+    from stepscope.cli.support.points import place_of
     from stepscope.studies.execute import begin, plan_of, run
     from stepscope.studies.registry import find_study
+    from stepscope.sweep.run import default_device
+    from stepscope.workloads.users_code import users_code
 
     fill_closed_streams()
     if arguments.device == "cuda" and default_device() != "cuda":
-        raise UsageError("--device cuda: PyTorch sees no CUDA device here; --device cpu runs on the CPU")
+        raise UsageError("--device cuda: PyTorch finds no CUDA device here. --device cpu runs on the CPU")
     with users_code():
         study = find_study(arguments.study)
         plan = plan_of(study, arguments.mode or "quick", arguments.device or default_device())
     if arguments.dry_run:
         return _dry_run(plan)
-    folder = arguments.output or default_folder("study", arguments.study)
-    command, again = shlex.join(["stepscope", *sys.argv[1:]]), resume_command(folder)
+    place = place_of(arguments, "study", arguments.study)
+    folder, command, again = place.folder, place.command, place.resume_command
     begin(plan, folder, _source(arguments.study), command, arguments.resume, again)
     from stepscope.cli.support.progress import Progress
     from stepscope.formatting import plural
@@ -83,12 +81,12 @@ def main(arguments: argparse.Namespace) -> int:
             run(plan, folder, command, again, arguments.timeout, on_row)
         except KeyboardInterrupt:
             progress.clear()
-            tell(f"stepscope: interrupted; go on with  {again}")
+            tell(f"stepscope: interrupted; continue with  {again}")
             return EXIT_INTERRUPTED
     if arguments.no_report:
         own = arguments.study.endswith(".py")
         makes = again.replace(" --no-report", "") if own else f"stepscope report {shlex.quote(str(folder))}"
-        tell(f"stepscope: measured; {makes} makes the report")
+        tell(f"stepscope: measured; write the report with  {makes}")
         return 0
     from stepscope.studies.write import write_study
 

@@ -19,7 +19,7 @@ from stepscope.workloads.users_code import users_code
 from stepscope.workloads.workload import Workload
 
 NEAR = 8
-"""A plan takes seconds. It is made only if this many times the peak of the defaults, scaled by batch, might not fit."""
+"""A plan takes seconds. It is made if this many times the peak of the defaults, scaled by batch, might not fit."""
 MOST_FAILURES = 2
 """After this many failed plans, no more are tried."""
 

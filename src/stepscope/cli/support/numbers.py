@@ -1,12 +1,13 @@
-"""Numbers as people type them after an option."""
+"""Numbers as people type them after an option; argparse shows the message of a wrong one."""
 
 from __future__ import annotations
 
 import argparse
+import re
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on; what argparse shows when it is none.
+    """Return a positive integer.
 
     >>> positive("8")
     8
@@ -16,5 +17,32 @@ def positive(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
     return number
+
+
+def seconds(text: str) -> float:
+    """Return a positive number, such as seconds or minutes.
+
+    >>> seconds("1.5")
+    1.5
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number")
+    return number
+
+
+def share(text: str) -> float:
+    """Return a percentage as a share.
+
+    >>> share("2%")
+    0.02
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a percentage, such as 2%")
+    return float(found.group(1)) / 100

@@ -1,4 +1,4 @@
-"""Printing an answer: plain where nobody looks, JSON for machines, one line where a stream is gone."""
+"""Prints answers: text for people, JSON for programs, one line if a stream is closed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def print_card(card: Card, as_json: bool, stream: TextIO | None = None) -> None:
 def print_result(
     to_json: Callable[[], Any], to_text: Callable[[bool, int], str], as_json: bool, stream: TextIO | None = None
 ) -> None:
-    """Print to `stream` (standard output): color only on a terminal that has not said NO_COLOR.
+    """Print to `stream` (default: standard output); color only on a terminal without NO_COLOR.
 
-    `to_text` is told whether to use color, and how wide the terminal is.
+    `to_text` receives whether to use color and how wide the terminal is.
     """
     if as_json:
         write([json.dumps(to_json(), allow_nan=False), "\n"], stream)
@@ -58,9 +58,9 @@ def print_document(
 
 
 def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
-    """Write to `stream` (standard output) what its encoding can say.
+    """Write to `stream` (default: standard output), with `?` for what its encoding lacks.
 
-    A reader who has seen enough is no error; StepscopeError when it cannot be written for another reason.
+    A closed pipe is not an error; StepscopeError if writing fails for another reason.
     """
     stream = stream or sys.stdout
     if stream is None:
@@ -71,19 +71,28 @@ def write(parts: Iterable[str], stream: TextIO | None = None) -> None:
             stream.write(part.encode(encoding, errors="replace").decode(encoding))
         stream.flush()
     except OSError as error:
-        # Python would complain once more when it flushes at its exit.
+        # Python would report it again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not isinstance(error, BrokenPipeError):
             raise StepscopeError(f"the answer could not be written: {error.strerror}") from None
 
 
 def tell(line: str, end: str = "\n") -> None:
-    """A line on standard error, where there is one."""
+    """Print a line on standard error, if there is one."""
     if sys.stderr is not None:  # else print would take standard output
         with contextlib.suppress(OSError):
             print(line, end=end, file=sys.stderr, flush=True)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody looks at it; nobody does at a stream that was closed before Python began."""
+    """Return whether a stream is a terminal; one that was closed before Python started is None."""
     return stream is not None and stream.isatty()
+
+
+def fill_closed_streams() -> None:
+    """Open /dev/null in place of closed standard streams, or the next file opened would get what libraries print."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free descriptor

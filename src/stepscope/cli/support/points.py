@@ -1,29 +1,31 @@
-"""What a user types to say which points of a workload: its name, presets, knobs, and how it runs."""
+"""Options that name the points of a workload and where their rows go."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stepscope.cli.support.users_code import users_code
+from stepscope.cli.support.numbers import seconds
 
 if TYPE_CHECKING:
-    from stepscope.sweep.grid import Grid
-    from stepscope.workloads.workload import Workload
+    from stepscope.sweep.run import Place
 
-# Flags for what is set most; each is also a key of --set.
+# Flags for the knobs that are set most; each is also a key of --set.
 RUN_FLAGS = {
     "mode": "inference, forward, forward+backward, step",
     "dtype": "fp32, tf32, bf16, fp16, autocast_bf16, autocast_fp16",
-    "compile": "off, default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
-    "sdpa": "attention back end: free, flash, efficient, math, cudnn",
+    "compile": "off, default, reduce-overhead, max-autotune …",
+    "sdpa": "attention backend: free, flash, efficient, math, cudnn",
     "optimizer": "adamw, fused, handwritten, sgd",
     "bf16-reduction": "auto, on, off",
     "warmup": "passes before the first sample (default 3)",
     "steps": "samples (default 10)",
-    "seed": "of weights and data (default 0)",
-    "device": "cpu, cuda (default: cuda where there is one)",
+    "seed": "seed of weights and data (default 0)",
+    "device": "cpu, cuda (default: cuda if there is one)",
 }
 
 
@@ -36,17 +38,40 @@ def add_point_arguments(parser: argparse.ArgumentParser, about: str, flags: Iter
         parser.add_argument(f"--{name}", metavar="V1,V2", help=RUN_FLAGS[name])
 
 
-def find_workload(arguments: argparse.Namespace) -> Workload[Any]:
-    """The workload that was named; importing it may run a user's code."""
-    from stepscope.workloads.registry import find
+def add_sweep_arguments(parser: argparse.ArgumentParser, timeout_s: float | None = 600.0) -> None:
+    """Add the options of every verb that writes rows to a folder."""
+    default = "see docs/tune.md" if timeout_s is None else f"{timeout_s:g}"
+    parser.add_argument(
+        "--timeout", type=seconds, default=timeout_s, metavar="S", help=f"time limit per point (default: {default})"
+    )
+    parser.add_argument("--start", choices=("fork", "spawn"), help="how to start processes (default: fork)")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of the results (default: runs/…)")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--quiet", action="store_true", help="suppress progress output")
 
-    with users_code():
-        return find(arguments.workload)
 
+def typed_axes(arguments: argparse.Namespace, flags: Iterable[str]) -> dict[str, list[str]]:
+    """Return what was typed after --preset, --set and those flags, as axes of a grid."""
+    from stepscope.sweep.grid import Grid
 
-def typed_axes(grid: Grid, arguments: argparse.Namespace, flags: Iterable[str]) -> dict[str, list[str]]:
-    """What was typed after --preset, --set and those flags, as axes of a grid."""
     names = [name.replace("-", "_") for name in flags]
-    said = {name: values for name in ("preset", *names) if (values := getattr(arguments, name)) is not None}
-    preset = [f"preset={said.pop('preset')}"] if "preset" in said else []
-    return grid.words([*preset, *arguments.set, *(f"{name}={values}" for name, values in said.items())])
+    typed = {name: values for name in ("preset", *names) if (values := getattr(arguments, name)) is not None}
+    preset = [f"preset={typed.pop('preset')}"] if "preset" in typed else []
+    return Grid.words([*preset, *arguments.set, *(f"{name}={values}" for name, values in typed.items())])
+
+
+def place_of(arguments: argparse.Namespace, verb: str, subject: str) -> Place:
+    """Return where the rows go, with the command that was typed and the one that continues it."""
+    from stepscope.sweep.run import Place, default_folder
+
+    folder = arguments.output or default_folder(verb, subject)
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    if "-o" not in words and not any(word.startswith(("--output", "-o")) for word in words):
+        words += ["-o", str(folder)]
+    return Place(
+        folder=folder,
+        command=shlex.join(["stepscope", *sys.argv[1:]]),
+        resume=arguments.resume,
+        resume_command=shlex.join(["stepscope", *words, "--resume"]),
+    )

@@ -1,10 +1,11 @@
-"""How far long work has come, and how long it will take: on a terminal, after the first second."""
+"""Shows the progress of long work on a terminal, after the first second."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from stepscope.cli.support.output import is_terminal, tell
@@ -12,17 +13,17 @@ from stepscope.cli.support.output import is_terminal, tell
 _SILENT_S = 1.0
 _EVERY_S = 0.1
 _WIDTH = 24
-# A smaller share of the work says nothing yet about the rest of it.
-_TELLING_SHARE = 0.02
+_LEAST_SHARE = 0.02
+"""Below this share of the work, the time left cannot be estimated."""
 
 
 class Progress:
-    """A line on standard error that is told the share done, and is gone when the work is."""
+    """A line on standard error that shows the share done; it disappears when the work ends."""
 
-    def __init__(self, what: str, begun: float = 0.0, silent_s: float = _SILENT_S) -> None:
-        """`begun` is the share that was done before: nobody knows how long it took."""
+    def __init__(self, what: str, silent_s: float = _SILENT_S, resumes: bool = False) -> None:
+        """With `resumes`, the first share was done by an earlier run, so its duration is unknown."""
         self._what = what
-        self._begun = begun
+        self._begun = None if resumes else 0.0
         self._silent_s = silent_s
         self._is_shown = is_terminal(sys.stderr)
         self._start = time.monotonic()
@@ -38,12 +39,13 @@ class Progress:
         self.clear()
 
     def clear(self) -> None:
-        """Take the line away, so that another can be printed in its place."""
+        """Remove the line, so that another can be printed in its place."""
         if self._has_drawn:
             tell("\r\x1b[K", end="")
             self._has_drawn, self._last = False, -_EVERY_S
 
     def __call__(self, share: float) -> None:
+        self._begun = share if self._begun is None else self._begun
         now = time.monotonic()
         if not self._is_shown or now - self._start < self._silent_s or now - self._last < _EVERY_S:
             return
@@ -51,13 +53,22 @@ class Progress:
         bar = "█" * round(_WIDTH * share)
         tell(f"\r{self._what} {bar:<{_WIDTH}} {share:4.0%}  {self._left(share, now)}\x1b[K", end="")
 
+    def above(self, quiet: bool) -> Callable[[str], None] | None:
+        """Return a function that prints a line above this one; None if nothing is to be printed."""
+
+        def tell_above(line: str) -> None:
+            self.clear()
+            tell(line)
+
+        return None if quiet else tell_above
+
     def _left(self, share: float, now: float) -> str:
-        done = share - self._begun
-        return f"{(now - self._start) * (1 - share) / done:.0f} s left" if done > _TELLING_SHARE else ""
+        done = share - (self._begun or 0.0)
+        return f"{(now - self._start) * (1 - share) / done:.0f} s left" if done > _LEAST_SHARE else ""
 
 
 class Doing:
-    """A line on standard error that says what is being done, on a terminal; it is gone when the work is."""
+    """A line on standard error that says what is being done; it disappears when the work ends."""
 
     def __init__(self) -> None:
         self._is_shown = is_terminal(sys.stderr)

@@ -1,4 +1,4 @@
-"""Running what a user wrote: its mistakes are one line, and what it prints is no part of an answer."""
+"""Runs code that a user wrote: its errors become one line, and its output does not mix with an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from stepscope.cli.support.output import tell
 from stepscope.errors import StepscopeError, UsageError
 
 OURS = str(Path(__file__).parent.parent)
@@ -17,9 +16,9 @@ OURS = str(Path(__file__).parent.parent)
 
 @contextlib.contextmanager
 def users_code() -> Iterator[None]:
-    """Around a user's code: whatever it raises is a UsageError that says where; the whole of it with STEPSCOPE_DEBUG.
+    """Turn whatever a user's code raises into a UsageError that names the line; STEPSCOPE_DEBUG prints all of it.
 
-    `sys.exit` is one of these mistakes: a file that leaves when it is imported has no function to give.
+    `sys.exit` is such an error: a file that exits when it is imported has no function to offer.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -28,7 +27,7 @@ def users_code() -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         if os.environ.get("STEPSCOPE_DEBUG"):
-            tell("".join(traceback.format_exception(error)), end="")
+            traceback.print_exception(error)
         raise UsageError(_in_one_line(error)) from None
 
 

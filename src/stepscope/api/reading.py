@@ -1,0 +1,161 @@
+"""Functions that read a recording, a trace or a sweep: figures, findings, comparisons and queries."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.errors import UsageError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from stepscope.analysis.comparison.gates import Comparison
+    from stepscope.analysis.ranks.all_ranks import Analysis
+    from stepscope.document.card import Card
+    from stepscope.findings.diagnose import Diagnosis
+    from stepscope.findings.what_if import WhatIf
+
+PathLike = str | os.PathLike[str]
+
+
+def read(path: PathLike | None = None) -> Card:
+    """Return the card of a recording: step time, phases, throughput and memory on one screen.
+
+    Without a path, it is the latest run. Its figures are in `.summary`.
+
+    >>> read("runs/train-20260101-120000").summary.throughput.per_second  # doctest: +SKIP
+    """
+    from stepscope.document.card import Card
+    from stepscope.session import open_session
+
+    return Card.of(open_session(path))
+
+
+def analyze(
+    *paths: PathLike,
+    step: int | None = None,
+    rank: int | None = None,
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Analysis:
+    """Return where the time in a trace goes, rank by rank, like `stepscope analyze`.
+
+    Paths are trace files of one run, a folder of ranks, or a recording; without one, the latest run. `step` limits it
+    to one step, `rank` to one rank. `progress` receives the share that has been read. Neither torch nor a GPU is
+    needed.
+
+    >>> analyze("trace.json.gz").ranks[0].gpu_time  # doctest: +SKIP
+    """
+    from stepscope.session import open_session
+
+    return open_session(paths or None, rank=rank, use_cache=use_cache, progress=progress).analyze(step)
+
+
+def diagnose(
+    path: PathLike | None = None,
+    *,
+    rank: int | None = None,
+    ignore: Collection[str] = (),
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Diagnosis:
+    """Return what is wrong with the steps of a recording or a trace; `.findings` has the largest savings first.
+
+    `ignore` names rules to skip.
+
+    >>> [(finding.id, finding.saving_ns) for finding in diagnose("trace.json.gz").findings]  # doctest: +SKIP
+    """
+    from stepscope.session import open_session
+
+    case = open_session(path, rank=rank, use_cache=use_cache, progress=progress).case
+    from stepscope.findings.diagnose import diagnose as findings_of
+
+    return findings_of(case, [ignore] if isinstance(ignore, str) else ignore)
+
+
+def what_if(
+    path: PathLike | None = None,
+    *,
+    scale: Sequence[tuple[str, float]] = (),
+    drop_launches: Sequence[str] = (),
+    host: float | None = None,
+    waits: bool = True,
+    clean: bool = False,
+    rank: int | None = None,
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> WhatIf:
+    """Return the step of a trace replayed without and with a change, like `stepscope diagnose --scale`.
+
+    `scale` has pairs of GPU work and a factor for its time. `drop_launches` names GPU work to drop with its launches.
+    `host` is a factor for the host's own time. `waits=False` removes the host's waits for the GPU, `clean=True` the
+    profiler's overhead. docs/whatif.md describes how work is named.
+
+    >>> what_if("trace.json.gz", scale=[("class=attention", 0.5)]).to_json()["saving_ms"]  # doctest: +SKIP
+    """
+    from stepscope.session import open_session
+
+    case = open_session(path, rank=rank, use_cache=use_cache, progress=progress).case
+    from stepscope.findings.what_if import what_if as replay
+
+    return replay(case, scale, drop_launches, host, waits, clean)
+
+
+def compare(
+    base: PathLike | Sequence[PathLike],
+    new: PathLike | Sequence[PathLike],
+    *,
+    threshold: float = 0.02,
+    allow: Collection[str] = (),
+    fail_on: Collection[str] = (),
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Comparison:
+    """Return whether two recordings, bench results or traces differ, and where the difference is.
+
+    A list of paths is several runs of one thing, at least three: then whole runs are the samples. Changes below the
+    share `threshold` are noise. `allow` names what may differ (`device`, `dtype` …), `fail_on` has gates such as
+    `step_time:3%`; see `.gates` and `.exit_code`. NotComparableError if the two cannot be compared.
+
+    >>> compare("runs/main", "runs/mine").pairs[0].change("step_time").verdict  # doctest: +SKIP
+    """
+    from stepscope.analysis.comparison.gates import parse_gate
+    from stepscope.session.compare import compare as compare_sessions
+    from stepscope.session.compare import open_sides
+
+    gates = [parse_gate(text) for text in ([fail_on] if isinstance(fail_on, str) else fail_on)]
+    sides = [
+        [Path(path) for path in ([side] if isinstance(side, (str, os.PathLike)) else side)] for side in (base, new)
+    ]
+    if not all(sides):
+        raise UsageError("compare needs at least one path on each side")
+    return compare_sessions(*open_sides(sides[0], sides[1], use_cache, progress), threshold, allow, gates)
+
+
+def sql(
+    path: PathLike | None,
+    query: str,
+    *,
+    rank: int | None = None,
+    use_cache: bool = True,
+    progress: Callable[[float], None] | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> pl.DataFrame:
+    """Return the rows of an SQL query over the tables of a trace, as a polars DataFrame.
+
+    docs/tables.md describes the tables. A query sees these tables and no other file. `path` None is the latest run;
+    `warn` receives problems in the trace.
+
+    >>> sql("trace.json.gz", "select name, sum(duration_ns) from device group by name")  # doctest: +SKIP
+    """
+    from stepscope.session import need_read_side, open_session
+
+    need_read_side()
+    from stepscope.session.sql import refuse_other_than_query, run_query, tables_of
+
+    refuse_other_than_query(query)
+    session = open_session(path, rank=rank, use_cache=use_cache, progress=progress)
+    return run_query(tables_of(session, warn or (lambda text: None)), query)

@@ -1,0 +1,136 @@
+"""`stepscope.record`, `step` and `phase`: recording from inside your own code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from stepscope.errors import RecordingError, UsageError
+from stepscope.recorder import current
+
+if TYPE_CHECKING:
+    from stepscope.document.card import Card
+    from stepscope.recorder.session import Session
+    from stepscope.recorder.windows import Windows
+
+
+def is_disabled() -> bool:
+    """Return whether STEPSCOPE_DISABLE turns recording off."""
+    return os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0")
+
+
+def step(tokens: int | None = None, loss: Any = None) -> None:
+    """Return nothing; end a step here, with its number of tokens and its loss if you like.
+
+    Costs nothing if nothing is being recorded.
+
+    >>> step()
+    """
+    if current.session is not None:
+        current.session.explicit_step(tokens, loss)
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Return a context manager that assigns its time to `data`, `forward`, `backward`, `optimizer` or `other`.
+
+    >>> with phase("data"):
+    ...     batch = [1, 2, 3]
+    """
+    return current.session.phase(name) if current.session is not None else nullcontext()
+
+
+class Recorder(ContextDecorator):
+    """A recording of a block of your code: a context manager and a decorator."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: Any,
+        optimizer: Any,
+        windows: Windows | None,
+        tokens_per_step: int | None,
+        force: bool,
+    ) -> None:
+        self.folder = Path(folder)
+        self._model, self._optimizer, self._windows = model, optimizer, windows
+        self._tokens_per_step, self._force = tokens_per_step, force
+        self._session: Session | None = None
+
+    def __enter__(self) -> Recorder:
+        if is_disabled():
+            return self
+        if current.session is not None and current.session.is_script:
+            return self  # under `stepscope run`, the steps of this block belong to its recording
+        if current.session is not None:
+            raise UsageError(f"already recording to {current.session.folder}: one recording per process at a time")
+        from stepscope.recorder.files import prepare_folder
+        from stepscope.recorder.origin import run_facts
+        from stepscope.recorder.session import Session
+        from stepscope.recorder.windows import Windows
+
+        try:
+            prepare_folder(self.folder, self._force)
+            windows = self._windows or Windows()
+            self._session = Session(
+                self.folder,
+                windows=windows,
+                model=self._model,
+                optimizer=self._optimizer,
+                tokens_per_step=self._tokens_per_step,
+                facts=run_facts(sys.argv, windows, self._tokens_per_step, Path.cwd(), module=False),
+            )
+        except ValueError as error:
+            raise RecordingError(str(error)) from None
+        self._session.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            from stepscope.recorder.files import STATUS_FAILED, STATUS_FINISHED, STATUS_INTERRUPTED
+            from stepscope.recorder.origin import now
+
+            status = STATUS_FINISHED if error is None else STATUS_FAILED
+            self._session.close(STATUS_INTERRUPTED if kind is KeyboardInterrupt else status, finished_at=now())
+
+    def step(self, tokens: int | None = None, loss: Any = None) -> None:
+        """Return nothing; end a step here, with its number of tokens and its loss if you like."""
+        step(tokens, loss)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context manager that assigns its time to one phase."""
+        return phase(name)
+
+    @property
+    def result(self) -> Card | None:
+        """The card of the recording; None if recording is disabled or belongs to `stepscope run`."""
+        from stepscope.api.reading import read
+
+        return read(self.folder) if self._session is not None else None
+
+
+def record(
+    folder: str | os.PathLike[str],
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    windows: Windows | None = None,
+    tokens_per_step: int | None = None,
+    force: bool = False,
+) -> Recorder:
+    """Return a recorder of the steps of a block of code: a context manager and a decorator.
+
+    Its `.result` is the card. Stepscope finds the model and the optimizer by itself in most loops; naming the model
+    includes the first steps too. `windows` sets how many steps are warm-up, timed and traced. `force` replaces a
+    recording that exists. With STEPSCOPE_DISABLE=1 it costs nothing.
+
+    >>> with record("runs/example", model=model) as rec:  # doctest: +SKIP
+    ...     for batch in batches:
+    ...         rec.step(loss=train_step(batch))
+    """
+    return Recorder(folder, model, optimizer, windows, tokens_per_step, force)

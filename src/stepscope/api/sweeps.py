@@ -1,0 +1,170 @@
+"""`stepscope.bench`: a grid of configurations, measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepscope.api.axes import axes_of
+from stepscope.errors import UsageError, need_torch
+
+if TYPE_CHECKING:
+    from stepscope.analysis.comparison.sweeps import SweepSummary
+    from stepscope.sweep.grid import Axes, Point
+    from stepscope.sweep.results import Results
+    from stepscope.sweep.run import Place
+    from stepscope.sweep.runner import Options
+    from stepscope.workloads.workload import Workload
+
+
+def bench(
+    workload: str,
+    *,
+    preset: str | Sequence[str] | None = None,
+    set: Mapping[str, Any] | None = None,
+    mode: str | Sequence[str] | None = None,
+    dtype: str | Sequence[str] | None = None,
+    compile: str | Sequence[str] | None = None,
+    sdpa: str | Sequence[str] | None = None,
+    optimizer: str | Sequence[str] | None = None,
+    bf16_reduction: str | Sequence[str] | None = None,
+    warmup: int | None = None,
+    steps: int | None = None,
+    seed: int | Sequence[int] | None = None,
+    device: str | Sequence[str] | None = None,
+    paired: bool = False,
+    grid: str | os.PathLike[str] | None = None,
+    max_batch: bool = False,
+    memory_limit: str | int | None = None,
+    timeout_s: float = 600.0,
+    trace: bool = False,
+    start: str | None = None,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Callable[[float], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> SweepSummary:
+    """Return the figures of every point of a grid, like `stepscope bench`.
+
+    Each point runs in a process of its own; one that runs out of memory, crashes or computes a wrong result is a
+    point with that status. `workload` is a name of `stepscope list workloads`, `hf:config.json` or `file.py:build`.
+    `set` maps knobs to a value or a list of values; lists multiply, or go in pairs with `paired`. `grid` names a file
+    with points instead. `max_batch` searches the largest batch that fits in `memory_limit`. All rows are written to
+    `output` (default: a new folder in runs/); `resume` continues an interrupted sweep. `progress` receives the share
+    of points done, `on_line` one line per point.
+
+    >>> sweep = bench("cs336", preset="tiny", set={"seq_len": [64, 128]}, device="cpu")  # doctest: +SKIP
+    >>> [point.time.median for point in sweep.points]  # doctest: +SKIP
+    """
+    need_torch()
+    from stepscope.analysis.comparison.sweeps import sweep_of
+    from stepscope.sweep.run import Place, bytes_of, default_folder, find_workload
+    from stepscope.sweep.runner import Options
+
+    axes = axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer,
+                   bf16_reduction=bf16_reduction, warmup=warmup, steps=steps, seed=seed, device=device)  # fmt: skip
+    found, limit = find_workload(workload), bytes_of(memory_limit)
+    points = bench_points(found, axes, None if grid is None else os.fspath(grid), paired, max_batch, limit)
+    place = Place(
+        folder=default_folder("bench", workload) if output is None else Path(output),
+        command=f"stepscope.bench({workload!r}, …)",
+        resume=resume,
+        resume_command="stepscope.bench(…, resume=True)",
+    )
+    ran = run_sweep(
+        found,
+        points,
+        Options(timeout_s=positive(timeout_s, "timeout_s"), trace=trace, memory_limit_bytes=limit),
+        place,
+        start=start,
+        searches_batch=max_batch,
+        progress=progress,
+        on_line=on_line,
+    )
+    if ran.is_interrupted:
+        raise KeyboardInterrupt
+    return sweep_of(ran.rows, ran.environments)
+
+
+def bench_points(
+    workload: Workload[Any], axes: Axes, grid: str | None, paired: bool, max_batch: bool, limit_bytes: int | None
+) -> list[Point]:
+    """Return the points of a bench; with `max_batch`, each stands for the search of its largest batch."""
+    from stepscope.sweep.run import grid_points
+    from stepscope.sweep.tuning.max_batch import max_batch_point
+
+    points = grid_points(workload, axes, grid, paired)
+    return [max_batch_point(point, limit_bytes) for point in points] if max_batch else points
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A sweep that was run, or interrupted."""
+
+    rows: list[dict[str, Any]]
+    """All rows of the folder, of earlier runs too."""
+    environments: Mapping[str, Any]
+    statuses: tuple[str, ...]
+    """Of the points of this run."""
+    is_interrupted: bool
+
+
+def run_sweep(
+    workload: Workload[Any],
+    points: Sequence[Point],
+    options: Options,
+    place: Place,
+    *,
+    start: str | None = None,
+    searches_batch: bool = False,
+    progress: Callable[[float], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> Ran:
+    """Return the rows of a sweep after running the points that have none yet; its tables are written too."""
+    from stepscope.analysis.comparison.sweeps import varying_axes
+    from stepscope.document.sweep_table import row_line
+    from stepscope.sweep.run import run_grid
+
+    varying = varying_axes([{"preset": point.preset, **point.config, **point.run} for point in points])[0]
+    tell = on_line or (lambda line: None)
+    with place.open() as results:
+        is_complete = run_grid(
+            workload,
+            points,
+            results,
+            options,
+            start=start,
+            searches_batch=searches_batch,
+            on_row=lambda row, num_done: tell(f"{num_done}/{len(points)}  {row_line(row, varying)}"),
+            on_try=lambda batch, status: tell(f"  batch {batch}: {'fits' if status == 'ok' else status}"),
+            progress=progress or (lambda share: None),
+        )
+        write_tables(results, place.command)
+    asked = {point.hash for point in points}
+    return Ran(
+        rows=results.rows,
+        environments=results.facts["environments"],
+        statuses=tuple(row["status"] for row in results.rows if row["hash"] in asked),
+        is_interrupted=not is_complete,
+    )
+
+
+def write_tables(results: Results, command: str) -> None:
+    """Write results.csv and results.md beside the rows."""
+    from stepscope.analysis.comparison.sweeps import sweep_of
+    from stepscope.document.sweep_table import records_table, sweep_document
+    from stepscope.render.write import write_sweep_tables
+
+    sweep = sweep_of(results.rows, results.facts["environments"])
+    with results.writing():
+        write_sweep_tables(results.folder, sweep_document(sweep, command), records_table(sweep))
+
+
+def positive(value: float, name: str) -> float:
+    """Return a number if it is positive and finite; UsageError otherwise."""
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{name}={value:g} must be a positive number")
+    return value

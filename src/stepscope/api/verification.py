@@ -1,0 +1,235 @@
+"""`stepscope.verify`: a script run with and without fixes, in turns, and what each fix saves."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
+
+if TYPE_CHECKING:
+    from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
+    from stepscope.findings.fixes import Chosen
+    from stepscope.session import Session
+    from stepscope.sweep.rerun import Command, Options
+    from stepscope.trace.recording import Recording
+
+RESULT_FILE = "verify.json"
+RESTLESS_SHARE = 0.1
+"""A warning is given if the medians of runs without a fix differ by more than this share."""
+FEWEST_WARMUP = 5
+Say = Callable[[str], None]
+
+
+def verify(
+    target: str | os.PathLike[str],
+    *arguments: str,
+    fix: str | Sequence[str],
+    is_module: bool = False,
+    rounds: int = 4,
+    warmup: int = 8,
+    clean: int = 20,
+    tolerance: float | None = None,
+    timeout_s: float = 1800,
+    output: str | os.PathLike[str] | None = None,
+    on_line: Say | None = None,
+    warn: Say | None = None,
+) -> Verification:
+    """Return what fixes save, like `stepscope verify`: `.fixes[0].status`, `.change` and `.losses`.
+
+    `target` is a recording, whose command is run again, or a script with its `arguments` (a module with `is_module`).
+    `fix` is one or more ids of `stepscope list fixes`. Every run is a process of its own: `rounds` pairs of runs with
+    `warmup` and `clean` timed steps each. Losses may differ by the share `tolerance`. `on_line` receives what runs,
+    `warn` what has changed since the recording.
+
+    >>> verify("runs/baseline", fix="unfused_optimizer").fixes[0].status  # doctest: +SKIP
+    """
+    need_torch()
+    from stepscope.sweep.rerun import Options
+
+    return _verify(
+        [os.fspath(target), *arguments],
+        [fix] if isinstance(fix, str) else fix,
+        is_module=is_module,
+        rounds=rounds,
+        options=Options(warmup=warmup, clean=clean, timeout_s=timeout_s),
+        tolerance=tolerance,
+        output=None if output is None else Path(output),
+        on_line=on_line or (lambda line: None),
+        warn=warn or (lambda warning: None),
+    )
+
+
+def _verify(
+    words: Sequence[str],
+    fixes: Sequence[str],
+    *,
+    is_module: bool,
+    rounds: int,
+    options: Options,
+    tolerance: float | None,
+    output: Path | None,
+    on_line: Say,
+    warn: Say,
+) -> Verification:
+    """Run everything and write the answer beside the recordings."""
+    from stepscope.analysis.comparison.verification import medians_ns, step_ns
+    from stepscope.analysis.comparison.verification import verify as verify_runs
+    from stepscope.analysis.comparison.verified import Plan, Verification
+    from stepscope.findings.fixes import parse_fix
+    from stepscope.session import open_session
+    from stepscope.sweep.rerun import recorded_command, script_command
+
+    if rounds < 1 or options.clean < 1:
+        raise UsageError(f"{rounds} rounds of {options.clean} timed steps: both must be at least 1")
+    if not fixes:
+        raise UsageError("name a fix with --fix ID: `stepscope list fixes` lists them")
+    if options.warmup < FEWEST_WARMUP:
+        raise UsageError(
+            f"--warmup {options.warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least"
+        )
+    chosen = [parse_fix(text) for text in dict.fromkeys(fixes)]
+    path = Path(words[0])
+    session: Session | None = None
+    warnings: list[str] = []
+    if not is_module and path.is_dir():
+        session = open_session(path)
+        command, warnings = recorded_command(path, session.recording.facts)
+    else:
+        command = script_command(list(words), is_module)
+    for warning in warnings:
+        warn(warning)
+    folder = _folder(output, command)
+    plans = [
+        Plan(
+            each.text, each.arithmetic, [fix.lowers_to for fix in each.fixes if fix.lowers_to is not None], tolerance
+        )
+        for each in chosen
+    ]
+    before, after = _run_all(command, plans, folder, options, rounds, on_line)
+    first = before[0].recording
+    assert first is not None
+    environment = first.facts.get("environment") or {}
+    warnings += _environment_changes(None if session is None else session.recording, first)
+    expected = _expected_gains(session, environment.get("device_name"), chosen)
+    medians = medians_ns(before)
+    apart_share = max(medians) / min(medians) - 1
+    if apart_share > RESTLESS_SHARE:
+        warnings.append(
+            f"runs of the same script differ by {apart_share:.0%}: the machine is busy. "
+            f"--rounds {2 * rounds} or a quiet machine shows smaller gains"
+        )
+    verification = Verification(
+        command=command.text,
+        folder=str(folder),
+        device_name=environment.get("device_name"),
+        torch=environment.get("torch"),
+        num_rounds=rounds,
+        step_ns=step_ns(before),
+        apart_share=apart_share,
+        fixes=tuple(verify_runs(plan, before, after[plan.fix], expected.get(plan.fix)) for plan in plans),
+        warnings=tuple(warnings),
+    )
+    (folder / RESULT_FILE).write_text(json.dumps(verification.to_json(), indent=1) + "\n", encoding="utf-8")
+    return verification
+
+
+def _folder(given: Path | None, command: Command) -> Path:
+    """Return the folder of the runs; absolute, because the script runs in a folder of its own."""
+    if given is not None:
+        if given.exists() and (not given.is_dir() or any(given.iterdir())):
+            raise UsageError(f"{given} is not empty: name another folder")
+        return given.absolute()
+    word = next((word for word in command.words if word != "-m"), "script")
+    name = f"verify-{Path(word).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    found = Path("runs") / name
+    number = 1
+    while found.exists():
+        number += 1
+        found = Path("runs") / f"{name}-{number}"
+    return found.absolute()
+
+
+def _run_all(
+    command: Command, plans: list[Plan], folder: Path, options: Options, num_rounds: int, on_line: Say
+) -> tuple[list[Attempt], dict[str, list[Attempt]]]:
+    """Return the runs of a rehearsal and of all rounds, without a fix and with each.
+
+    A fix that the rehearsal refuses is not run again.
+    """
+    from stepscope.analysis.comparison.verification import refusal
+
+    before: list[Attempt] = []
+    after: dict[str, list[Attempt]] = {plan.fix: [] for plan in plans}
+    for number in range(num_rounds + 1):
+        where = f"round {number} of {num_rounds}" if number else "rehearsal"
+        on_line(f"{where}: without")
+        attempt = _attempt(command, folder / f"without-{number}", number, None, options)
+        if attempt.failure is not None or attempt.recording is None:
+            raise StepscopeError(f"the script fails without a fix: {attempt.failure}")
+        if not attempt.recording.window("clean"):
+            raise StepscopeError(
+                f"the script ended after {len(attempt.recording.samples)} steps, before any was timed. Let it run "
+                f"longer than --warmup {options.warmup} steps, or call stepscope.step() if steps are not found"
+            )
+        before.append(attempt)
+        for plan in plans:
+            if number and refusal(plan, before[0], after[plan.fix]) is not None:
+                continue
+            on_line(f"{where}: with {plan.fix}")
+            after[plan.fix].append(_attempt(command, folder / f"{plan.fix}-{number}", number, plan.fix, options))
+    return before, after
+
+
+def _attempt(command: Command, output: Path, number: int, fix: str | None, options: Options) -> Attempt:
+    from stepscope.analysis.comparison.verified import Attempt
+    from stepscope.sweep.rerun import run_again
+    from stepscope.trace.recording import read_recording
+
+    failure = run_again(command, output, options, fix, rehearses=number == 0)
+    try:
+        recording = read_recording(output)
+    except RecordingError as error:
+        return Attempt(number, None, failure or str(error))
+    said = recording.facts.get("exception")
+    if failure is not None and said:
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        failure = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+    return Attempt(number, recording, failure)
+
+
+def _environment_changes(recorded: Recording | None, now: Recording) -> list[str]:
+    """Return what differs from when a script was recorded: versions, device, settings."""
+    if recorded is None:
+        return []
+    from stepscope.analysis.comparison.subjects import environment_context
+
+    was, is_ = (environment_context(each.facts.get("environment") or {}) for each in (recorded, now))
+    names = [name for name in dict.fromkeys([*was, *is_]) if was.get(name) != is_.get(name)]
+    told = ", ".join(f"{name} {was.get(name)}, now {is_.get(name)}" for name in names)
+    return [f"changed since it was recorded: {told}"] if told else []
+
+
+def _expected_gains(session: Session | None, device_name: str | None, chosen: list[Chosen]) -> dict[str, Expected]:
+    """Return what diagnose expects of each fix, by its text; nothing without a recording."""
+    if session is None:
+        return {}
+    from stepscope.analysis.comparison.verified import Expected
+    from stepscope.findings.diagnose import diagnose
+    from stepscope.findings.expected import expected_of
+
+    was = (session.recording.facts.get("environment") or {}).get("device_name")
+    if was != device_name:
+        reason = f"it was recorded on {was}, so its expected saving does not apply here"
+        return {each.text: Expected(None, None, False, None, reason) for each in chosen}
+    try:
+        diagnosis = diagnose(session.case)
+    except StepscopeError as error:
+        reason = f"diagnose: {error}"
+    else:
+        return {each.text: expected_of(diagnosis, each) for each in chosen}
+    return {each.text: Expected(None, None, False, None, reason) for each in chosen}
