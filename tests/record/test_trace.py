@@ -351,7 +351,7 @@ def test_every_repetition_of_the_trace_window_comes_and_has_its_file(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     windows = Windows(warmup=2, clean=1, trace=2, repeat=3, memory=1)
     with stepscope.record(tmp_path / "run", model=model, windows=windows):
-        for _ in range(sum(windows.counts().values())):
+        for _ in range(windows.num_steps):
             model(torch.ones(3, 4)).sum().backward()
             optimizer.step()
 

@@ -23,7 +23,7 @@ def test_the_defaults_are_the_ones_the_command_line_names():
     windows = Windows()
 
     assert windows.counts() == {"warmup": 5, "clean": 20, "trace_warmup": 1, "trace": 2, "memory": 1}
-    assert sum(windows.counts().values()) == 29
+    assert windows.num_steps == 29
 
 
 def test_a_trace_window_that_is_repeated_is_warmed_up_each_time():
@@ -45,7 +45,7 @@ def test_no_trace_has_no_warm_up_for_it_either():
 def test_nothing_at_all_is_free_from_the_first_step():
     windows = Windows(warmup=0, clean=0, trace=0, memory=0)
 
-    assert windows.at(0) == "free" and sum(windows.counts().values()) == 0
+    assert windows.at(0) == "free" and windows.num_steps == 0
 
 
 def test_the_progress_line_counts_the_traces_warm_up_as_a_part_of_it():
@@ -76,13 +76,13 @@ def test_an_unknown_window_is_an_error():
 def test_every_step_has_one_window_in_the_order_of_the_sequence(windows):
     expected = [name for name, count in windows.sequence() for _ in range(count)]
 
-    assert [windows.at(step) for step in range(sum(windows.counts().values()))] == expected
-    assert windows.at(sum(windows.counts().values())) == windows.at(sum(windows.counts().values()) + 1000) == "free"
+    assert [windows.at(step) for step in range(windows.num_steps)] == expected
+    assert windows.at(windows.num_steps) == windows.at(windows.num_steps + 1000) == "free"
 
 
 @given(ANY)
 def test_what_is_left_ends_where_another_window_begins(windows):
-    for step in range(sum(windows.counts().values())):
+    for step in range(windows.num_steps):
         after = step + windows.num_left(step)
         assert {windows.at(between) for between in range(step, after)} <= {windows.at(step), "trace"}
         assert windows.at(after) not in ("trace", windows.at(after - 1))

@@ -85,3 +85,8 @@ class Windows:
         for name, num_steps in self.sequence():
             totals[name] = totals.get(name, 0) + num_steps
         return totals
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps before free running begins."""
+        return sum(self.counts().values())
