@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from stepscope.formatting import duration, percent, size
+from stepscope.formatting import duration, percent, safe, size
 
 Confidence = Literal["high", "medium", "low"]
 
@@ -19,7 +19,7 @@ class Evidence:
     rows: Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Finding:
     """One cause, its cost, and the fix."""
 
@@ -36,6 +36,9 @@ class Finding:
     """Where to look in the trace: up to 20 pairs of `start_ns` and `end_ns` on its clock, best first."""
     is_provable: bool = True  # whether this finding's fix is the one that `stepscope verify` applies for the rule
     id: str = ""  # the rule's id, set by `diagnose`
+
+    def __repr__(self) -> str:
+        return f"<Finding {self.id}: {' '.join(saving_texts(self, None)).strip()}; {safe(self.sentence, 100)}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the object for `--json` (docs/diagnose.md)."""

@@ -33,7 +33,7 @@ class Reason:
 
     backend: str  # the backend that was not used: `flash`, `efficient` or `cudnn`
     code: str | None  # one of `CODES`; None if PyTorch's message matches none of them
-    said: str | None = None  # pyTorch's message, if recorded
+    said: str | None = None  # the message from PyTorch, if recorded
 
     @property
     def source(self) -> str:

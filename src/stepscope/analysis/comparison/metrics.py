@@ -78,7 +78,7 @@ class Change:
     num_samples: tuple[int, int] | None  # on each side; null if there is one figure per run
     samples_are: str | None  # `steps`; `runs` if a side has several; null if there are none
     detectable_share: float | None  # the smallest change that would be detected with 80 % probability
-    is_significant: bool | None  # p < 0.05, and the interval excludes 0
+    is_significant: bool | None  # whether p < 0.05 and the interval excludes 0
     is_worse: bool  # whether it got worse, by any amount
     verdict: str
     """`faster` or `slower` (for others `less`, `more`, `fewer`, `higher`, `lower`) if the change is significant and

@@ -74,7 +74,7 @@ class PointSummary:
     max_batch: int | None
     facts: Mapping[str, float]
     compiler: Mapping[str, float]
-    """torch.compile's figures (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
+    """figures of torch.compile (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
     notes: tuple[str, ...]  # remarks, such as a loss that is not a number or a failed instrument
     is_noisy: bool
     speedup: float | None = None  # median time per token (or step) of the plainest variant ÷ this one's
@@ -151,8 +151,9 @@ def _point(
         device, ceilings = limits(name)
         what = "model" if row.get("flops_formula") else "counted"
         mfu = utilization(_by_dtype(row, flops), time.median, device, ceilings, what)
+    copied: dict[str, Any] = {name: row.get(name) for name in _COPIED}
     return PointSummary(
-        **{name: row.get(name) for name in _COPIED},
+        **copied,
         hash=row["hash"],
         status=row["status"],
         axes={"workload": row["workload"], "preset": row.get("preset"), **row["config"], **run},

@@ -117,7 +117,7 @@ class Account:
     other_devices: Mapping[str, int]  # the most allocated on each other device
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:
-        """Return every field as plain values, with so many rows in lists."""
+        """Return every field as plain values, with at most `most` rows in lists."""
         plain = asdict(self)
         for name in ("activations", "saved", "largest", "left_alive", "held"):
             plain[name] = plain[name][:most]

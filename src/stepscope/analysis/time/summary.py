@@ -68,7 +68,7 @@ class Summary:
 
 
 def summary_of(recording: Recording) -> Summary:
-    """Return the summary of a recording, held against what is known of its device."""
+    """Return the summary of a recording, compared with the known limits of its device."""
     name = str((recording.facts.get("environment") or {}).get("device_name"))
     device = find_device(name)
     return summarize(recording, device, load_ceilings(name) if device is None else None)

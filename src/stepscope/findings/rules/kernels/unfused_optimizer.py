@@ -37,7 +37,7 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(Change(duration_ns=durations, gone=gone, host=stretches(host, _LEFT_OF_HOST)))
     if not case.is_worth(saving_ns):
         return []
-    how = "in foreach groups" if is_foreach else "one parameter at a time"
+    how = "in foreach groups" if is_foreach else "one at a time"
     work = f"takes {_LEFT_OF_DEVICE:.0%} of their time"
     if moved:
         work = f"moves each parameter's bytes {_READ_AND_WRITTEN} times"

@@ -57,7 +57,7 @@ def check(case: Case) -> list[Finding]:
     one = work.sort(pl.col("num_tokens") * pl.col("vocabulary")).row(-1, named=True)
     passes = work.filter(~pl.col("is_product"))
     logits_bytes = one["num_tokens"] * one["vocabulary"] * one["item_bytes"]
-    holding = f", counting all copies, {size(held)} of the {size(case.memory.peak_bytes)} peak" if held else ""
+    holding = f", or {size(held)} of the {size(case.memory.peak_bytes)} peak with all copies" if held else ""
     table = grouped(case, work, "num_kernels", "op", "phase", "is_product")
     in_chunks = (
         f"bytes: tensors of that size alive at the peak, minus one of {_NUM_CHUNKS} chunks; the product that "
