@@ -144,15 +144,15 @@ def _binds(case: Case, busy_share: float | None) -> str:
     if busy_share < _BOUND_BY_GPU:
         return f"The host is the bottleneck: the GPU is busy for only {busy_share:.0%} of the step."
     roofline = case.account.roofline_summary
-    parts = {"arithmetic": roofline.compute_ns, "memory traffic": roofline.memory_ns,
-             "neither (far from both limits)": roofline.neither_ns}  # fmt: skip
+    parts = {"limited by arithmetic": roofline.compute_ns, "limited by memory traffic": roofline.memory_ns,
+             "far from the limits of arithmetic and memory": roofline.neither_ns}  # fmt: skip
     known = sum(parts.values())
     if not known:
         return f"The GPU is the bottleneck: it is busy for {busy_share:.0%} of the step. Its limit is unknown."
     name, most = max(parts.items(), key=lambda part: part[1])
     return (
         f"The GPU is the bottleneck: it is busy for {busy_share:.0%} of the step, and {most / known:.0%} of its "
-        f"known work is limited by {name}."
+        f"known work is {name}."
     )
 
 
