@@ -83,12 +83,12 @@ def test_modes_without_an_optimizer(mode, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nope"], "there is no workload 'nope'"),
+        (["nope"], "Unknown workload 'nope'"),
         ([TOY, "--dtype", "fp8"], "fp8"),
         ([TOY, "--dtype", "tf32", "--device", "cpu"], "tf32 is there on NVIDIA GPUs only"),
         ([TOY, "--dtype", "fp32,bf16"], "an audit is of one point, these are 2"),
         ([TOY, "--micro-batches", "0"], "--micro-batches 0: 1 or more"),
-        (["{whole}:step"], "is a whole step of your own"),
+        (["{whole}:step"], "is a complete training step"),
         (["{whole}:broken"], "RuntimeError"),
         (["{whole}:bare"], "needs no gradient"),
     ],

@@ -111,10 +111,10 @@ def test_a_script_that_changed_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"command": {}}, "does not say what was run"),
-        ({"environment": {"world_size": 8}}, "is of 8 ranks"),
-        ({"command": {"argv": ["gone.py"], "folder": "."}}, "gone.py, which .* is of, is not there any more"),
-        ({"command": {"argv": ["train.py"], "folder": "/no/such"}}, "the folder that .* was recorded in, is gone"),
+        ({"command": {}}, "does not say which script"),
+        ({"environment": {"world_size": 8}}, "8 ranks"),
+        ({"command": {"argv": ["gone.py"], "folder": "."}}, "gone.py, which no longer exists"),
+        ({"command": {"argv": ["train.py"], "folder": "/no/such"}}, "/no/such, which no longer exists"),
     ],
 )
 def test_what_cannot_be_run_again_says_what_to_type(tmp_path, change, said):

@@ -28,3 +28,13 @@ def quiet_environment():
 
 def rows_in(folder):
     return [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]
+
+
+def exit_code(words=None):
+    """The code that a verb ends with in this process, whether its parser or its work ends it."""
+    from stepscope.cli.main import main
+
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return ended.code

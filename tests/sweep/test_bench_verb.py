@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sweep_runs import ODD, bench_words, quiet_environment, rows_in
+from sweep_runs import ODD, bench_words, exit_code, quiet_environment, rows_in
 
 QUICK = ("--device", "cpu", "--mode", "forward+backward", "--warmup", "1", "--steps", "2")
 
@@ -59,19 +59,17 @@ def test_dry_run_prints_the_points_and_runs_nothing(capsys, tmp_path, monkeypatc
         (("cs363",), "did you mean cs336"),
         ((f"{ODD}:GATED", "--set", "widht=3"), "did you mean width"),
         ((f"{ODD}:GATED", "--dtype", "bf61"), "did you mean bf16"),
-        ((f"{ODD}:GATED", "--memory-limit", "lots"), "no amount of memory"),
+        ((f"{ODD}:GATED", "--memory-limit", "lots"), "not an amount of memory"),
         ((f"{ODD}:GATED", "--dtype", "autocast_f16"), "did you mean autocast_fp16"),
-        ((f"{ODD}:GATED", "--memory-limit", "0"), "no amount of memory"),
-        ((f"{ODD}:GATED", "--timeout", "0"), "must be more than 0"),
-        ((f"{ODD}:GATED", "--timeout", "inf"), "must be more than 0"),
-        ((f"{ODD}:GATED", "--timeout", "nan"), "must be more than 0"),
+        ((f"{ODD}:GATED", "--memory-limit", "0"), "not an amount of memory"),
+        ((f"{ODD}:GATED", "--timeout", "0"), "must be a positive number"),
+        ((f"{ODD}:GATED", "--timeout", "inf"), "must be a positive number"),
+        ((f"{ODD}:GATED", "--timeout", "nan"), "must be a positive number"),
         ((f"{ODD}:GATED", "--max-batch", "1GiB", "--memory-limit", "2GiB"), "leave --memory-limit out"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, words, message):
-    from stepscope.cli.main import main
-
-    assert main(["bench", *words]) == 2
+    assert exit_code(["bench", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -131,7 +129,7 @@ def test_nobody_need_listen_and_closed_streams_are_left_alone(tmp_path):
 def test_the_server_dies_with_its_parent_while_it_imports_torch(tmp_path):
     (tmp_path / "torch.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     code = (
-        "from stepscope.sweep.point_process import Request\nfrom stepscope.sweep.server import Server\n"
+        "from stepscope.sweep.protocol import Request\nfrom stepscope.sweep.server import Server\n"
         "request = Request(workload='', preset=None, config={}, run={}, result_path='', log_path='')\n"
         "Server('fork').run(request)"
     )
@@ -212,7 +210,7 @@ def test_when_the_sweep_is_killed_its_point_dies_and_two_sweeps_are_refused(benc
     pid = int(pid_file.read_text())
 
     code, _, err = bench(f"{ODD}:build", *QUICK, "-o", "sweep")
-    assert code == 2 and "another sweep is writing to sweep" in err
+    assert code == 2 and "Another sweep is writing to sweep" in err
 
     assert is_running(pid)
     os.killpg(process.pid, signal.SIGKILL)
@@ -238,7 +236,7 @@ def test_an_interrupted_sweep_says_how_to_go_on(bench, tmp_path):
     _, err = process.communicate(timeout=30)
 
     assert process.returncode == 130
-    assert "go on with  stepscope bench" in err and err.rstrip().endswith("--resume")
+    assert "stepscope bench" in err and err.rstrip().endswith("--resume")
     assert "Traceback" not in err
     assert (tmp_path / "sweep" / "results.csv").exists()
 

@@ -10,14 +10,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepscope.cli import bench_compile as verb  # noqa: E402
+from sweep_runs import exit_code  # noqa: E402
+
+from stepscope.cli.bench_compile import EXIT_NOT_SAME  # noqa: E402
 from stepscope.cli.main import main  # noqa: E402
 from stepscope.document.compile_check import check_json, checks_document  # noqa: E402
 from stepscope.render.terminal import terminal_text  # noqa: E402
 from stepscope.sweep import prepare  # noqa: E402
 from stepscope.sweep.checks import compile_check  # noqa: E402
+from stepscope.sweep.checks.compile_runs import shapes_of  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.sweep.point_process import Report, Request, run_point  # noqa: E402
+from stepscope.sweep.point_process import run_point  # noqa: E402
+from stepscope.sweep.protocol import Report, Request  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
@@ -88,33 +92,33 @@ def test_what_does_not_compile_is_a_row_with_one_line_and_its_place(checked, cap
 
 
 def test_what_cannot_be_checked_is_said(checked):
-    assert checked(compile="off")["reason"] == "compile=off: there is nothing to check"
+    assert checked(compile="off")["reason"] == "compile=off leaves nothing to check"
     whole = checked(None, workload=f"{FILE}:step", mode="step")
-    assert whole["status"] == "skipped" and "whole step" in whole["reason"]
+    assert whole["status"] == "skipped" and "complete training step" in whole["reason"]
 
 
 def test_shapes_are_a_length_or_a_batch_and_half_of_it():
     (point,) = Grid(find(WORKLOAD), {"device": "cpu"}).points([{"batch": ["10"]}])
 
-    assert verb.shapes_of(point, None) == [{"batch": 10}, {"batch": 5}]
-    assert verb.shapes_of(point, ("batch", [4, 6])) == [{"batch": 4}, {"batch": 6}]
+    assert shapes_of(point, None) == [{"batch": 10}, {"batch": 5}]
+    assert shapes_of(point, ("batch", [4, 6])) == [{"batch": 4}, {"batch": 6}]
     (small,) = Grid(find(WORKLOAD), {"device": "cpu"}).points([{"batch": ["3"]}])
-    assert verb.shapes_of(small, None) == [{}]
+    assert shapes_of(small, None) == [{}]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--shapes", "batch"], "key=v1,v2"),
-        (["--shapes", "batch=4"], "two values"),
+        (["--shapes", "batch=4"], "two or more values"),
         (["--shapes", "bach=4,6"], "batch"),
-        (["--shapes", "kind=same,fails"], "whole numbers"),
+        (["--shapes", "kind=same,fails"], "integer values"),
         (["--timeout", "0"], "--timeout"),
         (["--compile", "fast"], "compile"),
     ],
 )
 def test_mistakes_are_one_line(capsys, words, said):
-    assert main(["bench", "--check", "compile", WORKLOAD, "--device", "cpu", *words]) == 2
+    assert exit_code(["bench", "--check", "compile", WORKLOAD, "--device", "cpu", *words]) == 2
     err = capsys.readouterr().err
     assert said in err and len(err.strip().splitlines()) == 1
 
@@ -135,7 +139,7 @@ def test_the_verb_in_a_fresh_process(capsys, tmp_path, monkeypatch):
         "--json",
     ]
 
-    assert main(words) == verb.EXIT_NOT_WELL
+    assert main(words) == EXIT_NOT_SAME
     same, fails = json.loads(capsys.readouterr().out)["checks"]
     assert (same["verdict"], fails["verdict"]) == ("same", "does not compile")
     assert same["compiler"]["num_graphs"] == 2 and same["compiler"]["seconds"] > 0

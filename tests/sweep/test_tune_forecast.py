@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from stepscope.cli.tune_forecast import Forecaster
+from stepscope.planner.forecast import Forecaster
 from stepscope.sweep.grid import Grid
 from stepscope.workloads.registry import find
 
@@ -40,7 +40,7 @@ def test_what_is_over_the_budget_does_not_fit():
     # cuBLAS alone has 32 MiB of it.
     assert 32 * MIB < small.peak_bytes < 100 * MIB < large.peak_bytes
     assert large is not None and not large.fits
-    assert large.reason.startswith("its plan needs ") and large.reason.endswith("and 100 MiB can be had")
+    assert large.reason.startswith("its plan needs ") and large.reason.endswith("100 MiB are available")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_device_that_no_table_knows_is_said():
 
     assert forecaster(point(), defaults(60 * MIB, "other")) is None
     assert list(forecaster.notes) == [
-        "Somebody's GPU is in no table of plans: points that do not fit are found by running them"
+        "Somebody's GPU cannot be planned: points that do not fit are found by running them"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The points of a grid: listed values multiplied or paired, from words, a TOML file or a function."""
+"""The points of a grid: lists of values, multiplied or paired, from the command line, a TOML file or a function."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_POINTS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One configuration with a value for every knob; `hash` is the same for the same values, today and later."""
+    """One configuration with a value for every knob; equal values always give the same `hash`."""
 
     workload: str
     preset: str | None
@@ -39,11 +39,11 @@ class Point:
 
 
 Axes = Mapping[str, Sequence[Any]]
-"""A knob's name, or `preset` → the values it takes."""
+"""Name of a knob, or `preset` → its values."""
 
 
 def make_point(workload: Workload[Any], values: Mapping[str, Value], preset: str | None = None) -> Point:
-    """The point with these knobs set and the others as preset or default says; keys and values must be checked."""
+    """Return the point with these knobs, the others from preset or default; keys and values must be valid."""
     presets = workload.presets
     chosen = preset if preset is not None else next(iter(presets), None)
     defaults = {knob.name: knob.default for knob in workload.knobs()}
@@ -66,31 +66,31 @@ def make_point(workload: Workload[Any], values: Mapping[str, Value], preset: str
 
 
 def changed(workload: Workload[Any], point: Point, **values: Value) -> Point:
-    """The point with some knobs set otherwise."""
+    """Return the point with some knobs changed."""
     return make_point(workload, {**point.config, **point.run, **values}, point.preset)
 
 
 def renamed(point: Point, asked: Mapping[str, Any]) -> Point:
-    """The same point under a hash that also stands for what is asked about it."""
+    """Return the same point with a hash that also depends on what is asked about it."""
     text = json.dumps([point.hash, asked], sort_keys=True)
     return replace(point, hash=hashlib.sha256(text.encode()).hexdigest()[:12])
 
 
 class Grid:
-    """Turns what a user wrote into points of one workload; every mistake is a UsageError with the right word."""
+    """Turns user input into points of one workload; mistakes raise UsageError with a suggestion."""
 
     def __init__(self, workload: Workload[Any], defaults: Mapping[str, Value]) -> None:
-        """`defaults` are run knobs that are said once for all points, such as the device of this machine."""
+        """`defaults` are run knobs set once for all points, such as the device."""
         self._workload = workload
         self._defaults = dict(defaults)
         own = workload.knobs()
         clash = [knob.name for knob in own if knob.name in (*RUN_KNOB_NAMES, PRESET)]
         if clash:
-            raise UsageError(f"{workload.name} has a knob {clash[0]!r}, which is one of the sweep's own: rename it")
+            raise UsageError(f"{workload.name} has a knob {clash[0]!r}, a name reserved for sweeps. Rename it.")
         self._knobs: tuple[Knob, ...] = (*own, *RUN_KNOBS)
 
     def points(self, grids: Iterable[Axes], paired: bool = False) -> list[Point]:
-        """The points of some grids, in order, each once."""
+        """Return the points of some grids in order, without duplicates."""
         found: dict[str, Point] = {}
         for axes in grids:
             checked = {key: [self._value(key, value) for value in values] for key, values in axes.items()}
@@ -104,8 +104,9 @@ class Grid:
                     raise UsageError(f"the grid has more than {MAX_POINTS:,} points")
         return list(found.values())
 
-    def words(self, words: Iterable[str]) -> dict[str, list[str]]:
-        """`key=v1,v2` words as axes; the same key twice adds to its values."""
+    @staticmethod
+    def words(words: Iterable[str]) -> dict[str, list[str]]:
+        """Return `key=v1,v2` words as axes; a repeated key adds values."""
         axes: dict[str, list[str]] = {}
         for word in words:
             key, equals, values = word.partition("=")
@@ -114,13 +115,13 @@ class Grid:
             axes.setdefault(key.strip(), []).extend(value.strip() for value in values.split(",") if value.strip())
         return axes
 
-    def _value(self, key: str, said: Any) -> Any:
+    def _value(self, key: str, given: Any) -> Any:
         if key == PRESET:
-            if said not in self._workload.presets:
-                raise UsageError(f"there is no preset {said!r}: {nearest(str(said), self._workload.presets)}")
-            return said
+            if given not in self._workload.presets:
+                raise UsageError(f"Unknown preset {given!r}: {nearest(str(given), self._workload.presets)}")
+            return given
         knob = check_key((*self._knobs, _PRESET_KNOB), key)
-        value = parse_value(knob, _as_text(said))
+        value = parse_value(knob, str(given).lower() if isinstance(given, bool) else str(given))
         smallest = least(knob, is_ours=is_ours(self._workload.name))
         if smallest is not None and knob.values is None and not isinstance(value, str) and value < smallest:
             raise UsageError(f"{key}={value}: must be {smallest} or more")
@@ -130,63 +131,60 @@ class Grid:
 _PRESET_KNOB = Knob(name=PRESET, kind=str, default="", values=None, about="")
 
 
-def _as_text(said: Any) -> str:
-    return str(said).lower() if isinstance(said, bool) else str(said)
-
-
 def _product(axes: Axes) -> Iterator[dict[str, Any]]:
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values))
 
 
 def _paired(axes: Axes) -> Iterator[dict[str, Any]]:
-    """First with first, second with second; a single value goes with each."""
+    """Pair first with first, second with second; a single value goes with each."""
     lengths = {key: len(values) for key, values in axes.items() if len(values) != 1}
     if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{key} has {length}" for key, length in lengths.items())
-        raise UsageError(f"--zip pairs lists of one length: {said}")
+        counts = ", ".join(f"{key} has {length}" for key, length in lengths.items())
+        raise UsageError(f"--zip needs lists of equal length: {counts}")
     for index in range(next(iter(lengths.values()), 1)):
         yield {key: values[index if len(values) > 1 else 0] for key, values in axes.items()}
 
 
 def read_grids(source: str) -> tuple[list[Axes], bool]:
-    """The grids that `file.toml` or `file.py:function` says, and whether they are to be paired."""
+    """Return the grids from `file.toml` or `file.py:function`, and whether their values are paired."""
     path, _, function = source.rpartition(":")
     if path.endswith(".py"):
-        return [_listed(point) for point in _called(Path(path), function)], False
+        return [listed(point) for point in _called(Path(path), function)], False
     if not source.endswith(".toml"):
-        raise UsageError(f"--grid {source}: a file.toml, or file.py:function")
+        raise UsageError(f"--grid {source}: must be file.toml or file.py:function")
     return _from_toml(Path(source))
 
 
 def _from_toml(path: Path) -> tuple[list[Axes], bool]:
-    """The file's own keys are axes; each `[[grid]]` is a grid of its own on top of them; `zip = true` pairs."""
+    """Return the grids of a file: its top-level keys are axes that every `[[grid]]` extends; `zip = true` pairs."""
     table = read_toml(path)
     grids, paired = table.pop("grid", [{}]), table.pop("zip", False)
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
-        raise UsageError(f"{path}: write [[grid]], with two brackets, once for each grid")
+        raise UsageError(f"{path}: write [[grid]] with double brackets, once per grid")
     if any("zip" in grid for grid in grids):
-        raise UsageError(f"{path}: zip = true stands above the first [[grid]] and holds for all of them")
+        raise UsageError(f"{path}: move zip = true above the first [[grid]]; it applies to all grids")
     if not isinstance(paired, bool):
-        raise UsageError(f"{path}: zip is true or false")
-    return [_listed({**table, **grid}) for grid in grids], paired
+        raise UsageError(f"{path}: zip must be true or false")
+    return [listed({**table, **grid}) for grid in grids], paired
 
 
-def _listed(values: Any) -> Axes:
+def listed(values: Any) -> Axes:
+    """Return axes from values and lists of values; UsageError for anything else."""
     if not isinstance(values, Mapping):
-        raise UsageError(f"a point is a dictionary of knobs, not {type(values).__name__}")
+        raise UsageError(f"A point must be a dictionary of knobs, not {type(values).__name__}")
     listed = {str(key): value if isinstance(value, (list, tuple)) else [value] for key, value in values.items()}
-    for key, said in listed.items():
-        if not said or not all(isinstance(value, (int, float, str)) for value in said):
-            raise UsageError(f"{key} = {values[key]!r}: a value, or a list of values")
+    for key, choices in listed.items():
+        if not choices or not all(isinstance(value, (int, float, str)) for value in choices):
+            raise UsageError(f"{key} = {values[key]!r}: must be a value or a list of values")
     return listed
 
 
 def _called(path: Path, function: str) -> Iterable[Any]:
-    """What the function of the file returns or yields."""
+    """Return what the function in the file returns or yields."""
     spec = importlib.util.spec_from_file_location(f"stepscope_grid_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise UsageError(f"{path} is not there")
+        raise UsageError(f"{path} not found")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -196,5 +194,5 @@ def _called(path: Path, function: str) -> Iterable[Any]:
         raise UsageError(f"{path} has no function {function!r}: {nearest(function, functions)}")
     result = called()
     if not isinstance(result, Iterable) or isinstance(result, (str, Mapping)):
-        raise UsageError(f"{path}:{function} gives no list of points")
+        raise UsageError(f"{path}:{function} must return a list of points")
     return result

@@ -1,7 +1,7 @@
-"""How long each layer of a model takes in one pass, the device done with it before the next begins.
+"""Times each layer of a model in one pass, synchronizing between layers.
 
-The times of a first call are what the layer's kernels cost to load, to plan and to compile, and its own work; those
-of a later one are its work alone. Only layers that do not lie in one another are timed: none is counted twice.
+The first call includes loading, planning and compiling the layer's kernels; later calls are its work alone. Only
+layers that are not nested in each other are timed, so none is counted twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stepscope.sweep.measure import synchronize
 
 
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules that are called: the elements of lists, and the children beside them, by name.
+    """Return the outermost modules that are called, by name; lists and dicts count as containers.
 
     >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "blocks": nn.ModuleList([nn.Linear(2, 2)])})
     >>> list(layers_of(model))
@@ -27,7 +27,7 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
     """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        if type(child).forward is nn.Module.forward:  # a container: nobody calls it
+        if type(child).forward is nn.Module.forward:  # a container, never called
             found |= {f"{name}.{inner}": layer for inner, layer in layers_of(child).items()}
         else:
             found[name] = child
@@ -36,7 +36,7 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def timed_layers(module: nn.Module, device: str) -> Iterator[dict[str, int]]:
-    """Nanoseconds of each layer's forward in what runs inside, by name, in the order of their calls."""
+    """Collect the nanoseconds of each layer's forward while the context is active, by name, in call order."""
     times_ns: dict[str, int] = {}
     hooks = [_timed(name, layer, device, times_ns) for name, layer in layers_of(module).items()]
     try:
@@ -47,7 +47,7 @@ def timed_layers(module: nn.Module, device: str) -> Iterator[dict[str, int]]:
 
 
 def median_layers_ns(run_once: Callable[[], Any], module: nn.Module, num_passes: int, device: str) -> dict[str, int]:
-    """The same of several passes: the median of each layer."""
+    """Return the median nanoseconds of each layer over several passes."""
     passes = []
     for _ in range(num_passes):
         with timed_layers(module, device) as times_ns:

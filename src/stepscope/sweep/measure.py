@@ -1,4 +1,4 @@
-"""The passes of a point: clean samples first, everything with instruments after them, each in a pass of its own."""
+"""The passes of a point: clean samples first, then each instrument in its own pass."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LAUNCHES = ("cudaLaunch", "cuLaunch", "hipLaunch", "hipExtLaunch", "hipModuleLau
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def timed_call(run_once: Callable[[], Any], device: str) -> tuple[int, Any]:
-    """Nanoseconds of one call until the device is done with it, and what it returned."""
+    """Return the nanoseconds of one call, device work included, and its result."""
     synchronize(device)
     start_ns = time.perf_counter_ns()
     result = run_once()
@@ -42,18 +42,18 @@ def timed_call(run_once: Callable[[], Any], device: str) -> tuple[int, Any]:
 
 @dataclass(frozen=True)
 class Samples:
-    """One sample a step, integer nanoseconds."""
+    """One sample per step, in integer nanoseconds."""
 
     host_ns: list[int]
-    """Until the host had issued the step; on a CPU, until it was done."""
+    """Time until the host had issued the step; on a CPU, until it was done."""
     device_ns: list[int]
-    """Between CUDA events at the steps' ends; on a CPU the host's."""
+    """Time between CUDA events at the ends of steps; on a CPU, the host time."""
     result: Any
-    """What the last step returned."""
+    """The last step's result."""
 
 
 def clean_samples(run_once: Callable[[], Any], num_steps: int, device: str) -> Samples:
-    """Steps one after the other with nothing else switched on; nothing waits for the device in between."""
+    """Return samples of consecutive steps without instruments or synchronization between them."""
     host_ns: list[int] = []
     if device != "cuda":
         for _ in range(num_steps):
@@ -75,15 +75,15 @@ def clean_samples(run_once: Callable[[], Any], num_steps: int, device: str) -> S
 
 
 class Phases:
-    """Calls passes with a mark where each phase begins, and waits for the device after each."""
+    """Times the phases of passes, synchronizing after each pass."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self.samples_ns: dict[str, list[int]] = {}
-        """By phase, one a pass, in order; the device's time on a GPU."""
+        """By phase, one sample per pass, in order; device time on a GPU."""
 
     def run(self, run_once: Pass) -> Any:
-        """What the pass returned."""
+        """Run one pass and return its result."""
         marks: list[tuple[str, Any]] = []
 
         def mark(phase: str) -> None:
@@ -97,14 +97,14 @@ class Phases:
         return result
 
     def medians_ms(self, num_last: int) -> dict[str, float]:
-        """`forward_ms`, `backward_ms`, `optimizer_ms` of the last passes."""
+        """Return the medians of the last passes as `forward_ms`, `backward_ms`, `optimizer_ms`."""
         return {
             f"{phase}_ms": statistics.median(values[-num_last:]) / 1e6 for phase, values in self.samples_ns.items()
         }
 
 
 def phase_medians_ms(run_once: Pass, num_steps: int, device: str) -> dict[str, float]:
-    """`forward_ms` and `backward_ms`, medians of passes with a mark where each begins; the device's time on a GPU."""
+    """Return the medians of `num_steps` passes by phase; see `Phases.medians_ms`."""
     phases = Phases(device)
     for _ in range(num_steps):
         phases.run(run_once)
@@ -124,7 +124,7 @@ def _between_ms(begin: Any, end: Any) -> float:
 
 
 def cuda_before_backward_bytes(run_once: Pass) -> int | None:
-    """Bytes allocated on the GPU at the moment a backward begins; None without one."""
+    """Return the bytes allocated on the GPU when the backward pass begins; None without one."""
     seen: list[int] = []
 
     def on_phase(phase: str) -> None:
@@ -136,7 +136,7 @@ def cuda_before_backward_bytes(run_once: Pass) -> int | None:
 
 
 def counted_flops(run_once: Pass) -> dict[str, Any]:
-    """FLOPs of one pass, op by op, of the module before any compiler: compiled code hides its products."""
+    """Return the FLOPs of one pass of the uncompiled module, op by op: compiled code hides its matmuls."""
     phase: list[str] = []
     optimizers = [run_once.optimizer] if run_once.optimizer is not None else []
     ledger = Ledger([run_once.plain], optimizers, lambda: phase[-1] if phase else None)
@@ -157,25 +157,25 @@ def counted_flops(run_once: Pass) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Traced:
-    """What one pass under the profiler showed."""
+    """What the profiler saw in one pass."""
 
     ops: dict[str, int]
     kernels: dict[str, int]
     num_launches: int
     """Calls that launch work on the GPU; a CUDA graph is one."""
     gpu_busy_ns: int
-    """So long the GPU had a kernel, a copy or a fill to work on."""
+    """Time in which the GPU ran a kernel, a copy or a fill."""
     traced_ns: int
     peak_bytes: int | None
-    """On a CPU: the most bytes of tensors alive at once, the allocator's own count."""
+    """On a CPU: peak bytes of tensors, as the allocator counts them."""
     before_backward_bytes: int | None
 
 
 def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor], keep: Path | None) -> Traced:
-    """One pass under torch.profiler; `before` are the tensors there at its beginning, `keep` where the trace goes."""
+    """Profile one pass; `before` are the tensors that already exist, `keep` is where the trace is written."""
     from torch.profiler import ProfilerActivity, profile
 
-    # Kineto reads this once; torch 2.13's says "profiler_start" on stderr otherwise.
+    # Kineto reads this once. Without it, torch 2.13 prints "profiler_start" to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
 
@@ -187,7 +187,7 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
     on_cpu = device != "cuda"
     wants_phases = isinstance(run_once, Pass)
     profiler = profile(activities=activities, profile_memory=on_cpu, acc_events=True, record_shapes=keep is not None)
-    gc.collect()  # garbage from before, freed within, would be bytes this pass gave back
+    gc.collect()  # older garbage freed during the pass would count as released by it
     base_bytes = _storage_bytes(before)
     synchronize(device)
     with profiler:
@@ -218,7 +218,7 @@ def _op_names(events: list[Any]) -> dict[str, int]:
 
 
 def _gpu_work(events: list[Any]) -> list[Any]:
-    """Kernels, copies and fills; not the ranges of the host, which the profiler repeats on the GPU's side."""
+    """Return kernels, copies and fills, without the host ranges that the profiler repeats on the GPU."""
     ranges = {event.name() for event in events if event.is_user_annotation()}
     return [e for e in events if e.device_type() != torch.autograd.DeviceType.CPU and e.name() not in ranges]
 
@@ -229,7 +229,7 @@ def _kernel_names(gpu_work: list[Any]) -> dict[str, int]:
 
 
 def _running_bytes(events: list[Any], until_ns: int | None) -> list[int]:
-    """Bytes of tensors above those at the beginning, after each allocation and each release."""
+    """Return the bytes allocated since the beginning, after each allocation and release."""
     changes = sorted(
         (event.start_ns(), event.nbytes())
         for event in events
@@ -250,7 +250,7 @@ def _storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def dynamo_counters() -> dict[str, float]:
-    """What the compiler counted in this process: `dynamo.unique_graphs`, `dynamo.graph_break`, `dynamo.frames.ok`…"""
+    """Return the compiler's counters: `dynamo.unique_graphs`, `dynamo.graph_break`, `dynamo.frames.ok`…"""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return {}
@@ -263,14 +263,14 @@ def dynamo_counters() -> dict[str, float]:
 
 
 def compile_ns() -> int:
-    """Nanoseconds that torch has spent compiling in this process, forwards and backwards."""
+    """Return the nanoseconds torch has spent compiling in this process, forward and backward."""
     utils = sys.modules.get("torch._dynamo.utils")
     spent = getattr(utils, "cumulative_time_spent_ns", {})
     return int(sum(spent.get(name, 0) for name in ("entire_frame_compile", "entire_backward_compile")))
 
 
 def clear_dynamo() -> None:
-    """Forget what was compiled: a second size of the same code would else be compiled for any size."""
+    """Discard compiled code; otherwise a second size of the same code would be compiled for dynamic shapes."""
     if "torch._dynamo" in sys.modules:
         import torch._dynamo
 

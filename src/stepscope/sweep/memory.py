@@ -1,4 +1,4 @@
-"""How much memory there is, a limit that turns too much into an error, and what such an error says."""
+"""How much memory is available, a limit for this process, and what out-of-memory errors say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1
 UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
-# Left for the processes that watch, and for what the kernel keeps beside.
+# Reserved for the supervising processes and the kernel.
 SPARE_SHARE = 0.05
 
 PROC = Path("/proc")
@@ -22,7 +22,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What an out-of-memory error said; None where it did not."""
+    """The figures of an out-of-memory error; None if it does not give them."""
 
     asked_bytes: int | None
     free_bytes: int | None
@@ -30,7 +30,7 @@ class OutOfMemory:
 
 
 def parse_bytes(text: str) -> int:
-    """`40GiB`, `512M`, `1000000` in bytes; ValueError when it is none of these.
+    """Return the bytes in `40GiB`, `512M` or `1000000`; ValueError for anything else.
 
     >>> parse_bytes("1.5GiB")
     1610612736
@@ -38,24 +38,24 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     num_bytes = float(match.group(1)) * UNITS.get(match.group(2).upper(), 0) if match else 0
     if not 1 <= num_bytes < _NO_LIMIT:
-        raise ValueError(f"{text!r} is no amount of memory: 40GiB, 512MiB or a number of bytes")
+        raise ValueError(f"{text!r} is not an amount of memory: write 40GiB, 512MiB or a number of bytes")
     return int(num_bytes)
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Host memory that can still be had, by the machine and by every control group around us; None if unknown."""
+    """Return the host memory still available in the machine and in all our control groups; None if unknown."""
     found = [_field(proc / "meminfo", "MemAvailable")]
     for folder, limit, usage in _cgroup_folders(proc, cgroups):
         most, used = _number(folder / limit), _number(folder / usage)
         if most is not None and used is not None and most < _NO_LIMIT:
-            # The page cache is given back before anything fails.
+            # The kernel drops the page cache before an allocation fails.
             found.append(most - used + (_field(folder / "memory.stat", "inactive_file", unit=1) or 0))
     known = [value for value in found if value is not None]
     return max(0, min(known)) if known else None
 
 
 def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """How often the kernel has killed for want of memory, here and in our control groups: compare two of these."""
+    """Return how often the kernel has killed a process for lack of memory; compare two readings."""
     found = [_field(proc / "vmstat", "oom_kill", unit=1)]
     for folder, _, _ in _cgroup_folders(proc, cgroups):
         found += [_field(folder / name, "oom_kill", unit=1) for name in ("memory.events", "memory.oom_control")]
@@ -63,7 +63,7 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def limit_process(num_bytes: int) -> int:
-    """Let this process have that much data more than it has now; returns the limit. Too much then raises."""
+    """Allow this process that many more bytes than it has now and return the limit; beyond it allocations fail."""
     global _held_bytes
     _held_bytes = data_bytes()
     limit = num_bytes + _held_bytes
@@ -74,7 +74,7 @@ def limit_process(num_bytes: int) -> int:
 
 
 def limit_to_machine() -> None:
-    """Let this process have what the machine and its control groups still have, whatever its limit was before."""
+    """Replace the limit of this process by what the machine and its control groups still have."""
     available = available_bytes()
     if available is not None:
         limit_process(int(available * (1 - SPARE_SHARE)))
@@ -84,18 +84,18 @@ def limit_to_machine() -> None:
 
 
 def data_bytes(proc: Path = PROC) -> int:
-    """Bytes of data this process has mapped: what RLIMIT_DATA counts."""
+    """Return the bytes of data this process has mapped, as RLIMIT_DATA counts them."""
     return _field(proc / "self" / "status", "VmData") or 0
 
 
 def peak_resident_bytes() -> int:
-    """The most memory this process ever had resident."""
+    """Return the peak resident memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 _held_bytes = 0
-"""What this process had when its limit was set: on top of that comes what it was given."""
+"""What this process held when its limit was set; the limit is on top of it."""
 _AMOUNT = r"([0-9.]+) (bytes|[KMGT]iB)"
 _HOST_ERRORS = ("DefaultCPUAllocator", "Cannot allocate memory", "bad_alloc", "MemoryError", "bad allocation")
 _DEVICE_ERRORS = (
@@ -107,7 +107,7 @@ _DEVICE_ERRORS = (
 
 
 def read_error(error: BaseException) -> OutOfMemory | None:
-    """What an exception says about memory; None when it is about something else."""
+    """Return what an out-of-memory error says; None for other errors."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ == "OutOfMemoryError" or any(part in text for part in _DEVICE_ERRORS):
         return OutOfMemory(
@@ -122,7 +122,7 @@ def read_error(error: BaseException) -> OutOfMemory | None:
         free = available_bytes() if total is None else min(total, max(0, limit - data_bytes()))
         asked = _amount(rf"tried to allocate {_AMOUNT}", text)
         if asked is not None and free is not None and free >= asked:
-            free = None  # on the way here what the step held was freed
+            free = None  # the step's memory was freed while the exception propagated
         return OutOfMemory(asked, free, total)
     return None
 
@@ -133,7 +133,7 @@ def _amount(pattern: str, text: str) -> int | None:
 
 
 def _cgroup_folders(proc: Path, cgroups: Path) -> list[tuple[Path, str, str]]:
-    """Our control group and those around it, version 1 or 2, with the names of their limit and their usage."""
+    """Return our control group and its parents, version 1 or 2, with the file names of limit and usage."""
     folders: list[tuple[Path, str, str]] = []
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""From a point to something that can be called: the run knobs applied to a built workload."""
+"""Turns a point into a callable pass: builds the workload and applies the run knobs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from stepscope.errors import UsageError
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
 from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, WholeStep
 
@@ -24,51 +25,51 @@ WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class CannotRun(Exception):
-    """The point means nothing, or is not possible, on this machine; the message is the row's reason."""
+    """The point makes no sense or cannot run on this machine; the message becomes the row's reason."""
 
 
 def check_machine(run: Mapping[str, Value]) -> None:
-    """Raise CannotRun where this machine has not what the run knobs ask for. Touches CUDA if they name it.
+    """Raise CannotRun if this machine lacks what the run knobs need. Initializes CUDA only if they name it.
 
-    In a plan, `torch.cuda` answers for the device that is planned for.
+    In a plan, `torch.cuda` answers for the planned device.
     """
     on_cuda = run["device"] == "cuda"
     if on_cuda and not torch.cuda.is_available():
-        raise CannotRun("there is no CUDA device here")
+        raise CannotRun("no CUDA device found")
     if run["dtype"] == "tf32":
         if not on_cuda or torch.version.hip:
-            raise CannotRun("tf32 is there on NVIDIA GPUs only")
+            raise CannotRun("tf32 needs an NVIDIA GPU")
         if torch.cuda.get_device_capability() < (8, 0):
             raise CannotRun("tf32 needs compute capability 8.0")
     if run["bf16_reduction"] != "auto" and not on_cuda:
-        raise CannotRun("bf16_reduction is a setting of CUDA's matrix products")
+        raise CannotRun("bf16_reduction applies to CUDA matmuls only")
     if run["compile"] == "reduce-overhead" and not on_cuda:
-        raise CannotRun("compile=reduce-overhead is CUDA graphs: it needs a CUDA device")
+        raise CannotRun("compile=reduce-overhead uses CUDA graphs: it needs a CUDA device")
     if run["sdpa"] in ("efficient", "cudnn") and not on_cuda:
-        raise CannotRun(f"sdpa={run['sdpa']} is there on CUDA devices only")
+        raise CannotRun(f"sdpa={run['sdpa']} needs a CUDA device")
 
 
 def apply_settings(run: Mapping[str, Value]) -> None:
-    """Set torch's process-wide switches as the run knobs say."""
+    """Set torch's process-wide switches according to the run knobs."""
     precise = run["dtype"] != "tf32"
     torch.set_float32_matmul_precision("highest" if precise else "high")
     if run["device"] == "cuda":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # newer torch would have us use a name that older torch has not
+            warnings.simplefilter("ignore")  # newer torch deprecates this name; older torch has no other
             torch.backends.cudnn.allow_tf32 = not precise
             if run["bf16_reduction"] != "auto":
                 allowed = run["bf16_reduction"] == "on"
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
         if run["compile"] != "off":
-            one_assembler(Path(torch.__file__).parent)
+            use_torch_ptxas(Path(torch.__file__).parent)
 
 
-def one_assembler(torch_folder: Path) -> None:
-    """Let Triton assemble here with the ptxas that Inductor's workers take: the one in torch's own folder.
+def use_torch_ptxas(torch_folder: Path) -> None:
+    """Make Triton in this process use the same ptxas as Inductor's workers: the one in torch's folder.
 
-    Triton's cache knows the assembler's version. torch sets the workers' to its own and leaves this process Triton's,
-    so that max-autotune would compile each of its candidates twice: in the workers side by side, and here again in
-    turn, 0.2 s each, to time code that another assembler made than what will run (seen with torch 2.11 for CUDA 13).
+    Triton's cache key includes the version of ptxas. Torch sets its own ptxas for the workers only, so max-autotune
+    would compile each candidate twice: in the workers in parallel, then again here, 0.2 s each, and it would time
+    code from a different ptxas than the code that runs (seen with torch 2.11 for CUDA 13).
     """
     assembler = torch_folder / "bin" / "ptxas"
     if "TRITON_PTXAS_PATH" not in os.environ and os.access(assembler, os.X_OK):
@@ -76,7 +77,7 @@ def one_assembler(torch_folder: Path) -> None:
 
 
 def build(workload: Any, config: Any, seed: int, device: str) -> Any:
-    """What the workload builds for a configuration on a device, from a seed."""
+    """Return what the workload builds for a configuration on a device, from a seed."""
     torch.manual_seed(seed)
     with default_device(device):
         built = workload.build(config)
@@ -86,7 +87,7 @@ def build(workload: Any, config: Any, seed: int, device: str) -> Any:
 
 
 def make_batch(built: Built, seed: int, device: str) -> Batch:
-    """A batch that does not depend on how many random numbers building took."""
+    """Return a batch that does not depend on how many random numbers the build used."""
     torch.manual_seed(seed + 1)
     with default_device(device):
         return built.batch()
@@ -94,7 +95,7 @@ def make_batch(built: Built, seed: int, device: str) -> Batch:
 
 @contextmanager
 def default_device(device: str) -> Iterator[None]:
-    """New tensors are on the device; a default that the program sets itself meanwhile stays when this is over."""
+    """Create new tensors on the device. If the program sets its own default meanwhile, that one stays."""
 
     def current() -> Any:
         return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
@@ -112,35 +113,42 @@ def default_device(device: str) -> Iterator[None]:
 def _check_arguments(step: Callable[..., object], name: str) -> None:
     try:
         signature = inspect.signature(step)
-    except (TypeError, ValueError):  # not every callable can say
+    except (TypeError, ValueError):  # not every callable has a signature
         return
     try:
         signature.bind()
     except TypeError as error:
         raise UsageError(
-            f"{name} returned a step that cannot be called without arguments ({error}): let it get what it needs, "
-            "such as its batch, itself"
+            f"{name} returned a step that cannot be called without arguments ({error}). "
+            "Let the step create its own inputs, such as its batch."
         ) from None
 
 
 def cast(batch: Batch, dtype: torch.dtype | None = None, device: str | None = None) -> Batch:
-    """The batch with its floating-point tensors in another dtype, all on another device; leaves stay leaves."""
+    """Return the batch with floating-point tensors in another dtype, or on another device; leaves stay leaves."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        # A copy also where nothing changes: two modules must not add gradients to one leaf.
+        # Always a copy: two modules must not accumulate gradients in one leaf.
         return tensor.detach().to(device=device, dtype=target, copy=True).requires_grad_(tensor.requires_grad)
 
     return {name: moved(tensor) for name, tensor in batch.items()}
 
 
 def weights_dtype(run: Mapping[str, Value]) -> torch.dtype:
-    """The dtype of weights and of floating-point inputs."""
+    """Return the dtype of weights and floating-point inputs."""
     return WEIGHTS.get(str(run["dtype"]), torch.float32)
 
 
+def cast_to_point(built: Built, run: Mapping[str, Value]) -> Batch:
+    """Cast the module to the point's dtype and return a batch in that dtype."""
+    dtype = weights_dtype(run)
+    built.module.to(dtype)
+    return cast(make_batch(built, int(run["seed"]), str(run["device"])), dtype)
+
+
 def compiled(module: nn.Module, run: Mapping[str, Value]) -> nn.Module:
-    """The module, compiled if the point says so; of a user's own what the user wrote, not what is around it."""
+    """Return the module, compiled if the point asks for it. A user's own module is compiled without our wrapper."""
     if run["compile"] == "off":
         return module
     mode = None if run["compile"] == "default" else run["compile"]
@@ -153,7 +161,7 @@ def compiled(module: nn.Module, run: Mapping[str, Value]) -> nn.Module:
 
 
 def users_own(module: nn.Module) -> nn.Module:
-    """A user's own module, without what Stepscope has put around it."""
+    """Return a user's own module without Stepscope's wrapper."""
     children = list(module.children())
     is_ours = type(module).__module__ in ("stepscope.workloads.factory", "stepscope.workloads.huggingface")
     return children[0] if is_ours and len(children) == 1 else module
@@ -180,7 +188,7 @@ class Contexts:
         return stack
 
     def attention(self) -> AbstractContextManager[Any]:
-        """A checkpointed forward runs again inside the backward: its attention must take the same back end."""
+        """Force the backend in the backward pass too: a checkpointed forward runs again inside it."""
         if self._backend is None:
             return nullcontext()
         from torch.nn.attention import sdpa_kernel
@@ -189,7 +197,7 @@ class Contexts:
 
 
 class Pass:
-    """One sample's worth of work, as the mode says. Call it; it returns the loss, detached, where there is one."""
+    """One sample's work in the given mode. Calling it returns the detached loss, or None without a loss."""
 
     def __init__(self, module: nn.Module, batch: Batch, run: Mapping[str, Value]) -> None:
         self.mode = str(run["mode"])
@@ -203,46 +211,45 @@ class Pass:
         self._leaves = [tensor for tensor in self.batch.values() if tensor.requires_grad]
         self._gradients: list[torch.Tensor] | None = None
         self._seed = int(run["seed"])
-        self._cuda_graphs = run["compile"] in ("reduce-overhead", "max-autotune")
-        # Half-precision gradients vanish without it; nobody trains with fp16 autocast otherwise.
-        scaled = self.has_backward and run["dtype"] == "autocast_fp16"
+        self._cuda_graphs = run["compile"] in CUDA_GRAPH_MODES
+        self._has_backward = has_backward(run)
+        # Without a scaler fp16 gradients underflow; nobody trains with fp16 autocast without one.
+        scaled = self._has_backward and run["dtype"] == "autocast_fp16"
         self._scaler = torch.amp.GradScaler(str(run["device"])) if scaled else None
         self.optimizer = self._make_optimizer(str(run["optimizer"])) if self.mode == "step" else None
 
-    @property
-    def has_backward(self) -> bool:
-        return self.mode in ("forward+backward", "step")
-
     def _make_optimizer(self, name: str) -> Any:
         if not self._parameters:
-            raise CannotRun("it has no parameters: mode=step means nothing, take mode=forward+backward")
+            raise CannotRun(
+                "the workload has no parameters to update: use mode=forward+backward instead of mode=step"
+            )
         try:
             return make_optimizer(name, self._parameters)
         except RuntimeError as error:
             raise CannotRun(f"optimizer={name}: {str(error).splitlines()[0]}") from None
 
     def __call__(self, on_phase: Callable[[str], None] | None = None, module: nn.Module | None = None) -> Any:
-        """`on_phase` is told forward, backward and optimizer as each begins; `module` takes the module's place."""
-        tell = on_phase or (lambda _phase: None)
+        """Call `on_phase` with each phase as it begins; `module` replaces the point's module."""
+        begin = on_phase or (lambda _phase: None)
         module = module or self.module
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         if self.mode == "inference":
-            tell(FORWARD)
+            begin(FORWARD)
             with torch.inference_mode(), self._contexts():
                 module(**self.batch)
             return None
         self.drop_gradients()
-        tell(FORWARD)
+        begin(FORWARD)
         with self._contexts():
             out = module(**self.batch)
-        loss = out if isinstance(out, torch.Tensor) and out.dim() == 0 else None
-        if self.has_backward:
-            tell(BACKWARD)
+        loss = scalar_loss(out)
+        if self._has_backward:
+            begin(BACKWARD)
             with self._contexts.attention():
                 self._backward(out, loss)
         if self.optimizer is not None:
-            tell(OPTIMIZER)
+            begin(OPTIMIZER)
             if self._scaler is None:
                 self.optimizer.step()
             else:
@@ -255,7 +262,7 @@ class Pass:
             tensor.grad = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that is there before a pass begins: weights, buffers, inputs, the optimizer's state."""
+        """Return every tensor that exists before a pass: weights, buffers, inputs, optimizer state."""
         found = [*self.plain.parameters(), *self.plain.buffers(), *self.batch.values(), *(self._gradients or ())]
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
@@ -272,20 +279,34 @@ class Pass:
         torch.autograd.backward(outputs, self._gradients)
 
 
+def scalar_loss(out: Any) -> torch.Tensor | None:
+    """Return a module's output if it is a scalar loss."""
+    return out if isinstance(out, torch.Tensor) and out.dim() == 0 else None
+
+
+def backward(out: Any, contexts: Contexts, seed: int, scale: float = 1.0) -> None:
+    """Run the backward pass from a loss, or from outputs with fixed random gradients."""
+    loss = scalar_loss(out)
+    starts = differentiable(out) if loss is None else [loss]
+    gradients = random_gradients(starts, seed) if loss is None else None
+    with contexts.attention():
+        torch.autograd.backward(starts if scale == 1.0 else [start * scale for start in starts], gradients)
+
+
 def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of what a module returned."""
+    """Return the tensors in a module's output."""
     return [out] if isinstance(out, torch.Tensor) else [t for t in out if isinstance(t, torch.Tensor)]
 
 
 def differentiable(out: Any) -> list[torch.Tensor]:
-    """The outputs that a backward can start from; CannotRun when there are none."""
+    """Return the outputs that a backward pass can start from; CannotRun if there are none."""
     outputs = [tensor for tensor in tensors_of(out) if tensor.requires_grad]
     if not outputs:
-        raise CannotRun("its outputs need no gradient: there is no backward, take mode=forward")
+        raise CannotRun("no output requires a gradient, so there is no backward pass: use mode=forward")
     return outputs
 
 
 def random_gradients(outputs: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Gradients to start a backward from: the same for the same shapes, whatever device and dtype."""
+    """Return gradients to start a backward pass from: the same values on every device and in every dtype."""
     generator = torch.Generator().manual_seed(seed + 2)
     return [torch.randn(t.shape, generator=generator, device="cpu").to(t.detach()) for t in outputs]

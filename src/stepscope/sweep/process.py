@@ -1,4 +1,4 @@
-"""A process becomes a point's: its own output, its own end."""
+"""Turns a process into a point's process: its own output, its own exit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from stepscope.sweep.point_process import Request, run_point
+from stepscope.sweep.point_process import run_point
+from stepscope.sweep.protocol import Request
 
 # Of prctl(2).
 PARENT_DEATH_SIGNAL = 1
@@ -20,7 +19,7 @@ CHILD_SUBREAPER = 36
 
 
 def begin(request: Request, parent_id: int) -> None:
-    """Make this process, a child of `parent_id`, the point's, and run it. Never returns."""
+    """Make this child of `parent_id` the point's process and run the point. Never returns."""
     die_with_parent(parent_id)
     descriptor = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
@@ -30,30 +29,30 @@ def begin(request: Request, parent_id: int) -> None:
     os.dup2(null, 0)
     os.close(null)
     _close_inherited()
-    # Python's own streams may have been closed or replaced in the process we come from.
+    # Python's own streams may have been closed or replaced in the parent process.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
-    _be_the_first_to_go()
+    _prefer_as_oom_victim()
     run_point(request)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
             pass  # the workload may have closed it
-    os._exit(0)  # no teardown: a library's exit handlers must not turn a finished point into a crash
+    os._exit(0)  # skip exit handlers: they must not turn a finished point into a crash
 
 
 def die_with_parent(parent_id: int) -> None:
-    """On Linux, be killed when our parent ends."""
+    """On Linux, kill this process when its parent ends."""
     set_process(PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent_id:
-        os._exit(1)  # it was already gone
+        os._exit(1)  # the parent has already ended
 
 
 def set_process(option: int, value: int) -> None:
-    """Set one of the kernel's options of this process; nothing where there are none."""
+    """Set a prctl option of this process; does nothing on other systems."""
     if sys.platform != "linux":
         return
     try:
@@ -63,32 +62,27 @@ def set_process(option: int, value: int) -> None:
 
 
 def _close_inherited() -> None:
-    """Leave a point nothing but its three streams: what it writes elsewhere must not reach the server's pipes."""
+    """Close all descriptors but the three streams: a point must not write into the server's pipes."""
     listed = Path("/proc/self/fd")
     if not listed.is_dir():
         os.closerange(3, 1024)
         return
     for entry in list(listed.iterdir()):
         try:
-            # A driver's library that was asked for the number of GPUs keeps its device open, and will use it again.
+            # After counting GPUs the driver's library keeps its device open and uses it again.
             if int(entry.name) > 2 and not str(entry.readlink()).startswith("/dev/"):
                 os.close(int(entry.name))
         except OSError:
-            pass  # it was the listing's own
+            pass  # the descriptor of the listing itself
 
 
-def _be_the_first_to_go() -> None:
-    """Should the kernel run out of memory, it is the point that must be killed, not the sweep."""
+def _prefer_as_oom_victim() -> None:
+    """If the machine runs out of memory, let the kernel kill the point, not the sweep."""
     try:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     except OSError:
         pass
 
 
-def request_of(values: Mapping[str, Any]) -> Request:
-    """A request from its JSON."""
-    return Request(**values)
-
-
 if __name__ == "__main__":
-    begin(request_of(json.loads(sys.argv[1])), int(sys.argv[2]))
+    begin(Request(**json.loads(sys.argv[1])), int(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Points trained under `stepscope run`, each in a fresh process: a row for each, with the recording it left."""
+"""Trains points under `stepscope run`, each in a fresh process; a row links to its recording."""
 
 from __future__ import annotations
 
@@ -10,45 +10,49 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point
-from stepscope.sweep.point_process import CRASHED, OK, OOM, SKIPPED
+from stepscope.sweep.protocol import CRASHED, OK, OOM, SKIPPED, TIMEOUT, Row
 from stepscope.sweep.rerun import Failure, run_process
 from stepscope.sweep.results import LOG_FOLDER
-from stepscope.sweep.rows import TIMEOUT, identity
+from stepscope.sweep.rows import identity
 
 RECORDING_FOLDER = "recordings"
 RECORDING = "recording"
-ASKED_BY = "STEPSCOPE_ASKED_BY"
-"""The variable that says which process waits for a run: without it a run ends."""
+PARENT_VARIABLE = "STEPSCOPE_ASKED_BY"
+"""Environment variable with the id of the process that waits for a run; the run ends when that process does."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
 
 
 def record_point(
     point: Point, folder: Path, options: Sequence[str], timeout_s: float, loop: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Train a point under `stepscope run` until its last window is over; its row, not yet written anywhere.
+) -> Row:
+    """Train a point under `stepscope run` until its last window ends and return its row without writing it.
 
-    `options` are those of `stepscope run`, `loop` those of sweep/train.py.
+    `options` go to `stepscope run`, `loop` to sweep/train.py.
     """
     name = f"{RECORDING_FOLDER}/{point.hash}"
     recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
-    shutil.rmtree(recording, ignore_errors=True)  # what a kill left half done
-    asked = {"workload": point.workload, "preset": point.preset, "config": dict(point.config), "run": dict(point.run)}
+    shutil.rmtree(recording, ignore_errors=True)  # left by an interrupted run
+    wanted = {
+        "workload": point.workload,
+        "preset": point.preset,
+        "config": dict(point.config),
+        "run": dict(point.run),
+    }
     words = [sys.executable, "-m", "stepscope", "run", "-o", str(recording), "--quiet", "--exit-after"]
     words += [*_tokens(point), *options]
-    words += ["-m", "stepscope.sweep.train", json.dumps(asked), *loop]
+    words += ["-m", "stepscope.sweep.train", json.dumps(wanted), *loop]
     started_at, began = now(), time.monotonic()
-    failure = run_process(words, Path.cwd(), {**os.environ, ASKED_BY: str(os.getpid())}, log, timeout_s)
-    has_left = (recording / "recording.json").is_file()
+    failure = run_process(words, Path.cwd(), {**os.environ, PARENT_VARIABLE: str(os.getpid())}, log, timeout_s)
+    exists = (recording / "recording.json").is_file()
     return {
         **identity(point),
         **_status(failure, log),
-        RECORDING: name if has_left else None,
-        "environment": _environment(recording) if has_left else None,
+        RECORDING: name if exists else None,
+        "environment": _environment(recording) if exists else None,
         "started_at": started_at,
         "finished_at": now(),
         "seconds": round(time.monotonic() - began, 3),
@@ -56,26 +60,26 @@ def record_point(
 
 
 def _tokens(point: Point) -> list[str]:
-    """How many tokens a step of a workload of ours has: of a batch of floats `stepscope run` cannot tell."""
+    """Return the option for tokens per step of a built-in workload: `stepscope run` cannot infer it from floats."""
     batch, length = point.config.get("batch"), point.config.get("seq_len")
     if ":" in point.workload or not isinstance(batch, int) or not isinstance(length, int):
         return []
     return ["--tokens-per-step", str(batch * length)]
 
 
-def _status(failure: Failure | None, log: Path) -> dict[str, Any]:
+def _status(failure: Failure | None, log: Path) -> Row:
     if failure is None:
         return {"status": OK, "reason": None}
     if failure.is_timeout:
         return {"status": TIMEOUT, "reason": failure.reason}
-    said = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    refused = _CANNOT_RUN.search(said)
-    if refused:
-        return {"status": SKIPPED, "reason": refused[1]}
-    return {"status": OOM if _OUT_OF_MEMORY.search(said) else CRASHED, "reason": failure.reason}
+    output = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    cannot_run = _CANNOT_RUN.search(output)
+    if cannot_run:
+        return {"status": SKIPPED, "reason": cannot_run[1]}
+    return {"status": OOM if _OUT_OF_MEMORY.search(output) else CRASHED, "reason": failure.reason}
 
 
-def _environment(recording: Path) -> dict[str, Any] | None:
+def _environment(recording: Path) -> Row | None:
     try:
         found = json.loads((recording / "recording.json").read_bytes()).get("environment")
     except (OSError, ValueError, AttributeError):

@@ -1,11 +1,11 @@
-"""The folder of a sweep: one line a finished point, on disk before the next begins.
+"""The folder of a sweep: one line per finished point, on disk before the next point starts.
 
     sweep.json      command, environments by hash, schema version
-    results.jsonl   the truth: one row a line, raw samples and all (docs/bench.md)
-    logs/<hash>.txt what the point's process printed
+    results.jsonl   one row per line, including raw samples (docs/bench.md)
+    logs/<hash>.txt output of the point's process
 
-A kill at any moment loses nothing but the point that was running: the last line may be half written, and is cut off
-when the sweep is resumed. One sweep at a time writes to a folder; the lock goes with its process.
+If the sweep is killed, only the running point is lost. A half-written last line is removed when the sweep is resumed.
+Only one sweep at a time writes to a folder; the lock ends with its process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import RecordingError, UsageError
+from stepscope.formatting import plural
 from stepscope.recorder.files import write_json
+from stepscope.sweep.protocol import Row
 
 SCHEMA_VERSION = 1
 
@@ -30,12 +32,12 @@ LOCK_FILE = ".lock"
 LOG_FOLDER = "logs"
 TRACE_FOLDER = "traces"
 
-# All that a sweep killed in its first moment leaves: not yet anything to go on with, nor anybody else's.
-_BEGUN = {LOCK_FILE, LOG_FOLDER, f".{SWEEP_FILE}.tmp"}
+# What a sweep leaves if it is killed right at the start: nothing to resume, and not somebody else's files.
+_JUST_STARTED = {LOCK_FILE, LOG_FOLDER, f".{SWEEP_FILE}.tmp"}
 
 
 class Results:
-    """An open sweep folder: rows that are there, and a place for more. Locked until it is closed."""
+    """An open sweep folder: its rows, and a place for more. Locked until closed."""
 
     def __init__(self, folder: Path, facts: dict[str, Any], resume: bool, resume_command: str) -> None:
         self.folder = folder
@@ -45,17 +47,18 @@ class Results:
             (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UsageError(f"cannot write to {folder}: {error.strerror}; name another folder with -o") from None
+            raise UsageError(f"Cannot write to {folder}: {error.strerror}. Choose another folder with -o.") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise UsageError(f"another sweep is writing to {folder}: name another folder with -o") from None
+            raise UsageError(f"Another sweep is writing to {folder}. Choose another folder with -o.") from None
         try:
             num_lines = _num_lines(folder / RESULTS_FILE)
             if num_lines and not resume:
-                rows = f"{num_lines} row{'' if num_lines == 1 else 's'}"
-                raise UsageError(f"{folder} holds {rows}: go on with  {resume_command}")
+                raise UsageError(
+                    f"{folder} already has {plural(num_lines, 'row')}. Resume it with:  {resume_command}"
+                )
             with self.writing():
                 self.rows = heal(folder / RESULTS_FILE)
                 self.facts = self._facts(facts)
@@ -83,22 +86,22 @@ class Results:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around whatever writes to the folder: a full disk is one line, with the command that goes on."""
+        """Turn a failed write, such as a full disk, into one line with the command that resumes."""
         try:
             yield
         except OSError as error:
             raise RecordingError(
-                f"{self.folder} cannot be written: {error.strerror or error}; mend that and go on with  "
+                f"Cannot write to {self.folder}: {error.strerror or error}. Fix this, then resume with:  "
                 f"{self._resume_command}"
             ) from None
 
     @property
     def hashes(self) -> set[str]:
-        """The points that are done."""
+        """Return the hashes of finished points."""
         return {row["hash"] for row in self.rows}
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a finished row: on disk when this returns. Its environment goes to sweep.json."""
+    def append(self, row: Row) -> None:
+        """Write a finished row to disk. Its environment goes to sweep.json."""
         environment = row.pop("environment", None)
         if environment is not None:
             key = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:12]
@@ -125,32 +128,32 @@ class Results:
 
 
 def _check_ours(folder: Path) -> None:
-    """UsageError where somebody keeps something else in the folder: nothing in it was touched."""
+    """Raise UsageError, touching nothing, if the folder contains something other than a sweep."""
     if not folder.is_dir():
-        return  # it will be made, or cannot be
+        return  # it will be created, if possible
     names = {entry.name for entry in folder.iterdir()}
-    if names <= _BEGUN:
+    if names <= _JUST_STARTED:
         return
     if SWEEP_FILE not in names:
-        raise UsageError(f"{folder} is not empty and holds no sweep: name another folder with -o")
+        raise UsageError(f"{folder} is not empty and is not a sweep. Choose another folder with -o.")
     facts = read_facts(folder)
     if "schema_version" not in facts or not isinstance(facts.get("environments"), dict):
-        raise UsageError(f"{folder / SWEEP_FILE} is of no sweep: name another folder with -o")
+        raise UsageError(f"{folder / SWEEP_FILE} does not belong to a sweep. Choose another folder with -o.")
 
 
 def _num_lines(path: Path) -> int:
-    """Rows in a results file, one half written among them."""
+    """Return the number of rows in a results file, including a half-written one."""
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
-    """Write it to the last byte: a disk that is nearly full takes a part, and says nothing."""
+    """Write every byte: a nearly full disk silently accepts only a part."""
     while text:
         text = text[os.write(descriptor, text) :]
 
 
-def heal(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results file; a last line that a kill left half written is cut off."""
+def heal(path: Path) -> list[Row]:
+    """Return the rows of a results file and remove a half-written last line."""
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -162,31 +165,31 @@ def heal(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-_OF_A_ROW = {"hash": str, "status": str, "config": dict, "run": dict}
+_ROW_TYPES = {"hash": str, "status": str, "config": dict, "run": dict}
 
 
-def _row(line: bytes, number: int, path: Path) -> dict[str, Any]:
+def _row(line: bytes, number: int, path: Path) -> Row:
     try:
         row = json.loads(line)
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _OF_A_ROW.items()):
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _ROW_TYPES.items()):
             raise ValueError
         for name in ("samples_device_ns", "samples_host_ns"):
             if not all(isinstance(ns, (int, float)) for ns in row.get(name) or ()):
                 raise ValueError
     except (ValueError, RecursionError, TypeError):
         raise UsageError(
-            f"{path}, line {number} is no row of a sweep: it was changed by hand or damaged; take it out, and its "
-            "point is measured again"
+            f"{path}, line {number} is not a valid row: it was edited or damaged. Delete the line to measure its "
+            "point again."
         ) from None
     if row.get("schema_version", SCHEMA_VERSION) > SCHEMA_VERSION:
-        raise UsageError(f"{path}, line {number} was written by a newer stepscope: go on with that one")
+        raise UsageError(f"{path}, line {number} was written by a newer version of stepscope. Use that version.")
     return row
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What sweep.json says."""
+    """Return the contents of sweep.json."""
     try:
         facts = json.loads((folder / SWEEP_FILE).read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder / SWEEP_FILE} cannot be read: {error}") from None
+        raise UsageError(f"Cannot read {folder / SWEEP_FILE}: {error}") from None
     return facts if isinstance(facts, dict) else {}

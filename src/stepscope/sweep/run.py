@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import UsageError
+from stepscope.sweep import server
 from stepscope.sweep.grid import Axes, Grid, Point, read_grids
 from stepscope.sweep.memory import parse_bytes
 from stepscope.sweep.results import Results
 from stepscope.sweep.runner import Options, Runner, run_points
-from stepscope.sweep.server import Server, default_start
 from stepscope.sweep.tuning.max_batch import MaxBatch
 from stepscope.version import __version__
 from stepscope.workloads.registry import find
@@ -115,9 +115,9 @@ def run_grid(
         on_row(row, num_done)
         tell_share()
 
-    with Server(start or default_start()) as server:
+    with server.Server(start or server.default_start()) as processes:
         tell_share()
-        runner = Runner(workload, server, results, options)
+        runner = Runner(workload, processes, results, options)
         try:
             run_points(
                 points, results, MaxBatch(workload, runner, tried).run if searches_batch else runner.run, finished

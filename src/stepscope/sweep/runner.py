@@ -1,4 +1,4 @@
-"""Runs points one after the other and writes each row as it comes."""
+"""Runs points one after another and writes each row as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point
-from stepscope.sweep.point_process import Request
+from stepscope.sweep.protocol import Request, Row
 from stepscope.sweep.results import LOG_FOLDER, TRACE_FOLDER, Results
 from stepscope.sweep.rows import row_of
-from stepscope.sweep.run_knobs import without_autotuning
+from stepscope.sweep.run_knobs import has_backward, without_autotuning
 from stepscope.sweep.server import Server
 from stepscope.workloads.workload import Workload
 
-# What the gate's verdict does not depend on.
-NOT_OF_THE_GATE = ("warmup", "steps", "optimizer")
+# Run knobs that the gate's verdict does not depend on.
+IGNORED_BY_GATE = ("warmup", "steps", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Options:
 
 
 class Runner:
-    """`run(point)` gives the point's row; each in a process of its own."""
+    """`run(point)` returns the point's row; each point runs in its own process."""
 
     def __init__(self, workload: Workload[Any], server: Server, results: Results, options: Options) -> None:
         self._gate_sizes = workload.gate
@@ -42,8 +42,8 @@ class Runner:
         self.options = options
         self._gates: dict[str, dict[str, Any]] = {}
 
-    def run(self, point: Point, probe: bool = False) -> dict[str, Any]:
-        """Run a point and return its row, not yet written anywhere."""
+    def run(self, point: Point, probe: bool = False) -> Row:
+        """Run a point and return its row without writing it."""
         key = self._gate_key(point)
         trace = self._folder / TRACE_FOLDER / f"{point.hash}.json.gz"
         request = Request(
@@ -69,22 +69,22 @@ class Runner:
         return row
 
     def _gate_key(self, point: Point) -> str:
-        """The same for points that differ in nothing the gate sees: it runs at sizes of its own."""
+        """Return a key that is equal for points that look the same to the gate, which has its own sizes."""
         config = {name: value for name, value in point.config.items() if name not in self._gate_sizes}
-        run = {name: value for name, value in without_autotuning(point.run).items() if name not in NOT_OF_THE_GATE}
+        run = {name: value for name, value in without_autotuning(point.run).items() if name not in IGNORED_BY_GATE}
         if point.run["mode"] == "step" and point.run["optimizer"] in ("fused", "handwritten"):
-            run["optimizer"] = point.run["optimizer"]  # the gate holds these against AdamW
-        run["mode"] = run["mode"] in ("forward+backward", "step")
+            run["optimizer"] = point.run["optimizer"]  # the gate compares these with AdamW
+        run["mode"] = has_backward(point.run)
         return hashlib.sha256(json.dumps([config, run], sort_keys=True).encode()).hexdigest()
 
 
 def run_points(
     points: Sequence[Point],
     results: Results,
-    run: Callable[[Point], dict[str, Any]],
-    on_row: Callable[[dict[str, Any], int], None] = lambda row, num_done: None,
+    run: Callable[[Point], Row],
+    on_row: Callable[[Row, int], None] = lambda row, num_done: None,
 ) -> None:
-    """Run the points that have no row yet; `on_row` is told each row as it is written, and how many are done."""
+    """Run the points without a row; `on_row` receives each row as it is written and the number of finished points."""
     done = results.hashes
     num_done = sum(point.hash in done for point in points)
     for point in points:

@@ -1,10 +1,10 @@
-"""The process that starts points and watches over them.
+"""The process that starts points and supervises them.
 
-It has imported torch and never run an op nor touched CUDA, so that a fork of it is a fresh process with torch in it:
-that saves each point the seconds of the import. `--start spawn` starts a new interpreter for each point instead.
+It has imported torch but never run an op or initialized CUDA. A fork of it is a fresh process with torch already
+imported, which saves seconds per point. `--start spawn` starts a new interpreter for each point instead.
 
-It is a process of its own, because the one that reads the grid may have run anybody's code. It reads one request a
-line and answers with one `Ending` a line; when its input ends, it kills the point that is running, and ends.
+It is a separate process because the process that reads the grid may have run user code. It reads one request per line
+and answers with one `Ending` per line. When its input ends, it kills the running point and exits.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.sweep import memory
-from stepscope.sweep.point_process import Request
 from stepscope.sweep.process import (
     CHILD_SUBREAPER,
     PARENT_DEATH_SIGNAL,
     begin,
     die_with_parent,
-    request_of,
     set_process,
 )
+from stepscope.sweep.protocol import Request
 
 FORK, SPAWN = "fork", "spawn"
-# How long a point may run on unseen; each look costs some microseconds.
-LOOK_EVERY_S = 0.02
-# How long the server's own end may stay unseen by who waits for an answer.
-LOOK_FOR_SERVER_S = 1.0
-# How long what a point left behind may take to die: only the kernel can hold it up.
+# How often to check on a running point; a check costs microseconds.
+POLL_S = 0.02
+# How often a waiting client checks that the server is alive.
+POLL_SERVER_S = 1.0
+# How long to wait for a point's leftover processes to die.
 REAP_S = 5.0
 
 
@@ -48,27 +47,27 @@ class Ending:
     """How a point's process ended."""
 
     exit_code: int
-    """Negative: the signal that ended it."""
+    """Negative if a signal ended it."""
     timed_out: bool
     memory_kill: bool
-    """Whether the kernel killed something for want of memory meanwhile."""
+    """Whether the kernel killed a process for lack of memory meanwhile."""
     seconds: float
 
 
 def default_start() -> str:
-    """`fork` where it is safe: Linux."""
+    """Return `fork` on Linux, where it is safe, else `spawn`."""
     return FORK if sys.platform == "linux" else SPAWN
 
 
 class Server:
-    """The near end: `run(request)` returns how the point's process ended. A server that dies is started again."""
+    """Client of the server: `run(request)` returns how the point's process ended. Restarts a server that died."""
 
     def __init__(self, start: str) -> None:
         self._start = start
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, request: Request) -> Ending:
-        """Run one point to its end."""
+        """Run one point and return how it ended."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._begin()
@@ -80,14 +79,14 @@ class Server:
             return Ending(**json.loads(_answer(process)))
         except (BrokenPipeError, ValueError, TypeError):
             pass
-        # It was killed from outside, or somebody wrote into its answers. Its point dies with it.
+        # The server was killed from outside, or its answers were corrupted. Its point dies with it.
         process.kill()
         code = process.wait()
-        self._let_go()
+        self._release()
         return Ending(exit_code=code, timed_out=False, memory_kill=False, seconds=time.monotonic() - began)
 
     def _begin(self) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C is for the process that talks with the user.
+        # Its own session: Ctrl-C is for the process that talks to the user.
         return subprocess.Popen(
             [sys.executable, "-m", "stepscope.sweep.server", self._start, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -96,7 +95,7 @@ class Server:
         )
 
     def close(self) -> None:
-        """End the server and the point that it is running, if any."""
+        """Stop the server and its running point."""
         if self._process is not None and self._process.stdin is not None and self._process.stdout is not None:
             try:
                 self._process.stdin.close()
@@ -107,9 +106,9 @@ class Server:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
                 with contextlib.suppress(OSError):
@@ -124,42 +123,45 @@ class Server:
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:
-    """The next line of the server; empty when it has ended, whoever else may hold its pipe open."""
+    """Return the next line from the server; empty if it has ended, even if another process holds its pipe open."""
     assert process.stdout is not None
-    while not select.select([process.stdout], [], [], LOOK_FOR_SERVER_S)[0]:
+    while not select.select([process.stdout], [], [], POLL_SERVER_S)[0]:
         if process.poll() is not None:
             return b""
     return process.stdout.readline()
 
 
 def serve(start: str, parent_id: int) -> None:
-    """Answer requests on standard input, of the process `parent_id`, until it ends."""
+    """Answer requests from process `parent_id` on standard input until it ends."""
     die_with_parent(parent_id)
-    set_process(CHILD_SUBREAPER, 1)  # what a point leaves behind becomes our child
-    # Answers go to a descriptor of our own: whatever a library prints must not be taken for one.
+    set_process(CHILD_SUBREAPER, 1)  # a point's orphaned processes become our children
+    # Answers go to a separate descriptor, so that library output is never taken for an answer.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if start == FORK:
         _import_torch()
         if _has_touched_cuda():
             with contextlib.suppress(OSError):
-                print("stepscope: importing torch touched CUDA here: points are spawned", file=sys.stderr)
+                print(
+                    "stepscope: importing torch initialized CUDA, so each point starts a new interpreter",
+                    file=sys.stderr,
+                )
             start = SPAWN
-    # From now on the end of our input says that the parent is gone: time to kill a point with all it has started.
+    # From now on the end of our input means that the parent is gone. That leaves time to kill the running point.
     set_process(PARENT_DEATH_SIGNAL, 0)
     for line in _lines():
-        request = request_of(json.loads(line))
+        request = Request(**json.loads(line))
         ending = watch(start_point(request, start), request.timeout_s)
         print(json.dumps(dataclasses.asdict(ending)), file=answers, flush=True)
 
 
 def start_point(request: Request, start: str) -> int:
-    """Start a point in a process and a session of its own; returns its process id."""
+    """Start a point in its own process and session and return its process id."""
     if start == SPAWN:
         text = json.dumps(dataclasses.asdict(request))
         words = [sys.executable, "-m", "stepscope.sweep.process", text, str(os.getpid())]
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
-        process.returncode = 0  # it is waited for below, by its id
+        process.returncode = 0  # `watch` waits for it by its id
         return process.pid
     server_id = os.getpid()
     pid = os.fork()
@@ -173,7 +175,7 @@ def start_point(request: Request, start: str) -> int:
 
 
 def watch(pid: int, timeout_s: float) -> Ending:
-    """Wait for a point's process, and see to it that nothing of it is left."""
+    """Wait for a point's process and kill everything it leaves behind."""
     began, kills = time.monotonic(), memory.num_oom_kills()
     timed_out = False
     while True:
@@ -188,7 +190,7 @@ def watch(pid: int, timeout_s: float) -> Ending:
         if not timed_out and time.monotonic() - began > timeout_s:
             timed_out = True
             _kill_group(pid)
-    _kill_group(pid)  # what it started and left behind
+    _kill_group(pid)  # its leftover children
     kill_descendants()
     return Ending(
         exit_code=os.waitstatus_to_exitcode(status),
@@ -199,14 +201,14 @@ def watch(pid: int, timeout_s: float) -> Ending:
 
 
 def _is_abandoned() -> bool:
-    """Whether nobody is there any more to be answered; takes LOOK_EVERY_S to find out."""
-    readable, _, _ = select.select([0], [], [], LOOK_EVERY_S)
-    # Nobody sends a request before the last one is answered: what can be read is the end.
+    """Return whether the client is gone; takes POLL_S to find out."""
+    readable, _, _ = select.select([0], [], [], POLL_S)
+    # No request arrives before the last one is answered, so readable input means end of file.
     return bool(readable)
 
 
 def _lines() -> Any:
-    # Not sys.stdin: its buffer would hide from `select` what has arrived, and a fork would copy it.
+    # Not sys.stdin: its buffer would hide input from `select`, and a fork would copy it.
     buffer = b""
     while True:
         piece = os.read(0, 1 << 16)
@@ -226,7 +228,7 @@ def _kill_group(pid: int) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all our children and, as each becomes ours when its parent dies, all of theirs: also in other sessions."""
+    """Kill all descendants, in other sessions too: when a child dies, its children become ours."""
     end = time.monotonic() + REAP_S
     while time.monotonic() < end:
         try:
@@ -248,19 +250,19 @@ def _children() -> list[int]:
         try:
             parent = place.read_text(errors="replace").rpartition(")")[2].split()[1]
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         if int(parent) == os.getpid():
             found.append(int(place.parent.name))
     return found
 
 
 def _import_torch() -> None:
-    """Import what points need, without running an op: threads do not survive a fork, nor does CUDA."""
-    # The usual test whether there is a GPU initializes CUDA; this one asks the driver's library instead.
+    """Import what points need without running an op: neither threads nor CUDA survive a fork."""
+    # The usual check for a GPU initializes CUDA; with this variable torch asks NVML instead.
     variable = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(variable)
     os.environ[variable] = "1"
-    # torch._dynamo: every optimizer's step wants it, and it takes as long as torch itself.
+    # Every optimizer step needs torch._dynamo, which takes as long to import as torch itself.
     names = ["torch._dynamo", "torch.profiler", "torch.utils.flop_counter", "stepscope.workloads.registry"]
     names += [f"stepscope.recorder.{name}" for name in ("compiler.compile_watch", "environment", "ledger.ledger")]
     names += [f"stepscope.sweep.{name}" for name in ("measure", "prepare")]
@@ -270,13 +272,13 @@ def _import_torch() -> None:
     del os.environ[variable]
     if before is not None:
         os.environ[variable] = before
-    # No collection in a point looks at all of torch's objects again, nor copies their pages.
+    # Garbage collection in a point then skips torch's objects and does not copy their pages.
     gc.collect()
     gc.freeze()
 
 
 def _has_touched_cuda() -> bool:
-    """Whether CUDA was initialized in this process: a fork of it could not use the GPU."""
+    """Return whether CUDA is initialized in this process; a fork of it could not use the GPU."""
     import torch
 
     return bool(torch.cuda.is_initialized()) or any(map(_is_cuda_memory, Path("/proc/self/fd").iterdir()))
@@ -286,9 +288,9 @@ def _is_cuda_memory(descriptor: Path) -> bool:
     try:
         return descriptor.readlink().name == "nvidia-uvm"
     except OSError:
-        return False  # it was the listing's own
+        return False  # the descriptor of the listing itself
 
 
 if __name__ == "__main__":
     serve(sys.argv[1], int(sys.argv[2]))
-    os._exit(0)  # nothing is left to be done, and torch takes its time to go
+    os._exit(0)  # nothing is left to do, and torch is slow to shut down

@@ -1,7 +1,7 @@
-"""A small text as training data: read, tokenized and cut into windows by a DataLoader, as a real pipeline does it.
+"""A small text as training data: read, tokenized and cut into windows by a DataLoader, like a real pipeline.
 
-The text (text.txt) was written for the purpose. A token is a word or a mark of punctuation; its number is its rank by
-frequency, so that a few tokens are most of the text, as in every text. Windows begin anywhere and go round the end.
+The text (text.txt) was written for this purpose. A token is a word or punctuation mark, numbered by its rank in
+frequency, so a few tokens make up most of the text. Windows start anywhere and wrap around the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 def tokenized(text: str, vocab: int) -> torch.Tensor:
-    """The tokens of a text by rank, the most frequent 0; what is rarer than the vocabulary is large has its last.
+    """Return the tokens of a text by rank, most frequent first; ranks beyond the vocabulary become its last token.
 
     >>> tokenized("The cart, the scale: the weight.", vocab=4).tolist()
     [0, 1, 2, 0, 3, 3, 0, 3, 3]
@@ -32,7 +32,7 @@ def tokenized(text: str, vocab: int) -> torch.Tensor:
 
 
 class Windows:
-    """Every window of a text, a dataset: so many tokens, and for each the one that follows."""
+    """A dataset of all windows of a text: `length` tokens, and for each the next token."""
 
     def __init__(self, words: torch.Tensor, length: int) -> None:
         self._words, self._length = words, length
@@ -46,9 +46,11 @@ class Windows:
 
 
 def text_batches(like: Batch, vocab: int, num_batches: int, num_workers: int, device: str) -> Iterator[Batch]:
-    """Batches of the text on the device, of the size of `like`, a batch that the workload made itself."""
+    """Yield batches of the text on the device, shaped like the workload's own batch `like`."""
     if vocab < 1 or set(like) != {"tokens", "targets"} or like["tokens"].dim() != 2:
-        raise UsageError("--data text is for training a language model: a knob vocab, batches of tokens and targets")
+        raise UsageError(
+            "--data text needs a language model: a workload with a knob vocab and batches of tokens and targets"
+        )
     batch, length = like["tokens"].shape
     words = tokenized(files(__package__).joinpath("text.txt").read_text(encoding="utf-8"), vocab)
     windows = Windows(words, length)

@@ -1,4 +1,4 @@
-"""TOML files as tables, on every Python."""
+"""Reads TOML files on every supported Python."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from stepscope.errors import MissingDependencyError, UsageError
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table of a file; UsageError where it cannot be read, MissingDependencyError where no reader is there."""
+    """Return the table of a file; UsageError if it cannot be read, MissingDependencyError without a TOML reader."""
     try:
         import tomllib  # type: ignore[import-not-found, unused-ignore]
     except ModuleNotFoundError:  # Python 3.10
         try:
             import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
         except ModuleNotFoundError:
-            raise MissingDependencyError("TOML needs Python 3.11, or: pip install tomli") from None
+            raise MissingDependencyError("Reading TOML needs Python 3.11 or newer, or: pip install tomli") from None
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}") from None
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
     return table

@@ -1,8 +1,8 @@
 """An ordinary training loop over one point of a workload; `stepscope run -m stepscope.sweep.train POINT` records it.
 
-POINT is the point as JSON: workload, preset, config, run. It trains on one batch of the workload's own, or with
-`--data text` on a text that a DataLoader with `--workers` processes reads. The loop knows nothing of being recorded,
-but for one thing: where no optimizer ends a step it says itself where one ends.
+POINT is the point as JSON: workload, preset, config, run. It trains on one batch of the workload, or with
+`--data text` on a text that a DataLoader with `--workers` processes reads. The loop does not know that it is
+recorded, except that it marks the end of a step itself if there is no optimizer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from stepscope.errors import UsageError
 from stepscope.recorder import current
 from stepscope.sweep import prepare
-from stepscope.sweep.recorded import ASKED_BY
+from stepscope.sweep.recorded import PARENT_VARIABLE
 from stepscope.sweep.text_data import text_batches
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built
 
 MAX_STEPS = 200
-"""The end, should nobody ask it to stop after the last window."""
+"""Where it stops if the recorder does not stop it after the last window."""
 
 
 def main(argv: list[str]) -> int:
@@ -38,20 +38,16 @@ def main(argv: list[str]) -> int:
     workload = find(point["workload"])
     built = prepare.build(workload, workload.config(**point["config"]), int(run["seed"]), str(run["device"]))
     if not isinstance(built, Built):
-        raise UsageError(f"{workload.name} is a whole step of its own: stepscope run records the script itself")
-    dtype = prepare.weights_dtype(run)
-    built.module.to(dtype)
-    device = str(run["device"])
-    batch = prepare.cast(prepare.make_batch(built, int(run["seed"]), device), dtype)
-    one_pass = prepare.Pass(built.module, batch, run)
+        raise UsageError(f"{workload.name} is a complete training step. Record your own script with stepscope run.")
+    one_pass = prepare.Pass(built.module, prepare.cast_to_point(built, run), run)
     batches: Iterator[Batch] = itertools.repeat(one_pass.batch, MAX_STEPS)
     if words.data == "text":
         vocab = point["config"].get("vocab", 0)
-        batches = text_batches(one_pass.batch, vocab, MAX_STEPS, words.workers, device)
-    asked_by = os.environ.get(ASKED_BY)
+        batches = text_batches(one_pass.batch, vocab, MAX_STEPS, words.workers, str(run["device"]))
+    parent = os.environ.get(PARENT_VARIABLE)
     for one_pass.batch in batches:
-        if asked_by and asked_by != str(os.getppid()):
-            return 0  # it was killed: nobody waits for the rest
+        if parent and parent != str(os.getppid()):
+            return 0  # the parent was killed, so nobody needs the rest
         one_pass()
         if one_pass.optimizer is None and current.session is not None:
             current.session.explicit_step()

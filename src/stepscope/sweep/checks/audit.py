@@ -1,4 +1,4 @@
-"""The dtype audit of a workload: built, cast and run as a point of a sweep would be, once."""
+"""The dtype audit of a workload: built, cast and run once like a point of a sweep."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from stepscope.errors import UsageError
 from stepscope.recorder.precision.dtype_audit import BadAudit, audit_dtypes
 from stepscope.sweep import memory, prepare
 from stepscope.sweep.grid import Point
+from stepscope.sweep.run_knobs import has_backward
 from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Built, Workload
 
 
 def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -> dict[str, Any]:
-    """The facts of the audit of a point (`dtype_audit.py`); UsageError where it cannot run here."""
+    """Return the audit facts of a point (`dtype_audit.py`); UsageError if it cannot run here."""
     run = dict(point.run)
     device, seed, mode = str(run["device"]), int(run["seed"]), str(run["mode"])
     try:
@@ -25,19 +26,10 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
         built = prepare.build(workload, workload.config(**point.config), seed, device)
         if not isinstance(built, Built):
             raise UsageError(
-                f"{workload.name} is a whole step of your own: for an audit, return (module, batch function)"
+                f"{workload.name} is a complete training step. For an audit, return (module, batch function)."
             )
-        built.module.to(prepare.weights_dtype(run)).train(mode != "inference")
-        batch = dict(prepare.cast(prepare.make_batch(built, seed, device), prepare.weights_dtype(run)))
-        contexts = prepare.Contexts(run)
-
-        def backward(out: Any) -> None:
-            if isinstance(out, torch.Tensor) and out.dim() == 0:
-                out.backward()
-                return
-            outputs = prepare.differentiable(out)
-            with contexts.attention():
-                torch.autograd.backward(outputs, prepare.random_gradients(outputs, seed))
+        batch, contexts = dict(prepare.cast_to_point(built, run)), prepare.Contexts(run)
+        built.module.train(mode != "inference")
 
         def optimizer(parameters: Iterable[torch.Tensor]) -> Any:
             return make_optimizer(str(run["optimizer"]), list(parameters))
@@ -45,7 +37,7 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
         def logits() -> Any:
             try:
                 return built.module(**{name: tensor for name, tensor in batch.items() if name != "targets"})
-            except TypeError:  # a module of the user's own may want its targets
+            except TypeError:  # a user's own module may require its targets
                 return ()
 
         facts = audit_dtypes(
@@ -54,11 +46,11 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
             inputs=batch,
             autocast=prepare.AUTOCAST.get(str(run["dtype"])),
             contexts=contexts,
-            backward=backward,
+            backward=lambda out: prepare.backward(out, contexts, seed),
             optimizer=optimizer if mode == "step" else None,
             logits=logits if "targets" in batch else None,
             num_micro_batches=num_micro_batches,
-            has_backward=mode in ("forward+backward", "step"),
+            has_backward=has_backward(run),
         )
     except (prepare.CannotRun, BadAudit) as error:
         raise UsageError(str(error)) from None
@@ -67,7 +59,7 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
         if shortage is None:
             raise
         raise UsageError(
-            f"out of memory: {str(error).splitlines()[0]}; an audit needs no large batch: --set batch=1"
+            f"Out of memory: {str(error).splitlines()[0]}. An audit does not need a large batch: --set batch=1"
         ) from None
     return {
         **facts,

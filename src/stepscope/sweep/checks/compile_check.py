@@ -1,8 +1,8 @@
-"""Whether compiled code computes what eager code does: one compiled module at several shapes, an eager one beside it.
+"""Checks that compiled code computes the same as eager code, at several shapes.
 
-Two modules are built with the same weights, the larger shape's. Each shape has a batch of its own, and both modules
-run it: loss or outputs, and the gradients. Then every shape is called again, so that what was compiled for one shape
-alone shows, and timed. Compiled code takes random numbers as eager code does, or dropout would differ.
+Two modules are built with the weights of the largest shape; one is compiled. Both run a batch of each shape, and
+outputs (or loss) and gradients are compared. Then every shape is called again and timed, which shows code that was
+compiled for one shape only. Compiled code draws random numbers like eager code; otherwise dropout would differ.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,23 +22,24 @@ from stepscope.recorder.compiler.messages import place_of, useful_line
 from stepscope.recorder.environment import environment_facts
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate
-from stepscope.sweep.point_process import CRASHED, OK, OOM, WRONG, Report, Request
+from stepscope.sweep.protocol import CRASHED, OK, OOM, WRONG, Report, Request
+from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built, Value
 
 FEWEST_SECONDS = 0.2
-"""Calls of one shape are timed at least so long, or as often as `steps` says."""
+"""Each shape is timed for at least this long and at least `steps` times."""
 
 
 def check(request: Request, report: Report) -> None:
-    """Check in this process, which is the point's own; what was found is in the report."""
+    """Run the check in this process and write the result to the report."""
     run, fields, shapes = request.run, report.fields, request.shapes or [{}]
     device = str(run["device"])
     if device == "cpu":
         memory.limit_to_machine()
     prepare.check_machine(run)
     if run["compile"] == "off":
-        raise prepare.CannotRun("compile=off: there is nothing to check")
+        raise prepare.CannotRun("compile=off leaves nothing to check")
     prepare.apply_settings(run)
     fields["environment"] = environment_facts(0 if device == "cuda" else None)
     workload = find(request.workload)
@@ -49,7 +51,7 @@ def check(request: Request, report: Report) -> None:
         built = prepare.build(workload, workload.config(**sizes[place]), int(run["seed"]), device)
         if not isinstance(built, Built):
             raise prepare.CannotRun(
-                "it is a whole step of your own: its model is inside; give (module, batch function)"
+                "a complete training step hides its model: return (module, batch function) instead"
             )
         batches.append(prepare.make_batch(built, int(run["seed"]), device))
         if place == largest:
@@ -71,7 +73,7 @@ def _check(
     compiled = prepare.compiled(plain, run)
     found: list[dict[str, Any]] = [{"shape": shape} for shape in shapes]
     fields["shapes"] = found
-    _take_random_numbers_as_eager()
+    _draw_random_numbers_like_eager()
     probe = CompilerProbe()
     probe.start()
     compile_before = measure.compile_ns()
@@ -101,9 +103,7 @@ def _check(
 
 
 def _failed(error: Exception, report: Report) -> None:
-    """The first useful line of an error that ended the check, and the user's line that it comes from."""
-    import traceback
-
+    """Report an error that ended the check: its first useful line, and the user's line that caused it."""
     traceback.print_exception(error)  # to the check's log
     shortage = memory.read_error(error)
     if isinstance(error, prepare.CannotRun):
@@ -123,11 +123,11 @@ def _failed(error: Exception, report: Report) -> None:
 
 def _results(
     module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run: Mapping[str, Value]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """outputs (or the loss) and gradients of one call, in float64 on the CPU."""
+) -> gate.Tensors:
+    """Return outputs (or the loss) and gradients of one call."""
     out = _call(module, plain, batch, run)
-    results = {"outputs": {f"output {i}": gate.truthful(t) for i, t in enumerate(prepare.tensors_of(out))}}
-    if run["mode"] in ("forward+backward", "step"):
+    results = {"outputs": {f"output {i}": gate.in_float64(t) for i, t in enumerate(prepare.tensors_of(out))}}
+    if has_backward(run):
         results["gradients"] = gate.gradients_of(plain, batch)
     return results
 
@@ -135,7 +135,7 @@ def _results(
 def _call(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run: Mapping[str, Value]) -> Any:
     contexts = prepare.Contexts(run)
     torch.manual_seed(int(run["seed"]) + 3)
-    if run["compile"] in ("reduce-overhead", "max-autotune"):
+    if run["compile"] in CUDA_GRAPH_MODES:
         torch.compiler.cudagraph_mark_step_begin()
     for tensor in (*plain.parameters(), *batch.values()):
         tensor.grad = None
@@ -145,34 +145,27 @@ def _call(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run:
             return module(**inputs)
     with contexts():
         out = module(**batch)
-    if run["mode"] in ("forward+backward", "step"):
-        is_loss = isinstance(out, torch.Tensor) and out.dim() == 0
-        starts = [out] if is_loss and out.requires_grad else prepare.differentiable(out)
-        with contexts.attention():
-            torch.autograd.backward(starts, None if is_loss else prepare.random_gradients(starts, int(run["seed"])))
+    if has_backward(run):
+        prepare.differentiable(out)  # a loss without a gradient is a reason to skip, not a crash
+        prepare.backward(out, contexts, int(run["seed"]))
     return out
 
 
-def _compared(result: Any, truth: Any, dtype: str) -> dict[str, Any]:
-    """How far compiled is from eager; the tolerances are the gate's."""
+def _compared(result: gate.Tensors, truth: gate.Tensors, dtype: str) -> dict[str, Any]:
+    """Return how far compiled results are from eager ones, with the gate's tolerances."""
     deviations = gate.deviations(result, truth)
-    loose, looser = gate.TOLERANCE[dtype]
-    tolerances = {kind: looser if kind == "gradients" else loose for kind in deviations}
-    named = [
-        (value / tolerances[kind], name, value) for kind in deviations for name, value in deviations[kind].items()
-    ]
-    share, name, value = max(named, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
-    worst = {kind: max(found.values(), default=0.0) for kind, found in deviations.items()}
+    tolerances = gate.tolerances_of(dtype, deviations)
+    worst = gate.furthest(deviations, tolerances)
     return {
-        "passed": share <= 1,
-        "worst": f"{name}: {value:.2g} of eager's norm",
-        "deviations": {kind: value if math.isfinite(value) else None for kind, value in worst.items()},
+        "passed": worst.passed,
+        "worst": f"{worst.name}: {worst.deviation:.2g} of eager's norm",
+        "deviations": gate.worst_by_kind(deviations),
         "tolerances": tolerances,
     }
 
 
 def _median_ns(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run: Mapping[str, Value]) -> int:
-    """Median nanoseconds of a call until the device is done."""
+    """Return the median nanoseconds of a call, device work included."""
     device, began = str(run["device"]), time.monotonic()
     samples: list[int] = []
     for _ in range(int(run["warmup"])):
@@ -182,7 +175,7 @@ def _median_ns(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch,
     return int(statistics.median(samples))
 
 
-def _take_random_numbers_as_eager() -> None:
+def _draw_random_numbers_like_eager() -> None:
     import torch._inductor.config
 
     torch._inductor.config.fallback_random = True

@@ -1,6 +1,6 @@
-"""The ops in the graphs that torch.compile was given: compiled code calls none of them by name.
+"""Counts the ops in the graphs that torch.compile compiles: compiled code does not call them by name.
 
-torch writes every graph it compiles to its structured log, `torch.__trace`, while that log has a handler; we are one.
+Torch writes every graph it compiles to its structured log, `torch.__trace`, as long as that log has a handler.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections import Counter
 
 from stepscope.workloads.workload import CAPTURED, LOWERED
 
-# As captured from Python, and as handed to the compiler's back end with autograd and decompositions done.
+# As captured from Python, and as passed to the compiler's backend after autograd and decompositions.
 CAPTURED_GRAPH = "dynamo_output_graph"
 LOWERED_GRAPHS = ("aot_forward_graph", "aot_backward_graph", "aot_inference_graph")
 _LOWERED_OP = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
 _CAPTURED_CALL = re.compile(r"[\w\])]\.(\w+)\(")
-_COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)  # the line of Python that a call comes from, calls and all
+_COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)  # the Python line a call comes from, which contains calls too
 _WITH_MASK = re.compile(r"\.scaled_dot_product_attention\([^;\n]*attn_mask = (?!None)")
 
 
 class CompiledGraphs(logging.Handler):
-    """`ops`: name → how often it stands in a graph compiled between `start()` and `stop()`."""
+    """`ops`: op name → occurrences in graphs compiled between `start()` and `stop()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class CompiledGraphs(logging.Handler):
 
 
 def captured_ops(graph: str) -> Counter[str]:
-    """Calls in a captured graph, as ops; attention with a mask under a name of its own besides.
+    """Return the calls in a captured graph as ops; attention with a mask is also counted as `attn_mask`.
 
     >>> dict(captured_ops("# code: y = x.softmax(-1).sum()\\ny = torch.softmax(x, dim = -1);  z = y.sum()"))
     {'captured aten::softmax': 1, 'captured aten::sum': 1}
@@ -56,7 +56,7 @@ def captured_ops(graph: str) -> Counter[str]:
 
 
 def lowered_ops(graph: str) -> Counter[str]:
-    """Ops in a graph of ops.
+    """Return the ops in a lowered graph.
 
     >>> dict(lowered_ops("mm: f32[4, 4] = torch.ops.aten.mm.default(a, b)"))
     {'lowered aten::mm': 1}

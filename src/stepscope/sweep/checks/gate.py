@@ -1,36 +1,36 @@
-"""Correct before fast: a variant against the reference in float64, before anything is timed.
+"""Checks a variant against the reference in float64 before anything is timed.
 
-Reference and variant are built at the workload's gate sizes with the same weights and the same batch. The reference
-runs in float64 on the CPU: the truth. The variant runs as it will be timed: its device, dtype, back end, compiler;
-but nothing is autotuned, since kernels tuned for the gate's sizes are not those that will be timed.
+Reference and variant are built at the workload's gate sizes with the same weights and batch. The reference runs in
+float64 on the CPU. The variant runs as it will be timed (device, dtype, backend, compiler) but without autotuning:
+kernels tuned for the gate's sizes are not the ones that will be timed.
 
-A deviation is ‖variant − truth‖ ÷ ‖truth‖ of one tensor (Frobenius norms; for a gradient the divisor is at least a
-hundredth of an average gradient's norm, so that one that is zero in truth may be a little noise). It may be as large
-as TOLERANCE says for the dtype or, where the arithmetic itself is rougher than that at these sizes (a router that
-rounds the other way), SLACK times what the reference reaches in the same dtype on the same device.
+A deviation is ‖variant − reference‖ ÷ ‖reference‖ of one tensor, in Frobenius norms. For a gradient the divisor is at
+least 1 % of the average gradient norm, so that a gradient of zero tolerates some noise. The limit is TOLERANCE for
+the dtype or, if the arithmetic itself is less exact at these sizes (a router that rounds the other way), SLACK times
+the deviation of the reference in the same dtype on the same device.
 
-An implementation of AdamW that is not torch's default is held against that in float64 too: two steps with the truth's
-gradients (after one, neither beta has left a trace), and what they moved each parameter by.
+An AdamW that is not torch's default is checked too: two steps with the reference's gradients (one step does not
+involve the betas), compared by how far they move each parameter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stepscope.sweep.prepare import (
     CannotRun,
     Contexts,
+    backward,
     build,
     cast,
     compiled,
-    differentiable,
     make_batch,
-    random_gradients,
+    scalar_loss,
     tensors_of,
     weights_dtype,
 )
@@ -38,8 +38,8 @@ from stepscope.sweep.run_knobs import without_autotuning
 from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, Workload
 
-# dtype → (outputs and loss, gradients). Unit roundoffs: fp32 6e-8, tf32 5e-4, fp16 5e-4, bf16 4e-3; a gradient is a
-# product of many roundings, and the widest sums of a gate are some thousands of terms.
+# dtype → (outputs and loss, gradients). Unit roundoffs: fp32 6e-8, tf32 5e-4, fp16 5e-4, bf16 4e-3. Gradients
+# accumulate many roundings, and the widest sums of a gate have thousands of terms.
 TOLERANCE = {
     "fp32": (1e-4, 1e-3),
     "tf32": (1e-2, 3e-2),
@@ -51,16 +51,21 @@ TOLERANCE = {
 SLACK = 3.0
 CHECKED_OPTIMIZERS = ("fused", "handwritten")
 
+Tensors = dict[str, dict[str, torch.Tensor]]
+"""Kind (outputs, loss, gradients, updates) → name → tensor, in float64 on the CPU."""
+Deviations = dict[str, dict[str, float]]
+"""Kind → name of a tensor → its deviation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """How far a variant is from the truth; JSON with `dataclasses.asdict`."""
+    """How far a variant is from the reference; JSON with `dataclasses.asdict`."""
 
     passed: bool
     deviations: dict[str, float | None]
-    """outputs, loss, gradients, the optimizer's updates → the worst deviation of one tensor; None: not a number."""
+    """Kind (outputs, loss, gradients, updates) → the worst deviation of one tensor; None if it is not a number."""
     worst: str
-    """The tensor furthest beyond its tolerance, or nearest to it, in words."""
+    """The tensor that exceeds its tolerance most, or comes closest to it, as text."""
     tolerances: dict[str, float]
     sizes: dict[str, Value]
     """The gate's sizes."""
@@ -69,7 +74,7 @@ class Gate:
 def check(
     workload: Workload[Any], values: Mapping[str, Value], run: Mapping[str, Value], with_gradients: bool
 ) -> Gate:
-    """The gate's verdict on the variant that `values` (preset included) and `run` describe."""
+    """Return the verdict on the variant that `values` (preset included) and `run` describe."""
     run = without_autotuning(run)
     sized = {**values, **workload.gate}
     seed, device = int(run["seed"]), str(run["device"])
@@ -85,7 +90,7 @@ def check(
     if moved:
         truth["updates"] = _updates("adamw", moved, torch.float64, "cpu")
 
-    def deviation_of(config: Any, run: Mapping[str, Value]) -> dict[str, dict[str, float]]:
+    def deviation_of(config: Any, run: Mapping[str, Value]) -> Deviations:
         built = build(workload, config, seed, device)
         built.module.load_state_dict(weights)
         built.module.to(weights_dtype(run))
@@ -95,73 +100,65 @@ def check(
         return deviations(found, truth)
 
     found = deviation_of(workload.config(**sized), run)
-    loose, looser = TOLERANCE[str(run["dtype"])]
-    tolerances = {kind: looser if kind == "gradients" else loose for kind in found}
+    tolerances = tolerances_of(str(run["dtype"]), found)
     if moved:
         tolerances["updates"] = TOLERANCE[str(run["dtype"]) if weights_dtype(run) is not torch.float32 else "fp32"][0]
     overflowed = []
-    if _over(found, tolerances):
+    if not furthest(found, tolerances).passed:
         rough = deviation_of(reference_config, {**run, "compile": "off", "sdpa": "free", "optimizer": "adamw"})
         for kind in tolerances:
-            reached = SLACK * _worst(rough.get(kind, {}))
+            reached = SLACK * max(rough.get(kind, {}).values(), key=nan_as_infinity, default=0.0)
             if math.isfinite(reached):
                 tolerances[kind] = max(tolerances[kind], reached)
             else:
                 overflowed.append(kind)
-    over = _over(found, tolerances)
-    named = [(value / tolerances[kind], kind, name, value) for kind in found for name, value in found[kind].items()]
-    _, kind, name, value = max(named, key=lambda entry: math.inf if math.isnan(entry[0]) else entry[0])
+    worst = furthest(found, tolerances)
     return Gate(
-        passed=not over,
-        deviations={kind: _finite(_worst(found[kind])) for kind in found},
-        worst=f"{name}: {value:.2g} of its norm, allowed is {tolerances[kind]:.2g}"
-        + (f"; the reference's {kind} are no numbers in {run['dtype']} either" if kind in overflowed else ""),
+        passed=worst.passed,
+        deviations=worst_by_kind(found),
+        worst=f"{worst.name}: {worst.deviation:.2g} of its norm, allowed {tolerances[worst.kind]:.2g}"
+        + (
+            f"; the reference's {worst.kind} are not finite in {run['dtype']} either"
+            if worst.kind in overflowed
+            else ""
+        ),
         tolerances=tolerances,
         sizes=dict(workload.gate),
     )
 
 
-def _results(
-    built: Built, batch: Batch, run: Mapping[str, Value], with_gradients: bool
-) -> dict[str, dict[str, torch.Tensor]]:
-    """outputs, loss, gradients → name → tensor in float64 on the CPU."""
+def _results(built: Built, batch: Batch, run: Mapping[str, Value], with_gradients: bool) -> Tensors:
     contexts = Contexts(run)
     module = compiled(built.module, run)
-    results: dict[str, dict[str, torch.Tensor]] = {}
+    results: Tensors = {}
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     with torch.no_grad(), contexts():
         outputs = tensors_of(module(**inputs))
-    results["outputs"] = {f"output {index}": truthful(tensor) for index, tensor in enumerate(outputs)}
+    results["outputs"] = {f"output {index}": in_float64(tensor) for index, tensor in enumerate(outputs)}
     if "targets" not in batch and not with_gradients:
         return results
     with torch.set_grad_enabled(with_gradients), contexts():
         out = module(**batch)
-    is_loss = isinstance(out, torch.Tensor) and out.dim() == 0
-    if is_loss:
-        results["loss"] = {"loss": truthful(out)}
+    if (loss := scalar_loss(out)) is not None:
+        results["loss"] = {"loss": in_float64(loss)}
     if with_gradients:
-        starts = [out] if is_loss else differentiable(out)
-        gradients = None if is_loss else random_gradients(starts, int(run["seed"]))
-        with contexts.attention():
-            torch.autograd.backward(starts, gradients)
+        backward(out, contexts, int(run["seed"]))
         results["gradients"] = gradients_of(built.module, batch)
     return results
 
 
 def gradients_of(module: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """Name → gradient of each parameter and input, in float64 on the CPU."""
-    # None is zero: an expert that got no token, in one variant; multiplied by nothing, in another.
+    """Return the gradient of each parameter and input by name, in float64 on the CPU."""
+    # None counts as zero: an expert without tokens gets no gradient in one variant and a zero gradient in another.
     return {
-        f"gradient of {name}": truthful(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        f"gradient of {name}": in_float64(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
         for name, tensor in (*module.named_parameters(), *batch.items())
         if tensor.requires_grad
     }
 
 
-def _movable(
-    reference: Built, truth: Mapping[str, Mapping[str, torch.Tensor]], dtype: torch.dtype
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Name → a parameter and its gradient, rounded to the dtype they will have: every optimizer's same start."""
+def _movable(reference: Built, truth: Tensors, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return each parameter and its gradient by name, rounded to the dtype they will have: the same start for all."""
     gradients = truth.get("gradients", {})
     return {
         name: (parameter.detach().to(dtype), gradients[f"gradient of {name}"].to(dtype))
@@ -173,7 +170,7 @@ def _movable(
 def _updates(
     optimizer: str, moved: Mapping[str, tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, device: str
 ) -> dict[str, torch.Tensor]:
-    """By how much two steps of the optimizer move each parameter, in float64 on the CPU."""
+    """Return how far two optimizer steps move each parameter, in float64 on the CPU."""
     parameters = {name: torch.nn.Parameter(start.to(device, dtype, copy=True)) for name, (start, _) in moved.items()}
     try:
         stepper = make_optimizer(optimizer, parameters.values())
@@ -183,22 +180,24 @@ def _updates(
         for name, parameter in parameters.items():
             parameter.grad = scale * moved[name][1].to(device, dtype)
         stepper.step()
-    return {f"update of {name}": truthful(parameters[name]) - truthful(start) for name, (start, _) in moved.items()}
+    return {
+        f"update of {name}": in_float64(parameters[name]) - in_float64(start) for name, (start, _) in moved.items()
+    }
 
 
-def truthful(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in float64 on the CPU."""
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64 on the CPU."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.detach().to("cpu", wide)
 
 
-def deviations(found: Any, truth: Any) -> dict[str, dict[str, float]]:
-    """Kind → name of a tensor → how far it is from the truth, by the truth's norm."""
-    result: dict[str, dict[str, float]] = {}
+def deviations(found: Tensors, truth: Tensors) -> Deviations:
+    """Return how far each tensor is from the reference, relative to the reference's norm."""
+    result: Deviations = {}
     for kind, tensors in truth.items():
         if found.get(kind, {}).keys() != tensors.keys():
             missing = sorted(tensors.keys() ^ found.get(kind, {}).keys())
-            result[kind] = {f"{missing[0]} is on one side only": math.inf}
+            result[kind] = {f"{missing[0]} exists on one side only": math.inf}
             continue
         norms = {name: float(tensor.norm()) for name, tensor in tensors.items()}
         average = math.sqrt(sum(norm * norm for norm in norms.values()) / max(1, len(norms)))
@@ -216,13 +215,44 @@ def _deviation(found: torch.Tensor, truth: torch.Tensor, divisor: float) -> floa
     return 0.0 if difference == 0 else difference / divisor if divisor else math.inf
 
 
-def _worst(deviations: Mapping[str, float]) -> float:
-    return max(deviations.values(), key=lambda value: math.inf if math.isnan(value) else value, default=0.0)
+def tolerances_of(dtype: str, kinds: Iterable[str]) -> dict[str, float]:
+    """Return the tolerance of each kind of tensor in a dtype."""
+    output, gradient = TOLERANCE[dtype]
+    return {kind: gradient if kind == "gradients" else output for kind in kinds}
 
 
-def _over(found: Mapping[str, Mapping[str, float]], tolerances: Mapping[str, float]) -> bool:
-    return any(not value <= tolerances[kind] for kind in found for value in found[kind].values())
+class Furthest(NamedTuple):
+    """The tensor that exceeds its tolerance most, or comes closest to it."""
+
+    share: float
+    """Its deviation ÷ its tolerance."""
+    kind: str
+    name: str
+    deviation: float
+
+    @property
+    def passed(self) -> bool:
+        return self.share <= 1
 
 
-def _finite(value: float) -> float | None:
+def furthest(found: Deviations, tolerances: Mapping[str, float]) -> Furthest:
+    """Return the worst of all tensors, each by its own tolerance."""
+    entries = [
+        Furthest(value / tolerances[kind], kind, name, value) for kind in found for name, value in found[kind].items()
+    ]
+    return max(entries, key=lambda entry: nan_as_infinity(entry.share))
+
+
+def worst_by_kind(found: Deviations) -> dict[str, float | None]:
+    """Return the largest deviation of each kind; None if it is not finite."""
+    return {kind: finite(max(found[kind].values(), key=nan_as_infinity, default=0.0)) for kind in found}
+
+
+def nan_as_infinity(value: float) -> float:
+    """Return a sort key that ranks NaN as the largest."""
+    return math.inf if math.isnan(value) else value
+
+
+def finite(value: float) -> float | None:
+    """Return the value; None if it is not finite."""
     return value if math.isfinite(value) else None

@@ -1,6 +1,6 @@
-"""What a comparison of dtypes asks of a point besides its time: phases, memory by owner, work by op, deviation.
+"""What a comparison of dtypes measures besides time: phases, memory by owner, work by op, deviation from fp32.
 
-Each is a pass of its own, after the clean samples were taken.
+Each is its own pass, after the clean samples.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ import torch
 from stepscope.recorder.clock import BACKWARD
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.sweep import measure, prepare
+from stepscope.sweep.checks.gate import finite, nan_as_infinity
 from stepscope.sweep.prepare import Pass
+from stepscope.sweep.run_knobs import has_backward
 from stepscope.workloads.workload import Value, Workload
 
 NAME = "precision"
 CAST = "aten::_to_copy"
 FLOATING = ("float", "double", "c10::Half", "c10::BFloat16")
-"""Dtypes, as the profiler calls them."""
+"""Dtypes as the profiler names them."""
 NUM_PROFILED = 3
 FIRST_SCALE = 2.0**16
-"""What a GradScaler begins with; it halves it where a gradient overflows."""
+"""The initial scale of a GradScaler, halved whenever a gradient overflows."""
 
 
 def questions(
     workload: Workload[Any], config: Mapping[str, Value], run: Mapping[str, Value], run_once: Pass
 ) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What is asked, by the words for what is missing where it fails → the fields it gives to the row."""
+    """Return the measurements, each under the note for the row if it fails; each returns fields of the row."""
     device = str(run["device"])
     return {
-        "phases were not timed": lambda: {
-            "phase_ms": measure.phase_medians_ms(run_once, int(run["steps"]), device),
+        "phases could not be timed": lambda: {
+            "phase_ms": measure.phase_medians_ms(run_once, int(run["steps"]), device)
         },
-        "memory by owner was not followed": lambda: {"memory_by_owner": memory_by_owner(run_once, device)},
-        "work by op was not traced": lambda: work_by_op(run_once, device),
-        "the deviation from fp32 was not measured": lambda: {"deviation": deviation(workload, config, run)},
+        "memory by owner could not be tracked": lambda: {"memory_by_owner": memory_by_owner(run_once, device)},
+        "work by op could not be traced": lambda: work_by_op(run_once, device),
+        "the deviation from fp32 could not be measured": lambda: {"deviation": deviation(workload, config, run)},
     }
 
 
 def memory_by_owner(run_once: Pass, device: str) -> dict[str, int]:
-    """Bytes of tensors alive at the peak of one pass, by owner, of the module before any compiler."""
+    """Return the bytes of tensors at the peak of one pass of the uncompiled module, by owner."""
     phase: list[str] = []
     optimizers = [run_once.optimizer] if run_once.optimizer is not None else []
     ledger = Ledger([run_once.plain], optimizers, lambda: phase[-1] if phase else None)
@@ -65,7 +67,7 @@ def memory_by_owner(run_once: Pass, device: str) -> dict[str, int]:
 
 
 def at_peak(allocations: list[dict[str, Any]]) -> dict[str, int]:
-    """Bytes by owner at the moment when most are alive; `born` None: it was there before.
+    """Return bytes by owner when the total is largest; `born` is None for tensors that existed before.
 
     >>> small = {"bytes": 4, "owner": "parameter", "born": None, "died": None}
     >>> at_peak([small, {"bytes": 2, "owner": "temporary", "born": 0, "died": 1}])
@@ -87,9 +89,9 @@ def at_peak(allocations: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def work_by_op(run_once: Pass, device: str) -> dict[str, Any]:
-    """`work` of a profiled pass by op, kernel and whether it is a cast, and `num_casts`.
+    """Return `work` by op, kernel and whether it is a cast, and `num_casts`.
 
-    Nanoseconds of the GPU, else the host's own; medians of NUM_PROFILED passes.
+    Times are medians of NUM_PROFILED profiled passes: GPU time, or the host's self time on a CPU.
     """
     passes = [_profiled(run_once, device) for _ in range(NUM_PROFILED)]
     keys = dict.fromkeys(key for totals, _ in passes for key in totals)
@@ -104,7 +106,7 @@ def work_by_op(run_once: Pass, device: str) -> dict[str, Any]:
 
 
 def _profiled(run_once: Pass, device: str) -> tuple[dict[tuple[str, str, bool], tuple[int, float]], int]:
-    """Op, kernel, whether it is a cast → calls and microseconds; and how many casts."""
+    """Return (op, kernel, is a cast) → (calls, microseconds), and the number of casts."""
     from torch.profiler import ProfilerActivity, profile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -132,13 +134,13 @@ def _profiled(run_once: Pass, device: str) -> tuple[dict[tuple[str, str, bool], 
 
 
 def _is_of_tensor(event: Any) -> bool:
-    """Whether a floating-point tensor is cast: no mask, no single number, which an optimizer makes of settings."""
+    """Return whether a floating-point tensor is cast, not a mask or one of an optimizer's scalars."""
     dtypes, shapes = event.dtypes(), event.shapes()
     return bool(dtypes and dtypes[0] in FLOATING and shapes and shapes[0])
 
 
 def _is_cast(event: Any, casts: set[int]) -> bool:
-    """Whether it is a cast, or a part of one."""
+    """Return whether the event is a cast or part of one."""
     while event is not None:
         if event.id in casts and event.name == CAST:
             return True
@@ -147,9 +149,9 @@ def _is_cast(event: Any, casts: set[int]) -> bool:
 
 
 def deviation(workload: Workload[Any], config: Mapping[str, Value], run: Mapping[str, Value]) -> dict[str, Any]:
-    """How far loss, outputs and gradients are from those in fp32: the same weights, batch and device.
+    """Return how far loss, outputs and gradients are from fp32 with the same weights, batch and device.
 
-    A deviation is ‖found − fp32‖ ÷ ‖fp32‖ over all parameters; `largest` is the same of the largest element.
+    A deviation is ‖found − fp32‖ ÷ ‖fp32‖ over all parameters; `largest` is the same for the largest element.
     """
     plain = {**run, "dtype": "fp32", "compile": "off", "sdpa": "free"}
     prepare.apply_settings(plain)
@@ -173,61 +175,47 @@ def _compared(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tenso
         difference = found[name].double() - exact
         square, norm = float(difference.square().sum()), float(exact.square().sum())
         squares, of_truth = squares + square, of_truth + norm
-        largest = max(largest, float(difference.abs().max()), key=_order)
+        largest = max(largest, float(difference.abs().max()), key=nan_as_infinity)
         highest = max(highest, float(exact.abs().max()))
         share = math.sqrt(square / norm) if norm else (math.inf if square else 0.0)
-        worst = max(worst, (share, name), key=lambda entry: _order(entry[0]))
+        worst = max(worst, (share, name), key=lambda entry: nan_as_infinity(entry[0]))
     return {
-        "relative": _finite(math.sqrt(squares / of_truth)) if of_truth else None,
-        "largest": _finite(largest / highest) if highest else None,
+        "relative": finite(math.sqrt(squares / of_truth)) if of_truth else None,
+        "largest": finite(largest / highest) if highest else None,
         "worst": worst[1],
-        "worst_relative": _finite(worst[0]),
+        "worst_relative": finite(worst[0]),
         "num_not_finite": sum(int((~tensor.isfinite()).sum()) for tensor in found.values()),
     }
 
 
 def _results(workload: Workload[Any], config: Mapping[str, Value], run: Mapping[str, Value]) -> dict[str, Any]:
-    """Loss, outputs and gradients of one pass from the seed, on the CPU in float32."""
+    """Return loss, outputs and gradients of one pass from the seed, in float32 on the CPU."""
     seed, device = int(run["seed"]), str(run["device"])
     built = prepare.build(workload, workload.config(**config), seed, device)
-    module = built.module.to(prepare.weights_dtype(run)).train(run["mode"] != "inference")
-    batch = prepare.cast(prepare.make_batch(built, seed, device), prepare.weights_dtype(run))
-    contexts = prepare.Contexts(run)
-    has_backward = run["mode"] in ("forward+backward", "step")
-    scale = FIRST_SCALE if run["dtype"] == "autocast_fp16" and has_backward else 1.0
+    batch, module = prepare.cast_to_point(built, run), built.module.train(run["mode"] != "inference")
+    contexts, with_backward = prepare.Contexts(run), has_backward(run)
+    scale = FIRST_SCALE if run["dtype"] == "autocast_fp16" and with_backward else 1.0
     while True:
         torch.manual_seed(seed + 3)
         for parameter in module.parameters():
             parameter.grad = None
-        with torch.set_grad_enabled(has_backward), contexts():
+        with torch.set_grad_enabled(with_backward), contexts():
             out = module(**batch)
-        loss = out if isinstance(out, torch.Tensor) and out.dim() == 0 else None
-        if has_backward:
-            starts = [out] if loss is not None else prepare.differentiable(out)
-            gradients = None if loss is not None else prepare.random_gradients(starts, seed)
-            with contexts.attention():
-                torch.autograd.backward([start * scale for start in starts], gradients)
+        if with_backward:
+            prepare.backward(out, contexts, seed, scale)
         found = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         if scale == 1.0 or all(bool(gradient.isfinite().all()) for gradient in found.values()):
             break
         scale /= 2
+    loss = prepare.scalar_loss(out)
+    outputs = prepare.tensors_of(out) if loss is None else []
     return {
-        "loss": None if loss is None else _finite(float(loss.detach())),
+        "loss": None if loss is None else finite(float(loss.detach())),
         "scale": scale,
-        "outputs": {}
-        if loss is not None
-        else {f"output {i}": _kept(t) for i, t in enumerate(prepare.tensors_of(out))},
+        "outputs": {f"output {i}": _kept(tensor) for i, tensor in enumerate(outputs)},
         "gradients": {name: _kept(gradient) / scale for name, gradient in found.items()},
     }
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", torch.float32)
-
-
-def _order(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

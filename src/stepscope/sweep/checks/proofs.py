@@ -1,15 +1,17 @@
-"""Proof that the run knobs did what they say: compiler, attention back end, fused optimizer."""
+"""Proof that the run knobs took effect: compiler, attention backend, fused optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from stepscope.formatting import plural
+from stepscope.sweep.run_knobs import has_cuda_graphs
 from stepscope.workloads.ops.attention import math_attention_ran
 from stepscope.workloads.workload import Evidence, Proof, Value, ran
 
 ATTENTION_OPS = {
-    # torch runs the flash algorithm on a CPU under a name of its own.
+    # This also matches the CPU's flash attention, whose op has a longer name.
     "flash": ("_scaled_dot_product_flash_attention",),
     "efficient": ("_scaled_dot_product_efficient_attention",),
     "cudnn": ("_scaled_dot_product_cudnn_attention",),
@@ -17,7 +19,7 @@ ATTENTION_OPS = {
 
 
 def run_proofs(run: Mapping[str, Value]) -> list[Proof]:
-    """The claims that the run knobs make."""
+    """Return the claims that the run knobs make."""
     proofs = []
     if run["compile"] != "off":
         proofs.append(Proof(claim=f"compile={run['compile']}", shows=_compiled(run)))
@@ -31,7 +33,7 @@ def run_proofs(run: Mapping[str, Value]) -> list[Proof]:
 
 
 def compiler_facts(probe: Any, counters: Mapping[str, float]) -> dict[str, float]:
-    """What the compiler did, as numbers by name; they are in the row and in the evidence."""
+    """Return what the compiler did, as numbers by name, for the row and the evidence."""
     report = probe.report()
     graphs = report["cuda_graphs"] or {}
     return {
@@ -46,30 +48,27 @@ def compiler_facts(probe: Any, counters: Mapping[str, float]) -> dict[str, float
 
 
 def compiler_notes(probe: Any, run: Mapping[str, Value]) -> list[str]:
-    """What to know of a compiled row: what ran uncompiled and why, and where the memory of CUDA graphs is."""
+    """Return notes on a compiled row: what ran uncompiled and why, and where CUDA graphs keep memory."""
     report = probe.report()
-    notes = [f"torch could not compile a part, which ran as it is: {entry['reason']}" for entry in report["failures"]]
-    notes += [f"recompile limit: {entry['frame']} ran as it is" for entry in report["recompile_limit_hits"]]
-    if _has_cuda_graphs(run):
-        notes.append("CUDA graphs keep tensors in pools that allocated bytes leave out: see reserved")
+    notes = [
+        f"torch could not compile a part, which ran uncompiled: {entry['reason']}" for entry in report["failures"]
+    ]
+    notes += [f"recompile limit reached: {entry['frame']} ran uncompiled" for entry in report["recompile_limit_hits"]]
+    if has_cuda_graphs(run):
+        notes.append("CUDA graphs keep tensors in pools that allocated bytes do not include: see reserved bytes")
     return notes
 
 
-def _has_cuda_graphs(run: Mapping[str, Value]) -> bool:
-    return run["compile"] in ("reduce-overhead", "max-autotune") and run["device"] == "cuda"
-
-
-def _compiled(run: Mapping[str, Value]) -> Any:
-
+def _compiled(run: Mapping[str, Value]) -> Callable[[Evidence], str | None]:
     def shows(evidence: Evidence) -> str | None:
         facts = evidence.facts
         graphs = facts.get("compiler.num_graphs", 0)
         fell_back = facts.get("compiler.num_recompile_limit_hits", 0) + facts.get("compiler.num_failures", 0)
         if not graphs or fell_back:
             return None
-        text = f"{graphs:.0f} graph{'s' if graphs > 1 else ''}"
-        if _has_cuda_graphs(run):
-            # A replayed graph shows as a launch of its own; torch's counter differs between versions.
+        text = plural(graphs, "graph")
+        if has_cuda_graphs(run):
+            # A replayed graph shows up as its own launch; torch's counter differs between versions.
             launches = sum(count for name, count in evidence.ops.items() if "GraphLaunch" in name)
             if not launches:
                 return None

@@ -1,4 +1,4 @@
-"""When torch refuses the attention back end that a point asked for: which, and in torch's own words why."""
+"""Explains why torch refused the attention backend that a point asked for, in torch's own words."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from dataclasses import dataclass
 from typing import Any
 
 _REFUSALS = ("No available kernel", "No viable backend")
-"""Torch's words for "the only one allowed cannot run", on a GPU and on a CPU."""
+"""What torch says when the only allowed backend cannot run, on a GPU and on a CPU."""
 _BECAUSE = "not used because"
-MOST_SAID = 1000
+MAX_MESSAGES = 1000
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A back end that torch did not take."""
+    """An attention backend that torch refused."""
 
     reason: str
     """One line for the row."""
-    said: list[str]
-    """What torch says of it, each reason on its own; empty where it does not say."""
+    torch_reasons: list[str]
+    """Torch's reasons, one per entry; empty if it gives none."""
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """A list of what is warned of inside; it is still shown as before."""
-    said: list[str] = []
+def recorded_warnings() -> Iterator[list[str]]:
+    """Collect the warnings raised inside; they are still shown."""
+    messages: list[str] = []
     show = warnings.showwarning
 
     def listen(message: Any, *args: Any, **kwargs: Any) -> None:
-        if len(said) < MOST_SAID:
-            said.append(str(message))
+        if len(messages) < MAX_MESSAGES:
+            messages.append(str(message))
         show(message, *args, **kwargs)
 
     warnings.showwarning = listen
     try:
-        yield said
+        yield messages
     finally:
         warnings.showwarning = show
 
 
 def refusal(
-    error: BaseException, said: list[str], run: Mapping[str, Any], config: Mapping[str, Any]
+    error: BaseException, messages: list[str], run: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Refusal | None:
-    """What torch refused; None where the error is another, or nobody asked for a back end.
+    """Return what torch refused; None for other errors, or if no backend was forced.
 
     >>> words = ["Flash attention kernel not used because:", "Both fused kernels do not support non-zero dropout."]
     >>> refusal(RuntimeError("No available kernel."), words, {"sdpa": "flash", "device": "cpu"}, {}).reason
-    'sdpa=flash: PyTorch refuses it: Both fused kernels do not support non-zero dropout.'
+    'sdpa=flash: PyTorch refused it: Both fused kernels do not support non-zero dropout.'
     """
     from stepscope.recorder.precision.attention_calls import FUSED, ON_CPU, reasons
 
@@ -59,8 +59,8 @@ def refusal(
     name = config.get("implementation") if name is None else name
     if name not in (*FUSED, "math"):
         return None
-    found = reasons(str(name), said) if any(_BECAUSE in text for text in said) else []
+    found = reasons(str(name), messages) if any(_BECAUSE in text for text in messages) else []
     if run.get("device") == "cpu" and name not in (*ON_CPU, "math"):
-        return Refusal(f"{knob}={name}: PyTorch has no such kernel on a CPU", found)
-    why = f"PyTorch refuses it: {' '.join(found)}" if found else "PyTorch refuses it and does not say why"
+        return Refusal(f"{knob}={name}: PyTorch has no such kernel for CPUs", found)
+    why = f"PyTorch refused it: {' '.join(found)}" if found else "PyTorch refused it without a reason"
     return Refusal(f"{knob}={name}: {why}", found)

@@ -1,1 +1,1 @@
-"""Searches the knobs of a workload."""
+"""Searches the knobs of a workload: the fastest configuration, the largest batch."""

@@ -1,18 +1,18 @@
-"""Which points of a tuning are measured again at its end."""
+"""Chooses the points that are measured again at the end of tuning."""
 
 from __future__ import annotations
 
 from stepscope.sweep.grid import Point
-from stepscope.sweep.point_process import OK
+from stepscope.sweep.protocol import OK
 from stepscope.sweep.tuning.trials import Trials, memory_bytes, steady_ns
 
 MOST_CONTENDERS = 8
 FEWEST = 3
-"""Whatever the time: the defaults, the best, the next best."""
+"""Always measured, even without time left: the defaults, the best, the next best."""
 
 
 def candidates(trials: Trials, base: Point, best: Point) -> list[Point]:
-    """The defaults, the best and the fastest other, then what no other beats in both speed and memory."""
+    """Return the defaults, the best, the fastest other point, and the frontier of speed and memory."""
     rows = {name: row for name, point in trials.points.items() if (row := trials.seen(point)) and row["status"] == OK}
     ordered = sorted(rows, key=lambda name: steady_ns(rows[name]))
     chosen = [point.hash for point in (base, best) if point.hash in rows]
@@ -27,7 +27,7 @@ def candidates(trials: Trials, base: Point, best: Point) -> list[Point]:
 
 
 def affordable(trials: Trials, base: Point, best: Point) -> list[Point]:
-    """Candidates that there is time for in every turn, and the first of them in any case."""
+    """Return the candidates that fit in the remaining time, and the first few in any case."""
     chosen = candidates(trials, base, best)
     while len(chosen) > FEWEST and trials.turns_s(chosen) > trials.clock.left_s:
         chosen.pop()

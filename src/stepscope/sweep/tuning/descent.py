@@ -1,9 +1,9 @@
-"""Coordinate descent: one knob after the other around the best point, until a whole round gains nothing.
+"""Coordinate descent: changes one knob at a time around the best point, until a whole round gains nothing.
 
-Machines drift, so before each knob the best point is measured once more, and what is compared was measured close
-together. A value is kept where its median is more than 1 % faster a token and a rank test agrees, now and with both
-measured a second time. At the end the defaults, the best, the next best and the frontier are measured again in turns,
-and only that is believed.
+Machines drift, so the best point is measured again before each knob, and compared rows are close in time. A value is
+kept if its median is more than 1 % faster per token and a rank test agrees, both at first and after measuring both
+points again. At the end the defaults, the best, the next best and the frontier are measured again in turns. Only
+those rows count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from stepscope.sweep.grid import Point
-from stepscope.sweep.point_process import OK, OOM, UNPROVEN
+from stepscope.sweep.protocol import OK, OOM, UNPROVEN, Row
 from stepscope.sweep.tuning.contenders import affordable, candidates
 from stepscope.sweep.tuning.space import (
     BATCH,
@@ -35,7 +35,6 @@ from stepscope.sweep.tuning.trials import (
     DEFAULTS,
     NUM_AGAIN,
     OutOfTime,
-    Row,
     Trials,
     cost_ns,
     costs_ns,
@@ -46,26 +45,26 @@ from stepscope.workloads.workload import Value
 
 LEAST_GAIN = 0.01
 HOPELESS = 2.0
-"""A value so many times slower than the best is not tried again in later rounds."""
+"""A value this many times slower than the best is not tried again in later rounds."""
 LARGEST_BATCH = 1 << 24
 TIME, SETTLED, STUCK, INTERRUPTED = "time", "settled", "stuck", "interrupted"
 
 
 @dataclass(frozen=True)
 class Move:
-    """A knob that was turned."""
+    """A change of knobs that was kept."""
 
     round: int
     turned: dict[str, Value]
     """Knob → its new value."""
     before: dict[str, Value]
     gain: float | None
-    """Speed ÷ the speed before, as the search measured it; None where nothing had worked before."""
+    """Speed ÷ speed before, as measured by the search; None if nothing worked before."""
 
 
 @dataclass(frozen=True)
 class NotTried:
-    """What there was no time for, or no use in."""
+    """A change that was not tried."""
 
     round: int
     turned: dict[str, Value]
@@ -73,12 +72,12 @@ class NotTried:
 
 
 class Search:
-    """`run()` finds the best point; `to_json()` is the log of how."""
+    """`run()` finds the best point; `to_json()` returns the log of the search."""
 
     def __init__(
         self, space: Space, trials: Trials, is_faster: Callable[[list[float], list[float], float], bool]
     ) -> None:
-        """`is_faster` says of costs before and after whether the second are less, by so much of them, for sure."""
+        """`is_faster(before, after, share)` returns whether costs are significantly lower by at least that share."""
         self._space, self._trials, self._is_faster = space, trials, is_faster
         self.best: Point | None = None
         self.moves: list[Move] = []
@@ -96,11 +95,11 @@ class Search:
 
     @property
     def points(self) -> dict[str, Point]:
-        """Every point that has a row, by its hash."""
+        """Every point with a row, by hash."""
         return self._trials.points
 
     def to_json(self) -> dict[str, Any]:
-        """How the search went."""
+        """Return the log of the search."""
         return {
             "defaults": self._space.base.hash,
             "axes": {axis.name: None if axis.values is None else list(axis.values) for axis in self._space.axes},
@@ -112,7 +111,7 @@ class Search:
         }
 
     def run(self) -> None:
-        """Search until nothing gains or the time is over, then measure the contenders again."""
+        """Search until nothing gains or time runs out, then measure the contenders again."""
         try:
             self._begin()
             while self._round():
@@ -132,8 +131,8 @@ class Search:
             pass
 
     def interrupt(self) -> None:
-        """Say that somebody ended it."""
-        self._list_waiting("it was interrupted")
+        """Record that the user interrupted the search."""
+        self._list_waiting("the search was interrupted")
         self.stopped = INTERRUPTED
 
     def _begin(self) -> None:
@@ -145,7 +144,7 @@ class Search:
             self._trials.reserve([base, base])
         left_out: tuple[str, ...] = ()
         if "num_tokens" in row and "num_parameters" not in row:
-            left_out, reason = NOT_OF_A_WHOLE_STEP, "a whole step of your own: its own affair"
+            left_out, reason = NOT_OF_A_WHOLE_STEP, "a complete training step sets this itself"
         elif row["status"] == OK and not row.get("num_tokens"):
             left_out, reason = (BATCH,), "the workload does not say how many tokens a batch has"
         for axis in self._axes:
@@ -156,7 +155,7 @@ class Search:
             self._shrink()
 
     def _round(self) -> bool:
-        """Turn every knob once; whether one of them gained."""
+        """Try every knob once; return whether one of them gained."""
         self.num_rounds += 1
         num_before = len(self.moves)
         for place, axis in enumerate(self._axes):
@@ -172,20 +171,20 @@ class Search:
         return len(self.moves) > num_before
 
     def _others(self, axis: Axis) -> list[Value]:
-        current = value_of(self._centre, axis.name)
+        current = value_of(self._center, axis.name)
         if axis.values is None:
             return [next_power(int(current))]
         return [v for v in axis.values if v != current and (axis.name, v) not in self._hopeless]
 
     @property
-    def _centre(self) -> Point:
+    def _center(self) -> Point:
         return self._space.base if self.best is None else self.best
 
     def _turned(self, turned: dict[str, Value]) -> Point:
-        return self._space.changed(self._centre, **turned)
+        return self._space.changed(self._center, **turned)
 
     def _measure_best_beside(self, axis: Axis) -> None:
-        """Measure the best point, unless that was the last thing done; costs are scaled by what has changed."""
+        """Measure the best point again, unless it was measured last, and correct for drift."""
         if self.best is None or self._trials.last == self.best.hash:
             return
         row = self._trials.again(self.best, BESIDE, self.num_rounds, axis.name)
@@ -194,9 +193,9 @@ class Search:
             self._beside = row
 
     def _compare(self, axis: Axis) -> None:
-        """Every other value of a knob, around the best point; the fastest is kept if it gains."""
+        """Try every other value of a knob around the best point and keep the fastest if it gains."""
         found: list[tuple[Point, dict[str, Value]]] = []
-        ways = tuple(value_of(self._centre, own.name) for own in self._axes if own.name not in ORDER)
+        ways = tuple(value_of(self._center, own.name) for own in self._axes if own.name not in ORDER)
         for value in self._others(axis):
             turned = {axis.name: value}
             if axis.name == SDPA and ways in self._without_sdpa:
@@ -205,30 +204,30 @@ class Search:
                 continue
             point, row = self._try(turned)
             found.append((point, turned))
-            # A forced back end that was called and is not there is an error: if nothing shows, nothing called it.
+            # A missing backend raises an error when called, so an unproven one was never called.
             if axis.name == SDPA and row["status"] == UNPROVEN:
                 self._without_sdpa.add(ways)
             if axis.name == CHECKPOINT and self._is_full and BATCH in point.config:
-                larger = {**turned, BATCH: next_power(int(value_of(self._centre, BATCH)))}
+                larger = {**turned, BATCH: next_power(int(value_of(self._center, BATCH)))}
                 found.append((self._try(larger)[0], larger))
         self._keep_fastest(found)
 
     def _climb(self) -> None:
-        """Powers of two upwards while they gain; where the first does not, downwards."""
+        """Try larger powers of two while they gain; if the first does not, smaller ones."""
         self._is_full = False
         has_gained = False
-        while (value := next_power(int(value_of(self._centre, BATCH)))) <= LARGEST_BATCH:
+        while (value := next_power(int(value_of(self._center, BATCH)))) <= LARGEST_BATCH:
             point, row = self._try({BATCH: value})
             self._is_full = self._is_short_of_memory(row)
             if not self._keep_fastest([(point, {BATCH: value})]):
                 break
             has_gained = True
-        while not has_gained and (value := power_below(int(value_of(self._centre, BATCH)))):
+        while not has_gained and (value := power_below(int(value_of(self._center, BATCH)))):
             if not self._keep_fastest([(self._try({BATCH: value})[0], {BATCH: value})]):
                 break
 
     def _shrink(self) -> None:
-        """Where the defaults do not fit: smaller batches until one does."""
+        """Try smaller batches until one fits, if the defaults do not."""
         value = int(value_of(self._space.base, BATCH))
         while self.best is None and (value := power_below(value)):
             point, row = self._try({BATCH: value})
@@ -252,7 +251,7 @@ class Search:
         return point, row
 
     def _keep_fastest(self, found: list[tuple[Point, dict[str, Value]]]) -> bool:
-        """Make the fastest of some points the best one if it gains."""
+        """Make the fastest of some points the best if it gains; return whether it did."""
         usable = [entry for entry in found if self._row(entry[0])["status"] == OK]
         if not usable:
             return False
@@ -263,7 +262,7 @@ class Search:
             if gain is None:
                 return False
         self._best_ns = steady_ns(row) if gain is None else self._best_ns / gain
-        old = {name: value_of(self._centre, name) for name in turned}
+        old = {name: value_of(self._center, name) for name in turned}
         self.moves.append(Move(self.num_rounds, turned, old, gain))
         self.best, self._beside = point, row
         if row["run"][COMPILE] == "off":
@@ -272,9 +271,9 @@ class Search:
         return True
 
     def _gain(self, point: Point, row: Row) -> float | None:
-        """By what a point is faster than the best one; None where it is not for sure, twice."""
+        """Return the speedup of a point over the best; None unless it is significant twice."""
         assert self.best is not None
-        # As if they had been measured when the best was measured last.
+        # Corrected to the time when the best was measured last.
         scale = row["tune"]["scale"] * cost_ns(self._beside) / self._best_ns
         before, after = costs_ns(self._beside), [cost * scale for cost in costs_ns(row)]
         if not self._is_faster(before, after, LEAST_GAIN):

@@ -1,4 +1,4 @@
-"""The largest number that passes a test which larger ones fail."""
+"""Searches for the largest number that passes a test."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ HIGHEST = 1 << 24
 
 
 def largest(fits: Callable[[int], bool], start: int, stride: int | None = None) -> int:
-    """The largest number that fits, 0 where not even 1 does; beyond `HIGHEST` nothing is tried.
+    """Return the largest number that fits, 0 if not even 1 does; numbers above `HIGHEST` are not tried.
 
-    From `start` in strides that double, up or down, until there are one that fits and one that does not; then
-    bisected. The first stride is as long as `start`: it is doubled.
+    Moves from `start` in doubling strides, up or down, until one number fits and one does not, then bisects. The
+    first stride is `start` itself unless given.
 
     >>> largest(lambda batch: batch <= 37, start=4)
     37

@@ -1,4 +1,4 @@
-"""Whether a point trains like the plainest variant of its configuration: the losses of both, held together."""
+"""Checks that a point's loss agrees with that of the plainest variant of the same configuration."""
 
 from __future__ import annotations
 
@@ -6,64 +6,65 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stepscope.formatting import percent
 from stepscope.sweep.checks.gate import TOLERANCE
 
-# A scaler leaves steps out until it has found its scale: the weights have moved less often.
+# A GradScaler skips steps until it has found its scale, so the weights have moved less often.
 SCALED = "autocast_fp16"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossCheck:
-    """A point's losses against the plainest variant's; JSON with `dataclasses.asdict`."""
+    """A point's losses compared with the plainest variant's; JSON with `dataclasses.asdict`."""
 
     passed: bool | None
-    """None: it could not be checked."""
+    """None if it could not be checked."""
     reason: str | None
-    """Why it did not pass, or could not be checked."""
+    """Why it failed or could not be checked."""
     plain_loss: float | None = None
-    """The plainest variant's, at the first call."""
+    """The plainest variant's loss in the first call."""
     deviation: float | None = None
-    """The larger of the two distances, as a share of the plainest variant's larger loss; see `is_final`."""
+    """The larger deviation of first and last loss, as a share of the plainest variant's larger loss."""
     tolerance: float | None = None
-    """What the dtype allows."""
+    """The allowed deviation for the dtype."""
     is_final: bool = False
-    """Whether these are of the last step's loss, not of the first call's."""
+    """Whether deviation and tolerance are for the last loss instead of the first."""
 
 
 def no_loss(row: Mapping[str, Any]) -> LossCheck:
-    """Of a point that computes none."""
-    gate = "; what it computes has passed the gate" if (row.get("gate") or {}).get("passed") else ""
-    return LossCheck(passed=None, reason=f"it has no loss{gate}")
+    """Return the check of a point without a loss."""
+    gate = "; its outputs passed the gate" if (row.get("gate") or {}).get("passed") else ""
+    return LossCheck(passed=None, reason=f"the workload has no loss{gate}")
 
 
 def check_loss(row: Mapping[str, Any], plain: Mapping[str, Any]) -> LossCheck:
-    """A point's row against the row of the plainest variant: same sizes, batch, seed and number of steps."""
+    """Compare a point's row with the plainest variant's: same sizes, batch, seed and number of steps."""
     if "samples_device_ns" not in plain:
-        said = plain.get("reason") or plain["status"]
-        return LossCheck(passed=None, reason=f"the plainest variant has no loss to show: {plain['status']}: {said}")
+        reason = f"the plainest variant did not run: {plain['status']}: {plain.get('reason') or plain['status']}"
+        return LossCheck(passed=None, reason=reason)
     dropped = [(side.get("facts") or {}).get("dropped_share", 0) for side in (row, plain)]
     if dropped[0] > 0 and not dropped[1] > 0:
-        reason = f"it drops {dropped[0]:.1%} of the routed work, the plainest variant none"
+        reason = f"it drops {percent(dropped[0])} of the routed tokens, the plainest variant none"
         return LossCheck(passed=False, reason=reason)
     if plain.get("loss") is None:
         return no_loss(row)
     if row.get("loss") is None:
-        return LossCheck(passed=False, reason="its loss is no number", plain_loss=plain["loss"])
+        return LossCheck(passed=False, reason="its loss is not a number", plain_loss=plain["loss"])
     tolerances = TOLERANCE[str(row["run"]["dtype"])]
     scale = max(abs(plain["loss"]), abs(plain.get("final_loss") or 0.0)) or 1.0
     first = abs(row["loss"] - plain["loss"]) / scale
     checks = [(first / tolerances[0], first, tolerances[0], False)]
     if plain.get("final_loss") is not None and row["run"]["dtype"] != SCALED:
         if row.get("final_loss") is None:
-            return LossCheck(passed=False, reason="its last loss is no number", plain_loss=plain["loss"])
-        # By then gradients have moved the weights: what a gradient may deviate by, this may.
+            return LossCheck(passed=False, reason="its last loss is not a number", plain_loss=plain["loss"])
+        # By then gradients have moved the weights, so the tolerance of gradients applies.
         last = abs(row["final_loss"] - plain["final_loss"]) / scale
         checks.append((last / tolerances[1], last, tolerances[1], True))
     worst, deviation, tolerance, is_final = max(checks)
     names = ("final_loss", "last loss") if is_final else ("loss", "loss")
     reason = (
-        f"{names[1]} {row[names[0]]:.6g} against {plain[names[0]]:.6g} of the plainest variant: "
-        f"{deviation:.2g} of it, allowed is {tolerance:.2g}"
+        f"{names[1]} {row[names[0]]:.6g} instead of {plain[names[0]]:.6g} in the plainest variant: "
+        f"relative deviation {deviation:.2g}, allowed {tolerance:.2g}"
     )
     return LossCheck(
         passed=worst <= 1,

@@ -1,4 +1,4 @@
-"""The largest batch that fits: doubled until one does not, then bisected; each try in a process of its own."""
+"""Finds the largest batch that fits by doubling, then bisecting; each try runs in its own process."""
 
 from __future__ import annotations
 
@@ -7,78 +7,76 @@ from typing import Any
 
 from stepscope.errors import UsageError
 from stepscope.sweep.grid import Point, changed, renamed
-from stepscope.sweep.point_process import OK, OOM
+from stepscope.sweep.protocol import OK, OOM, Row
 from stepscope.sweep.runner import Runner
 from stepscope.sweep.tuning.largest_passing import largest
 from stepscope.workloads.workload import Workload
 
-# Two passes after the first: the optimizer's state is made at the end of the first.
+# Two passes after the first, because the optimizer creates its state at the end of the first.
 SHORT = {"warmup": 1, "steps": 2}
 
-# What fits a short run and not a whole one does so by less than one part in so many.
-NEAR_THING = 50
+# If a batch fits a short run but not a full one, retry with 1/50 less.
+RETRY_SHARE = 50
 
 
 def max_batch_point(point: Point, budget_bytes: int | None) -> Point:
-    """The point whose row will say the largest batch, under a hash of its own."""
+    """Return the point, with its own hash, whose row will give the largest batch."""
     if "batch" not in point.config:
-        raise UsageError(f"{point.workload} has no knob 'batch': --max-batch has nothing to search")
+        raise UsageError(f"--max-batch needs a knob 'batch', which {point.workload} does not have")
     return renamed(point, {"max_batch_budget_bytes": budget_bytes})
 
 
-class _OtherEnd(Exception):
-    """A try that says nothing about memory."""
+class _Inconclusive(Exception):
+    """A try that failed for another reason than memory."""
 
 
 class MaxBatch:
-    """`run(point)` gives the row of the largest batch that fits, with every try in it."""
+    """`run(point)` returns the row of the largest batch that fits, with all tries."""
 
     def __init__(self, workload: Workload[Any], runner: Runner, on_try: Callable[[int, str], None]) -> None:
         self._workload = workload
         self._runner = runner
         self._on_try = on_try
 
-    def run(self, point: Point) -> dict[str, Any]:
-        """Search upwards from the point's batch; what fits is then measured in full.
+    def run(self, point: Point) -> Row:
+        """Search from the point's batch, then measure the largest batch that fits in full.
 
-        Only `ok` fits and only `oom` does not: any other end of a try says nothing about memory, and is the row.
+        `ok` fits and `oom` does not. Any other status says nothing about memory and ends the search with that row.
         """
-        tries: list[dict[str, Any]] = []
-        row: dict[str, Any] = {}
+        tries: list[Row] = []
+        row: Row = {}
 
         def fits(batch: int) -> bool:
             nonlocal row
             row = self._try(changed(self._workload, point, batch=batch, **SHORT), tries)
             if row["status"] not in (OK, OOM):
-                raise _OtherEnd(batch)
+                raise _Inconclusive(batch)
             return bool(row["status"] == OK)
 
         try:
             batch = largest(fits, int(point.config["batch"]))
-        except _OtherEnd as end:
+        except _Inconclusive as end:
             row["reason"] = f"batch {end}: {row.get('reason')}"
-            return self._told(point, row, tries, None)
+            return self._result(point, row, tries, None)
         while batch:
             row = self._runner.run(changed(self._workload, point, batch=batch))
             if row["status"] != OOM:
-                return self._told(point, row, tries, batch)
-            tries.append(_summary(row))  # more steps, more fragments: it was a near thing
-            batch -= max(1, batch // NEAR_THING)
-        return self._told(point, row, tries, None)
+                return self._result(point, row, tries, batch)
+            tries.append(_summary(row))  # more steps fragment memory further
+            batch -= max(1, batch // RETRY_SHARE)
+        return self._result(point, row, tries, None)
 
-    def _try(self, point: Point, tries: list[dict[str, Any]]) -> dict[str, Any]:
+    def _try(self, point: Point, tries: list[Row]) -> Row:
         row = self._runner.run(point, probe=True)
         tries.append(_summary(row))
         self._on_try(int(point.config["batch"]), row["status"])
         return row
 
-    def _told(
-        self, point: Point, row: dict[str, Any], tries: list[dict[str, Any]], batch: int | None
-    ) -> dict[str, Any]:
+    def _result(self, point: Point, row: Row, tries: list[Row], batch: int | None) -> Row:
         budget = self._runner.options.memory_limit_bytes
         return {**row, "hash": point.hash, "max_batch": batch, "max_batch_budget_bytes": budget, "tries": tries}
 
 
-def _summary(row: dict[str, Any]) -> dict[str, Any]:
+def _summary(row: Row) -> Row:
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes", "oom")
     return {"batch": row["config"]["batch"], "status": row["status"], **{n: row[n] for n in names if n in row}}

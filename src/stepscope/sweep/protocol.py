@@ -1,0 +1,60 @@
+"""What passes between a sweep and the process of one point: the request, the row so far, the statuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from stepscope.recorder.files import write_json
+
+OK, OOM, WRONG, UNPROVEN, SKIPPED, CRASHED, TIMEOUT = (
+    "ok", "oom", "wrong", "unproven", "skipped", "crashed", "timeout",
+)  # fmt: skip
+
+Row = dict[str, Any]
+"""One line of results.jsonl; docs/bench.md lists its keys."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """Everything a point's process needs to know; JSON with `dataclasses.asdict`."""
+
+    workload: str
+    preset: str | None
+    config: dict[str, Any]
+    """Every knob of the workload."""
+    run: dict[str, Any]
+    """Every run knob."""
+    result_path: str
+    log_path: str
+    trace_path: str | None = None
+    """Where to keep the Chrome trace, if anywhere."""
+    memory_limit_bytes: int | None = None
+    """Limit on host memory (CPU) or device memory (GPU); None: no limit."""
+    known_gate: dict[str, Any] | None = None
+    """The gate's verdict from another point of this sweep with the same variant."""
+    probe: bool = False
+    """Only check whether it fits: no gate, no FLOPs, no trace."""
+    timeout_s: float = 600.0
+    compares_dtypes: bool = False
+    """Whether to run the measurements of `sweep/checks/precision_probe.py` too."""
+    layers: bool = False
+    """Time each layer in the first call and once warm. Skips the gate, which would warm up the process."""
+    shapes: list[dict[str, Any]] | None = None
+    """Knobs of the shapes at which compiled code is only compared with eager code (`compile_check.py`)."""
+
+
+class Report:
+    """The row so far, on disk after each stage."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.fields: Row = {"notes": []}
+
+    def stage(self, name: str) -> None:
+        self.fields["stage"] = name
+        self.write()
+
+    def write(self) -> None:
+        write_json(self._path, self.fields)
