@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from stepscope.workloads.ema import CEMA, HAS_TRITON
+from stepscope.workloads.ema import CEMA, HAS_KERNELS
 from stepscope.workloads.ops.ema import EmaConfig, build
 
 OPERATIONS = {"forward": 7, "backward_input": 7, "backward_weights": 12}
@@ -171,7 +171,7 @@ def main() -> None:
     with torch.device(arguments.device):
         check(min(1000, lengths[-1]))
         compare(arguments, lengths)
-        if arguments.device == "cuda" and HAS_TRITON:
+        if arguments.device == "cuda" and HAS_KERNELS:
             launches(arguments, lengths[-1])
 
 

@@ -69,7 +69,7 @@ def test_a_workload_of_ones_own(capsys, tmp_path):
 
     code, out, _ = run(capsys, "workloads", f"{tmp_path}/mine.py:build")
 
-    assert code == 0 and "a factory of your own" in " ".join(out.split())  # the path may be long
+    assert code == 0 and "a user-defined workload" in " ".join(out.split())  # the path may be long
     assert any(line.split()[:3] == ["fast", "true", "true|false"] for line in out.splitlines())
 
 
@@ -81,7 +81,7 @@ def test_long_words_do_not_break_the_columns():
         "knobs": [],
     }
 
-    lines = list(list_verb.lines_of(entry))
+    lines = list(list_verb.workload_lines(entry, 0))
 
     assert max(map(len, lines)) <= 110 and len(lines) > 6
 

@@ -70,7 +70,7 @@ def test_a_file_without_a_function_is_told_what_to_write(tmp_path):
     with pytest.raises(UsageError, match=r"plain.py:build; it returns \(module, batch function\)"):
         find(str(path))
     for name in ("nofile.py", "nofile.py:build"):
-        with pytest.raises(UsageError, match=f"^there is no file nofile.py in {tmp_path}: one of: plain.py"):
+        with pytest.raises(UsageError, match=f"^nofile.py not found in {tmp_path}: one of: plain.py"):
             find(f"{tmp_path}/{name}")
 
 

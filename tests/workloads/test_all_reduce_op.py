@@ -65,9 +65,9 @@ def test_two_ranks_are_summed_forward_and_backward_and_proven(build):
     seconds = evidence.facts["collective_seconds"]
     assert evidence.facts["bus_bytes_per_s"] == pytest.approx(4096 / seconds) and 1e-6 < seconds < 10
 
-    with pytest.raises(UsageError, match="one a run"):
+    with pytest.raises(UsageError, match="one message size per run"):
         built.module(x.double())
-    with pytest.raises(UsageError, match="in a process group already"):
+    with pytest.raises(UsageError, match="already belongs to a process group"):
         WORKLOAD.build(WORKLOAD.configure("tiny"))
     built.module.group.close()
     assert peer.returncode is not None

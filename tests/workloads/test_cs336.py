@@ -161,5 +161,5 @@ def test_bfloat16_weights_and_autocast_run(attention):
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(UsageError, match="d_model=64 is no multiple of heads=5"):
+    with pytest.raises(UsageError, match="d_model=64 must be a multiple of heads=5"):
         built_of(WORKLOAD, heads=5)

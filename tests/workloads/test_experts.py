@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from stepscope.errors import UsageError
 from stepscope.workloads import experts
-from stepscope.workloads.experts import MixtureOfExperts, grouped_matmul, rows_per_expert
+from stepscope.workloads.experts import ExpertKnobs, MixtureOfExperts, grouped_matmul, rows_per_expert
 from stepscope.workloads.ops.moe import WORKLOAD
 
 DISPATCHES = ("loop", "capacity", "one_hot", "tile", "grouped", "indexed")
@@ -20,16 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def layer_of(dispatch="loop", num_experts=4, top_k=2, capacity_factor=None, routing="learned"):
     torch.manual_seed(0)
     factor = num_experts / top_k if capacity_factor is None else capacity_factor
-    return MixtureOfExperts(
-        16,
-        num_experts=num_experts,
-        top_k=top_k,
-        expert_width=24,
-        shared_width=8,
-        dispatch=dispatch,
-        capacity_factor=factor,
-        routing=routing,
-    ).double()
+    knobs = ExpertKnobs(
+        experts=num_experts, top_k=top_k, d_expert=24, dispatch=dispatch, capacity_factor=factor, routing=routing
+    )
+    return MixtureOfExperts(16, 8, knobs).double()
 
 
 def tokens(count=37):

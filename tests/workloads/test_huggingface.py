@@ -160,15 +160,15 @@ def test_what_cannot_be_built_is_one_line(workload_of, given, message):
 def test_a_sequence_longer_than_the_positions_is_refused(workload_of):
     workload = workload_of(GPT2)
 
-    with pytest.raises(UsageError, match=r"seq_len=33: .* is 32"):
+    with pytest.raises(UsageError, match=r"seq_len=33 .* 32"):
         workload.build(workload.configure(seq_len=33))
 
 
 def test_files_that_are_none(tmp_path, workload_of):
     (tmp_path / "confg.json").write_text("{")
-    with pytest.raises(UsageError, match=r"no file .*config\.json: did you mean confg\.json\?"):
+    with pytest.raises(UsageError, match=r"config\.json not found: did you mean confg\.json\?"):
         hugging_face(str(tmp_path))
-    with pytest.raises(UsageError, match="is no JSON"):
+    with pytest.raises(UsageError, match="is not valid JSON"):
         hugging_face(str(tmp_path / "confg.json"))
     with pytest.raises(UsageError, match="no model_type"):
         workload_of([1])

@@ -222,9 +222,9 @@ def test_bfloat16_weights_and_autocast_run(ema):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"z_width": 30}, "z_width=30 is no multiple of 2 × heads=2"),
-        ({"value_width": 63}, "value_width=63 is no multiple of heads=2"),
-        ({"groups": 7}, "width=64 is no multiple of groups=7"),
+        ({"z_width": 30}, "z_width=30 must be a multiple of 2 × heads=2"),
+        ({"value_width": 63}, "value_width=63 must be a multiple of heads=2"),
+        ({"groups": 7}, "width=64 must be a multiple of groups=7"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(values, words):

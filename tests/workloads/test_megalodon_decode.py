@@ -41,6 +41,6 @@ def test_the_proof_is_how_many_tokens_were_computed():
 
 
 def test_one_token_alone_is_refused_and_the_workload_is_found_by_its_module():
-    with pytest.raises(UsageError, match="a token before"):
+    with pytest.raises(UsageError, match="at least 2 tokens"):
         built(seq_len=1)
     assert find("stepscope.workloads.models.megalodon_decode:WORKLOAD").reference["cache"] == "off"

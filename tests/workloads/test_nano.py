@@ -271,7 +271,7 @@ def test_tiny_learns_a_batch_by_heart():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(UsageError, match="heads=4 is no multiple of kv_heads=3"):
+    with pytest.raises(UsageError, match="heads=4 must be a multiple of kv_heads=3"):
         built_of(WORKLOAD, kv_heads=3)
-    with pytest.raises(UsageError, match="chooses no token"):
+    with pytest.raises(UsageError, match="global_tokens ≥ 1"):
         built_of(WORKLOAD, pattern="dynamic", global_tokens=0)

@@ -57,6 +57,6 @@ def test_the_other_two_kinds_are_reached(tmp_path):
     (tmp_path / "mine.py").write_text("def build(size: int = 3):\n    'A step.'\n    return lambda: size\n")
     assert registry.find(f"{tmp_path}/mine.py:build").about == "A step."
 
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UsageError, match="not found"):
         registry.find(f"hf:{tmp_path}/config.json")
     assert importlib.util.find_spec("stepscope.workloads.huggingface")

@@ -1,12 +1,12 @@
-"""The complex exponential moving average of megalodon, by three paths that give the same numbers.
+"""The complex exponential moving average of megalodon, in three equivalent ways.
 
 Over D channels with N states each, θ = sigmoid(t)·2π/N, φ_k = k·θ, p = sigmoid(α),
 q = (1 − sigmoid(α)·sigmoid(δ))·e^{iφ}, c = γ·√(1/N):
 
     h_t = q·h_{t−1} + p·x_t          y_t = Re Σ_k c_k·h_{t,k} + ω·x_t
 
-Inside, u = h ÷ p is carried instead of h: u_t = q·u_{t−1} + x_t and y_t = Re Σ w·u_t + ω·x_t with w = c·p,
-one multiplication less for each state of each token. States enter and leave as h, real pairs [B, D, N, 2].
+The code carries u = h ÷ p instead of h: u_t = q·u_{t−1} + x_t and y_t = Re Σ w·u_t + ω·x_t with w = c·p. That
+saves one multiplication per state and token. States enter and leave as h, real pairs [B, D, N, 2].
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from stepscope.workloads.workload import HAS_TRITON, Evidence, Proof, ran
 Path = Literal["fft", "sequential", "scan"]
 
 CHUNK = 64
-"""Tokens that one matrix product covers in the parallel scan: more than that costs more than it saves."""
+"""Tokens per matmul in the parallel scan; larger chunks cost more than they save."""
+
+HAS_KERNELS = HAS_TRITON and torch.__version__ >= "2.7"
+"""Whether the Triton kernels can run: they use tuples, which Triton 3.2 (torch 2.6) does not support."""
 
 Pair = tuple[Tensor, Tensor]
 """Real and imaginary parts."""
 
 
 class Coefficients(NamedTuple):
-    """The recurrence's constants."""
+    """The constants of the recurrence."""
 
     decay: Tensor
     """|q|, [D, N]."""
@@ -45,24 +48,24 @@ class Coefficients(NamedTuple):
 
 
 class CEMA(nn.Module):
-    """The moving average with its parameters; `module(x [B, L, D], state)` gives outputs and the last state."""
+    """The moving average with its parameters; `module(x [B, L, D], state)` returns outputs and the last state."""
 
     def __init__(self, width: int, num_states: int, path: Path = "fft") -> None:
         super().__init__()
         self.path = path
         self.alpha = nn.Parameter(torch.randn(width, num_states) * 0.2)
         self.delta = nn.Parameter(torch.randn(width, num_states) * 0.2)
-        # θ spans 1/width … 1 of its range on a logarithmic scale, so that channels listen at all frequencies.
+        # θ spans 1/width … 1 of its range on a logarithmic scale, so that channels cover all frequencies.
         share = torch.arange(1, width + 1) / (width + 1) * math.log(width + 1)
         self.theta = nn.Parameter(torch.logit(torch.exp(-share)))
         self.gamma = nn.Parameter(torch.randn(width, num_states, 2))
         self.omega = nn.Parameter(torch.randn(width) * 0.25)
 
     def coefficients(self, dtype: torch.dtype = torch.float64) -> Coefficients:
-        """The recurrence's constants from the parameters.
+        """Return the constants of the recurrence.
 
-        In float64 powers up to q^L keep their phase. Few operations: on a GPU the host's time for them, and for their
-        backward, is more than the fused kernels'.
+        In float64, powers up to q^L keep their phase. The number of ops is small on purpose: on a GPU they take more
+        host time than the fused kernels.
         """
         alpha, delta, theta = self.alpha.to(dtype), self.delta.to(dtype), self.theta.to(dtype)
         gamma, num_states = self.gamma.to(dtype), self.alpha.shape[1]
@@ -79,7 +82,7 @@ class CEMA(nn.Module):
     def forward(
         self, x: Tensor, state: Tensor | None = None, last_state: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs [B, L, D] in x's dtype and the last state [B, D, N, 2], None where it is not asked for."""
+        """Return outputs [B, L, D] in x's dtype and, if requested, the last state [B, D, N, 2]."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(device_type=x.device.type, enabled=False):
             fused = self.path == "scan" and _is_fused(x)
@@ -91,7 +94,7 @@ class CEMA(nn.Module):
 
 
 def _fft(x: Tensor, c: Coefficients, state: Tensor | None, last_state: bool) -> tuple[Tensor, Tensor | None]:
-    """By convolution: y = irfft(rfft(x)·rfft(K)) with K_j = Re Σ w·q^j; states in closed form."""
+    """Compute by convolution: y = irfft(rfft(x)·rfft(K)) with K_j = Re Σ w·q^j; states in closed form."""
     length = x.shape[1]
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     size = 1 << (2 * length - 1).bit_length()
@@ -104,7 +107,7 @@ def _fft(x: Tensor, c: Coefficients, state: Tensor | None, last_state: bool) -> 
 
 
 def _sequential(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tuple[Tensor, Tensor | None]:
-    """By definition: one token after the other."""
+    """Compute by definition: one token after another."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     q = torch.polar(c.decay, c.angle).to(torch.promote_types(values.dtype, torch.complex64))
     weight = torch.stack((c.weight[..., 0], -c.weight[..., 1]), dim=-1).to(values.dtype)
@@ -117,12 +120,12 @@ def _sequential(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tu
 
 
 def _scan(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tuple[Tensor, Tensor | None]:
-    """In parallel: one Triton kernel on a GPU, matrix products over chunks of tokens elsewhere."""
+    """Compute in parallel: one Triton kernel on a GPU, matmuls over chunks of tokens elsewhere."""
     return _scan_kernel(x, c, state) if _is_fused(x) else _scan_products(x, c, state)
 
 
 def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and HAS_TRITON
+    return x.is_cuda and HAS_KERNELS
 
 
 def _scan_kernel(x: Tensor, c: Coefficients, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -146,14 +149,14 @@ _PATHS = {"fft": _fft, "sequential": _sequential, "scan": _scan}
 
 
 def _scan_chunks(x: Tensor, c: Coefficients, state: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    """Outputs and last state of a length that is a multiple of the chunk, states kept at chunk borders only."""
+    """Return outputs and last state for a multiple of the chunk length; states are kept at chunk borders only."""
     batch, length, width = x.shape
     num_chunks, dtype = length // chunk, x.dtype
     chunks = _chunks(x, chunk)
     re, im = _local_states(chunks, batch, c)
     first = (torch.zeros_like(re[:, :, :1]), torch.zeros_like(im[:, :, :1])) if state is None else _entering(state)
     re, im = torch.cat((first[0], re), dim=2), torch.cat((first[1], im), dim=2)
-    # Hillis and Steele: after the turn with shift s, an entry is the sum over itself and its 2s − 1 predecessors.
+    # Hillis and Steele: after the pass with shift s, an entry is the sum of itself and its 2s − 1 predecessors.
     shift = 1
     while shift <= num_chunks:
         add_re, add_im = _times(_powers_first(c, chunk * shift, dtype), (re[:, :, :-shift], im[:, :, :-shift]))
@@ -168,52 +171,52 @@ def _scan_chunks(x: Tensor, c: Coefficients, state: Tensor | None, chunk: int) -
 
 
 def _powers(c: Coefficients, exponents: int | Tensor) -> Pair:
-    """q^j for the exponents, [D, N, number of exponents], float64."""
+    """Return q^j for the exponents, [D, N, number of exponents], float64."""
     size, turn = torch.exp(c.decay.log()[..., None] * exponents), c.angle[..., None] * exponents
     return size * turn.cos(), size * turn.sin()
 
 
 def _powers_first(c: Coefficients, exponents: int | Tensor, dtype: torch.dtype) -> Pair:
-    """q^j for the exponents, [D, 1, number of exponents, N], to be multiplied with states [D, B, chunks, N]."""
+    """Return q^j for the exponents as [D, 1, number of exponents, N], to multiply states [D, B, chunks, N]."""
     re, im = _powers(c, exponents)
     return re.transpose(1, 2)[:, None].to(dtype), im.transpose(1, 2)[:, None].to(dtype)
 
 
 def _weighted_powers(c: Coefficients, exponents: Tensor) -> Tensor:
-    """Re w·q^j·u as a product with u's parts: [D, 2N, number of exponents]."""
+    """Return the matrix [D, 2N, number of exponents] that maps the parts of u to Re w·q^j·u."""
     re, im = _times((c.weight[..., :1], c.weight[..., 1:]), _powers(c, exponents))
     return torch.cat((re, -im), dim=1)
 
 
 def _times(a: Pair, b: Pair) -> Pair:
-    """a·b of complex numbers."""
+    """Return the complex product a·b."""
     return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
 
 
 def _entering(state: Tensor) -> Pair:
-    """Real pairs [B, D, N, 2] as [D, B, 1, N]."""
+    """Return real pairs [B, D, N, 2] as [D, B, 1, N]."""
     return state[..., 0].transpose(0, 1)[:, :, None], state[..., 1].transpose(0, 1)[:, :, None]
 
 
 def _leaving(state: Pair) -> Tensor:
-    """[D, B, 1, N] as real pairs [B, D, N, 2]: the inverse of `_entering`."""
+    """Return [D, B, 1, N] as real pairs [B, D, N, 2]: the inverse of `_entering`."""
     return torch.stack(state, dim=-1).squeeze(2).transpose(0, 1)
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """x [B, L, D] as [D, B·chunks, chunk]."""
+    """Return x [B, L, D] as [D, B·chunks, chunk]."""
     batch, length, width = x.shape
     return x.reshape(batch, length // chunk, chunk, width).permute(3, 0, 1, 2).reshape(width, -1, chunk)
 
 
 def _join(y: Tensor, batch: int) -> Tensor:
-    """[D, B·chunks, chunk] as [B, L, D]: the inverse of `_chunks`."""
+    """Return [D, B·chunks, chunk] as [B, L, D]: the inverse of `_chunks`."""
     width, _, chunk = y.shape
     return y.view(width, batch, -1, chunk).permute(1, 2, 3, 0).reshape(batch, -1, width)
 
 
 def _local_states(chunks: Tensor, batch: int, c: Coefficients) -> Pair:
-    """Σ_j q^{chunk−1−j}·x_j, the state after each chunk had it begun at zero: [D, B, chunks, N]."""
+    """Return Σ_j q^{chunk−1−j}·x_j, the state after each chunk if it began at zero: [D, B, chunks, N]."""
     width, _, chunk = chunks.shape
     into = torch.cat(_powers(c, chunk - 1 - torch.arange(chunk, device=chunks.device)), dim=1).transpose(1, 2)
     re, im = torch.bmm(chunks, into.to(chunks.dtype)).view(width, batch, -1, 2 * c.angle.shape[1]).chunk(2, dim=-1)
@@ -221,14 +224,14 @@ def _local_states(chunks: Tensor, batch: int, c: Coefficients) -> Pair:
 
 
 def _out_of_state(c: Coefficients, chunk: int) -> Tensor:
-    """[D, 2N, chunk]: what the state before a chunk adds to its outputs, Re w·q^{j+1}·u."""
+    """Return the matrix [D, 2N, chunk] for the state's share of a chunk's outputs, Re w·q^{j+1}·u."""
     return _weighted_powers(c, 1 + torch.arange(chunk, device=c.angle.device))
 
 
 def _kernel(c: Coefficients, length: int) -> Tensor:
-    """K_j = Re Σ w·q^j for j < length, plus ω at 0: [D, length] in float64, never [D, N, length].
+    """Return K_j = Re Σ w·q^j for j < length, plus ω at 0: [D, length] in float64, never [D, N, length].
 
-    With j = a·CHUNK + b it is one matrix product over N of w·q^{a·CHUNK} and q^b.
+    With j = a·CHUNK + b it is one matmul over N of w·q^{a·CHUNK} and q^b.
     """
     device = c.angle.device
     far = _weighted_powers(c, torch.arange(0, length, CHUNK, device=device)).transpose(1, 2)
@@ -237,7 +240,7 @@ def _kernel(c: Coefficients, length: int) -> Tensor:
 
 
 def _response(c: Coefficients, state: Tensor, length: int) -> Tensor:
-    """[B, L, D]: the outputs that an incoming state alone would give, Re Σ w·q^{t+1}·u."""
+    """Return the incoming state's share of the outputs, Re Σ w·q^{t+1}·u: [B, L, D]."""
     batch, width, num_states, _ = state.shape
     starts = torch.arange(0, length, CHUNK, device=state.device)
     carried = torch.cat(_times(_powers_first(c, starts, state.dtype), _entering(state)), dim=-1)
@@ -246,7 +249,7 @@ def _response(c: Coefficients, state: Tensor, length: int) -> Tensor:
 
 
 def _last_state(x: Tensor, c: Coefficients, state: Tensor | None) -> Tensor:
-    """u after the last token in closed form, q^L·u + Σ_j x_{L−1−j}·q^j: real pairs [B, D, N, 2]."""
+    """Return u after the last token, q^L·u + Σ_j x_{L−1−j}·q^j, as real pairs [B, D, N, 2]."""
     batch, length, _ = x.shape
     after = torch.arange(0, length, CHUNK, device=x.device).flip(0)
     whole = functional.pad(x, (0, 0, len(after) * CHUNK - length, 0))
@@ -258,8 +261,8 @@ def _last_state(x: Tensor, c: Coefficients, state: Tensor | None) -> Tensor:
     return _leaving((re, im))
 
 
-# The Triton kernels are one op to PyTorch, with its own backward: torch.compile passes it by unbroken, and Triton
-# itself is imported when the op first runs.
+# To PyTorch the Triton kernels are one op with its own backward, so torch.compile has no graph break there. Triton is
+# imported only when the op first runs.
 
 
 def _run_scan(x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -318,7 +321,7 @@ ema_scan.register_autograd(_scan_gradients, setup_context=_save_inputs)
 
 
 def proofs(knob: str, path: Path, seq_len: int, num_layers: int = 1) -> tuple[Proof, ...]:
-    """What a traced pass must show of a path: FFTs; a multiply-add a token; the scan's kernel, or its products."""
+    """Return the proof of a path: FFTs; a multiply-add per token; the scan's kernel, or its matmuls."""
     if path == "fft":
         return (ran(f"{knob}=fft", "aten::_fft_r2c", at_least=2 * num_layers),)
 
@@ -327,7 +330,7 @@ def proofs(knob: str, path: Path, seq_len: int, num_layers: int = 1) -> tuple[Pr
         return f"aten::addcmul ×{calls}" if calls >= max(1, seq_len * num_layers) else None
 
     def scan(evidence: Evidence) -> str | None:
-        if evidence.device == "cuda" and HAS_TRITON:
+        if evidence.device == "cuda" and HAS_KERNELS:
             launches = sum(n for name, n in evidence.kernels.items() if "stepscope_ema_forward" in name)
             return f"stepscope_ema_forward ×{launches}" if launches >= max(1, num_layers) else None
         products = evidence.written("baddbmm")

@@ -17,7 +17,7 @@ time instead, from the sensitivity s_t = ∂u_t/∂q = q·s_{t−1} + u_{t−1}:
     w̄ = conj(Σ ḡ_t·u_t)          q̄ = conj(w·Σ ḡ_t·s_t) + F_{L−1}·conj(s_{L−1})
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How a kernel is launched; benchmarks/ema_paths.py compares them."""
+    """How a kernel is launched; benchmarks/ema_paths.py compares the options."""
 
     block_width: int = 8
-    """Channels a program owns."""
+    """Channels per program."""
     num_warps: int = 1
-    """More than block_width ÷ 32 would spread the sum over n across warps."""
+    """More than block_width ÷ 32 would split the sum over n across warps."""
 
 
 FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS = Launch(), Launch(), Launch()
@@ -46,7 +46,7 @@ def _load_rows(pointers, stride: tl.constexpr, rows):
     """Return the next eight rows, zeros beyond the last; all eight loads are in flight at once."""
     loaded = ()
     for i in tl.static_range(8):
-        loaded = loaded + (tl.load(pointers + i * stride, mask=rows > i, other=0.0),)
+        loaded = loaded + (tl.load(pointers + i * stride, mask=rows > i, other=0.0),)  # noqa: RUF005
     return loaded
 
 
@@ -101,7 +101,7 @@ def _eight_steps(
     outputs = ()
     for i in tl.static_range(8):
         re, im, out = _step(re, im, rows[i], q_re, q_im, w_re, w_im, omega, BACKWARD)
-        outputs = outputs + (out,)
+        outputs = outputs + (out,)  # noqa: RUF005
     # Stored together at the end: a store between two steps would delay the loads after it.
     for i in tl.static_range(8):
         tl.store(to + i * stride, outputs[i].to(to.dtype.element_ty), mask=inside)
@@ -243,7 +243,7 @@ def stepscope_ema_backward_weights(
 
 
 def _sizes(x: Tensor, q: Tensor, launch: Launch) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
-    """Grid, the kernels' numbers and their constants."""
+    """Return the grid, the integer arguments and the constants of the kernels."""
     batch, length, width = x.shape
     num_states = q.shape[1]
     constants = {
@@ -256,14 +256,14 @@ def _sizes(x: Tensor, q: Tensor, launch: Launch) -> tuple[tuple[int, int], tuple
 
 
 def _planes(pairs: Tensor) -> Tensor:
-    """Real pairs [..., D, N, 2] as the kernels have them: [..., 2, N, D]."""
+    """Return real pairs [..., D, N, 2] in the kernels' layout [..., 2, N, D]."""
     return pairs.transpose(-1, -3).contiguous()
 
 
 def forward(
     x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None, launch: Launch = FORWARD
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, L, D] in x's dtype and last state [B, D, N, 2] in q's, for q and w [D, N, 2] and skip [D]."""
+    """Return outputs [B, L, D] in x's dtype and last state [B, D, N, 2], for q and w [D, N, 2] and skip [D]."""
     x, skip, q, w = x.contiguous(), skip.contiguous(), _planes(q), _planes(w)
     y, last = torch.empty_like(x), q.new_empty(x.shape[0], *q.shape)
     grid, sizes, constants = _sizes(x, q, launch)
@@ -276,7 +276,7 @@ def forward(
 def backward(
     grad_y: Tensor, grad_last: Tensor, x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, q, w, skip and the incoming state."""
+    """Return the gradients of x, q, w, skip and the incoming state."""
     grad_x, grad_state = backward_input(grad_y, grad_last, q, w, skip)
     return grad_x, *backward_weights(grad_y, grad_last, x, q, w, state), grad_state
 
@@ -284,7 +284,7 @@ def backward(
 def backward_input(
     grad_y: Tensor, grad_last: Tensor, q: Tensor, w: Tensor, skip: Tensor, launch: Launch = BACKWARD_INPUT
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the incoming state."""
+    """Return the gradients of x and of the incoming state."""
     grad_y, skip, grad_last, q, w = grad_y.contiguous(), skip.contiguous(), *map(_planes, (grad_last, q, w))
     grad_x, grad_state = torch.empty_like(grad_y), torch.empty_like(grad_last)
     grid, sizes, constants = _sizes(grad_y, q, launch)
@@ -302,7 +302,7 @@ def backward_weights(
     state: Tensor | None,
     launch: Launch = BACKWARD_WEIGHTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, w and skip."""
+    """Return the gradients of q, w and skip."""
     grad_y, x, grad_last, q, w = grad_y.contiguous(), x.contiguous(), *map(_planes, (grad_last, q, w))
     grad_q, grad_w = torch.empty_like(grad_last), torch.empty_like(grad_last)
     grad_skip = q.new_empty(x.shape[0], x.shape[2])

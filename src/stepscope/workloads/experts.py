@@ -1,19 +1,18 @@
-"""A mixture-of-experts layer, and six ways to bring tokens to their experts and back.
+"""A mixture-of-experts layer with six ways to dispatch tokens to experts and back.
 
-A token is routed to `top_k` experts: it fills that many *slots*. The experts read *rows*. What sets the ways apart is
-the order of the rows, the matrix product over them, and how the rows' outputs find the way back:
+A token is routed to `top_k` experts: it fills that many *slots*. The experts read *rows*. The ways differ in the
+order of the rows, in the matmul over them, and in how the outputs are combined:
 
-    loop      rows sorted by expert, one product an expert (the host waits for the counts), index_add; as it is
-              first written: each expert's output is assigned to its slice
-    one_hot   rows in order by running counts of a one-hot mask, no sort; grouped product, index_add
-    capacity  the same number of rows for every expert, what is over is dropped; batched product
-    tile      rows sorted, every expert's count rounded up to 128; grouped product
-    grouped   rows sorted, nothing added, nothing dropped; grouped product
-    indexed   `capacity` as it is first written: rows that nobody fills read token 0, and all goes by x[index], so
-              that the backward adds the gradients of all those rows to one token, one after the other
+    loop      the naive version: rows sorted by expert, one matmul per expert (the host waits for counts), index_add
+    one_hot   rows ordered by running counts of a one-hot mask, no sort; grouped matmul, index_add
+    capacity  the same number of rows for every expert, the excess is dropped; batched matmul
+    tile      rows sorted, every expert's count rounded up to 128; grouped matmul
+    grouped   rows sorted, no padding, nothing dropped; grouped matmul
+    indexed   the naive version of `capacity`: unfilled rows read token 0, all by x[index], so the backward pass adds
+              the gradients of all those rows to one token, one after another
 
-`capacity`, `tile` and `grouped` go both ways by gathers, backward pass included: no atomic additions. They also have
-one product for the router and the shared expert's gate.
+`capacity`, `tile` and `grouped` use gathers in both directions, also in the backward pass, so there are no atomic
+additions. They also compute the router and the shared expert's gate in one matmul.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
+from stepscope.workloads import gelu
 from stepscope.workloads.gelu import Gelu, gelu_by
-from stepscope.workloads.workload import Evidence, Proof, numbers
+from stepscope.workloads.workload import Built, Evidence, Proof, Value, knob, numbers
 
 Dispatch = Literal["loop", "capacity", "one_hot", "tile", "grouped", "indexed"]
 Routing = Literal["learned", "balanced"]
@@ -38,41 +38,49 @@ _GATHERED = ("capacity", "tile", "grouped")
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertKnobs:
+    """The knobs of a mixture-of-experts layer."""
+
+    experts: int = knob(8, "routed experts, not counting the shared one")
+    top_k: int = knob(2, "experts per token")
+    d_expert: int = knob(3072, "hidden width of a routed expert")
+    dispatch: Dispatch = knob("loop", "how tokens get to their experts and back")  # noqa: RUF009
+    capacity_factor: float = knob(1.25, "rows per expert over the mean, with dispatch=capacity; the rest is dropped")
+    routing: Routing = knob(  # noqa: RUF009
+        "learned", "balanced: a hash routes as evenly as a trained router; an untrained one fills two of eight"
+    )
+    gelu: Gelu = knob("torch", "kept: one kernel per direction, its output kept for the backward pass")  # noqa: RUF009
+
+
+GATE: Mapping[str, Value] = {"experts": 4, "top_k": 2, "d_expert": 40, "capacity_factor": 2.0}
+"""Sizes for the gate. The capacity factor is experts ÷ top_k, so no token is dropped, whatever the router does."""
+
+
 class MixtureOfExperts(nn.Module):
     """Σ over the chosen experts of softmax(router x) · W2 gelu(W1 x), not renormalized, + a gated shared expert."""
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        num_experts: int,
-        top_k: int,
-        expert_width: int,
-        shared_width: int,
-        dispatch: Dispatch,
-        capacity_factor: float,
-        routing: Routing = "learned",
-        gelu: Gelu = "torch",
-    ) -> None:
+    def __init__(self, width: int, shared_width: int, knobs: ExpertKnobs) -> None:
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise UsageError(f"top_k={top_k}: a token goes to 1 … {num_experts} experts")
-        if capacity_factor <= 0:
-            raise UsageError(f"capacity_factor={capacity_factor}: it must be positive")
-        self.top_k, self.dispatch, self.capacity_factor, self.routing = top_k, dispatch, capacity_factor, routing
-        self.gelu: Gelu = gelu
+        self.top_k, self.dispatch, self.capacity_factor = knobs.top_k, knobs.dispatch, knobs.capacity_factor
+        self.routing, self.gelu = knobs.routing, knobs.gelu
+        num_experts, expert_width = knobs.experts, knobs.d_expert
+        if not 1 <= self.top_k <= num_experts:
+            raise UsageError(f"top_k={self.top_k}: must be between 1 and the number of experts ({num_experts})")
+        if self.capacity_factor <= 0:
+            raise UsageError(f"capacity_factor={self.capacity_factor}: must be positive")
         self.router = nn.Linear(width, num_experts, bias=False)
         self.w1 = nn.Parameter(torch.randn(num_experts, width, expert_width) * width**-0.5)
         self.w2 = nn.Parameter(torch.randn(num_experts, expert_width, width) * expert_width**-0.5)
         self.shared_w1 = nn.Linear(width, shared_width, bias=False)
         self.shared_w2 = nn.Linear(shared_width, width, bias=False)
         self.shared_gate = nn.Linear(width, 1, bias=False)
-        # Written in place, as a running mean is: a CUDA graph may replay the pass, and nobody waits for it.
+        # Updated in place, like a running mean: works in a CUDA graph and needs no synchronization.
         self.register_buffer("slots_per_expert", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("last_rows", torch.zeros(num_experts, dtype=torch.int32), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., width] → the layer's output, and E · Σ_e share_e · mean probability_e: 1 in perfect balance."""
+        """Return the layer's output for x [..., width], and E · Σ_e share_e · mean probability_e: 1 if balanced."""
         tokens = x.reshape(-1, x.shape[-1])
         logits, gate = self._gates(tokens)
         probabilities = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
@@ -90,10 +98,10 @@ class MixtureOfExperts(nn.Module):
         return out.reshape(x.shape), balance
 
     def _gates(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The router's logits and the shared expert's."""
+        """Return the logits of the router and of the shared expert's gate."""
         if self.dispatch not in _GATHERED:
             return self.router(tokens), self.shared_gate(tokens)
-        # One product of an aligned width for both: that of width 1 is as slow, and its backward slower.
+        # One matmul of aligned width for both: a matmul of width 1 is just as slow, and its backward slower.
         num_experts = self.w1.shape[0]
         weight = torch.cat((self.router.weight, self.shared_gate.weight))
         both = functional.linear(tokens, functional.pad(weight, (0, 0, 0, -len(weight) % 16)))
@@ -103,8 +111,8 @@ class MixtureOfExperts(nn.Module):
         if self.routing == "learned":
             weights, experts = probabilities.topk(self.top_k, dim=-1)
             return weights, experts
-        # A token's first expert by a multiplicative hash of its place (Knuth, vol. 3, 6.4), the others beside it.
-        # Small factors: compiled, this is index arithmetic in 32 bits, and Triton takes no larger constants there.
+        # The first expert is a multiplicative hash of the position (Knuth, vol. 3, 6.4), the others follow it. The
+        # factors are small because compiled code uses 32-bit index arithmetic.
         num_tokens, num_experts = probabilities.shape
         places = torch.arange(num_tokens, device=probabilities.device)[:, None]
         others = torch.arange(self.top_k, device=probabilities.device)
@@ -131,7 +139,7 @@ class MixtureOfExperts(nn.Module):
         if self.dispatch == "tile":
             tiled = (counts + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
             ends = tiled.cumsum(0)
-            # So many rows are enough wherever the tokens go; the last expert's tail is computed and never read.
+            # Enough rows for any routing; the last expert's tail is computed but never read.
             num_rows = math.ceil((experts.numel() + counts.shape[0] * (TILE_ROWS - 1)) / TILE_ROWS) * TILE_ROWS
             placement = _padded(experts, counts, ends - tiled, num_rows, None)
             ends = torch.cat((ends[:-1], ends.new_full((1,), num_rows)))
@@ -167,7 +175,7 @@ class MixtureOfExperts(nn.Module):
 
     def _one_hot(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0)
-        # Scanned along the last dimension, where a GPU scans in parallel.
+        # Scanned along the last dimension, where GPUs scan in parallel.
         row_of_slot = ((chosen.cumsum(1) + (ends - counts)[:, None] - 1) * chosen).sum(0)
         slot_of_row = _inverse(row_of_slot)
         token = slot_of_row // self.top_k
@@ -182,7 +190,7 @@ class MixtureOfExperts(nn.Module):
         kept = rank < capacity
         slots = torch.arange(experts.numel(), device=x.device)
         row_of_slot = experts * capacity + rank.clamp(max=capacity - 1)
-        # What has no place goes to a row after the last, which is cut off.
+        # Dropped slots go to an extra last row, which is removed.
         token_of_row = torch.zeros(num_rows + 1, dtype=torch.int64, device=x.device)
         token_of_row[torch.where(kept, row_of_slot, num_rows)] = slots // self.top_k
         rows = x[token_of_row[:-1]].view(counts.shape[0], capacity, -1)
@@ -204,15 +212,14 @@ class MixtureOfExperts(nn.Module):
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows [R, D] × weights [E, D, F] → [R, F], where expert e owns the rows before `ends[e]`, the last all others.
+    """Return rows [R, D] × weights [E, D, F] as [R, F]; `ends[e]` is the end of the rows of expert e.
 
-    One grouped product in bfloat16, the dtype that torch has a kernel for (2.8 on CUDA, 2.10 anywhere). In every
-    other dtype, and before, one product an expert: `aten::_grouped_mm` is then missing from the trace, and with it
-    the proof.
+    One grouped matmul in bfloat16, the only dtype with a kernel (torch 2.8 on CUDA, 2.10 elsewhere). Otherwise one
+    matmul per expert; then `aten::_grouped_mm` is missing from the trace, and the claim is unproven.
     """
     device = rows.device.type
     if torch.is_autocast_enabled(device):
-        # Autocast does not know the grouped product.
+        # Autocast does not cover the grouped matmul.
         dtype = torch.get_autocast_dtype(device)
         rows, weights = rows.to(dtype), weights.to(dtype)
     if rows.dtype is torch.bfloat16:
@@ -226,8 +233,7 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def rows_per_expert(num_slots: int, num_experts: int, capacity_factor: float) -> int:
-    """Rows of each expert under `capacity`: factor × the mean, rounded up to 8 (16 bytes in bfloat16), never more
-    than there are slots.
+    """Return the rows per expert under `capacity`: factor × mean, rounded up to 8, at most the number of slots.
 
     >>> rows_per_expert(131_072, 8, 1.25)
     20480
@@ -238,14 +244,14 @@ def rows_per_expert(num_slots: int, num_experts: int, capacity_factor: float) ->
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Which row a slot has, and which slot a row."""
+    """Which row each slot has, and which slot each row."""
 
     row_of_slot: Tensor
     slot_of_row: Tensor
     kept: Tensor | None = None
-    """Slots that have a row; None: all."""
+    """Which slots have a row; None: all."""
     filled: Tensor | None = None
-    """Rows that have a slot; None: all."""
+    """Which rows have a slot; None: all."""
 
 
 def _sorted(experts: Tensor) -> _Placement:
@@ -254,7 +260,7 @@ def _sorted(experts: Tensor) -> _Placement:
 
 
 def _padded(experts: Tensor, counts: Tensor, starts: Tensor, num_rows: int, capacity: int | None) -> _Placement:
-    """Expert e's slots in rows `starts[e]` and on, at most `capacity` of them."""
+    """Place the slots of expert e in rows from `starts[e]`, at most `capacity` of them."""
     order = experts.argsort(stable=True)
     first = counts.cumsum(0) - counts
     rank = _inverse(order) - first[experts]
@@ -262,7 +268,7 @@ def _padded(experts: Tensor, counts: Tensor, starts: Tensor, num_rows: int, capa
     rows = torch.arange(num_rows, device=experts.device)
     owner = torch.searchsorted(starts, rows, right=True) - 1
     rank_of_row = rows - starts[owner]
-    # A row without a slot repeats another's token: its output is not read, and its gradient is set to zero.
+    # A row without a slot repeats another token; its output is not read, and its gradient is set to zero.
     slot_of_row = order[(first[owner] + rank_of_row).clamp(max=experts.numel() - 1)]
     kept = None if capacity is None else rank < capacity
     return _Placement(row_of_slot, slot_of_row, kept, rank_of_row < counts[owner])
@@ -273,7 +279,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class _ToRows(torch.autograd.Function):
-    """tokens → rows. A token's gradient is gathered from its slots' rows; autograd would add them atomically."""
+    """Tokens → rows. A token's gradient is gathered from the rows of its slots; autograd would add atomically."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None, k: int) -> Tensor:
@@ -289,7 +295,7 @@ class _ToRows(torch.autograd.Function):
 
 
 class _FromRows(torch.autograd.Function):
-    """rows → slots. The gradient of a row is its slot's."""
+    """Rows → slots. The gradient of a row is that of its slot."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, filled: Tensor | None) -> Tensor:
@@ -307,9 +313,9 @@ def _only(rows: Tensor, wanted: Tensor | None) -> Tensor:
 
 
 def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
-    """What the last pass of the layers did: dropped slots, the busiest expert's load over the mean, rows added.
+    """Return figures of the last pass: dropped slots, the busiest expert's load over the mean, padding rows.
 
-    `dropped_flops` are of a forward pass: two products a slot.
+    `dropped_flops` counts a forward pass: two matmuls per slot.
     """
     counts = torch.stack([layer.slots_per_expert for layer in layers]).cpu()
     ends = torch.stack([layer.last_rows for layer in layers]).cpu()
@@ -331,13 +337,37 @@ def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
     }
 
 
+def built(
+    module: nn.Module,
+    layers: Sequence[MixtureOfExperts],
+    knobs: ExpertKnobs,
+    *,
+    batch: Callable[[], Mapping[str, Tensor]],
+    num_tokens: int,
+    forward_flops: int,
+    proofs: tuple[Proof, ...] = (),
+) -> Built:
+    """Return a workload around these layers, with their proofs and facts and the parameters used per token."""
+    idle = (knobs.experts - knobs.top_k) * 2 * layers[0].w1.shape[1] * knobs.d_expert * len(layers)
+    dispatched = proof(knobs.dispatch, len(layers), knobs.experts)
+    return Built(
+        module=module,
+        batch=batch,
+        num_tokens=num_tokens,
+        forward_flops=forward_flops,
+        num_active_parameters=sum(p.numel() for p in module.parameters()) - idle,
+        proofs=(dispatched, *gelu.proofs(knobs.gelu, 2 * len(layers)), *proofs),
+        facts=lambda: facts(layers),
+    )
+
+
 def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
-    """How a traced pass shows that the tokens went to their experts in this way."""
+    """Return proof that tokens were dispatched this way."""
     claim = f"dispatch={dispatch}"
     num_layers = max(1, num_layers)
 
     def capacity(evidence: Evidence) -> str | None:
-        # Attention's math back end multiplies in batches too: what only this and `tile` call must be there besides.
+        # The math backend of attention calls bmm too, so an op that only this and `tile` call must have run as well.
         products, searches = evidence.calls("aten::bmm"), evidence.written("searchsorted")
         grouped_instead = evidence.calls("grouped_mm") or evidence.written("tensor_split", "bincount")
         enough = products >= 2 * num_layers and searches >= num_layers
@@ -349,12 +379,12 @@ def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
         return f"aten::mm ×{products}, aten::bincount ×{waits}" if enough else None
 
     def one_hot(evidence: Evidence) -> str | None:
-        # Compiled in bfloat16, index_add is an index_put that accumulates.
+        # Compiled in bfloat16, index_add becomes an accumulating index_put.
         added, num_sorted = evidence.calls("index_add", "index_put"), evidence.calls("aten::sort", "argsort")
         return f"index_add or index_put ×{added}, no aten::sort" if added >= num_layers and not num_sorted else None
 
     def grouped(evidence: Evidence) -> str | None:
-        # On a GPU the op falls back to one product a group where it has no kernel, so that the kernel must be seen.
+        # On a GPU the op falls back to one matmul per group without a kernel, so the kernel itself must have run.
         on_cuda = evidence.device == "cuda"
         parts = ("grouped", "GroupProblemShape") if on_cuda else ("aten::_grouped_mm",)
         launches = sum(count for name, count in evidence.kernels.items() if any(part in name for part in parts))

@@ -1,8 +1,8 @@
 """A user's own workload: `my.module:build` or `path/to/file.py:build`.
 
-The function's keyword arguments are the knobs. It returns `(module, batch)`, where `batch()` gives a tensor, or a
-tuple or dict of tensors, for `module`, and optionally a third, the number of tokens in a batch; or a function without
-arguments that is one whole step of the user's own loop.
+The function's keyword arguments are the knobs. It returns `(module, batch)`, where `batch()` returns a tensor, or a
+tuple or dict of tensors, for `module`. An optional third element is the number of tokens per batch. Or it returns a
+function without arguments that runs one complete step of the user's loop.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from stepscope.workloads.workload import Batch, Built, Value, WholeStep, Workloa
 if typing.TYPE_CHECKING:
     import torch
 
-SHAPES = "(module, batch function), or a function that is one whole step"
+SHAPES = "(module, batch function), or a function that runs one complete step"
 
 
 def user_factory(name: str) -> Workload[Any]:
-    """The workload that `name`, a module or a file and a function in it, stands for."""
+    """Return the workload of a function in a module or file."""
     place, _, function_name = name.rpartition(":")
     if not place or not function_name:
-        raise UsageError(f"{name!r}: my.module:build or path/to/file.py:build")
+        raise UsageError(f"{name!r}: write my.module:build or path/to/file.py:build")
     is_file = place.endswith(".py") or "/" in place or "\\" in place
     module = _from_file(Path(place)) if is_file else _from_module(place)
     function = getattr(module, function_name, None)
-    if isinstance(function, Workload):  # with presets, a reference, a gate and proofs of its own
+    if isinstance(function, Workload):  # has its own presets, reference, gate and proofs
         return dataclasses.replace(function, name=name)
     if not callable(function):
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        raise UsageError(f"there is no function {function_name!r} in {place}: {nearest(function_name, public)}")
+        raise UsageError(f"{place} has no function {function_name!r}: {nearest(function_name, public)}")
     return Workload(
         name=name,
-        about=(inspect.getdoc(function) or "a factory of your own").splitlines()[0],
+        about=(inspect.getdoc(function) or "a user-defined workload").splitlines()[0],
         config=_config_of(function, name),
         presets={"default": {}},
         build=lambda config: normalized(function(**vars_of(config)), name),
@@ -52,15 +52,15 @@ def user_factory(name: str) -> Workload[Any]:
 
 
 def refuse_file(name: str) -> NoReturn:
-    """Say what to write after the name of a file, or that there is no such file."""
+    """Raise UsageError: the function is missing after the file name, or the file does not exist."""
     _check_file(Path(name))
     raise UsageError(
-        f"{name} is a file: name the function in it that builds what is to run, {name}:build; it returns {SHAPES}"
+        f"{name} is a file. Add the function that builds the workload, {name}:build. It must return {SHAPES}."
     )
 
 
 def vars_of(config: Any) -> dict[str, Value]:
-    """The knobs of a configuration with their values."""
+    """Return the knobs of a configuration with their values."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
@@ -68,20 +68,20 @@ def _check_file(path: Path) -> None:
     if not path.is_file():
         folder = path.parent
         beside = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
-        where = f"{path.name} in {folder.resolve()}" if folder.is_dir() else f"{path}, nor a folder {folder}"
-        raise UsageError(f"there is no file {where}: {nearest(path.name, beside)}")
+        where = f"in {folder.resolve()}" if folder.is_dir() else f"(no folder {folder})"
+        raise UsageError(f"{path.name} not found {where}: {nearest(path.name, beside)}")
 
 
 def _from_file(path: Path) -> ModuleType:
     _check_file(path)
-    # The file's neighbors can be imported, as when Python runs it.
+    # Files in the same folder can be imported, as when Python runs the file.
     folder_text = str(path.resolve().parent)
     if folder_text not in sys.path:
         sys.path.insert(0, folder_text)
     spec = importlib.util.spec_from_file_location(f"stepscope_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up by name
+    sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module by name
     spec.loader.exec_module(module)
     return module
 
@@ -93,27 +93,27 @@ def _from_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there; what it imports is not
+            raise  # the module exists, but something it imports does not
         parent, _, last = error.name.rpartition(".")
         paths = sys.modules[parent].__path__ if parent else [str(Path.cwd())]
         beside = (module.name for module in pkgutil.iter_modules(paths))
-        raise UsageError(f"there is no module {error.name}: {nearest(last or parent, beside)}") from None
+        raise UsageError(f"Module {error.name} not found: {nearest(last or parent, beside)}") from None
 
 
 def _config_of(function: Callable[..., Any], name: str) -> type[Any]:
-    """A configuration whose fields are the function's keyword arguments."""
+    """Return a configuration class whose fields are the function's keyword arguments."""
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # an annotation may name what is there for a type checker only
+    except Exception:  # an annotation may name something imported for type checkers only
         hints = {}
     fields = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.default is parameter.empty or parameter.kind is parameter.POSITIONAL_ONLY:
-            raise UsageError(f"{name}: argument {parameter.name!r} needs a default and a name, to be a knob")
+            raise UsageError(f"{name}: argument {parameter.name!r} needs a default and must be allowed as a keyword")
         if not isinstance(parameter.default, int | float | bool | str):
-            continue  # not something to be typed: it keeps its default
+            continue  # cannot be typed on a command line, so it keeps its default
         hint = hints.get(parameter.name)
         known = hint in (int, float, bool, str) or typing.get_origin(hint) is Literal
         kind = hint if known else type(parameter.default)
@@ -122,7 +122,7 @@ def _config_of(function: Callable[..., Any], name: str) -> type[Any]:
 
 
 def normalized(made: object, name: str) -> Built | WholeStep:
-    """What a factory returned as what a sweep runs; UsageError when it is neither of the two."""
+    """Return a factory's result in the form a sweep runs; UsageError for anything else."""
     from torch import nn
 
     if isinstance(made, Built | WholeStep):
@@ -133,17 +133,17 @@ def normalized(made: object, name: str) -> Built | WholeStep:
             return Built(module=_wrapped(module), batch=lambda: _named(batch(), name), num_tokens=sum(rest))
     elif callable(made) and not isinstance(made, nn.Module):
         return WholeStep(made)
-    raise UsageError(f"{name} returned {_in_words(made)}: it must return {SHAPES}")
+    raise UsageError(f"{name} returned {_types(made)}. It must return {SHAPES}.")
 
 
-def _in_words(made: object) -> str:
+def _types(made: object) -> str:
     if isinstance(made, tuple):
         return f"({', '.join(type(part).__name__ for part in made)})"
     return type(made).__name__
 
 
 def _named(given: object, name: str) -> Batch:
-    """A batch as names and tensors; those that had no name are `0`, `1`, …"""
+    """Return a batch as named tensors; unnamed ones are `0`, `1`, …"""
     import torch
 
     batch: Mapping[Any, Any] | None = None
@@ -154,7 +154,7 @@ def _named(given: object, name: str) -> Batch:
     elif isinstance(given, tuple | list):
         batch = {str(index): value for index, value in enumerate(given)}
     if batch is None or not all(isinstance(value, torch.Tensor) for value in batch.values()):
-        raise UsageError(f"{name}: a batch is a tensor, or a tuple or dict of tensors, not {_in_words(given)}")
+        raise UsageError(f"{name}: a batch must be a tensor, or a tuple or dict of tensors, not {_types(given)}")
     return batch
 
 
@@ -162,7 +162,7 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module:
     from torch import nn
 
     class UserModule(nn.Module):
-        """The user's module, called with a named batch, returning a loss or tensors whatever it returns itself."""
+        """The user's module, called with a named batch; returns a loss or tensors."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -177,7 +177,7 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _loss_or_tensors(out: Any) -> Any:
-    """A scalar loss where there is one, else the tensors of the output."""
+    """Return a scalar loss if there is one, else the tensors of the output."""
     import torch
 
     if isinstance(out, torch.Tensor):
@@ -188,5 +188,7 @@ def _loss_or_tensors(out: Any) -> Any:
     parts = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, tuple | list) else []
     tensors = tuple(part for part in parts if isinstance(part, torch.Tensor))
     if not tensors:
-        raise UsageError(f"the module returned {_in_words(out)}: a loss, tensors, or an output with a loss, please")
+        raise UsageError(
+            f"The module returned {_types(out)}. It must return a loss, tensors, or an output with a loss."
+        )
     return tensors[0].reshape(()) if tensors[0].numel() == 1 else tensors

@@ -1,8 +1,8 @@
-"""GELU two ways: torch's, and one kernel each way that the compiler leaves alone.
+"""GELU in two ways: torch's, and one custom kernel each for forward and backward that the compiler does not touch.
 
-Torch's is what everybody writes. Compiled, it is bound by the instructions of the error function, and the backward
-pass computes it a second time to save the memory of its output. `kept` is an op of its own: its output is kept for
-the backward of the product that reads it, and its kernels move bytes at the memory's speed (gelu_triton.py).
+Compiled, torch's GELU is limited by the instructions of the error function, and the backward pass recomputes it to
+save memory. `kept` is a custom op: its output is kept for the backward pass of the next matmul, and its kernels run
+at memory bandwidth (gelu_triton.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Gelu = Literal["torch", "kept"]
 
 
 def gelu_by(way: Gelu, x: Tensor) -> Tensor:
-    """GELU of x in this way, and its derivative likewise."""
+    """Return GELU of x, computed this way in both directions."""
     y: Tensor = kept_gelu(x) if way == "kept" else functional.gelu(x)
     return y
 
 
 def _is_fused(x: Tensor) -> bool:
-    # The polynomial has the precision of float32.
+    # The polynomial is only as precise as float32.
     return x.is_cuda and HAS_TRITON and x.dtype is not torch.float64
 
 
@@ -67,7 +67,7 @@ kept_gelu.register_autograd(_gradient, setup_context=_save_input)
 
 
 def proofs(way: Gelu, num_calls: int) -> tuple[Proof, ...]:
-    """What a traced pass must show of `kept`: the op, and on a GPU its kernel."""
+    """Return the proofs of `kept`: the op ran, and on a GPU its kernel."""
 
     def shows(evidence: Evidence) -> str | None:
         on_gpu = evidence.device == "cuda" and HAS_TRITON

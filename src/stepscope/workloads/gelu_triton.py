@@ -1,8 +1,8 @@
-"""GELU and its derivative in Triton, as fast as the memory.
+"""GELU and its derivative in Triton, at memory bandwidth.
 
-An error function takes so many instructions that a GPU is bound by them, not by the bytes. Here it is
-1 − p(t) · exp(−x² ÷ 2) with t = 1 ÷ (1 + 0.3275911 |x| ÷ √2) and a polynomial p of degree 5 (Abramowitz and Stegun,
-7.1.26: at most 1.5e-7 off, which is float32's own rounding); the derivative has the same exponential.
+The usual error function takes so many instructions that they limit the GPU. Here it is 1 − p(t) · exp(−x² ÷ 2) with
+t = 1 ÷ (1 + 0.3275911 |x| ÷ √2) and a polynomial p of degree 5 (Abramowitz and Stegun, 7.1.26; the error is at most
+1.5e-7, as small as float32 rounding). The derivative uses the same exponential.
 """
 
 # Triton's decorators and kernels have no types.
@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# So that each of 128 threads moves 16 bytes of bfloat16 at once, twice.
+# Each of 128 threads moves 16 bytes of bfloat16 at once, twice.
 BLOCK = 2048
 
 
 @triton.jit
 def _distribution(x):
-    """The normal distribution's Φ(x), and exp(−x² ÷ 2)."""
+    """Return the normal distribution's Φ(x), and exp(−x² ÷ 2)."""
     bell = tl.exp2(x * x * -0.72134752)
     t = 1.0 / (1.0 + 0.231641888 * tl.abs(x))
     p = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
@@ -48,7 +48,7 @@ def stepscope_gelu_backward(grad_y, x, grad_x, size, BLOCK: tl.constexpr):
 
 
 def forward(x: Tensor) -> Tensor:
-    """GELU of x, in its dtype."""
+    """Return GELU of x, in its dtype."""
     x = x.contiguous()
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
@@ -57,7 +57,7 @@ def forward(x: Tensor) -> Tensor:
 
 
 def backward(grad_y: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x."""
+    """Return the gradient of x."""
     grad_y, x = grad_y.contiguous(), x.contiguous()
     grad_x = torch.empty_like(x)
     with torch.cuda.device_of(x):

@@ -1,4 +1,4 @@
-"""Any Hugging Face configuration, `hf:path/to/config.json`: its model with random weights. Nothing is fetched."""
+"""Any Hugging Face configuration, `hf:path/to/config.json`, with random weights. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.workloads.knobs import nearest
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, ran
+from stepscope.workloads.workload import Batch, Built, Proof, Workload, knob, ran, wrote
 
 if TYPE_CHECKING:
     import torch
@@ -24,20 +24,20 @@ TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGene
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HuggingFaceConfig:
-    """The knobs of a Hugging Face model; all else is in its config.json."""
+    """The knobs of a Hugging Face model; everything else is in its config.json."""
 
-    batch: int = knob(4, "sequences in a batch")
-    seq_len: int = knob(512, "tokens of a sequence")
-    attn: Literal["sdpa", "eager"] = knob("sdpa", "attention implementation, as transformers calls them")
-    layers: int = knob(0, "only the first so many layers; 0: as many as the configuration says")
-    dropout: bool = knob(False, "keep the configuration's dropout; variants cannot be compared with it")
+    batch: int = knob(4, "sequences per batch")
+    seq_len: int = knob(512, "tokens per sequence")
+    attn: Literal["sdpa", "eager"] = knob("sdpa", "attention implementation, as named by transformers")
+    layers: int = knob(0, "use only this many layers; 0: as many as the configuration has")
+    dropout: bool = knob(False, "keep the configuration's dropout; variants then cannot be compared")
     checkpoint: Literal[0, 1] = knob(
         0, "1: recompute every block in the backward pass (gradient_checkpointing_enable)"
     )
 
 
 def hugging_face(path: str) -> Workload[HuggingFaceConfig]:
-    """The workload of a config.json, or of a folder with one."""
+    """Return the workload of a config.json, or of a folder with one."""
     given = _read(Path(path))
     _transformers()
     name = (given.get("architectures") or [""])[0] or f"{given['model_type']}, causal LM"
@@ -53,21 +53,21 @@ def hugging_face(path: str) -> Workload[HuggingFaceConfig]:
 
 
 def build(given: Mapping[str, Any], config: HuggingFaceConfig) -> Built:
-    """The model that a configuration (as read from JSON) describes, and random tokens."""
+    """Return the model of a configuration (as read from JSON), with random tokens as its batch."""
     import torch
 
     settings = _settings(given, config)
     text = settings.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and config.seq_len > longest:
-        raise UsageError(f"seq_len={config.seq_len}: the configuration's max_position_embeddings is {longest}")
+        raise UsageError(f"seq_len={config.seq_len} exceeds the configuration's max_position_embeddings, {longest}")
     kind = _class_of(given, settings)
     if config.attn == "sdpa" and not getattr(kind, "_supports_sdpa", True):
-        raise UsageError(f"attn=sdpa: {kind.__name__} has no such attention in transformers; take --set attn=eager")
+        raise UsageError(f"{kind.__name__} does not support attn=sdpa in transformers. Use --set attn=eager.")
     model = kind._from_config(settings, attn_implementation=config.attn)
     if model.main_input_name != "input_ids":
         raise UsageError(
-            f"{type(model).__name__} reads {model.main_input_name}: only models that read tokens run here"
+            f"{type(model).__name__} reads {model.main_input_name}. Only models that read tokens are supported."
         )
     if config.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -89,17 +89,12 @@ def build(given: Mapping[str, Any], config: HuggingFaceConfig) -> Built:
 def _proof(attn: str) -> Proof:
     if attn == "sdpa":
         return ran("attn=sdpa", "scaled_dot_product")
-
-    def eager(evidence: Evidence) -> str | None:
-        calls = evidence.written("softmax")
-        return f"softmax ×{calls}, no fused attention" if calls and not evidence.calls("scaled_dot_product") else None
-
-    return Proof(claim="attn=eager", shows=eager)
+    return wrote("attn=eager", "softmax", without=("scaled_dot_product",), note=", no fused attention")
 
 
 def _transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
-        raise MissingDependencyError("hf: needs transformers: pip install transformers")
+        raise MissingDependencyError("hf: workloads need transformers: pip install transformers")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
@@ -110,24 +105,26 @@ def _read(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         beside = sorted(p.name for p in file.parent.glob("*.json")) if file.parent.is_dir() else []
-        raise UsageError(f"there is no file {file}: {nearest(file.name, beside)}")
+        raise UsageError(f"{file} not found: {nearest(file.name, beside)}")
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"{file} is no JSON: {error}") from None
+        raise UsageError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
-        raise UsageError(f"{file} is no configuration of transformers: it has no model_type")
+        raise UsageError(f"{file} is not a transformers configuration: it has no model_type")
     if "quantization_config" in given:
-        raise UsageError(f"{file} is of a quantized model: its weights would be others here, take that part out")
+        raise UsageError(
+            f"{file} describes a quantized model, whose weights cannot be random. Remove quantization_config."
+        )
     return given
 
 
 def _settings(given: Mapping[str, Any], config: HuggingFaceConfig) -> Any:
-    """The configuration object: weights in float32, no cache, the knobs applied."""
+    """Return the configuration object: float32 weights, no cache, the knobs applied."""
     known = _transformers().CONFIG_MAPPING
     model_type = given["model_type"]
     if model_type not in known:
-        own = "; its own code (auto_map) is never run" if "auto_map" in given else ""
+        own = "; custom code (auto_map) is never run" if "auto_map" in given else ""
         raise UsageError(f"transformers does not know model_type {model_type!r}: {nearest(model_type, known)}{own}")
     kind = known[model_type]
     kept = {key: value for key, value in given.items() if key not in ("auto_map", "dtype", "torch_dtype")}
@@ -145,13 +142,13 @@ def _settings(given: Mapping[str, Any], config: HuggingFaceConfig) -> Any:
 
 
 def _shorter(given: Mapping[str, Any], count: str, num_layers: int) -> dict[str, Any]:
-    """The configuration with fewer layers; lists with one entry a layer are cut as well.
+    """Return the configuration with fewer layers; lists with one entry per layer are shortened too.
 
     >>> _shorter({"n": 3, "layer_types": ["a", "b", "a"]}, "n", 2)
     {'n': 2, 'layer_types': ['a', 'b']}
     """
     if count not in given:
-        raise UsageError(f"layers={num_layers}: the configuration does not say its own {count}")
+        raise UsageError(f"layers={num_layers}: the configuration has no {count}")
     num_given = given[count]
     return {
         key: min(value, num_layers)
@@ -168,11 +165,11 @@ def _class_of(given: Mapping[str, Any], settings: Any) -> Any:
     for name in given.get("architectures") or ():
         found = getattr(transformers, name, None)
         if found is None:
-            raise UsageError(f"transformers has no class {name!r} (architectures)")
+            raise UsageError(f"transformers has no class {name!r}, named in architectures")
         return found
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(settings) not in causal:
-        raise UsageError(f"{given['model_type']} has no causal LM: name the class in architectures")
+        raise UsageError(f"{given['model_type']} has no causal LM. Name the class in architectures.")
     return causal[type(settings)]
 
 
@@ -180,7 +177,7 @@ def _wrapped(model: torch.nn.Module) -> torch.nn.Module:
     from torch import nn
 
     class HuggingFaceModel(nn.Module):
-        """tokens → logits or hidden states; with targets, which the model shifts itself, the loss."""
+        """Tokens → logits or hidden states; with targets, which the model shifts itself, the loss."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -188,6 +185,6 @@ def _wrapped(model: torch.nn.Module) -> torch.nn.Module:
 
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
             out = self.model(input_ids=tokens) if targets is None else self.model(input_ids=tokens, labels=targets)
-            return out[0]  # the loss comes first where there are labels
+            return out[0]  # with labels the loss comes first
 
     return HuggingFaceModel()

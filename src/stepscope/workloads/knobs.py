@@ -1,4 +1,4 @@
-"""`key=value` as a user types it: the key looked up, the value read, and the nearest right one for a wrong one."""
+"""Reads `key=value` as typed by a user, with suggestions for mistakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOOLS = {"true": True, "on": True, "false": False, "off": False}
 
 
 def nearest(word: str, right: Iterable[str]) -> str:
-    """A question that names the most similar of the right words, or some of them when none is similar.
+    """Return a suggestion: the most similar valid word, or a list of valid words if none is similar.
 
     >>> nearest("seq_length", ["batch", "seq_len"]), nearest("x", ["batch", "seq_len"])
     ('did you mean seq_len?', 'one of: batch, seq_len')
@@ -28,19 +28,19 @@ def nearest(word: str, right: Iterable[str]) -> str:
     if close:
         return f"did you mean {lowered[close[0]]}?"
     shown = ", ".join(words[:MOST_SHOWN]) + (f", … ({len(words)})" if len(words) > MOST_SHOWN else "")
-    return f"one of: {shown}" if words else "there is none"
+    return f"one of: {shown}" if words else "none exist"
 
 
 def check_key(knobs: Sequence[Knob], key: str) -> Knob:
-    """The knob of that name; UsageError with the nearest right one."""
+    """Return the knob of that name; UsageError with a suggestion if there is none."""
     for knob in knobs:
         if knob.name == key:
             return knob
-    raise UsageError(f"there is no knob {key!r}: {nearest(key, (knob.name for knob in knobs))}")
+    raise UsageError(f"Unknown knob {key!r}: {nearest(key, (knob.name for knob in knobs))}")
 
 
 def parse_value(knob: Knob, text: str) -> Value:
-    """The value that the text says for a knob; UsageError with what it takes.
+    """Return the value of a knob from text; UsageError with the allowed values.
 
     >>> parse_value(Knob(name="seq_len", kind=int, default=128, values=None, about=""), "16_384")
     16384
@@ -48,19 +48,19 @@ def parse_value(knob: Knob, text: str) -> Value:
     text = text.strip()
     if knob.kind is bool:
         if text.lower() not in BOOLS:
-            raise UsageError(f"{knob.name}={text}: true or false (on, off)")
+            raise UsageError(f"{knob.name}={text}: must be true or false (on, off)")
         return BOOLS[text.lower()]
     if knob.values is not None:
-        said = _number(knob.kind, text) if knob.kind in (int, float) else text
+        given = _number(knob.kind, text) if knob.kind in (int, float) else text
         for value in knob.values:
-            if said == value and said is not None:
+            if given == value and given is not None:
                 return value
         raise UsageError(f"{knob.name}={text}: {nearest(text, map(str, knob.values))}")
     if knob.kind is str:
         return text
     number = _number(knob.kind, text)
     if number is None:
-        raise UsageError(f"{knob.name}={text}: {'a whole number' if knob.kind is int else 'a number'}")
+        raise UsageError(f"{knob.name}={text}: must be {'an integer' if knob.kind is int else 'a number'}")
     return number
 
 

@@ -1,13 +1,13 @@
-"""Next-token cross entropy from hidden states and the head's weight, three ways that agree.
+"""Next-token cross entropy from hidden states and the head's weight, in three equivalent ways.
 
-`full` keeps all the logits. `chunked` has one chunk of rows alive and computes its logits again in the backward pass.
-`fused` finds the gradients of the hidden states and of the weight while a chunk's logits are at hand, so that the
-backward pass only scales them: three products like `full`, where `chunked` pays four.
+`full` keeps all logits. `chunked` keeps the logits of one chunk of rows and recomputes them in the backward pass,
+four matmuls in total. `fused` computes the gradients while a chunk's logits exist, so the backward pass only scales
+them: three matmuls, like `full`.
 
-With p = softmax(h Wᵀ) and T rows, ∂loss/∂logits = (p − onehot(target)) ÷ T. The factor 1 ÷ T waits for the backward
-pass, so that what is rounded to the products' dtype lies in [−1, 1].
+With p = softmax(h Wᵀ) and T rows, ∂loss/∂logits = (p − onehot(target)) ÷ T. The factor 1 ÷ T is applied in the
+backward pass, so that what is rounded to the matmul dtype lies in [−1, 1].
 
-The two are custom ops: a compiler takes each as one node, no graph break, and a trace shows each by its name.
+Both are custom ops: the compiler sees one node without a graph break, and a trace shows each by name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from stepscope.workloads.workload import Evidence, Proof, ran
+from stepscope.workloads.workload import Proof, ran, wrote
 
 Loss = Literal["full", "chunked", "fused"]
 CHUNK_ROWS = 1024
-"""Rows of logits alive at once: 206 MB in float32 for 50,257 words, and still a product that fills a large GPU."""
+"""Rows of logits in memory at once: 206 MB in float32 for a vocabulary of 50,257; still fills a large GPU."""
 
 CHUNKED_OP = "stepscope::chunked_cross_entropy"
 FUSED_OP = "stepscope::fused_cross_entropy"
@@ -32,7 +32,7 @@ FUSED_OP = "stepscope::fused_cross_entropy"
 def next_token_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, loss: Loss = "full", chunk_rows: int = CHUNK_ROWS
 ) -> Tensor:
-    """The mean cross entropy of hidden [rows, width] × weight [vocab, width]ᵀ against targets [rows]; ≥ float32.
+    """Return the mean cross entropy of hidden [rows, width] × weight [vocab, width]ᵀ and targets [rows].
 
     >>> _ = torch.manual_seed(0)
     >>> hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.randint(9, (6,))
@@ -53,18 +53,11 @@ def next_token_loss(
 
 
 def loss_proof(claim: str, loss: str) -> Proof:
-    """Proof that this implementation of the loss ran."""
-    if loss == "chunked":
-        return ran(claim, CHUNKED_OP)
-    if loss == "fused":
-        return ran(claim, FUSED_OP)
-
-    def shows(evidence: Evidence) -> str | None:
-        # Captured, it has the name it was called by; it is compiled to something without one.
-        calls = evidence.written("cross_entropy_loss", "cross_entropy", "log_softmax")
-        return f"cross_entropy ×{calls}" if calls and not evidence.calls(CHUNKED_OP, FUSED_OP) else None
-
-    return Proof(claim=claim, shows=shows)
+    """Return proof that this implementation of the loss ran."""
+    if loss in ("chunked", "fused"):
+        return ran(claim, CHUNKED_OP if loss == "chunked" else FUSED_OP)
+    names = ("cross_entropy", "cross_entropy_loss", "log_softmax")
+    return wrote(claim, *names, without=(CHUNKED_OP, FUSED_OP))
 
 
 def _wide(dtype: torch.dtype) -> Any:
@@ -72,7 +65,7 @@ def _wide(dtype: torch.dtype) -> Any:
 
 
 def _product_dtype(hidden: Tensor) -> Any:
-    """The dtype autocast would give a product of the hidden states; it leaves float64 alone, and so do we."""
+    """Return the dtype that autocast would use for a matmul of the hidden states; float64 stays float64."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -84,7 +77,7 @@ def _rows(num_rows: int, chunk_rows: int) -> list[slice]:
 
 
 def _chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The summed loss of one chunk, whose logits die here."""
+    """Return the summed loss of one chunk; its logits are freed here."""
     log_p = functional.log_softmax(hidden @ weight.t(), dim=-1, dtype=_wide(weight.dtype))
     return -log_p.gather(1, targets[:, None]).sum()
 
@@ -92,11 +85,11 @@ def _chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def _chunk_gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor
 ) -> Tensor:
-    """The summed loss of one chunk; its gradients are written to `grad_hidden` and added to `grad_weight`."""
+    """Return the summed loss of one chunk, write `grad_hidden` and add to `grad_weight`."""
     logits = hidden @ weight.t()
     log_p = functional.log_softmax(logits, dim=-1, dtype=_wide(weight.dtype))
     log_p_target = log_p.gather(1, targets[:, None])
-    # The target's entry apart: p − 1 of a p that was rounded first would be 0 for a sure prediction.
+    # The target's entry is computed separately: p − 1 of a rounded p would be 0 for a confident prediction.
     grad_logits = torch.exp(log_p, out=logits)
     grad_logits.scatter_(1, targets[:, None], torch.expm1(log_p_target).to(logits.dtype))
     del log_p
@@ -127,7 +120,7 @@ def _total_loss_and_gradients(
     product_dtype: torch.dtype,
     gradients: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, and its gradients: of the hidden states in their dtype, of the weight in float32 or wider."""
+    """Return the summed loss, the gradient of hidden in its dtype, and that of weight in float32 or wider."""
     if not gradients:
         total = _total_loss(hidden, weight, targets, chunk_rows, product_dtype)
         return total, hidden.new_empty(0), hidden.new_empty(0)
@@ -165,7 +158,7 @@ def _chunked_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _fused_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # Without this the gradients of the two gradients arrive as zeros of their size.
+    # Otherwise the gradients of the two gradients arrive as full-size zeros.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
     ctx.weight_dtype = inputs[1].dtype
@@ -173,7 +166,7 @@ def _fused_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _fused_grad(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(tensor is not None for tensor in second):
-        raise RuntimeError("the fused loss has no second derivative; use loss=full")
+        raise RuntimeError("The fused loss has no second derivative. Use loss=full.")
     if grad is None:
         return (None,) * 6
     return *_scaled(grad, ctx.saved_tensors, ctx.weight_dtype), None, None, None, None
@@ -222,7 +215,7 @@ def _head_flops(hidden: tuple[int, int], weight: tuple[int, int]) -> int:
     return 2 * hidden[0] * hidden[1] * weight[0]
 
 
-# The counter sees an op, not the products inside it.
+# The FLOP counter sees the op, not the matmuls inside it.
 register_flop_formula(torch.ops.stepscope.chunked_cross_entropy)(
     lambda hidden, weight, *_, **__: _head_flops(hidden, weight)
 )

@@ -1,4 +1,4 @@
-"""The optimizers a training step can end with, by the names the command line knows."""
+"""The optimizers of a training step, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stepscope.errors import UsageError
 
 
 class HandwrittenAdamW(torch.optim.Optimizer):
-    """AdamW as it is first written down: a Python loop over the parameters, a dozen small ops for each.
+    """AdamW as a plain Python loop over the parameters, with a dozen small ops per parameter.
 
-    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2; defaults and results are those of
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2. Defaults and results equal
     torch.optim.AdamW.
     """
 
@@ -28,7 +28,7 @@ class HandwrittenAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The closure's loss, or None; every parameter that has a gradient moves by one step."""
+        """Update every parameter that has a gradient and return the closure's loss, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -61,11 +61,11 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "handwritten": HandwrittenAdamW,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
 }
-"""adamw: torch's default, foreach on a GPU; fused: one kernel for many parameters; handwritten: a Python loop."""
+"""adamw: torch's default (foreach on a GPU); fused: one kernel for many parameters; handwritten: a Python loop."""
 
 
 def make_optimizer(name: str, parameters: Iterable[Any]) -> Any:
-    """A new optimizer over the parameters, by name, with learning rate 1e-3."""
+    """Return a new optimizer over the parameters, with learning rate 1e-3."""
     if name not in OPTIMIZERS:
-        raise UsageError(f"unknown optimizer '{name}'; there are {', '.join(OPTIMIZERS)}")
+        raise UsageError(f"Unknown optimizer '{name}'. Choose from {', '.join(OPTIMIZERS)}.")
     return OPTIMIZERS[name](parameters)

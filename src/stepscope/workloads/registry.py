@@ -9,7 +9,7 @@ from stepscope.errors import UsageError
 from stepscope.workloads.knobs import nearest
 from stepscope.workloads.workload import Workload
 
-# Named here and imported when asked for: a name costs nothing, a module costs torch.
+# Imported only when used, because each module imports torch.
 MODELS = ("cs336", "megalodon", "hydra", "nano", "tsmoe")
 OPS = (
     "attention",
@@ -27,17 +27,17 @@ HUGGING_FACE = "hf:"
 
 
 def names() -> tuple[str, ...]:
-    """The names of the workloads that come with Stepscope: models, then ops."""
+    """Return the names of the built-in workloads: models, then ops."""
     return (*MODELS, *OPS)
 
 
 def is_ours(name: str) -> bool:
-    """Whether the knobs of that workload are Stepscope's, not a user's own."""
+    """Return whether a workload's knobs are defined by Stepscope, not by a user."""
     return name in names() or name.startswith(HUGGING_FACE)
 
 
 def find(name: str) -> Workload[Any]:
-    """The workload of that name; UsageError with the nearest right one when there is none."""
+    """Return the workload of that name; UsageError with a suggestion if there is none."""
     if name in names():
         folder = "models" if name in MODELS else "ops"
         workload: Workload[Any] = importlib.import_module(f"stepscope.workloads.{folder}.{name}").WORKLOAD
@@ -55,6 +55,6 @@ def find(name: str) -> Workload[Any]:
 
         refuse_file(name)
     raise UsageError(
-        f"there is no workload {name!r}: {nearest(name, names())} "
+        f"Unknown workload {name!r}: {nearest(name, names())} "
         "(also hf:path/to/config.json, my.module:build, path/to/file.py:build)"
     )

@@ -1,17 +1,16 @@
 """Which keys a query sees in sparse attention, as one rule: a dense mask, a FlexAttention block mask, and counts.
 
-The fixed pattern, for query i and key j ≤ i: j lies in the window (i − j ≤ window ÷ 2), or among the first
-`global_tokens`, or was drawn at random. Global rows need no rule of their own: where i is among the first tokens,
-every j ≤ i is too.
+In the fixed pattern, query i sees key j ≤ i if j is in the window (i − j ≤ window ÷ 2), is one of the first
+`global_tokens`, or was drawn at random. Global rows need no extra rule: if i is a global token, so is every j ≤ i.
 
-Random keys are drawn from what the window and the global tokens leave over, so that each one adds a pair. `blocks`:
-`random_keys`, rounded up to whole blocks of 64, drawn once for each block of 128 queries, the tile in which the GPU
-works. `scattered`: every query draws for itself just as many keys as `blocks` would give it. So both have the same
-number of pairs in every row, and differ only in what a kernel can skip.
+Random keys are drawn outside the window and the global tokens, so that each one adds a pair. With `blocks`,
+`random_keys` is rounded up to whole blocks of 64, drawn once per block of 128 queries, the GPU's tile. With
+`scattered`, every query draws the same number of keys individually. Both have the same number of pairs in every row
+and differ only in what a kernel can skip.
 
-The dynamic pattern has no fixed global tokens. Each sequence chooses its own, by score, as columns: every later query
-sees them. They may lie anywhere, in every block of keys, so that nothing could be skipped; therefore their keys and
-values are gathered in front of the others, and serve the pairs that the fixed rule leaves out.
+The dynamic pattern has no fixed global tokens. Each sequence chooses its own by score, and every later query sees
+them. They may be in any block of keys, so no block could be skipped. Therefore their keys and values are gathered in
+front of the others and serve the pairs that the fixed rule leaves out.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# FlexAttention's default kernels for bfloat16 on Hopper work in tiles of 128 × 128 and refuse smaller mask blocks.
+# FlexAttention's default bfloat16 kernels on Hopper use tiles of 128 × 128 and reject smaller mask blocks.
 FLEX_BLOCK = 128
 QUERY_BLOCK = 128
 RANDOM_BLOCK = 64
 MAX_CHOSEN = 64
-"""Global tokens that the dynamic pattern may choose; they fill half of one gathered block."""
+"""The most global tokens that the dynamic pattern chooses; they fill half of one gathered block."""
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 """(query positions, key positions), broadcast together → bool, True where the query sees the key."""
@@ -47,21 +46,21 @@ class SparsePattern:
 
     @property
     def reach(self) -> int:
-        """How many keys before itself a query sees in its window."""
+        """Return how many earlier keys a query sees in its window."""
         return self.window // 2
 
     def free_blocks(self, query_block: int) -> range:
-        """The blocks of 64 keys that no query of a block of 128 sees through its window or as global tokens."""
+        """Return the blocks of 64 keys outside the window and the global tokens of a block of 128 queries."""
         first = -(-self.global_tokens // RANDOM_BLOCK)
         end = max(0, query_block * QUERY_BLOCK - self.reach) // RANDOM_BLOCK
         return range(first, max(first, end))
 
     def num_random_blocks(self, query_block: int) -> int:
-        """How many blocks of 64 keys a block of 128 queries draws."""
+        """Return how many blocks of 64 keys a block of 128 queries draws."""
         return min(-(-self.random_keys // RANDOM_BLOCK), len(self.free_blocks(query_block)))
 
     def num_pairs(self) -> int:
-        """How many (query, key) pairs attention computes, of seq_len²."""
+        """Return how many of the seq_len² (query, key) pairs attention computes."""
         pairs = 0
         for query in range(self.seq_len):
             before_window = max(0, query - self.reach)
@@ -71,19 +70,19 @@ class SparsePattern:
 
 
 def causal_pairs(seq_len: int) -> int:
-    """How many pairs causal attention has: every key up to the query."""
+    """Return the number of pairs in causal attention."""
     return seq_len * (seq_len + 1) // 2
 
 
 def chosen_budget(seq_len: int, global_tokens: int) -> int:
-    """How many global tokens the dynamic pattern chooses: at most 64 and a fifth of the sequence."""
+    """Return how many global tokens the dynamic pattern chooses: at most 64 and a fifth of the sequence."""
     return min(global_tokens, MAX_CHOSEN, seq_len // 5)
 
 
 def random_table(pattern: SparsePattern, seed: int = 0) -> Tensor:
-    """What was drawn, bool: [query blocks, key blocks] for `blocks`, [queries, keys] for `scattered`.
+    """Return what was drawn, as bool: [query blocks, key blocks] for `blocks`, [queries, keys] for `scattered`.
 
-    Drawn on the CPU whatever the device, so that a pattern is the same everywhere, then put on the default device.
+    Drawn on the CPU, so that a pattern is the same everywhere, then moved to the default device.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     num_query_blocks, num_key_blocks = -(-pattern.seq_len // QUERY_BLOCK), -(-pattern.seq_len // RANDOM_BLOCK)
@@ -109,7 +108,7 @@ def random_table(pattern: SparsePattern, seed: int = 0) -> Tensor:
 
 
 def fixed_rule(pattern: SparsePattern, table: Tensor) -> Rule:
-    """The fixed pattern as a function of positions, pointwise, so that FlexAttention can compile it."""
+    """Return the fixed pattern as a pointwise function of positions, which FlexAttention can compile."""
     reach, global_tokens = pattern.reach, pattern.global_tokens
     most = max(pattern.num_random_blocks(block) for block in range(-(-pattern.seq_len // QUERY_BLOCK)))
     drawn = _drawn_keys(table) if pattern.random == "scattered" else _drawn_blocks(table, most)
@@ -125,13 +124,13 @@ def _drawn_keys(table: Tensor) -> Rule:
 
 
 def _drawn_blocks(table: Tensor, most: int) -> Rule:
-    """Whether a query's block drew the key's: compared with the few numbers, at most `most`, that the block drew.
+    """Return a rule that compares the key's block with the blocks, at most `most`, that the query's block drew.
 
-    A kernel then looks up a number a query, where the table would cost it one for every pair.
+    A kernel then needs one lookup per query; with the table it would need one per pair.
     """
     counts = table.sum(1)
     ranks = table.cumsum(1) * table
-    # The m-th block that each block of queries drew; −1, which is no block, where it drew fewer.
+    # The m-th block drawn by each block of queries; −1 if it drew fewer.
     numbers = [torch.where(counts >= m, (ranks == m).int().argmax(1), -1) for m in range(1, most + 1)]
 
     def drawn(query: Tensor, key: Tensor) -> Tensor:
@@ -145,13 +144,13 @@ def _drawn_blocks(table: Tensor, most: int) -> Rule:
 
 
 def dense_mask(rule: Rule, seq_len: int, device: torch.device) -> Tensor:
-    """The rule as a mask [seq_len, seq_len], True where a query sees a key."""
+    """Return the rule as a mask [seq_len, seq_len], True where a query sees a key."""
     positions = torch.arange(seq_len, device=device)
     return rule(positions[:, None], positions[None, :])
 
 
 def with_chosen(mask: Tensor, chosen: Tensor) -> Tensor:
-    """The mask [seq_len, seq_len] with the chosen columns [batch, budget]: [batch, 1, queries, keys]."""
+    """Return the mask with the chosen columns [batch, budget] added, as [batch, 1, queries, keys]."""
     seq_len = mask.shape[-1]
     is_chosen = torch.zeros(chosen.shape[0], seq_len, dtype=torch.bool, device=mask.device)
     columns = is_chosen.scatter(1, chosen, torch.ones_like(chosen, dtype=torch.bool))
@@ -160,13 +159,13 @@ def with_chosen(mask: Tensor, chosen: Tensor) -> Tensor:
 
 
 def num_chosen_pairs(rule: Rule, chosen: Tensor, seq_len: int) -> int:
-    """How many pairs the chosen tokens [batch, budget] add to those of the rule, over the whole batch."""
+    """Return how many pairs the chosen tokens [batch, budget] add to the rule's, over the whole batch."""
     queries = torch.arange(seq_len, device=chosen.device)[:, None, None]
     return int(((chosen <= queries) & ~rule(queries, chosen)).sum())
 
 
 def flex_block_mask(rule: Rule, seq_len: int, device: torch.device) -> Any:
-    """The rule as a BlockMask of FlexAttention: which 128 × 128 blocks to compute, and the rule inside them."""
+    """Return the rule as a FlexAttention BlockMask: which 128 × 128 blocks to compute, and the rule inside them."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -176,10 +175,10 @@ def flex_block_mask(rule: Rule, seq_len: int, device: torch.device) -> Any:
 
 
 def gathered_block_mask(rule: Rule, chosen: Tensor, seq_len: int) -> Any:
-    """A BlockMask over `gather_chosen`'s keys: one block of chosen ones, then the sequence's own.
+    """Return a BlockMask over the keys of `gather_chosen`: one block of chosen keys, then the sequence's own.
 
-    Which blocks are computed does not depend on what is chosen, so that the mask is made once; the rule inside the
-    first block reads `chosen` [batch, budget] anew in every pass.
+    Which blocks are computed does not depend on the choice, so the mask is made once. The rule inside the first
+    block reads `chosen` [batch, budget] in every pass.
     """
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
@@ -212,13 +211,13 @@ def gathered_block_mask(rule: Rule, chosen: Tensor, seq_len: int) -> Any:
 
 
 def gather_chosen(x: Tensor, chosen: Tensor) -> Tensor:
-    """x [batch, heads, seq_len, width] with a block of 128 in front: its rows at `chosen`, then zeros."""
+    """Return x [batch, heads, seq_len, width] with a block of 128 in front: its rows at `chosen`, then zeros."""
     rows = x.gather(2, chosen[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
     return torch.cat((functional.pad(rows, (0, 0, 0, FLEX_BLOCK - chosen.shape[1])), x), dim=2)
 
 
 def num_touched_pairs(block_mask: Any) -> int:
-    """How many pairs lie in the blocks that FlexAttention computes."""
+    """Return the number of pairs in the blocks that FlexAttention computes."""
     blocks = block_mask.kv_num_blocks.sum()
     if block_mask.full_kv_num_blocks is not None:
         blocks = blocks + block_mask.full_kv_num_blocks.sum()
@@ -226,7 +225,7 @@ def num_touched_pairs(block_mask: Any) -> int:
 
 
 def unfused_mask(block_mask: Any, batch: int) -> Tensor:
-    """What a BlockMask lets through, bool [batch, 1, queries, keys]: listed blocks, and its rule inside them."""
+    """Return a BlockMask as a bool mask [batch, 1, queries, keys]: its blocks, and its rule inside them."""
     from torch.nn.attention.flex_attention import create_mask
 
     num_queries, num_keys = block_mask.seq_lengths

@@ -1,4 +1,4 @@
-"""What a workload is: knobs with their values, presets, a way to build it, and proof of what ran."""
+"""The definition of a workload: its knobs, presets, how to build it, and proof of what ran."""
 
 from __future__ import annotations
 
@@ -14,84 +14,80 @@ if typing.TYPE_CHECKING:
     import torch
 
 Value = int | float | bool | str
-"""What a knob can be set to."""
+"""The value of a knob."""
 
-# Ops of the graphs that torch.compile was given stand beside those that were called, under names of their own: as
-# the program wrote them, and as they were handed to the compiler's back end, decomposed.
+# Prefixes for ops in graphs that torch.compile compiled: as captured from the program, and as decomposed for the
+# compiler's backend.
 CAPTURED, LOWERED = "captured ", "lowered "
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-"""Whether kernels of our own can run on a GPU here; Triton itself is imported when one does."""
+"""Whether Stepscope's own kernels can run on a GPU; Triton is imported when one does."""
 
 Config = TypeVar("Config")
 Batch = Mapping[str, "torch.Tensor"]
 
 
 def knob(default: Any, about: str) -> Any:
-    """A field of a family's configuration that a user can set, with the line that explains it."""
+    """Return a configuration field that users can set, with its one-line description."""
     return field(default=default, metadata={"about": about})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knob:
-    """One knob of a workload as the command line knows it."""
+    """One knob of a workload, as on the command line."""
 
     name: str
     kind: type
     default: Value
     values: tuple[Value, ...] | None
-    """The only values it takes, or None where any of its kind will do."""
+    """The allowed values; None if any value of its kind is allowed."""
     about: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What one traced pass of a built workload left behind; the ground of every proof."""
+    """What one traced pass of a built workload shows; the basis of every proof."""
 
     device: str
     """"cpu" or "cuda"."""
     ops: Mapping[str, int]
-    """Op name (`aten::mm`, an autograd node, a label) → calls on the host; CAPTURED or LOWERED before the name: how
-    often it stands in a compiled graph."""
+    """Op name (`aten::mm`, an autograd node, a label) → calls on the host. With the prefix CAPTURED or LOWERED: its
+    occurrences in compiled graphs."""
     kernels: Mapping[str, int]
     """Kernel name → launches on the device; empty on a CPU."""
     facts: Mapping[str, float]
-    """What the workload counted itself (`Built.facts`) and `dynamo.<counter>` of the compiler."""
+    """What the workload counted (`Built.facts`), and the compiler's counters as `dynamo.<counter>`."""
 
     def calls(self, *parts: str) -> int:
-        """How often names that contain one of the parts were called, launched, or compiled: the most of these."""
+        """Return how often names containing one of the parts were called, launched or compiled, whichever is most."""
         seen = {"": 0, CAPTURED: 0, LOWERED: 0}
         for name, count in self.ops.items():
             if any(part in name for part in parts):
-                seen[_witness(name)] += count
+                seen[next((prefix for prefix in (CAPTURED, LOWERED) if name.startswith(prefix)), "")] += count
         launches = sum(count for name, count in self.kernels.items() if any(part in name for part in parts))
         return max(launches, *seen.values())
 
     def written(self, *names: str) -> int:
-        """How often the program itself calls ops of exactly these names: called, or in a captured graph.
+        """Return how often the program itself calls ops with exactly these names, eagerly or in a captured graph.
 
-        Unlike `calls`, it does not see what other ops are made of: a compiled cross entropy has an `amax`.
+        Unlike `calls`, this ignores decompositions: a compiled cross entropy contains an `amax`.
         """
         called = sum(self.ops.get(f"aten::{name}", 0) for name in names)
         return max(called, sum(self.ops.get(f"{CAPTURED}aten::{name}", 0) for name in names))
 
 
-def _witness(name: str) -> str:
-    return next((prefix for prefix in (CAPTURED, LOWERED) if name.startswith(prefix)), "")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """A claim a variant makes about its path, and how a traced pass shows it."""
+    """A claim about which code path ran, and how a traced pass proves it."""
 
     claim: str
-    """`knob=value`, as the user typed it."""
+    """`knob=value`, as typed by the user."""
     shows: Callable[[Evidence], str | None]
-    """The evidence in a few words (`aten::_fft_r2c ×12`), or None when the path did not run."""
+    """Returns the evidence as text (`aten::_fft_r2c ×12`), or None if the path did not run."""
 
 
 def ran(claim: str, *parts: str, at_least: int = 1) -> Proof:
-    """Proof that names containing one of the parts were called, at least so often."""
+    """Return proof that names containing one of the parts were called at least that often."""
 
     def shows(evidence: Evidence) -> str | None:
         calls = evidence.calls(*parts)
@@ -100,67 +96,86 @@ def ran(claim: str, *parts: str, at_least: int = 1) -> Proof:
     return Proof(claim=claim, shows=shows)
 
 
+def wrote(
+    claim: str,
+    *names: str,
+    at_least: int = 1,
+    without: tuple[str, ...] = (),
+    unless_written: tuple[str, ...] = (),
+    note: str = "",
+) -> Proof:
+    """Return proof that the program itself calls ops with these names, and does not run what is excluded."""
+
+    def shows(evidence: Evidence) -> str | None:
+        calls = evidence.written(*names)
+        if calls < max(1, at_least) or evidence.calls(*without) or evidence.written(*unless_written):
+            return None
+        return f"{names[0]} ×{calls}{note}"
+
+    return Proof(claim=claim, shows=shows)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """A workload made for one configuration, on the default device of the moment, in float32.
+    """A workload built for one configuration, on the current default device, in float32.
 
-    `module(**batch)` is the forward pass. With `targets` in the batch it returns a scalar loss; without them the
-    outputs: a tensor or a tuple of tensors. An op has no targets: its backward starts from a fixed random gradient.
+    `module(**batch)` is the forward pass. With `targets` in the batch it returns a scalar loss, otherwise a tensor or
+    a tuple of tensors. An op has no targets; its backward pass starts from a fixed random gradient.
     """
 
     module: torch.nn.Module
     batch: Callable[[], Batch]
-    """A new batch from torch's generator, on the default device; leaves that want gradients ask for them."""
+    """Returns a new batch from torch's generator, on the default device."""
     num_tokens: int = 0
-    """Tokens, or items, in a batch; 0 where the word means nothing."""
+    """Tokens, or items, per batch; 0 if it has none."""
     forward_flops: int | None = None
-    """Model FLOPs of a forward pass by formula: 2 a multiply-add, causal attention counted as half."""
+    """Model FLOPs of a forward pass by formula: 2 per multiply-add, causal attention counted as half."""
     num_active_parameters: int | None = None
-    """Parameters that a token meets, where that is fewer than all."""
+    """Parameters used per token, if fewer than all."""
     proofs: tuple[Proof, ...] = ()
     facts: Callable[[], Mapping[str, float]] = dict
-    """What the last pass counted: executed fraction, dropped tokens, density. The pass must not wait for it."""
+    """Returns what the last pass counted, such as dropped tokens. The pass itself must not synchronize for it."""
     phases_apart: bool = False
-    """Whether a row says what the phases take, each: facts `forward_ms`, `backward_ms`; `samples_phase_ns`."""
+    """Whether a row has the times of each phase: facts `forward_ms`, `backward_ms`; `samples_phase_ns`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeStep:
-    """A workload that is one whole step of the user's own loop: run and timed as it is, nothing inside is known."""
+    """A workload that is one complete step of the user's own loop, run and timed as a black box."""
 
     step: Callable[[], object]
     num_tokens: int = 0
-    """Tokens, or items, in a step; 0 where the word means nothing."""
+    """Tokens, or items, per step; 0 if it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Generic[Config]):
-    """A family of models, or an op: everything `stepscope bench` needs to run any of its configurations."""
+    """A model family or an op: everything `stepscope bench` needs to run any of its configurations."""
 
     name: str
     about: str
     """One line."""
     config: type[Config]
-    """A frozen dataclass whose fields, made with `knob`, are all the knobs; `Literal` says the only values."""
+    """A frozen dataclass whose fields, made with `knob`, are the knobs; `Literal` lists the allowed values."""
     presets: Mapping[str, Mapping[str, Value]]
-    """Name → the knobs it sets. The first is the default."""
+    """Name → the knobs it sets; the first is the default."""
     build: Callable[[Config], Built | WholeStep]
     reference: Mapping[str, Value] = field(default_factory=dict)
-    """The knobs of the variant that the others are held against: plainest, surest. Ways to compute the same thing."""
+    """Knobs of the plainest variant, which the others are checked against. They do not change the result."""
     alternatives: Mapping[str, tuple[tuple[Value, ...], ...]] = field(default_factory=dict)
-    """Knobs to compare though what is computed differs → their values, those that compute the same thing together,
-    the plainest first; a value that is not listed is alone."""
+    """Knobs that are compared although they change the result → groups of values with equal results, plainest first;
+    a value that is not listed is its own group."""
     gate: Mapping[str, Value] = field(default_factory=dict)
-    """Sizes, small enough for float64 on a CPU, at which a variant is held against the reference before timing."""
+    """Sizes at which a variant is checked against the reference, small enough for float64 on a CPU."""
     mode: str = "step"
-    """What is run where nobody says: what has no parameters takes no step."""
+    """The default mode; a workload without parameters cannot run `step`."""
 
     def knobs(self) -> tuple[Knob, ...]:
-        """Its knobs, in the order of the configuration's fields."""
+        """Return its knobs in the order of the configuration's fields."""
         return _knobs(self.config)  # type: ignore[arg-type]  # a class of any kind can be hashed
 
     def configure(self, preset: str | None = None, **values: Value) -> Config:
-        """The configuration of a preset with some knobs set otherwise; keys and values must have been checked."""
+        """Return the configuration of a preset with some knobs changed; keys and values must be valid."""
         chosen = next(iter(self.presets)) if preset is None else preset
         return self.config(**{**self.presets[chosen], **values})
 
@@ -184,6 +199,6 @@ def _knob(declared: dataclasses.Field[Any], hint: Any) -> Knob:
 
 
 def numbers(tensor: Any, assumed: list[int], why: str) -> list[int]:
-    """A tensor's values as Python numbers; `assumed` where a plan runs the program without data, and says `why`."""
+    """Return a tensor's values as Python numbers; a plan, which has no data, uses `assumed` and reports `why`."""
     assume = getattr(tensor, "assume", None)
     return list(assume(assumed, why) if assume is not None else tensor.tolist())

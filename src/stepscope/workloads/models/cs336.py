@@ -10,9 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
+from stepscope.workloads.models.layers import (
+    RMSNorm,
+    attention_proof,
+    logits_or_loss,
+    next_token_batch,
+    rope,
+    rope_tables,
+    run_blocks,
+)
 from stepscope.workloads.ops.attention import builtin_attention, causal_mask, naive_attention
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Value, Workload, knob
+from stepscope.workloads.workload import Built, Value, Workload, knob
 
 ROPE_BASE = 10_000.0
 
@@ -22,18 +30,18 @@ class Cs336Config:
     """Embedding → layers × [x + attention(norm x); x + SwiGLU(norm x)] → norm → linear."""
 
     d_model: int = knob(768, "width of the residual stream")
-    d_ff: int = knob(3072, "hidden width of SwiGLU, which has three matrices")
+    d_ff: int = knob(3072, "hidden width of SwiGLU")
     layers: int = knob(12, "blocks")
     heads: int = knob(12, "attention heads; d_model must be a multiple")
-    vocab: int = knob(10_000, "tokens in the vocabulary; embedding and head have a row each")
-    seq_len: int = knob(128, "tokens in a sequence; naive attention keeps three seq_len² tensors a head")
-    batch: int = knob(4, "sequences in a batch")
+    vocab: int = knob(10_000, "vocabulary size; embedding and head have one row per token")
+    seq_len: int = knob(128, "tokens per sequence; naive attention keeps three seq_len² tensors per head")
+    batch: int = knob(4, "sequences per batch")
     attention: Literal["naive", "builtin", "sdpa"] = knob(
-        "naive", "naive: einsum and a hand-written softmax; builtin: torch.softmax; sdpa: torch's fused attention"
+        "naive", "naive: einsum and a handwritten softmax; builtin: torch.softmax; sdpa: torch's fused attention"
     )
     linear: Literal["einsum", "linear"] = knob("einsum", "einsum or functional.linear for every weight matrix")
-    rope: bool = knob(False, "rotary position embedding of queries and keys")
-    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0 recomputes none")
+    rope: bool = knob(False, "rotary position embedding for queries and keys")
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
 
 
 class Linear(nn.Module):
@@ -102,7 +110,7 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or the mean cross-entropy where there are targets."""
+    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or with targets the mean cross entropy."""
 
     def __init__(self, config: Cs336Config) -> None:
         super().__init__()
@@ -119,51 +127,35 @@ class TransformerLM(nn.Module):
         turn = rope_tables(length, config.d_model // config.heads, ROPE_BASE, x) if config.rope else None
         x = run_blocks(self.blocks, x, mask, turn, checkpoint_every=config.checkpoint)
         logits = self.head(self.norm(x))
-        return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits_or_loss(logits, targets)
 
 
 def num_parameters(config: Cs336Config) -> int:
-    """Embedding and head, vocab·d each; a layer has 4d² + 3·d·d_ff + 2d; the last norm d."""
+    """Return the parameters: embedding and head vocab·d each, 4d² + 3·d·d_ff + 2d per layer, last norm d."""
     d_model = config.d_model
     layer = 4 * d_model**2 + 3 * d_model * config.d_ff + 2 * d_model
     return 2 * config.vocab * d_model + config.layers * layer + d_model
 
 
 def forward_flops(config: Cs336Config) -> int:
-    """2 FLOPs a token for every weight of a matrix product, and 2·seq_len²·d a layer for causal attention's half."""
+    """Return the FLOPs: 2 per token and matmul weight, and 2·seq_len²·d per layer for causal attention."""
     d_model = config.d_model
     weights = config.layers * (4 * d_model**2 + 3 * d_model * config.d_ff) + config.vocab * d_model
     attention = config.layers * config.batch * 2 * config.seq_len**2 * d_model
     return 2 * config.batch * config.seq_len * weights + attention
 
 
-def _attention_proof(config: Cs336Config) -> Proof:
-    own = {"naive": "amax", "builtin": "softmax", "sdpa": "scaled_dot_product_attention"}[config.attention]
-
-    def shows(evidence: Evidence) -> str | None:
-        calls = evidence.written(own)
-        # The compiler may have put torch's fused attention in the place of the written-out one.
-        fused_instead = config.attention != "sdpa" and evidence.calls("scaled_dot_product")
-        return f"{own} ×{calls}" if calls >= max(1, config.layers) and not fused_instead else None
-
-    return Proof(claim=f"attention={config.attention}", shows=shows)
-
-
 def build(config: Cs336Config) -> Built:
-    """The model and a batch of random tokens, each one's target the next."""
+    """Return the model, with random tokens and the next token as target."""
     if config.d_model % config.heads:
-        raise UsageError(f"cs336: d_model={config.d_model} is no multiple of heads={config.heads}")
-
-    def batch() -> Batch:
-        tokens = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
-        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+        raise UsageError(f"cs336: d_model={config.d_model} must be a multiple of heads={config.heads}")
 
     return Built(
         module=TransformerLM(config),
-        batch=batch,
+        batch=lambda: next_token_batch(config.vocab, config.batch, config.seq_len),
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
-        proofs=(_attention_proof(config),),
+        proofs=(attention_proof(config.attention, config.layers),),
         phases_apart=True,
     )
 
@@ -176,7 +168,7 @@ TINY = {**_sizes(64, 128, 2, 4), "vocab": 256}
 
 WORKLOAD = Workload(
     name="cs336",
-    about="a plain transformer language model in six sizes, attention written out or fused",
+    about="a plain transformer language model in six sizes, with handwritten or fused attention",
     config=Cs336Config,
     presets={
         "small": _sizes(768, 3072, 12, 12),

@@ -1,24 +1,23 @@
-"""hydra: blocks that run one shared MLP several times, and route tokens past some of it.
+"""hydra: blocks that run one shared MLP several times and let tokens skip some of the runs.
 
 A block is h = x + ½·CCGQA(norm(x)), then R recursions of one MLP, then a norm:
 
     h ← h + w_r · MLP(norm(h + bias_r + embed_r))    r = 0 … R − 1
     δ = (R − 1)·sigmoid(router(h)),  w_r = exp(−(r − δ)² ÷ 2σ²),  σ = R ÷ 2
 
-δ is the depth a linear router gives a token after attention; w_r is the soft Gaussian weight of recursion r.
+δ is the depth that a linear router assigns to a token after attention; w_r is a Gaussian weight of recursion r.
 
-Who runs which recursion is the model's affair, and two knobs change it:
+Two knobs select which token runs which recursion, and thus change the result:
 - `routing=static`: every token runs every recursion.
-- `routing=dynamic`: a token runs the recursions r ≤ δ + ½, with the same weights, and leaves the rest out. Where all
-  tokens run them all, static and dynamic are one function.
-- `capacity` c < 1: in blocks 1 … N − 2 the round(c·S) tokens of each sequence that a second router scores highest
-  run the MLP, the others none of it. The choice scales nothing: the router learns by a straight-through gradient of
-  sigmoid(score) on the update. At 1.0 there is nothing to choose, and that router has no gradient.
+- `routing=dynamic`: a token runs the recursions r ≤ δ + ½ with the same weights. If all tokens run all of them,
+  static and dynamic are the same function.
+- `capacity` c < 1: in blocks 1 … N − 2, only the round(c·S) tokens of each sequence that a second router scores
+  highest run the MLP. The score does not scale the update; the router learns from a straight-through gradient of
+  sigmoid(score). At 1.0 nothing is chosen, and that router has no gradient.
 
-How that is executed is `dispatch`: `gather` brings the tokens that go on to the front, the longest-running first, and
-runs each recursion on a shrinking prefix; `mask` runs everything and multiplies what should not count by 0. They
-agree in outputs and gradients. Under `dynamic`, `gather` waits for the device once a block, to learn how many go on;
-a compiled one has a graph break there and shapes that change.
+`dispatch` selects how it is executed, with equal outputs and gradients. `gather` sorts tokens by their number of runs
+and runs each recursion on a shrinking prefix. `mask` runs everything and multiplies the rest by 0. With `dynamic`,
+`gather` synchronizes once per block to learn the counts; compiled, it has a graph break there and dynamic shapes.
 """
 
 from __future__ import annotations
@@ -44,27 +43,29 @@ ROPE_BASE = 10000.0
 class HydraConfig:
     """Every knob of hydra."""
 
-    dim: int = knob(768, "width of the residual stream; attention works in a quarter of it")
-    blocks: int = knob(8, "blocks, each with its own parameters")
-    recursions: int = knob(4, "times each block runs its one MLP")
+    dim: int = knob(768, "width of the residual stream; attention uses a quarter of it")
+    blocks: int = knob(8, "blocks")
+    recursions: int = knob(4, "runs of each block's MLP")
     heads: int = knob(12, "query heads, each dim ÷ 4 ÷ heads wide")
     kv_heads: int = knob(3, "key and value heads, shared by groups of query heads")
-    vocab: int = knob(50257, "words; the head is tied to the embedding")
-    batch: int = knob(4, "sequences in a batch")
-    seq_len: int = knob(4096, "tokens in a sequence")
-    routing: Literal["static", "dynamic"] = knob("static", "every token runs every recursion, or each to its depth")
-    capacity: float = knob(1.0, "share of tokens that pass the MLP of blocks 1 … N − 2; 1.0 is dense")
-    dispatch: Literal["gather", "mask"] = knob("gather", "compute only the tokens that go on, or all, times 0")
-    loss: Literal["full", "chunked", "fused"] = knob(
-        "full", "all logits, chunks computed twice, or with their gradients"
+    vocab: int = knob(50257, "vocabulary size; the head is tied to the embedding")
+    batch: int = knob(4, "sequences per batch")
+    seq_len: int = knob(4096, "tokens per sequence")
+    routing: Literal["static", "dynamic"] = knob(
+        "static", "every token runs every recursion, or each up to its depth"
     )
-    chunk_rows: int = knob(CHUNK_ROWS, "rows of logits alive at once in a chunked or fused loss")
-    gqa: Literal["native", "repeated"] = knob("native", "grouped by SDPA (not mem-efficient), or k and v repeated")
-    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0 keeps all activations")
+    capacity: float = knob(1.0, "share of tokens that run the MLP in blocks 1 … N − 2; 1.0: all")
+    dispatch: Literal["gather", "mask"] = knob("gather", "compute only the tokens that continue, or all with a mask")
+    loss: Literal["full", "chunked", "fused"] = knob(
+        "full", "all logits; chunks, recomputed; chunks with fused gradients"
+    )
+    chunk_rows: int = knob(CHUNK_ROWS, "rows of logits in memory at once in a chunked or fused loss")
+    gqa: Literal["native", "repeated"] = knob("native", "grouped by SDPA (not memory-efficient), or k and v repeated")
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
 
 
 def mlp_width(dim: int) -> int:
-    """Hidden width of the MLP: 2.67·dim, rounded up to a multiple of 256.
+    """Return the hidden width of the MLP: 2.67·dim, rounded up to a multiple of 256.
 
     >>> mlp_width(768)
     2304
@@ -73,7 +74,7 @@ def mlp_width(dim: int) -> int:
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) · up → down, with gate and up as one product. No bias."""
+    """silu(gate) · up → down, with gate and up in one matmul. No bias."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class SwiGLU(nn.Module):
 
 
 class Permute(torch.autograd.Function):
-    """Rows in another order. Its backward is the inverse order, where index_select's own would be an index_add."""
+    """Reorders rows. Its backward uses the inverse order; that of index_select would be an index_add."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ class Permute(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Attention, then one MLP run `recursions` times, each token as often as its route says."""
+    """Attention, then one MLP run up to `recursions` times per token."""
 
     def __init__(self, config: HydraConfig, routed: bool) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class Block(nn.Module):
         self.capacity_router = _router(dim, bias=False) if routed else None
         self.final_norm = RMSNorm(dim)
         self.executed_rows = 0
-        """Rows that the MLP saw in the last pass, all recursions together."""
+        """Rows that the MLP processed in the last pass, over all recursions."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         h = x + 0.5 * self.attention(self.attention_norm(x), cos, sin)
@@ -126,7 +127,7 @@ class Block(nn.Module):
         return self.final_norm(run(rows, weight, num_runs, num_kept).view_as(h))
 
     def route(self, h: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Soft weights [batch, length, recursions], runs of each token [batch, length], tokens that run at all."""
+        """Return weights [batch, length, recursions], runs per token [batch, length], and how many tokens run."""
         batch, length, _ = h.shape
         logit = self.depth_router(h)
         wide = torch.promote_types(logit.dtype, torch.float32)
@@ -176,7 +177,7 @@ class Block(nn.Module):
 
 
 def _router(dim: int, bias: bool) -> nn.Linear:
-    """dim → 1, with scores of standard deviation 1 on a normalized stream, so that tokens differ from the start."""
+    """Return a linear map dim → 1 whose scores have standard deviation 1, so that tokens differ from the start."""
     router = nn.Linear(dim, 1, bias=bias)
     nn.init.normal_(router.weight, std=dim**-0.5)
     if bias:
@@ -185,7 +186,7 @@ def _router(dim: int, bias: bool) -> nn.Linear:
 
 
 def _count_rows(block: Block, num_runs: Tensor) -> list[int]:
-    """How many tokens run recursion 0, 1, …: the one wait for the device, kept from the compiler."""
+    """Return how many tokens run each recursion: the only synchronization, hidden from the compiler."""
     recursions = torch.arange(block.recursions, device=num_runs.device)
     depth = block.recursions
     even = [num_runs.shape[0] * (depth - recursion) // depth for recursion in range(depth)]
@@ -199,7 +200,7 @@ _counts = torch.compiler.disable(_count_rows)
 
 
 class Hydra(nn.Module):
-    """Token embedding · √dim → blocks → RMSNorm → the embedding again as the head."""
+    """Token embedding · √dim → blocks → RMSNorm → tied head."""
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__()
@@ -211,13 +212,13 @@ class Hydra(nn.Module):
         self.norm = RMSNorm(config.dim)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The last hidden states [batch, length, dim], ready for the head."""
+        """Return the last hidden states [batch, length, dim]."""
         x = self.embedding(tokens) * self.config.dim**0.5
         tables = rope_tables(tokens.shape[1], self.config.dim // 4 // self.config.heads, ROPE_BASE, x)
         return self.norm(run_blocks(self.blocks, x, *tables, checkpoint_every=self.config.checkpoint))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits [batch, length, vocab], or with targets [batch, length] the loss."""
+        """Return the logits [batch, length, vocab], or with targets [batch, length] the loss."""
         hidden, weight = self.hidden(tokens), self.embedding.weight
         if targets is None:
             return functional.linear(hidden, weight)
@@ -226,7 +227,7 @@ class Hydra(nn.Module):
         )
 
     def executed_fraction(self) -> float:
-        """Rows that the MLPs saw in the last pass ÷ rows if every token ran every recursion."""
+        """Return the rows that the MLPs processed in the last pass ÷ those if every token ran every recursion."""
         config = self.config
         every = config.blocks * config.recursions * config.batch * config.seq_len
         executed: int = sum(block.executed_rows for block in self.blocks)
@@ -234,7 +235,7 @@ class Hydra(nn.Module):
 
 
 def num_parameters(config: HydraConfig) -> int:
-    """Parameters by formula, the tied head counted once.
+    """Return the parameters by formula, counting the tied head once.
 
     >>> num_parameters(HydraConfig())
     85125136
@@ -248,7 +249,7 @@ def num_parameters(config: HydraConfig) -> int:
 
 
 def forward_flops(config: HydraConfig) -> int | None:
-    """FLOPs of a forward pass by formula; None where tokens choose their depth and only a run can tell."""
+    """Return the FLOPs of a forward pass by formula; None if tokens choose their depth."""
     if config.routing == "dynamic":
         return None
     tokens, dim, latent = config.batch * config.seq_len, config.dim, config.dim // 4
@@ -279,7 +280,9 @@ def _num_routed(config: HydraConfig) -> int:
 
 def _check(config: HydraConfig) -> None:
     if config.dim % (8 * config.heads):
-        raise UsageError(f"dim={config.dim}: must be a multiple of 8 × heads ({8 * config.heads}), for RoPE's pairs")
+        raise UsageError(
+            f"dim={config.dim}: must be a multiple of 8 × heads ({8 * config.heads}), because RoPE needs pairs"
+        )
     if config.heads % config.kv_heads:
         raise UsageError(f"kv_heads={config.kv_heads}: must divide heads ({config.heads})")
     if not 0 < config.capacity <= 1:
@@ -303,7 +306,7 @@ def _fewer_rows(evidence: Evidence) -> str | None:
 
 
 def build(config: HydraConfig) -> Built:
-    """The model and its batches."""
+    """Return the model and its batches."""
     _check(config)
     module = Hydra(config)
 

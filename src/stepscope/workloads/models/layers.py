@@ -1,4 +1,4 @@
-"""Layers that more than one family is made of."""
+"""Layers and batches shared by several model families."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from stepscope.workloads.workload import Batch, Proof, wrote
+
 
 class RMSNorm(nn.Module):
-    """x ÷ root-mean-square(x) × weight, computed in float32 or wider and returned in x's dtype."""
+    """x ÷ root mean square(x) × weight, computed in float32 or wider and returned in x's dtype."""
 
     def __init__(self, width: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -24,7 +26,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(length: int, head_width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, head_width ÷ 2] of rotary embedding, float32 (float64 for float64 inputs)."""
+    """Return cosines and sines [length, head_width ÷ 2] for RoPE, float32 (float64 for float64 inputs)."""
     cos, sin = _rope_tables(length, head_width, base, torch.promote_types(like.dtype, torch.float32), like.device)
     return cos, sin
 
@@ -44,8 +46,8 @@ def _fake_tables(
     return cos, torch.empty_like(cos)
 
 
-# One op to the compiler. Seen as arithmetic it is fused into every use, and a power, a cosine and a sine for each
-# element of queries and keys took 17 % of a compiled step of tsmoe.
+# One op for the compiler. Otherwise it is fused into every use, and a power, a cosine and a sine for each element of
+# queries and keys took 17 % of a compiled step of tsmoe.
 _rope_tables = torch.library.custom_op(
     "stepscope::rope_tables",
     _make_tables,
@@ -56,16 +58,35 @@ _rope_tables.register_fake(_fake_tables)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., length, head_width] with each pair (first half, second half) turned by its position's angle."""
+    """Return x [..., length, head_width] with each pair (first half, second half) rotated by its position's angle."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *more: Any, checkpoint_every: int) -> Tensor:
-    """x through the blocks; with `checkpoint_every` k > 0, every k-th block is recomputed in the backward pass."""
+    """Run x through the blocks, recomputing every k-th block in the backward pass if `checkpoint_every` is k > 0."""
     for index, block in enumerate(blocks):
         if checkpoint_every and index % checkpoint_every == 0 and torch.is_grad_enabled():
             x = checkpoint(block, x, *more, use_reentrant=False)
         else:
             x = block(x, *more)
     return x
+
+
+def next_token_batch(vocab: int, batch: int, seq_len: int) -> Batch:
+    """Return random tokens [batch, seq_len], each with the next one as its target."""
+    tokens = torch.randint(vocab, (batch, seq_len + 1))
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def logits_or_loss(logits: Tensor, targets: Tensor | None) -> Tensor:
+    """Return the logits, or with targets their mean cross entropy."""
+    return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def attention_proof(attention: str, layers: int) -> Proof:
+    """Return proof that every layer ran this attention: naive, builtin or sdpa."""
+    own = {"naive": "amax", "builtin": "softmax", "sdpa": "scaled_dot_product_attention"}[attention]
+    # The compiler may have replaced handwritten attention by torch's fused attention.
+    without = () if attention == "sdpa" else ("scaled_dot_product",)
+    return wrote(f"attention={attention}", own, at_least=layers, without=without)

@@ -1,4 +1,4 @@
-"""Megalodon: a complex moving average under gated attention inside chunks; decoding keeps a small state."""
+"""Megalodon: complex moving averages and gated attention within chunks; decoding keeps a small state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from torch.nn import functional
 
 from stepscope.errors import UsageError
 from stepscope.workloads import ema as moving_average
-from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
+from stepscope.workloads.models.layers import (
+    RMSNorm,
+    attention_proof,
+    logits_or_loss,
+    next_token_batch,
+    rope,
+    rope_tables,
+    run_blocks,
+)
 from stepscope.workloads.ops.ema import forward_flops as ema_flops
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Value, Workload, knob
+from stepscope.workloads.workload import Built, Value, Workload, knob
 
 ROPE_BASE = 10_000.0
 EPS = 1e-5
@@ -24,43 +32,43 @@ INITIAL_STD = 0.02
 class MegalodonConfig:
     """Embedding → layers × [y = x + attention(x); x + FFN(y)] → timestep norm → the embedding again as head."""
 
-    vocab: int = knob(32_000, "tokens in the vocabulary; embedding and head share their rows")
+    vocab: int = knob(32_000, "vocabulary size; embedding and head share weights")
     width: int = knob(1024, "width of the residual stream")
     layers: int = knob(12, "blocks")
     heads: int = knob(1, "attention heads; z_width and value_width must be multiples")
-    z_width: int = knob(256, "width of queries and keys, all heads together")
-    value_width: int = knob(2048, "width of values and their gate, all heads together")
+    z_width: int = knob(256, "width of queries and keys over all heads")
+    value_width: int = knob(2048, "width of values and their gate over all heads")
     ffn_width: int = knob(2560, "hidden width of the feed-forward layer")
-    chunk: int = knob(2048, "tokens that see each other in attention; its cost is seq_len × chunk")
-    num_states: int = knob(16, "complex states of a channel in the moving average")
-    groups: int = knob(32, "groups of channels normalized together over time; width must be a multiple")
-    ffn: Literal["plain", "swiglu"] = knob("plain", "plain: two matrices with biases; swiglu: three without")
+    chunk: int = knob(2048, "tokens per attention chunk; attention costs seq_len × chunk")
+    num_states: int = knob(16, "complex states per channel in the moving average")
+    groups: int = knob(32, "groups of channels for the timestep norm; width must be a multiple")
+    ffn: Literal["plain", "swiglu"] = knob("plain", "plain: two matrices with biases; swiglu: three without biases")
     ema: Literal["fft", "sequential", "scan"] = knob(
         "fft", "fft: convolution with the kernel; sequential: a loop over tokens; scan: one Triton kernel on a GPU"
     )
     attention: Literal["builtin", "sdpa"] = knob("sdpa", "builtin: torch.softmax of all scores; sdpa: fused")
-    seq_len: int = knob(2048, "tokens in a sequence")
-    batch: int = knob(4, "sequences in a batch")
-    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0 recomputes none")
+    seq_len: int = knob(2048, "tokens per sequence")
+    batch: int = knob(4, "sequences per batch")
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
 
 
 Turn = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary embedding at each token's place in its chunk."""
+"""Cosines and sines of RoPE at each token's position in its chunk."""
 
 
 class NormState(NamedTuple):
-    """Mean of a group over all tokens so far, and the sum over tokens of its squared distance: each [B, groups]."""
+    """Mean of a group over all tokens so far, and sum of squared distances from it: each [B, groups]."""
 
     mean: Tensor
     spread: Tensor
 
     def copied(self) -> NormState:
-        """Apart from the sums over every token, of which it is the last and which it would keep alive."""
+        """Return a copy: the original is a view that keeps the sums of every token alive."""
         return NormState(self.mean.clone(), self.spread.clone())
 
 
 class BlockState(NamedTuple):
-    """What a block keeps of the tokens it has seen; keys and values [B, heads, tokens, width] of the open chunk."""
+    """A block's decoding state; keys and values [B, heads, tokens, width] are those of the open chunk."""
 
     norm: NormState
     ema: Tensor
@@ -69,7 +77,7 @@ class BlockState(NamedTuple):
 
 
 class State(NamedTuple):
-    """What the model keeps of the tokens it has seen."""
+    """The model's decoding state."""
 
     num_tokens: int
     blocks: tuple[BlockState, ...]
@@ -77,7 +85,7 @@ class State(NamedTuple):
 
 
 class TimestepNorm(nn.Module):
-    """Each group of channels normalized by its mean and variance over all tokens so far, in float32 or wider."""
+    """Normalizes each group of channels by mean and variance over all tokens so far, in float32 or wider."""
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -86,15 +94,15 @@ class TimestepNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, seen: int = 0, state: NormState | None = None) -> tuple[Tensor, NormState]:
-        """The normalized x [B, L, D] and the state after it; `seen` tokens are already in the incoming state."""
+        """Return the normalized x [B, L, D] and the new state; the incoming state covers `seen` tokens."""
         with torch.autocast(device_type=x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             grouped = x.to(dtype).unflatten(-1, (self.groups, -1))
             variance, mean = torch.var_mean(grouped, dim=-1, correction=0)
             if state is None:
                 state = NormState(torch.zeros_like(mean[:, 0]), torch.zeros_like(mean[:, 0]))
-            # Welford's update has a sum inside a sum, both of which cumsum does: no term is negative, so none of the
-            # cancellation of E[x²] − E[x]².
+            # Welford's update as two cumulative sums. No term is negative, so there is no cancellation as in
+            # E[x²] − E[x]².
             count = torch.arange(seen + 1, seen + 1 + x.shape[1], device=x.device, dtype=dtype)[:, None]
             means = (mean.cumsum(1) + seen * state.mean[:, None]) / count
             before = torch.cat((state.mean[:, None], means[:, :-1]), dim=1)
@@ -106,7 +114,7 @@ class TimestepNorm(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """Wh1 m + Wh2 (attention · R), where m is the normalized moving average of the normalized input."""
+    """Wh1 m + Wh2 (attention · R), with m the normalized moving average of the normalized input."""
 
     def __init__(self, config: MegalodonConfig) -> None:
         super().__init__()
@@ -126,7 +134,7 @@ class GatedAttention(nn.Module):
     def forward(
         self, x: Tensor, turn: Turn, seen: int, state: BlockState | None, keep: bool
     ) -> tuple[Tensor, BlockState | None]:
-        """The layer's output for x after `seen` tokens, and with `keep` the state after x."""
+        """Return the layer's output for x after `seen` tokens, and with `keep` the state after x."""
         t, norm = self.timestep_norm(x, seen, None if state is None else state.norm)
         averaged, last = self.ema(t, None if state is None else state.ema, keep)
         m = self.rms_norm(averaged)
@@ -144,7 +152,7 @@ class GatedAttention(nn.Module):
         return out, BlockState(norm.copied(), last, key[:, :, first:].clone(), value[:, :, first:].clone())
 
     def _queries_and_keys(self, m: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-        """[B, heads, L, z_width ÷ heads] each, from one projection with two scales and shifts."""
+        """Return queries and keys [B, heads, L, z_width ÷ heads] from one projection with two scales and shifts."""
         z = self.wz(m).unflatten(-1, (self.heads, -1))
         head_width = z.shape[-1]
         z = functional.rms_norm(z, (head_width,), eps=EPS).flatten(-2)
@@ -155,7 +163,7 @@ class GatedAttention(nn.Module):
         return query, key
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention inside each chunk; the first keys may be of an open chunk that the queries continue."""
+        """Compute causal attention within each chunk; the first keys may belong to an open chunk that continues."""
         length, past = query.shape[2], key.shape[2] - query.shape[2]
         closing = min(length, self.chunk - past) if past else 0
         opening = (length - closing) % self.chunk
@@ -170,7 +178,7 @@ class GatedAttention(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor, chunk: int) -> Tensor:
-        """Causal attention over [B, heads, chunks × chunk, width]; one chunk may have keys before its queries."""
+        """Compute causal attention over [B, heads, chunks × chunk, width]; one chunk may have earlier keys."""
         batch, heads, length, _ = query.shape
         num_chunks = length // chunk
         query, key, value = (
@@ -218,13 +226,13 @@ class Block(nn.Module):
         return x + self.ffn(x + self.attention(x, turn, 0, None, False)[0])
 
     def advance(self, x: Tensor, turn: Turn, seen: int, state: BlockState | None) -> tuple[Tensor, BlockState]:
-        """x through the block after `seen` tokens, and the state after it."""
+        """Return the block's output for x after `seen` tokens, and the new state."""
         out, after = self.attention(x, turn, seen, state, True)
         return x + self.ffn(x + out), after
 
 
 class Megalodon(nn.Module):
-    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or the mean cross-entropy where there are targets."""
+    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or with targets the mean cross entropy."""
 
     def __init__(self, config: MegalodonConfig) -> None:
         super().__init__()
@@ -242,10 +250,10 @@ class Megalodon(nn.Module):
         x = self.embedding(tokens)
         x = run_blocks(self.blocks, x, self._turn(x, 0), checkpoint_every=self.config.checkpoint)
         logits = self._head(self.norm(x)[0])
-        return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits_or_loss(logits, targets)
 
     def decode(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Logits of tokens that continue what the state has seen, and the state after them."""
+        """Return the logits of tokens that continue the state, and the new state."""
         seen = 0 if state is None else state.num_tokens
         x, after = self.embedding(tokens), []
         turn = self._turn(x, seen)
@@ -266,7 +274,7 @@ class Megalodon(nn.Module):
 
 
 def num_parameters(config: MegalodonConfig) -> int:
-    """Embedding vocab·d; a layer's linear maps, three norms, moving average, two scales and shifts; last norm 2d."""
+    """Return the parameters of embedding (vocab·d), layers and last norm (2d)."""
     width = config.width
     norms, average, scales = 5 * width, (4 * config.num_states + 2) * width, 4 * config.z_width
     layer = sum(_matrices(config)) + norms + average + scales
@@ -274,7 +282,7 @@ def num_parameters(config: MegalodonConfig) -> int:
 
 
 def _matrices(config: MegalodonConfig) -> tuple[int, int]:
-    """The weights and the biases of a layer's linear maps."""
+    """Return the number of weights and of biases in a layer's linear maps."""
     width, z_width, value_width, ffn_width = config.width, config.z_width, config.value_width, config.ffn_width
     attention = width * (z_width + 3 * value_width + width)
     biases = z_width + 2 * value_width + width
@@ -284,7 +292,7 @@ def _matrices(config: MegalodonConfig) -> tuple[int, int]:
 
 
 def forward_flops(config: MegalodonConfig) -> int:
-    """2 a token for every weight of a matrix product; attention's causal half in each chunk; the recurrence."""
+    """Return the FLOPs: 2 per token and matmul weight, causal attention in each chunk, and the recurrence."""
     num_tokens = config.batch * config.seq_len
     whole, rest = divmod(config.seq_len, config.chunk)
     pairs = config.batch * (whole * config.chunk**2 + rest**2)
@@ -293,35 +301,23 @@ def forward_flops(config: MegalodonConfig) -> int:
     return config.layers * layer + 2 * num_tokens * config.vocab * config.width
 
 
-def _attention_proof(config: MegalodonConfig) -> Proof:
-    own = "scaled_dot_product_attention" if config.attention == "sdpa" else "softmax"
-
-    def shows(evidence: Evidence) -> str | None:
-        calls = evidence.written(own)
-        fused_instead = config.attention == "builtin" and evidence.calls("scaled_dot_product")
-        return f"{own} ×{calls}" if calls >= max(1, config.layers) and not fused_instead else None
-
-    return Proof(claim=f"attention={config.attention}", shows=shows)
-
-
 def build(config: MegalodonConfig) -> Built:
-    """The model and a batch of random tokens, each one's target the next."""
+    """Return the model, with random tokens and the next token as target."""
     for name, unit, factor in (("z_width", "heads", 2), ("value_width", "heads", 1), ("width", "groups", 1)):
         value, of = getattr(config, name), getattr(config, unit)
         if value % (factor * of):
             times = "2 × " if factor == 2 else ""
-            raise UsageError(f"megalodon: {name}={value} is no multiple of {times}{unit}={of}")
-
-    def batch() -> Batch:
-        tokens = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
-        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+            raise UsageError(f"megalodon: {name}={value} must be a multiple of {times}{unit}={of}")
 
     return Built(
         module=Megalodon(config),
-        batch=batch,
+        batch=lambda: next_token_batch(config.vocab, config.batch, config.seq_len),
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
-        proofs=(*moving_average.proofs("ema", config.ema, config.seq_len, config.layers), _attention_proof(config)),
+        proofs=(
+            *moving_average.proofs("ema", config.ema, config.seq_len, config.layers),
+            attention_proof(config.attention, config.layers),
+        ),
     )
 
 
@@ -332,7 +328,7 @@ TINY: dict[str, Value] = {
 
 WORKLOAD = Workload(
     name="megalodon",
-    about="a language model of complex moving averages and gated attention inside chunks",
+    about="a language model with complex moving averages and gated attention within chunks",
     config=MegalodonConfig,
     presets={
         "profile": {

@@ -1,6 +1,6 @@
-"""The next token of a megalodon: from the state that it keeps of the tokens before, or from all of them anew.
+"""The next token of megalodon, from its decoding state or from all tokens again.
 
-Not in the list of workloads: `stepscope bench stepscope.workloads.models.megalodon_decode:WORKLOAD` runs it.
+Not in the list of workloads; run `stepscope bench stepscope.workloads.models.megalodon_decode:WORKLOAD`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig(MegalodonConfig):
-    """A megalodon, and how it comes to the logits after the last of seq_len tokens."""
+    """Megalodon, and how it computes the logits after the last of seq_len tokens."""
 
     cache: Literal["on", "off"] = knob(
-        "on", "on: the last token continues the state of those before; off: all tokens run again"
+        "on", "on: the last token continues the decoding state; off: all tokens run again"
     )
 
 
 class Decode(nn.Module):
-    """Tokens [batch, seq_len] → logits [batch, vocab] after the last. The state is made in the first call."""
+    """Tokens [batch, seq_len] → logits [batch, vocab] after the last token. The first call creates the state."""
 
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class Decode(nn.Module):
 
 
 def build(config: DecodeConfig) -> Built:
-    """The model and a batch of random tokens."""
+    """Return the model, with random tokens."""
     if config.seq_len < 2:
-        raise UsageError(f"seq_len={config.seq_len}: decoding takes a token before the last one")
+        raise UsageError(f"seq_len={config.seq_len}: decoding needs at least 2 tokens")
     module = Decode(config)
 
     def shows(evidence: Evidence) -> str | None:
@@ -72,7 +72,7 @@ def build(config: DecodeConfig) -> Built:
 
 WORKLOAD = Workload(
     name="megalodon_decode",
-    about="the next token of a megalodon, with and without the state of the tokens before; mode=inference",
+    about="the next token of megalodon, with and without its decoding state; for mode=inference",
     config=DecodeConfig,
     presets=megalodon.WORKLOAD.presets,
     build=build,

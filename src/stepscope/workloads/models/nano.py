@@ -1,4 +1,4 @@
-"""A GPT whose attention is dense or sparse: one causal pattern, by SDPA with a mask or by FlexAttention's blocks."""
+"""A GPT with dense attention, or sparse attention by an SDPA mask or by FlexAttention blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from torch.nn import functional
 
 from stepscope.errors import UsageError
 from stepscope.workloads import sparse_patterns as patterns
-from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
+from stepscope.workloads.models.layers import (
+    RMSNorm,
+    logits_or_loss,
+    next_token_batch,
+    rope,
+    rope_tables,
+    run_blocks,
+)
 from stepscope.workloads.ops.attention import causal_mask, naive_attention
 from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Value, Workload, knob
 
@@ -21,36 +28,34 @@ ROPE_BASE = 10_000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NanoConfig:
-    """Embedding → layers × [x + attention(norm x); x + SwiGLU(norm x)] → norm → the embedding again as head."""
+    """Embedding → layers × [x + attention(norm x); x + SwiGLU(norm x)] → norm → tied head."""
 
     layers: int = knob(6, "blocks")
-    heads: int = knob(8, "attention heads; the model is heads × head_width wide")
+    heads: int = knob(8, "attention heads; the model's width is heads × head_width")
     head_width: int = knob(64, "width of a head; FlexAttention on a GPU needs 16 or more")
-    kv_heads: int = knob(0, "heads of keys and values, a divisor of heads (grouped-query attention); 0: as many")
-    vocab: int = knob(50257, "tokens in the vocabulary; embedding and head share their rows")
-    seq_len: int = knob(1024, "tokens in a sequence")
-    batch: int = knob(1, "sequences in a batch")
+    kv_heads: int = knob(0, "key and value heads, a divisor of heads (grouped-query attention); 0: same as heads")
+    vocab: int = knob(50257, "vocabulary size; embedding and head share weights")
+    seq_len: int = knob(1024, "tokens per sequence")
+    batch: int = knob(1, "sequences per batch")
     attention: Literal["dense", "sparse_mask", "sparse_flex"] = knob(
         "dense",
         "dense: causal SDPA; sparse_mask: SDPA with a bool mask, all pairs computed; sparse_flex: blocks skipped",
     )
     pattern: Literal["fixed", "dynamic"] = knob(
         "fixed",
-        "fixed: the first tokens are global; dynamic: a learned score chooses them, at most 64 and seq_len ÷ 5",
+        "fixed: the first tokens are global; dynamic: a learned score chooses up to 64, at most seq_len ÷ 5",
     )
-    window: int = knob(256, "a query sees the keys up to window ÷ 2 before it")
+    window: int = knob(256, "a query sees keys up to window ÷ 2 before it")
     global_tokens: int = knob(32, "tokens that every later query sees")
-    random_keys: int = knob(16, "random keys a query sees besides, rounded up to whole blocks of 64")
+    random_keys: int = knob(16, "additional random keys per query, rounded up to whole blocks of 64")
     random: Literal["blocks", "scattered"] = knob(
-        "blocks", "blocks: shared by 128 queries, the rest is skipped; scattered: as many per query, nothing to skip"
+        "blocks", "blocks: shared by 128 queries, so blocks are skipped; scattered: drawn per query, none skipped"
     )
     part: Literal["model", "attention"] = knob(
-        "model", "the whole model, or attention alone over given queries, keys and values of one layer"
+        "model", "the whole model, or only one layer's attention over given queries, keys and values"
     )
-    written_out: bool = knob(
-        False, "attention by its formula under the same mask, what the variants are held against"
-    )
-    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0 recomputes none")
+    written_out: bool = knob(False, "attention by formula with the same mask, the reference for the variants")
+    checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
 
     @property
     def width(self) -> int:
@@ -70,11 +75,11 @@ class NanoConfig:
 
     @property
     def num_chosen(self) -> int:
-        """Global tokens that the dynamic pattern chooses in a sequence."""
+        """Return the global tokens per sequence that the dynamic pattern chooses."""
         return patterns.chosen_budget(self.seq_len, self.global_tokens)
 
     def sparse_pattern(self) -> patterns.SparsePattern:
-        """The part of the pattern that does not depend on the input."""
+        """Return the part of the pattern that does not depend on the input."""
         return patterns.SparsePattern(
             seq_len=self.seq_len,
             window=self.window,
@@ -85,7 +90,7 @@ class NanoConfig:
 
 
 def pattern_rule(config: NanoConfig) -> patterns.Rule:
-    """The fixed part of the pattern as a function of positions; every causal pair where attention is dense."""
+    """Return the fixed part of the pattern as a function of positions; every causal pair if dense."""
     if not config.sparse:
         return torch.ge  # type: ignore[no-any-return]
     pattern = config.sparse_pattern()
@@ -93,11 +98,11 @@ def pattern_rule(config: NanoConfig) -> patterns.Rule:
 
 
 class PatternAttention(nn.Module):
-    """Queries [batch, heads, seq_len, head_width], keys and values → what each query sees. It has no parameters.
+    """Attention over queries [batch, heads, seq_len, head_width], keys and values, without parameters.
 
-    The pattern is made once, here, on the default device; a forward pass only reads it. With the dynamic pattern,
-    importance [batch, seq_len] says which tokens are global; it learns because it also scales the values of those
-    (by 2·sigmoid, 1 at the start): choosing alone has no gradient. It is chosen over the whole sequence at once.
+    The pattern is made once, on the default device; a forward pass only reads it. With the dynamic pattern,
+    importance [batch, seq_len] selects the global tokens of the whole sequence. The selection has no gradient;
+    importance learns because it also scales their values (by 2·sigmoid, initially 1).
     """
 
     def __init__(self, config: NanoConfig, rule: patterns.Rule) -> None:
@@ -116,7 +121,7 @@ class PatternAttention(nn.Module):
                 if config.dynamic
                 else patterns.flex_block_mask(rule, config.seq_len, self.device)
             )
-            # Not compiled, FlexAttention computes every score; on a CPU that is all it is asked for.
+            # Uncompiled, FlexAttention computes every score, which is good enough on a CPU.
             backend = "eager" if self.device.type == "cpu" else "inductor"
             self.flex_attention = torch.compile(flex_attention, backend=backend, dynamic=False)
         elif config.sparse:
@@ -140,7 +145,7 @@ class PatternAttention(nn.Module):
         return self.masked(query, key, value, mask)
 
     def choose(self, importance: Tensor, value: Tensor) -> Tensor:
-        """The values, those of the most important tokens scaled; their positions go into `chosen`."""
+        """Return the values, scaled for the most important tokens, and store their positions in `chosen`."""
         top = importance.topk(self.config.num_chosen, dim=-1)
         self.chosen.copy_(top.indices)
         scale = torch.ones_like(importance).scatter(1, top.indices, 2 * torch.sigmoid(top.values))
@@ -151,27 +156,27 @@ class PatternAttention(nn.Module):
         return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        # The back ends that take a mask know no groups: heads are repeated, or SDPA would fall back to plain math.
+        # Backends with a mask do not support groups. Heads are repeated, else SDPA falls back to the math backend.
         return functional.scaled_dot_product_attention(query, self.repeat(key), self.repeat(value), attn_mask=mask)
 
     def flex(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.config.dynamic:
             key, value = patterns.gather_chosen(key, self.chosen), patterns.gather_chosen(value, self.chosen)
         if query.device.type == "cpu":
-            # FlexAttention has no backward on a CPU, and refuses what asks for gradients even without a graph.
+            # FlexAttention has no backward on a CPU and rejects tensors that require gradients.
             if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                 # The same mask, every score computed.
                 return self.masked(query, key, value, patterns.unfused_mask(self.block_mask, query.shape[0]))
             query, key, value = query.detach(), key.detach(), value.detach()
         if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
-            # Autocast knows SDPA and not FlexAttention.
+            # Autocast covers SDPA but not FlexAttention.
             narrow = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
         grouped = self.config.num_kv_heads != self.config.heads
         return self.flex_attention(query, key, value, block_mask=self.block_mask, enable_gqa=grouped)
 
     def num_pairs(self) -> float:
-        """Pairs of a sequence that the last pass asked for, the mean over its batch."""
+        """Return the pairs per sequence that the last pass needed, averaged over the batch."""
         config = self.config
         if not config.sparse:
             return patterns.causal_pairs(config.seq_len)
@@ -180,7 +185,7 @@ class PatternAttention(nn.Module):
         return pairs + added / config.batch
 
     def num_executed_pairs(self) -> int:
-        """Pairs of a sequence that are computed to get them: whole tiles of 128 × 128, or all."""
+        """Return the pairs per sequence that were computed: whole tiles of 128 × 128, or all."""
         if self.fused and self.device.type != "cpu":
             return patterns.num_touched_pairs(self.block_mask)
         if self.config.sparse or self.config.written_out:
@@ -190,7 +195,7 @@ class PatternAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with rotary positions, its keys and values in as many or fewer heads."""
+    """Multi-head self-attention with RoPE; keys and values may have fewer heads."""
 
     def __init__(self, config: NanoConfig, core: PatternAttention) -> None:
         super().__init__()
@@ -211,7 +216,7 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + SwiGLU(norm x), four times as wide inside."""
+    """x + attention(norm x), then x + SwiGLU(norm x) of four times the width."""
 
     def __init__(self, config: NanoConfig, core: PatternAttention) -> None:
         super().__init__()
@@ -228,7 +233,7 @@ class Block(nn.Module):
 
 
 class Nano(nn.Module):
-    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or the mean cross-entropy where there are targets."""
+    """Tokens [batch, seq_len] → logits [batch, seq_len, vocab], or with targets the mean cross entropy."""
 
     def __init__(self, config: NanoConfig) -> None:
         super().__init__()
@@ -237,13 +242,13 @@ class Nano(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         rule = pattern_rule(config)
         shared = None if config.dynamic else PatternAttention(config, rule)
-        # What a layer chooses is its own and must outlive the next layer's choice; a fixed pattern serves them all.
+        # Each layer keeps its own choice until the backward pass; a fixed pattern is shared by all layers.
         cores = [shared or PatternAttention(config, rule) for _ in range(config.layers)]
         self.blocks = nn.ModuleList(Block(config, core) for core in cores)
         self.norm = RMSNorm(config.width)
 
     def cores(self) -> list[PatternAttention]:
-        """The attention of every layer."""
+        """Return the attention of every layer."""
         return [block.attention.core for block in self.blocks]
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -251,13 +256,13 @@ class Nano(nn.Module):
         cos, sin = rope_tables(tokens.shape[1], self.config.head_width, ROPE_BASE, x)
         x = run_blocks(self.blocks, x, cos, sin, checkpoint_every=self.config.checkpoint)
         logits = functional.linear(self.norm(x), self.embedding.weight)
-        return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits_or_loss(logits, targets)
 
 
 def attention_flops(config: NanoConfig) -> int:
-    """4·head_width FLOPs a pair and head, over the batch: half of seq_len² pairs when dense, the pattern's when not.
+    """Return 4·head_width FLOPs per pair and head: half of seq_len² pairs if dense, else the pattern's.
 
-    A chosen token counts as seen by half of the queries; `facts` says how many did see it.
+    A chosen token counts as seen by half of the queries; `facts` gives the actual number.
     """
     pairs = config.seq_len**2 // 2
     if config.sparse:
@@ -267,7 +272,7 @@ def attention_flops(config: NanoConfig) -> int:
 
 
 def forward_flops(config: NanoConfig) -> int:
-    """2 FLOPs a token for every weight of a matrix product, the head's too, and the attention of every layer."""
+    """Return the FLOPs: 2 per token and matmul weight, head included, and the attention of every layer."""
     if config.part == "attention":
         return attention_flops(config)
     width, kv_width = config.width, config.num_kv_heads * config.head_width
@@ -279,7 +284,7 @@ def forward_flops(config: NanoConfig) -> int:
 def _proof(config: NanoConfig) -> Proof:
     def shows(evidence: Evidence) -> str | None:
         fused = evidence.written("scaled_dot_product_attention")
-        # Called, attention makes numbers of a mask; captured, it is handed one. (A compiled loss has a `where` too.)
+        # Eager attention converts a mask to numbers; captured, the mask is an argument.
         made = (evidence.ops.get(name, 0) for name in ("aten::where", "aten::masked_fill", "aten::masked_fill_"))
         masks = sum(made) + evidence.ops.get(f"{CAPTURED}attn_mask", 0)
         if config.attention != "sparse_flex":
@@ -288,7 +293,7 @@ def _proof(config: NanoConfig) -> Proof:
             if config.attention == "dense":
                 return None if masks else f"scaled_dot_product_attention ×{fused}, no mask"
             return f"scaled_dot_product_attention ×{fused}, with masks ×{masks}" if masks else None
-        # Only a kernel skips blocks; on a CPU there is none, and the claim stays unproven.
+        # Only a GPU kernel skips blocks; on a CPU the claim stays unproven.
         launches = sum(count for name, count in evidence.kernels.items() if "flex_attention" in name)
         return f"flex_attention kernels ×{launches}" if launches else None
 
@@ -297,21 +302,17 @@ def _proof(config: NanoConfig) -> Proof:
 
 def _check(config: NanoConfig) -> None:
     if config.heads % config.num_kv_heads:
-        raise UsageError(f"nano: heads={config.heads} is no multiple of kv_heads={config.kv_heads}")
+        raise UsageError(f"nano: heads={config.heads} must be a multiple of kv_heads={config.kv_heads}")
     if config.dynamic and not config.num_chosen:
-        raise UsageError("nano: pattern=dynamic chooses no token; it needs global_tokens ≥ 1 and seq_len ≥ 5")
+        raise UsageError("nano: pattern=dynamic needs global_tokens ≥ 1 and seq_len ≥ 5")
 
 
 def build(config: NanoConfig) -> Built:
-    """The model and random tokens, each one's target the next; or its attention and random queries, keys, values."""
+    """Return the model with random tokens, or its attention with random queries, keys and values."""
     _check(config)
     alone = config.part == "attention"
     module = PatternAttention(config, pattern_rule(config)) if alone else Nano(config)
     cores = [module] if alone else module.cores()
-
-    def tokens() -> Batch:
-        drawn = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
-        return {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous()}
 
     def heads() -> Batch:
         batch = {
@@ -337,7 +338,7 @@ def build(config: NanoConfig) -> Built:
 
     return Built(
         module=module,
-        batch=heads if alone else tokens,
+        batch=heads if alone else lambda: next_token_batch(config.vocab, config.batch, config.seq_len),
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
         proofs=() if config.written_out else (_proof(config),),
@@ -351,28 +352,21 @@ def _sizes(layers: int, heads: int, seq_len: int, pattern: tuple[int, int, int])
     return {"layers": layers, "heads": heads, "seq_len": seq_len, **sparse}
 
 
+TINY: dict[str, Value] = {**_sizes(2, 4, 512, (128, 16, 16)), "head_width": 16, "vocab": 256, "batch": 2}
+
 WORKLOAD = Workload(
     name="nano",
-    about="a GPT with dense attention, or sparse by a mask or by skipped blocks",
+    about="a GPT with dense attention, or sparse attention by a mask or by skipped blocks",
     config=NanoConfig,
     presets={
         "decoder_tiny": _sizes(6, 8, 1024, (256, 32, 16)),
         "decoder_small": _sizes(12, 12, 2048, (512, 64, 32)),
         "decoder_medium": _sizes(24, 16, 4096, (1024, 128, 64)),
-        "tiny": {**_sizes(2, 4, 512, (128, 16, 16)), "head_width": 16, "vocab": 256, "batch": 2},
+        "tiny": TINY,
     },
     build=build,
     reference={"written_out": True},
     alternatives={"attention": (("dense",), ("sparse_mask", "sparse_flex"))},
-    # Heads are left as they are, so that grouped-query attention is held against the reference in its own grouping.
-    gate={
-        "layers": 2,
-        "head_width": 16,
-        "vocab": 256,
-        "seq_len": 512,
-        "batch": 2,
-        "window": 128,
-        "global_tokens": 16,
-        "random_keys": 16,
-    },
+    # Heads are not changed, so that grouped-query attention is checked with its own grouping.
+    gate={name: value for name, value in TINY.items() if name != "heads"},
 )

@@ -1,4 +1,4 @@
-"""tsmoe: a decoder for time series with a mixture of experts in every block, and forecasts at four horizons."""
+"""tsmoe: a time-series decoder with a mixture of experts in every block and forecasts at four horizons."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads import experts, gelu
-from stepscope.workloads.experts import Dispatch, MixtureOfExperts, Routing
-from stepscope.workloads.gelu import Gelu
+from stepscope.workloads import experts
+from stepscope.workloads.experts import ExpertKnobs, MixtureOfExperts
 from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
 from stepscope.workloads.ops.attention import causal_mask
 from stepscope.workloads.workload import CAPTURED, Built, Evidence, Proof, Workload, knob
@@ -25,35 +24,24 @@ ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class Config(ExpertKnobs):
     """The knobs of tsmoe."""
 
     d_model: int = knob(768, "width of the model")
-    layers: int = knob(12, "number of blocks")
+    layers: int = knob(12, "blocks")
     heads: int = knob(12, "attention heads")
-    experts: int = knob(8, "experts in a block, the shared one not counted")
-    top_k: int = knob(2, "experts that a token is routed to")
     d_ff: int = knob(3072, "hidden width of the shared expert")
-    d_expert: int = knob(3072, "hidden width of a routed expert")
-    dispatch: Dispatch = knob("loop", "how tokens come to their experts and back")  # noqa: RUF009
-    capacity_factor: float = knob(1.25, "rows of an expert over the mean, with dispatch=capacity; more are dropped")
-    routing: Routing = knob(  # noqa: RUF009
-        "learned", "balanced: experts by a hash, as even as a trained router's; an untrained one fills two of eight"
-    )
-    gelu: Gelu = knob(  # noqa: RUF009
-        "torch", "the experts' GELU; kept: one kernel each way, its output kept for the backward pass"
-    )
     mask: Literal["causal", "given", "inverted"] = knob(
         "causal",
-        "how attention is told what is hidden: is_causal; a bool mask, padding and all; that one inverted: wrong",
+        "how attention hides keys: is_causal; a bool mask that includes padding; that mask inverted, which is wrong",
     )
-    seq_len: int = knob(4096, "points of a series")
-    batch: int = knob(16, "series in a batch")
+    seq_len: int = knob(4096, "points per series")
+    batch: int = knob(16, "series per batch")
     checkpoint: int = knob(0, "recompute every k-th block in the backward pass; 0: none")
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; qkv in one projection with bias, out without."""
+    """Causal attention with RoPE; qkv in one projection with bias, the output without."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -77,17 +65,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(config.d_model), RMSNorm(config.d_model)
         self.attention = Attention(config.d_model, config.heads)
-        self.moe = MixtureOfExperts(
-            config.d_model,
-            num_experts=config.experts,
-            top_k=config.top_k,
-            expert_width=config.d_expert,
-            shared_width=config.d_ff,
-            dispatch=config.dispatch,
-            capacity_factor=config.capacity_factor,
-            routing=config.routing,
-            gelu=config.gelu,
-        )
+        self.moe = MixtureOfExperts(config.d_model, config.d_ff, config)
 
     def forward(
         self, state: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, mask: Tensor | None
@@ -100,7 +78,7 @@ class Block(nn.Module):
 
 
 class TimeSeriesMoE(nn.Module):
-    """series [B, T] → forecasts [B, T, h] of the next h points for every horizon h, or the loss against targets."""
+    """series [B, T] → forecasts [B, T, h] of the next h points for every horizon h, or with targets the loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -125,9 +103,9 @@ class TimeSeriesMoE(nn.Module):
 
 
 def given_mask(series: Tensor, is_inverted: bool) -> Tensor:
-    """[B, 1, T, T] bool, as a program makes it that also hides padding: True where a query sees a key.
+    """Return a bool mask [B, 1, T, T], like programs with padding use: True where a query sees a key.
 
-    Inverted, True where a key is hidden, as other libraries have it: SDPA then shows each query what comes after it.
+    Inverted, True means hidden, as in other libraries; with SDPA each query then sees only later keys.
     """
     is_real = torch.ones_like(series, dtype=torch.bool)
     seen = is_real[:, None, None, :] & causal_mask(series.shape[1], series.device)
@@ -136,7 +114,7 @@ def given_mask(series: Tensor, is_inverted: bool) -> Tensor:
 
 def _mask_proof(config: Config) -> Proof:
     def shows(evidence: Evidence) -> str | None:
-        # Called, attention makes numbers of a mask; captured, it is handed one.
+        # Eager attention converts a mask to numbers; captured, the mask is an argument.
         made = sum(evidence.ops.get(name, 0) for name in ("aten::where", "aten::masked_fill", "aten::masked_fill_"))
         masks = max(made, evidence.ops.get(f"{CAPTURED}attn_mask", 0))
         return f"attention with masks ×{masks}" if masks >= config.layers else None
@@ -145,8 +123,8 @@ def _mask_proof(config: Config) -> Proof:
 
 
 def huber(forecast: Tensor, targets: Tensor) -> Tensor:
-    """Mean Huber loss of forecast [B, T, h], where targets [B, T] is the point after each: `forecast[:, t, j]` is of
-    `targets[:, t + j]`, and what runs past the end is left out."""
+    """Return the mean Huber loss of forecast [B, T, h]: `forecast[:, t, j]` predicts `targets[:, t + j]`, and
+    predictions past the end are ignored."""
     length, horizon = forecast.shape[1:]
     wide = forecast.to(torch.promote_types(forecast.dtype, torch.float32))
     future = functional.pad(targets.to(wide.dtype), (0, horizon - 1)).unfold(1, horizon, 1)
@@ -157,7 +135,7 @@ def huber(forecast: Tensor, targets: Tensor) -> Tensor:
 
 
 def forward_flops(config: Config) -> int:
-    """Model FLOPs of a forward pass: embedding, projections, attention (half of S²), router, k + 1 experts, heads."""
+    """Return the model FLOPs of a forward pass: embedding, projections, half of S² attention, experts, heads."""
     d, tokens = config.d_model, config.batch * config.seq_len
     attention = 2 * 4 * d * d + 2 * config.seq_len * d
     moe = 2 * d * (config.experts + 1) + 4 * d * (config.top_k * config.d_expert + config.d_ff)
@@ -165,31 +143,25 @@ def forward_flops(config: Config) -> int:
 
 
 def build(config: Config) -> Built:
-    """The model and random walks to train it on."""
+    """Return the model, with random walks as data."""
     if config.d_model % (2 * config.heads):
-        raise UsageError(f"d_model={config.d_model}: {config.heads} heads of an even width must divide it")
+        raise UsageError(f"d_model={config.d_model}: must be a multiple of 2 × heads ({2 * config.heads})")
     model = TimeSeriesMoE(config)
-    layers = [block.moe for block in model.blocks]
 
     def batch() -> Mapping[str, Tensor]:
-        # Walks that keep a spread of about 1 at any length.
+        # Scaled to a standard deviation of about 1 at any length.
         steps = torch.randn(config.batch, config.seq_len + 1)
         walk = steps.cumsum(1) * config.seq_len**-0.5
         return {"series": walk[:, :-1].contiguous(), "targets": walk[:, 1:].contiguous()}
 
-    idle = (config.experts - config.top_k) * 2 * config.d_model * config.d_expert * config.layers
-    return Built(
-        module=model,
+    return experts.built(
+        model,
+        [block.moe for block in model.blocks],
+        config,
         batch=batch,
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
-        num_active_parameters=sum(p.numel() for p in model.parameters()) - idle,
-        proofs=(
-            experts.proof(config.dispatch, config.layers, config.experts),
-            *gelu.proofs(config.gelu, 2 * config.layers),
-            *(() if config.mask == "causal" else (_mask_proof(config),)),
-        ),
-        facts=lambda: experts.facts(layers),
+        proofs=() if config.mask == "causal" else (_mask_proof(config),),
     )
 
 
@@ -201,29 +173,11 @@ WORKLOAD = Workload(
         "538m": {},
         "23m": {"d_model": 384, "d_ff": 192, "d_expert": 192},
         "tiny": {
-            "d_model": 64,
-            "layers": 2,
-            "heads": 4,
-            "experts": 4,
-            "d_ff": 64,
-            "d_expert": 64,
-            "seq_len": 128,
-            "batch": 2,
+            "d_model": 64, "layers": 2, "heads": 4, "experts": 4, "d_ff": 64, "d_expert": 64,
+            "seq_len": 128, "batch": 2,
         },
     },
     build=build,
     reference={"dispatch": "loop", "mask": "causal", "gelu": "torch"},
-    # experts ÷ top_k as the capacity factor: no token is dropped, whatever the router does.
-    gate={
-        "d_model": 32,
-        "layers": 2,
-        "heads": 2,
-        "experts": 4,
-        "top_k": 2,
-        "d_ff": 48,
-        "d_expert": 40,
-        "seq_len": 48,
-        "batch": 2,
-        "capacity_factor": 2.0,
-    },
-)
+    gate={**experts.GATE, "d_model": 32, "layers": 2, "heads": 2, "d_ff": 48, "seq_len": 48, "batch": 2},
+)  # fmt: skip

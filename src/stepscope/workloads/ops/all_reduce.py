@@ -1,7 +1,7 @@
 """One all-reduce: the sum of a message over processes on this machine, gloo on CPUs, NCCL on GPUs.
 
-The measured process is rank 0. The other ranks are processes that it starts; each adds ones, over and over, until its
-standard input closes: with rank 0 gone, however it went, they go.
+The measured process is rank 0. It starts the other ranks, which contribute ones repeatedly until their standard input
+closes, so they end when rank 0 ends for any reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
-# A peer waits in its next all-reduce for as long as rank 0 does other things, compiling for instance.
+# A peer waits in its next all-reduce while rank 0 does something else, such as compiling.
 PEER_TIMEOUT_S = 24 * 3600.0
 NUM_TIMED_CALLS = 100
 
@@ -40,8 +40,8 @@ NUM_TIMED_CALLS = 100
 class AllReduceConfig:
     """The knobs of all_reduce."""
 
-    world_size: int = knob(2, "processes; on GPUs one each")
-    elements: int = knob(6_553_600, "numbers in the message; 25 MiB in fp32, a gradient bucket of DDP, unless set")
+    world_size: int = knob(2, "processes; each has its own GPU, if on GPUs")
+    elements: int = knob(6_553_600, "elements of the message; default: 25 MiB in fp32, a DDP bucket")
 
 
 class Group:
@@ -71,7 +71,7 @@ class Group:
             raise
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of the tensor over all ranks, as a new tensor."""
+        """Return the sum of the tensor over all ranks as a new tensor."""
         self._announce(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}")
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         begin = _mark(total)
@@ -84,7 +84,7 @@ class Group:
         return total
 
     def seconds(self) -> float | None:
-        """Median of the last calls, the collective alone: without the copy that it works in. None before any call."""
+        """Return the median seconds of the last collectives, without the copy before each; None before any call."""
         if not self._times:
             return None
         return median(_seconds_between(begin, end) for begin, end in self._times)
@@ -93,7 +93,7 @@ class Group:
         if self._message == message:
             return
         if self._message is not None:
-            raise UsageError(f"all_reduce: a message of {message} after one of {self._message}: one a run")
+            raise UsageError(f"all_reduce: one message size per run, but {message} follows {self._message}")
         self._message = message
         for peer in self._peers:
             assert peer.stdin is not None
@@ -114,7 +114,7 @@ class Group:
                 time.sleep(0.02)
 
     def _raise_if_dead(self, cause: BaseException | None) -> None:
-        # A connection is gone a moment before its process is; peers of a dead one end too, with exit code 0.
+        # A connection closes shortly before its process ends; peers of a dead process end too, with exit code 0.
         deadline = time.monotonic() + (0.0 if cause is None else 1.0)
         while True:
             ended = {rank: peer.poll() for rank, peer in enumerate(self._peers, 1) if peer.poll() is not None}
@@ -126,7 +126,7 @@ class Group:
 
 
 def _mark(tensor: Tensor) -> Any:
-    """This moment: on the host, or in the GPU's current stream, where the collective is waited for."""
+    """Return the current time: on the host, or as an event in the GPU stream that waits for the collective."""
     if tensor.device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -149,7 +149,7 @@ class AllReduce(nn.Module):
         self.group = group
         self.last: tuple[Tensor, Tensor] | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # there is nothing to fuse
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing to fuse
     def forward(self, x: Tensor) -> Tensor:
         total: Tensor = _Sum.apply(x, self.group)
         self.last = x.detach(), total.detach()
@@ -169,17 +169,17 @@ class _Sum(torch.autograd.Function):
 
 def _check(world_size: int, backend: str) -> None:
     if world_size < 1:
-        raise UsageError(f"world_size={world_size}: at least 1")
+        raise UsageError(f"world_size={world_size}: must be at least 1")
     if not dist.is_available():
         raise UsageError("all_reduce: this torch was built without torch.distributed")
     if backend == "nccl" and world_size > torch.cuda.device_count():
-        raise UsageError(f"world_size={world_size}: NCCL wants a GPU a rank, here: {torch.cuda.device_count()}")
+        raise UsageError(f"world_size={world_size}: NCCL needs one GPU per rank, found {torch.cuda.device_count()}")
     if dist.is_initialized():
-        raise UsageError("all_reduce: this process is in a process group already")
+        raise UsageError("all_reduce: this process already belongs to a process group")
 
 
 def _loopback() -> dict[str, str]:
-    """Gloo would look up the host's own name, which need not lead anywhere."""
+    """Return gloo's loopback setting: otherwise it resolves the host's name, which may fail."""
     found = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     return {} if found is None else {"GLOO_SOCKET_IFNAME": found}
 
@@ -210,7 +210,7 @@ def _close(peers: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _peer(port: str, world_size: str, backend: str, rank: str) -> None:
-    """What ranks 1 and on do until their standard input closes."""
+    """Run ranks 1 and above until their standard input closes."""
     first_line: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_watch, args=(first_line,), daemon=True).start()
     if backend == "nccl":
@@ -230,7 +230,7 @@ def _peer(port: str, world_size: str, backend: str, rank: str) -> None:
             if backend == "nccl":
                 torch.cuda.synchronize()
         except RuntimeError:
-            os._exit(0)  # rank 0 is gone, or another peer, which rank 0 will say
+            os._exit(0)  # rank 0 has ended, or another peer has, which rank 0 reports
 
 
 def _watch(first_line: SimpleQueue[str]) -> None:
@@ -242,7 +242,7 @@ def _watch(first_line: SimpleQueue[str]) -> None:
 
 
 def build(config: AllReduceConfig) -> Built:
-    """The process group, up and running, and a message."""
+    """Return the running process group and a message."""
     group = Group(config.world_size, torch.empty(0).device)
     module = AllReduce(group)
 
@@ -251,7 +251,7 @@ def build(config: AllReduceConfig) -> Built:
             return {"world_size": float(config.world_size)}
         x, total = module.last
         num_bytes = x.numel() * x.element_size()
-        # What each link carries in a ring: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        # Bytes per link in a ring: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         bus_bytes = 2 * (config.world_size - 1) / config.world_size * num_bytes
         seconds = group.seconds()
         return {
@@ -263,7 +263,7 @@ def build(config: AllReduceConfig) -> Built:
         }
 
     def shows(evidence: Evidence) -> str | None:
-        # One call has a label of torch.distributed and one of the back end.
+        # One call has two labels, of torch.distributed and of the backend.
         calls = max((n for name, n in evidence.ops.items() if "all_reduce" in name or "allreduce" in name), default=0)
         ranks = int(evidence.facts.get("world_size", 0))
         return f"all_reduce ×{calls} of {ranks}" if calls and ranks == config.world_size else None

@@ -1,4 +1,4 @@
-"""Attention over given queries, keys and values: written out, compiled, or one SDPA back end and no other."""
+"""Attention over given queries, keys and values: handwritten, compiled, or one forced SDPA backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.workloads.ops.attention_bytes import Given, gradient_bytes, held_bytes
 from stepscope.workloads.ops.softmax import handwritten_softmax
-from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Workload, knob, ran
+from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Workload, knob, ran, wrote
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -29,43 +29,42 @@ class AttentionConfig:
     """Queries, keys and values [batch, heads, seq_len, head_width] → the values each query attends to."""
 
     head_width: Literal[16, 32, 64, 128] = knob(64, "width of a head")
-    seq_len: int = knob(1024, "tokens in a sequence; scores are seq_len² a head")
-    batch: int = knob(8, "sequences in a batch")
+    seq_len: int = knob(1024, "tokens per sequence; scores are seq_len² per head")
+    batch: int = knob(8, "sequences per batch")
     heads: int = knob(1, "heads")
-    causal: bool = knob(True, "a query sees no key after it")
+    causal: bool = knob(True, "a query does not see later keys")
     implementation: Literal["naive", "builtin", "custom", "compiled", "flash", "efficient", "math", "cudnn"] = knob(
         "naive",
-        "naive: einsum and a hand-written softmax; builtin: torch.softmax; custom: a backward of its own from the "
-        "weights alone; compiled: naive through torch.compile; the rest: that SDPA back end alone, an error where it "
-        "cannot run",
+        "naive: einsum and a handwritten softmax; builtin: torch.softmax; custom: its own backward pass; compiled: "
+        "naive with torch.compile; others: only that SDPA backend, skipped if it cannot run",
     )
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """[length, length] bool, True where query i may see key j: j ≤ i."""
+    """Return a bool mask [length, length], True where query i may see key j ≤ i."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """q·k ÷ √width for every pair [..., queries, keys], −∞ where the mask is False."""
+    """Return q·k ÷ √width for every pair [..., queries, keys], −∞ where the mask is False."""
     scores = torch.einsum("...qd,...kd->...qk", query, key) / query.shape[-1] ** 0.5
     return scores if mask is None else torch.where(mask, scores, float("-inf"))
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention by its formula. Backward keeps three seq_len² tensors: masked scores, exponentials and weights."""
+    """Compute attention by formula. Keeps three seq_len² tensors: masked scores, exponentials and weights."""
     weights = handwritten_softmax(masked_scores(query, key, mask))
     return torch.einsum("...qk,...kd->...qd", weights, value)
 
 
 def builtin_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention with torch.softmax. Backward keeps one seq_len² tensor: the weights."""
+    """Compute attention with torch.softmax. Keeps one seq_len² tensor: the weights."""
     weights = torch.softmax(masked_scores(query, key, mask), dim=-1)
     return torch.einsum("...qk,...kd->...qd", weights, value)
 
 
 class KeptWeights(torch.autograd.Function):
-    """Attention whose backward is written out. It keeps one seq_len² tensor, the weights, and not even the mask."""
+    """Attention with a handwritten backward pass. Keeps one seq_len² tensor, the weights, and no mask."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -79,7 +78,7 @@ class KeptWeights(torch.autograd.Function):
         (gradient,) = gradients
         of_value = torch.einsum("...qk,...qd->...kd", weights, gradient)
         of_weights = torch.einsum("...qd,...kd->...qk", gradient, value)
-        # Of a softmax y: y·(g − Σ g·y). Where the mask is, y is 0 and so is this.
+        # The gradient of a softmax y is y·(g − Σ g·y); it is 0 where the mask hides a key.
         inner = (gradient * torch.einsum("...qk,...kd->...qd", weights, value)).sum(-1, keepdim=True)
         of_scores = weights * (of_weights - inner) / query.shape[-1] ** 0.5
         of_query = torch.einsum("...qk,...kd->...qd", of_scores, key)
@@ -95,7 +94,7 @@ class Attention(nn.Module):
         compiled = config.implementation == "compiled"
         self.naive = torch.compile(naive_attention, dynamic=False) if compiled else naive_attention
         self.item_bytes: int | None = None
-        """Of an element of the last pass's query."""
+        """Bytes per element of the query in the last pass."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.item_bytes = query.element_size()
@@ -112,26 +111,15 @@ class Attention(nn.Module):
             with sdpa_kernel(BACKENDS[self.implementation]):
                 return functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         except RuntimeError as error:
-            # torch's words for "the only one allowed cannot run", on a GPU and on a CPU.
+            # What torch says if the only allowed backend cannot run, on a GPU and on a CPU.
             if "No available kernel" not in str(error) and "No viable backend" not in str(error):
                 raise
             inputs = f"{query.dtype}, head width {query.shape[-1]}, on {query.device.type}"
-            raise RuntimeError(f"SDPA back end '{self.implementation}' cannot run {inputs}: {error}") from error
-
-
-def _naive_ran(evidence: Evidence) -> str | None:
-    calls = evidence.written("amax")
-    return f"amax ×{calls}, no SDPA" if calls and not evidence.calls("scaled_dot_product") else None
-
-
-def _builtin_ran(evidence: Evidence) -> str | None:
-    calls = evidence.written("softmax")
-    is_other = evidence.calls("scaled_dot_product", KeptWeights.__name__)
-    return f"softmax ×{calls}, no SDPA" if calls and not is_other else None
+            raise RuntimeError(f"SDPA backend '{self.implementation}' cannot run {inputs}: {error}") from error
 
 
 def math_attention_ran(evidence: Evidence) -> str | None:
-    """What shows that SDPA took its math back end; compiled, that is taken apart into products and a softmax."""
+    """Return what shows that SDPA used its math backend; compiled, it is decomposed into matmuls and a softmax."""
     called = evidence.calls("_scaled_dot_product_attention_math")
     if called:
         return f"_scaled_dot_product_attention_math ×{called}"
@@ -142,8 +130,10 @@ def math_attention_ran(evidence: Evidence) -> str | None:
 
 
 PROOFS = {
-    "naive": Proof(claim="implementation=naive", shows=_naive_ran),
-    "builtin": Proof(claim="implementation=builtin", shows=_builtin_ran),
+    "naive": wrote("implementation=naive", "amax", without=("scaled_dot_product",), note=", no SDPA"),
+    "builtin": wrote(
+        "implementation=builtin", "softmax", without=("scaled_dot_product", KeptWeights.__name__), note=", no SDPA"
+    ),
     "custom": ran("implementation=custom", KeptWeights.__name__),
     "compiled": ran("implementation=compiled", "Torch-Compiled Region"),
     "flash": ran("implementation=flash", "scaled_dot_product_flash_attention"),
@@ -154,14 +144,14 @@ PROOFS = {
 
 
 def forward_flops(config: AttentionConfig) -> int:
-    """Two products of 2·seq_len²·head_width FLOPs a head; causal attention needs half of each."""
+    """Return the FLOPs of two matmuls of 2·seq_len²·head_width per head; causal attention needs half of each."""
     full = 4 * config.batch * config.heads * config.seq_len**2 * config.head_width
     return full // 2 if config.causal else full
 
 
 def byte_facts(config: AttentionConfig, item_bytes: int | None) -> Mapping[str, float]:
-    """Bytes that the algorithm holds when the backward begins, by tensor (`tensor_query_bytes` …) and in all
-    (`theory_bytes`), and those of the gradients it then makes; empty where a compiler decides."""
+    """Return the bytes held when the backward begins, by tensor (`tensor_query_bytes` …) and in total
+    (`theory_bytes`), and those of the gradients; empty if a compiler decides."""
     if item_bytes is None:
         return {}
     given = Given(
@@ -176,7 +166,7 @@ def byte_facts(config: AttentionConfig, item_bytes: int | None) -> Mapping[str, 
 
 
 def build(config: AttentionConfig) -> Built:
-    """Attention and a batch of normal queries, keys and values that ask for gradients."""
+    """Return attention, with normally distributed queries, keys and values."""
     shape = (config.batch, config.heads, config.seq_len, config.head_width)
 
     def batch() -> Batch:
@@ -196,7 +186,7 @@ def build(config: AttentionConfig) -> Built:
 
 WORKLOAD = Workload(
     name="attention",
-    about="softmax attention: written out, compiled, and every SDPA back end forced",
+    about="softmax attention: handwritten, compiled, or with each SDPA backend",
     config=AttentionConfig,
     presets={"default": {}, "tiny": {"batch": 2, "seq_len": 64, "head_width": 16}},
     build=build,

@@ -1,4 +1,4 @@
-"""How many bytes attention holds when its backward begins, tensor by tensor, by the algorithm of each back end."""
+"""Computes the bytes that attention holds when its backward begins, by tensor, from each backend's algorithm."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 FUSED = ("flash", "efficient", "cudnn")
 _STATISTIC_BYTES = 4
-"""Of a logarithm of a row's sum: float32 whatever the tensors are."""
+"""Size of a row's logsumexp, which is always float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What a call of attention was given."""
+    """The shape of an attention call."""
 
     implementation: str
     batch: int
@@ -27,11 +27,11 @@ class Given:
 
 
 def held_bytes(given: Given) -> dict[str, int] | None:
-    """Bytes by tensor at the beginning of the backward; None where a compiler decides what is kept.
+    """Return bytes by tensor at the beginning of the backward; None if a compiler decides what is kept.
 
-    The inputs, the output and its gradient are everybody's. Flash, memory-efficient and cuDNN attention add one
-    number a query. What is written out keeps seq_len² tensors; the math back end of PyTorch computes half precision
-    in float32 and keeps its own scaled or cast copies of query, key and value.
+    All hold the inputs, the output and its gradient. Flash, memory-efficient and cuDNN attention add one number per
+    query. Handwritten attention keeps seq_len² tensors. PyTorch's math backend computes half precision in float32 and
+    keeps its own scaled or cast copies of query, key and value.
 
     >>> given = Given(implementation="flash", batch=8, heads=1, seq_len=16384, head_width=64, item_bytes=2,
     ...               causal=True)
@@ -45,7 +45,7 @@ def held_bytes(given: Given) -> dict[str, int] | None:
     scores, length = given.rows * given.seq_len, given.seq_len
     if given.implementation in FUSED:
         rows = given.rows
-        if given.implementation == "efficient":  # every sequence's are padded to 32
+        if given.implementation == "efficient":  # padded to a multiple of 32 per sequence
             rows = given.batch * given.heads * -(-length // 32) * 32
         return {**held, "logsumexp": rows * _STATISTIC_BYTES}
     if given.implementation == "math":
@@ -64,5 +64,5 @@ def held_bytes(given: Given) -> dict[str, int] | None:
 
 
 def gradient_bytes(given: Given) -> int:
-    """Bytes of the gradients of query, key and value, which the backward makes."""
+    """Return the bytes of the gradients of query, key and value."""
     return 3 * given.rows * given.head_width * given.item_bytes

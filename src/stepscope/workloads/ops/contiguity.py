@@ -1,8 +1,8 @@
-"""contiguity: what it costs a convolution that its input is a transposed slice of a wider tensor.
+"""contiguity: what it costs a convolution if its input is a transposed slice of a wider tensor.
 
-CCGQA's projection gives [batch, length, latent + 2·kv]; its query convolutions want [batch, latent, length]. The
-slice can go in as it is (the convolution copies in secret), be made contiguous first (the same copy in the open), or
-be padded in front (the copy that causality needs anyhow; what the model does).
+CCGQA's projection returns [batch, length, latent + 2·kv]; its query convolutions need [batch, latent, length]. The
+slice can be passed as it is (the convolution copies it internally), made contiguous first (the same copy, explicit),
+or padded (the copy that causality needs anyway; what the model does).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload
 class ContiguityConfig:
     """Every knob of contiguity."""
 
-    batch: int = knob(4, "sequences in a batch")
-    seq_len: int = knob(4096, "tokens in a sequence")
-    dim: int = knob(768, "width of the model; the convolutions have a quarter of it")
-    heads: int = knob(12, "query heads: groups of the first convolution")
-    kv_heads: int = knob(3, "key and value heads: what else the projection gives")
+    batch: int = knob(4, "sequences per batch")
+    seq_len: int = knob(4096, "tokens per sequence")
+    dim: int = knob(768, "width of the model; the convolutions use a quarter of it")
+    heads: int = knob(12, "query heads, the groups of the first convolution")
+    kv_heads: int = knob(3, "key and value heads, the rest of the projection")
     implementation: Literal["sliced", "contiguous", "padded"] = knob(
-        "sliced", "give the convolution the transposed slice, a contiguous copy of it, or a padded one"
+        "sliced", "pass the transposed slice, a contiguous copy, or a padded copy to the convolution"
     )
 
 
 class SlicedConvs(nn.Module):
-    """The two causal convolutions of CCGQA's queries, from the projection's output."""
+    """The two causal convolutions of CCGQA's queries, applied to the projection's output."""
 
     def __init__(self, config: ContiguityConfig) -> None:
         super().__init__()
         self.latent, self.implementation = config.dim // 4, config.implementation
         self.convs = CausalConvs(self.latent, config.heads)
         self.input_contiguous: bool | None = None
-        """Whether what the first convolution got in the last pass was contiguous."""
+        """Whether the first convolution's input was contiguous in the last pass."""
 
     def forward(self, projected: Tensor) -> Tensor:
         """projected [batch, seq_len, latent + 2·kv] → convolved queries [batch, latent, seq_len]."""
@@ -56,7 +56,7 @@ class SlicedConvs(nn.Module):
         if self.implementation == "contiguous":
             x = x.contiguous()
         self.input_contiguous = x.is_contiguous()
-        # The convolution pads both ends; what the far end adds is the future, and is cut.
+        # The convolution pads both ends; the far end would see the future and is removed.
         widened = functional.conv1d(x, first.weight, padding=reach, groups=first.groups)
         return second(widened[..., : x.shape[-1] + CausalConvs.TAPS - 1])
 
@@ -72,7 +72,7 @@ def _proof(implementation: str) -> Proof:
 
 
 def build(config: ContiguityConfig) -> Built:
-    """The convolutions and their batches."""
+    """Return the convolutions and their batches."""
     if config.dim % (4 * config.heads):
         raise UsageError(f"dim={config.dim}: must be a multiple of 4 × heads ({4 * config.heads})")
     latent = config.dim // 4

@@ -1,4 +1,4 @@
-"""cross_entropy: the head and the loss alone, where a language model's largest tensor lives."""
+"""cross_entropy: the head and the loss alone, with the largest tensor of a language model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CrossEntropyConfig:
 
     tokens: int = knob(16384, "rows of hidden states")
     width: int = knob(768, "width of a hidden state")
-    vocab: int = knob(50257, "words; the logits are tokens × vocab")
+    vocab: int = knob(50257, "vocabulary size; the logits are tokens × vocab")
     implementation: Literal["full", "torch", "chunked", "fused"] = knob(
-        "full", "float32 logits, logits as the head gives them, chunks computed twice, or with their gradients"
+        "full", "float32 logits; logits in the head's dtype; chunks, recomputed; chunks with fused gradients"
     )
-    chunk_rows: int = knob(CHUNK_ROWS, "rows of logits alive at once where the loss is chunked or fused")
+    chunk_rows: int = knob(CHUNK_ROWS, "rows of logits in memory at once in a chunked or fused loss")
 
 
 class CrossEntropy(nn.Module):
@@ -36,7 +36,7 @@ class CrossEntropy(nn.Module):
         self.weight = nn.Parameter(torch.randn(config.vocab, config.width) * config.width**-0.5)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The loss of hidden [tokens, width] against targets [tokens], or the logits without them."""
+        """Return the loss of hidden [tokens, width] and targets [tokens], or the logits without targets."""
         if targets is None:
             return functional.linear(hidden, self.weight)
         if self.config.implementation == "torch":
@@ -45,7 +45,7 @@ class CrossEntropy(nn.Module):
 
 
 def build(config: CrossEntropyConfig) -> Built:
-    """The head and its batches."""
+    """Return the head and its batches."""
     if config.chunk_rows < 1:
         raise UsageError(f"chunk_rows={config.chunk_rows}: must be at least 1")
 
@@ -64,7 +64,7 @@ def build(config: CrossEntropyConfig) -> Built:
 
 WORKLOAD = Workload(
     name="cross_entropy",
-    about="linear head and cross entropy: all logits, chunks, or fused with their gradients; memory is the point",
+    about="linear head and cross entropy: full logits, chunked, or fused with gradients; compares memory",
     config=CrossEntropyConfig,
     presets={"hydra": {"tokens": 16384, "width": 768}, "tiny": {"tokens": 96, "width": 32, "vocab": 500}},
     build=build,

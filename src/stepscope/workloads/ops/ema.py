@@ -1,4 +1,4 @@
-"""The complex moving average of megalodon alone: by FFT, token by token, or by a parallel scan."""
+"""Megalodon's complex moving average alone: by FFT, token by token, or as a parallel scan."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from stepscope.workloads.workload import Batch, Built, Workload, knob
 class EmaConfig:
     """x [batch, seq_len, width] → outputs of that shape and the last state."""
 
-    batch: int = knob(8, "sequences in a batch")
-    seq_len: int = knob(8192, "tokens in a sequence; fft pads them to the power of two at or above 2·seq_len")
-    width: int = knob(1024, "channels, each a moving average of its own")
-    num_states: int = knob(16, "complex states of a channel")
+    batch: int = knob(8, "sequences per batch")
+    seq_len: int = knob(8192, "tokens per sequence; fft pads them to the next power of two from 2·seq_len")
+    width: int = knob(1024, "channels, each with its own moving average")
+    num_states: int = knob(16, "complex states per channel")
     path: Literal["fft", "sequential", "scan"] = knob(
         "fft", "fft: convolution with the kernel; sequential: a loop over tokens; scan: one Triton kernel on a GPU"
     )
-    with_state: bool = knob(False, "a state comes in, as it does when a sequence is continued")
-    last_state: bool = knob(True, "the last state is returned too: free for a scan, a second contraction for fft")
+    with_state: bool = knob(False, "pass an incoming state, as when a sequence is continued")
+    last_state: bool = knob(True, "also return the last state: free for scan, extra work for fft")
 
 
 class Ema(nn.Module):
-    """Outputs and, where asked for, the last state [batch, width, num_states, 2]."""
+    """Returns outputs and, if requested, the last state [batch, width, num_states, 2]."""
 
     def __init__(self, config: EmaConfig) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Ema(nn.Module):
 
 
 def forward_flops(num_tokens: int, width: int, num_states: int) -> int:
-    """FLOPs of the recurrence, whatever the path: 7 multiply-adds a state and token, 1 a channel and token.
+    """Return the FLOPs of the recurrence: 7 multiply-adds per state and token, 1 per channel and token.
 
     q·h is 4, p·x is 1 and Re γ·h is 2; ω·x is the other.
     """
@@ -49,7 +49,7 @@ def forward_flops(num_tokens: int, width: int, num_states: int) -> int:
 
 
 def build(config: EmaConfig) -> Built:
-    """The moving average and a batch of normal numbers that ask for gradients."""
+    """Return the moving average, with normally distributed inputs."""
 
     def batch() -> Batch:
         x = torch.randn(config.batch, config.seq_len, config.width).requires_grad_()

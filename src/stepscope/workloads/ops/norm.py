@@ -1,4 +1,4 @@
-"""RMS norm and layer norm: written out, torch's own, or written out and compiled."""
+"""RMS norm and layer norm: handwritten, torch's own, or handwritten and compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob, ran
+from stepscope.workloads.ops.random_rows import built_over_rows
+from stepscope.workloads.workload import Built, Workload, knob, ran, wrote
 
 EPS = 1e-5
 
@@ -18,24 +19,26 @@ EPS = 1e-5
 class NormConfig:
     """x [batch, seq_len, width] → the same shape, every row of `width` normalized."""
 
-    batch: int = knob(8, "sequences in a batch")
-    seq_len: int = knob(2048, "rows in a sequence")
-    width: int = knob(1024, "numbers in a row")
-    kind: Literal["rms", "layer"] = knob("rms", "rms: x ÷ root-mean-square; layer: mean taken off first, with a bias")
+    batch: int = knob(8, "sequences per batch")
+    seq_len: int = knob(2048, "rows per sequence")
+    width: int = knob(1024, "elements per row")
+    kind: Literal["rms", "layer"] = knob(
+        "rms", "rms: x ÷ root mean square; layer: subtracts the mean first, has a bias"
+    )
     implementation: Literal["handwritten", "torch", "compiled"] = knob(
-        "handwritten", "handwritten: op by op, each a trip through memory; torch: functional.*_norm; compiled: fused"
+        "handwritten", "handwritten: op by op through memory; torch: functional.*_norm; compiled: fused"
     )
 
 
 def handwritten_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """x ÷ √(mean x² + eps) × weight over the last dimension, in float32 or wider, returned in x's dtype."""
+    """Return x ÷ √(mean x² + eps) × weight over the last dimension, computed in float32 or wider, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
     return (wide * scale * weight).to(x.dtype)
 
 
 def handwritten_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(x − mean) ÷ √(variance + eps) × weight + bias over the last dimension, wide inside as RMS norm is."""
+    """Return (x − mean) ÷ √(variance + eps) × weight + bias over the last dimension, computed like RMS norm."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centered = wide - wide.mean(dim=-1, keepdim=True)
     scale = torch.rsqrt(centered.pow(2).mean(dim=-1, keepdim=True) + EPS)
@@ -70,35 +73,23 @@ class Norm(nn.Module):
         return functional.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), EPS)
 
 
-def _handwritten_ran(evidence: Evidence) -> str | None:
-    calls = evidence.written("rsqrt")
-    return f"rsqrt ×{calls}, no norm op" if calls and not evidence.written("rms_norm", "layer_norm") else None
-
-
 PROOFS = {
-    "handwritten": Proof(claim="implementation=handwritten", shows=_handwritten_ran),
+    "handwritten": wrote(
+        "implementation=handwritten", "rsqrt", unless_written=("rms_norm", "layer_norm"), note=", no norm op"
+    ),
     "torch": ran("implementation=torch", "rms_norm", "layer_norm"),
     "compiled": ran("implementation=compiled", "Torch-Compiled Region"),
 }
 
 
 def build(config: NormConfig) -> Built:
-    """The norm and a batch of normal numbers that ask for a gradient."""
-
-    def batch() -> Batch:
-        return {"x": torch.randn(config.batch, config.seq_len, config.width).requires_grad_()}
-
-    return Built(
-        module=Norm(config),
-        batch=batch,
-        num_tokens=config.batch * config.seq_len,
-        proofs=(PROOFS[config.implementation],),
-    )
+    """Return the norm, with normally distributed inputs."""
+    return built_over_rows(Norm(config), config, PROOFS[config.implementation])
 
 
 WORKLOAD = Workload(
     name="norm",
-    about="RMS norm and layer norm: written out, torch's kernel, or compiled",
+    about="RMS norm and layer norm: handwritten, torch's kernel, or compiled",
     config=NormConfig,
     presets={"default": {}, "tiny": {"batch": 2, "seq_len": 16, "width": 64}},
     build=build,

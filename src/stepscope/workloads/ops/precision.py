@@ -1,8 +1,7 @@
-"""What a narrow dtype costs in exactness: the same sum, product or norm with its running sum kept in one dtype.
+"""How much accuracy a narrow dtype costs: the same sum, matmul or norm, accumulated in a given dtype.
 
-Each experiment leaves its result and its error against float64 as facts. There is no reference to be held against:
-being wrong, and by how much, is the measurement. The audit says in which dtype each kind of op of a small model
-answers under autocast.
+Each experiment reports its result and its error relative to float64 as facts. There is no reference check: the error
+is the measurement. The audit reports the output dtype of each kind of op in a small model under autocast.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ADDEND = 0.01
 SLICE = 64
-"""Columns of the product that are multiplied at once, between two additions."""
+"""Columns per partial matmul, between two additions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,20 +30,20 @@ class PrecisionConfig:
 
     experiment: Literal["accumulate", "matmul", "norm", "reduction", "audit"] = knob(
         "accumulate",
-        "accumulate: 0.01 added one by one; matmul: products of slices added up; norm: x ÷ √mean x²; reduction: sum; "
-        "audit: dtypes of a two-layer model under autocast",
+        "accumulate: adds 0.01 repeatedly; matmul: adds up partial matmuls; norm: x ÷ √mean x²; reduction: sum; "
+        "audit: dtypes in a two-layer model under autocast",
     )
     value_dtype: Literal["fp16", "bf16", "fp32", "fp64"] = knob(
-        "fp32", "dtype of what is added up; the audit's autocast, unless there is one: fp16, bf16, or none"
+        "fp32", "dtype of the terms; for the audit, the autocast dtype (fp16 or bf16) unless one is active"
     )
     accumulate_dtype: Literal["fp16", "bf16", "fp32", "fp64"] = knob("fp32", "dtype of the running sum")
-    terms: int = knob(1000, "numbers in a sum; columns of the product; width of the norm")
-    rows: int = knob(128, "rows of the product and of the norm")
-    scale: float = knob(1.0, "standard deviation of the values; at 300 a sum of squares in fp16 overflows")
+    terms: int = knob(1000, "terms of a sum; columns of the matmul; width of the norm")
+    rows: int = knob(128, "rows of the matmul and of the norm")
+    scale: float = knob(1.0, "standard deviation of the values; at 300, fp16 sums of squares overflow")
 
 
 class Experiment(nn.Module):
-    """x → what the experiment gives, in the running sum's dtype."""
+    """x → the experiment's result, in the dtype of the running sum."""
 
     def __init__(self, config: PrecisionConfig) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Experiment(nn.Module):
         return result
 
     def exact(self, *inputs: Tensor) -> Tensor:
-        """The same in float64; the additions one by one as a product, which rounds once."""
+        """Return the result in float64; the repeated addition as one product, which rounds once."""
         x, y = (*(tensor.double() for tensor in inputs), None)[:2]
         if self.experiment == "accumulate":
             return torch.full((), ADDEND * x.numel(), dtype=torch.float64, device=x.device)
@@ -92,7 +91,7 @@ class Experiment(nn.Module):
 
 
 class Audit(nn.Module):
-    """x → the mean loss of a two-layer classifier; `dtypes` has what each kind of op answered in."""
+    """x → the mean loss of a two-layer classifier; `dtypes` counts the output dtypes of each kind of op."""
 
     def __init__(self, width: int, autocast: torch.dtype) -> None:
         super().__init__()
@@ -123,7 +122,7 @@ class Audit(nn.Module):
 
 
 def build_audit(config: PrecisionConfig) -> Built:
-    """The small model, and how many of its linear maps, norms and so on answered in which dtype."""
+    """Return the small model, with the number of its linear layers, norms etc. per output dtype as facts."""
     module = Audit(config.rows, DTYPES[config.value_dtype])
 
     def shows(evidence: Evidence) -> str | None:
@@ -142,7 +141,7 @@ def build_audit(config: PrecisionConfig) -> Built:
 
 
 def build(config: PrecisionConfig) -> Built:
-    """The experiment and its numbers."""
+    """Return the experiment and its inputs."""
     if config.experiment == "audit":
         return build_audit(config)
     module = Experiment(config)
@@ -188,7 +187,7 @@ def build(config: PrecisionConfig) -> Built:
 
 WORKLOAD = Workload(
     name="precision",
-    about="a sum, a product or a norm with its running sum in fp16, bf16, fp32: how exact, how fast",
+    about="a sum, matmul or norm accumulated in fp16, bf16 or fp32: accuracy and speed",
     config=PrecisionConfig,
     presets={
         "fp32": {},

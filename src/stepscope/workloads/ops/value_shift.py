@@ -1,4 +1,4 @@
-"""value_shift: the second half of a value's channels from the token before, written five ways that agree."""
+"""value_shift: shifts the second half of the channels by one token, in five equivalent ways."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob
+from stepscope.workloads.ops.random_rows import built_over_rows
+from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 
 def _cat(v: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def _pad(v: Tensor) -> Tensor:
 def _roll(v: Tensor) -> Tensor:
     now, before = v.chunk(2, dim=-1)
     shifted = before.roll(1, dims=1)
-    shifted[:, 0] = 0  # the last token came round to the front
+    shifted[:, 0] = 0  # the last token wrapped around to the front
     return torch.cat((now, shifted), dim=-1)
 
 
@@ -52,23 +53,23 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "cat": _cat, "pad": _pad, "roll": _roll, "copy": _copy, "gather": _gather,
 }  # fmt: skip
 _TRACES = {"pad": "constant_pad_nd", "roll": "roll", "gather": "index_select"}
-"""What only that implementation calls. `cat` joins and calls none of these; `copy` does not even join."""
+"""Ops that only that implementation calls. `cat` calls none of them; `copy` does not even call cat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueShiftConfig:
     """Every knob of value_shift."""
 
-    batch: int = knob(4, "sequences in a batch")
-    seq_len: int = knob(4096, "tokens in a sequence")
+    batch: int = knob(4, "sequences per batch")
+    seq_len: int = knob(4096, "tokens per sequence")
     width: int = knob(48, "channels of the value; the second half is shifted")
     implementation: Literal["cat", "pad", "roll", "copy", "gather"] = knob(
-        "cat", "join with zeros, pad and crop, roll and clear, write into an empty tensor, or select by index"
+        "cat", "cat with zeros, pad and crop, roll and clear, copy into an empty tensor, or index_select"
     )
 
 
 class ValueShift(nn.Module):
-    """The shift alone, no parameters."""
+    """The shift, without parameters."""
 
     def __init__(self, config: ValueShiftConfig) -> None:
         super().__init__()
@@ -96,25 +97,15 @@ def _proof(implementation: str) -> Proof:
 
 
 def build(config: ValueShiftConfig) -> Built:
-    """The shift and its batches."""
+    """Return the shift and its batches."""
     if config.width % 2:
-        raise UsageError(f"width={config.width}: must be even, half of it is shifted")
-
-    def batch() -> Batch:
-        return {"v": torch.randn(config.batch, config.seq_len, config.width, requires_grad=True)}
-
-    return Built(
-        module=ValueShift(config),
-        batch=batch,
-        num_tokens=config.batch * config.seq_len,
-        forward_flops=0,
-        proofs=(_proof(config.implementation),),
-    )
+        raise UsageError(f"width={config.width}: must be even, because half of it is shifted")
+    return built_over_rows(ValueShift(config), config, _proof(config.implementation), name="v", forward_flops=0)
 
 
 WORKLOAD = Workload(
     name="value_shift",
-    about="half of the value's channels from the token before, five ways",
+    about="shift half of the value's channels by one token, five ways",
     config=ValueShiftConfig,
     presets={"hydra": {"seq_len": 4096, "width": 48}, "tiny": {"seq_len": 32, "width": 8}},
     build=build,
