@@ -12,33 +12,6 @@ settings.register_profile("stepscope", deadline=None, derandomize=True, max_exam
 settings.register_profile("thorough", deadline=None, max_examples=1_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "stepscope"))
 
-# Minutes in all, and seldom the first to break: `make test` leaves them out, `make test-all` runs them too.
-LONG = (
-    "analysis/test_against_hta.py",
-    "findings/test_noisy_steps.py::test_a_script_that_sleeps_every_tenth_step",
-    "plan/test_compiled.py",
-    "plan/test_compiled_models.py",
-    "report/test_card_of_anything.py",
-    "report/test_page_browser.py::test_every_section_of_a_real_trace",
-    "run/test_bad_luck.py::test_the_scripts_own_profiler_sees_all_of_its_steps",
-    "run/test_odd_loops.py",
-    "run/test_steps.py::test_a_compiled_loop_compiles_what_it_always_compiles",
-    "run/test_verify_compile.py",
-    "run/test_verify_optimizer.py::test_it_is_a_function_too",
-    "run/test_verify_recording.py",
-    "run/test_verify_trouble.py",
-    "sweep/test_bench_verb.py::test_nobody_need_listen_and_closed_streams_are_left_alone",
-    "trace/test_fuzz.py",
-    "workloads/test_ema_triton.py",
-)
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        file = "/".join(item.path.parts[-2:])
-        if file in LONG or f"{file}::{getattr(item, 'originalname', None)}" in LONG:
-            item.add_marker(pytest.mark.long)
-
 
 def _of_torch() -> dict[str, object]:
     """What a test can leave changed in torch for those after it."""

@@ -31,6 +31,7 @@ ORACLE = Path(__file__).with_name("hta_oracle.py")
 PAGE = ROOT / "docs" / "compared-with-hta.md"
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(
         not TRACES.is_dir(), reason="the real traces are not here: set STEPSCOPE_TRACES to their folder"
     ),
