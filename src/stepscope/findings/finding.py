@@ -57,6 +57,6 @@ def saving_texts(finding: Finding, step_ns: float | None) -> tuple[str, str]:
     memory = None if finding.saving_bytes is None else size(finding.saving_bytes)
     if finding.saving_ns is not None:
         share = f" ({percent(finding.saving_ns / step_ns)})" if step_ns else ""
-        also = f" and {memory} of the peak" if memory else ""
+        also = f" and {most}{memory} of the peak" if memory else ""
         return f"{most}{duration(finding.saving_ns, 3)}", f"per step{share}{also}"
     return (f"{most}{memory}", "of the peak") if memory else ("unknown", "")
