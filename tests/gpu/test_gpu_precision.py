@@ -71,7 +71,7 @@ def test_autocasts_casts_of_weights_are_half_the_bytes_of_the_parameters_of_a_mo
     with torch.device("cuda"):
         built = workload.build(workload.configure("tiny"))
         batch = built.batch()
-    audit = stepscope.audit(built.module, **batch, autocast=torch.bfloat16, micro_batches=2)
+    audit = stepscope.audit(built.module, named_inputs=batch, autocast=torch.bfloat16, micro_batches=2)
 
     weights = audit.weight_casts
     products = [p for name, p in built.module.named_parameters() if p.dim() == 2 and "embedding" not in name]

@@ -53,7 +53,8 @@ def test_the_toy_model_under_the_cpus_autocast(low):
 def test_casts_of_weights_are_half_of_their_bytes_and_repeated_in_each_micro_batch():
     model, batch = toy()
     once, thrice = (
-        stepscope.audit(model, **batch(), autocast=torch.bfloat16, micro_batches=number) for number in (1, 3)
+        stepscope.audit(model, named_inputs=batch(), autocast=torch.bfloat16, micro_batches=number)
+        for number in (1, 3)
     )
 
     weights = once.weight_casts
@@ -152,7 +153,7 @@ def test_every_reason_for_float32():
 
 def test_without_a_lower_dtype_there_is_nothing_to_explain():
     model, batch = toy()
-    audit = stepscope.audit(model, **batch())
+    audit = stepscope.audit(model, named_inputs=batch())
 
     assert audit.stayed == [] and audit.casts == [] and audit.cast_bytes() == 0
     assert audit.facts["logits"] is None and audit.facts["loss"] == "float32"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.cli.export import default_target
+from stepscope.api.files import export_target
 from stepscope.cli.main import main
 from trace_builder import TraceBuilder
 
@@ -46,7 +46,7 @@ def failed(capsys, *arguments: str) -> str:
         (["--step", "99"], "no step 99; the trace has 10 to 12: did you mean 12?"),
         (["--module", "blocks.0.mpl"], "no module 'blocks.0.mpl': did you mean blocks.0.mlp?"),
         (["--rank", "7"], "no rank 7"),
-        (["-o", "out.txt"], "name it *.json or *.json.gz"),
+        (["-o", "out.txt"], ".json or .json.gz"),
         (["-o", "no/such/out.json"], "there is no folder no/such"),
     ],
 )
@@ -69,21 +69,21 @@ def test_a_trace_without_modules_says_how_to_have_them(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("form", ["perfetto", "speedscope", "csv", "parquet"])
 def test_a_file_is_written_once_unless_it_is_forced(trace, capsys, form):
-    target = default_target(Path(trace), form)
+    target = export_target(Path(trace), form)
     assert main(["export", trace, form, "--step", "11"]) == 0
     said = capsys.readouterr().err
-    assert str(target) in said and "4 host events, 1 piece of GPU work" in said
+    assert str(target) in said and "4 host events, 1 GPU event" in said
     assert target.exists()
     assert "--force" in failed(capsys, trace, form)
     assert main(["export", trace, form, "--force"]) == 0
-    assert "12 host events, 3 pieces of GPU work" in capsys.readouterr().err
+    assert "12 host events, 3 GPU events" in capsys.readouterr().err
 
 
 def test_names_by_themselves():
-    assert str(default_target(Path("a/trace.json.gz"), "perfetto")) == "trace.perfetto.json.gz"
-    assert str(default_target(Path("rank0.pt.trace.json.gz"), "perfetto")) == "rank0.perfetto.json.gz"
-    assert str(default_target(Path("runs/x-1"), "speedscope")) == "x-1.speedscope.json"
-    assert str(default_target(Path("a/b.json"), "csv")) == "b-csv"
+    assert str(export_target(Path("a/trace.json.gz"), "perfetto")) == "trace.perfetto.json.gz"
+    assert str(export_target(Path("rank0.pt.trace.json.gz"), "perfetto")) == "rank0.perfetto.json.gz"
+    assert str(export_target(Path("runs/x-1"), "speedscope")) == "x-1.speedscope.json"
+    assert str(export_target(Path("a/b.json"), "csv")) == "b-csv"
 
 
 def test_parts_left_out_are_said(trace, capsys):
@@ -95,7 +95,7 @@ def test_parts_left_out_are_said(trace, capsys):
 
 def test_a_star_is_every_number(trace, capsys):
     assert main(["export", trace, "perfetto", "--module", "blocks.*.mlp", "--step", "12", "-o", "one.json"]) == 0
-    assert "1 piece of GPU work" in capsys.readouterr().err
+    assert "1 GPU event" in capsys.readouterr().err
 
 
 def test_what_the_documentation_types_runs(tmp_path, monkeypatch, capsys):

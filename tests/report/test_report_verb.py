@@ -11,11 +11,12 @@ import stepscope
 from handmade import cpu_recording
 from report_samples import sample_report
 from stepscope.analysis.time import statistics
+from stepscope.api.files import report_target
 from stepscope.cli.main import main
-from stepscope.cli.report import default_target
 from stepscope.document.model import Document
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.render import files, write
+from stepscope.session import open_session
 from trace_builder import TraceBuilder
 
 SWEEP = Path(__file__).parents[2] / "docs" / "results" / "h200" / "cross_entropy"
@@ -67,22 +68,23 @@ def test_a_traces_report_is_in_the_working_folder(tmp_path):
 
 
 def test_default_places(recording, tmp_path):
-    (tmp_path / "ranks").mkdir()
+    for name in ("ranks/rank0.json", "ranks/rank1.json", "a/b.json"):
+        TraceBuilder().op("aten::mm", 0, 10).write(tmp_path / name)
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "results.jsonl").touch()
 
-    assert default_target(Path("run")) == Path("run/report.html")
-    assert default_target(Path("sweep")) == Path("sweep/report.html")
-    assert default_target(Path("sweep/results.jsonl")) == Path("sweep/report.html")
-    assert default_target(Path("ranks")) == Path("ranks.report.html")
-    assert default_target(Path("a/b.json")) == Path("b.report.html")
+    assert report_target(open_session("run")) == Path("run/report.html")
+    assert report_target(open_session("sweep")) == Path("sweep/report.html")
+    assert report_target(open_session("sweep/results.jsonl")) == Path("sweep/report.html")
+    assert report_target(open_session("ranks")) == Path("ranks.report.html")
+    assert report_target(open_session("a/b.json")) == Path("b.report.html")
 
 
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        ([], "name what to report on"),
-        (["run", "--from", "run"], "PATH and --from both say"),
+        ([], "no path was given"),
+        (["run", "--from", "run"], "PATH and --from both"),
         (["nothing"], "there is no nothing"),
         (["run", "-o", "report.pdf"], "a report is .html, .md, .json or a folder"),
         (["run", "-o", "no/such/report.html"], "there is no folder no/such"),
@@ -148,16 +150,17 @@ def test_open_shows_the_page(recording, monkeypatch, capsys):
     assert "no browser was found" in capsys.readouterr().err
 
 
-def test_the_api_gives_a_report_that_saves_and_shows_itself(recording):
-    report = stepscope.report(recording)
+def test_the_api_gives_a_report_that_is_written_and_shows_itself(recording):
+    report = stepscope.report(recording, output="mine.html")
 
-    assert isinstance(report, Report)
+    assert isinstance(report, Document) and Path("mine.html").is_file()
     assert report.verdict in report._repr_html_().replace("&#x27;", "'")
-    assert report.save("mine.html") == Path("mine.html")
     with pytest.raises(UsageError, match="is there already"):
-        report.save("mine.html")
-    assert report.save("mine.html", force=True).is_file()
+        stepscope.report(recording, output="mine.html")
+    assert stepscope.report(recording, output="mine.html", force=True).sections
+    with pytest.raises(UsageError, match=r"\.pdf"):
+        stepscope.report(recording, output="mine.pdf")
 
 
 def test_text_that_is_no_unicode_can_be_written(tmp_path):
-    assert sample_report("half a \ud83d pair").save(tmp_path / "half.html").is_file()
+    assert write.write_report(sample_report("half a \ud83d pair"), tmp_path / "half.html").is_file()

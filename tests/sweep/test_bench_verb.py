@@ -111,6 +111,7 @@ def test_a_grid_function_that_fails_is_one_line_and_the_whole_of_it_when_asked_f
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes of a shell")
 def test_nobody_need_listen_and_closed_streams_are_left_alone(tmp_path):
     words = shlex.join(bench_words(f"{ODD}:build", *QUICK, "--set", "width=2,3,4", "--json"))
@@ -202,6 +203,7 @@ def test_killed_at_any_moment_a_sweep_is_finished_without_redoing_or_losing_a_ro
     assert [row["config"]["width"] for row in rows] == list(range(2, 14))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_when_the_sweep_is_killed_its_point_dies_and_two_sweeps_are_refused(bench, tmp_path):
     pid_file = tmp_path / "pid"
@@ -228,6 +230,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.long
 def test_an_interrupted_sweep_says_how_to_go_on(bench, tmp_path):
     pid_file = tmp_path / "pid"
     process = start(tmp_path, "--set", "kind=ok,hang", "--set", f"pid_file={pid_file}")

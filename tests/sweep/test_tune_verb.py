@@ -65,6 +65,7 @@ def test_the_fastest_right_way_is_found_and_the_liars_are_not_ranked(tune, tmp_p
     assert code == 2 and "other values or another budget" in err
 
 
+@pytest.mark.long
 def test_the_command_is_that_of_the_best_point(stepscope):
     held = ("--device", "cpu", "--dtype", "fp32", "--compile", "off", "--sdpa", "free", "--optimizer", "adamw")
     words = (f"{TUNED}:own", "--set", "fast=off,on", "--set", "batch=8", *held)
@@ -78,6 +79,7 @@ def test_the_command_is_that_of_the_best_point(stepscope):
     assert [point["hash"] for point in json.loads(out)["points"]] == [found["best"]["hash"]]
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_fit_ends_the_climb(tune, tmp_path):
     code, out, err = tune(f"{TUNED}:NAP", "--set", "way=quick", "--set", "most=16", "--over", "batch",
                           "--device", "cpu", "--json", "-o", "tuned")  # fmt: skip
@@ -91,6 +93,7 @@ def test_a_batch_that_does_not_fit_ends_the_climb(tune, tmp_path):
     assert all(point["plain_loss"] is not None for point in found["points"] if point["status"] == "ok")
 
 
+@pytest.mark.long
 def test_a_plan_keeps_points_from_being_run(tune, tmp_path):
     code, out, err = tune("cs336", "--preset", "tiny", "--set", "seq_len=32", "--over", "batch",
                           "--device", "cpu", "--memory-budget", "4MiB", "-o", "tuned")  # fmt: skip
@@ -133,6 +136,7 @@ def test_mistakes_are_one_line(tune, words, said):
     assert code == 2 and out == "" and said in err and err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_as_a_command(tmp_path):
     words = ["tune", f"{TUNED}:own", "--set", "fast=off,on", "--over", "fast", "--device", "cpu", "--minutes", "0.01"]
     done = subprocess.run(

@@ -101,8 +101,9 @@ def export(
     ignored = [ignore] if isinstance(ignore, str) else ignore
     target = None if output is None else Path(output)
     written = write_export(session, form, target, force, step, module, ignored)
-    for note in written.notes if warn is not None else ():
-        warn(note)
+    if warn is not None:
+        for note in written.notes:
+            warn(note)
     return written.path
 
 

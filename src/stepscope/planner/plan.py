@@ -112,7 +112,7 @@ def plan_points(
             knob = KNOBS[key]
             if knob not in point.config:
                 raise UsageError(f"{point.workload} has no knob {knob!r} to search")
-            search = Search(knob, lambda value, knob=knob: predict(point, device, **{knob: value}))
+            search = Search(knob, lambda value: predict(point, device, **{knob: value}))  # noqa: B023  used right here
             largest[key], reason = search.run(int(point.config[knob]))
             bounded_by |= {} if reason is None else {key: reason}
         return Planned(point, prediction, largest, bounded_by)

@@ -9,6 +9,7 @@ from typing import Any
 
 from stepscope.devices.peaks import Device
 from stepscope.errors import UsageError
+from stepscope.formatting import size
 from stepscope.planner.allocator import rounded
 from stepscope.planner.allocator_replay import Events, Replay, live_at_peak, replay
 from stepscope.planner.emulation.dataless import DataNeeded
@@ -28,7 +29,7 @@ MOST_TRACES = 32  # that a planner keeps
 ROUNDING = "allocator_rounding"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """One point on one device."""
 
@@ -68,6 +69,9 @@ class Prediction:
     """The number of ranks with FSDP2: all values are those of one rank."""
     error_bar: float | None = None
     """Relative error of the peak in either direction, if the plan is an approximation."""
+
+    def __repr__(self) -> str:
+        return f"<Prediction: {self.fits or 'no limit'}, {size(self.peak_allocated_bytes)} on {self.device}>"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -28,7 +28,7 @@ def refuse_other_than_query(query: str) -> None:
     """Raise UsageError if a query would do anything else than read the trace's tables."""
     first = _FIRST_WORD.match(query)
     if first is None or first[1].lower() not in _QUERIES:
-        raise UsageError(f"Only queries are run: {safe(query, 60)!r} does not begin with select or with")
+        raise UsageError(f"only queries are run: {safe(query, 60)!r} does not begin with select or with")
     function = _FILE_FUNCTION.search(query)
     if function:
         raise UsageError(f"{safe(function[1])}() is refused: a query sees the trace's tables and no other file")
@@ -56,7 +56,7 @@ def run_query(tables: dict[str, pl.LazyFrame], query: str) -> pl.DataFrame:
     try:
         lazy = pl.SQLContext(tables).execute(query, eager=False)
         if _FILE_IN_PLAN.search(lazy.explain(optimized=False)):
-            raise UsageError("A query sees the trace's tables and no other file")
+            raise UsageError("a query sees the trace's tables and no other file")
         # Polars reads 100.0 as a decimal, which is not what people mean by it.
         return lazy.with_columns(cs.decimal().cast(pl.Float64)).collect()
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as error:
