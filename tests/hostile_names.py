@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from stepscope.document.findings import findings_part
 from stepscope.document.model import (
     Bars,
+    Document,
     Dot,
     Fact,
     Facts,
-    Findings,
     Heat,
     Lines,
     Mark,
     Missing,
     Node,
-    Report,
     Scatter,
     Section,
     Series,
@@ -84,7 +84,7 @@ def charts(names: tuple[str, ...] = NAMES) -> list:
     ]  # fmt: skip
 
 
-def report(names: tuple[str, ...] = NAMES, num_rows: int = 1, num_findings: int = 2) -> Report:
+def report(names: tuple[str, ...] = NAMES, num_rows: int = 1, num_findings: int = 2) -> Document:
     finding = Finding(
         sentence=" ".join(names), fix=names[1], evidence=(Evidence(names[0], ({names[0]: names[1]},)),),
         falsified_by=names[2], saving_ns=1e6, derived=names[3], id="host_stall",
@@ -99,10 +99,10 @@ def report(names: tuple[str, ...] = NAMES, num_rows: int = 1, num_findings: int 
     table = Table("table", names[0], columns, num_shown=40, note=names[1])
     facts = Facts(tuple(Fact(name, name, name) for name in names), names[0])
     texts = [Text(name) for name in names]
-    return Report(
+    return Document(
         names[0], names[1],
         (
-            Section("overview", names[2], (facts, *texts, Findings(diagnosis, names[0]), table)),
+            Section("overview", names[2], (facts, *texts, findings_part(diagnosis, names[0]), table)),
             Section("charts", names[3], tuple(charts(names))),
             Section("none", names[4], (Missing(names[5]),)),
         ),

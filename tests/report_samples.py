@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from stepscope.document.explorer import Axis, Explorer, Figure
+from stepscope.document.findings import findings_part
 from stepscope.document.model import (
     Bars,
+    Document,
     Dot,
     Fact,
     Facts,
-    Findings,
     Heat,
     Lines,
     Mark,
     Missing,
     Node,
-    Report,
     Scatter,
     Section,
     Series,
@@ -124,11 +124,11 @@ def explorer(name: str) -> Explorer:
     )
 
 
-def sample_report(name: str = "gemm", places: tuple[tuple[int, int], ...] = ()) -> Report:
+def sample_report(name: str = "gemm", places: tuple[tuple[int, int], ...] = ()) -> Document:
     overview = (
         Facts((Fact(name, name, name),), name),
         Text(f"About {name}."),
-        Findings(diagnosis(name, places), "runs/a"),
+        findings_part(diagnosis(name, places), "runs/a"),
     )
     sections = (
         Section("overview", "Overview", overview),
@@ -137,4 +137,4 @@ def sample_report(name: str = "gemm", places: tuple[tuple[int, int], ...] = ()) 
         Section("explore", "Explore", (explorer(name),)),
         Section("ranks", "Ranks", (Missing(f"one rank of {name}: `stepscope run` records more"),)),
     )
-    return Report(title=name, verdict=f"A step takes 40.0 ms: {name}.", sections=sections, facts={"source": name})
+    return Document(title=name, verdict=f"A step takes 40.0 ms: {name}.", sections=sections, facts={"source": name})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from stepscope.document.model import Document
+from stepscope.render.write import write_report
 
 CHROMIUM = os.environ.get("STEPSCOPE_CHROMIUM") or shutil.which("chromium")
 
@@ -87,8 +88,8 @@ def open_page(chromium, tmp_path):
     """
     every: list[Opened] = []
 
-    def open_it(what: Report | Path, fragment: str = "", **options: Any) -> Opened:
-        path = what.save(tmp_path / f"page{len(every)}.html") if isinstance(what, Report) else what
+    def open_it(what: Document | Path, fragment: str = "", **options: Any) -> Opened:
+        path = write_report(what, tmp_path / f"page{len(every)}.html") if isinstance(what, Document) else what
         opened = opened_page(chromium, path, fragment, **options)
         every.append(opened)
         return opened

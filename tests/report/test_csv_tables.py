@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile_names import NAMES
+from stepscope.analysis.comparison.sweeps import sweep_of
 from stepscope.document.model import Table
-from stepscope.document.text.sweeps import sweep_csv, sweep_of
+from stepscope.document.sweep_table import records_table
 from stepscope.render.csv import csv_of, csv_text
 
 RUNS = re.compile(r"""[\s"'`]*[=+\-@＝＋－＠]""")
@@ -65,13 +66,13 @@ def test_any_text_comes_back_as_one_harmless_cell(texts):
 def test_the_csv_of_a_sweep_has_the_guard_too():
     row = {"hash": "h", "workload": "=w", "status": "crashed", "reason": "=cmd|'/C calc'!A0", "config": {"@k": "-x"},
            "run": {}}  # fmt: skip
-    (head, cells) = read(sweep_csv(sweep_of([row], {})))
+    (head, cells) = read(csv_of(records_table(sweep_of([row], {}))))
 
     assert all(map(is_harmless, [*head, *cells])) and "'=w" in cells and "'@k" in head
 
 
 def test_a_knob_that_is_called_like_a_figure_keeps_its_column():
     row = {"hash": "h", "workload": "w", "status": "ok", "config": {"loss": "full"}, "run": {}, "loss": 2.5}
-    (record,) = csv.DictReader(io.StringIO(sweep_csv(sweep_of([row], {}))))
+    (record,) = csv.DictReader(io.StringIO(csv_of(records_table(sweep_of([row], {})))))
 
     assert record["knob_loss"] == "full" and record["loss"] == "2.5"

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hostile_names import NAMES, charts, report
-from stepscope.document.model import Bars, Heat, Lines, Missing, Document, Section, Series, Table, Text
+from stepscope.document.model import Bars, Document, Heat, Lines, Missing, Section, Series, Table, Text
 from stepscope.formatting import safe
 from stepscope.render.markdown.charts import chart_lines
 from stepscope.render.markdown.markdown import MOST_CHARACTERS, markdown_of
@@ -93,14 +93,14 @@ def test_many_sections_are_cut_with_words():
     sections = tuple(
         Section(f"s{number}", f"Section {number}", (Text("word " * 400),) * 3) for number in range(80)
     )  # fmt: skip
-    text = markdown_of(Report("t", "v", sections))
+    text = markdown_of(Document("t", "v", sections))
 
     assert len(text) < MOST_CHARACTERS and "Left out for want of room" in text and "Section 1<" in text
 
 
 def test_rows_that_are_not_shown_are_counted():
     table = Table("t", "T", {"kernel": [f"n{number}" for number in range(50)], "total_ns": range(50)}, num_shown=5)
-    found = Report("r", "v", (Section("overview", "O", (table,)),))
+    found = Document("r", "v", (Section("overview", "O", (table,)),))
 
     assert "45 more rows in the CSV, which `stepscope report … -o folder` writes" in markdown_of(found)
     assert "45 more rows in [tables/t.csv](tables/t.csv)" in markdown_of(found, in_folder=True)
@@ -108,7 +108,7 @@ def test_rows_that_are_not_shown_are_counted():
 
 
 def test_what_is_missing_is_said_at_the_end_with_what_to_run():
-    found = Report("r", "v", (Section("a", "Roofline", (Missing("run `stepscope run x.py`"),)),))
+    found = Document("r", "v", (Section("a", "Roofline", (Missing("run `stepscope run x.py`"),)),))
 
     assert "- Roofline: run `stepscope run x.py`" in markdown_of(found)
 

@@ -108,6 +108,7 @@ def test_a_snapshot_shows_places_in_python_and_its_end(tmp_path):
     assert "Alive at the end" in text and "unknown" in text
     oom = " ".join(text[text.index("out of memory") :].split())
     assert "64.0 MiB requested at model.py:31 forward: CUDA had 32.0 MiB free" in oom
+    text = " ".join(text.split())
     assert "22.0 MiB reserved in 2 segments" in text and "neither owners nor modules" in text
 
 

@@ -13,12 +13,13 @@ import pytest
 from conftest import opened_page
 from handmade import cpu_facts, cpu_recording, gpu_recording, write_recording
 from report_samples import EVIL, SHOWN, sample_report, table
-from stepscope.analysis.time import statistics
 from stepscope import report
+from stepscope.analysis.time import statistics
 from stepscope.document.model import Document, Section, Table
 from stepscope.document.timeline.timeline import timeline_of
 from stepscope.formatting import cell
 from stepscope.render.csv import csv_of
+from stepscope.render.write import write_report
 from trace_builder import PUBLIC, TRACES, TraceBuilder, needs_traces
 
 SWEEP = Path(__file__).parents[2] / "docs" / "results" / "h200" / "cs336"
@@ -43,7 +44,8 @@ def quick_and_alone(tmp_path_factory):
 def sample_tab(chromium, tmp_path_factory):
     """One page for all tests that leave it as it was, and how far things moved on it until its first chart was there:
     a page takes more than a second to unpack Plotly."""
-    opened = opened_page(chromium, sample_report().save(tmp_path_factory.mktemp("sample") / "page.html"), "#bars")
+    path = write_report(sample_report(), tmp_path_factory.mktemp("sample") / "page.html")
+    opened = opened_page(chromium, path, "#bars")
     opened.page.wait_for_selector("section#bars svg.main-svg")
     moved = opened.page.evaluate(
         """() => new Promise((done) => {
@@ -66,7 +68,7 @@ def sample(sample_tab):
 @pytest.fixture(scope="module")
 def sweep(chromium, tmp_path_factory):
     """The page of a sweep, on a phone."""
-    path = report(SWEEP).save(tmp_path_factory.mktemp("sweep") / "page.html")
+    path = write_report(report(SWEEP), tmp_path_factory.mktemp("sweep") / "page.html")
     opened = opened_page(chromium, path, viewport={"width": 390, "height": 844})
     yield opened
     opened.page.context.close()
@@ -136,10 +138,11 @@ def test_every_kind_of_part_is_drawn_and_a_hostile_name_is_text(open_page):
     assert page.evaluate("window.hacked") is None
 
 
+@pytest.mark.long
 @needs_traces
 @pytest.mark.parametrize("name", REAL)
 def test_every_section_of_a_real_trace(open_page, name, tmp_path):
-    path = report(TRACES / name, use_cache=False).save(tmp_path / "trace.html")
+    path = write_report(report(TRACES / name, use_cache=False), tmp_path / "trace.html")
 
     assert path.stat().st_size < 6_000_000
     opened = open_page(path, reduced_motion="reduce")
@@ -148,6 +151,7 @@ def test_every_section_of_a_real_trace(open_page, name, tmp_path):
         follow(opened)
 
 
+@pytest.mark.long
 def test_every_section_of_recordings(open_page, tmp_path):
     walk(open_page(report(cpu_recording(tmp_path / "cpu"))))
     walk(open_page(report(gpu_recording(tmp_path / "gpu"))))
@@ -160,6 +164,7 @@ def test_every_section_of_an_empty_recording(open_page, tmp_path):
     assert opened.page.query_selector(".missing") is not None
 
 
+@pytest.mark.long
 def test_every_section_of_a_sweep_on_a_phone(sweep):
     walk(sweep)
 
@@ -288,7 +293,7 @@ def test_all_sections_are_there_on_paper_and_without_a_script(sample, chromium, 
     sample.page.emulate_media(media="print")
     assert sample.page.eval_on_selector_all("main > section", visible) == number
     sample.page.emulate_media(media="screen")
-    path = sample_report().save(tmp_path / "bare.html")
+    path = write_report(sample_report(), tmp_path / "bare.html")
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(path.as_uri())
@@ -301,6 +306,7 @@ def test_nothing_moves_after_the_first_paint(sample_tab):
     assert sample_tab[1] < 0.01
 
 
+@pytest.mark.long
 def test_charts_that_were_left_before_plotly_was_there_are_drawn_on_the_way_back(open_page):
     opened = open_page(sample_report("&lt;b&gt;"))
     page = opened.page
@@ -350,7 +356,7 @@ def test_the_csv_of_a_page_is_that_of_a_folder(open_page):
         "=name": names, "total_ns": figures, "is_on": [True, False, None] * 4 + [True], "mixed": [1234, *names[1:]]
     }  # fmt: skip
     tables = [Table("hostile", "hostile", hostile), Table("one", "one", {"one": ["a", None, "b"]})]
-    page = open_page(Report("csv", "", (Section("tables", "Tables", tuple(tables)),))).page
+    page = open_page(Document("csv", "", (Section("tables", "Tables", tuple(tables)),))).page
     for number, own in enumerate(tables):
         with page.expect_download() as download:
             page.click(f"[data-table='{number}'] .tools button")

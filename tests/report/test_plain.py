@@ -35,7 +35,7 @@ def test_every_name_comes_back_as_it_was(tmp_path):
 
 def test_what_is_no_number_is_null():
     table = Table("t", "T", {"a_ns": [float("nan"), float("inf"), 1.5, 2, None, True]})
-    plain = plain_of(Report("r", "v", (Section("s", "S", (table,)),), {"x": float("-inf")}))
+    plain = plain_of(Document("r", "v", (Section("s", "S", (table,)),), {"x": float("-inf")}))
 
     assert plain["facts"] == {"x": None}
     assert plain["sections"][0]["parts"][0]["columns"]["a_ns"] == [None, None, 1.5, 2, None, True]
@@ -45,7 +45,7 @@ def test_what_is_no_number_is_null():
 def test_every_kind_of_part_is_there_and_documented():
     whole = report()
     more = Section("more", "More", (explorer(), Timeline({}, b"")))
-    plain = plain_of(Report("r", "v", (*whole.sections, more)))
+    plain = plain_of(Document("r", "v", (*whole.sections, more)))
     kinds = {part["kind"]: part for section in plain["sections"] for part in section["parts"]}
 
     assert set(kinds) == {

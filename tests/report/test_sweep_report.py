@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from stepscope.document.text.sweeps import hash_of, sweep_of
 
 from hostile_names import NAMES
 from stepscope import report
+from stepscope.analysis.comparison.sweep_records import hash_of
+from stepscope.analysis.comparison.sweeps import sweep_of
 from stepscope.document.explorer import Explorer
 from stepscope.document.model import Bars, Chart, Facts, Heat, Lines, Missing, Scatter, Table, Text
 from stepscope.document.sections.sweep import sweep_report

@@ -24,7 +24,7 @@ def html_of(document: Document) -> str:
     parts = [part for section in document.sections for part in section.parts if not part.page_only]
     tables = "".join(islice((_table(*grid) for part in parts for grid in _grids(part)), NUM_TABLES))
     text = html.escape(terminal_text(document, width=100))
-    whole = f"<details><summary>everything, as text</summary><pre>{text}</pre></details>"
+    whole = f"<details><summary>Full text</summary><pre>{text}</pre></details>"
     return f"<div><p><b>{_escaped(document.verdict)}</b></p>{tables}{whole}</div>"
 
 
@@ -46,7 +46,8 @@ def _grids(part: Part) -> Iterator[Grid]:
             names = [name for name in part.screen if name in part.columns] or list(part.columns)
             cells = [[cell(name, value) for value in part.columns[name][:NUM_ROWS]] for name in names]
             figures = [is_numeric(part.columns[name]) for name in names]
-            yield part.title, [title_of(name) for name in names], list(zip(*cells)), figures
+            more = f" (first {NUM_ROWS} of {part.num_rows:,} rows)" if part.num_rows > NUM_ROWS else ""
+            yield part.title + more, [title_of(name) for name in names], list(zip(*cells)), figures
         case Bars():
             names = [series.name for series in part.series]
             values = [[cell(part.unit, value) for value in series.y] for series in part.series]
