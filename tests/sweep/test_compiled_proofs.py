@@ -38,6 +38,7 @@ def compiled_evidence(function, *arguments, **named):
     return Evidence(device="cpu", ops=graphs.ops, kernels={}, facts={})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "variants", "sizes", "ran_variant"),
     [*((*case, variant) for case in (CS336, NANO) for variant in case[1]), (*MEGALODON, "builtin")],

@@ -81,10 +81,11 @@ def test_stepping_down_from_a_large_batch_takes_few_runs():
 
 
 def test_a_workload_without_a_batch_is_refused():
-    with pytest.raises(UsageError, match="no knob 'batch'"):
+    with pytest.raises(UsageError, match="needs a knob 'batch'"):
         max_batch_point(SimpleNamespace(config={}, workload="x"), None)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_with_a_real_limit(bench, tmp_path):
     words = ("--mode", "forward+backward", "--device", "cpu", "--steps", "1", "--max-batch", "400MiB")

@@ -26,9 +26,9 @@ def test_every_phase_of_every_pass_has_a_time(monkeypatch):
             mark(name)
         return "loss"
 
-    assert [phases.run(a_pass), phases.run(a_pass)] == ["loss", "loss"]
+    assert phases.run(a_pass) == "loss"
+    assert phases.medians_ms(a_pass, 1) == {"forward_ms": 5e-6, "backward_ms": 5e-6, "optimizer_ms": 1e-5}
     assert phases.samples_ns == {"forward": [10, 5], "backward": [20, 5], "optimizer": [30, 10]}
-    assert phases.medians_ms(1) == {"forward_ms": 5e-6, "backward_ms": 5e-6, "optimizer_ms": 1e-5}
 
 
 def test_a_row_has_the_first_call_the_warm_up_and_the_samples_in_order(tmp_path):
@@ -53,6 +53,7 @@ def test_a_row_has_the_first_call_the_warm_up_and_the_samples_in_order(tmp_path)
         assert row["facts"][f"{name}_ms"] == pytest.approx(statistics.median(values[-2:]) / 1e6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "stages"), [("inference", {"forward"}), ("forward+backward", {"forward", "backward"})]
 )

@@ -79,6 +79,7 @@ def test_held_bytes_are_what_autograd_keeps(implementation, causal, dtype):
     assert sum(kept.values()) + held["output_gradient"] == sum(held.values())
 
 
+@pytest.mark.long
 def test_a_grid_measures_what_it_predicts_and_refuses_with_a_reason(tmp_path):
     words = ["attention", "--preset", "tiny", "--set", "implementation=flash,efficient", "--set", "seq_len=64"]
     words += ["--mode", "forward+backward", "--device", "cpu", "--steps", "3", "-o", tmp_path / "out"]

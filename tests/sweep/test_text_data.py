@@ -54,6 +54,7 @@ def test_what_is_no_language_model_is_refused_in_one_line(batch):
         next(text_batches(batch, 10, 1, 0, "cpu"))
 
 
+@pytest.mark.long
 def test_the_loop_trains_on_the_text(monkeypatch):
     """GIVEN --data text THEN every step has another batch of it, and a loss that falls."""
     (point,) = Grid(find("hydra"), {}).points([{"preset": ["tiny"], "seq_len": [16]}])

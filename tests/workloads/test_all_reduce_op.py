@@ -97,6 +97,7 @@ def test_no_proof_of_another_world():
     assert proof.shows(Evidence(device="cpu", ops=there.ops, kernels={}, facts={"world_size": 2.0})) is None
 
 
+@pytest.mark.long
 def test_a_peer_that_dies_is_said_at_once(build):
     built = build(world_size=2)
     batch = built.batch()
@@ -116,6 +117,7 @@ def test_a_peer_that_never_starts_is_said(monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")  # noqa: PTH112
 def test_peers_go_when_rank_0_is_killed():
     code = (

@@ -439,6 +439,7 @@ its_own_warnings = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.long
 @its_own_warnings
 @pytest.mark.parametrize(
     "knobs",

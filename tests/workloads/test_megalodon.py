@@ -118,6 +118,7 @@ def test_no_token_sees_a_later_one_and_attention_sees_no_other_chunk():
     assert reached == list(range(64, 71))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ema", ["fft", "sequential", "scan"])
 @pytest.mark.parametrize("attention", ["builtin", "sdpa"])
 def test_decoding_one_token_at_a_time_equals_the_whole(ema, attention):
@@ -195,6 +196,7 @@ def test_proofs_hold_for_what_ran_and_for_nothing_else(ema, attention):
     assert shown == {f"ema={ema}", f"attention={attention}"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ema", ["fft", "scan"])
 def test_tiny_learns_a_batch_by_heart(ema):
     built = built_of(WORKLOAD, ema=ema)

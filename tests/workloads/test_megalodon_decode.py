@@ -16,6 +16,7 @@ def built(**knobs):
     return WORKLOAD.build(WORKLOAD.configure("tiny", **knobs))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ema", ["fft", "sequential", "scan"])
 @pytest.mark.parametrize("seq_len", [2, 33, 80])
 def test_the_cache_changes_nothing_but_how_many_tokens_are_computed(ema, seq_len):

@@ -60,6 +60,7 @@ def test_proofs_hold_for_what_ran_and_for_nothing_else(op, values, implementatio
     assert [claim for claim, proof in op.PROOFS.items() if proof.shows(evidence) is not None] == [implementation]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # the compiler's own, when imported
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler needs g++")

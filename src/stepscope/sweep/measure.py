@@ -96,19 +96,13 @@ class Phases:
             self.samples_ns.setdefault(phase, []).append(round(_between_ms(begin, end) * 1e6))
         return result
 
-    def medians_ms(self, num_last: int) -> dict[str, float]:
-        """Return the medians of the last passes as `forward_ms`, `backward_ms`, `optimizer_ms`."""
+    def medians_ms(self, run_once: Pass, num_steps: int) -> dict[str, float]:
+        """Run that many passes and return their medians as `forward_ms`, `backward_ms`, `optimizer_ms`."""
+        for _ in range(num_steps):
+            self.run(run_once)
         return {
-            f"{phase}_ms": statistics.median(values[-num_last:]) / 1e6 for phase, values in self.samples_ns.items()
+            f"{phase}_ms": statistics.median(values[-num_steps:]) / 1e6 for phase, values in self.samples_ns.items()
         }
-
-
-def phase_medians_ms(run_once: Pass, num_steps: int, device: str) -> dict[str, float]:
-    """Return the medians of `num_steps` passes by phase; see `Phases.medians_ms`."""
-    phases = Phases(device)
-    for _ in range(num_steps):
-        phases.run(run_once)
-    return phases.medians_ms(num_steps)
 
 
 def _now(device: str) -> Any:

@@ -201,10 +201,9 @@ def _measure(
 
 
 def _time_phases(fields: Row, phases: Any, run_once: Any, num_steps: int) -> None:
-    for _ in range(num_steps):
-        phases.run(run_once)
+    medians_ms = phases.medians_ms(run_once, num_steps)
     fields["samples_phase_ns"] = phases.samples_ns
-    fields.setdefault("facts", {}).update(phases.medians_ms(num_steps))
+    fields.setdefault("facts", {}).update(medians_ms)
 
 
 def _trace(

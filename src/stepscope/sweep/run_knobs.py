@@ -16,43 +16,20 @@ OPTIMIZERS = ("adamw", "fused", "handwritten", "sgd")
 # Modes that record CUDA graphs, on a GPU.
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
-
-def _choice(name: str, default: str, values: tuple[str, ...], about: str) -> Knob:
-    return Knob(name=name, kind=str, default=default, values=values, about=about)
-
-
-def _integer(name: str, default: int, about: str) -> Knob:
-    return Knob(name=name, kind=int, default=default, values=None, about=about)
-
-
-RUN_KNOBS = (
-    _choice(
-        "mode",
-        "step",
-        MODES,
-        "what one sample runs: forward without autograd; forward; forward and backward; a full training step",
-    ),
-    _choice(
-        "dtype",
-        "fp32",
-        DTYPES,
-        "fp32; fp32 with TF32 matmuls; bf16 or fp16 weights and inputs; autocast over fp32 weights",
-    ),
-    _choice(
-        "bf16_reduction",
-        "auto",
-        ("auto", "on", "off"),
-        "whether split bf16 matmuls may accumulate in bf16 (CUDA): torch's default, allowed, forbidden",
-    ),
-    _choice("compile", "off", COMPILES, "torch.compile mode of the module"),
-    _choice("sdpa", "free", SDPA_BACKENDS, "backend that scaled_dot_product_attention must use; free: torch chooses"),
-    _choice(
-        "optimizer", "adamw", OPTIMIZERS, "torch's default AdamW, fused AdamW, AdamW in plain Python, or plain SGD"
-    ),
-    _integer("warmup", 3, "warm-up passes, the first call included"),
-    _integer("steps", 10, "measured passes"),
-    _integer("seed", 0, "random seed of weights and data"),
-    _choice("device", "cpu", ("cpu", "cuda"), "where it runs"),
+RUN_KNOBS = tuple(
+    Knob(name=name, kind=type(default), default=default, values=values, about=about)
+    for name, default, values, about in (
+        ("mode", "step", MODES, "what one sample runs: forward without autograd, forward, + backward, a full step"),
+        ("dtype", "fp32", DTYPES, "fp32; TF32 matmuls; bf16 or fp16 weights and inputs; autocast over fp32 weights"),
+        ("bf16_reduction", "auto", ("auto", "on", "off"), "may split bf16 matmuls (CUDA) accumulate in bf16"),
+        ("compile", "off", COMPILES, "torch.compile mode of the module"),
+        ("sdpa", "free", SDPA_BACKENDS, "backend that scaled_dot_product_attention must use; free: torch chooses"),
+        ("optimizer", "adamw", OPTIMIZERS, "torch's default AdamW, fused AdamW, AdamW in plain Python, plain SGD"),
+        ("warmup", 3, None, "warm-up passes, including the first call"),
+        ("steps", 10, None, "measured passes"),
+        ("seed", 0, None, "random seed of weights and data"),
+        ("device", "cpu", ("cpu", "cuda"), "where it runs"),
+    )
 )
 RUN_KNOB_NAMES = tuple(knob.name for knob in RUN_KNOBS)
 

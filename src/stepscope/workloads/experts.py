@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -125,15 +125,11 @@ class MixtureOfExperts(nn.Module):
         if self.dispatch == "one_hot":
             return self._one_hot(x, weights, chosen, counts)
         if self.dispatch == "capacity":
-            capacity = rows_per_expert(experts.numel(), counts.shape[0], self.capacity_factor)
-            placement = _padded(
-                experts,
-                counts,
-                torch.arange(counts.shape[0], device=x.device) * capacity,
-                counts.shape[0] * capacity,
-                capacity,
-            )
-            return self._gathered(x, weights, placement, torch.bmm, (counts.shape[0], capacity, x.shape[1]))
+            num_experts = counts.shape[0]
+            capacity = rows_per_expert(experts.numel(), num_experts, self.capacity_factor)
+            starts = torch.arange(num_experts, device=x.device) * capacity
+            placement = _padded(experts, counts, starts, num_experts * capacity, capacity)
+            return self._gathered(x, weights, placement, torch.bmm, (num_experts, capacity, x.shape[1]))
         if self.dispatch == "indexed":
             return self._indexed(x, weights, experts, counts)
         if self.dispatch == "tile":
@@ -337,26 +333,14 @@ def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
     }
 
 
-def built(
-    module: nn.Module,
-    layers: Sequence[MixtureOfExperts],
-    knobs: ExpertKnobs,
-    *,
-    batch: Callable[[], Mapping[str, Tensor]],
-    num_tokens: int,
-    forward_flops: int,
-    proofs: tuple[Proof, ...] = (),
-) -> Built:
-    """Return a workload around these layers, with their proofs and facts and the parameters used per token."""
+def with_experts(built: Built, layers: Sequence[MixtureOfExperts], knobs: ExpertKnobs) -> Built:
+    """Return the workload with the proofs, facts and parameters per token of these layers."""
     idle = (knobs.experts - knobs.top_k) * 2 * layers[0].w1.shape[1] * knobs.d_expert * len(layers)
     dispatched = proof(knobs.dispatch, len(layers), knobs.experts)
-    return Built(
-        module=module,
-        batch=batch,
-        num_tokens=num_tokens,
-        forward_flops=forward_flops,
-        num_active_parameters=sum(p.numel() for p in module.parameters()) - idle,
-        proofs=(dispatched, *gelu.proofs(knobs.gelu, 2 * len(layers)), *proofs),
+    return replace(
+        built,
+        num_active_parameters=sum(p.numel() for p in built.module.parameters()) - idle,
+        proofs=(dispatched, *gelu.proofs(knobs.gelu, 2 * len(layers)), *built.proofs),
         facts=lambda: facts(layers),
     )
 
@@ -366,17 +350,20 @@ def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
     claim = f"dispatch={dispatch}"
     num_layers = max(1, num_layers)
 
+    def matmuls_and(evidence: Evidence, matmul: str, num_matmuls: int, op: str, calls: int) -> str | None:
+        products = evidence.calls(matmul)
+        enough = products >= num_matmuls and calls >= num_layers
+        return f"{matmul} ×{products}, {op} ×{calls}" if enough else None
+
     def capacity(evidence: Evidence) -> str | None:
+        if evidence.calls("grouped_mm") or evidence.written("tensor_split", "bincount"):
+            return None
         # The math backend of attention calls bmm too, so an op that only this and `tile` call must have run as well.
-        products, searches = evidence.calls("aten::bmm"), evidence.written("searchsorted")
-        grouped_instead = evidence.calls("grouped_mm") or evidence.written("tensor_split", "bincount")
-        enough = products >= 2 * num_layers and searches >= num_layers
-        return f"aten::bmm ×{products}, searchsorted ×{searches}" if enough and not grouped_instead else None
+        return matmuls_and(evidence, "aten::bmm", 2 * num_layers, "searchsorted", evidence.written("searchsorted"))
 
     def loop(evidence: Evidence) -> str | None:
-        products, waits = evidence.calls("aten::mm"), evidence.written("bincount")
-        enough = products >= 2 * num_experts * num_layers and waits >= num_layers
-        return f"aten::mm ×{products}, aten::bincount ×{waits}" if enough else None
+        waits = evidence.written("bincount")
+        return matmuls_and(evidence, "aten::mm", 2 * num_experts * num_layers, "aten::bincount", waits)
 
     def one_hot(evidence: Evidence) -> str | None:
         # Compiled in bfloat16, index_add becomes an accumulating index_put.
@@ -395,10 +382,9 @@ def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
         return f"{' or '.join(parts)} ×{calls}" + (f", all rows by {TILE_ROWS}" if dispatch == "tile" else "")
 
     def indexed(evidence: Evidence) -> str | None:
-        products, filled = evidence.calls("aten::bmm"), evidence.calls("index_put")
-        others = evidence.calls("grouped_mm") or evidence.written("searchsorted", "tensor_split", "bincount")
-        enough = products >= 2 * num_layers and filled >= num_layers
-        return f"aten::bmm ×{products}, index_put ×{filled}" if enough and not others else None
+        if evidence.calls("grouped_mm") or evidence.written("searchsorted", "tensor_split", "bincount"):
+            return None
+        return matmuls_and(evidence, "aten::bmm", 2 * num_layers, "index_put", evidence.calls("index_put"))
 
     shows = {"loop": loop, "one_hot": one_hot, "capacity": capacity, "indexed": indexed}.get(dispatch, grouped)
     return Proof(claim=claim, shows=shows)

@@ -172,25 +172,12 @@ def _fused_grad(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[
     return *_scaled(grad, ctx.saved_tensors, ctx.weight_dtype), None, None, None, None
 
 
-def _fake_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=_wide(product_dtype))
-
-
-def _fake_fused(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype, gradients: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = hidden.new_empty((), dtype=_wide(product_dtype))
+def _fake(hidden: Tensor, weight: Tensor, dtype: torch.dtype, gradients: bool = True) -> tuple[Tensor, ...]:
+    """Return empty tensors shaped like the loss and both gradients."""
+    total = hidden.new_empty((), dtype=_wide(dtype))
     if not gradients:
         return total, hidden.new_empty(0), hidden.new_empty(0)
-    return total, *_fake_gradients(hidden, weight, targets, chunk_rows, product_dtype)
-
-
-def _fake_total(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
-) -> Tensor:
-    return hidden.new_empty((), dtype=_wide(product_dtype))
+    return total, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=_wide(dtype))
 
 
 _ARGUMENTS = "Tensor hidden, Tensor weight, Tensor targets, int chunk_rows, ScalarType product_dtype"
@@ -202,10 +189,23 @@ def _op(name: str, function: Any, schema: str, fake: Any) -> Any:
     return op
 
 
-_chunked = _op(CHUNKED_OP, _total_loss, f"({_ARGUMENTS}) -> Tensor", _fake_total)
-_chunked_gradients = _op(f"{CHUNKED_OP}_backward", _gradients, f"({_ARGUMENTS}) -> (Tensor, Tensor)", _fake_gradients)
+_chunked = _op(
+    CHUNKED_OP,
+    _total_loss,
+    f"({_ARGUMENTS}) -> Tensor",
+    lambda hidden, weight, targets, rows, dtype: _fake(hidden, weight, dtype)[0],
+)
+_chunked_gradients = _op(
+    f"{CHUNKED_OP}_backward",
+    _gradients,
+    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    lambda hidden, weight, targets, rows, dtype: _fake(hidden, weight, dtype)[1:],
+)
 _fused = _op(
-    FUSED_OP, _total_loss_and_gradients, f"({_ARGUMENTS}, bool gradients) -> (Tensor, Tensor, Tensor)", _fake_fused
+    FUSED_OP,
+    _total_loss_and_gradients,
+    f"({_ARGUMENTS}, bool gradients) -> (Tensor, Tensor, Tensor)",
+    lambda hidden, weight, targets, rows, dtype, gradients: _fake(hidden, weight, dtype, gradients),
 )
 _chunked.register_autograd(_chunked_grad, setup_context=_chunked_context)
 _fused.register_autograd(_fused_grad, setup_context=_fused_context)

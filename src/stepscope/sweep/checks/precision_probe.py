@@ -37,7 +37,7 @@ def questions(
     device = str(run["device"])
     return {
         "phases could not be timed": lambda: {
-            "phase_ms": measure.phase_medians_ms(run_once, int(run["steps"]), device)
+            "phase_ms": measure.Phases(device).medians_ms(run_once, int(run["steps"]))
         },
         "memory by owner could not be tracked": lambda: {"memory_by_owner": memory_by_owner(run_once, device)},
         "work by op could not be traced": lambda: work_by_op(run_once, device),

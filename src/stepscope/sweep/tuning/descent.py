@@ -15,7 +15,6 @@ from typing import Any
 
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import OK, OOM, UNPROVEN, Row
-from stepscope.sweep.tuning.contenders import affordable, candidates
 from stepscope.sweep.tuning.space import (
     BATCH,
     CHECKPOINT,
@@ -36,6 +35,8 @@ from stepscope.sweep.tuning.trials import (
     NUM_AGAIN,
     OutOfTime,
     Trials,
+    affordable,
+    candidates,
     cost_ns,
     costs_ns,
     is_pruned,

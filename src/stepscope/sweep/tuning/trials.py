@@ -27,6 +27,9 @@ SLOW_FACTOR = 5.0
 before MIN_LIMIT_S."""
 NUM_AGAIN = 3
 MOST_RESERVED_SHARE = 1 / 3
+MOST_CONTENDERS = 8
+FEWEST_CONTENDERS = 3
+"""Always measured, even without time left: the defaults, the best, the next best."""
 
 
 @dataclass(frozen=True)
@@ -234,3 +237,26 @@ def cost_ns(row: Mapping[str, Any]) -> float:
 def steady_ns(row: Mapping[str, Any]) -> float:
     """Return the median nanoseconds per token, corrected for drift since the search began."""
     return cost_ns(row) * float(row["tune"]["scale"])
+
+
+def candidates(trials: Trials, base: Point, best: Point) -> list[Point]:
+    """Return the defaults, the best, the fastest other point, and the frontier of speed and memory."""
+    rows = {name: row for name, point in trials.points.items() if (row := trials.seen(point)) and row["status"] == OK}
+    ordered = sorted(rows, key=lambda name: steady_ns(rows[name]))
+    chosen = [point.hash for point in (base, best) if point.hash in rows]
+    chosen += [name for name in ordered if name not in chosen][:1]
+    smallest = float("inf")
+    for name in ordered:
+        peak = memory_bytes(rows[name])
+        if peak is not None and peak < smallest:
+            smallest = peak
+            chosen.append(name)
+    return [trials.points[name] for name in dict.fromkeys(chosen)][:MOST_CONTENDERS]
+
+
+def affordable(trials: Trials, base: Point, best: Point) -> list[Point]:
+    """Return the candidates that fit in the remaining time, and the first few in any case."""
+    chosen = candidates(trials, base, best)
+    while len(chosen) > FEWEST_CONTENDERS and trials.turns_s(chosen) > trials.clock.left_s:
+        chosen.pop()
+    return chosen

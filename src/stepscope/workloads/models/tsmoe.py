@@ -154,15 +154,14 @@ def build(config: Config) -> Built:
         walk = steps.cumsum(1) * config.seq_len**-0.5
         return {"series": walk[:, :-1].contiguous(), "targets": walk[:, 1:].contiguous()}
 
-    return experts.built(
-        model,
-        [block.moe for block in model.blocks],
-        config,
+    built = Built(
+        module=model,
         batch=batch,
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
         proofs=() if config.mask == "causal" else (_mask_proof(config),),
     )
+    return experts.with_experts(built, [block.moe for block in model.blocks], config)
 
 
 WORKLOAD = Workload(

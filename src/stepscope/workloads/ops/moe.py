@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stepscope.workloads import experts
 from stepscope.workloads.experts import ExpertKnobs, MixtureOfExperts
-from stepscope.workloads.ops.random_rows import random_rows
+from stepscope.workloads.ops.random_rows import built_over_rows
 from stepscope.workloads.workload import Built, Workload, knob
 
 
@@ -38,14 +38,8 @@ def build(config: MoeConfig) -> Built:
     """Return the layer, with normally distributed inputs."""
     layer, tokens = Layer(config), config.batch * config.seq_len
     products = config.experts + 1 + 2 * (config.top_k * config.d_expert + config.d_shared)
-    return experts.built(
-        layer,
-        [layer.moe],
-        config,
-        batch=lambda: random_rows(config.batch, config.seq_len, config.width),
-        num_tokens=tokens,
-        forward_flops=2 * config.width * products * tokens,
-    )
+    built = built_over_rows(layer, config, forward_flops=2 * config.width * products * tokens)
+    return experts.with_experts(built, [layer.moe], config)
 
 
 WORKLOAD = Workload(

@@ -1,4 +1,4 @@
-"""Batches of random rows, and the workload of an op that maps such a batch to one of the same shape."""
+"""The workload of an op over random rows [batch, seq_len, width]."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from stepscope.workloads.workload import Batch, Built, Proof
+from stepscope.workloads.workload import Built, Proof
 
 
 class RowKnobs(Protocol):
@@ -21,19 +21,15 @@ class RowKnobs(Protocol):
     def width(self) -> int: ...
 
 
-def random_rows(batch: int, seq_len: int, width: int, name: str = "x") -> Batch:
-    """Return normally distributed numbers [batch, seq_len, width] that require a gradient."""
-    return {name: torch.randn(batch, seq_len, width).requires_grad_()}
-
-
 def built_over_rows(
-    module: nn.Module, config: RowKnobs, proof: Proof, *, name: str = "x", forward_flops: int | None = None
+    module: nn.Module, config: RowKnobs, *proofs: Proof, name: str = "x", forward_flops: int | None = None
 ) -> Built:
-    """Return the workload of a module over such a batch; `name` is the module's argument."""
+    """Return the workload of a module over normally distributed rows that require a gradient."""
+    shape = (config.batch, config.seq_len, config.width)
     return Built(
         module=module,
-        batch=lambda: random_rows(config.batch, config.seq_len, config.width, name),
+        batch=lambda: {name: torch.randn(shape).requires_grad_()},
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops,
-        proofs=(proof,),
+        proofs=proofs,
     )
