@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The studies on a machine with a GPU, for so many seconds: called again, it goes on where it was.
+# Run the studies on a machine with a GPU within a time budget. Run it again to continue.
 #   benchmarks/gpu_studies.sh OUTPUT_FOLDER SECONDS [STUDY…]
-# The pages are made elsewhere, from what was stored: stepscope report OUTPUT_FOLDER/STUDY
+# Make the pages elsewhere: stepscope report OUTPUT_FOLDER/STUDY
 set -u
 out=${1:?where to write}
 seconds=${2:?for how long}

@@ -1,9 +1,9 @@
 """Publish a study in docs/results: its rows, and a report in Markdown with its charts.
 
     python scripts/publish_study.py runs/nano docs/results/h200/study-nano   # from a study's folder
-    python scripts/publish_study.py docs/results/h200/study-nano             # the report again, from what is published
+    python scripts/publish_study.py docs/results/h200/study-nano             # the report again, from its rows
 
-Recordings, traces and the page are too large to publish. Tables made from them are kept in kept_tables.json, so that
+Recordings, traces and the page are too large to publish. Tables made from them are in kept_tables.json, so that
 `stepscope report` of the published folder has every answer. Charts made from them stay as they are. Paths of the
 machine it ran on are cut to those inside the project.
 """
@@ -54,13 +54,14 @@ def publish(folder: Path, target: Path) -> None:
 
 def _only_from_recordings(study: Study, whole: Stored, bare: Stored) -> dict[str, dict[str, list[object]]]:
     """Return the columns of the tables that the rows alone do not give."""
-    kept = {}
+    kept: dict[str, dict[str, list[object]]] = {}
     for table in (part for question in study.questions for part in question.parts if isinstance(part, TableOf)):
         try:
             bare.rows(table)
         except Unavailable:
             shown = [part for part in report_of_study(study, whole).parts(Table) if part.id == table.id]
-            kept |= {table.id: {name: list(values) for name, values in each.columns.items()} for each in shown}
+            for each in shown:
+                kept[table.id] = {name: list(values) for name, values in each.columns.items()}
     return kept
 
 

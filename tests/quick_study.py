@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.model import Text
+from stepscope.document.model import Missing, Table, Text
+from stepscope.studies.answers import answer_of
 from stepscope.studies.stored import Stored
-from stepscope.studies.study import Study
+from stepscope.studies.study import Question, Study
 
 
-def first_text(answer: Callable[[Stored], Any], stored: Stored) -> str:
-    """The first text of an answer; nothing after it is computed."""
-    return next(part.text for part in answer(stored) if isinstance(part, Text))
+def first_text(question: Question, stored: Stored) -> str:
+    """The sentence of an answer, or why there is none."""
+    return next(part.text for part in answer_of(question, stored) if isinstance(part, (Missing, Text)))
+
+
+def table_of(question: Question, stored: Stored, id: str) -> Mapping[str, Sequence[Any]]:
+    """The columns of a table of an answer."""
+    return next(part.columns for part in answer_of(question, stored) if isinstance(part, Table) and part.id == id)
 
 
 def changed(studied: Path, target: Path, measure: str, change: Callable[[dict[str, Any]], None]) -> Stored:
@@ -36,12 +42,7 @@ def change_lines(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def canned(study: Study, stored: Stored, target: Path) -> list[str]:
     """The questions whose answers, word for word, are the same when every figure is another."""
     other = _disturbed(stored.folder, target)
-    told = {
-        question.title: [
-            [part.text for part in each.parts(question.answer) if isinstance(part, Text)] for each in (stored, other)
-        ]
-        for question in study.questions
-    }
+    told = {question.title: [first_text(question, each) for each in (stored, other)] for question in study.questions}
     return [title for title, (before, after) in told.items() if before == after]
 
 

@@ -12,12 +12,12 @@ from stepscope.studies.stored import Stored
 
 @pytest.fixture(scope="module")
 def studied(request, tmp_path_factory):
-    """The folder of the study that is STUDY in the file of tests."""
+    """The folder of the study that is STUDY in the file of tests, without its report."""
     folder = tmp_path_factory.mktemp("study") / "out"
-    name = request.module.STUDY.name
-    words = [sys.executable, "-m", "stepscope", "study", name, "--quick", "--device", "cpu", "-o", str(folder)]
+    words = [sys.executable, "-m", "stepscope", "study", request.module.STUDY.name, "--quick", "--device", "cpu"]
     # One thread: tests run beside each other, and threads that wait for one that has no core wait long.
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words += ["--no-report", "-o", str(folder)]
     done = subprocess.run(words, env=one_thread, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ def _parts(question: Question, stored: Stored) -> Iterator[Any]:
         sentence = question.sentence
         yield from _guarded(lambda: Text(sentence(tables)), missing)
     for part in question.parts:
-        make = _table if isinstance(part, TableOf) else _chart
-        yield from _guarded(lambda make=make, part=part: make(part, stored), missing)
+        yield from _guarded(partial(_made, part, stored), missing)
+
+
+def _made(part: TableOf | ChartOf, stored: Stored) -> Table | Chart | None:
+    return _table(part, stored) if isinstance(part, TableOf) else _chart(part, stored)
 
 
 def _guarded(make: Callable[[], Any], missing: set[str]) -> Iterator[Any]:

@@ -24,6 +24,7 @@ linear growth is a straight line only if y is logarithmic too."""
 HOST_SPREAD, GPU_SPREAD = 2.0, 1.01
 """How far two processes of one point can be apart although each has a narrow interval. Seen on one machine: 10.7 and
 19.7 ms, 60 and 102 ms if the host limits the speed; 127.9 and 128.3 ms if the GPU does."""
+ByKey = Callable[["Stored"], Mapping[Any, float]]
 HOST_PACED = 0.75
 """Below this share of GPU busy time, a row's time mostly measures the host."""
 
@@ -78,14 +79,7 @@ def _valid(record: Record, name: str) -> Any:
     return record.get(name) if record.get("status", OK) == OK else None
 
 
-def published(
-    id: str,
-    what: str,
-    ours: Callable[[Stored], Mapping[Any, float]],
-    theirs: Mapping[Any, float],
-    key: str,
-    name: str,
-) -> TableOf:
+def published(id: str, what: str, ours: ByKey, theirs: Mapping[Any, float], key: str, name: str) -> TableOf:
     """Return the table of our figures beside published ones, by `key`. Only a full study has it."""
 
     def rows(stored: Stored) -> list[dict[str, Any]]:

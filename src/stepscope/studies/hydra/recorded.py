@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.errors import Unavailable
 from stepscope.studies.figures import published, said, shares, span
@@ -111,10 +114,14 @@ def _bytes(stored: Stored) -> dict[str, float]:
     return dict(zip(BYTES, sizes))
 
 
+def _memory_chart(id: str, stored: Stored) -> Any:
+    return memory_chart(stored.recording("step"), id)
+
+
 @question(
     "What fills the memory, by stage and by layer?",
     BarsOf("memory_by_layer", "Kept for the backward, by layer", layers, "module", "kept_bytes"),
-    *(Drawn(id, title, lambda s, id=id: memory_chart(s.recording("step"), id)) for id, title in (
+    *(Drawn(id, title, partial(_memory_chart, id)) for id, title in (
         ("memory_timeline", "Allocated memory, by owner"), ("memory_at_peak", "At the peak, by owner"))),
     layers, stages,
     published("published-memory_bytes", NOTE, _bytes, BYTES, "what", "memory_bytes"),
@@ -274,7 +281,7 @@ def pipelines(stored: Stored) -> Records:
     return [row for group in sorted(groups, key=lambda group: group[0]["gpu_idle_share"] or 0.0) for row in group]
 
 
-def _arm(name: str, recorded: Recorded) -> dict[str, object]:
+def _arm(name: str, recorded: Recorded) -> dict[str, Any]:
     """Return a step with its wait for data. Without a DataLoader the phase `data` is loop work, not a wait."""
     row, summary = step_of(recorded) | {"data": name}, recorded.source.summary
     if summary.data_is_named:

@@ -12,18 +12,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.errors import Unavailable
-from stepscope.studies.figures import (
-    BUSY,
-    PEAK,
-    TIME,
-    against,
-    busy_ns,
-    is_host_bound,
-    published,
-    said,
-    span,
-    speeds,
-)
+from stepscope.studies.figures import BUSY, PEAK, TIME, against, busy_ns, is_host_bound, published, said, span, speeds
 from stepscope.studies.hydra.points import MEASURES
 from stepscope.studies.hydra.recorded import NOTE, bottlenecks, copies, data, memory, model, sizes, step
 from stepscope.studies.recorded import Records

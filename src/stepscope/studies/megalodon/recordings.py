@@ -136,7 +136,8 @@ def fusion(tables: Tables) -> str:
     rows = [row for row in tables["spans"] if row["module"] != "(no module)"]
     if not rows:
         raise Unavailable("the trace has no modules")
-    first, work = rows[0], {}
+    first = rows[0]
+    work: dict[str, float] = {}
     if "device_ns" not in first:
         share = first["host_ns"] / sum(row["host_ns"] for row in tables["spans"])
         return f"{said('share', share)} of the host time is in the {first['phase']} of {first['module']} (on a CPU)."

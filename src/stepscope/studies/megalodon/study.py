@@ -9,20 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from stepscope.errors import Unavailable
-from stepscope.formatting import heading, plural
-from stepscope.studies.figures import (
-    BUSY,
-    PEAK,
-    TIME,
-    against,
-    crossing,
-    listed,
-    published,
-    ratios,
-    said,
-    speeds,
-    told_apart,
-)
+from stepscope.formatting import heading, listed, plural
+from stepscope.studies.figures import BUSY, PEAK, TIME, against, crossing, published, ratios, said, speeds, told_apart
 from stepscope.studies.lengths import FORMULA, growth_records
 from stepscope.studies.megalodon import files
 from stepscope.studies.megalodon.points import ALL, FFT, MEASURES, MODES, SCAN, SEQUENTIAL

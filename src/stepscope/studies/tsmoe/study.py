@@ -150,7 +150,8 @@ def slow_pair(stored: Stored) -> Rows:
 
 @table_of("indexing", "Ops that differ most, per traced step")
 def indexing(stored: Stored) -> Records:
-    rows, found = stored.rows("dispatch"), []
+    rows = stored.rows("dispatch")
+    found: Records = []
     pair = (stored.traced("dispatch", rows.one(dispatch=name, compile="off")) for name in (INDEXED, CAPACITY))
     slow, fast = ({op: (ns, calls) for op, calls, ns in op_times(source)[0]} for source in pair)
     for op in {**slow, **fast}:
@@ -213,7 +214,7 @@ def _summaries(stored: Stored) -> list[tuple[dict[str, Any], Any, Any]]:
 
     found: list[tuple[dict[str, Any], Any, Any]] = []
     for one in stored.recordings("compiled"):
-        names = {"dispatch": one.axes["dispatch"], "compile": one.axes["compile"], "status": one.status}
+        names = {name: one.axes[name] for name in ("dispatch", "compile", "device")} | {"status": one.status}
         names |= {"what": safe(without_folders(one.reason), 200)} if one.status != OK else {}
         has_recording = one.status == OK or (one.folder is not None and one.folder.exists())
         source = one.opened() if has_recording else None
@@ -233,7 +234,7 @@ def learned(stored: Stored) -> Records:
             found += [names] if names["status"] != OK else []
             continue
         # Without GPU clock readings, host time only tells how long launching took.
-        is_timed = source.summary.clock == ("device" if stored.facts.get("device") == "cuda" else "host")
+        is_timed = source.summary.clock == ("device" if names["device"] == "cuda" else "host")
         graphs, step = summary.cuda_graphs or {}, source.summary.step_ns
         names |= {"num_steps": len(source.recording.samples), "step_ns": step.median if step and is_timed else None}
         names |= {name: getattr(summary, name) for name in ("num_graphs", "num_graph_breaks", "num_recompiles")}

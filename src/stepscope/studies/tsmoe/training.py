@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from stepscope.analysis.comparison.sweeps import OK
@@ -85,7 +86,7 @@ def _dense_peak(device_name: str) -> float | None:
     return None if device is None else float(device.peak_flops["bf16"])
 
 
-def _formulas(run: str, device_name: str, tokens_per_s: float, flops: dict[str, tuple[float, float]]) -> Records:
+def _formulas(run: str, device_name: str, tokens_per_s: float, flops: Mapping[str, tuple[float, float]]) -> Records:
     """Return one row per formula: FLOPs per token, and which multiple of the dense peak MFU is of."""
     dense, rows = _dense_peak(device_name), []
     for formula, (token_flops, times_dense) in flops.items():
@@ -99,6 +100,7 @@ def _formulas(run: str, device_name: str, tokens_per_s: float, flops: dict[str, 
 def formulas(stored: Stored) -> Records:
     main = stored.rows(runs.rows)[-1]
     right, rows = _token_flops(NUM_ACTIVE, LAYERS, LENGTH, WIDTH), []
+    ways: dict[str, tuple[float, float]]
     ways = {"12·N, peak with sparsity": (12 * NUM_ACTIVE, 2), "6·N, dense peak": (6 * NUM_ACTIVE, 1),
             "6·N + attention, dense peak": (right, 1)}  # fmt: skip
     rows += _formulas(f"the note's run on {SXM.device}", SXM.device, SXM.tokens_per_s, ways)
@@ -169,7 +171,7 @@ def _casts(one: Recorded) -> dict[str, float]:
 
     case = one.source.case
     if case.has_gpu_work:
-        num, ns, steps = case.casts.height, float(case.casts["duration_ns"].sum()), case.num_steps
+        num, ns, steps = float(case.casts.height), float(case.casts["duration_ns"].sum()), case.num_steps
     else:
         account = one.source.analysis.ranks[0]
         calls = account.ops.filter(pl.col("op") == "aten::_to_copy")
