@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import subprocess
@@ -36,6 +37,7 @@ def _surroundings(cwd: Path | str | None, env: Mapping[str, str]) -> Iterator[No
             os.chdir(cwd)
         yield
     finally:
+        gc.enable()  # a verb that ends with its process may switch it off
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(before)

@@ -199,8 +199,13 @@ def title_of(name: str) -> str:
 
 
 def heading(title: str) -> str:
-    """A title as it stands above something: it begins with a capital letter."""
-    return title[:1].upper() + title[1:]
+    """Return a title with a capital first letter; identifiers stay as they are.
+
+    >>> heading("why it was idle"), heading("fp32_matmul   faster")
+    ('Why it was idle', 'fp32_matmul   faster')
+    """
+    first = title.partition(" ")[0]
+    return title if "_" in first or "=" in first else title[:1].upper() + title[1:]
 
 
 def cell(name: str, value: Any) -> str:

@@ -132,26 +132,26 @@ COLUMNS: dict[str, Callable[[PointSummary], str | None]] = {
 
 
 def _points(sweep: SweepSummary) -> Table:
-    """Return the points with every column that says something; a failed point has its reason as status."""
+    """Return the points with every column that says something; a point that is not ok has its reason below it."""
     facts = dict.fromkeys(name for point in sweep.points for name in point.facts)
     shown = {name: _fact(name) for name in facts if name not in _HIDDEN_FACTS and not name.startswith("tensor_")}
     columns: dict[str, list[Value]] = {
         name: [safe(point.axes.get(name, ""), 40) for point in sweep.points] for name in sweep.varying
     }
-    statuses = [
-        p.status if p.status == OK else f"{p.status}: {p.reason or 'no reason recorded'}" for p in sweep.points
-    ]
+    has_failed = any(point.status != OK for point in sweep.points)
     for title, write in {**COLUMNS, **shown}.items():
         texts = [write(point) if point.status == OK else None for point in sweep.points]
         known = {text for text, point in zip(texts, sweep.points) if point.time is not None and point.status == OK}
         is_constant = (title in ("parameters", "coverage") or title in shown) and len(known) == 1
         if any(text is not None for text in texts) and not is_constant:
             columns[title] = [text or "" for text in texts]
-        if title == "time ms" and any(status != OK for status in statuses):
-            columns["status"] = [*statuses]
-    if not columns:
-        columns["status"] = [*statuses]
-    return Table("points", "Points", columns, num_shown=len(sweep.points))
+        if title == "time ms" and has_failed:
+            columns["status"] = [point.status for point in sweep.points]
+    columns["reason"] = [None if p.status == OK else p.reason or "no reason recorded" for p in sweep.points]
+    if not has_failed:
+        del columns["reason"]
+        columns = columns or {"status": [point.status for point in sweep.points]}
+    return Table("points", "Points", columns, num_shown=len(sweep.points), below=("reason",))
 
 
 def _notes(sweep: SweepSummary) -> list[Fact]:

@@ -9,7 +9,7 @@ from stepscope.formatting import cell, fit_names, is_numeric, safe, shortened, t
 
 NAME_WIDTH = 24
 """Characters that the first column keeps before other columns are dropped for it."""
-TEXT_WIDTH = 12
+TEXT_WIDTH = 16
 """Characters that other text columns keep before columns are dropped."""
 _LEAST_WIDTH = 6
 _MOST_CHARACTERS = 400
@@ -52,7 +52,7 @@ def _cells(name: str, values: Sequence[object]) -> list[str]:
 
 def _are_figures(cells: Sequence[str]) -> bool:
     """Whether texts are figures with units: they are aligned like numbers, and never cut."""
-    return any(cells) and all(not text or (text[0] in "+−–" or text[0].isdigit()) for text in cells)
+    return any(cells) and all(not text or (text[0] in "+-−–" or text[0].isdigit()) for text in cells)
 
 
 def _least(texts: dict[str, list[str]], is_text: dict[str, bool], first: str) -> int:

@@ -80,7 +80,7 @@ def in_words(code: str, call: Mapping[str, Any]) -> str:
     """
     backend = BACKENDS.get(call["backend"], str(call["backend"]))
     return {
-        "mask": f"a {shape_of(call.get('mask'))} mask is passed (flash supports only is_causal=True)",
+        "mask": f"a mask of shape {shape_of(call.get('mask'))} is passed (flash supports only is_causal=True)",
         "dtype": f"the tensors are {call.get('dtype')} (flash supports {' and '.join(HALF)})",
         "head_size": f"the head size of {call.get('head_size')} is larger than {LARGEST_HEAD}",
         "value_size": f"the value size is {call.get('value_size')} but the query size {call.get('head_size')}",
