@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import io
 import sys
+import textwrap
 import tokenize
 from pathlib import Path
+from typing import Any
 
+import stepscope
 from stepscope.findings.diagnose import all_rules
 from stepscope.session.sql import type_in_words
 from stepscope.trace import schema
@@ -77,6 +81,7 @@ TABLES = [
 ]
 TRACE_TABLES_PAGE = "docs/tables.md"
 RULES_PAGE = "docs/findings/README.md"
+API_PAGE = "docs/api.md"
 
 
 def table(source: Path, class_name: str) -> str:
@@ -115,6 +120,53 @@ def rules_table() -> str:
     return "\n".join(rows)
 
 
+def api_parts() -> dict[str, str]:
+    """Return the functions, results and errors of the Python API as Markdown, from their docstrings."""
+    exported = [(name, getattr(stepscope, name)) for name in stepscope.__all__ if name != "__version__"]
+    errors = [(name, thing) for name, thing in exported if isinstance(thing, type) and issubclass(thing, Exception)]
+    types = [entry for entry in exported if isinstance(entry[1], type) and entry not in errors]
+    rows = [f"| `{name}` | {inspect.getdoc(thing)} |" for name, thing in errors]
+    return {
+        "functions": "\n\n".join(_function(name, thing) for name, thing in exported if not isinstance(thing, type)),
+        "results": "\n\n".join(_class(name, thing) for name, thing in types),
+        "errors": "\n".join(["| error | is raised if |", "|---|---|", *rows]),
+    }
+
+
+def _function(name: str, function: Any) -> str:
+    source = textwrap.dedent(inspect.getsource(function))
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+    signature = "\n".join(lines).removeprefix(f"def {node.name}").removesuffix(":")
+    doc = _prose(inspect.getdoc(function) or "")
+    return f"### stepscope.{name}\n\n```python\n{name}{signature}\n```\n\n{doc}"
+
+
+def _prose(doc: str) -> str:
+    """Return a docstring with its example as a block of code."""
+    text, prompt, example = doc.partition("\n>>> ")
+    lines = [line.removeprefix(">>> ").removeprefix("... ") for line in f"{prompt.lstrip()}{example}".splitlines()]
+    code = "\n".join(line.replace("  # doctest: +SKIP", "") for line in lines)
+    return f"{text.strip()}\n\n```python\n{code}\n```" if code else text.strip()
+
+
+def _class(name: str, kind: type) -> str:
+    file = inspect.getsourcefile(kind)
+    assert file is not None
+    made = table(Path(file), kind.__name__)
+    if made.endswith("|---|---|---|"):  # no fields
+        made = inspect.getdoc(kind) or ""
+    parts = {
+        member: inspect.getdoc(value) or inspect.getdoc(getattr(value, "func", None)) or ""
+        for member, value in vars(kind).items()
+        if not member.startswith("_") and (callable(value) or hasattr(value, "__get__")) and inspect.getdoc(value)
+    }
+    fields = getattr(kind, "__dataclass_fields__", {})
+    listed = [f"- `{member}`: {doc.splitlines()[0]}" for member, doc in parts.items() if member not in fields]
+    return "\n\n".join(filter(None, (f"### {name}", made, "\n".join(listed))))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only report whether they are up to date")
@@ -122,6 +174,7 @@ def main() -> int:
     sections = [(page, name, table(SOURCE / source, name)) for page, source, name in TABLES]
     sections += [(TRACE_TABLES_PAGE, described.name, trace_table(described)) for described in schema.TABLES]
     sections.append((RULES_PAGE, "rules", rules_table()))
+    sections += [(API_PAGE, name, text) for name, text in api_parts().items()]
     pages = {page: (ROOT / page).read_text() for page, _, _ in sections}
     for page, name, text in sections:
         begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"

@@ -121,7 +121,7 @@ def test_an_unknown_verb_is_an_error_that_names_the_right_ones():
     done = stepscope("runn", "train.py")
 
     assert done.returncode == 2 and done.stdout == ""
-    assert "runn" in done.stderr and all(verb in done.stderr.partition("choose from")[2] for verb in VERBS)
+    assert "runn" in done.stderr and "'run'" in done.stderr and "stepscope --help" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -249,7 +249,7 @@ def test_top_is_how_long_lists_are(tmp_path):
 
 @pytest.mark.parametrize("number", ["0", "x", "1.5", ""])
 def test_a_length_that_is_none_is_told_in_words(trace, number):
-    assert_mistake(analyze(trace, "--top", number), f"argument --top: {number!r} is no whole number from 1 on")
+    assert_mistake(analyze(trace, "--top", number), f"argument --top: {number!r} must be a positive integer")
 
 
 @pytest.mark.parametrize("words", [["--top", "0"], ["--top", "x"], ["--step", "x"], ["--rank", "x"], ["--no-such"]])

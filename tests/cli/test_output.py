@@ -24,7 +24,7 @@ def test_what_is_no_json_value_is_not_made_one_in_silence(value):
 def test_a_card_is_made_of_plain_values(tmp_path):
     stream = io.StringIO()
     card = read(cpu_recording(tmp_path / "run"))
-    print_result(card.to_json, card.text, True, stream)
+    print_result(card.to_json, lambda color, width: str(card), True, stream)
 
     assert json.loads(stream.getvalue())["recording"] == str(tmp_path / "run")
 

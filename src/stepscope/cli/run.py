@@ -1,8 +1,8 @@
-"""Measure a training script without touching it.
+"""Measure a training script without editing it.
 
-Runs the script as Python would, finds its steps, and times them: warm-up, clean
-timing, a trace window, a memory and FLOPs window, then the rest untouched. Prints
-the card at the end. The script's own output, exceptions and exit code are its own.
+Runs the script as Python would, finds its steps and measures them: warm-up steps, timed steps, a trace window, a
+memory and FLOPs window; the rest runs unmeasured. Prints the card at the end. The script keeps its output, exceptions
+and exit code. --memory also keeps the CUDA allocator's history in snapshot.pickle.
 
 examples:
   stepscope run train.py --lr 3e-4
@@ -14,14 +14,13 @@ examples:
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
+from stepscope.errors import StepscopeError, UsageError, need_torch
 
 if TYPE_CHECKING:
     from stepscope.recorder.fixes.applied import AppliedFixes
@@ -30,41 +29,34 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="the recording's folder (default: runs/…)")
-    parser.add_argument("--force", action="store_true", help="replace a recording that is already there")
-    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps kept apart first (default 5)")
-    parser.add_argument("--clean", type=int, default=20, metavar="N", help="steps timed clean (default 20)")
-    parser.add_argument("--trace", type=int, default=2, metavar="N", help="steps traced, 0 for none (default 2)")
+    """Add this verb's options."""
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of the recording (default: runs/…)")
+    parser.add_argument("--force", action="store_true", help="replace an existing recording")
     parser.add_argument(
-        "--repeat", type=int, default=1, metavar="N", help="trace windows, each with a file of its own (default 1)"
+        "--warmup", type=int, default=5, metavar="N", help="warm-up steps excluded from timing (default 5)"
     )
-    parser.add_argument(
-        "--memory",
-        action="store_true",
-        help="say who allocated what (file and line); on CUDA also keep the allocator's history in snapshot.pickle",
-    )
-    parser.add_argument("--no-memory", action="store_true", help="leave out the memory and FLOPs window")
+    parser.add_argument("--clean", type=int, default=20, metavar="N", help="timed steps (default 20)")
+    parser.add_argument("--trace", type=int, default=2, metavar="N", help="traced steps, 0 for none (default 2)")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="trace windows, one file each (default 1)")
+    parser.add_argument("--memory", action="store_true", help="record the source line of every allocation")
+    parser.add_argument("--no-memory", action="store_true", help="skip the memory and FLOPs window")
     parser.add_argument("--exit-after", action="store_true", help="stop the script after the last window")
-    parser.add_argument("--tokens-per-step", type=int, metavar="N", help="instead of inferring it from the input")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="the card as JSON on standard output; the script's own goes to stderr",
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress lines, and no card but --json's")
+    parser.add_argument("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
+    parser.add_argument("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
+    parser.add_argument("--quiet", action="store_true", help="suppress progress output and the card")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
 
 
 def main(arguments: argparse.Namespace) -> int:
+    """Run the script and print its card; exceptions and the exit code are the script's own."""
     from stepscope.recorder import launch
     from stepscope.recorder.windows import Windows
 
     words = arguments.module or arguments.script
     if not words:
         raise UsageError("name a script: stepscope run train.py, or a module: stepscope run -m package.train")
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError("PyTorch is not installed here: pip install torch")
+    need_torch()
     try:
         windows = Windows(
             warmup=arguments.warmup,
@@ -74,9 +66,9 @@ def main(arguments: argparse.Namespace) -> int:
             memory=0 if arguments.no_memory else 1,
         )
         if arguments.memory and arguments.no_memory:
-            raise ValueError("--memory and --no-memory: take one of them")
+            raise ValueError("--memory and --no-memory exclude each other")
         if windows.warmup < 2:
-            raise ValueError("--warmup must be at least 2: in the first two steps the model is found")
+            raise ValueError("--warmup must be at least 2: the model is found in the first two steps")
         if arguments.tokens_per_step is not None and arguments.tokens_per_step <= 0:
             raise ValueError(f"--tokens-per-step is {arguments.tokens_per_step}: it must be positive")
     except ValueError as error:
@@ -100,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
         launch.run_program(program)
     except BaseException as error:
         outcome = error
-    if os.getpid() == pid:  # and not a forked child that comes to its end here
+    if os.getpid() == pid:  # not in a forked child that ends here
         _flush()
         run.finish(outcome)
         if arguments.json or not arguments.quiet:
@@ -111,7 +103,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One recording from the command line: exists before torch does."""
+    """One recording from the command line; it exists before torch is imported."""
 
     def __init__(self, arguments: argparse.Namespace, windows: Any) -> None:
         self._arguments = arguments
@@ -123,11 +115,11 @@ class _Run:
         self.folder = Path()
 
     def prepare(self, program: Program) -> None:
-        """Make the folder and write down what is going to run; ValueError when it cannot be written."""
+        """Make the folder and write what will run; ValueError if it cannot be written."""
         from stepscope.recorder import files, fixes
         from stepscope.recorder.origin import file_hash, run_facts
 
-        self._fix = os.environ.pop(fixes.VARIABLE, None)  # of `stepscope verify`; no concern of the script's
+        self._fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
         rank = int(os.environ.get("RANK", "0"))
         # Absolute, for a script that changes its working directory.
         self.folder = (self._arguments.output or _default_folder(program.name)).absolute()
@@ -147,7 +139,7 @@ class _Run:
         self._write(files.STATUS_INTERRUPTED)
 
     def torch_is_here(self) -> None:
-        """Begin to record: the script has just imported torch."""
+        """Start recording: the script has just imported torch."""
         if self._session is not None or not self._facts:
             return
         from stepscope.recorder.session import Session
@@ -170,7 +162,7 @@ class _Run:
         self._session.start()
 
     def finish(self, outcome: BaseException | None) -> None:
-        """Write the last words of the recording."""
+        """Write how the run ended."""
         from stepscope.recorder import files
 
         status = files.STATUS_FINISHED
@@ -209,17 +201,17 @@ class _Run:
         try:
             print(f"stepscope: {line}", file=sys.stderr, flush=True)
         except (OSError, ValueError, AttributeError):
-            pass  # the script has closed or replaced it, or its reader is gone
+            pass  # the script closed or replaced it, or its reader is gone
 
 
 def _default_folder(name: str) -> Path:
-    if "RANK" in os.environ:  # every rank must come to the same name: they share a parent and a day
+    if "RANK" in os.environ:  # all ranks need the same name: they share a parent process and a day
         return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def _send_output_to_stderr() -> TextIO:
-    """Keep standard output for the JSON: what the script prints goes to standard error."""
+    """Return standard output, kept for the JSON; what the script prints goes to standard error."""
     sys.stdout.flush()
     kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -231,7 +223,7 @@ def _flush() -> None:
         try:
             stream.flush()
         except (OSError, ValueError, AttributeError):
-            pass  # the script may have closed it: that is its affair
+            pass  # the script may have closed it
 
 
 def _show(folder: Path, as_json: bool, stream: TextIO) -> None:

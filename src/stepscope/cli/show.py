@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="anything Stepscope reads")
-    parser.add_argument("--json", action="store_true", help="one JSON object (docs/card.md for a recording)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/card.md)")
 
 
 def main(arguments: argparse.Namespace) -> int:
