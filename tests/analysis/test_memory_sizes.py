@@ -187,7 +187,7 @@ def test_the_growth_in_batch():
     [
         (transformer(S), "nothing"),
         (transformer(2 * S, batch=2 * B), "batch"),
-        ({"device": "cpu", "allocations": []}, "no input"),
+        ({"device": "cpu", "allocations": []}, "no model input"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(other, words):
@@ -202,6 +202,7 @@ def test_allocations_without_a_counterpart_are_counted():
     assert growth(transformer(S), more).num_unmatched == (0, 1)
 
 
+@pytest.mark.long
 def test_a_real_decoder_at_two_lengths(recordings):
     # GIVEN recordings of two lengths by `stepscope run`
     one, other = recordings

@@ -746,6 +746,7 @@ def traces(pattern: str) -> list[Any]:
     return [pytest.param(path, id=path.name[:24]) for path in found] or [missing]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("path", traces("public/**/*.json.gz"))
 def test_public_traces_raise_nothing_and_composites_launch_nothing(path):

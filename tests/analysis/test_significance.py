@@ -182,6 +182,7 @@ def test_the_interval_of_runs_is_wider_the_further_they_are_apart():
     assert near.is_significant and not far.is_significant and far.low < 1 < far.high
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_runs", [3, 4, 5])
 def test_runs_on_a_machine_that_is_not_at_rest_are_seldom_called_different(num_runs):
     """Runs of 30 neighboring steps from anywhere in a real, restless hour: by steps alone, half would differ."""

@@ -221,6 +221,7 @@ def test_a_thinned_timeline_keeps_real_points_the_ends_and_the_extremes(changes,
     assert thin["allocated_bytes"].min() == whole["allocated_bytes"].min()
 
 
+@pytest.mark.long
 @given(
     any_trace(most_events=6),
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 100), st.booleans()), max_size=20),

@@ -63,6 +63,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_small_file_with_much_in_it(tmp_path, name):
     *content, expected = BOMBS[name]
@@ -91,6 +92,7 @@ def test_a_header_beyond_all_reason_is_one_line(tmp_path):
     assert said["error"].endswith("has more than 8 MiB in a field outside its events (byte 5)")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["tid", "cat", "name"])
 def test_as_many_threads_categories_or_names_as_events(tmp_path, what):
     """GIVEN 100,000 different ones THEN memory and time grow with their number and no faster."""

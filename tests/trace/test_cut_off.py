@@ -62,6 +62,7 @@ def assert_complete_events(path: Path, whole: Trace, num_bytes: int, ends: list[
     )
 
 
+@pytest.mark.long
 @needs_traces
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_trace_cut_anywhere(tmp_path, monkeypatch, name):
@@ -77,6 +78,7 @@ def test_a_real_trace_cut_anywhere(tmp_path, monkeypatch, name):
         assert_complete_events(path, whole, num_bytes, ends)
 
 
+@pytest.mark.long
 @needs_traces
 @pytest.mark.parametrize("name", REAL)
 def test_a_compressed_real_trace_cut_anywhere(tmp_path, name):
@@ -111,7 +113,7 @@ def test_the_warning_says_where_the_file_ends(tmp_path):
     assert trace.host["name"].to_list() == ["a"]
     assert trace.warnings == (
         f"the file ends at byte {len(text) - 20:,} inside its list of events, probably because the job that wrote it "
-        "was killed: every complete event was read",
+        "was killed; every complete event was read",
     )
     assert [(p.what, p.offset) for p in trace.problems] == [("cut off", text.rindex('{"ph"'))]
 

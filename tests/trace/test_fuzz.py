@@ -24,6 +24,8 @@ from stepscope.trace.events import Args, Event
 from stepscope.trace.reader import read_trace
 from stepscope.trace.tables import Trace
 
+pytestmark = pytest.mark.long
+
 NUM_VALUES = 1_000
 NUM_MUTATIONS = 3_200
 NUM_SHUFFLES = 800

@@ -27,12 +27,12 @@ EVENT = '{"ph": "X", "ts": 1, "name": "a"}'
         ("", "is empty (byte 0)"),
         (" \n\t ", "has only white space (byte 4)"),
         ("\ufeff", "has only white space (byte 3)"),
-        ("hello", "is not a trace: { or [ was expected and 'h' found (byte 0)"),
-        ("<!DOCTYPE html><html></html>", "is not a trace: { or [ was expected and '<' found (byte 0)"),
-        ("null", "is not a trace: { or [ was expected and 'n' found (byte 0)"),
-        ("  42", "is not a trace: { or [ was expected and '4' found (byte 2)"),
+        ("hello", "is not a trace: expected { or [, found 'h' (byte 0)"),
+        ("<!DOCTYPE html><html></html>", "is not a trace: expected { or [, found '<' (byte 0)"),
+        ("null", "is not a trace: expected { or [, found 'n' (byte 0)"),
+        ("  42", "is not a trace: expected { or [, found '4' (byte 2)"),
         (b"\xff\xfe[\0]\0", "is UTF-16: a trace is UTF-8 (byte 0)"),
-        (b"\0" * 100, "is not a trace: { or [ was expected and '\\x00' found (byte 0)"),
+        (b"\0" * 100, "is not a trace: expected { or [, found '\\x00' (byte 0)"),
         ('[{"ph": "M"}]'.encode("utf-16-le"), "is UTF-16: a trace is UTF-8 (byte 0)"),
         ('{"traceEvents": []}'.encode("utf-16"), "is UTF-16: a trace is UTF-8 (byte 0)"),
         (
@@ -348,7 +348,7 @@ def test_a_real_trace_with_six_bytes_overwritten_says_how_much_is_gone(tmp_path)
     trace = read(tmp_path, data[:200_000] + bytes(6) + data[200_006:])
 
     assert trace.num_events < 10_000
-    said = next(warning for warning in trace.warnings if "passed over" in warning)
+    said = next(warning for warning in trace.warnings if "skipped" in warning)
     passed_over, whole = (int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", said))
     assert 0.6 < passed_over / whole < 0.8 and whole > 9_000_000
 

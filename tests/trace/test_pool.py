@@ -92,7 +92,7 @@ def test_a_killed_worker_is_one_line(path, started, capfd, victims, when):
 
 def test_a_worker_that_cannot_start_is_one_line(path, capfd, monkeypatch):
     monkeypatch.setattr(pool, "_START", "print('noise'); import no_such_module  # {path} {file} {file_id}")
-    with pytest.raises(TraceError, match="a process that was decoding the trace"):
+    with pytest.raises(TraceError, match="process that was decoding the trace"):
         read_trace(path, workers=2)
     assert capfd.readouterr() == ("", "")
 
@@ -160,6 +160,7 @@ print(reader.read_trace(Path({path!r}), workers=2).num_events, file=open({out!r}
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "before",
     [

@@ -179,7 +179,7 @@ def test_absurd_numbers_are_left_out_and_said(tmp_path):
 
 
 def test_no_folder_no_recording_and_a_newer_one_are_told_apart(tmp_path):
-    with pytest.raises(RecordingError, match="there is no "):
+    with pytest.raises(RecordingError, match="not found"):
         read_recording(tmp_path / "nowhere")
     with pytest.raises(RecordingError, match=r"is not a recording: it has no recording.json"):
         read_recording(tmp_path)
