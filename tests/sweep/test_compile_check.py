@@ -1,4 +1,4 @@
-"""`stepscope bench --check compile`: same, differing and failing workloads at two shapes, each in a process of its own."""
+"""`stepscope bench --check compile`: same, differing and failing workloads at two shapes, each in its own process."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_views_are_no_work_of_a_gpu_but_time_of_a_host():
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["cs336", "--dtype", "fp8"], "fp8"), (["cs336", "--timeout", "0"], "--timeout"), (["nope"], "Unknown workload")],
+    [(["cs336", "--dtype", "fp8"], "fp8"), (["cs336", "--timeout", "0"], "--timeout"), (["nope"], "nope")],
 )
 def test_mistakes_are_one_line(words, said, capsys):
     assert exit_code(["bench", "--check", "precision", *words]) == 2

@@ -91,5 +91,5 @@ def test_a_grid_measures_what_it_predicts_and_refuses_with_a_reason(tmp_path):
     assert flash["facts"]["tensor_logsumexp_bytes"] == 4 * 2 * 64
     assert flash["facts"]["forward_ms"] > 0 < flash["facts"]["backward_ms"]
     assert (efficient["status"], efficient["refused"]) == ("skipped", [])
-    assert efficient["reason"] == "implementation=efficient: PyTorch has no such kernel on a CPU"
+    assert efficient["reason"] == "implementation=efficient: PyTorch has no such kernel for CPUs"
     assert "theory_bytes" in (tmp_path / "out" / "results.csv").read_text()

@@ -73,7 +73,7 @@ def test_rows_of_a_newer_stepscope_are_left_to_it(tmp_path):
 def test_a_folder_with_rows_is_refused_with_the_command_to_type(tmp_path):
     with opened(tmp_path) as results:
         results.append(dict(ROW))
-    with pytest.raises(UsageError, match="1 row.*stepscope bench x --resume"):
+    with pytest.raises(UsageError, match=r"1 row.*stepscope bench x --resume"):
         opened(tmp_path)
     with opened(tmp_path, resume=True) as results:  # the refused one has left no lock
         assert results.hashes == {"a"}

@@ -158,7 +158,7 @@ def test_the_screen_says_it_all():
     for part in (
         "batch=8: 160,000 tokens/s, 1.60× the defaults, 20.0 MiB.",
         "1.600×, 95 % interval",
-        "p < 0.0001; 16 samples each",
+        "p < 0.001; 16 samples each",
         "20.0 MiB of 30.0 MiB",
         "at most 1e-06 apart, 0.0001 allowed",
         "1 round in 9 s of 60 s",
@@ -168,8 +168,8 @@ def test_the_screen_says_it_all():
         "stepscope bench cs336 --set batch=8",
     ):
         assert part in flat, part
-    assert re.search(r"batch=8 \* +160,000 +20.0 MiB +correct +1.6", text)
-    assert re.search(r"batch 4 → 8 +1 +1.6", text)
+    assert re.search(r"batch=8 \* +160,000 +20.0 MiB +correct +1.60", text)
+    assert re.search(r"batch 4 → 8 +1 +1.60", text)
     assert max(map(len, text.splitlines())) <= 100
     assert asdict(found)["best"]["hash"] == "batch=8"
 
