@@ -9,8 +9,9 @@ from device_cases import BF16, FP32, Program
 
 from stepscope.analysis.costs.attainable_rates import GEMM_SHARE
 from stepscope.devices import find_device
-from stepscope.document.text.findings_text import proof_of
+from stepscope.document.findings import findings_part
 from stepscope.errors import Unavailable
+from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.rules.kernels import fp32_matmul
 from stepscope.session.case import Case
 from trace_builder import PUBLIC, needs_traces
@@ -46,8 +47,9 @@ def test_the_advice_is_what_the_device_has(device, dtype, name, fix):
     assert finding.upper_bound == (dtype != "tf32")  # what is cast for it is not counted
     assert ("GradScaler" in finding.fix) == (dtype == "fp16")
     # `stepscope verify --fix fp32_matmul` switches TF32 on, and nothing else.
-    told = proof_of(replace(finding, id="fp32_matmul"), "runs/mine")
-    assert told == ("stepscope verify runs/mine --fix fp32_matmul" if dtype == "tf32" else None)
+    diagnosis = Diagnosis(1e9, True, (replace(finding, id="fp32_matmul"),), (), (), (), "", 0.9, ())
+    (card,) = findings_part(diagnosis, "runs/mine").cards
+    assert card.prove == ("stepscope verify runs/mine --fix fp32_matmul" if dtype == "tf32" else None)
 
 
 def test_products_in_half_precision_are_clean():
@@ -55,7 +57,7 @@ def test_products_in_half_precision_are_clean():
 
 
 def test_a_device_of_which_nothing_faster_is_known():
-    with pytest.raises(Unavailable, match="not known"):
+    with pytest.raises(Unavailable, match="unknown"):
         fp32_matmul.check(products("Quadro GP100"))
 
 

@@ -11,9 +11,10 @@ import pytest
 from stepscope.analysis.comparison.losses import check_losses
 from stepscope.analysis.comparison.verification import verify
 from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
-from stepscope.document.text.verify_text import losses_sentence, verify_text
+from stepscope.document.verification import losses_sentence, verification_document
 from stepscope.errors import UsageError
 from stepscope.findings.fixes import parse_fix
+from stepscope.render.terminal import terminal_text
 from stepscope.trace.recording import Recording, StepSample
 
 FALLING = {step: 4.0 / (step + 1) for step in range(8)}
@@ -49,7 +50,7 @@ def test_runs_of_a_script_that_does_not_seed_itself_are_held_to_how_far_they_are
     assert near.noise_share == pytest.approx(0.05)
     assert near.limit_share == pytest.approx(0.101)
     assert (near.verdict, far.verdict) == ("agree", "differ")
-    assert "two runs without it are apart" in losses_sentence(near) and "seeded" in losses_sentence(near)
+    assert "5.0 % between two baseline runs" in losses_sentence(near) and "seed" in losses_sentence(near)
 
 
 def test_one_run_that_strays_is_not_enough_and_most_are():
@@ -65,7 +66,7 @@ def test_a_loss_that_became_no_number_differs_and_says_where():
     found = check_losses([FALLING, FALLING], [after], "reduced")
 
     assert (found.verdict, found.step, found.difference_share, found.after) == ("differ", 5, None, None)
-    assert "step 5: no number instead of 0.666667" in losses_sentence(found)
+    assert "step 5: not a number instead of 0.666667" in losses_sentence(found)
 
 
 def test_a_loss_that_has_fallen_to_nearly_nothing_is_held_to_a_tenth_of_the_largest():
@@ -78,8 +79,8 @@ def test_a_loss_that_has_fallen_to_nearly_nothing_is_held_to_a_tenth_of_the_larg
 @pytest.mark.parametrize(
     ("before", "after", "arithmetic", "why"),
     [
-        ([FALLING], [FALLING], "not comparable", "what is learned from"),
-        ([{}], [FALLING], "same", "shows no loss"),
+        ([FALLING], [FALLING], "not comparable", "training data"),
+        ([{}], [FALLING], "same", "no loss was found"),
         ([FALLING], [{99: 1.0}], "same", "no step in common"),
         ([{0: math.nan}], [{0: 1.0}], "same", "not finite without"),
         ([{0: math.nan, 1: 1.0}, {0: 2.0, 1: 1.0}], [{0: 1.0}], "same", "not finite without"),
@@ -222,11 +223,11 @@ def test_the_exit_code_and_the_text_say_the_worst():
         return Verification("train.py", "runs/x", "CPU", "2.9", 2, 10e6, 0.012, fixes, ("the script has changed",))
 
     assert [whole(*each).exit_code for each in ([faster], [missing, faster], [missing, wrong])] == [0, 4, 3]
-    text = verify_text(whole(missing, wrong, faster), False, 100)
+    text = terminal_text(verification_document(whole(missing, wrong, faster)), 100)
     assert "3 fixes: 1 faster, 1 wrong, 1 not applied." in text
-    assert "up to 4 ms less a step, −40.0 % (diagnose, confidence high)" in text.replace("4.00", "4")
-    assert "up to 1.2 % apart" in text and "To be known: the script has changed." in text
-    assert text.index("autocast   faster") < text.index("autocast   wrong") < text.index("autocast   not applied")
+    assert "up to 4.00 ms less per step, −40.0 %" in text and "high confidence" in text
+    assert "by up to 1.2 %" in text and "the script has changed" in text
+    assert text.index("autocast: faster") < text.index("autocast: wrong") < text.index("autocast: not applied")
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
@@ -243,11 +244,11 @@ def test_fixes_joined_by_a_plus_are_held_to_the_widest_tolerance():
     ("text", "said"),
     [
         ("autocst", "Unknown fix 'autocst'. Choose from fp32_matmul"),
-        ("compile=fast", "compile takes default, max-autotune"),
-        ("autocast=fp16", "autocast takes no value"),
-        ("waiting_for_data=1.5", "waiting_for_data takes N"),
-        ("small_batch=-1", "small_batch takes 2, N"),
-        ("attention_backend=", "attention_backend takes flash"),
+        ("compile=fast", "compile must be default or max-autotune"),
+        ("autocast=fp16", "autocast is not allowed"),
+        ("waiting_for_data=1.5", "waiting_for_data must be N"),
+        ("small_batch=-1", "small_batch must be 2 or N"),
+        ("attention_backend=", "attention_backend must be flash"),
     ],
 )
 def test_a_mistake_in_a_fix_is_one_line(text, said):

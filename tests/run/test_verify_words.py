@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 
 import pytest
 
 from stepscope.cli import verify
 from stepscope.cli.main import main
-from stepscope.document.text.findings_text import diagnosis_text
+from stepscope.document.findings import diagnosis_document
 from stepscope.errors import RecordingError, UsageError
 from stepscope.findings.diagnose import Diagnosis
 from stepscope.findings.finding import Finding
+from stepscope.render.terminal import terminal_text
 from stepscope.sweep.rerun import Command, Options, recorded_command, run_again
 
 
@@ -53,10 +55,10 @@ def test_all_options_may_stand_behind_a_recording(tmp_path):
     ("words", "said"),
     [
         ([], "name a recording or a script"),
-        (["train.py"], "name a fix: --fix ID"),
-        (["train.py", "--fix", "nosuch"], "no fix is called 'nosuch'"),
-        (["nothing.py", "--fix", "autocast"], "there is no script and no recording nothing.py"),
-        (["--warmup", "3", "train.py", "--fix", "autocast"], "5 are the least"),
+        (["train.py"], "--fix ID"),
+        (["train.py", "--fix", "nosuch"], "Unknown fix 'nosuch'"),
+        (["nothing.py", "--fix", "autocast"], "nothing.py is neither"),
+        (["--warmup", "3", "train.py", "--fix", "autocast"], "5 is the least"),
         (["-o", ".", "train.py", "--fix", "autocast"], "is not empty"),
     ],
 )
@@ -74,7 +76,7 @@ def test_fixes_are_listed_in_both_ways(capsys):
     listed = capsys.readouterr().out
     assert main(["list", "fixes"]) == 0
     assert capsys.readouterr().out == listed
-    assert "unfused_optimizer  torch.optim's optimizers are made with fused=True" in listed
+    assert re.search(r"unfused_optimizer +.*fused=True", listed)
     assert "attention_backend=flash|efficient|cudnn|math" in " ".join(listed.split())
     assert main(["list", "fixes", "compile", "--json"]) == 0
     entry = json.loads(capsys.readouterr().out)["fixes"][0]
@@ -135,9 +137,9 @@ def test_a_module_is_run_by_its_name(tmp_path):
     ("source", "said"),
     [
         ("import subprocess; subprocess.run(['sleep', '60'])", "still running after 5 s (--timeout)"),
-        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV; its output is in"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV; see "),
         ("print('only this'); raise SystemExit(7)", "only this"),
-        ("raise SystemExit(7)", "exit code 7, and not a word"),
+        ("raise SystemExit(7)", "exit code 7, no output"),
     ],
 )
 def test_whatever_ends_a_run_is_a_line(tmp_path, monkeypatch, source, said):
@@ -155,7 +157,7 @@ def test_a_finding_of_a_recording_says_how_to_prove_it():
     findings = [Finding("One.", "fix()", (), "no", 1e6, id=name) for name in ("launch_bound", "full_logits")]
     diagnosis = Diagnosis(1e7, True, tuple(findings), (), (), (), "It is bound by the GPU.", 0.9, ())
 
-    shown = diagnosis_text(diagnosis, False, 100, "runs/my run")
-    assert shown.count("prove it") == 1
-    assert "prove it  stepscope verify 'runs/my run' --fix launch_bound" in shown
-    assert "prove it" not in diagnosis_text(diagnosis, False, 100)
+    shown = terminal_text(diagnosis_document(diagnosis, "runs/my run"), 100)
+    assert shown.count("stepscope verify") == 1
+    assert "stepscope verify 'runs/my run' --fix launch_bound" in shown
+    assert "stepscope verify" not in terminal_text(diagnosis_document(diagnosis), 100)

@@ -132,7 +132,7 @@ def _frontier(tuning: Tuning) -> Table:
     columns: dict[str, list[Value]] = {
         "point": [turned_text(point.turned) + (" *" if point.hash == best else "") for point in points],
         f"{tuning.unit}_per_s": [point.per_s for point in points],
-        "memory_bytes": [point.memory_bytes or 0 for point in points],
+        "memory_bytes": [point.memory_bytes for point in points],
         "loss": ["unchecked" if point.loss_unchecked else "correct" for point in points],
     }
     if base:

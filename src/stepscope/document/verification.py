@@ -41,7 +41,7 @@ def verification_document(found: Verification) -> Document:
     )
     ordered = sorted(found.fixes, key=lambda each: (_ORDER.index(each.status), _rank(each)))
     sections = [
-        Section(each.fix, f"{each.fix}   {_verdict(each)}", (Facts(tuple(_facts(each))),)) for each in ordered
+        Section(each.fix, f"Fix {each.fix}: {_verdict(each)}", (Facts(tuple(_facts(each))),)) for each in ordered
     ]
     return Document("verification", headline(found), (Section("baseline", "", (Facts(about),)), *sections))
 
