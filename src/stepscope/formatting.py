@@ -56,6 +56,15 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def whole_percent(share: float) -> str:
+    """Return a share in whole percent, for sentences.
+
+    >>> whole_percent(0.814)
+    '81 %'
+    """
+    return f"{100 * share:.0f} %"
+
+
 def size(num_bytes: float) -> str:
     """Bytes in binary units.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
+from stepscope.formatting import whole_percent
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.verified import Attempt, Expected, Plan, Verification
@@ -120,7 +121,7 @@ def _verify(
     apart_share = max(medians) / min(medians) - 1
     if apart_share > RESTLESS_SHARE:
         warnings.append(
-            f"runs of the same script differ by {apart_share:.0%}: the machine is busy. "
+            f"runs of the same script differ by {whole_percent(apart_share)}: the machine is busy. "
             f"--rounds {2 * rounds} or a quiet machine shows smaller gains"
         )
     verification = Verification(

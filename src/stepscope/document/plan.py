@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import varying_axes
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series, Table, Value
-from stepscope.formatting import count, duration, flops, plural, safe, size
+from stepscope.formatting import count, duration, flops, plural, safe, size, whole_percent
 
 OWNERS = {
     "parameter": "parameters",
@@ -54,7 +54,7 @@ def _one(row: Mapping[str, Any]) -> Iterator[Part]:
         Fact("peak", f"{size(row['peak_allocated_bytes'])} allocated{reserved}; {_settles(row)}"),
     ]
     if row.get("error_bar"):
-        facts.append(Fact("error bar", f"±{row['error_bar']:.0%} of the allocated bytes"))
+        facts.append(Fact("error bar", f"±{whole_percent(row['error_bar'])} of the allocated bytes"))
     facts += [Fact("parameters", f"{row['parameters']:,}"), Fact("FLOPs", f"{flops(row['flops'])} per step")]
     if (bound := row["lower_bound"]) is not None:
         other = "bandwidth" if bound["binds"] == "compute" else "compute"

@@ -18,7 +18,7 @@ from stepscope.analysis.comparison.sweeps import (
 )
 from stepscope.analysis.time.statistics import Distribution
 from stepscope.document.model import Document, Fact, Facts, Section, Table, Value
-from stepscope.formatting import count, milliseconds, percent, plural, safe, significant, size
+from stepscope.formatting import count, milliseconds, percent, plural, safe, significant, size, whole_percent
 
 BEST, TIED, NOISY, DIFFERENT = "*", "≈", "~", "≠"
 _HIDDEN_FACTS = ("dropped_share", "dropped_flops")
@@ -159,7 +159,8 @@ def _notes(sweep: SweepSummary) -> list[Fact]:
     marks = {
         BEST: "fastest of the points that compute the same thing" * any(point.is_best for point in points),
         TIED: "not measurably slower: the 95 % intervals of the medians overlap" * any(p.is_tied for p in points),
-        NOISY: f"noisy: p90 − p10 exceeds {NOISY_SHARE:.0%} of the median" * any(p.is_noisy for p in points),
+        NOISY: f"noisy: p90 − p10 exceeds {whole_percent(NOISY_SHARE)} of the median"
+        * any(p.is_noisy for p in points),
         DIFFERENT: "; ".join(dict.fromkeys(p.differs for p in points if p.differs and p.speedup is not None)),
     }
     notes = [Fact(mark, text if mark != DIFFERENT else f"not the same computation: {text}")

@@ -20,7 +20,7 @@ from stepscope.analysis.comparison.verified import (
 )
 from stepscope.document.comparison import change_text, figure, interval_text, p_text, signed
 from stepscope.document.model import Document, Fact, Facts, Section
-from stepscope.formatting import average, duration, milliseconds, percent, plural, significant, size
+from stepscope.formatting import average, duration, milliseconds, percent, plural, significant, size, whole_percent
 
 _ORDER = (FASTER, NO_DIFFERENCE, TOO_FEW, SLOWER, WRONG, FAILED, INCOMPARABLE, NOT_APPLIED)
 _LEAST_WARMUP_NS = 1e9
@@ -98,7 +98,10 @@ def _facts(each: Verified) -> Iterator[Fact]:
     if each.left and each.status != NOT_APPLIED:
         yield Fact("not applied", _counts(each.left))
     if any(abs(after - before) > 0.005 for before, after in each.products.values()):
-        shares = (f"{name} {before:.0%} → {after:.0%}" for name, (before, after) in each.products.items())
+        shares = (
+            f"{name} {whole_percent(before)} → {whole_percent(after)}"
+            for name, (before, after) in each.products.items()
+        )
         yield Fact("dtypes", f"share of the FLOPs per step: {', '.join(shares)}")
     if each.warmup_extra_ns is not None and each.warmup_extra_ns > _LEAST_WARMUP_NS:
         back = "" if each.pays_after_steps is None else f"; it pays off after {plural(each.pays_after_steps, 'step')}"

@@ -13,6 +13,7 @@ from stepscope.display import Shown
 from stepscope.errors import WRONG_KIND, Unavailable, UsageError, wrong_kind
 from stepscope.findings import rules
 from stepscope.findings.finding import Finding
+from stepscope.formatting import whole_percent
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
@@ -142,16 +143,17 @@ def _binds(case: Case, busy_share: float | None) -> str:
     if busy_share is None:
         return "No bottleneck identified: there is no GPU work."
     if busy_share < _BOUND_BY_GPU:
-        return f"The host is the bottleneck: the GPU is busy for only {busy_share:.0%} of the step."
+        return f"The host is the bottleneck: the GPU is busy for only {whole_percent(busy_share)} of the step."
     roofline = case.account.roofline_summary
     parts = {"limited by arithmetic": roofline.compute_ns, "limited by memory traffic": roofline.memory_ns,
              "far from the limits of arithmetic and memory": roofline.neither_ns}  # fmt: skip
     known = sum(parts.values())
     if not known:
-        return f"The GPU is the bottleneck: it is busy for {busy_share:.0%} of the step. Its limit is unknown."
+        return f"The GPU is the bottleneck, busy for {whole_percent(busy_share)} of the step. Its limit is unknown."
     name, most = max(parts.items(), key=lambda part: part[1])
     return (
-        f"The GPU is the bottleneck: it is busy for {busy_share:.0%} of the step, and {most / known:.0%} of its "
+        f"The GPU is the bottleneck: it is busy for {whole_percent(busy_share)} of the step, and "
+        f"{whole_percent(most / known)} of its "
         f"known work is {name}."
     )
 

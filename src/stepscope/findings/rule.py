@@ -8,7 +8,7 @@ from stepscope.analysis.time.replay import Change
 from stepscope.analysis.time.whatif import stretches
 from stepscope.errors import Unavailable
 from stepscope.findings.finding import Evidence, Finding
-from stepscope.formatting import duration, plural, size
+from stepscope.formatting import duration, plural, size, whole_percent
 from stepscope.session.case import Case
 
 __all__ = [
@@ -35,5 +35,5 @@ def grouped(case: Case, table: pl.DataFrame, count: str, *keys: str, time: pl.Ex
 
 def cost_text(case: Case, ns: float) -> str:
     """Return a time per step with its share of the step: `15.7 ms per step (25% of 61.7 ms)`."""
-    share = f" ({ns / case.step_ns:.0%} of {duration(case.step_ns, 3)})" if case.step_ns else ""
+    share = f" ({whole_percent(ns / case.step_ns)} of {duration(case.step_ns, 3)})" if case.step_ns else ""
     return f"{duration(ns, 3)} per step{share}"

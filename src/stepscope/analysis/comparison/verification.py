@@ -32,6 +32,7 @@ from stepscope.analysis.comparison.verified import (
     Verified,
 )
 from stepscope.analysis.time.summary import clean_step_ns
+from stepscope.formatting import whole_percent
 from stepscope.trace.recording import Recording
 
 _SAME_WORK = 0.01  # batches of real text vary: units per step within this share are equal
@@ -97,7 +98,9 @@ def refusal(
     for dtype in plan.lowers_to if products else ():
         shares = products.get(dtype, (0.0, 0.0))
         if shares[1] <= shares[0] and why_not is None:
-            shares_text = ", ".join(f"{name} {share:.0%}" for name, (_, share) in products.items() if share)
+            shares_text = ", ".join(
+                f"{name} {whole_percent(share)}" for name, (_, share) in products.items() if share
+            )
             why_not = f"no more products run in {dtype} than without it (with it: {shares_text})"
     if why_not is None:
         return None

@@ -10,7 +10,7 @@ from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK, PointSummary, 
 from stepscope.document.model import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Text
 from stepscope.document.sections.sweep_axes import MOST_SERIES, Layout, label, value_text
 from stepscope.document.sweep_table import BEST, NOISY, TIED, digits_of
-from stepscope.formatting import cell, duration, listed, plural, safe, title_of
+from stepscope.formatting import cell, duration, listed, plural, safe, title_of, whole_percent
 
 MOST_FACETS = 6
 MOST_BARS = 24
@@ -210,7 +210,7 @@ def _cells_caption(points: Sequence[PointSummary], num_empty: int, measure: Meas
         if any(point.is_tied for point in ok):
             said.append(f"{TIED} cannot be told from it")
         if any(point.is_noisy for point in ok):
-            said.append(f"{NOISY} noisy: p90 − p10 is over {NOISY_SHARE:.0%} of the median")
+            said.append(f"{NOISY} noisy: p90 − p10 is over {whole_percent(NOISY_SHARE)} of the median")
     counts: dict[str, int] = {}
     for point in points:
         if point.status != OK:

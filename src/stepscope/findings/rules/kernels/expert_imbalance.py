@@ -14,6 +14,7 @@ from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.experts import Looped, Padded, looped_experts, padded_experts, routers
 from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, total_ns
+from stepscope.formatting import whole_percent
 
 _UNEVEN = 4.0  # the busiest expert's tokens over the mean; a balanced router stays below 2
 _LEAST_OF_STEP = 0.1  # of GPU time
@@ -53,14 +54,15 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
         for one in empty[:8]
     ]  # fmt: skip
     finding = Finding(
-        sentence=f"At least {1 - worst.filled_share:.0%} of what the experts compute is padding: "
+        sentence=f"At least {whole_percent(1 - worst.filled_share)} of what the experts compute is padding: "
         f"{router.num_experts} experts have {worst.capacity:,} slots each, {places:,} in total, but "
         f"{router.num_tokens:,} tokens go to {router.num_chosen} experts each. This affects "
         f"{plural(len(worst.calls) / case.num_steps, 'matrix product')} per step.",
         fix=f"{_BALANCE}  # and a capacity factor of 1.25, or grouped products: torch._grouped_mm",
         saving_ns=saving_ns,
         upper_bound=True,
-        derived=f"the step replayed with all work on these slots, backward included, at {worst.filled_share:.0%} of "
+        derived=f"the step replayed with all work on these slots, backward included, at "
+        f"{whole_percent(worst.filled_share)} of "
         "its time",
         confidence="medium",
         falsified_by="balance the router; the finding is wrong if it needs as many slots",
@@ -79,7 +81,8 @@ def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
     given = router.num_tokens * router.num_chosen
     enough = -(-given * 5 // (4 * router.num_experts))
     finding = Finding(
-        sentence=f"At least {share:.0%} of expert assignments are dropped: {router.num_tokens:,} tokens need "
+        sentence=f"At least {whole_percent(share)} of expert assignments are dropped: "
+        f"{router.num_tokens:,} tokens need "
         f"{given:,} slots, and {router.num_experts} experts have only {worst.capacity:,} each. An uneven load drops "
         "more.",
         fix=f"capacity = ceil(1.25 * {given} / {router.num_experts})  # {enough:,}",

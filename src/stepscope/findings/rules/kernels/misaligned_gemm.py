@@ -7,6 +7,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.findings.gemms import LOADED_BYTES, by_shape, gemm_calls
 from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, total_ns
+from stepscope.formatting import whole_percent
 
 
 def check(case: Case) -> list[Finding]:
@@ -27,7 +28,7 @@ def check(case: Case) -> list[Finding]:
     finding = Finding(
         sentence=f"{plural(calls.height / case.num_steps, 'matrix product')} per step have a dimension "
         f"({', '.join(map(str, sizes))}) that is not a multiple of {LOADED_BYTES} bytes. They take "
-        f"{cost_text(case, total_ns(case, calls))} at {share:.0%} of the device's peak.",
+        f"{cost_text(case, total_ns(case, calls))} at {whole_percent(share)} of the device's peak.",
         fix=f"pad the dimension to a multiple of 64: {sizes[0]} -> {-(-sizes[0] // 64) * 64}",
         saving_ns=saving_ns,
         derived="the step replayed with each of these products at 60 % of the peak",

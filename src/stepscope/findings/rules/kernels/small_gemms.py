@@ -13,6 +13,7 @@ from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.analysis.kernels.product_loops import product_loops
 from stepscope.analysis.kernels.tiles import tiled_products
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, cost_text, plural, total_ns
+from stepscope.formatting import whole_percent
 
 _LEAST_FILL = 0.5  # of the SMs; more tiles than that fill the GPU well enough
 _ALIKE = ["loop", "phase", "op", "place", "ordinal"]  # work of several iterations that one kernel could do
@@ -62,7 +63,8 @@ def check(case: Case) -> list[Finding]:
     loops = "loop" if num_loops == 1 else "loops"
     finding = Finding(
         sentence=f"{plural(every.height / case.num_steps, 'matrix product')} per step run one after the other in "
-        f"{plural(num_loops, 'loop')}, each with tiles for {fill:.0%} of the GPU's {num_processors} SMs. They take "
+        f"{plural(num_loops, 'loop')}, each with tiles for {whole_percent(fill)} of the GPU's "
+        f"{num_processors} SMs. They take "
         f"{cost_text(case, total_ns(case, every))} at {tflops:.0f} TFLOP/s. With the other work in it, the "
         f"{loops} cause {turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches "
         "per step.",

@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import traffic_ns
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, grouped, stretches, total_ns
-from stepscope.formatting import duration, plural
+from stepscope.formatting import duration, plural, whole_percent
 
 _LEFT_OF_HOST = 0.08  # of a loop's host time; a fused optimizer needs it to collect tensors and launch
 _LEFT_OF_DEVICE = 0.3  # of its GPU time, if the trace does not contain the parameters' sizes
@@ -38,7 +38,7 @@ def check(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     how = "in foreach groups" if is_foreach else "one at a time"
-    work = f"takes {_LEFT_OF_DEVICE:.0%} of their time"
+    work = f"takes {whole_percent(_LEFT_OF_DEVICE)} of their time"
     if moved:
         work = f"moves each parameter's bytes {_READ_AND_WRITTEN} times"
     finding = Finding(
@@ -47,7 +47,8 @@ def check(case: Case) -> list[Finding]:
         f"of GPU time. A fused optimizer takes {duration(fused_ns, 3)}.",
         fix=_fix(_optimizers(case)),
         saving_ns=saving_ns,
-        derived=f"the step replayed with one kernel that {work}, and with {_LEFT_OF_HOST:.0%} of the optimizer's "
+        derived=f"the step replayed with one kernel that {work}, and with "
+        f"{whole_percent(_LEFT_OF_HOST)} of the optimizer's "
         "host time",
         confidence="high" if moved else "medium",
         falsified_by="set fused=True; the finding is wrong if there are as many kernels, or if the optimizer has no "

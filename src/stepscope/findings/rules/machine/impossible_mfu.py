@@ -8,6 +8,7 @@ from stepscope.analysis.costs.flops import Utilization
 from stepscope.devices import Device, find_device
 from stepscope.findings.gemms import by_shape, gemm_calls
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, plural
+from stepscope.formatting import whole_percent
 
 _IMPOSSIBLE = 1.02  # of the limit; clocks and rounding may bring a figure just above it
 _SURE_NS = 50_000  # shorter kernels are timed too coarsely
@@ -44,7 +45,8 @@ def _of_the_step(case: Case) -> list[Finding]:
         "hardware_flops": flops.hardware_flops, "formula_flops": flops.formula_flops,
     }  # fmt: skip
     finding = Finding(
-        sentence=f"{name} is {used.share:.0%}, which is impossible: {used.flops_per_s / 1e12:,.3g} TFLOP/s against a "
+        sentence=f"{name} is {whole_percent(used.share)}, which is impossible: "
+        f"{used.flops_per_s / 1e12:,.3g} TFLOP/s against a "
         f"limit of {used.limit}. {why}",
         fix=fix,
         derived="no time is saved; a figure is wrong",
@@ -111,7 +113,8 @@ def _of_kernels(case: Case) -> list[Finding]:
     worst = above.sort("share", descending=True).row(0, named=True)
     finding = Finding(
         sentence=f"{plural(above.height / case.num_steps, 'matrix product')} per step appear faster than "
-        f"{case.device.name} allows: {worst['op']} in {worst['peak_dtype']} at {worst['share']:.0%} of its "
+        f"{case.device.name} allows: {worst['op']} in {worst['peak_dtype']} at "
+        f"{whole_percent(worst['share'])} of its "
         f"{peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace or the peak is wrong.",
         fix="the kernel's name in the evidence shows its real dtype; compare with the peak of that dtype",
         derived="no time is saved; a figure is wrong",

@@ -10,6 +10,7 @@ import polars as pl
 
 from stepscope.analysis.ranks.all_ranks import AcrossRanks
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration, plural
+from stepscope.formatting import whole_percent
 
 _CAUSED_SHARE = 0.5  # of all waiting time; if no rank causes that much, they take turns
 _MORE = 1.05
@@ -41,7 +42,7 @@ def check(case: Case) -> list[Finding]:
     gpu_times = across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
     finding = Finding(
         sentence=f"Rank {worst['rank']} arrives last at {late.height} of {plural(calls.height, 'collective')} and "
-        f"causes {worst['caused_wait_ns'] / whole_ns:.0%} of all waiting: each other rank waits "
+        f"causes {whole_percent(worst['caused_wait_ns'] / whole_ns)} of all waiting: each other rank waits "
         f"{duration(waited_ns, 3)} per step. {why}{once}",
         fix=fix,
         saving_ns=saving_ns,

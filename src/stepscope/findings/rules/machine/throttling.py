@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration
+from stepscope.formatting import whole_percent
 
 _COOLING = "nvidia-smi -q -d TEMPERATURE  # then check fans, air flow, dust and neighboring GPUs"
 _REASONS = {
@@ -59,8 +60,9 @@ def check(case: Case) -> list[Finding]:
     powers = {name: limits.get(name) for name in ("power_limit_watts", "default_power_limit_watts")}
     clocks = {"mean_sm_clock_mhz": mean_mhz, "highest_sm_clock_mhz": highest_mhz, **powers}
     finding = Finding(
-        sentence=f"The GPU ran at {mean_mhz:,.0f} MHz{watts} in the clean steps, {lost:.0%} below {of} "
-        f"{highest_mhz:,.0f} MHz. Its clock was limited by {why} in {shares[reason]:.0%} of {counters.num_samples} "
+        sentence=f"The GPU ran at {mean_mhz:,.0f} MHz{watts} in the clean steps, {whole_percent(lost)} below {of} "
+        f"{highest_mhz:,.0f} MHz. Its clock was limited by {why} in {whole_percent(shares[reason])} "
+        f"of {counters.num_samples} "
         "samples.",
         fix=fix,
         saving_ns=saving_ns,

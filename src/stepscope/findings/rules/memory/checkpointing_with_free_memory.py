@@ -7,6 +7,7 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, cost_text, plural, size, stretches, total_ns
+from stepscope.formatting import whole_percent
 
 _USABLE_SHARE = 0.85  # of the device's memory; beyond it, fragmentation causes failures
 
@@ -39,7 +40,7 @@ def check(case: Case) -> list[Finding]:
         )
         .sort("duration_ns", descending=True)
     )
-    part = "" if share == 1 else f" for about {share:.0%} of the layers"
+    part = "" if share == 1 else f" for about {whole_percent(share)} of the layers"
     finding = Finding(
         sentence=f"Recomputing {plural(again.height / case.num_steps, 'forward op')} in the backward takes "
         f"{cost_text(case, total_ns(case, again))}, although there is memory to keep the results: they "
@@ -48,7 +49,11 @@ def check(case: Case) -> list[Finding]:
         fix=f"remove torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
         saving_ns=saving_ns * share,
         derived="the step replayed without the recomputed ops and the host's time for them"
-        + ("" if share == 1 else f"; {share:.0%} of it, as much as fits into {_USABLE_SHARE:.0%} of the memory"),
+        + (
+            ""
+            if share == 1
+            else f"; {whole_percent(share)} of it, as much as fits into {whole_percent(_USABLE_SHARE)} of the memory"
+        ),
         falsified_by="turn checkpointing off; the finding is wrong if the run is out of memory or not faster",
         places=case.places(events),
         evidence=(Evidence("recomputed ops", table.head(8).to_dicts()),),

@@ -7,6 +7,7 @@ from typing import Any
 
 from stepscope.findings.retries import retries_of
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, plural, size
+from stepscope.formatting import whole_percent
 
 _FRAGMENTED_SHARE = 0.2  # of reserved memory unused at the peak; less is normal for the allocator
 _FULL_SHARE = 0.7  # of the device's memory; below this, unused memory costs nothing
@@ -44,7 +45,8 @@ def check(case: Case) -> list[Finding]:
         again = f" The allocator returned its cache {plural(retries, 'time')} to make room."
     of = f" (of {size(total)} on the device)" if total else ""
     finding = Finding(
-        sentence=f"{size(idle)} ({idle / reserved:.0%}) of {size(reserved)} reserved memory{of} is not used by any "
+        sentence=f"{size(idle)} ({whole_percent(idle / reserved)}) of {size(reserved)} reserved "
+        f"memory{of} is not used by any "
         f"tensor, even at the peak.{again}",
         fix=fix,
         saving_bytes=idle,
