@@ -26,7 +26,7 @@ def test_memory_given_back_in_each_step():
 
     assert finding.saving_ns == 600_000 + 2_000_000
     assert "1 time and returns it 1 time" in finding.sentence and "cudaFree" in finding.sentence
-    assert "2.60 ms per step (45% of 5.80 ms)" in finding.sentence
+    assert "2.60 ms per step (45 % of 5.80 ms)" in finding.sentence
     assert "empty_cache" in finding.fix and finding.confidence == "high"
 
 

@@ -42,7 +42,7 @@ def test_room_for_a_part_of_it():
 
     # The peak is 0.5 GiB short of what is usable, and 1.5 GiB would be kept.
     assert finding.saving_ns == pytest.approx(2_000_000 / 3, rel=1e-6)
-    assert "33% of the layers" in finding.fix
+    assert "33 % of the layers" in finding.fix
 
 
 def test_full_memory_is_a_good_reason():

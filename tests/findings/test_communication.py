@@ -75,7 +75,7 @@ def test_a_rank_that_comes_late(tmp_path, is_idle, why):
 
     (finding,) = stragglers.check(case_of(tmp_path, **ranks))
 
-    assert finding.sentence.startswith("Rank 1 arrives last at 6 of 6 collectives and causes 100%")
+    assert finding.sentence.startswith("Rank 1 arrives last at 6 of 6 collectives and causes 100 %")
     assert "waits 2.00 ms per step" in finding.sentence
     assert why in finding.sentence
     assert finding.saving_ns == pytest.approx(2e6, rel=0.02)
@@ -118,7 +118,7 @@ def test_eight_ranks_of_one_real_step():
     """Rank 7 is last to five of eight calls, by 505, 509.5, 162.5, 124 and 9 µs; the others wait for it."""
     (finding,) = stragglers.check(open_session(PUBLIC / "dlrm_8ranks_v100", use_cache=False).case)
 
-    assert finding.sentence.startswith("Rank 7 arrives last at 5 of 8 collectives and causes 76%")
+    assert finding.sentence.startswith("Rank 7 arrives last at 5 of 8 collectives and causes 76 %")
     assert finding.confidence == "low"
     assert 0 < finding.saving_ns < 1.31e6
 

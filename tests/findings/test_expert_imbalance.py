@@ -52,7 +52,7 @@ def test_places_for_the_busiest_expert(tmp_path):
     # 2,048 of 8,192 places can be filled: three quarters of 2,500 µs on them.
     assert finding.saving_ns == pytest.approx(0.75 * 2.5e6, rel=0.01)
     assert "8 experts have 1,024 slots each, 8,192 in total, but 1,024 tokens go to 2" in finding.sentence
-    assert "At least 75%" in finding.sentence and "2 matrix products per step" in finding.sentence
+    assert "At least 75 %" in finding.sentence and "2 matrix products per step" in finding.sentence
 
 
 def test_a_usual_capacity_factor(tmp_path):
@@ -63,7 +63,7 @@ def test_tokens_that_find_no_place(tmp_path):
     (finding,) = check(padded(128).case(tmp_path))
 
     assert finding.saving_ns is None
-    assert "At least 50%" in finding.sentence and "1,024 tokens need 2,048 slots" in finding.sentence
+    assert "At least 50 %" in finding.sentence and "1,024 tokens need 2,048 slots" in finding.sentence
     assert "320" in finding.fix
 
 

@@ -40,6 +40,7 @@ def diagnosed(name: str) -> tuple[Case, Diagnosis]:
     return case, diagnose(case)
 
 
+@pytest.mark.long
 @needs_h200
 @pytest.mark.parametrize("name", PLANTED)
 def test_every_finding_of_a_planted_trace_has_places_of_its_kind(name):

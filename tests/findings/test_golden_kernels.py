@@ -53,6 +53,7 @@ def test_a_planted_cause_is_found_with_what_it_costs(name, rule):
     assert found.saving_ns / 1e6 == pytest.approx(known["slow_ms"] - known["fixed_ms"], rel=0.35)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTED)
 def test_what_is_told_without_the_plant_is_true(name):
     assert {finding.id for finding in diagnosed(f"{name}.fixed").findings} <= TRUE_OF_FIXED.get(name, set())

@@ -37,7 +37,7 @@ def test_a_region_called_by_another_follows_a_break():
     # The second region's 0.6 ms of getting in, and 0.1 ms until its code does something.
     assert finding.saving_ns == 700_000
     assert "regions call each other" in finding.sentence
-    assert "2 compiled regions" in finding.sentence and "700 µs per step (33% of 2.10 ms)" in finding.sentence
+    assert "2 compiled regions" in finding.sentence and "700 µs per step (33 % of 2.10 ms)" in finding.sentence
     assert finding.confidence == "medium"
 
 
@@ -143,6 +143,7 @@ class Model(nn.Module):
         return self.layers[1](x).sum()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own, when it goes on after a break
 def test_a_real_model_that_breaks(tmp_path):
     found = {}

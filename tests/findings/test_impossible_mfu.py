@@ -38,7 +38,7 @@ def test_mfu_above_one(tmp_path):
     (finding,) = check(utilized(tmp_path, 1.5))
 
     assert finding.sentence.startswith(
-        "MFU is 150%, which is impossible: 1.48e+03 TFLOP/s against a limit of bf16 989"
+        "MFU is 150 %, which is impossible: 1.48e+03 TFLOP/s against a limit of bf16 989"
     )
     assert "The peak or the FLOPs are wrong" in finding.sentence
     assert finding.saving_ns is None
@@ -80,7 +80,7 @@ def test_a_product_that_is_faster_than_the_device(tmp_path, duration_us, num):
 
     assert len(found) == num
     if num:
-        assert "aten::mm in bf16 at 139% of its 989 TFLOP/s" in found[0].sentence
+        assert "aten::mm in bf16 at 139 % of its 989 TFLOP/s" in found[0].sentence
 
 
 def test_a_convolution_may_multiply_less_than_is_counted(tmp_path):

@@ -89,6 +89,7 @@ def test_a_trace_whose_level_stays(tmp_path):
     assert check(open_session(traced(0).write(tmp_path / "trace.json"), use_cache=False).case) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backward", "also", "is_told"),
     [("retain_graph=True", "kept.append(loss)", True), ("", "kept.append(loss.item())", False)],

@@ -28,7 +28,7 @@ def test_fragments_in_a_full_memory(tmp_path):
     (finding,) = reserved(tmp_path, 60, 90)
 
     assert finding.saving_bytes == 30 * GIB
-    assert "30.0 GiB (33%) of 90.0 GiB reserved memory (of 100 GiB on the device)" in finding.sentence
+    assert "30.0 GiB (33 %) of 90.0 GiB reserved memory (of 100 GiB on the device)" in finding.sentence
     assert "expandable_segments:True" in finding.fix
 
 

@@ -56,6 +56,7 @@ def test_without_clean_steps(tmp_path):
         check(recorded(tmp_path, []))
 
 
+@pytest.mark.long
 def test_a_script_that_sleeps_every_tenth_step(tmp_path):
     also = "time.sleep(0.5 if step % 10 == 9 else 0.1)"  # as long as a busy machine seldom makes one step wait
     script = TRAINING.format(num_steps=70, backward="", also=also)

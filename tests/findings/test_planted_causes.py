@@ -53,6 +53,7 @@ def test_what_is_told_of_an_unplanted_trace_is_true(name, allowed):
     assert {finding.id for finding in diagnosed(name).findings} <= allowed
 
 
+@pytest.mark.long
 @needs_h200
 @pytest.mark.parametrize("name", [*PLANTED, *TRUE_OF_UNPLANTED])
 def test_a_step_is_as_long_as_without_the_profiler(name):

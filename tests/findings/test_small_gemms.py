@@ -43,7 +43,7 @@ def test_one_product_for_each_head():
 
     (finding,) = small_gemms.check(program.case())
 
-    assert "each with tiles for 2% of the GPU's 132 SMs" in finding.sentence
+    assert "each with tiles for 2 % of the GPU's 132 SMs" in finding.sentence
     assert "torch.bmm" in finding.fix
 
 
@@ -120,7 +120,7 @@ def test_the_tile_is_in_the_kernel_s_name():
         )
 
     (finding,) = small_gemms.check(program.case())
-    assert "each with tiles for 24% of" in finding.sentence, "32 tiles of 64 × 8, or of 8 × 64"
+    assert "each with tiles for 24 % of" in finding.sentence, "32 tiles of 64 × 8, or of 8 × 64"
 
 
 def test_without_shapes_it_cannot_be_checked():

@@ -25,8 +25,8 @@ def test_heat(tmp_path):
 
     assert finding.saving_ns == pytest.approx(10e6 * 0.25)
     assert finding.upper_bound
-    assert "1,485 MHz at 500 W in the clean steps, 25% below the device's 1,980 MHz" in finding.sentence
-    assert "limited by heat in 95% of 20 samples" in finding.sentence
+    assert "1,485 MHz at 500 W in the clean steps, 25 % below the device's 1,980 MHz" in finding.sentence
+    assert "limited by heat in 95 % of 20 samples" in finding.sentence
 
 
 def test_without_the_device_s_highest_clock_the_highest_that_was_seen_counts(tmp_path):

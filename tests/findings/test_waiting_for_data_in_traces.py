@@ -33,9 +33,7 @@ def test_a_batch_that_is_prepared_op_by_op():
 
     # 5 ms of ops; with what the host does around them until the first launch.
     assert finding.saving_ns == pytest.approx(5_000_000, rel=0.01)
-    assert (
-        "in 50 ops, mostly aten::index" in finding.sentence
-    )
+    assert "in 50 ops, mostly aten::index" in finding.sentence
     assert "collate_fn" in finding.fix and finding.confidence == "medium"
     assert [round((end - start) / 1e6, 1) for start, end in finding.places] == [5.0] * 3
     assert host_stall.check(case) == launch_bound.check(case) == []

@@ -10,6 +10,8 @@ import stepscope, torch
 import torch.nn.functional as F
 from torch import nn
 
+pytestmark = pytest.mark.long
+
 torch.manual_seed(0)
 
 class Model(nn.Module):
@@ -56,7 +58,7 @@ def test_a_loss_that_goes_astray_is_wrong_whatever_the_time(run):
     shown = " ".join(run.stdout[run.stdout.index("autocast   wrong") :].split())
     assert "the losses differ" in shown
     assert "losses differ: up to" in shown and "allowed 2.0 % (fewer digits)" in shown
-    assert "bf16 0% → " in shown
+    assert "bf16 0 % → " in shown
 
 
 def test_the_worst_decides_the_exit_code_and_what_failed_is_not_tried_again(run):
