@@ -44,6 +44,7 @@ EXIT_INTERRUPTED = 130
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     add_point_arguments(parser, "what to run", RUN_FLAGS)
+    parser.add_argument("--check", metavar="WHAT", help="compile, dtypes, precision: see --check WHAT --help")
     parser.add_argument("--zip", action="store_true", help="pair the lists instead of multiplying them")
     parser.add_argument("--grid", metavar="FILE", help="points from file.toml or file.py:function")
     parser.add_argument("--max-batch", nargs="?", const="", metavar="MEMORY", help="find the largest batch that fits")

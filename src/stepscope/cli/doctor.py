@@ -14,6 +14,10 @@ if torch finds no GPU, and keeps the result for later recordings.
              for a GPU that the driver shows and torch does not use; peaks is {flops by dtype,
              bandwidth_bytes_per_s, source, note} or null; ceilings is {matmul_flops by dtype,
              copy_bytes_per_s, measured_at, torch_version} or null
+
+examples:
+  stepscope doctor
+  stepscope doctor --measure
 """
 
 from __future__ import annotations
