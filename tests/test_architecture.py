@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "findings": {"session", "analysis", "trace", "devices", "display", "errors", "formatting"},
     "document": READ_SIDE,
     "render": {"document", "errors", "formatting", "version"},
-    "exporters": READ_SIDE,
+    "exporters": {"document", "render"} | READ_SIDE,
     "planner": {"sweep", "recorder", "workloads", "devices", "display", "errors", "formatting"},
     "studies": {"render", "document"} | READ_SIDE | RUN_SIDE,
     "api": {"studies", "render", "document", "exporters"} | READ_SIDE | RUN_SIDE,

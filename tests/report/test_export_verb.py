@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.api.files import export_target
 from stepscope.cli.main import main
+from stepscope.exporters.export import export_target
 from trace_builder import TraceBuilder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")

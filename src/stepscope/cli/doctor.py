@@ -110,7 +110,7 @@ def _look_at_nvml() -> tuple[dict[str, str | None] | None, str | None, list[dict
         driver = nvml.driver_version()
         nvml.close()
     except NvmlUnavailable as error:
-        return None, error.reason, []
+        return None, str(error), []
     return {"driver": driver}, None, named
 
 

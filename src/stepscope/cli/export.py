@@ -19,7 +19,7 @@ import argparse
 import os
 from pathlib import Path
 
-from stepscope.api.files import FORMS, write_export
+FORMS = ("perfetto", "speedscope", "csv", "parquet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,8 @@ def main(arguments: argparse.Namespace) -> int:
     from stepscope.session import need_read_side, open_session
 
     need_read_side()
+    from stepscope.exporters.export import write_export
+
     with Progress("reading") as progress:
         use_cache = not arguments.no_cache
         session = open_session(arguments.path, rank=arguments.rank, use_cache=use_cache, progress=progress)
