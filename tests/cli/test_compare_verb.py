@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,9 +126,8 @@ def test_two_recordings_of_one_script(runs):
 def test_another_model_is_refused_and_says_how_to_go_on(runs, compare, as_json):
     text = compare(runs / "base", runs / "wide", code=4)
 
-    assert (
-        text.strip().startswith("Not comparable: they differ in parameters:") and "--allow parameters,flops" in text
-    )
+    assert text.strip().startswith("Not comparable: the two differ in parameters (8,320 and 76,608)")
+    assert "--allow parameters,flops" in text
     assert as_json(runs / "base", runs / "wide", code=4)["pairs"][0]["changes"] == []
     compare(runs / "base", runs / "wide", "--fail-on", "peak_memory:900%", code=4)
 
@@ -136,8 +136,8 @@ def test_a_wider_model_is_slower_and_the_gates_say_so(runs, compare, as_json):
     words = (runs / "base", runs / "wide", "--allow", "parameters,flops")
     text = compare(*words, "--fail-on", "step_time:3%,peak_memory:1%", code=3)
 
-    assert text.strip().startswith("Slower: a step takes") and "2 gates: 2 failed" in text
-    assert "train.py 64 → train.py 768" in text
+    assert text.strip().startswith("Slower: a step takes") and "2 failed" in text
+    assert re.search(r"command +train.py 64 +train.py 768", text)
     found = as_json(*words)
     tables = add_up(found["pairs"][0])
     assert tables["memory"]["delta"] > 0 and tables["memory"]["rows"][-1]["delta"] == 0
@@ -202,6 +202,7 @@ def test_several_runs_of_each_side(runs, tmp_path, compare, as_json):
     assert "were passed as runs of the same thing but differ in parameters" in other
 
 
+@pytest.mark.long
 def test_sweeps_are_one_on_each_side(sweeps, compare):
     words = ("--base", sweeps / "naive", sweeps / "builtin", "--new", sweeps / "naive")
     assert "of bench results name one on each side" in compare(*words, code=2)
@@ -221,7 +222,7 @@ def test_two_sweeps_about_one_knob(sweeps, compare, as_json):
         assert step["num_samples"] == [len(samples)] * 2
         assert step["base"] == pytest.approx((samples[4] + samples[5]) / 2)
     text = compare(sweeps / "naive", sweeps / "builtin", "--fail-on", "peak_memory:10000%")
-    assert "2 points compared" in text and "implementation: naive → builtin" in text
+    assert "2 points compared" in text and re.search(r"implementation +naive +builtin", text)
 
 
 def test_a_point_that_is_gone_leaves_the_gate_undecided(sweeps, tmp_path, compare, as_json):
@@ -253,10 +254,10 @@ def test_two_of_different_kinds_are_refused(runs, sweeps, compare):
 def test_markdown_and_the_summary_of_a_job(runs, tmp_path, compare, monkeypatch):
     words = (runs / "base", runs / "again", "--fail-on", "peak_memory:1%")
     markdown = compare(*words, "--markdown")
-    assert "| peak allocated |" in markdown and "✅ passed" in markdown
+    assert "| peak allocated |" in markdown and "| passed |" in markdown
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
-    assert "GITHUB_STEP_SUMMARY is not set" in compare(*words, "--github-summary", code=2)
+    assert "needs GITHUB_STEP_SUMMARY" in compare(*words, "--github-summary", code=2)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     compare(*words, "--github-summary")
     assert summary.read_text() == "before\n" + markdown + "\n"
@@ -270,7 +271,7 @@ def test_markdown_and_the_summary_of_a_job(runs, tmp_path, compare, monkeypatch)
         (("--fail-on", "speed:3%"), "unknown metric 'speed'. Choose from step_time"),
         (("--fail-on", "step_time:3"), "step_time:3%"),
         (("--allow", "color"), "device, dtype, tokens"),
-        (("--threshold", "two"), "write it as 2%"),
+        (("--threshold", "two"), "such as 2%"),
         (("--json", "--markdown"), "name one"),
     ],
 )
@@ -295,7 +296,7 @@ def test_a_trace_of_few_steps_is_shown_without_a_verdict(tmp_path, compare, as_j
     text = compare(tmp_path / "base.json", tmp_path / "new.json", "--no-cache", code=4)
 
     assert text.strip().startswith("Too few samples for a verdict: 2 and 2 steps")
-    assert "whether these are the same in both: dtype, tokens, parameters, flops" in text
+    assert "equal: dtype, tokens, parameters, flops" in " ".join(text.split())
     tables = add_up(as_json(tmp_path / "base.json", tmp_path / "new.json", "--no-cache", code=4)["pairs"][0])
     assert {row["name"]: row["delta"] for row in tables["kernel_class"]["rows"]}["gemm"] == 5000
     compare(tmp_path / "base.json", tmp_path / "new.json", "--no-cache", "--fail-on", "step_time:900%", code=4)
@@ -305,7 +306,7 @@ def test_a_trace_of_few_steps_is_shown_without_a_verdict(tmp_path, compare, as_j
 def test_real_traces(tmp_path, compare, as_json):
     diff = TRACES / "public" / "trace_diff"
     words = [shutil.copy(diff / name, tmp_path) for name in ("control.json.gz", "test.json.gz")]
-    assert "device: NVIDIA A100-PG509-200 and Tesla V100-SXM2-16GB" in " ".join(compare(*words, code=4).split())
+    assert "device (NVIDIA A100-PG509-200 and Tesla V100-SXM2-16GB)" in " ".join(compare(*words, code=4).split())
     found = as_json(*words, "--allow", "device")
     add_up(found["pairs"][0])
     assert next(c for c in found["pairs"][0]["changes"] if c["metric"] == "step_time")["verdict"] == "slower"

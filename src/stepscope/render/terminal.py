@@ -21,7 +21,7 @@ from stepscope.document.model import (
     Text,
 )
 from stepscope.formatting import cell, fit_names, heading, percent, safe, title_of
-from stepscope.render.terminal_tables import table_lines
+from stepscope.render.terminal_tables import dropped_columns, table_lines
 
 BAR_WIDTH = 20
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -49,7 +49,7 @@ class _Terminal:
     def _section(self, section: Section, is_alone: bool) -> list[list[str]]:
         blocks = [block for part in section.parts if not part.page_only and (block := self._part(part))]
         if blocks and not is_alone and section.title:
-            blocks[0] = [self.bold(heading(section.title)), *blocks[0]]
+            blocks[0] = [self.bold(safe(heading(section.title))), *blocks[0]]
         return blocks
 
     def _part(self, part: Part) -> list[str]:
@@ -96,17 +96,21 @@ class _Terminal:
         num_rows = min(table.num_rows, self.num_rows or table.num_shown)
         if not table.num_rows:
             return []
-        lines = [*self._title(table.title), *self._rows(table, num_rows)]
+        across = {name: values for name, values in table.columns.items() if name not in table.below}
+        narrow = replace(table, columns=across)
+        lines = [*self._title(table.title), *self._rows(table, narrow, num_rows)]
         if table.num_rows > num_rows:
             lines.append(self.dim(f"  … {table.num_rows - num_rows:,} more"))
+        if not table.screen and (dropped := dropped_columns(narrow, num_rows, self.width - 2)):
+            names = ", ".join(map(title_of, dropped))
+            lines += [self.dim(line) for line in wrapped(f"Too narrow for: {names}", self.width, "  ", "  ")]
         if table.note:
             lines += [self.dim(line) for line in wrapped(table.note, self.width, "  ", "  ")]
         return lines
 
-    def _rows(self, table: Table, num_rows: int) -> Iterator[str]:
+    def _rows(self, table: Table, narrow: Table, num_rows: int) -> Iterator[str]:
         """Yield the header and the rows, each with its long texts below it."""
-        across = {name: values for name, values in table.columns.items() if name not in table.below}
-        header, *rows = table_lines(replace(table, columns=across), num_rows, self.width - 2)
+        header, *rows = table_lines(narrow, num_rows, self.width - 2)
         below = [name for name in table.below if name in table.columns]
         yield f"  {header}"
         for place, row in enumerate(rows):
@@ -185,7 +189,7 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]
     >>> wrapped("The GPU waits 84.2 ms per step", 20)
     ['The GPU waits', '84.2 ms per step']
     """
-    glued = re.sub(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)", _GLUE, safe(text, _MOST_CHARACTERS))
+    glued = re.sub(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)", _GLUE, safe(text, _MOST_CHARACTERS))
     lines = textwrap.wrap(
         glued,
         max(width, len(rest) + 20),

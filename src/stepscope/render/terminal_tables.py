@@ -21,13 +21,7 @@ def table_lines(table: Table, num_rows: int, width: int) -> list[str]:
     >>> table_lines(Table("ops", "Ops", {"op": ["aten::mm"], "num_calls": [80], "share": [0.275]}), 1, 60)
     ['op        calls   share', 'aten::mm     80  27.5 %']
     """
-    order = [name for name in table.screen if name in table.columns] or list(table.columns)
-    texts = {name: _cells(name, table.columns[name][:num_rows]) for name in table.columns if name in order}
-    is_text = {name: not is_numeric(table.columns[name]) and not _are_figures(texts[name]) for name in texts}
-    first = next(iter(texts), "")
-    while len(texts) > 1 and _least(texts, is_text, first) > width:
-        dropped = next(name for name in reversed(order) if name in texts and name != first)
-        del texts[dropped]
+    texts, is_text = _fitting(table, num_rows, width)
     titles = {name: title_of(name) for name in texts}
     widths = {name: max(len(titles[name]), *map(len, cells), 1) for name, cells in texts.items()}
     while sum(widths.values()) + 2 * (len(widths) - 1) > width:
@@ -44,6 +38,23 @@ def table_lines(table: Table, num_rows: int, width: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def dropped_columns(table: Table, num_rows: int, width: int) -> list[str]:
+    """Return the columns that a terminal of this width has no room for."""
+    texts, _ = _fitting(table, num_rows, width)
+    return [name for name in table.screen or table.columns if name in table.columns and name not in texts]
+
+
+def _fitting(table: Table, num_rows: int, width: int) -> tuple[dict[str, list[str]], dict[str, bool]]:
+    """Return the cells of the columns that fit, and which of them are text."""
+    order = [name for name in table.screen if name in table.columns] or list(table.columns)
+    texts = {name: _cells(name, table.columns[name][:num_rows]) for name in table.columns if name in order}
+    is_text = {name: not is_numeric(table.columns[name]) and not _are_figures(texts[name]) for name in texts}
+    first = next(iter(texts), "")
+    while len(texts) > 1 and _least(texts, is_text, first) > width:
+        del texts[next(name for name in reversed(order) if name in texts and name != first)]
+    return texts, is_text
 
 
 def _cells(name: str, values: Sequence[object]) -> list[str]:
