@@ -66,6 +66,7 @@ def test_on_a_cpu(workload, values, dtype, mode):
     assert sum(predicted.live_at_peak_by_module.values()) == predicted.peak_allocated_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "row", H200, ids=[f"{r['workload']}-{r['preset']}-{i}-{r['run']['mode']}" for i, r in enumerate(H200)]
 )
@@ -80,6 +81,7 @@ def test_on_an_h200(row):
     assert sum(predicted.live_at_peak.values()) == predicted.peak_allocated_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workload", "values"),
     [

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 
 from step_bytes import measured_bytes  # noqa: E402  torch may be missing
@@ -21,7 +23,6 @@ MODEL = """
 import torch
 import torch.utils.checkpoint
 from torch import nn
-
 
 class Model(nn.Module):
     def __init__(self):

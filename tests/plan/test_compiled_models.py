@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 
 from step_bytes import measured_bytes  # noqa: E402  torch may be missing
@@ -99,7 +101,6 @@ def test_a_program_that_asks_whether_it_is_compiled(llama):
 ATTENTION = """
 import torch
 from torch import nn
-
 
 class Attention(nn.Module):
     def __init__(self):

@@ -101,6 +101,7 @@ def test_autocast_is_asked_for_without_naming_a_device(plan):
     assert plan(asks).parameters == 64 * 65
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "named"),
     [

@@ -76,6 +76,7 @@ def test_what_is_on_the_host_takes_nothing_of_the_gpu(plan, capsys):
     assert ".item()" in assumed and "1.0" in assumed
 
 
+@pytest.mark.long
 def test_what_is_kept_on_the_host_for_backward_takes_nothing_of_the_gpu(plan):
     usual, offloaded = plan(SCRIPT), plan(SCRIPT, H200, "offload=true")
 

@@ -46,6 +46,7 @@ def note_of(plan) -> str:
     return next((note for note in plan.unmodelled if note.startswith("padded products")), "")
 
 
+@pytest.mark.long
 def test_the_gradient_of_crooked_logits_is_there_once_more(tmp_path, monkeypatch):
     padded = predicted(tmp_path, 5003, "bf16")
     monkeypatch.setattr(padding, "has_unaligned_rows", lambda *_: False)
@@ -59,6 +60,7 @@ def test_the_gradient_of_crooked_logits_is_there_once_more(tmp_path, monkeypatch
     assert note_of(plain) == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("words", "dtype"), [(5008, "bf16"), (5003, "fp32")], ids=["straight rows", "float32"])
 def test_what_is_not_padded_is_not_named(tmp_path, words, dtype):
     assert note_of(predicted(tmp_path, words, dtype)) == ""

@@ -19,6 +19,7 @@ NAMED = ("conv1d wide", "conv2d fp32", "conv2d bf16", "patches fp32", "patches b
 ROUGH = {"optimizer adafactor": 0.02}
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN", "ignore:TF32 acceleration")
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["name"])
 def test_an_op_on_an_h200(row):

@@ -122,6 +122,7 @@ def search(tmp_path, capsys):
     return run
 
 
+@pytest.mark.long
 def test_an_op_that_refuses_a_size_is_a_limit_of_the_program(search):
     value, why = search("table")
 

@@ -178,7 +178,7 @@ def script(lab):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["missing.py"], "there is no file missing.py"),
+        (["missing.py"], "missing.py not found"),
         (["folder.py"], "is a folder"),
         (["binary.py"], "binary.py"),
         (["syntax.py"], "syntax.py, line 2"),
@@ -242,6 +242,7 @@ def test_a_script_that_never_imports_torch(script):
     assert run.recording.status == "finished"
 
 
+@pytest.mark.long
 def test_a_script_that_never_steps(runs):
     run = runs["never steps"]
     assert run.exit_code == 0
@@ -285,6 +286,7 @@ def test_a_full_disk_costs_the_recording_and_nothing_else(runs):
     assert runs["fills the disk"].steps == list(range(4))
 
 
+@pytest.mark.long
 def test_forked_workers_are_not_recorded(runs):
     run = runs["forks"]
     assert run.exit_code == 0, run.stderr
@@ -307,6 +309,7 @@ def test_spawned_training_processes_are_named(runs):
     assert "torchrun -m stepscope run" in re.sub(r"\s+", " ", run.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", OWN_PROFILER)
 def test_the_scripts_own_profiler_sees_all_of_its_steps(runs, when):
     run = runs[when]

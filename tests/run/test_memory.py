@@ -143,6 +143,7 @@ def test_a_leak_is_named_with_its_variable_and_its_bytes(runs):
     assert entry["bytes"] == num_evaluated * (a_graph + 4) - 4 + num_trained * 4
 
 
+@pytest.mark.long
 def test_a_scripts_own_hooks_and_checkpoints_work_as_without_us(lab):
     bare, run = lab.script(OWN_HOOKS).both()
 

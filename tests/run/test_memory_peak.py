@@ -97,6 +97,7 @@ def owners(found) -> dict[str, int]:
     return {part.name: part.bytes for part in found.live_at_peak.by_owner}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHOWS_SAVED_TENSORS, reason="this torch does not show saved tensors")
 def test_a_leak_is_in_the_peak_and_the_first_thing_that_is_said(runs):
     found = account_of(runs["leak"])

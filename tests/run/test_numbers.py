@@ -245,6 +245,7 @@ def cards(lab):
     return {path.name: read(path).to_json() for path in script.folder.iterdir() if (path / "samples.jsonl").exists()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "model_flops"),
     [

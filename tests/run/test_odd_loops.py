@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 EVALUATES_FIRST = """
 from tiny import *
 with torch.no_grad():

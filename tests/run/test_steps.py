@@ -321,6 +321,7 @@ def test_every_rank_of_a_ddp_run_has_a_recording(lab):
         assert json.loads((folder / "recording.json").read_text())["flops"]["error"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["model", "module", "function", "graph break", "recompiles"])
 def test_a_compiled_loop_compiles_what_it_always_compiles(lab, kind):
     bare, run = lab.script(COMPILED).both(kind)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = """
 from tiny import *
-
 torch.seed()  # another one each time
 model = nn.Sequential(nn.Embedding(16, 8), nn.GELU(), nn.Linear(8, 16))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

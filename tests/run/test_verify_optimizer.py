@@ -43,6 +43,7 @@ def test_it_learns_the_same(found):
     assert losses["num_steps"] == 17 and losses["difference_share"] < 1e-4
 
 
+@pytest.mark.long
 def test_it_is_a_function_too(lab, monkeypatch):
     monkeypatch.chdir(lab.script(SCRIPT).folder)
     told = []

@@ -9,12 +9,13 @@ import pytest
 
 from stepscope.trace.recording import read_recording
 
+pytestmark = pytest.mark.long
+
 # A DataLoader that takes 4 ms for a sample.
 SCRIPT = """
 import os, sys, time, torch
 from torch import nn
 from torch.utils.data import DataLoader
-
 assert "STEPSCOPE_FIX" not in os.environ
 torch.manual_seed(0)
 

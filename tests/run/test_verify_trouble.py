@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 # No optimizer; attention that cuDNN cannot do on a processor; a sum that bfloat16 has not the digits for.
 SCRIPT = """
 import stepscope, torch
 import torch.nn.functional as F
 from torch import nn
-
-pytestmark = pytest.mark.long
-
 torch.manual_seed(0)
 
 class Model(nn.Module):

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("triton")
 
 CASES = [
@@ -99,9 +101,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from stepscope.workloads import ema_triton
-
-pytestmark = pytest.mark.long
-
 for kernel in (
     ema_triton.stepscope_ema_forward,
     ema_triton.stepscope_ema_backward_input,
