@@ -20,7 +20,8 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 from matplotlib.figure import Figure  # noqa: E402
 
 from stepscope.render.png.charts import draw_lines  # noqa: E402
-from stepscope.render.png.pictures import drawn, drawn_apart, png_of  # noqa: E402
+from stepscope.render.png.drawing import drawn, drawn_apart  # noqa: E402
+from stepscope.render.png.pictures import png_of  # noqa: E402
 
 
 def size_of(png: bytes) -> tuple[int, int]:

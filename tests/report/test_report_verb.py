@@ -138,7 +138,7 @@ def test_a_folder_has_every_format(recording):
 
 
 def test_two_tables_of_one_name_are_two_files():
-    assert write.file_names(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
+    assert files.file_names(["a", "b", "a", "a"]) == ["a", "b", "a-2", "a-3"]
 
 
 def test_open_shows_the_page(recording, monkeypatch, capsys):

@@ -32,6 +32,15 @@ def stem_of(path: Path) -> str:
     return str(name)
 
 
+def file_names(ids: list[str]) -> list[str]:
+    """Return one file name per id; repeated ids are numbered.
+
+    >>> file_names(["a", "b", "a", "a"])
+    ['a', 'b', 'a-2', 'a-3']
+    """
+    return [f"{name}-{ids[:at].count(name) + 1}" if name in ids[:at] else name for at, name in enumerate(ids)]
+
+
 def check_file(target: Path, force: bool) -> None:
     """UsageError where a file cannot or should not be written, before any work is done for nothing."""
     if target.is_dir():

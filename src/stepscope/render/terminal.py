@@ -28,6 +28,7 @@ _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _MOST_CHARACTERS = 2000
 _LABEL = 14
 _GLUE = "\N{NO-BREAK SPACE}"
+_NO_BREAK = re.compile(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)")
 
 
 def terminal_text(document: Document, width: int = 100, color: bool = False, num_rows: int | None = None) -> str:
@@ -189,7 +190,11 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]
     >>> wrapped("The GPU waits 84.2 ms per step", 20)
     ['The GPU waits', '84.2 ms per step']
     """
-    glued = re.sub(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)", _GLUE, safe(text, _MOST_CHARACTERS))
+    glued = _NO_BREAK.sub(_GLUE, safe(text, _MOST_CHARACTERS))
+        r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)",
+        _GLUE,
+        safe(text, _MOST_CHARACTERS),
+    )
     lines = textwrap.wrap(
         glued,
         max(width, len(rest) + 20),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepscope.document.model import Chart, Document, Table
 from stepscope.errors import UsageError
-from stepscope.render.files import check_file, check_folder, need, write_texts, writing
+from stepscope.render.files import check_file, check_folder, file_names, need, write_texts, writing
 
 PAGE, MARKDOWN, JSON = ".html", ".md", ".json"
 _FILES = (PAGE, MARKDOWN, JSON)
@@ -56,11 +56,6 @@ def _write_folder(report: Document, target: Path) -> Path:
     for chart, name in zip(charts, file_names([chart.id for chart in charts])):
         write_texts(target / "charts" / f"{name}.png", [png_of(chart)])
     return target / f"report{PAGE}"
-
-
-def file_names(ids: list[str]) -> list[str]:
-    """A file's name for each: two of one id are numbered."""
-    return [f"{name}-{ids[:at].count(name) + 1}" if name in ids[:at] else name for at, name in enumerate(ids)]
 
 
 def _as_text(report: Document, suffix: str, in_folder: bool = False) -> str:

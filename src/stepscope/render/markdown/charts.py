@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from stepscope.document.model import Bars, Chart, Heat, Lines, Node, Scatter, Series, Tree
 from stepscope.formatting import cell, fit_names, percent, plural, title_of
+from stepscope.render.colors import children_of
 from stepscope.render.markdown.text import bar, course, escaped, grid
 
 _MOST_COLUMNS = 8
@@ -15,19 +17,7 @@ _MOST_COLUMNS = 8
 
 def chart_lines(chart: Chart, most: int, num_letters: int) -> list[str]:
     """A chart as lines of Markdown, with no more than so many rows; none where it has nothing, or `most` is 0."""
-    if most <= 0:
-        return []
-    if isinstance(chart, Bars):
-        return _bars(chart, most, num_letters)
-    if isinstance(chart, Lines):
-        return _lines(chart, most, num_letters)
-    if isinstance(chart, Scatter):
-        return _scatter(chart, most, num_letters)
-    if isinstance(chart, Tree):
-        return _tree(chart, most, num_letters)
-    if isinstance(chart, Heat):
-        return _heat(chart, most, num_letters)
-    raise TypeError(f"no text for {type(chart).__name__}")
+    return _WRITERS[type(chart)](chart, most, num_letters) if most > 0 else []
 
 
 def _names(names: Sequence[object], num_letters: int) -> list[str]:
@@ -121,9 +111,7 @@ def _tree(chart: Tree, most: int, num_letters: int) -> list[str]:
         return []
     largest = sorted(range(len(chart.nodes)), key=lambda at: (-chart.nodes[at].value, at))[: most + 1]
     kept = {chart.nodes[at].id for at in largest}
-    children: dict[str, list[Node]] = {}
-    for node in chart.nodes[1:]:
-        children.setdefault(node.parent, []).append(node)
+    children = children_of(chart.nodes)
     total = chart.nodes[0].value or 1.0
     found: list[tuple[Node, int]] = []
     waiting = [(chart.nodes[0], 0)]
@@ -152,3 +140,12 @@ def _heat(chart: Heat, most: int, num_letters: int) -> list[str]:
     lines = grid([head, *_names(chart.x_labels[:num_columns], 30)], rows, [":--", *["--:"] * num_columns])
     lines += _more(len(chart.y_labels), num_rows, "more row")
     return lines + _more(len(chart.x_labels), num_columns, "more column")
+
+
+_WRITERS: dict[type[Chart], Callable[[Any, int, int], list[str]]] = {
+    Bars: _bars,
+    Lines: _lines,
+    Scatter: _scatter,
+    Tree: _tree,
+    Heat: _heat,
+}

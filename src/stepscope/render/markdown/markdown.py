@@ -8,9 +8,9 @@ from typing import Any
 
 from stepscope.document.model import Chart, Document, Facts, Findings, Heat, Lines, Missing, Section, Table, Text
 from stepscope.formatting import cell, fit_names, heading, is_numeric, plural, title_of
+from stepscope.render.files import file_names
 from stepscope.render.markdown.charts import chart_lines
 from stepscope.render.markdown.text import code, escaped, grid, in_summary, prose
-from stepscope.render.write import file_names
 
 MOST_CHARACTERS = 60_000
 """GitHub takes 65,536 in a comment."""

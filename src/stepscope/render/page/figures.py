@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from stepscope.document.model import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Tree
@@ -32,17 +33,7 @@ _LIMIT_COLOR = "#8a8f98"
 
 def figure_of(chart: Chart) -> dict[str, Any]:
     """`data` and `layout` of Plotly, `height` in pixels, and `narrow`: what changes of the layout on a phone."""
-    if isinstance(chart, Bars):
-        return _bars(chart)
-    if isinstance(chart, Lines):
-        return lines_figure(chart)
-    if isinstance(chart, Scatter):
-        return _scatter(chart)
-    if isinstance(chart, Tree):
-        return tree_figure(chart)
-    if isinstance(chart, Heat):
-        return _heat(chart)
-    raise TypeError(f"no figure for {type(chart).__name__}")
+    return _FIGURES[type(chart)](chart)
 
 
 def _bars(chart: Bars) -> dict[str, Any]:
@@ -206,3 +197,12 @@ def _heat(chart: Heat) -> dict[str, Any]:
     width = 130 + 9 * (2 + max((len(text) for row in chart.texts for text in row), default=4)) * len(across)
     height = 80 + 38 * max(2, len(down))
     return {"data": [trace], "layout": layout, "narrow": narrow, "height": height, "min_width": min(1000, width)}
+
+
+_FIGURES: dict[type[Chart], Callable[[Any], dict[str, Any]]] = {
+    Bars: _bars,
+    Lines: lines_figure,
+    Scatter: _scatter,
+    Tree: tree_figure,
+    Heat: _heat,
+}

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepscope.document.model import Node, Tree
 from stepscope.formatting import cell, percent, safe
-from stepscope.render.colors import colors_of_nodes
+from stepscope.render.colors import colors_of_nodes, depth_of, ink_on
 
 MOST_NODES = 1200
 """Plotly draws each as an element; the smallest are left out of the picture and counted in its caption."""
@@ -33,7 +33,7 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
         "values": [values[node.id] for node in nodes],
         "branchvalues": "total",
         "marker": {"colors": colors},
-        "textfont": {"color": [_ink(color) for color in colors]},
+        "textfont": {"color": [ink_on(color) for color in colors]},
         "text": [_inside(node.name, text, share, chart.shape) for node, text, share in zip(nodes, texts, shares)],
         "textinfo": "text",
         "hoverinfo": "text",
@@ -44,7 +44,7 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
         "maxdepth": _DEPTH,
         "sort": chart.shape == "treemap",  # an icicle keeps its order: forward before backward, layers as they run
     }
-    depth = min(_DEPTH, _deepest(nodes))
+    depth = min(_DEPTH, depth_of(nodes))
     if chart.shape == "icicle":
         trace |= {"tiling": {"orientation": "v"}, "pathbar": {"visible": False}, "leaf": {"opacity": 1}}
         height = max(200, 54 * depth + 20)
@@ -95,17 +95,3 @@ def _whole(nodes: list[Node]) -> dict[str, float]:
         values[node.id] = max(float(node.value), inside.get(node.id, 0.0))
         inside[node.parent] = inside.get(node.parent, 0.0) + values[node.id]
     return values
-
-
-def _ink(color: str) -> str:
-    """Black or white, whichever is easier to read on a color (the relative luminance of WCAG 2)."""
-    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return "#111111" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 else "#ffffff"
-
-
-def _deepest(nodes: list[Node]) -> int:
-    depths: dict[str, int] = {"": 0}
-    for node in nodes:
-        depths[node.id] = depths.get(node.parent, 0) + 1
-    return max(depths.values())

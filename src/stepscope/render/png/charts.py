@@ -9,8 +9,8 @@ from typing import Any
 from stepscope.document.model import Bars, Heat, Lines, Scatter, Series
 from stepscope.formatting import Scale, cell
 from stepscope.render.axes import axis_title, ended, heights, scaled, top_of, unit_of
-from stepscope.render.colors import colors_of
-from stepscope.render.png.pictures import brightness, drawn, drawn_apart, is_figure, legend, plain_ticks
+from stepscope.render.colors import colors_of, ink_on
+from stepscope.render.png.drawing import drawn, drawn_apart, is_figure, legend, plain_ticks
 
 _MOST_BARS, _MOST_CELLS, _MOST_GROUPS, _MOST_NAMED = 40, 40, 24, 6
 _MOST_MARKS = 12
@@ -33,7 +33,7 @@ def draw_bars(axes: Any, chart: Bars) -> None:
         if len(chart.series) > 1:  # the figures of those parts that are wide enough
             room = 0.08 * max([*whole, 0.0]) / unit.divisor
             texts = [cell(chart.unit, series.y[at]) if widths[at] > room else "" for at in shown]
-            _write_inside(axes, texts, left, widths, _LIGHT if brightness(color) < 0.5 else _DARK)
+            _write_inside(axes, texts, left, widths, ink_on(color))
         left = [start + width for start, width in zip(left, widths)]
     for at in shown:
         said = _bar_text(chart, at, whole[at])

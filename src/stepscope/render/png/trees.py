@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from stepscope.document.model import Node, Tree
 from stepscope.formatting import cell, percent, shortened
-from stepscope.render.colors import colors_of_nodes
-from stepscope.render.png.pictures import brightness, drawn
+from stepscope.render.colors import children_of, colors_of_nodes, depth_of, ink_on
+from stepscope.render.png.drawing import drawn
 
 _DEPTH = 8
 _LETTER, _LINE = 0.0063, 0.030
@@ -34,15 +34,13 @@ def draw_tree(axes: Any, chart: Tree) -> None:
     axes.set(xlim=(0, 1), ylim=(1, 0))
     if not chart.nodes:
         return
-    children: dict[str, list[Node]] = {}
-    for node in chart.nodes[1:]:
-        children.setdefault(node.parent, []).append(node)
+    children = children_of(chart.nodes)
     is_icicle = chart.shape == "icicle"  # it keeps its order: forward before backward, layers as they run
     for nodes in children.values() if not is_icicle else ():
         nodes.sort(key=lambda node: -node.value)
     colors = colors_of_nodes(chart.nodes)
     root = chart.nodes[0]
-    depth = _deepest(root, children)
+    depth = min(_DEPTH, depth_of(chart.nodes))
     whole = Tile(0, 0, 1, min(1.0, 0.16 * depth) if is_icicle else 1)
     placed = [(root, whole if not is_icicle else whole._replace(height=whole.height / depth), 0)]
     num_drawn = 0
@@ -88,9 +86,8 @@ def _write(axes: Any, chart: Tree, node: Node, tile: Tile, face: str, is_group: 
         lines.append(figures)
     if tile.height < _LINE * len(lines):
         lines = lines[:1]
-    ink = "#ffffff" if brightness(face) < 0.5 else "#111111"
     axes.text(
-        tile.x + 0.004, tile.y + 0.006, "\n".join(lines), ha="left", va="top", fontsize=8.5, color=ink,
+        tile.x + 0.004, tile.y + 0.006, "\n".join(lines), ha="left", va="top", fontsize=8.5, color=ink_on(face),
         linespacing=1.15, clip_on=True,
     )  # fmt: skip
 
@@ -180,14 +177,6 @@ def _strip(areas: Sequence[float], tile: Tile) -> tuple[list[Tile], Tile]:
         else Tile(tile.x, tile.y + thick, tile.width, tile.height - thick)
     )
     return places, rest
-
-
-def _deepest(root: Node, children: dict[str, list[Node]]) -> int:
-    depth, level = 0, [root]
-    while level and depth < _DEPTH:
-        depth += 1
-        level = [child for node in level for child in children.get(node.id, [])]
-    return max(1, depth)
 
 
 def _lighter(color: str, share: float) -> str:
