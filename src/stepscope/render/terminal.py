@@ -191,10 +191,6 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]
     ['The GPU waits', '84.2 ms per step']
     """
     glued = _NO_BREAK.sub(_GLUE, safe(text, _MOST_CHARACTERS))
-        r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)",
-        _GLUE,
-        safe(text, _MOST_CHARACTERS),
-    )
     lines = textwrap.wrap(
         glued,
         max(width, len(rest) + 20),
