@@ -67,7 +67,7 @@ def test_a_file_without_a_function_is_told_what_to_write(tmp_path):
     path = tmp_path / "plain.py"
     path.write_text("")
 
-    with pytest.raises(UsageError, match=r"plain.py:build; it returns \(module, batch function\)"):
+    with pytest.raises(UsageError, match=r"plain.py:build. .*\(module"):
         find(str(path))
     for name in ("nofile.py", "nofile.py:build"):
         with pytest.raises(UsageError, match=f"^nofile.py not found in {tmp_path}: one of: plain.py"):
@@ -77,10 +77,10 @@ def test_a_file_without_a_function_is_told_what_to_write(tmp_path):
 @pytest.mark.parametrize(
     ("device", "word", "said"),
     [
-        (None, "dtype=tf32", "tf32 is there on NVIDIA GPUs only"),
+        (None, "dtype=tf32", "tf32 needs an NVIDIA GPU"),
         ("Tesla T4", "dtype=tf32", "tf32 needs compute capability 8.0"),
-        (None, "bf16_reduction=on", "bf16_reduction is a setting of CUDA's matrix products"),
-        (None, "sdpa=cudnn", "sdpa=cudnn is there on CUDA devices only"),
+        (None, "bf16_reduction=on", "bf16_reduction .*CUDA"),
+        (None, "sdpa=cudnn", "sdpa=cudnn needs a CUDA device"),
         (None, "compile=reduce-overhead", "needs a CUDA device"),
     ],
 )
