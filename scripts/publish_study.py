@@ -28,7 +28,8 @@ from stepscope.studies.write import REPORT_FOLDER, study_of
 
 ROWS = ("results.jsonl", "sweep.json")
 OUTSIDE = re.compile(r"[^\s\"'(`]*?(?=\b(?:src/(?:stepscope/|…)|site-packages/))")
-TABLE_LINK = re.compile(r"^(all|(\d[\d,]* more (rows?|columns?))) in \[tables/.*$\n?", re.M)
+TABLE_LINK = re.compile(r"^(all\b.*?|(.+?)) in \[tables/.*$\n?", re.M)
+"""Says that all rows, or how many more, are in a CSV file, which is not published."""
 
 
 def publish(folder: Path, target: Path) -> None:

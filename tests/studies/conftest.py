@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from stepscope.studies.build import report_of_study
-from stepscope.studies.stored import Stored
+pytest.register_assert_rewrite("study_checks")
+
+from stepscope.studies.build import report_of_study  # noqa: E402
+from stepscope.studies.stored import Stored  # noqa: E402
 
 
 @pytest.fixture(scope="module")

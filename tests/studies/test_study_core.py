@@ -22,6 +22,7 @@ from stepscope.studies.execute import begin, plan_of, run
 from stepscope.studies.figures import compared, crossing, growth
 from stepscope.studies.registry import find_study
 from stepscope.studies.stored import Recorded, Rows, Stored
+from stepscope.studies.write import study_of, write_study
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "study_activation.py"
 
@@ -97,29 +98,28 @@ def test_what_is_done_is_not_done_again(studied):
     rows = (studied / "widths" / "results.jsonl").read_text().splitlines(keepends=True)
     (studied / "widths" / "results.jsonl").write_text("".join(rows[:-1]))
 
-    refused = stepscope("study", EXAMPLE, "--quick", "--device", "cpu", "-o", studied, cwd=studied)
+    plan = plan_of(find_study(str(EXAMPLE)), "quick", "cpu")
+    with pytest.raises(UsageError, match="--resume"):
+        begin(plan, studied, str(EXAMPLE), "", False, "stepscope study --resume")
     done = stepscope("study", EXAMPLE, "--quick", "--device", "cpu", "-o", studied, "--resume", cwd=studied)
 
-    assert refused.returncode == 2 and "--resume" in refused.stderr
     assert done.returncode == 0 and done.stderr.count("widths ") == 1
     after = (studied / "widths" / "results.jsonl").read_text().splitlines(keepends=True)
     assert after[:-1] == rows[:-1] and json.loads(after[-1])["hash"] == json.loads(rows[-1])["hash"]
 
 
-def test_a_report_does_not_run_somebody_elses_program(studied, tmp_path):
-    done = stepscope("report", studied, cwd=tmp_path)
-
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+def test_a_report_does_not_run_somebody_elses_program(studied):
     command = f"stepscope study study_activation.py --quick --device cpu -o {studied} --resume"
-    assert command in " ".join(done.stderr.split())
+    with pytest.raises(UsageError, match=re.escape(command)):
+        study_of(studied)
 
 
 def test_the_command_that_makes_the_report_of_what_was_only_measured_is_one_that_works(studied, tmp_path):
     measured = shutil.copytree(studied, tmp_path / "out")
     words = ("study", EXAMPLE, "--quick", "--device", "cpu", "--no-report", "-o", measured, "--resume")
-    (told,) = stepscope(*words, cwd=tmp_path).stderr.strip().splitlines()[-1:]
+    told = stepscope(*words, cwd=tmp_path).stderr.strip().splitlines()[-1]
 
-    command = told.partition("measured; stepscope ")[2].removesuffix(" makes the report")
+    (command,) = re.findall(r"stepscope (study .* --resume)", told)
     assert "--no-report" not in command
     assert stepscope(*shlex.split(command), cwd=tmp_path).returncode == 0
 
@@ -128,11 +128,11 @@ def test_the_command_that_makes_the_report_of_what_was_only_measured_is_one_that
 def test_a_gpu_that_is_not_there_is_one_line_before_anything_runs(tmp_path):
     done = stepscope("study", "nano", "--quick", "--device", "cuda", "-o", "out", cwd=tmp_path)
 
-    assert done.returncode == 2 and "--device cuda: PyTorch sees no CUDA device here" in done.stderr
+    assert done.returncode == 2 and "--device cuda" in done.stderr and "no CUDA device" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_study_in_toml_is_reported_again_from_its_folder_alone(tmp_path):
+def test_a_study_in_toml_is_reported_again_from_its_folder_alone(tmp_path, monkeypatch):
     (tmp_path / "grow.toml").write_text(TOML.format(example=EXAMPLE))
     done = stepscope("study", "grow.toml", "--device", "cpu", "-o", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -140,9 +140,9 @@ def test_a_study_in_toml_is_reported_again_from_its_folder_alone(tmp_path):
     first = (tmp_path / "out/report/report.md").read_text()
     shutil.rmtree(tmp_path / "out/report")
 
-    again = stepscope("report", "out", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_study(study_of(Path("out")), Path("out"))
 
-    assert again.returncode == 0, again.stderr
     assert (tmp_path / "out/report/report.md").read_text() == first
     assert "at width 16" in first and "growing" in first
 
@@ -170,7 +170,7 @@ def test_a_point_can_be_recorded_and_its_recording_asked(tmp_path):
     assert [row["status"] for row, _ in told if row] == ["ok", "skipped"] and told[-1][1] == 2
     parts = report_of_study(study, Stored(tmp_path / "out")).sections[1].parts
     assert isinstance(parts[0], Text) and parts[0].text.startswith("A step takes")
-    assert isinstance(parts[1], Missing) and "tf32 is there on NVIDIA GPUs only" in parts[1].text
+    assert isinstance(parts[1], Missing) and "tf32" in parts[1].text and "NVIDIA" in parts[1].text
 
 
 @pytest.mark.parametrize(

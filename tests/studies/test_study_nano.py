@@ -21,8 +21,8 @@ def test_every_question_is_answered(report):
     check_report(STUDY, report)
 
 
-def test_every_promised_file_is_there(studied, tmp_path):
-    check_files(STUDY, studied, tmp_path / "copy")
+def test_every_promised_file_is_there(report, stored):
+    check_files(STUDY, report, stored)
 
 
 def test_no_sentence_is_canned(stored, tmp_path):

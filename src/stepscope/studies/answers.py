@@ -11,7 +11,7 @@ from typing import Any
 
 from stepscope.document.model import Bars, Chart, Facts, Findings, Missing, Series, Table, Text
 from stepscope.errors import RecordingError, TraceError, Unavailable
-from stepscope.formatting import safe, title_of
+from stepscope.formatting import safe, title_of, whole_percent
 from stepscope.studies.figures import HOST_PACED, known, lines, table
 from stepscope.studies.stored import Rows, Stored
 from stepscope.studies.study import BarsOf, ChartOf, Drawn, LinesOf, Question, TableOf
@@ -100,7 +100,7 @@ def host_bound(rows: Rows, names: Collection[str]) -> str:
     num_bound = sum(share < HOST_PACED for share in shares)
     if "gpu_busy_share" not in names or not num_bound:
         return ""
-    return f"{num_bound} of {len(shares)} rows are host-bound (GPU busy under {HOST_PACED:.0%})"
+    return f"{num_bound} of {len(shares)} rows are host-bound (GPU busy under {whole_percent(HOST_PACED)})"
 
 
 def _chart(declared: ChartOf, stored: Stored) -> Chart:

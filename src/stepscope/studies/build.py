@@ -8,7 +8,7 @@ from typing import Any
 from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK
 from stepscope.document.model import Document, Fact, Facts, Missing, Section, Table, Text, Value
 from stepscope.errors import Unavailable
-from stepscope.formatting import plural, safe
+from stepscope.formatting import plural, safe, whole_percent
 from stepscope.studies.answers import answer_of
 from stepscope.studies.figures import table, without_folders
 from stepscope.studies.stored import Stored
@@ -92,7 +92,7 @@ def _measured(study: Study, stored: Stored) -> tuple[Any, ...]:
                 row = {"measure": measure.id, "point": safe(knobs, 300), "status": point.status}
                 failures.append(row | {"reason": safe(without_folders(point.reason), 300)})
     names = dict.fromkeys(name for row in measures for name in row) or ("measure",)
-    note = f"noisy: p90 − p10 of the samples is over {NOISY_SHARE:.0%} of their median"
+    note = f"noisy: p90 − p10 of the samples is over {whole_percent(NOISY_SHARE)} of their median"
     parts = [table("measures", "What was measured", measures, *names, note=note)]
     if failures:
         title = f"{plural(len(failures), 'point')} without a result"

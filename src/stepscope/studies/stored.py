@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stepscope.analysis.comparison.sweep_records import record_of
 from stepscope.analysis.comparison.sweeps import OK, SweepSummary, sweep_of
 from stepscope.errors import RecordingError, Unavailable
-from stepscope.studies.study import TableOf
 from stepscope.trace.kind import STUDY_FILE, Kind, kind_of
 from stepscope.trace.sweep_file import Sweep, read_sweep
 from stepscope.workloads.knobs import nearest
@@ -167,14 +166,14 @@ class Stored:
 
     def rows(self, of: Any) -> Rows:
         """Return the records of a measure (by id), of a table, or of a function of Stored."""
-        key = ("table", of.id) if isinstance(of, TableOf) else ("rows", of)
-        return self.once(key, lambda: self._rows(of))
+        is_table = not isinstance(of, str) and not callable(of)
+        return self.once(("table", of.id) if is_table else ("rows", of), lambda: self._rows(of))
 
     def _rows(self, of: Any) -> Rows:
         if isinstance(of, str):
             return Rows(of, [record_of(point) for point in self.summary(of).points])
-        if not isinstance(of, TableOf):
-            return Rows(of.__name__, of(self))
+        if callable(of):
+            return Rows(getattr(of, "__name__", "rows"), of(self))
         try:
             return Rows(of.id, self.rows(of.rows))
         except Unavailable:

@@ -28,20 +28,25 @@ def write_study(study: Study, folder: Path) -> Path:
         need(package)
     stored = Stored(folder)
     report = report_of_study(study, stored)
+    write_files(study, report, stored)
+    for inner in ("tables", "charts"):  # an earlier report may have had more
+        shutil.rmtree(folder / REPORT_FOLDER / inner, ignore_errors=True)
+    return write_report(report, folder / REPORT_FOLDER)
+
+
+def write_files(study: Study, report: Document, stored: Stored) -> None:
+    """Write the further files that a study declares. What was not measured is left out; the report says so."""
     for name, made in study.files.items():
         try:
             content = _content(name, made, report, stored)
         except (Unavailable, RecordingError, TraceError):
-            continue  # the report says what was not measured
+            continue
         several = content if isinstance(content, Mapping) else {"": content}
         for inner, text in several.items():
-            target = folder / name / inner
+            target = stored.folder / name / inner
             with writing(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
             write_texts(target, [text])
-    for inner in ("tables", "charts"):  # an earlier report may have had more
-        shutil.rmtree(folder / REPORT_FOLDER / inner, ignore_errors=True)
-    return write_report(report, folder / REPORT_FOLDER)
 
 
 def _content(name: str, made: Any, report: Document, stored: Stored) -> Any:
