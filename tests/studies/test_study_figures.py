@@ -111,7 +111,7 @@ def test_rows_in_which_the_gpu_waits_are_counted_in_the_note():
     rows = Rows("r", [{"seq_len": 2048, "gpu_busy_share": share} for share in (0.41, 0.2, 0.9, None)])
 
     assert [is_host_bound(row) for row in rows] == [True, True, False, False]
-    assert host_bound(rows, ["seq_len", "gpu_busy_share"]) == "2 of 3 rows are host-bound (GPU busy under 75%)"
+    assert host_bound(rows, ["seq_len", "gpu_busy_share"]).startswith("2 of 3 rows are host-bound")
     assert host_bound(rows, ["seq_len"]) == ""
 
 
