@@ -181,14 +181,14 @@ def test_a_sweep_over_other_axes(sweep):
     page.wait_for_function(
         "() => document.querySelector('.explorer .plot').textContent.includes('peak allocated (GiB)')"
     )
-    page.focus(".explorer label:has-text('as') select")
-    page.select_option(".explorer label:has-text('as') select", label="heat map")
+    page.focus(".explorer label:has-text('chart') select")
+    page.select_option(".explorer label:has-text('chart') select", label="heat map")
     page.wait_for_selector(".explorer .heatmaplayer image, .explorer .hm image", state="attached")
 
     assert page.inner_text(".explorer .plot") != before
     assert "oom" in page.inner_text(".explorer .plot")
     # Also where other controls took the place of these.
-    assert page.evaluate("document.activeElement.closest('label')?.firstChild.textContent") == "as"
+    assert page.evaluate("document.activeElement.closest('label')?.firstChild.textContent") == "chart"
     assert sweep.complaints == []
 
 

@@ -16,7 +16,7 @@ from stepscope.document.timeline.timeline import timeline_of
 from trace_builder import TraceBuilder
 
 FOLDER = Path(stepscope.render.page.__file__).parent
-SCRIPTS = [FOLDER / f"timeline{part}.js" for part in ("_data", "_draw", "_tell", "_move", "")]
+SCRIPTS = [FOLDER / f"timeline{part}.js" for part in ("_data", "_draw", "_details", "_move", "")]
 EVIL = "</script><img src=x onerror=window.evil=1>\u202e<b>bold</b>"
 PAGE = """<!doctype html><meta charset="utf-8"><title>timeline</title>
 <style>:root {{ --bg: #fff; --fg: #111; }} :root[data-theme=dark] {{ --bg: #101418; --fg: #eee; }}</style>
@@ -158,7 +158,7 @@ def test_a_click_tells_and_leads_from_the_kernel_to_its_launch_and_back(tab):
     panel = tab.locator(".stt-panel")
     told = panel.inner_text()
     assert "softmax_warp_forward" in told and "aten::softmax" in told and "[[16, 8]]" in told
-    assert "4 µs, from 650 µs on" in told and "started 330 µs after its launch returned" in told
+    assert "4 µs, starts at 650 µs" in told and "started 330 µs after its launch returned" in told
     assert "kernel softmax_warp_forward, 4 µs" in tab.locator("[aria-live]").text_content()
 
     panel.get_by_text("cudaLaunchKernel").click()
@@ -232,9 +232,9 @@ def test_a_call_that_is_shown_twice_counts_once_and_a_thinned_trace_says_what_is
         told.append((page.inner_text(".stt-panel"), page.inner_text(".stt-count")))
         page.close()
 
-    assert "10 events, 300 µs in all find them" in told[0][0] and told[0][1] == "1 of 10 events"
-    assert " in all of those drawn one by one find them" in told[1][0]
-    assert told[1][1].endswith(" drawn one by one")
+    assert "10 events, 300 µs in total find all" in told[0][0] and told[0][1] == "1 of 10 events"
+    assert " in total (of events drawn individually) find all" in told[1][0]
+    assert told[1][1].endswith(" drawn individually")
 
 
 def test_kernels_of_a_launch_are_looked_for_once_not_at_every_paint(tab):

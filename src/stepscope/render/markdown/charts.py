@@ -1,4 +1,4 @@
-"""Charts drawn with letters: tables with bars, courses and figures, where no picture can be."""
+"""Renders charts as Markdown tables with text bars and sparklines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from stepscope.document.model import Bars, Chart, Heat, Lines, Node, Scatter, Series, Tree
 from stepscope.formatting import cell, fit_names, percent, plural, title_of
 from stepscope.render.colors import children_of
-from stepscope.render.markdown.text import bar, course, escaped, grid
+from stepscope.render.markdown.text import bar, escaped, grid, sparkline
 
 _MOST_COLUMNS = 8
-"""Of one table: places on x, parts of a bar."""
+"""Columns of one table: x values, or parts of a bar."""
 
 
 def chart_lines(chart: Chart, most: int, num_letters: int) -> list[str]:
-    """A chart as lines of Markdown, with no more than so many rows; none where it has nothing, or `most` is 0."""
+    """Return a chart as lines of Markdown with at most `most` rows; [] if it is empty."""
     return _WRITERS[type(chart)](chart, most, num_letters) if most > 0 else []
 
 
@@ -25,7 +25,7 @@ def _names(names: Sequence[object], num_letters: int) -> list[str]:
 
 
 def _more(num_all: int, num_shown: int, noun: str) -> list[str]:
-    return ["", f"{plural(num_all - num_shown, noun)} left out here"] if num_all > num_shown else []
+    return ["", f"{plural(num_all - num_shown, noun)} not shown"] if num_all > num_shown else []
 
 
 def _finite(value: float | None) -> float:
@@ -70,8 +70,8 @@ def _lines(chart: Lines, most: int, num_letters: int) -> list[str]:
         for name, series in zip(names, shown):
             found = [y for y in series.y if y is not None and math.isfinite(y)]
             ends = [cell(chart.y, end) for end in ((min(found), max(found), found[-1]) if found else (None,) * 3)]
-            rows.append([name, *ends, f"`{course(series.y)}`"])
-        lines = grid([escaped(title_of(chart.y)), "least", "most", "last", ""], rows, [":--", *["--:"] * 3, ":--"])
+            rows.append([name, *ends, f"`{sparkline(series.y)}`"])
+        lines = grid([escaped(title_of(chart.y)), "min", "max", "last", ""], rows, [":--", *["--:"] * 3, ":--"])
         first, last = cell(chart.x, places[0]), cell(chart.x, places[-1])
         lines += ["", f"over {escaped(title_of(chart.x))} from {escaped(first)} to {escaped(last)}"]
     marks = [f"{escaped(mark.name, num_letters)} at {escaped(cell(chart.x, mark.x))}" for mark in chart.marks[:most]]
@@ -80,7 +80,7 @@ def _lines(chart: Lines, most: int, num_letters: int) -> list[str]:
 
 
 def _at(series: Series, places: Sequence[float], name: str) -> list[str]:
-    """The figure at each x, or why there is none."""
+    """Return the figure at each x, or why there is none."""
     texts = {}
     for at, (x, y) in enumerate(zip(series.x, series.y)):
         gap = series.gaps[at] if series.gaps else ""
@@ -106,7 +106,7 @@ def _scatter(chart: Scatter, most: int, num_letters: int) -> list[str]:
 
 
 def _tree(chart: Tree, most: int, num_letters: int) -> list[str]:
-    """The largest parts, in the order of the tree, each indented under what it is in."""
+    """Return the largest parts in tree order, each indented below its parent."""
     if not chart.nodes:
         return []
     largest = sorted(range(len(chart.nodes)), key=lambda at: (-chart.nodes[at].value, at))[: most + 1]

@@ -1,4 +1,4 @@
-"""A report as Markdown that fits a comment of a pull request: verdict and overview in sight, the rest folded away."""
+"""Renders a document as Markdown that fits a pull request comment; all but the first section is collapsed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from stepscope.render.markdown.charts import chart_lines
 from stepscope.render.markdown.text import code, escaped, grid, in_summary, prose
 
 MOST_CHARACTERS = 60_000
-"""GitHub takes 65,536 in a comment."""
+"""GitHub allows 65,536 in a comment."""
 _LONG = 8
-"""Rows from which on a table is folded where it is not in a folded section."""
+"""Tables with at least this many rows are collapsed."""
 
 
 @dataclass(frozen=True)
 class Detail:
-    """How much is shown; where it is too long for a comment, the next less is tried."""
+    """How much is shown. If the result is too long, the next smaller one is tried."""
 
     share_of_rows: float
     num_letters: int
-    """Of a name in a table."""
+    """Characters of a name in a table."""
     num_columns: int
     num_parts: int
-    """Of a chart as text: bars, lines, tiles."""
+    """Bars, lines or tiles of a chart."""
     num_items: int
-    """Facts, and findings."""
-    num_said: int
-    """Letters of a sentence."""
+    """Facts and findings."""
+    num_text: int
+    """Characters of a sentence."""
 
 
 _DETAILS = (
@@ -43,30 +43,30 @@ _DETAILS = (
 
 
 def markdown_of(report: Document, in_folder: bool = False) -> str:
-    """The whole, under 60,000 characters whatever it is of.
+    """Return the document as Markdown of less than 60,000 characters.
 
-    `in_folder`: it lies beside `charts/` and `tables/`, and links them; else charts are drawn with letters.
+    With `in_folder`, it links the files in `charts/` and `tables/`. Otherwise, charts are drawn as text.
     """
     for detail in _DETAILS:
         blocks = list(_blocks(report, detail, in_folder))
         if sum(len(block) + 2 for block in blocks) < MOST_CHARACTERS:
             return "\n\n".join(blocks) + "\n"
-    said = "Left out for want of room: what follows is in the page (.html) and in .json."
-    kept, used = [], len(said) + 2
+    note = "The rest does not fit here: see the page (.html) or .json."
+    kept, used = [], len(note) + 2
     for block in blocks:
         used += len(block) + 2
         if used >= MOST_CHARACTERS:
             break
         kept.append(block)
-    return "\n\n".join([*kept, said]) + "\n"
+    return "\n\n".join([*kept, note]) + "\n"
 
 
 def _blocks(report: Document, detail: Detail, in_folder: bool) -> Iterator[str]:
-    """Head, one block a section, what is missing, foot."""
+    """Yield the heading, one block per section, what is missing, and the footer."""
     yield f"## Stepscope: {escaped(report.title)}"
     yield f"**{escaped(report.verdict, 1000).strip()}**"
     charts, tables = report.parts(Chart), report.parts(Table)
-    # Two parts may be equal: they are told apart by their place in memory.
+    # Two parts may be equal, so they are identified by id().
     files = {id(part): f"charts/{name}.png" for part, name in zip(charts, file_names([part.id for part in charts]))}
     files |= {id(part): f"tables/{name}.csv" for part, name in zip(tables, file_names([part.id for part in tables]))}
     missing = []
@@ -96,7 +96,7 @@ def _missing(section: Section) -> list[Missing]:
 class _Writer:
     detail: Detail
     files: dict[int, str]
-    """Of charts and tables by their identity; none where there are no files."""
+    """File of each chart and table, by its id(); empty if there are no files."""
     is_folded: bool
 
     def section(self, section: Section) -> list[str]:
@@ -110,22 +110,22 @@ class _Writer:
         if isinstance(part, Facts):
             return _facts(part, self.detail)
         if isinstance(part, Text):
-            return [prose(part.text, 2 * self.detail.num_said)]
+            return [prose(part.text, 2 * self.detail.num_text)]
         if isinstance(part, Findings):
             return list(_findings(part, self.detail))
         if isinstance(part, Table):
             return self._table(part)
         if isinstance(part, Chart):
             return self._chart(part, following)
-        return []  # what only a page can show
+        return []  # only a page can show it
 
     def _chart(self, chart: Chart, following: Any) -> list[str]:
-        is_told_again = isinstance(chart, Lines) and isinstance(following, Heat) and following.unit == chart.y
-        if is_told_again and id(chart) not in self.files:
-            return []  # the same figures follow, with their marks
+        is_repeated = isinstance(chart, Lines) and isinstance(following, Heat) and following.unit == chart.y
+        if is_repeated and id(chart) not in self.files:
+            return []  # the heat map that follows has the same figures
         head = [
             f"**{escaped(heading(chart.title))}**",
-            *(["", prose(chart.caption, self.detail.num_said)] if chart.caption else []),
+            *(["", prose(chart.caption, self.detail.num_text)] if chart.caption else []),
         ]
         if id(chart) in self.files:
             return [*head, "", f"![{escaped(chart.title)}]({self.files[id(chart)]})"]
@@ -145,10 +145,10 @@ class _Writer:
         ]
         if id(table) in self.files:
             file = self.files[id(table)]
-            left = [f"{' and '.join(left)} in " if left else "all in ", f"[{escaped(file)}]({file})"]
+            left = [f"{' and '.join(left)} in " if left else "all rows in ", f"[{escaped(file)}]({file})"]
             lines += ["", "".join(left)]
         elif left:
-            lines += ["", f"{' and '.join(left)} in the CSV, which `stepscope report … -o folder` writes"]
+            lines += ["", f"{' and '.join(left)} in the CSV that `stepscope report … -o DIR` writes"]
         lines += ["", prose(table.note)] if table.note else []
         if self.is_folded or num_shown < _LONG:
             return [f"**{escaped(heading(table.title))}**", "", *lines]
@@ -157,7 +157,7 @@ class _Writer:
 
 
 def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:
-    """A column's texts; long ones are cut where that leaves different ones different."""
+    """Return a column's texts; long ones are cut so that different ones stay different."""
     texts = fit_names([cell(name, value) for value in values], most)
     return [escaped(text, most) for text in texts]
 
@@ -165,8 +165,8 @@ def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:
 def _facts(part: Facts, detail: Detail) -> list[str]:
     lines = [f"**{escaped(heading(part.title))}**", ""] if part.title else []
     for fact in part.rows[: detail.num_items]:
-        more = f" ({prose(fact.detail, detail.num_said)})" if fact.detail else ""
-        lines.append(f"- {escaped(fact.title)}: **{escaped(fact.value, detail.num_said).strip()}**{more}")
+        more = f" ({prose(fact.detail, detail.num_text)})" if fact.detail else ""
+        lines.append(f"- {escaped(fact.title)}: **{escaped(fact.value, detail.num_text).strip()}**{more}")
     return lines + _more(len(part.rows), detail.num_items, "more fact")
 
 
@@ -174,20 +174,20 @@ def _findings(part: Findings, detail: Detail) -> Iterator[str]:
     yield "**Findings**"
     for warning in part.warnings[: detail.num_items]:
         yield ""
-        yield f"Note: {prose(warning, detail.num_said)}."
+        yield f"Note: {prose(warning, detail.num_text)}."
     if not part.cards:
         yield ""
         yield prose(part.summary)
     for number, card in enumerate(part.cards[: detail.num_items], 1):
         yield ""
         saving = escaped(f"saves {card.saving} {card.saving_of}".rstrip())
-        name, sentence = escaped(card.id.replace("_", " ")), escaped(card.sentence, detail.num_said)
+        name, sentence = escaped(card.id.replace("_", " ")), escaped(card.sentence, detail.num_text)
         yield f"{number}. **{name}** {saving}, {card.confidence} confidence: {sentence}"
-        yield f"   <br>Fix: {code(card.fix, detail.num_said)}"
+        yield f"   <br>Fix: {code(card.fix, detail.num_text)}"
         if card.prove is not None:
             yield f"   <br>Prove it: {code(card.prove, 400)}"
     yield from _more(len(part.cards), detail.num_items, "more finding")
 
 
 def _more(num_all: int, num_shown: int, noun: str) -> list[str]:
-    return ["", f"{plural(num_all - num_shown, noun)} in the page"] if num_all > num_shown else []
+    return ["", f"{plural(num_all - num_shown, noun)} on the page"] if num_all > num_shown else []

@@ -1,4 +1,4 @@
-"""Somebody else's text in Markdown: always text, never markup, a link, a mention or a second line."""
+"""Untrusted text in Markdown: it never becomes markup, a link, a mention or a second line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from stepscope.formatting import safe
 
-# What makes markup, and what a forge makes a link, an emoji, a formula or a reference of.
+# Markup, and what GitHub turns into links, emoji, formulas or references.
 _SPECIAL = re.compile(r"[\\`*_\[\]<>|~&$]|:(?=[/\w])|(?<=www)\.")
 _CALLING = re.compile(r"[@#]|\bGH-(?=\d)")
 _OPENING = re.compile(r"^(\s*)([-+=]|\d+(?=[.)]))")
@@ -18,17 +18,17 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def escaped(text: object, most: int = 200) -> str:
-    r"""Somebody else's text as plain text in a Markdown table: no markup, no link, no mention, no second line.
+    r"""Return text as plain text in a Markdown table: no markup, no link, no mention, no second line.
 
     >>> escaped("a|b `c` <img> @you") == "a\\|b \\`c\\` \\<img\\> @\u200byou"
     True
     """
-    # A backslash does not keep a forge from calling @somebody: a space of no width does.
+    # A backslash does not stop a mention of @somebody: a zero-width space does.
     return _CALLING.sub("\\g<0>\u200b", _SPECIAL.sub(r"\\\g<0>", safe(text, most)))
 
 
 def in_summary(text: object, most: int = 200) -> str:
-    """The same for the line of a folded part, which is HTML.
+    """Return text for a <summary> line, which is HTML.
 
     >>> in_summary("<b> & co")
     '&lt;b&gt; &amp; co'
@@ -37,7 +37,7 @@ def in_summary(text: object, most: int = 200) -> str:
 
 
 def code(text: object, most: int = 400) -> str:
-    """Something to type, as it is; a forge looks for no mention in it.
+    """Return text as a code span.
 
     >>> code("f(x)  # all"), code("a `b` c")
     ('`f(x)  # all`', '`` a `b` c ``')
@@ -49,12 +49,12 @@ def code(text: object, most: int = 400) -> str:
 
 
 def prose(text: str, most: int = 2000) -> str:
-    r"""A paragraph: what stands between backticks stays code, the rest is plain text.
+    r"""Return a paragraph: text between backticks stays code, the rest is plain text.
 
     >>> prose("run `stepscope run a_b.py` for a_b"), prose("- no list")
     ('run `stepscope run a_b.py` for a\\_b', '\\- no list')
     """
-    # Cut before anything is put in, and on one line: a code span ends where it began.
+    # Cut first, so that every code span is closed.
     pieces = _CODE.split(safe(text, most))
     pieces[::2] = [escaped(piece, most) for piece in pieces[::2]]
     pieces[1::2] = [f"`{piece}`" for piece in pieces[1::2]]
@@ -62,20 +62,20 @@ def prose(text: str, most: int = 2000) -> str:
     opening = _OPENING.match(joined)
     if opening is None:
         return joined
-    # What would begin a list, a heading or code at the start of a line.
+    # Escape what would start a list, a heading or code.
     begin, sign = opening.groups()
     rest = joined[opening.end() :]
     return f"{begin.lstrip()}{sign}\\{rest}" if sign.isdigit() else f"{begin.lstrip()}\\{sign}{rest}"
 
 
 def grid(titles: Sequence[str], rows: Sequence[Sequence[str]], aligned: Sequence[str]) -> list[str]:
-    """A table of cells that are escaped already; `aligned`: `:--` or `--:` a column."""
+    """Return a table of escaped cells; `aligned` has `:--` or `--:` per column."""
     lines = [f"| {' | '.join(titles)} |", f"|{'|'.join(aligned)}|"]
     return lines + [f"| {' | '.join(row)} |" for row in rows]
 
 
 def bar(share: float, width: int = 16) -> str:
-    """A bar of so many characters at a share of 1.
+    """Return a bar; it is `width` characters long at a share of 1.
 
     >>> bar(0.5, 4), bar(0.26, 4), bar(1.0, 2), bar(0.0)
     ('██', '█', '██', '')
@@ -84,10 +84,10 @@ def bar(share: float, width: int = 16) -> str:
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
-def course(values: Sequence[float | None], width: int = 32) -> str:
-    """Levels of a line over its course, the highest of each stretch; a blank where there is none.
+def sparkline(values: Sequence[float | None], width: int = 32) -> str:
+    """Return a sparkline of the highest value of each stretch, with blanks for missing values.
 
-    >>> course([0.0, 1.0, None, 2.0, 4.0])
+    >>> sparkline([0.0, 1.0, None, 2.0, 4.0])
     '▁▃ ▅█'
     """
     size = max(1, -(-len(values) // width))

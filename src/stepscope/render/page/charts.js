@@ -1,9 +1,9 @@
-// Charts: drawn when they come into view, again when the theme or the width changes.
+// Charts: drawn when they come into view, and again when the theme or the width changes.
 
 const NARROW = 560;
 const drawn = new Map();
 
-/** A color of the page's style as it is just now: style sheets know both themes, Plotly takes one. */
+/** A color of the current theme: Plotly cannot read CSS variables. */
 function color(name) {
   const probe = element("i");
   probe.style.color = `var(--${name})`;
@@ -44,12 +44,12 @@ function layoutFor(root, figure) {
   }
   for (const name of ["xaxis", "yaxis"]) if (layout[name]) layout[name].automargin = true;
   const width = Math.max(root.clientWidth, figure.min_width ?? 0);
-  const dragmode = isNarrow ? false : "zoom"; // where a finger scrolls the page
+  const dragmode = isNarrow ? false : "zoom"; // a finger scrolls the page
   return { ...layout, template: template(), showlegend: false, dragmode, width, height: figure.height };
 }
 
 function draw(root, figure, Plotly) {
-  drawn.set(root, { figure, width: 0 }); // out of sight just now: `sizes` draws it once it has a width
+  drawn.set(root, { figure, width: 0 }); // hidden: `sizes` draws it when it gets a width
   if (root.clientWidth === 0) return;
   root.querySelector("noscript")?.remove();
   const config = { displaylogo: false, displayModeBar: false, responsive: false, showTips: false };

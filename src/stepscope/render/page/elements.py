@@ -1,4 +1,4 @@
-"""Parts of a report as HTML. Whatever comes from a trace passes `escape`: it is text, never markup."""
+"""Renders the parts of a report as HTML. Text from a trace passes `escape`: it is never markup."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stepscope.formatting import cell, heading, is_numeric, safe, title_of
 from stepscope.render.csv import csv_cell, guarded
 
 NUM_ROWS, MOST_ROWS = 50, 2000
-"""Rows of a table that are shown at first, and that the page has at all."""
+"""Rows that a table shows at first, and rows that the page contains at most."""
 
 
 def escape(text: object, most: int = 10_000) -> str:
-    """Somebody else's text inside an element or an attribute.
+    """Return text that is safe inside an element or an attribute.
 
     >>> escape('<img src="x">')
     '&lt;img src=&quot;x&quot;&gt;'
@@ -24,9 +24,9 @@ def escape(text: object, most: int = 10_000) -> str:
 
 
 def with_code(text: str) -> str:
-    """A sentence of ours in which `this` is something to type."""
+    """Return a sentence with its `code` marked up."""
     pieces = escape(text).split("`")
-    if len(pieces) % 2 == 0:  # one is alone: it is somebody's own
+    if len(pieces) % 2 == 0:  # unbalanced: not ours
         return "`".join(pieces)
     return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))
 
@@ -51,22 +51,22 @@ def missing_html(part: Missing) -> str:
 
 
 def chart_html(part: Chart, number: int, figure: Mapping[str, Any]) -> str:
-    """The place of a chart, as high as it will be, under the names of its colors."""
+    """Return the chart's placeholder, at its final height, below its legend."""
     caption, height = part.caption, figure["height"]
     if figure.get("left_out"):
-        caption = f"{caption} {figure['left_out']:,} parts too small to see are left out.".strip()
+        caption = f"{caption} {figure['left_out']:,} parts are too small to draw.".strip()
     return (
         f'<figure class="chart"><div class="head"><h3>{escape(part.title)}</h3>'
         f'<button type="button" class="quiet" data-png="{number}" data-name="{escape(part.id)}" '
-        f'aria-label="Save as a picture: {escape(part.title)}">PNG</button></div>{_legend(figure)}'
+        f'aria-label="Save as PNG: {escape(part.title)}">PNG</button></div>{_legend(figure)}'
         f'<div class="plot" data-chart="{number}" style="height:{height}px" role="img" '
-        f'aria-label="{escape(part.title)}. {escape(part.caption)}"><noscript>The chart needs JavaScript.</noscript>'
+        f'aria-label="{escape(part.title)}. {escape(part.caption)}"><noscript>This chart needs JavaScript.</noscript>'
         f"</div>" + (f"<figcaption>{with_code(caption)}</figcaption>" if caption else "") + "</figure>"
     )
 
 
 def _legend(figure: Mapping[str, Any]) -> str:
-    """The names of the colors; the names are escaped already, for Plotly."""
+    """Return the legend; its names are already escaped for Plotly."""
     if not figure["layout"].get("showlegend"):
         return ""
     items = []
@@ -82,7 +82,7 @@ def _legend(figure: Mapping[str, Any]) -> str:
 
 
 def table_html(part: Table, number: int) -> str:
-    """The first rows; `table_data` has the others."""
+    """Return the first rows; `table_data` has all of them."""
     names = list(part.columns)
     heads = "".join(
         f'<th scope="col"{_kind(part.columns[name])}><button type="button" data-column="{column}">'
@@ -99,7 +99,7 @@ def table_html(part: Table, number: int) -> str:
 
 
 def plain_table_html(columns: Mapping[str, Sequence[Any]], num_rows: int) -> str:
-    """A small table that stays as it is."""
+    """Return a small table without sorting or filtering."""
     heads = "".join(
         f'<th scope="col"{_kind(values)}>{escape(title_of(name))}</th>' for name, values in columns.items()
     )
@@ -121,14 +121,12 @@ def _body(columns: Mapping[str, Sequence[Any]], num_rows: int) -> str:
 
 def _foot(part: Table, shown: int) -> str:
     num_rows = part.num_rows
-    said = ""
+    count = ""
     if num_rows > MOST_ROWS:
-        said = (
-            f"The page has the first {MOST_ROWS:,} of {num_rows:,} rows; a report in a folder has all of them as CSV."
-        )
+        count = f"This page has the first {MOST_ROWS:,} of {num_rows:,} rows. A report folder (-o DIR) has all."
     elif num_rows > shown:
-        said = f"{shown} of {num_rows:,} rows."
-    pieces = [f"<span>{with_code(text)}</span>" for text in (part.note, said) if text]
+        count = f"{shown} of {num_rows:,} rows."
+    pieces = [f"<span>{with_code(text)}</span>" for text in (part.note, count) if text]
     return f'<p class="foot">{" ".join(pieces)}</p>' if pieces else ""
 
 
@@ -137,8 +135,7 @@ def _kind(values: Sequence[Any]) -> str:
 
 
 def table_data(part: Table) -> dict[str, Any]:
-    """What the page sorts, filters and shows: texts, and under them what stands in CSV: `raw` of a column of figures,
-    `csv` of those other cells that are not their text."""
+    """Return what the page sorts, filters and saves: texts, `raw` numbers, and cells that differ in CSV."""
     rows = min(part.num_rows, MOST_ROWS)
     columns = []
     for name, values in part.columns.items():

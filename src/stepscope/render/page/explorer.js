@@ -1,6 +1,6 @@
-// A sweep's points over any two of its axes: the reader says which figure, over what, and what is held.
+// A sweep's points over any two of its axes: the reader chooses the figure, the axes and the fixed values.
 
-/** A name for Plotly, which would read markup in it. */
+/** Escape a name for Plotly, which reads markup. */
 const words = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
 function explorer(root, data) {
@@ -11,9 +11,9 @@ function explorer(root, data) {
   let shape = null;
   const legend = element("div", "legend");
   const plot = element("div", "plot");
-  const said = element("p", "foot");
+  const status = element("p", "foot");
   plot.style.height = "420px";
-  root.append(controls, legend, plot, said);
+  root.append(controls, legend, plot, status);
 
   const others = () => data.axes.map((_, at) => at).filter((at) => at !== state.x && at !== state.series);
   const isHeld = (point) => others().every((at) => data.places[at][point] === state.held[at]);
@@ -35,7 +35,7 @@ function explorer(root, data) {
     controls.append(label);
   }
 
-  /** The controls as the state has them. They are made anew only where others are needed: one in use keeps its focus. */
+  /** The controls as the state has them. They are rebuilt only if others are needed, so that the one in use keeps its focus. */
   function drawControls() {
     const wanted = JSON.stringify([state.x, state.series, state.kind]);
     if (wanted !== shape) {
@@ -56,22 +56,22 @@ function explorer(root, data) {
       state.log = data.figures[at].is_log;
     });
     if (axes.length) {
-      choice("over", axes, () => state.x, (at) => {
+      choice("x axis", axes, () => state.x, (at) => {
         if (at === state.series) state.series = state.x;
         state.x = at;
       });
     }
     if (axes.length > 1) {
-      choice("color or rows", [["", "nothing"], ...axes], () => state.series ?? "", (at) => {
+      choice("color or rows", [["", "none"], ...axes], () => state.series ?? "", (at) => {
         if (at === state.x) state.x = state.series ?? others()[0];
         state.series = at;
       });
       if (state.series !== null) {
-        choice("as", [["lines", "lines"], ["heat", "heat map"]], () => state.kind, (kind) => (state.kind = kind));
+        choice("chart", [["lines", "lines"], ["heat", "heat map"]], () => state.kind, (kind) => (state.kind = kind));
       }
     }
     if (state.kind === "lines") {
-      choice("scale", [["linear", "linear"], ["log", "by factors"]], () => (state.log ? "log" : "linear"), (scale) => (state.log = scale === "log"));
+      choice("scale", [["linear", "linear"], ["log", "logarithmic"]], () => (state.log ? "log" : "linear"), (scale) => (state.log = scale === "log"));
     }
     for (const at of others()) {
       const labels = data.axes[at].labels.map((label, place) => [place, label]);
@@ -79,7 +79,7 @@ function explorer(root, data) {
     }
   }
 
-  /** Hold the other axes where most points are, unless the reader chose a place that has some. */
+  /** Fix the other axes where most points are, unless the reader's choice has points. */
   function hold() {
     const free = others();
     if (points.some((point) => isHeld(point)) && free.every((at) => at in state.held)) return;
@@ -92,7 +92,7 @@ function explorer(root, data) {
     free.forEach((at, number) => (state.held[at] = best[number]));
   }
 
-  /** The chosen figure in the unit in which the largest of the points is easy to read. */
+  /** The chosen figure in a unit that suits its largest value. */
   function scaled(shown) {
     const figure = data.figures[state.figure];
     const known = shown.filter((point) => figure.values[point] !== null);
@@ -102,7 +102,7 @@ function explorer(root, data) {
     return { ...figure, axis, values: divided(figure.values), low: divided(figure.low), high: divided(figure.high) };
   }
 
-  /** An axis on which equal distances are equal factors, with 1, 2 and 5 of every power of ten. */
+  /** A logarithmic axis with ticks at 1, 2 and 5 of every power of ten. */
   function factors(figure, shown) {
     const found = shown.map((point) => figure.values[point]).filter((value) => value > 0);
     if (!found.length) return {};
@@ -192,7 +192,7 @@ function explorer(root, data) {
     hold();
     drawControls();
     if (state.x === null || !data.figures.length) {
-      said.textContent = "Nothing varies between the points of this sweep.";
+      status.textContent = "All points of this sweep have the same settings.";
       return;
     }
     const shown = points.filter(isHeld);
@@ -209,7 +209,7 @@ function explorer(root, data) {
     }
     plot.style.height = `${figure.height}px`;
     const missing = shown.filter((point) => data.statuses[point] !== "ok").length;
-    said.textContent = `${shown.length} of ${points.length} points${missing ? `, ${missing} without a figure` : ""}.`;
+    status.textContent = `${shown.length} of ${points.length} points${missing ? `, ${missing} without a result` : ""}.`;
     draw(plot, figure, await plotly());
     sizes.observe(plot);
   }

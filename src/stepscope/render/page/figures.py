@@ -48,13 +48,13 @@ def _bars(chart: Bars) -> dict[str, Any]:
         trace: dict[str, Any] = {
             "type": "bar",
             "orientation": "h",
-            "name": words(_said(series.name)),
+            "name": words(_spaced(series.name)),
             "x": scaled(series.y, unit),
             "y": list(range(len(labels))),
             "marker": {"color": color},
             "hoverinfo": "text",
             "hovertext": [
-                f"{lines_of_words(label)}<br>{words(_said(series.name))}: <b>{text}</b>"
+                f"{lines_of_words(label)}<br>{words(_spaced(series.name))}: <b>{text}</b>"
                 for label, text in zip(labels, texts)
             ],
         }
@@ -95,7 +95,7 @@ def _after(chart: Bars, at: int, unit: Scale) -> list[tuple[float, str]]:
     return [(largest([series.y[at], series.high[at]]) / unit.divisor, words(cell(chart.unit, series.y[at])))]
 
 
-def _said(name: str) -> str:
+def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
@@ -115,7 +115,7 @@ def _scatter(chart: Scatter) -> dict[str, Any]:
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": words(_said(group)),
+                "name": words(_spaced(group)),
                 "x": scaled([dot.x for dot in dots], x_unit),
                 "y": scaled([dot.y for dot in dots], y_unit),
                 "marker": {"color": color, "opacity": 0.75, "size": sizes},

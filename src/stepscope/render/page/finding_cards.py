@@ -33,7 +33,7 @@ def _card(card: FindingCard, has_timeline: bool) -> str:
         f'<article class="finding" id="finding-{escape(card.id)}"><div class="saving"><b>{escape(card.saving)}</b>'
         f"<span>saved {escape(card.saving_of)}</span>{button}</div><div class='what'>"
         f"<h4>{escape(card.id.replace('_', ' '))}"
-        f'<span class="confidence" title="How sure the saving is">{escape(card.confidence)} confidence</span></h4>'
+        f'<span class="confidence" title="How certain the saving is">{escape(card.confidence)} confidence</span></h4>'
         f"<p>{escape(card.sentence)}</p><dl>{body}</dl>"
         + (f"<details><summary>Evidence</summary>{evidence}</details>" if evidence else "")
         + "</div></article>"

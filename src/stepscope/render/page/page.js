@@ -1,8 +1,8 @@
-// Once the whole file is read: tables, charts, and the timeline when it is asked for.
+// Starts everything once the file is read; the timeline starts when its section opens.
 
 let timeline = null;
 
-/** The timeline of the page, unpacked once; null where there is none. */
+/** The page's timeline, unpacked once; null if there is none. */
 function openTimeline() {
   const root = document.getElementById("timeline-root");
   if (!root || typeof StepscopeTimeline === "undefined") return Promise.resolve(null);
@@ -13,9 +13,9 @@ function openTimeline() {
   return timeline;
 }
 
-/** Go where a finding was seen. */
+/** Show where a finding is on the timeline. */
 async function showPlaces(text) {
-  const spans = text.split(" ").map((span) => span.split("-")); // as text: times since 1970 are longer than a number
+  const spans = text.split(" ").map((span) => span.split("-")); // as text: nanoseconds since 1970 exceed a double's precision
   go("timeline");
   show("timeline");
   const opened = await openTimeline();

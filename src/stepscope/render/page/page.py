@@ -1,8 +1,7 @@
-"""A report as one HTML file that needs nothing else: no network, no server, no other file.
+"""Renders a report as one HTML file that needs no network, no server and no other file.
 
-The page's policy allows the scripts that are in it by their hashes and nothing besides: no request can leave it, and
-markup that somebody hides in a name cannot run even if it got in. Plotly is packed, and unpacked when the first chart
-comes into view; the text is there before.
+Its content security policy allows only the scripts in it, by their hashes: no request can leave the page, and markup
+hidden in a name cannot run. Plotly is compressed, and decompressed when the first chart comes into view.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from stepscope.render.page.finding_cards import findings_html
 
 _HERE = Path(__file__).parent
 _SCRIPTS = ("blobs.js", "sections.js", "tables.js", "charts.js", "explorer.js", "page.js")
-_TIMELINE = ("timeline_data.js", "timeline_draw.js", "timeline_tell.js", "timeline_move.js", "timeline.js")
+_TIMELINE = ("timeline_data.js", "timeline_draw.js", "timeline_details.js", "timeline_move.js", "timeline.js")
 
 
 def page_of(report: Document) -> str:
-    """The whole page."""
+    """Return the page."""
     body = _Body(report)
     sections = "".join(body.section(section) for section in report.sections)
     scripts = [_asset("early.js"), *(_wrapped("".join(map(_asset, names))) for names in (_SCRIPTS, _TIMELINE))]
@@ -67,7 +66,7 @@ def page_of(report: Document) -> str:
 
 
 class _Body:
-    """The sections as HTML, and on the way what the scripts need."""
+    """Collects the sections as HTML, and the data for the scripts."""
 
     def __init__(self, report: Document) -> None:
         self.data: dict[str, Any] = {"tables": [], "charts": [], "explorers": [], "timeline": None}
@@ -106,12 +105,12 @@ class _Body:
         self.data["timeline"] = part.meta
         blob = base64.b64encode(part.blob).decode()
         self.blobs.append(f'<script type="application/octet-stream" id="timeline-blob">{blob}</script>\n')
-        wait = '<p class="wait">The timeline is drawn when it is looked at.</p>'
+        wait = '<p class="wait">The timeline is drawn when you open this section.</p>'
         return f'<div class="timeline" id="timeline-root">{wait}</div>'
 
 
 def _bar(report: Document) -> str:
-    """The list of sections; those with nothing but a box that says so are quiet."""
+    """Return the list of sections; those without data are dimmed."""
     links = "".join(
         f'<a href="#{escape(section.id)}"{_absent(section)}>{escape(section.title)}</a>'
         for section in report.sections
@@ -120,9 +119,10 @@ def _bar(report: Document) -> str:
         f'<header class="bar"><h1 title="{escape(report.title)}">{escape(report.title, 200)}</h1>'
         f'<nav aria-label="Sections">{links}</nav>'
         '<div class="tools"><button type="button" class="quiet" id="theme">Dark</button>'
-        '<button type="button" class="quiet" id="help" aria-label="Keys">?</button></div></header>'
-        '<dialog id="keys"><h3>Keys</h3><dl><dt>1 … 9, 0</dt><dd>a section</dd><dt>[ &nbsp; ]</dt><dd>the section '
-        "before, after</dd><dt>t</dt><dd>light or dark</dd><dt>?</dt><dd>these keys</dd></dl>"
+        '<button type="button" class="quiet" id="help" aria-label="Keyboard shortcuts">?</button></div></header>'
+        '<dialog id="keys"><h3>Keyboard shortcuts</h3><dl><dt>1 … 9, 0</dt><dd>go to a section</dd>'
+        "<dt>[ &nbsp; ]</dt><dd>previous, next section</dd><dt>t</dt><dd>light or dark theme</dd>"
+        "<dt>?</dt><dd>this help</dd></dl>"
         '<button type="button" class="quiet">Close</button></dialog>'
     )
 
@@ -132,7 +132,7 @@ def _absent(section: Section) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that no `</script>` or `<!--` can end."""
+    """Return JSON without `<`, `>` and `&`, so that no `</script>` can end it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -148,7 +148,7 @@ def _wrapped(source: str) -> str:
 
 @cache
 def _plotly() -> str:
-    """Plotly's JavaScript out of its Python package, which is not imported."""
+    """Return Plotly's JavaScript from its Python package, without importing it."""
     found = importlib.util.find_spec("plotly")
     folders = list(found.submodule_search_locations or ()) if found is not None else []
     for folder in folders:
@@ -164,7 +164,7 @@ def _packed(text: str) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Nothing may be fetched, and only these scripts run."""
+    """Return a content security policy: nothing is fetched, and only these scripts run."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )

@@ -21,7 +21,7 @@ function show(id) {
   links[at]?.scrollIntoView({ block: "nearest", inline: "nearest" });
   document.documentElement.classList.toggle("first", at === 0);
   window.scrollTo(0, 0);
-  for (const told of onShow) told(sections[at]);
+  for (const listener of onShow) listener(sections[at]);
 }
 
 function go(id) {
@@ -43,7 +43,7 @@ function isDark() {
 
 function themeChanged() {
   themeButton.textContent = isDark() ? "Light" : "Dark";
-  for (const told of onTheme) told();
+  for (const listener of onTheme) listener();
 }
 
 function turnTheme() {
@@ -83,7 +83,7 @@ window.addEventListener("beforeprint", () => {
   document.documentElement.classList.add("printing");
   document.documentElement.dataset.theme = "light";
   themeChanged();
-  for (const told of onPrint) told();
+  for (const listener of onPrint) listener();
 });
 window.addEventListener("afterprint", () => {
   document.documentElement.classList.remove("printing");

@@ -1,4 +1,4 @@
-// Tables: sorted by the figures under their texts, filtered, the first rows or all of them.
+// Tables: sorted by value, filtered, shown in part or in full.
 
 const FILTER_FROM = 12;
 const collator = new Intl.Collator(undefined, { numeric: true });
@@ -60,7 +60,7 @@ function table(root, data) {
     const filter = element("input", "filter");
     filter.type = "search";
     filter.placeholder = "Filter";
-    filter.setAttribute("aria-label", "Only rows with this text");
+    filter.setAttribute("aria-label", "Show only rows with this text");
     filter.addEventListener("input", () => {
       state.filter = filter.value;
       draw();
@@ -77,13 +77,13 @@ function table(root, data) {
   }
 }
 
-/** The cells of the table's CSV as they were written into the page: whole figures, nothing that a spreadsheet runs. */
+/** Save the CSV cells that the page carries: full precision, and no formulas. */
 function saveCsv(data, rows) {
   const quoted = (text) => (/[",]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const cellOf = (column, row) => quoted(column.raw?.[row] ?? column.csv?.[row] ?? column.texts[row]);
   const lines = [data.columns.map((column) => quoted(column.name))];
   for (const row of rows) lines.push(data.columns.map((column) => cellOf(column, row)));
-  const text = lines.map((line) => `${line.join(",") || '""'}\n`).join(""); // a line of nothing would be no row
+  const text = lines.map((line) => `${line.join(",") || '""'}\n`).join(""); // an empty line would not count as a row
   const href = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
   download(`${data.id}.csv`, href);
   setTimeout(() => URL.revokeObjectURL(href), 1000);

@@ -1,4 +1,4 @@
-// The timeline: tracks of events on one canvas, and what is around it.
+// The timeline: tracks of events on one canvas, with its controls and legend.
 
 const STYLE = `
 .stt { position: relative; color: var(--stt-fg); font: 13px/1.4 ${FONT}; }
@@ -59,7 +59,7 @@ class StepscopeTimeline extends TimelineMoving {
     window.stepscopeTimeline = this;
   }
 
-  // -- what others ask for
+  // -- public
 
   // The range on screen, in nanoseconds since the trace's first event.
   get range() {
@@ -87,7 +87,7 @@ class StepscopeTimeline extends TimelineMoving {
   }
 
   ticks(ns) {
-    // Times since 1970 have more digits than a number: where they come as text, or whole, none is lost.
+    // Nanoseconds since 1970 exceed a double's precision, so they come as text or as a bigint.
     const exact = typeof ns === "string" || typeof ns === "bigint";
     const since = exact ? Number(BigInt(ns) - BigInt(this.meta.origin_ns)) : ns - Number(this.meta.origin_ns);
     return since / this.meta.tick_ns;
@@ -97,11 +97,11 @@ class StepscopeTimeline extends TimelineMoving {
     return { start: -margin, end: Math.max(this.meta.total + margin, SHORTEST) };
   }
   about(event) {
-    const { data } = this, lane = data.laneOf(event), told = {};
+    const { data } = this, lane = data.laneOf(event), texts = {};
     for (const name of ["name", "module", "op", "shapes", "dtypes", "step", "phase", "caller", "more"])
-      told[name] = data.text(name, event);
+      texts[name] = data.text(name, event);
     return {
-      ...told, index: event, label: data.label(event), kind: data.kinds[data.kind[event]], lane,
+      ...texts, index: event, label: data.label(event), kind: data.kinds[data.kind[event]], lane,
       track: this.meta.tracks[data.trackOfLane[lane]].title,
       startNs: data.start[event] * this.meta.tick_ns, durationNs: data.length[event] * this.meta.tick_ns,
       launch: data.launch[event] - 1,
@@ -149,7 +149,7 @@ class StepscopeTimeline extends TimelineMoving {
     this.canvas.setAttribute("aria-label",
       `Timeline of ${counted(this.meta.num_events, "event")} on ${counted(this.meta.tracks.length, "track")}. ` +
       "Arrows move, plus and minus zoom, 0 shows all, slash searches, n and N go to the next and the previous match, " +
-      "Enter selects, Shift with arrows goes from event to event, F zooms to the selected one, Escape lets go.");
+      "Enter selects, Shift with arrows goes from event to event, F zooms to the selected one, Escape clears the selection.");
     this.context = this.canvas.getContext("2d");
     this.base = document.createElement("canvas");
     this.strip = document.createElement("canvas");
@@ -182,7 +182,7 @@ class StepscopeTimeline extends TimelineMoving {
   theme() {
     const styles = getComputedStyle(this.root), dark = this.isDark(), probe = this.make("span");
     this.outer.append(probe);
-    // The page's own colors, whatever way they are written; a color that is computed is rgb(…).
+    // The page's own colors; a computed color is always rgb(…).
     const read = (names, light, night) => {
       const name = names.find((each) => styles.getPropertyValue(each).trim());
       probe.style.color = name ? `var(${name})` : dark ? night : light;

@@ -89,7 +89,7 @@ class TimelineDrawing {
     context.fillRect(0, AXIS - 1, this.width, 1);
     context.font = `11px ${FONT}`;
     context.textBaseline = "middle";
-    // Far from the start and close by, the marks count from a round time, which is said at the left.
+    // Far from the start and close by, the marks count from a round time, which is written at the left.
     const far = startNs / every > 5000, base = far ? Math.floor(startNs / (every * 1000)) * every * 1000 : 0;
     const [unit, size] = unitOf(Math.max(this.view.end * tick - base, every));
     const places = Math.max(0, Math.ceil(Math.log10(size / every) - 1e-9));

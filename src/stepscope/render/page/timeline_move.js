@@ -1,6 +1,6 @@
 // Moving about on the timeline: zoom, pan, scroll, folding, pointers and keys.
 
-class TimelineMoving extends TimelineTelling {
+class TimelineMoving extends TimelineDetails {
   ask() {
     if (!this.asked) this.asked = requestAnimationFrame(() => { this.asked = 0; this.paint(); });
   }
@@ -116,7 +116,7 @@ class TimelineMoving extends TimelineTelling {
       if (this.drag) return;
       this.pointer = null;
       this.hovered = -1;
-      this.tell(null);
+      this.showTip(null);
       this.ask();
     });
     canvas.addEventListener("dblclick", (event) => {
@@ -144,7 +144,7 @@ class TimelineMoving extends TimelineTelling {
     const { drag } = this;
     if (!drag.moved && Math.hypot(x - drag.x, y - drag.y) < 4) return;
     drag.moved = true;
-    this.tell(null);
+    this.showTip(null);
     this.hovered = -1;
     if (drag.bar) this.scrollTo(drag.scroll + (y - drag.y) * this.contentHeight / this.height);
     else if (drag.range) this.picked = [this.timeAt(drag.x), this.timeAt(x)];

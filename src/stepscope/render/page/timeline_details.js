@@ -1,18 +1,18 @@
-// What the timeline says of an event: the panel, the line under the pointer, what is found by a search.
+// Details of an event: the panel, the tooltip, selection and search.
 
-class TimelineTelling extends TimelineDrawing {
+class TimelineDetails extends TimelineDrawing {
   lineOf(event) {
-    const told = this.about(event);
-    return [told.label, `${duration(told.durationNs)} · ${told.kind}${told.module ? ` · ${told.module}` : ""}`];
+    const info = this.about(event);
+    return [info.label, `${duration(info.durationNs)} · ${info.kind}${info.module ? ` · ${info.module}` : ""}`];
   }
-  // Said of a sum: events that are only in the shading are not in it.
-  get thinned() { return this.meta.num_drawn < this.meta.num_events ? " of those drawn one by one" : ""; }
+  // A note for sums: they leave out events that are only shaded.
+  get thinned() { return this.meta.num_drawn < this.meta.num_events ? " (of events drawn individually)" : ""; }
   fillPanel() {
     const { data, make, button, meta } = this, event = this.chosen;
     this.panel.hidden = event < 0;
     this.panel.textContent = "";
     if (event < 0) return;
-    const told = this.about(event), list = make("dl");
+    const info = this.about(event), list = make("dl");
     const add = (name, ...values) => {
       const shown = values.filter((value) => value !== "" && value !== null);
       if (!shown.length) return;
@@ -23,44 +23,44 @@ class TimelineTelling extends TimelineDrawing {
     const jump = (other, more = "") => {
       const text = data.label(other);
       return button(`${text.length > 60 ? `${text.slice(0, 59)}…` : text} · ${duration(data.length[other] * meta.tick_ns)}${more}`,
-        "go there", () => this.select(other, true));
+        "go to this event", () => this.select(other, true));
     };
-    add("takes", `${duration(told.durationNs)}, from ${duration(told.startNs)} on`);
-    add("where", `${told.track}${told.step && told.kind !== "step" ? `, step ${told.step}` : ""}` +
-      `${told.phase && told.kind !== "phase" ? `, ${told.phase}` : ""}`);
-    add("kind", told.kind);
-    add("module", told.module);
-    add("op", told.op);
-    add("shapes", told.shapes.replace(/,(?=\S)/g, ", "));
-    add("types", told.dtypes.replace(/,(?=\S)/g, ", "));
-    if (told.launch >= 0) {
-      const waited = (data.start[event] - data.end(told.launch)) * meta.tick_ns;
-      add("launched by", jump(told.launch),
+    add("duration", `${duration(info.durationNs)}, starts at ${duration(info.startNs)}`);
+    add("where", `${info.track}${info.step && info.kind !== "step" ? `, step ${info.step}` : ""}` +
+      `${info.phase && info.kind !== "phase" ? `, ${info.phase}` : ""}`);
+    add("kind", info.kind);
+    add("module", info.module);
+    add("op", info.op);
+    add("shapes", info.shapes.replace(/,(?=\S)/g, ", "));
+    add("dtypes", info.dtypes.replace(/,(?=\S)/g, ", "));
+    if (info.launch >= 0) {
+      const waited = (data.start[event] - data.end(info.launch)) * meta.tick_ns;
+      add("launched by", jump(info.launch),
         waited > 0 ? `started ${duration(waited)} after its launch returned` : "started before its launch returned");
     }
     const { kernels } = this;
     add(kernels.length > 1 ? "kernels" : "kernel", ...kernels.slice(0, 6).map((kernel) => jump(kernel)),
       kernels.length > 6 ? `and ${whole(kernels.length - 6)} more` : "");
-    if (["op", "annotation", "python"].includes(told.kind)) {
+    if (["op", "annotation", "python"].includes(info.kind)) {
       const work = data.launchedIn(event);
       const total = work.reduce((sum, each) => sum + data.length[each], 0) * meta.tick_ns;
-      if (work.length) add("on the GPU", `${duration(total)} in ${work.length === 1 ? "1 piece" : `${whole(work.length)} pieces`}${this.thinned} `,
+      if (work.length) add("on the GPU", `${duration(total)} in ${work.length === 1 ? "1 kernel or copy" : `${whole(work.length)} kernels and copies`}${this.thinned} `,
         jump(work.reduce((best, each) => (data.length[each] > data.length[best] ? each : best))));
     }
-    add("called from", told.caller);
-    add("size", told.more);
+    add("called from", info.caller);
+    add("size", info.more);
     const around = data.around(event).slice(0, 5);
-    if (around.length) add("inside", ...around.map((other) => jump(other)));
+    if (around.length) add("within", ...around.map((other) => jump(other)));
     let num = 0, total = 0;
     for (let i = 0; i < data.num; i++) if (data.name[i] === data.name[event] && !data.isCopy(i)) { num++; total += data.length[i]; }
-    if (num > 1) add("this name", `${counted(num, "event")}, ${duration(total * meta.tick_ns)} in all${this.thinned} `,
-      button("find them", "search for this name", () => { this.find(told.name); this.tally(); }));
+    if (num > 1) add("same name", `${counted(num, "event")}, ${duration(total * meta.tick_ns)} in total${this.thinned} `,
+      button("find all", "search for this name", () => { this.find(info.name); this.tally(); }));
     const close = button("×", "close (Escape)", () => this.select(-1));
     close.className = "stt-close";
-    this.panel.append(close, make("div", "stt-name", told.name), list);
+    this.panel.append(close, make("div", "stt-name", info.name), list);
     this.panel.scrollTop = 0;
   }
-  tell(lines, x, y) {
+  showTip(lines, x, y) {
     this.tip.hidden = !lines;
     if (!lines) return;
     this.tip.textContent = "";
@@ -82,7 +82,7 @@ class TimelineTelling extends TimelineDrawing {
     if (event >= 0 && (level === this.data.levels[0] || this.data.length[event] >= level.width)) return { event };
     const block = this.data.blockAt(level, row.lane, time, reach);
     if (block >= 0 && (level !== this.data.levels[0] || event < 0)) {
-      // A block of events that are all drawn one by one at a closer zoom is no more than its longest.
+      // A block of one event is that event.
       return level.num[block] === 1 && event >= 0 ? { event } : { block, level };
     }
     return event >= 0 ? { event } : {};
@@ -99,13 +99,13 @@ class TimelineTelling extends TimelineDrawing {
       const { level, block } = found, length = level.length[block], busy = level.busy[block];
       lines = [counted(level.num[block], "event"),
         `${duration(busy * meta.tick_ns)} of ${duration(length * meta.tick_ns)}` +
-        (level.width ? "; zoom in to see them" : "; only in the shading")];
+        (level.width ? "; zoom in to see them" : "; too short to draw individually")];
     } else if (found.curve) {
       const { curve, time } = found, i = lastAt(curve.time, time, 0, curve.time.length);
       if (i >= 0) lines = [`${bytesText(curve.allocated[i] * curve.unit_bytes)} allocated`,
         curve.reserved ? `${bytesText(curve.reserved[i] * curve.unit_bytes)} reserved` : ""];
     }
-    this.tell(lines, x, y);
+    this.showTip(lines, x, y);
     this.ask();
   }
   // -- selecting
@@ -116,13 +116,13 @@ class TimelineTelling extends TimelineDrawing {
     this.kernels = isLaunch ? data.kernelsOf(event) : [];
     this.fillPanel();
     if (event >= 0) {
-      const told = this.about(event);
-      this.live.textContent = `${told.kind} ${told.name}, ${duration(told.durationNs)}, ${told.track}`;
+      const info = this.about(event);
+      this.live.textContent = `${info.kind} ${info.name}, ${duration(info.durationNs)}, ${info.track}`;
       if (move) this.reveal(event);
     } else this.live.textContent = "";
     this.redraw();
   }
-  // See to it that an event is on screen, and wide enough to be seen.
+  // Bring an event on screen, wide enough to be seen.
   reveal(event) {
     const { data } = this, start = data.start[event], end = data.end(event), view = this.aim();
     const span = view.end - view.start, wide = (end - start) * this.plot / span;
@@ -164,7 +164,7 @@ class TimelineTelling extends TimelineDrawing {
   }
 
   search() {
-    clearTimeout(this.waiting); // what was typed is searched for now: not again, which would forget the match gone to
+    clearTimeout(this.waiting); // search now, and not again later: that would lose the current match
     const query = this.input.value.trim().toLowerCase(), { data } = this;
     this.current = -1;
     if (!query) { this.matches = null; this.count.textContent = ""; return this.redraw(); }
@@ -183,9 +183,9 @@ class TimelineTelling extends TimelineDrawing {
     this.redraw();
   }
   tally() {
-    const num = this.numMatches, shading = this.thinned && " drawn one by one";
+    const num = this.numMatches, shading = this.thinned && " drawn individually";
     const place = this.current >= 0 ? `${whole(this.current + 1)} of ` : "";
-    this.count.textContent = this.matches ? (num ? `${place}${counted(num, "event")}${shading}` : "nothing found") : "";
+    this.count.textContent = this.matches ? (num ? `${place}${counted(num, "event")}${shading}` : "no match") : "";
   }
   next(way) {
     if (!this.matches && this.input.value) this.search();
