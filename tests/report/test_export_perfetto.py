@@ -183,7 +183,7 @@ def test_our_tracks_tell_phases_modules_findings_and_memory(tmp_path):
     assert track(document, "finding: launch_bound") == [("launch_bound", 100.0, 220.0)]
     assert track(document, "finding: launch_bound (2)") == [("launch_bound", 300.0, 120.0)]
     args = next(e["args"] for e in document["traceEvents"] if e["name"] == "launch_bound")
-    assert args["sentence"] == NASTY and args["saving"] == "up to 2.00 ms a step" and args["saving_ns"] == 2e6
+    assert args["sentence"] == NASTY and args["saving"] == "up to 2.00 ms per step" and args["saving_ns"] == 2e6
     levels = [(e["name"], e["ts"], e["args"]["bytes"]) for e in document["traceEvents"] if e["ph"] == "C"]
     assert levels[0] == ("memory allocated cuda:0", 20.0, (1 << 20) - 512)
 

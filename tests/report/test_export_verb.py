@@ -47,7 +47,7 @@ def failed(capsys, *arguments: str) -> str:
         (["--module", "blocks.0.mpl"], "no module 'blocks.0.mpl': did you mean blocks.0.mlp?"),
         (["--rank", "7"], "no rank 7"),
         (["-o", "out.txt"], ".json or .json.gz"),
-        (["-o", "no/such/out.json"], "there is no folder no/such"),
+        (["-o", "no/such/out.json"], "folder no/such does not exist"),
     ],
 )
 def test_what_is_not_there_is_refused_with_what_is(trace, capsys, asked, answer):

@@ -51,7 +51,7 @@ def test_a_recordings_report_is_inside_it_and_is_not_written_over(recording, cap
     assert capsys.readouterr().err == f"stepscope: {Path('run/report.html')}\n"
     assert Path("run/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
-    assert "is there already: --force writes over it" in failed(capsys, recording)
+    assert "already exists. Use --force" in failed(capsys, recording)
     Path("run/report.html").write_text("old")
     assert main(["report", recording, "--force"]) == 0
     assert Path("run/report.html").read_text(encoding="utf-8") != "old"
@@ -86,10 +86,10 @@ def test_default_places(recording, tmp_path):
         ([], "no path was given"),
         (["run", "--from", "run"], "PATH and --from both"),
         (["nothing"], "there is no nothing"),
-        (["run", "-o", "report.pdf"], "a report is .html, .md, .json or a folder"),
-        (["run", "-o", "no/such/report.html"], "there is no folder no/such"),
-        (["run", "-o", "run"], "is a folder with files in it: --force writes into it"),
-        (["run", "-o", "."], "is a folder with files in it"),
+        (["run", "-o", "report.pdf"], ".html, .md or .json file, or a folder"),
+        (["run", "-o", "no/such/report.html"], "folder no/such does not exist"),
+        (["run", "-o", "run"], "is not empty. Use --force"),
+        (["run", "-o", "."], "is not empty"),
     ],
 )
 def test_mistakes_are_one_line(recording, capsys, arguments, answer):
@@ -98,7 +98,7 @@ def test_mistakes_are_one_line(recording, capsys, arguments, answer):
 
 def test_what_is_missing_is_said_before_any_work(recording, capsys, monkeypatch):
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None if name == "plotly" else name)
-    assert "plotly is missing: pip install plotly" in failed(capsys, recording)
+    assert "pip install plotly" in failed(capsys, recording)
 
 
 def test_a_missing_package_has_one_hint(monkeypatch, tmp_path):
@@ -106,7 +106,7 @@ def test_a_missing_package_has_one_hint(monkeypatch, tmp_path):
 
     with pytest.raises(MissingDependencyError) as raised:
         write.check_target(tmp_path / "folder", False)
-    assert str(raised.value) == "matplotlib is missing: pip install 'stepscope[png]'"
+    assert str(raised.value) .endswith("pip install 'stepscope[png]'")
 
 
 def test_a_page_that_cannot_be_written_is_one_line_and_leaves_nothing(recording, capsys, monkeypatch):
@@ -155,7 +155,7 @@ def test_the_api_gives_a_report_that_is_written_and_shows_itself(recording):
 
     assert isinstance(report, Document) and Path("mine.html").is_file()
     assert report.verdict in report._repr_html_().replace("&#x27;", "'")
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         stepscope.report(recording, output="mine.html")
     assert stepscope.report(recording, output="mine.html", force=True).sections
     with pytest.raises(UsageError, match=r"\.pdf"):

@@ -85,15 +85,13 @@ def test_what_is_not_ok_is_its_status_and_never_a_number():
 
 
 def test_the_verdict_is_made_from_the_figures():
-    assert sweep_report(LENGTHS).verdict == (
-        "8 points: 6 ok, 1 oom, 1 unproven. sdpa is the fastest in 3 of 3 comparisons, 2.00 times the speed of the "
-        "plainest. The highest peak is 3.00 GiB (seq_len=128 attention=naive)."
-    )
-    assert (
-        "It takes 12.80 ms (seq_len=128) to 51.20 ms (seq_len=512)." in sweep_report(sweep(*LENGTHS.rows[:3])).verdict
-    )
+    verdict = sweep_report(LENGTHS).verdict
+    for part in ("8 points: 6 ok, 1 oom, 1 unproven.", "sdpa is the fastest in 3 of 3 comparisons, 2.00 times",
+                 "3.00 GiB (seq_len=128 attention=naive)"):  # fmt: skip
+        assert part in verdict
+    assert "12.80 ms (seq_len=128) to 51.20 ms (seq_len=512)" in sweep_report(sweep(*LENGTHS.rows[:3])).verdict
     failed = sweep_report(sweep(LENGTHS.rows[3]))
-    assert failed.verdict == "1 point: 1 oom. No point has a time that counts."
+    assert failed.verdict.startswith("1 point: 1 oom.")
     assert isinstance(parts(failed, "time")[0], Missing)
 
 

@@ -7,6 +7,7 @@ import io
 import re
 
 import pytest
+
 from stepscope.analysis.comparison.sweep_records import sweep_json
 from stepscope.analysis.comparison.sweeps import sweep_of
 from stepscope.document.model import Table

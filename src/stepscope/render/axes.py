@@ -1,4 +1,4 @@
-"""What the axes of a page and of a picture share: titles, units, ticks, what they have to hold."""
+"""Axes of charts on the page and in PNG files: titles, units, ticks and ranges."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from stepscope.document.model import Lines, Series
 from stepscope.formatting import Scale, safe, scale, significant, title_of
 
 _TITLE = 44
-"""Characters of a figure's name: the unit after it is never cut."""
+"""Characters of an axis title without its unit."""
 _MOST_TICKS = 12
-"""Of the figures of an axis that are few enough to be named one by one."""
+"""An axis with at most this many values has a tick at each."""
 _MOST_LEVELS = 200
-"""Of more the last is too narrow to be seen."""
+"""With more levels, the last is too narrow to be seen."""
 _ROOM_FOR_MARKS = 1.25
-"""Of the largest figure: three lines of names above it."""
+"""How far an axis goes above its largest value, for three lines of names."""
 
 
 def axis_title(name: str, unit: str) -> str:
-    """What an axis says: its figure with its unit.
+    """Return the title of an axis, with its unit.
 
     >>> axis_title("total_ns", "ms"), axis_title("flops_per_s", "TFLOP/s"), axis_title("num_calls", "")
     ('total (ms)', 'TFLOP/s', 'calls')
@@ -30,22 +30,22 @@ def axis_title(name: str, unit: str) -> str:
 
 
 def largest(values: Sequence[float | None]) -> float:
-    """The largest figure, whatever its sign; 0 of none."""
+    """Return the largest absolute value; 0 if there is none."""
     return max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
 
 
 def unit_of(name: str, values: Sequence[float | None]) -> Scale:
-    """The unit of an axis, by its largest figure."""
+    """Return the unit of an axis, chosen by its largest value."""
     return scale(name, largest(values))
 
 
 def scaled(values: Sequence[float | None], unit: Scale) -> list[float]:
-    """Figures in a unit; NaN for what is not there."""
+    """Return values in a unit; NaN if missing."""
     return [value / unit.divisor if value is not None and math.isfinite(value) else math.nan for value in values]
 
 
 def heights(chart: Lines) -> Sequence[float | None]:
-    """What the y axis has to hold."""
+    """Return the values that the y axis must cover."""
     if chart.style == "areas":
         columns = zip(*(series.y for series in chart.series))
         return [math.fsum(y for y in column if y is not None and math.isfinite(y)) for column in columns]
@@ -53,12 +53,12 @@ def heights(chart: Lines) -> Sequence[float | None]:
 
 
 def top_of(chart: Lines) -> float | None:
-    """How high the y axis must reach so that the names of marks stand above what is drawn; None: as it comes."""
+    """Return the top of the y axis that leaves room for the names of marks; None: automatic."""
     return _ROOM_FOR_MARKS * largest(heights(chart)) if chart.marks and not chart.log_y else None
 
 
 def ended(chart: Lines) -> Lines:
-    """Where levels last until the next, the last of a few gets an end: it lasts as long as the one before.
+    """Return a chart of steps or areas with an end for its last level: it lasts as long as the one before.
 
     >>> levels = Lines(id="", title="", x="x", y="y", series=(Series("a", [5, 7], [1, 2]),), style="steps")
     >>> ended(levels).series[0].x, ended(levels).series[0].y
@@ -79,9 +79,9 @@ def _ended(series: Series) -> Series:
 
 
 def log_ticks(values: Sequence[float], exact: bool = True) -> list[float]:
-    """Ticks of an axis that grows by factors, from its scaled figures.
+    """Return the ticks of a logarithmic axis.
 
-    `exact`: at the figures themselves where they are few and whole.
+    `exact`: at the values themselves if they are few and whole numbers.
 
     >>> log_ticks([128.0, 256.0]), log_ticks([0.2, 30.0])[:4], log_ticks([])
     ([128.0, 256.0], [0.01, 0.02, 0.05, 0.1], [])
@@ -95,7 +95,7 @@ def log_ticks(values: Sequence[float], exact: bool = True) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """A figure of an axis: no more digits than it has.
+    """Return the text of a tick, with no more digits than needed.
 
     >>> tick_text(0.25), tick_text(1024.0), tick_text(0.1 + 0.2), tick_text(0.00002)
     ('0.25', '1,024', '0.3', '0.00002')

@@ -9,14 +9,14 @@ from stepscope.document.model import Node, Series
 
 
 def colors_of(series: tuple[Series, ...]) -> list[str]:
-    """One a series: a name's own, and of the others none that is taken already."""
+    """Return one color per series: named ones first, then free ones."""
     taken = {NAMED[one.color] for one in series if one.color in NAMED}
     free = iter([color for color in PALETTE if color not in taken] + list(PALETTE) * len(series))
     return [NAMED[one.color] if one.color in NAMED else next(free) for one in series]
 
 
 def colors_of_nodes(nodes: Sequence[Node]) -> dict[str, str]:
-    """Of a tree, by id: a node's own, else its parent's; the parts of the whole take one after the other."""
+    """Return a color per node id: its own, or its parent's; top-level nodes take one after the other."""
     found: dict[str, str] = {}
     given = 0
     for node in nodes:

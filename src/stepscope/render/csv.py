@@ -1,4 +1,4 @@
-"""Tables as CSV: raw figures under names that end in their unit, and no cell that a spreadsheet would run."""
+"""Renders tables as CSV: raw numbers, and no cell that a spreadsheet would run as a formula."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from stepscope.document.model import Table
 from stepscope.formatting import safe
 
 _LONGEST_CELL = 32_000
-"""A spreadsheet's cell ends at 32,767 characters."""
-# What makes a spreadsheet run a cell, also as its wide twin, behind spaces or quotes; and behind a semicolon, where
-# half of the world's spreadsheets begin a new cell.
+"""Spreadsheets limit a cell to 32,767 characters."""
+# What starts a formula: also full-width characters, after spaces or quotes, and after a semicolon, which many
+# locales read as a separator.
 _FORMULA = re.compile(r"""(?:^|(?<=;))(?=[\s"'`]*[=+\-@＝＋－＠])""")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 def csv_of(table: Table) -> str:
-    """All rows of a table, a header of column names before them."""
+    """Return all rows of a table below a header."""
     return csv_text(table.columns)
 
 
 def csv_text(columns: Mapping[str, Sequence[Any]]) -> str:
-    r"""Columns as RFC 4180 has them, lines ending in `\n`; what is not there, or no number, is an empty cell.
+    r"""Return columns as CSV (RFC 4180, lines end in `\n`); missing values and NaN are empty cells.
 
     >>> csv_text({"name": ["a, b", "=1+1"], "total_ns": [-3, None]})
     'name,total_ns\n"a, b",-3\n\'=1+1,\n'
@@ -36,19 +36,19 @@ def csv_text(columns: Mapping[str, Sequence[Any]]) -> str:
     writer.writerow([guarded(name) for name in columns])
     for row in zip(*columns.values()):
         cells = [csv_cell(value) for value in row]
-        # A line of nothing would be no row at all.
+        # An empty line would not count as a row.
         stream.write('""\n') if cells == [""] else writer.writerow(cells)
     return stream.getvalue()
 
 
 def csv_cell(value: Any) -> Any:
-    """A value as it stands in a cell: a figure as it is, text guarded, what is not there empty."""
+    """Return a value as a cell: numbers as they are, text guarded, missing values empty."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     return value if isinstance(value, (int, float)) else guarded(value)
 
 
 def guarded(value: object) -> str:
-    """Somebody else's text: no control characters, bounded, an apostrophe before what would be a formula."""
+    """Return text without control characters, with an apostrophe before what would be a formula."""
     text = safe(value, _LONGEST_CELL)
     return text if _NUMBER.fullmatch(text) else _FORMULA.sub("'", text)

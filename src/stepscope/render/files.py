@@ -1,4 +1,4 @@
-"""Files that a report or an export is written to: checked before the work, whole or not at all."""
+"""Output files of reports and exports: checked before the work starts, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
 
 _LEVEL = 5
-"""Of compression: half the time of the usual level for a twentieth more bytes."""
+"""gzip level: half the time of the default for 5 % more bytes."""
 _TRACES = (".gz", ".json", ".trace", ".pt")
-"""Endings that a trace's name loses in the name of what is made of it."""
+"""Suffixes that are dropped from a trace's name."""
 _EXTRAS = {"matplotlib": "'stepscope[png]'"}
-"""What to install for a package that not everybody has."""
+"""What to install for an optional package."""
 
 
 def stem_of(path: Path) -> str:
-    """The name of what is made of a trace, without its endings.
+    """Return the name of a trace without its suffixes.
 
     >>> stem_of(Path("traces/rank0.pt.trace.json.gz")), stem_of(Path("runs/x-1"))
     ('rank0', 'x-1')
@@ -42,41 +42,42 @@ def file_names(ids: list[str]) -> list[str]:
 
 
 def check_file(target: Path, force: bool) -> None:
-    """UsageError where a file cannot or should not be written, before any work is done for nothing."""
+    """Raise UsageError if the file cannot be written, or exists and `force` is off."""
     if target.is_dir():
-        raise UsageError(f"{target} is a folder: name a file")
+        raise UsageError(f"{target} is a folder. Name a file")
     if target.exists() and not force:
-        raise UsageError(f"{target} is there already: --force writes over it")
+        raise UsageError(f"{target} already exists. Use --force to overwrite it")
     _check_parent(target)
 
 
 def check_folder(target: Path, force: bool) -> None:
-    """The same of a folder for files."""
+    """Raise UsageError if the folder cannot be written to, or has files and `force` is off."""
     if target.exists() and not target.is_dir():
-        raise UsageError(f"{target} is a file: name a folder")
+        raise UsageError(f"{target} is a file. Name a folder")
     if target.is_dir() and any(target.iterdir()) and not force:
-        raise UsageError(f"{target} is a folder with files in it: --force writes into it")
+        raise UsageError(f"{target} is not empty. Use --force to write into it")
     _check_parent(target)
 
 
 def _check_parent(target: Path) -> None:
     if not target.parent.is_dir():
-        raise UsageError(f"there is no folder {target.parent}")
+        raise UsageError(f"folder {target.parent} does not exist")
 
 
 def need(package: str) -> None:
-    """MissingDependencyError where a package is not installed; it is not imported."""
+    """Raise MissingDependencyError if a package is not installed, without importing it."""
     if importlib.util.find_spec(package) is None:
         raise missing(package)
 
 
 def missing(package: str) -> MissingDependencyError:
-    return MissingDependencyError(f"{package} is missing: pip install {_EXTRAS.get(package, package)}")
+    """Return the error that says how to install a package."""
+    return MissingDependencyError(f"{package} is not installed. Run: pip install {_EXTRAS.get(package, package)}")
 
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """What the machine does not let us write becomes one line."""
+    """Turn an OSError into a one-line error."""
     try:
         yield
     except OSError as error:
@@ -84,13 +85,13 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def write_texts(target: Path, texts: Iterable[str | bytes]) -> None:
-    """Write texts one after the other, compressed where the name ends in .gz; the file is in place when whole."""
+    """Write texts to a file, compressed if its name ends in .gz; it appears only when complete."""
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with writing(target), contextlib.ExitStack() as stack:
             stream: io.BufferedIOBase = stack.enter_context(part.open("wb"))
             if target.suffix == ".gz":
-                # No name and no time in it: the same trace makes the same file.
+                # Without name and time: the same input gives the same file.
                 stream = stack.enter_context(gzip.GzipFile("", "wb", _LEVEL, stream, mtime=0))
             for text in texts:
                 stream.write(text.encode("utf-8", "backslashreplace") if isinstance(text, str) else text)

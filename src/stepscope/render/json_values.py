@@ -1,4 +1,4 @@
-"""A report as plain values: what a program reads (docs/report.md has the structure)."""
+"""Renders a report as plain values for JSON (docs/report.md has the structure)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from stepscope.document.model import Chart, Document, Findings, Table, Timeline
 
 SCHEMA_VERSION = 1
-_HALF_A_SIGN = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def plain_of(report: Document) -> dict[str, Any]:
-    """Objects, lists, texts, whole and finite numbers, true, false and null: NaN and infinity are null."""
+    """Return the report as JSON values; NaN and infinity become null."""
     return {
         "schema_version": SCHEMA_VERSION,
         "title": _plain(report.title),
@@ -33,7 +33,7 @@ def _part(part: Any) -> dict[str, Any]:
     if isinstance(part, Findings):
         return {"kind": kind, "diagnosis": _plain(part.values)}
     if isinstance(part, Timeline):
-        return {"kind": kind, "text": "only the page has it; stepscope export writes its events"}
+        return {"kind": kind, "text": "only on the page; stepscope export writes its events"}
     if isinstance(part, Table):
         return {"kind": kind, **_plain(part), "num_rows": part.num_rows}
     return {"kind": kind, "is_chart": isinstance(part, Chart), **_plain(part)}
@@ -41,7 +41,7 @@ def _part(part: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return _HALF_A_SIGN.sub("\ufffd", value)  # no reader takes one
+        return _SURROGATE.sub("\ufffd", value)  # JSON readers reject surrogates
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""A report as files: the ending of the target says which."""
+"""Writes a report to files; the suffix of the target chooses the format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FILES = (PAGE, MARKDOWN, JSON)
 
 
 def check_target(target: Path, force: bool) -> Path:
-    """The target, where it can be written; UsageError before any work is done for nothing."""
+    """Return the target if it can be written; raise UsageError before any work is done."""
     if target.suffix and target.suffix not in _FILES and not target.is_dir():
-        raise UsageError(f"{target}: a report is .html, .md, .json or a folder")
+        raise UsageError(f"{target}: a report is a .html, .md or .json file, or a folder")
     (check_file if target.suffix in _FILES else check_folder)(target, force)
     needed = {PAGE: ("plotly",), MARKDOWN: (), JSON: ()}.get(target.suffix, ("plotly", "matplotlib"))
     for name in needed:
@@ -25,7 +25,7 @@ def check_target(target: Path, force: bool) -> Path:
 
 
 def write_report(report: Document, target: Path) -> Path:
-    """Write it, and say which file to look at first."""
+    """Write the report and return the file to open first."""
     if target.suffix in _FILES:
         write_texts(target, [_as_text(report, target.suffix)])
         return target

@@ -1,4 +1,4 @@
-"""The report of a sweep: what ran and what won, every figure over the axes, all points, and why some have none."""
+"""Builds the report of a sweep: the fastest points, every figure over the axes, all points, and why some failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stepscope.formatting import cell, plural, safe
 from stepscope.trace.sweep_file import Sweep
 from stepscope.version import __version__
 
-# Figures of the table, named as in results.csv; those that no point has are left out.
+# Columns of the table, named as in results.csv; empty ones are left out.
 _FIGURES = (
     "time_median_ns", "tokens_per_s", "max_batch", "speedup", "mfu_share", "peak_allocated_bytes", "is_best",
     "is_tied", "is_noisy", "differs", "before_backward_bytes", "flops_per_s", "num_kernel_launches", "compile_ns",
@@ -32,13 +32,13 @@ _EXPLORED = (
 _SECTION_OF = {"time_ns": "time", "tokens_per_s": "tokens", "mfu_share": "mfu", "peak_allocated_bytes": "memory"}
 _MARKS = BEST + TIED + NOISY
 _NO_DEVICE = (
-    "MFU needs to know the device: it is in sweep.json, which stepscope bench writes beside results.jsonl. "
-    "Copy both, or report on the folder."
+    "MFU needs the device, which is in sweep.json. stepscope bench writes it next to results.jsonl: copy both, or "
+    "report on the folder."
 )
 
 
 def sweep_report(sweep: Sweep) -> Document:
-    """The report of a sweep's rows."""
+    """Return the report of a sweep's rows."""
     summary = sweep_of(list(sweep.rows), sweep.environments)
     layout = layout_of(summary, sweep.rows)
     sections = [
@@ -61,38 +61,38 @@ def sweep_report(sweep: Sweep) -> Document:
 
 def _verdict(sweep: SweepSummary, layout: Layout) -> str:
     counts = ", ".join(f"{number} {safe(status)}" for status, number in sweep.num_by_status.items())
-    said = [f"{plural(len(sweep.points), 'point')}: {counts}."]
+    sentences = [f"{plural(len(sweep.points), 'point')}: {counts}."]
     timed = [point for point in sweep.points if point.status == OK and point.time is not None]
     if not timed:
-        return f"{said[0]} No point has a time that counts."
+        return f"{sentences[0]} No point has a valid time."
     best = [point for point in timed if point.is_best]
-    said.append(_winners(best, sweep, layout) if best else _range(timed, layout))
+    sentences.append(_winners(best, sweep, layout) if best else _range(timed, layout))
     heavy = max(timed, key=lambda point: point.peak_allocated_bytes or 0)
     if heavy.peak_allocated_bytes:
         where = f" ({label(heavy, layout.names)})" if layout.names else ""
-        said.append(f"The highest peak is {cell('peak_bytes', heavy.peak_allocated_bytes)}{where}.")
+        sentences.append(f"The highest peak is {cell('peak_bytes', heavy.peak_allocated_bytes)}{where}.")
     noisy = sum(point.is_noisy for point in timed)
     if noisy:
-        said.append(f"{plural(noisy, 'row')} of {len(timed)} {'is' if noisy == 1 else 'are'} noisy.")
-    return " ".join(said)
+        sentences.append(f"{plural(noisy, 'row')} of {len(timed)} {'is' if noisy == 1 else 'are'} noisy.")
+    return " ".join(sentences)
 
 
 def _winners(best: Sequence[PointSummary], sweep: SweepSummary, layout: Layout) -> str:
-    """Who is the fastest, how often, and by how much."""
+    """Return which variant is fastest, how often, and by how much."""
     wins: dict[str, list[PointSummary]] = {}
     for point in best:
         wins.setdefault(label(point, layout.ways or layout.names, False), []).append(point)
     ranked = sorted(wins.items(), key=lambda item: -len(item[1]))
     name, won = ranked[0]
     num_tied = sum(point.is_tied for point in sweep.points)
-    tied = f"; {plural(num_tied, 'row')} cannot be told from the fastest" if num_tied else ""
+    tied = f"; {plural(num_tied, 'row')} not measurably slower" if num_tied else ""
     if 2 * len(won) <= len(best):
         named = ", ".join(f"{name} {len(won)}" for name, won in ranked[:4])
-        return f"Who is the fastest differs between {plural(len(best), 'comparison')} ({named}){tied}."
-    # A ratio to something that computes another thing is no gain.
+        return f"The fastest variant differs between {plural(len(best), 'comparison')} ({named}){tied}."
+    # A ratio to a different computation is not a gain.
     gains = [point.speedup for point in won if point.speedup is not None and point.differs is None]
     ends = dict.fromkeys(f"{end:.2f}" for end in (min(gains), max(gains))) if gains else {}
-    gain = f", {' to '.join(ends)} times the speed of the plainest" if ends and "1.00" not in ends else ""
+    gain = f", {' to '.join(ends)} times as fast as the plainest" if ends and "1.00" not in ends else ""
     if len(best) == 1:
         return f"{name} is the fastest: {time_text(best[0]).rstrip(_MARKS)}{gain}{tied}."
     return f"{name} is the fastest in {len(won)} of {plural(len(best), 'comparison')}{gain}{tied}."
@@ -100,27 +100,27 @@ def _winners(best: Sequence[PointSummary], sweep: SweepSummary, layout: Layout) 
 
 def _range(timed: Sequence[PointSummary], layout: Layout) -> str:
     ordered = sorted(timed, key=lambda point: point.time.median if point.time else 0.0)
-    said = []
+    sentences = []
     for point in (ordered[0], ordered[-1]):
         where = f" ({label(point, layout.names)})" if layout.names else ""
-        said.append(f"{time_text(point).rstrip(_MARKS)}{where}")
-    return f"It takes {' to '.join(dict.fromkeys(said))}."
+        sentences.append(f"{time_text(point).rstrip(_MARKS)}{where}")
+    return f"It takes {' to '.join(dict.fromkeys(sentences))}."
 
 
 def _overview(sweep: Sweep, summary: SweepSummary, layout: Layout) -> tuple[Any, ...]:
     parts: list[Any] = [_facts(sweep, summary)]
     parts += [Text(safe(warning, 500)) for warning in sweep.warnings]
     if layout.follows:
-        parts.append(Text("; ".join(f"{name} follows from {of}" for name, of in layout.follows.items()) + "."))
+        parts.append(Text("; ".join(f"{name} is determined by {of}" for name, of in layout.follows.items()) + "."))
     best = [point for point in summary.points if point.is_best and point.status == OK]
     if best:
         names = (*_varying(summary), "time_median_ns", "tokens_per_s", "speedup", "differs", "peak_allocated_bytes")
         columns = _columns(best, names)
-        note = "speedup: against the plainest way to compute it." if "speedup" in columns else ""
-        note += " differs: that one computes something else." if "differs" in columns else ""
-        parts.append(Table("best", "The fastest of the rows that compute the same thing", columns, 20, note))
+        note = "speedup: over the plainest variant." if "speedup" in columns else ""
+        note += " differs: the plainest variant computes something else." if "differs" in columns else ""
+        parts.append(Table("best", "Fastest points among those that compute the same thing", columns, 20, note))
     else:
-        parts.append(Text("No two rows compute the same thing in different ways: none is called the best."))
+        parts.append(Text("No two points compute the same thing in different ways, so there is no best one."))
     return tuple(parts)
 
 
@@ -130,22 +130,22 @@ def _facts(sweep: Sweep, summary: SweepSummary) -> Facts:
     varied = [f"{safe(name, 60)} ({len(axis_of(summary.points, name).values)})" for name in summary.varying]
     rows.append(Fact("varied", ", ".join(varied) or "nothing"))
     constants = [f"{name}={value}" for name, value in summary.constants.items() if value is not None]
-    rows.append(Fact("the same in all", safe(", ".join(constants), 2000)))
+    rows.append(Fact("same in all", safe(", ".join(constants), 2000)))
     parameters = {point.num_parameters for point in summary.points if point.num_parameters is not None}
     if len(parameters) == 1:
         rows.append(Fact("parameters", f"{parameters.pop():,}"))
     limits = dict.fromkeys(point.mfu.limit for point in summary.points if point.mfu is not None)
     if limits:
-        rows.append(Fact("MFU is of", safe("; ".join(limits), 500)))
+        rows.append(Fact("MFU limit", safe("; ".join(limits), 500)))
     used = dict.fromkeys(str(row.get("environment_hash", "")) for row in sweep.rows)
     known = {key: sweep.environments[key] for key in used if key in sweep.environments}
     for key, environment in known.items():
         facts = [f"{name} {value}" for name, value in environment.items() if isinstance(value, (str, int, float))]
-        device = str(environment.get("device_name") or "a device without a name")
+        device = str(environment.get("device_name") or "unnamed device")
         rows.append(Fact("ran on", safe(device), safe(f"{', '.join(facts)} [{key}]", 1000)))
     if not known:
-        rows.append(Fact("ran on", "not known", "sweep.json is not beside the rows"))
-    rows.append(Fact("configuration", hash_of(summary), "of all rows; a row's own hash stands beside it"))
+        rows.append(Fact("ran on", "unknown", "there is no sweep.json next to the rows"))
+    rows.append(Fact("configuration", hash_of(summary), "hash of all points"))
     return Facts(tuple(rows))
 
 
@@ -155,12 +155,12 @@ def _figure_section(sweep: SweepSummary, layout: Layout, number: int) -> Section
     parts: tuple[Any, ...]
     has_figure = any(point.status == OK and measure.value(point) is not None for point in sweep.points)
     if not has_figure:
-        parts = (Missing(_why_no_mfu(sweep) if name == "mfu" else f"No row has it: {measure.title}."),)
+        parts = (Missing(_why_no_mfu(sweep) if name == "mfu" else f"No point has this figure: {measure.title}."),)
     else:
         parts = charts_of(sweep, layout, measure)
         both = memory_and_time(sweep, layout) if name == "memory" else None
         parts = (*parts, both) if both is not None else parts
-        parts = parts or (Text("One point: there is nothing to draw it over. Its figures are in the table."),)
+        parts = parts or (Text("A single point has no chart. Its figures are in the table."),)
     return Section(name, measure.title, parts)
 
 
@@ -169,20 +169,20 @@ def _why_no_mfu(sweep: SweepSummary) -> str:
     if not devices:
         return _NO_DEVICE
     return (
-        f"No row has an MFU: it takes FLOPs, which the workload must count, and a peak of {' and '.join(devices)}, "
-        "which `stepscope doctor --measure` finds on a GPU."
+        f"No point has an MFU. It needs the workload's FLOPs and the peak rate of {' and '.join(devices)}: "
+        "`stepscope doctor --measure` measures it on a GPU."
     )
 
 
 def _points(sweep: SweepSummary) -> Table:
     facts = dict.fromkeys(f"fact_{name}" for point in sweep.points for name in point.facts)
     names = (*_varying(sweep), "status", *_FIGURES, *facts, "hash")
-    note = f"Only rows that are ok have figures. All rows: configuration {hash_of(sweep)}."
+    note = f"Only points with status ok have figures. Configuration of all points: {hash_of(sweep)}."
     return Table("points", "All points", _columns(sweep.points, names), num_shown=30, note=note)
 
 
 def _columns(points: Sequence[PointSummary], names: Iterable[str]) -> dict[str, Sequence[Value]]:
-    """The columns of those names that say something, the axes that vary among them; figures of `ok` points alone."""
+    """Return the columns that are not empty; only `ok` points have figures."""
     records = [record_of(point) for point in points]
     shown = []
     for point, record in zip(points, records):
@@ -193,12 +193,12 @@ def _columns(points: Sequence[PointSummary], names: Iterable[str]) -> dict[str, 
 
 
 def _axis_columns(point: PointSummary, record: Mapping[str, Any]) -> dict[str, str]:
-    """Axes → their columns: a knob that is called like a figure has another name there."""
+    """Return each axis' column: a knob with the name of a figure has a prefix."""
     return {name: f"knob_{name}" if f"knob_{name}" in record else name for name in point.axes}
 
 
 def _varying(sweep: SweepSummary) -> list[str]:
-    """The columns of the axes that vary."""
+    """Return the columns of the axes that vary."""
     columns: dict[str, str] = {}
     for point in sweep.points:
         columns |= _axis_columns(point, record_of(point))
@@ -210,21 +210,21 @@ def _plain(value: Any) -> Value:
 
 
 def _statuses(sweep: Sweep, summary: SweepSummary) -> tuple[Any, ...]:
-    """Why points have no figure; what was measured of them all the same is not ranked."""
+    """Return why points failed; times measured of them are shown, but not ranked."""
     failed = [(row, point) for row, point in zip(sweep.rows, summary.points) if point.status != OK]
     if not failed:
-        return (Text(f"Every point is ok: {plural(len(summary.points), 'row')}, each right, proven and measured."),)
+        return (Text(f"All {plural(len(summary.points), 'point')} are ok: correct, verified and measured."),)
     axes = zip(_varying(summary), summary.varying)
     columns: dict[str, list[Value]] = {
         column: [_plain(point.axes.get(name)) for _, point in failed] for column, name in axes
     }
     columns["status"] = [point.status for _, point in failed]
-    columns["reason"] = [point.reason or "no reason was given" for _, point in failed]
+    columns["reason"] = [point.reason or "no reason recorded" for _, point in failed]
     columns["stage"] = [_plain(row.get("stage")) for row, _ in failed]
     columns["unranked_time_ns"] = [TIME.value(point) for _, point in failed]
     columns["hash"] = [point.hash for _, point in failed]
     shown = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    return (Table("statuses", "Points without a figure", shown, num_shown=20),)
+    return (Table("statuses", "Points without a result", shown, num_shown=20),)
 
 
 def _explorer(sweep: SweepSummary, layout: Layout) -> Explorer:
@@ -249,7 +249,7 @@ def _explorer(sweep: SweepSummary, layout: Layout) -> Explorer:
         figures=figures,
         shown=tuple(shown),
         statuses=tuple(point.status for point in sweep.points),
-        reasons=tuple("" if point.status == OK else point.reason or "no reason was given" for point in sweep.points),
+        reasons=tuple("" if point.status == OK else point.reason or "no reason recorded" for point in sweep.points),
         names=tuple(label(point, layout.names) for point in sweep.points),
         marks=tuple("best" if point.is_best else "tied" if point.is_tied else "" for point in sweep.points),
         is_noisy=tuple(point.is_noisy for point in sweep.points),

@@ -1,4 +1,4 @@
-"""Which of a sweep's axes stands on x, which one is the series, and what is drawn apart."""
+"""Chooses which axis of a sweep is on x, which one is the series, and which ones get separate charts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepscope.document.explorer import Axis
 from stepscope.formatting import cell, safe
 
 MOST_SERIES = 8
-"""There are as many colors that everybody can tell apart."""
+"""As many as there are distinguishable colors."""
 _LENGTHS = ("seq_len", "tokens", "context", "batch")
 _REPETITIONS = ("seed", "warmup", "steps")
 _LOG_FACTOR = 4
@@ -20,18 +20,18 @@ _LONGEST_VALUE = 60
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes by what they are for; each that varies by itself is in one of the first three."""
+    """Axes by their role; each independent axis is in one of the first three."""
 
     x: Axis | None
-    """The one on x; None where nothing varies."""
+    """The axis on x; None if nothing varies."""
     series: tuple[str, ...]
-    """Those that tell lines apart, more than one where their combinations are few."""
+    """Axes that distinguish lines; several if they have few combinations."""
     facets: tuple[str, ...]
-    """Those whose values are drawn in charts of their own."""
+    """Axes with one chart per value."""
     follows: Mapping[str, str]
-    """Axes that say nothing new → the axis they follow from."""
+    """Redundant axes → the axis that determines them."""
     ways: tuple[str, ...]
-    """Those that choose how the same thing is computed."""
+    """Axes that choose an implementation."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ class Layout:
 
 
 def layout_of(sweep: SweepSummary, rows: Sequence[Mapping[str, Any]]) -> Layout:
-    """A length on x where there is one, ways to compute the same thing as series, what remains in charts apart."""
+    """Return the layout: a length on x, implementations as series, one chart per combination of the rest."""
     ways = {*IMPLEMENTATION_KNOBS}
     for row in rows:
         ways |= {*(row.get("reference") or {}), *(row.get("alternatives") or {})}
@@ -67,7 +67,7 @@ def layout_of(sweep: SweepSummary, rows: Sequence[Mapping[str, Any]]) -> Layout:
 
 
 def axis_of(points: Sequence[PointSummary], name: str) -> Axis:
-    """An axis with its values in order."""
+    """Return an axis with its values in order."""
     values: list[Any] = list(dict.fromkeys(point.axes.get(name) for point in points))
     is_numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     if is_numeric:
@@ -77,12 +77,12 @@ def axis_of(points: Sequence[PointSummary], name: str) -> Axis:
 
 
 def value_text(name: str, value: Any) -> str:
-    """A value of an axis; a knob that does not apply has none."""
+    """Return the text of a value; a knob that does not apply has none."""
     return safe(cell(name, value), _LONGEST_VALUE)
 
 
 def label(point: PointSummary, names: Sequence[str], with_names: bool = True) -> str:
-    """What a point is, by those axes: `seq_len=128 attention=sdpa`, or `128 · sdpa`."""
+    """Return a point's values of these axes: `seq_len=128 attention=sdpa`, or `128 · sdpa`."""
     texts = [safe(str(point.axes.get(name, "–")), _LONGEST_VALUE) for name in names]
     if not with_names:
         return " · ".join(texts)
@@ -100,7 +100,7 @@ def _rank(axis: Axis, ways: Collection[str]) -> tuple[int, int, int]:
 
 
 def _follows(points: Sequence[PointSummary], name: str, leader: str) -> bool:
-    """Whether the leader's value tells this axis' one in every point."""
+    """Return whether the leader's value determines this axis' value in every point."""
     pairs = {(point.axes.get(leader), point.axes.get(name)) for point in points}
     return len(pairs) == len({point.axes.get(leader) for point in points})
 
@@ -108,7 +108,7 @@ def _follows(points: Sequence[PointSummary], name: str, leader: str) -> bool:
 def _series(
     points: Sequence[PointSummary], axes: Mapping[str, Axis], rest: Sequence[str], ways: Collection[str]
 ) -> tuple[str, ...]:
-    """The first axis, and those whose combinations with it are few: other ways to compute it, or rarely used."""
+    """Return the first axis, and others that have few combinations with it."""
     first = next((name for name in rest if name in ways or len(axes[name].values) <= MOST_SERIES), None)
     if first is None:
         return ()

@@ -1,4 +1,4 @@
-"""Charts of a sweep: one figure over its axes as lines, heat maps and bars; what is not `ok` is its status."""
+"""Builds the charts of a sweep: one figure over its axes as lines, heat maps and bars."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from stepscope.formatting import cell, duration, listed, plural, safe, title_of,
 MOST_FACETS = 6
 MOST_BARS = 24
 LOG_FACTOR = 10
-_SAID = 4
-"""Points that a caption names."""
+_NUM_LISTED = 4
+"""Points that a caption lists."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure of a point, under a name with its unit."""
+    """A figure of a point; its name ends in the unit."""
 
     name: str
     title: str
     value: Callable[[PointSummary], float | None]
     text: Callable[[PointSummary], str]
-    """In a cell of a heat map."""
+    """Text for a cell of a heat map."""
     more_is_better: bool = False
     low: Callable[[PointSummary], float | None] | None = None
     high: Callable[[PointSummary], float | None] | None = None
@@ -38,12 +38,12 @@ def _named(axis: str) -> str:
 
 
 def figure(measure: Measure, point: PointSummary) -> float | None:
-    """The figure of a point that is `ok`; nothing else is drawn as a number."""
+    """Return the figure of an `ok` point; other points are never drawn as numbers."""
     return measure.value(point) if point.status == OK else None
 
 
 def time_text(point: PointSummary) -> str:
-    """The median with as many digits as its noise allows, and its marks."""
+    """Return the median with as many digits as its noise allows, and its marks."""
     if point.time is None:
         return ""
     return f"{duration(point.time.median, min(4, digits_of(point.time)))}{_mark(point)}"
@@ -78,7 +78,7 @@ MEASURES = (
 
 
 def charts_of(sweep: SweepSummary, layout: Layout, measure: Measure) -> tuple[Any, ...]:
-    """Every chart of a figure: for each combination of the axes that are drawn apart, the largest ones first."""
+    """Return the charts of a figure, one set per combination of the other axes, the largest first."""
     if layout.x is None:
         return ()
     points = [point for point in sweep.points if point.status != OK or measure.value(point) is not None]
@@ -155,23 +155,23 @@ def _lines(
 def _ends(
     end: Callable[[PointSummary], float | None] | None, points: Sequence[PointSummary]
 ) -> Sequence[float | None]:
-    """The ends of the intervals, on one side."""
+    """Return one end of every interval."""
     return () if end is None else [end(point) if point.status == OK else None for point in points]
 
 
 def _at_the_end(points: list[PointSummary], layout: Layout, measure: Measure) -> str:
-    """What is seen at the largest x."""
+    """Return the figures at the largest x."""
     assert layout.x is not None
     last = max(point.axes[layout.x.name] for point in points)
     there = [point for point in points if point.axes[layout.x.name] == last]
     found = sorted((p for p in there if figure(measure, p) is not None), key=lambda p: figure(measure, p) or 0)
-    said = found if len(found) <= _SAID else [found[0], found[-1]]
-    texts = [f"{label(point, layout.series, False)} {cell(measure.name, figure(measure, point))}" for point in said]
-    said_texts = (", " if len(found) <= _SAID else " to ").join(text.strip() for text in texts)
+    ends = found if len(found) <= _NUM_LISTED else [found[0], found[-1]]
+    texts = [f"{label(point, layout.series, False)} {cell(measure.name, figure(measure, point))}" for point in ends]
+    listed_texts = (", " if len(found) <= _NUM_LISTED else " to ").join(text.strip() for text in texts)
     failed = [f"{label(point, layout.series, False)} {point.status}".strip() for point in there if point.status != OK]
-    more = [f"{', '.join(failed[:_SAID])}{' …' if len(failed) > _SAID else ''}"] if failed else []
+    more = [f"{', '.join(failed[:_NUM_LISTED])}{' …' if len(failed) > _NUM_LISTED else ''}"] if failed else []
     at = f"At {layout.x.name} = {value_text(layout.x.name, last)}: "
-    return at + "; ".join([*([said_texts] if said_texts else []), *more]) + "."
+    return at + "; ".join([*([listed_texts] if listed_texts else []), *more]) + "."
 
 
 def _heat(points: list[PointSummary], layout: Layout, measure: Measure, key: str, where: str) -> Heat:
@@ -202,24 +202,24 @@ def _cell_text(point: PointSummary | None, measure: Measure) -> str:
 
 
 def _cells_caption(points: Sequence[PointSummary], num_empty: int, measure: Measure) -> str:
-    said = []
+    notes = []
     ok = [point for point in points if point.status == OK]
     if measure is TIME:
         if any(point.is_best for point in ok):
-            said.append(f"{BEST} fastest of the rows that compute the same thing")
+            notes.append(f"{BEST} fastest of the points that compute the same thing")
         if any(point.is_tied for point in ok):
-            said.append(f"{TIED} cannot be told from it")
+            notes.append(f"{TIED} not measurably slower")
         if any(point.is_noisy for point in ok):
-            said.append(f"{NOISY} noisy: p90 − p10 is over {whole_percent(NOISY_SHARE)} of the median")
+            notes.append(f"{NOISY} noisy: p90 − p10 exceeds {whole_percent(NOISY_SHARE)} of the median")
     counts: dict[str, int] = {}
     for point in points:
         if point.status != OK:
             counts[point.status] = counts.get(point.status, 0) + 1
     if counts:
-        said.append(f"without a figure: {', '.join(f'{number} {status}' for status, number in counts.items())}")
+        notes.append(f"without a result: {', '.join(f'{number} {status}' for status, number in counts.items())}")
     if num_empty:
-        said.append(f"{plural(num_empty, 'empty cell')}: not in the sweep")
-    return f"{'; '.join(said)}." if said else ""
+        notes.append(f"{plural(num_empty, 'empty cell')}: not in the sweep")
+    return f"{'; '.join(notes)}." if notes else ""
 
 
 def _bars(points: list[PointSummary], layout: Layout, measure: Measure, key: str, where: str) -> Bars:
@@ -251,7 +251,7 @@ def _bars(points: list[PointSummary], layout: Layout, measure: Measure, key: str
 
 
 def memory_and_time(sweep: SweepSummary, layout: Layout) -> Scatter | None:
-    """Peak memory over time, a dot a point; None where fewer than two points have both."""
+    """Return peak memory over time, one dot per point; None if fewer than two points have both."""
     found = [p for p in sweep.points if p.status == OK and p.time is not None and p.peak_allocated_bytes]
     if len(found) < 2:
         return None
@@ -264,12 +264,12 @@ def memory_and_time(sweep: SweepSummary, layout: Layout) -> Scatter | None:
         for p in found
         if p.time is not None and p.peak_allocated_bytes is not None
     ]
-    said = [
+    notes = [
         f"the {what}, {label(point, layout.names)}: "
         f"{time_text(point)}, {cell('peak_bytes', point.peak_allocated_bytes)}"
         for what, point in (("slowest", lasting), ("smallest", least))
     ]
-    caption = f"{plural(len(found), 'ok point')}; {'; '.join(said)}."
+    caption = f"{plural(len(found), 'ok point')}; {'; '.join(notes)}."
     return Scatter(
         id="peak-and-time", title="Peak memory and time", caption=caption, x="time_ns", y="peak_allocated_bytes",
         points=tuple(dots),

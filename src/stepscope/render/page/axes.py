@@ -1,6 +1,6 @@
-"""What the figures of a page share: names that are text, figures in one unit, axes.
+"""Axes, labels and error bars of Plotly figures.
 
-Plotly reads `<b>` and `<a href>` in any text it is given, so that a name passes `words` first.
+Plotly reads markup such as `<b>` and `<a href>` in any text, so every name passes `words`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from stepscope.render.axes import log_ticks, tick_text
 
 LABEL, NARROW_LABEL = 44, 18
 _ROOM = 1.6
-"""Of an axis that grows by factors: how much further it goes than its outermost figure."""
+"""How far a logarithmic axis goes beyond its outermost values."""
 
 
 def words(text: object, most: int = LABEL) -> str:
-    """Somebody else's text for Plotly.
+    """Return text escaped for Plotly.
 
     >>> words("<b>void</b> & co")
     '&lt;b&gt;void&lt;/b&gt; &amp; co'
@@ -31,23 +31,23 @@ def words(text: object, most: int = LABEL) -> str:
 
 
 def lines_of_words(text: object, width: int = 64, most: int = 320) -> str:
-    """The same on several lines: for what is shown under the pointer."""
+    """Return text escaped and wrapped for a tooltip."""
     rows = textwrap.wrap(safe(text, most), width, break_on_hyphens=False)
     return "<br>".join(html.escape(row, quote=False) for row in rows)
 
 
 def axis_title(name: str, unit: str) -> str:
-    """What an axis says, for Plotly."""
+    """Return an axis title, escaped for Plotly."""
     return words(axes.axis_title(name, unit), 80)
 
 
 def scaled(values: Sequence[float | None], unit: Scale) -> list[float | None]:
-    """Figures in a unit, with six digits: more than a screen has."""
+    """Return values in a unit, with six digits."""
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in axes.scaled(values, unit)]
 
 
 def texts_of(unit: str, series: Series) -> list[str]:
-    """The figures of a series for people, each with its interval; where there is none, why."""
+    """Return each value of a series as text with its interval, or why it is missing."""
     texts = [words(cell(unit, value)) for value in series.y]
     if series.low and series.high:
         texts = [
@@ -58,7 +58,7 @@ def texts_of(unit: str, series: Series) -> list[str]:
 
 
 def interval_bars(series: Series, unit: Scale, color: str | None = None) -> dict[str, Any] | None:
-    """The intervals of a series as error bars; None where it has none."""
+    """Return the intervals of a series as error bars; None if it has none."""
     if not (series.low and series.high):
         return None
     above = [None if y is None or end is None else end - y for y, end in zip(series.y, series.high)]
@@ -68,12 +68,12 @@ def interval_bars(series: Series, unit: Scale, color: str | None = None) -> dict
 
 
 def names_in(labels: Sequence[object], room: int) -> list[str]:
-    """Names in so many characters, cut where different ones stay different."""
+    """Return names in at most `room` characters; different names stay different."""
     return [html.escape(text, quote=False) for text in fit_names([safe(label, 1000) for label in labels], room)]
 
 
 def names_axis(labels: Sequence[object], most: int = LABEL) -> dict[str, Any]:
-    """An axis of names, each at its number: two of one name stay two."""
+    """Return an axis of names by position, so that equal names stay separate."""
     return {
         "tickmode": "array",
         "tickvals": list(range(len(labels))),
@@ -86,7 +86,7 @@ def names_axis(labels: Sequence[object], most: int = LABEL) -> dict[str, Any]:
 
 
 def figures_axis(name: str, values: Sequence[float | None], unit: Scale, is_log: bool) -> dict[str, Any]:
-    """An axis of figures with its unit; one that grows by factors has ticks of its own."""
+    """Return an axis of numbers with its unit; a logarithmic one has its own ticks."""
     axis: dict[str, Any] = {"title": {"text": axis_title(name, unit.unit)}}
     if not is_log:
         return axis | {"zeroline": False, "exponentformat": "none", "separatethousands": True}

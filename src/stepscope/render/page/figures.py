@@ -1,4 +1,4 @@
-"""Charts as Plotly figures: plain JSON, colors of the data only. The page adds those of its theme when it draws."""
+"""Renders charts as Plotly figures in plain JSON. The page adds the colors of its theme."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from stepscope.render.page.lines import lines_figure
 from stepscope.render.page.trees import tree_figure
 
 _DOT_PIXELS = 64
-"""Across a dot that is all there is; its area is its share."""
+"""Diameter of a dot with a share of 100 %."""
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _LIMIT_COLOR = "#8a8f98"
 
 
 def figure_of(chart: Chart) -> dict[str, Any]:
-    """`data` and `layout` of Plotly, `height` in pixels, and `narrow`: what changes of the layout on a phone."""
+    """Return Plotly's `data` and `layout`, `height` in pixels, and `narrow`: layout changes for phones."""
     return _FIGURES[type(chart)](chart)
 
 
@@ -65,7 +65,7 @@ def _bars(chart: Bars) -> dict[str, Any]:
         data.append(trace)
     x_axis: dict[str, Any] = {"title": {"text": axis_title(chart.unit, unit.unit)}, "rangemode": "tozero"}
     if is_one and min(whole, default=0.0) >= 0 and top > 0:
-        x_axis["range"] = [0, top / unit.divisor * 1.12]  # room for the figure after the longest
+        x_axis["range"] = [0, top / unit.divisor * 1.12]  # room for the text after the longest bar
     layout = {
         "barmode": "relative",
         "bargap": 0.28,
@@ -85,7 +85,7 @@ def _bars(chart: Bars) -> dict[str, Any]:
 
 
 def _after(chart: Bars, at: int, unit: Scale) -> list[tuple[float, str]]:
-    """What Plotly writes after no bar: why there is none, and a figure that has to stand clear of its interval."""
+    """Return texts after a bar: why it is missing, or its value if error bars are in the way."""
     if all(series.y[at] is None for series in chart.series):
         reasons = [series.gaps[at] for series in chart.series if series.gaps and series.gaps[at]]
         return [(0.0, words(reasons[0], 16))] if reasons else []
@@ -183,7 +183,7 @@ def _heat(chart: Heat) -> dict[str, Any]:
         "coloraxis": {"colorscale": "Cividis", "colorbar": bar},
         "xaxis": names_axis(chart.x_labels, 24) | {"title": {"text": words(chart.x_title)}},
         "yaxis": names_axis(chart.y_labels, 32) | {"title": {"text": words(chart.y_title)}, "autorange": "reversed"},
-        # A cell without a figure says why, on a ground of its own.
+        # A cell without a value shows why.
         "shapes": [
             {"type": "rect", "x0": x - 0.47, "x1": x + 0.47, "y0": y - 0.45, "y1": y + 0.45, "layer": "below",
              "line": {"dash": "dot", "width": 1}} for y, x in absent

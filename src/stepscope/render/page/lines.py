@@ -1,4 +1,4 @@
-"""Lines, steps, areas and dots as a Plotly figure."""
+"""Renders lines, steps, areas and dots as a Plotly figure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stepscope.render.colors import colors_of
 from stepscope.render.page.axes import figures_axis, interval_bars, scaled, texts_of, words
 
 _NOTE = 0.08
-"""Between notes one below the other: a share of the chart's height."""
+"""Distance between two notes, as a share of the chart's height."""
 _MOST_MARKERS = 40
 
 
 def lines_figure(chart: Lines) -> dict[str, Any]:
-    """The figure; places on the x axis are dotted lines with their names."""
+    """Return the figure; marks are dotted lines with their names."""
     chart = ended(chart)
     every_x = [value for series in chart.series for value in series.x] + [mark.x for mark in chart.marks]
     every_y = heights(chart)
@@ -86,7 +86,7 @@ def _trace(chart: Lines, series: Series, color: str, x_unit: Scale, y_unit: Scal
 
 
 def _marks(chart: Lines, every_x: Sequence[float], unit: Scale) -> list[dict[str, Any]]:
-    """The names of the places, each inside the chart, three in turn below one another."""
+    """Return the names of the marks inside the chart, staggered on three lines."""
     places = [_place(x / unit.divisor, chart.log_x) for x in every_x]
     low, high = min(places, default=0.0), max(places, default=0.0)
     notes = []
@@ -101,7 +101,7 @@ def _marks(chart: Lines, every_x: Sequence[float], unit: Scale) -> list[dict[str
 
 
 def _gaps(chart: Lines, colors: Sequence[str], unit: Scale) -> list[dict[str, Any]]:
-    """Why a line has no figure there, at the upper edge in the color of the line."""
+    """Return why values are missing, at the upper edge in the color of the line."""
     found: dict[float, int] = {}
     notes = []
     for series, color in zip(chart.series, colors):
@@ -116,5 +116,5 @@ def _gaps(chart: Lines, colors: Sequence[str], unit: Scale) -> list[dict[str, An
 
 
 def _place(value: float, is_log: bool) -> float:
-    """Where a note stands: Plotly wants logarithms there, and plain figures everywhere else."""
+    """Return the x of a note: on a logarithmic axis, Plotly expects the logarithm."""
     return math.log10(value) if is_log and value > 0 else value

@@ -1,4 +1,4 @@
-"""Parts of parts as a Plotly figure: an icicle from the top down, or a treemap."""
+"""Renders a tree as a Plotly figure: an icicle from the top down, or a treemap."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from stepscope.formatting import cell, percent, safe
 from stepscope.render.colors import colors_of_nodes, depth_of, ink_on
 
 MOST_NODES = 1200
-"""Plotly draws each as an element; the smallest are left out of the picture and counted in its caption."""
+"""Plotly draws each as an element, so the smallest are left out and counted in the caption."""
 _DEPTH = 7
 _LETTERS = 150
-"""That fit into the width of a chart."""
+"""Characters across the chart."""
 
 
 def tree_figure(chart: Tree) -> dict[str, Any]:
-    """The figure, with `left_out`: how many parts were too small to draw."""
+    """Return the figure, with `left_out`: how many parts were too small to draw."""
     nodes = _largest(chart.nodes)
     values = _whole(nodes)
     total = values[nodes[0].id] if nodes else 0.0
@@ -65,7 +65,7 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
 
 
 def _inside(name: str, text: str, share: float, shape: str) -> str:
-    """What stands in a part: its name as far as there is room, and its figure where there is more."""
+    """Return the text inside a part: as much of its name as fits, and its value if there is room."""
     room = int((share if shape == "icicle" else share**0.5) * _LETTERS)
     if room < 3:
         return ""
@@ -78,7 +78,7 @@ def _key(name: str) -> str:
 
 
 def _largest(nodes: tuple[Node, ...]) -> list[Node]:
-    """The largest ones, in order, none without its parent: no child has more than its parent has."""
+    """Return the largest nodes in order, none without its parent."""
     if len(nodes) <= MOST_NODES:
         return list(nodes)
     places = sorted(range(len(nodes)), key=lambda place: (-nodes[place].value, place))
@@ -88,7 +88,7 @@ def _largest(nodes: tuple[Node, ...]) -> list[Node]:
 
 
 def _whole(nodes: list[Node]) -> dict[str, float]:
-    """Each one's value, no less than its children's sum to the last bit: Plotly draws nothing otherwise."""
+    """Return each node's value, at least the exact sum of its children: Plotly draws nothing otherwise."""
     inside: dict[str, float] = {}
     values: dict[str, float] = {}
     for node in reversed(nodes):
