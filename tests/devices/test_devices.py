@@ -164,7 +164,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file"))
 
-    with pytest.raises(StepscopeError, match="set STEPSCOPE_CACHE"):
+    with pytest.raises(StepscopeError, match="STEPSCOPE_CACHE"):
         save_ceilings(CEILINGS)
 
 
