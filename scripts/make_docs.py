@@ -90,7 +90,7 @@ def table(source: Path, class_name: str) -> str:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     notes = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
     found = next(n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef) and n.name == class_name)
-    rows = [f"{ast.get_docstring(found)}", "", "| field | type | is |", "|---|---|---|"]
+    rows = [f"{ast.get_docstring(found)}", "", "| field | type | description |", "|---|---|---|"]
     for node, following in zip(found.body, [*found.body[1:], None]):
         if isinstance(node, ast.AnnAssign):
             kind = ast.unparse(node.annotation).replace("|", "or")
@@ -107,7 +107,7 @@ def _text(node: ast.stmt | None) -> str:
 
 def trace_table(described: schema.Table) -> str:
     """Return a Markdown table of the columns of one of a trace's tables."""
-    rows = [described.doc, "", "| column | type | is |", "|---|---|---|"]
+    rows = [described.doc, "", "| column | type | description |", "|---|---|---|"]
     for column in described.columns:
         rows.append(f"| `{column.name}` | {type_in_words(column.dtype)} | {column.doc.replace('|', 'or')} |")
     return "\n".join(rows)

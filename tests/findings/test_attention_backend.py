@@ -90,7 +90,7 @@ def test_one_call_is_told_by_one_rule():
     case = program.case()
     assert attention_mask.check(case) == []
     (finding,) = attention_backend.check(case)
-    assert "4×16×2048×2048 mask" in finding.sentence and "are float32" in finding.sentence
+    assert "4×16×2048×2048" in finding.sentence and "are float32" in finding.sentence
 
 
 def test_a_device_without_flash_is_clean():

@@ -35,7 +35,7 @@ def test_the_trip_is_found_once_and_with_the_hosts_time():
 
     # Without it: 2 ms of GPU, a pause, 2 ms of GPU, for which the host waits; then 90 µs of its own.
     assert finding.saving_ns == 9_200_000 - (10_000 + 2_000_000 + 1_500 + 2_000_000 + 90_000)
-    assert "1 tensor per step, the largest of 4.00 MiB" in finding.sentence
+    assert "1 tensor of up to 4.00 MiB" in finding.sentence
     assert "takes 6.93 ms per step" in finding.sentence
     assert finding.upper_bound and finding.confidence == "high"
     assert pageable_copies.check(case) == [] and synchronization.check(case) == []

@@ -33,7 +33,7 @@ def test_python_that_gives_the_gpu_nothing():
     (finding,) = host_stall.check(case_of(steps(training)))
 
     assert finding.saving_ns == 5_000_000
-    assert "5.00 ms per step (50 % of 10.0 ms), in 1 stretch, mostly in Python code outside" in finding.sentence
+    assert "5.00 ms per step (50 % of 10.0 ms), in 1 pause, mostly in Python code outside" in finding.sentence
     assert finding.confidence == "medium"
 
 

@@ -29,7 +29,7 @@ def test_a_value_read_in_the_middle_costs_what_the_host_then_needs():
     # 9.1 ms; without the read the second kernel follows the first after a pause of 1.5 µs, and Python runs beside it.
     assert finding.saving_ns == 9_100_000 - (4_010_000 + 1_500 + 4_000_000 + 90_000)
     assert "stops 1 time per step to wait for the GPU, in aten::item in the forward" in finding.sentence
-    assert "waits 3.00 ms, then the GPU is idle for 998 µs" in finding.sentence
+    assert "waits 3.00 ms, and then the GPU is idle for 998 µs" in finding.sentence
     assert finding.fix.startswith("keep the value on the GPU")
     (row,) = finding.evidence[0].rows
     assert (row["op"], row["num_calls"]) == ("aten::item", 1)

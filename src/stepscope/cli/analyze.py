@@ -1,12 +1,13 @@
 """Show where the time in a trace goes; with --memory, what filled the memory.
 
---attention shows the backend of each attention call, and why it was not flash. --copies shows where copies and casts
-come from, and what a step would take without them. --compiler shows what torch.compile did, why, and what it cost.
+--attention shows the backend of each attention call, and why it is not flash attention. --copies shows where copies
+and casts come from, and what a step would take without them. --compiler shows what torch.compile did, why, and what
+it cost.
 
-Reads traces of PyTorch's profiler (.json, .json.gz), a folder with one per rank, or a recording. Needs neither torch
-nor a GPU. What was read is cached beside the trace (<trace>.stepscope) until the trace changes. --memory also reads
-CUDA memory snapshots (.pickle) without executing them, and two recordings with different lengths or batch sizes, to
-show how memory grows.
+Reads PyTorch profiler traces (.json, .json.gz), a folder with one trace per rank, or a recording. Needs neither torch
+nor a GPU. The parsed trace is cached next to the file (<trace>.stepscope) until the trace changes. --memory also
+reads CUDA memory snapshots (.pickle), without executing them. Given two recordings with different sequence lengths or
+batch sizes, it shows how memory grows.
 
 examples:
   stepscope analyze trace.json.gz
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="only this step")
     parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
     parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
-    parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
+    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
 
 
 def main(arguments: argparse.Namespace) -> int:

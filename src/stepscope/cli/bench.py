@@ -1,11 +1,13 @@
 """Measure a grid of configurations and print a complete table, even if some of them fail.
 
-Each point runs in a process of its own: out of memory, a crash, a hang or a wrong result is a row of the table. Rows
-are written as they finish; continue an interrupted sweep with --resume. Before a variant is timed, its results are
-compared with the workload's reference, and it must prove that its code path ran.
+Each configuration, or point, runs in its own process, so running out of memory, a crash, a hang or a wrong result
+only becomes a row of the table. Rows are written as they finish; continue an interrupted sweep with --resume. Each
+variant must match the results of the workload's reference before it is timed, and a trace must show that its code
+path ran.
 
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
-Values separated by commas multiply. The exit code is 0 if every row is ok, 1 if one is not, 2 for a usage error.
+All combinations of comma-separated values are run. The exit code is 0 if every row is ok, 1 if any row is not, 2 for
+a usage error.
 
 --check compile, dtypes or precision runs a check instead: see stepscope bench --check compile --help.
 
@@ -43,10 +45,10 @@ EXIT_INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    add_point_arguments(parser, "what to run", RUN_FLAGS)
+    add_point_arguments(parser, "workload to run", RUN_FLAGS)
     parser.add_argument("--check", metavar="WHAT", help="compile, dtypes, precision: see --check WHAT --help")
-    parser.add_argument("--zip", action="store_true", help="pair the lists instead of multiplying them")
-    parser.add_argument("--grid", metavar="FILE", help="points from file.toml or file.py:function")
+    parser.add_argument("--zip", action="store_true", help="pair values in order instead of combining all")
+    parser.add_argument("--grid", metavar="FILE", help="read points from file.toml or file.py:function")
     parser.add_argument("--max-batch", nargs="?", const="", metavar="MEMORY", help="find the largest batch that fits")
     parser.add_argument("--memory-limit", metavar="MEMORY", help="memory limit per point, e.g. 40GiB (default: none)")
     parser.add_argument("--trace", action="store_true", help="keep a trace of each point")

@@ -2,11 +2,11 @@
 
 BASE and NEW are two recordings, two results of stepscope bench (the folder, or its results.jsonl) or two traces (a
 file, or a folder of ranks). A change counts if a Mann–Whitney test and the bootstrap interval of the median's change
-both show it and it exceeds --threshold. Runs with another device, dtype, or number of tokens, parameters, ranks or
-FLOPs are refused, unless --allow names that difference.
+both show it and it exceeds --threshold. Runs that differ in device, dtype, or the number of tokens, parameters,
+ranks or FLOPs are not compared, unless --allow lists that difference.
 
-Two runs of the same thing differ too. --base and --new take several of each, at least three: then whole runs are the
-samples, and their spread is part of the interval.
+Repeated runs of the same code differ too. --base and --new take several runs each, at least three. Whole runs are
+then the samples, and the interval includes the variation between them.
 
 The exit code is 0 if all gates pass, 3 if one fails, 4 if the two are not comparable or there are too few samples, 2
 for a usage error. A gate never passes on missing data.
@@ -40,14 +40,14 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument("paths", nargs="*", type=Path, metavar="BASE NEW", help="two recordings, sweeps or traces")
-    parser.add_argument("--base", nargs="+", type=Path, metavar="PATH", help="several runs instead of BASE")
-    parser.add_argument("--new", nargs="+", type=Path, metavar="PATH", help="several runs instead of NEW")
+    parser.add_argument("--base", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of BASE")
+    parser.add_argument("--new", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of NEW")
     parser.add_argument(
         "--fail-on",
         action="append",
         default=[],
         metavar="METRIC:P%",
-        help="exit with 3 if it is worse by more, e.g. step_time:3%%",
+        help="exit with 3 if METRIC gets worse by more than P%%",
     )
     parser.add_argument(
         "--allow", action="append", default=[], metavar="WHAT", help="differences to accept, e.g. device,dtype"
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
     parser.add_argument("--github-summary", action="store_true", help=f"also append Markdown to ${SUMMARY_VARIABLE}")
     parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
-    parser.add_argument("--no-cache", action="store_true", help="read the traces themselves, without a cache")
+    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
 
 
 def main(arguments: argparse.Namespace) -> int:

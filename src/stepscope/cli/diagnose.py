@@ -1,14 +1,14 @@
-"""Find what is wrong with a step: causes with evidence, what each costs, what to change.
+"""Find what is wrong with a step: each cause with its evidence, its cost and a fix.
 
 Reads a recording, a PyTorch profiler trace (.json, .json.gz) or a folder with one trace per rank. Needs neither torch
-nor a GPU. Savings come from replaying the step without the cause. Rules that passed are listed, and rules that could
-not run, with what to run to get what they need.
+nor a GPU. Savings come from replaying the step without the cause. Also lists the rules that
+passed, and the rules that could not run with the command that provides their data.
 
-What-if: with --scale, --drop-launches, --host or --no-waits, the step is replayed with your own change instead. WORK
-is FIELD=PATTERN, several joined by commas: class, kernel, op, called (the op that the program called), module, phase.
-* matches anything. See docs/whatif.md.
+What-if: with --scale, --drop-launches, --host or --no-waits, the step is instead replayed with a change that you
+specify. WORK is FIELD=PATTERN, or several separated by commas. FIELD is class, kernel, op, called (the op that the
+program called), module or phase. * matches anything. See docs/whatif.md.
 
-Rules can be ignored in pyproject.toml:
+To ignore rules, list them in pyproject.toml:
   [tool.stepscope.diagnose]
   ignore = ["launch_bound"]
 
@@ -36,19 +36,23 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="recording or trace (default: latest run)")
-    parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank to read (default: the first)")
     parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="skip this rule; may be repeated")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/diagnose.md)")
-    parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
+    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
     group = parser.add_argument_group("what-if")
     group.add_argument(
-        "--scale", action="append", default=[], metavar="WORK:FACTOR", help="this GPU work takes FACTOR of its time"
+        "--scale",
+        action="append",
+        default=[],
+        metavar="WORK:FACTOR",
+        help="multiply the time of this GPU work by FACTOR",
     )
     group.add_argument(
         "--drop-launches", action="append", default=[], metavar="WORK", help="drop this GPU work and its launches"
     )
-    group.add_argument("--host", type=float, metavar="FACTOR", help="the host takes FACTOR of its own time")
-    group.add_argument("--no-waits", action="store_true", help="the host never waits for the GPU in a step")
+    group.add_argument("--host", type=float, metavar="FACTOR", help="multiply the host's own time by FACTOR")
+    group.add_argument("--no-waits", action="store_true", help="remove the host's waits for the GPU within a step")
     group.add_argument("--clean", action="store_true", help="subtract the profiler's overhead first")
 
 

@@ -1,10 +1,10 @@
 """Write a trace for another tool: Perfetto, speedscope, or tables as CSV and Parquet.
 
-FORM is one of:
-  perfetto    a trace for ui.perfetto.dev and chrome://tracing, with tracks of steps, phases, modules and findings
+FORMAT is one of:
+  perfetto    a trace for ui.perfetto.dev and chrome://tracing, with tracks for steps, phases, modules and findings
   speedscope  a flame graph per host thread and GPU stream, for speedscope.app
   csv         a folder with the tables of stepscope sql and of stepscope analyze
-  parquet     the same tables, for programs
+  parquet     the same tables as Parquet files
 
 examples:
   stepscope export runs/train-20260101-120000 perfetto --step 12
@@ -25,13 +25,13 @@ FORMS = ("perfetto", "speedscope", "csv", "parquet")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     parser.add_argument("path", type=Path, metavar="PATH", help="recording, trace or folder of ranks")
-    parser.add_argument("form", metavar="FORM", choices=FORMS, help=", ".join(FORMS))
+    parser.add_argument("form", metavar="FORMAT", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--step", type=int, metavar="N", help="only this step")
     parser.add_argument("--module", metavar="FQN", help="only this module and its backward; * matches a number")
-    parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank to read (default: the first)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="a file, or a folder for tables")
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
+    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -19,26 +19,26 @@ from stepscope.version import __version__
 
 # A verb's module is imported only when that verb runs, so `--help` never pays for torch.
 GROUPS = {
-    "scripts: take your training script": {
+    "for your training script": {
         "run": "measure a training script without editing it",
-        "verify": "prove that a fix pays: step time and losses",
+        "verify": "measure whether a fix pays off: step time and losses",
     },
-    "models: take a workload, a config or your own factory": {
-        "plan": "predict memory, fit and least time without a GPU",
+    "for a model: a workload, a config or your own factory": {
+        "plan": "predict memory use and least step time without a GPU",
         "bench": "measure a grid of configurations",
         "tune": "search for the fastest configuration that fits",
-        "study": "run a whole investigation and write its report",
+        "study": "run a complete investigation and write its report",
     },
-    "files: take a recording, a trace or a sweep (default: the latest run)": {
-        "show": "print what a run, trace, sweep or snapshot contains",
-        "analyze": "account for the time, memory or compiler in a trace",
-        "diagnose": "find what is wrong, what it costs, what to change",
-        "compare": "decide whether two runs differ, and why",
-        "report": "write one page, Markdown, or tables and charts",
+    "for a file: a recording, a trace or a sweep (default: the latest run)": {
+        "show": "summarize a run, trace, sweep or memory snapshot",
+        "analyze": "break down the time, memory or compiling in a trace",
+        "diagnose": "find problems, what they cost and how to fix them",
+        "compare": "decide whether two runs differ, and where",
+        "report": "write an HTML page, Markdown, or tables and charts",
         "export": "write a trace for Perfetto, speedscope, CSV, Parquet",
         "sql": "query the tables of a trace",
     },
-    "this machine": {
+    "for this machine": {
         "list": "list workloads, rules, fixes and studies",
         "doctor": "show what Stepscope can measure here",
     },
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="stepscope",
         usage="stepscope VERB …",
-        description="Where a PyTorch training step goes, what would make it better, and the proof.",
+        description="Find where the time of a PyTorch training step goes, how to cut it, and whether a fix works.",
         epilog=f"{groups}\n\nRun `stepscope VERB --help` for the options of one verb.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

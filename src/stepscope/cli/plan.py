@@ -1,8 +1,8 @@
-"""Predict the memory, the fit and the least time of a training step, without a GPU and without allocating weights.
+"""Predict a training step's memory use, whether it fits, and its least time, without a GPU or allocated weights.
 
-The program's own steps run on tensors without data, and their allocations are replayed in a model of CUDA's caching
-allocator. The prediction is for the PyTorch that is installed here, eager or with --compile default, on a device
-that nothing else uses.
+Runs the program's own steps on tensors without data and replays their allocations in a model of CUDA's caching
+allocator. The least time is a lower bound. The prediction is for the installed PyTorch version, eager or with
+--compile default, on a device that nothing else uses.
 
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
 
@@ -28,9 +28,11 @@ FLAGS = ("mode", "dtype", "compile", "sdpa", "optimizer")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    add_point_arguments(parser, "what to plan", FLAGS)
-    parser.add_argument("--device", metavar="A,B", default=DEFAULT_DEVICE, help=f"or cpu (default: {DEFAULT_DEVICE})")
-    parser.add_argument("--fsdp", metavar="N", help="one rank of N with FSDP2 (fully_shard)")
+    add_point_arguments(parser, "workload to plan", FLAGS)
+    parser.add_argument(
+        "--device", metavar="A,B", default=DEFAULT_DEVICE, help=f"GPU names, or cpu (default: {DEFAULT_DEVICE})"
+    )
+    parser.add_argument("--fsdp", metavar="N", help="plan one of N ranks with FSDP2 (fully_shard)")
     parser.add_argument("--max-batch", action="store_true", help="find the largest batch that fits")
     parser.add_argument("--max-length", action="store_true", help="find the longest sequence that fits")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/plan.md)")

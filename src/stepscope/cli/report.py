@@ -1,9 +1,9 @@
-"""Write one page that shows where a step and its memory went, or what a sweep found. It needs no network.
+"""Write a self-contained page that shows where a step's time and memory go, or the results of a sweep.
 
 PATH is a recording, a PyTorch profiler trace (.json, .json.gz), a folder with one trace per rank, or the folder or
-results.jsonl of stepscope bench. The suffix of -o chooses the format: .html (the page), .md (for a pull request),
-.json, or a folder with all of them, every table as CSV and every chart as PNG. Without -o, it is report.html inside a
-recording or a sweep, and NAME.report.html in the working folder for a trace.
+results.jsonl of stepscope bench. The extension of -o selects the format: .html (the page), .md (for a pull request),
+.json, or a folder with all of them, every table as CSV and every chart as PNG. Without -o, the report is written to
+report.html inside a recording or sweep or, for a trace, to NAME.report.html in the current folder.
 
 examples:
   stepscope report runs/train-20260101-120000 --open
@@ -22,13 +22,15 @@ from stepscope.errors import UsageError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="recording, trace, ranks or sweep")
-    parser.add_argument("--from", dest="rows", type=Path, metavar="FILE", help="rows of a sweep: results.jsonl")
+    parser.add_argument(
+        "path", type=Path, nargs="?", metavar="PATH", help="recording, trace, folder of ranks or sweep"
+    )
+    parser.add_argument("--from", dest="rows", type=Path, metavar="FILE", help="results.jsonl of a sweep")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="report.html, .md, .json or a folder")
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument("--rank", type=int, metavar="R", help="this rank (default: the first)")
-    parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank to read (default: the first)")
+    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
 
 
 def main(arguments: argparse.Namespace) -> int:

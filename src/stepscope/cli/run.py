@@ -1,8 +1,8 @@
 """Measure a training script without editing it.
 
-Runs the script as Python would, finds its steps and measures them: warm-up steps, timed steps, a trace window, a
-memory and FLOPs window; the rest runs unmeasured. Prints the card at the end. The script keeps its output, exceptions
-and exit code. --memory also keeps the CUDA allocator's history in snapshot.pickle.
+Runs the script as Python would and finds its steps. First come warm-up steps, then timed steps, then a trace window,
+then a memory and FLOPs window; the rest runs unmeasured. Prints a summary, the card, at the end. The output,
+exceptions and exit code are the script's own. --memory also saves the CUDA allocator's history to snapshot.pickle.
 
 examples:
   stepscope run train.py --lr 3e-4
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of the recording (default: runs/…)")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder for the recording (default: runs/…)")
     parser.add_argument("--force", action="store_true", help="replace an existing recording")
     parser.add_argument(
         "--warmup", type=int, default=5, metavar="N", help="warm-up steps excluded from timing (default 5)"
@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
     parser.add_argument("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
     parser.add_argument("--quiet", action="store_true", help="suppress progress output and the card")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
 
 

@@ -1,7 +1,7 @@
-"""Print what a path contains, on one screen.
+"""Print a one-screen summary of a run, trace, sweep or memory snapshot.
 
-A recording shows its card, a trace or a folder of ranks where the time goes, a sweep its table, a memory snapshot
-what fills the memory. Without PATH, it is the latest run under runs/.
+For a recording, this is its card; for a trace or a folder of ranks, where the time goes; for a sweep, its table; for
+a memory snapshot, what fills the memory. Without PATH, shows the latest run under runs/.
 
 examples:
   stepscope show
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="anything Stepscope reads")
+    parser.add_argument(
+        "path", type=Path, nargs="?", metavar="PATH", help="recording, trace, sweep or memory snapshot"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/card.md)")
 
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=positive, metavar="N", help=f"at most N rows (default: {ROWS_SHOWN} on screen)"
     )
-    parser.add_argument("--no-cache", action="store_true", help="read the trace itself, without a cache")
+    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
 
 
 class _ListTables(argparse.Action):

@@ -1,8 +1,8 @@
-"""Run a whole investigation: measure its points, answer its questions, write the report.
+"""Run a complete investigation: measure its points, answer its questions and write the report.
 
-NAME is one of stepscope list studies, or a file of your own (docs/studies.md). --quick takes minutes on two cores;
---full is for a GPU. Every point runs in a process of its own and is written as a row when it is done. Continue an
-interrupted study with --resume; stepscope report DIR writes the report again from the stored rows.
+NAME is a study from stepscope list studies, or your own file (docs/studies.md). --quick takes minutes on two cores;
+--full is for a GPU. Every point runs in its own process, and its row is written as soon as it finishes. Continue an
+interrupted study with --resume; stepscope report DIR rewrites the report from the stored rows.
 
 examples:
   stepscope study nano --quick --device cpu
@@ -30,17 +30,19 @@ EXIT_INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    parser.add_argument("study", metavar="NAME", help="a study, or a file of your own")
+    parser.add_argument("study", metavar="NAME", help="name of a study, or your own file")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--quick", dest="mode", action="store_const", const="quick", help="small points (default)")
+    mode.add_argument(
+        "--quick", dest="mode", action="store_const", const="quick", help="small configurations (default)"
+    )
     mode.add_argument("--full", dest="mode", action="store_const", const="full", help="the whole investigation")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: cuda if there is one)")
     parser.add_argument(
-        "--timeout", type=seconds, default=900.0, metavar="S", help="time limit per point (default: 900)"
+        "--timeout", type=seconds, default=900.0, metavar="S", help="time limit per point in seconds (default: 900)"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of the study (default: runs/…)")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder for the study (default: runs/…)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted study")
-    parser.add_argument("--no-report", action="store_true", help="measure only; needs no library but torch")
+    parser.add_argument("--no-report", action="store_true", help="measure only; needs only torch")
     parser.add_argument("--dry-run", action="store_true", help="print the points without running them")
     parser.add_argument("--quiet", action="store_true", help="suppress progress output")
 

@@ -1,13 +1,13 @@
 """Search the knobs of a workload for the highest throughput within a memory budget.
 
 The search changes one knob at a time around the best point so far: how things are computed (attention, dispatch,
-loss …), optimizer, attention backend, batch, dtype, checkpointing, compiler. Each point runs in a process of its own,
-must pass the correctness gate, and its loss must match the plainest variant's. Points that do not fit by their plan
-are not run. At the end the best, the runner-up and the defaults are measured again in turns.
+loss …), optimizer, attention backend, batch, dtype, checkpointing, compiler. Each point runs in its own process.
+It must pass the correctness gate, and its loss must match that of the plainest variant. Points that are predicted not
+to fit in memory are skipped. At the end, the best, the runner-up and the defaults are measured again, alternating.
 
 WORKLOAD is a name (stepscope list workloads), hf:path/to/config.json, my.module:build or path/to/file.py:build.
-One value of a knob fixes it, several are searched. The exit code is 0 if a point is correct, 1 if none is, 2 for a
-usage error.
+A knob with one value is fixed; a knob with several values is searched. The exit code is 0 if a point is correct, 1 if
+none is, 2 for a usage error.
 
 examples:
   stepscope tune cs336 --preset tiny --set seq_len=64 --device cpu --minutes 3
@@ -33,7 +33,7 @@ EXIT_INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
-    add_point_arguments(parser, "what to tune", FLAGS)
+    add_point_arguments(parser, "workload to tune", FLAGS)
     parser.add_argument("--over", default="", metavar="A,B", help="search only these knobs")
     parser.add_argument(
         "--memory-budget", metavar="MEMORY", help="memory limit per point, e.g. 40GiB (default: none)"

@@ -1,11 +1,12 @@
-"""Prove that a fix pays: run a script with and without it, in turns, and compare times and losses.
+"""Measure whether a fix pays off: alternate runs with and without it, and compare step times and losses.
 
-TARGET is a recording, whose command is run again where it ran, or a script with its arguments. A fix is applied from
-outside, in a fresh process under stepscope run; the script does not change. First every run is rehearsed: a fix that
-changes nothing is "not applied". Then N rounds without, with, without, with … are timed. The step times of all
-rounds are compared as in stepscope compare and the losses step by step, next to what stepscope diagnose expected.
+TARGET is a recording, whose command is run again in the same folder, or a script with its arguments. A fix is applied
+from outside, in a fresh process under stepscope run; the script itself does not change. Each variant has a trial run
+first: a fix that changes nothing is reported as "not applied". Then N rounds are timed, each without and with the
+fix. Step times are compared as in stepscope compare, and losses step by step. The result is shown next to the saving
+that stepscope diagnose expected.
 
-Options come before TARGET; --fix, --rounds and --json may also follow it. What follows "--" belongs to the script.
+Put options before TARGET; --fix, --rounds and --json may also follow it. Arguments after "--" go to the script.
 Fixes joined by "+" are applied together. The exit code is 0 if every fix was measured and its losses agree, 3 if one
 fails or its losses differ, 4 if one could not be applied or measured, 2 for a usage error.
 
@@ -36,7 +37,9 @@ ANYWHERE = ("--fix", "--rounds", "--json")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this verb's options."""
     _add_options(parser)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="a module as TARGET")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module as TARGET"
+    )
     parser.add_argument(
         "target", nargs=argparse.REMAINDER, metavar="TARGET …", help="a recording, or a script and its arguments"
     )
@@ -44,17 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fix", action="append", default=[], metavar="ID", help="a fix to apply; may be repeated")
-    parser.add_argument("--rounds", type=positive, default=4, metavar="N", help="pairs of runs (default 4)")
+    parser.add_argument(
+        "--rounds", type=positive, default=4, metavar="N", help="pairs of runs, without and with the fix (default 4)"
+    )
     parser.add_argument(
         "--warmup", type=positive, default=8, metavar="N", help="warm-up steps, not timed (default 8)"
     )
     parser.add_argument("--clean", type=positive, default=20, metavar="N", help="timed steps per run (default 20)")
-    parser.add_argument("--tolerance", type=share, metavar="P%", help="allowed loss difference (default: by fix)")
     parser.add_argument(
-        "--timeout", type=positive, default=1800, metavar="S", help="time limit per run (default 1800)"
+        "--tolerance", type=share, metavar="P%", help="allowed loss difference (default: depends on the fix)"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="DIR", help="folder of the runs (default: runs/verify-…)"
+        "--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="folder for the runs (default: runs/verify-…)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/verify.md)")
 

@@ -121,8 +121,9 @@ def _memory(recording: Recording) -> Iterator[Fact]:
         peaks = [size(memory[f"{name}_bytes"]) for name in ("peak_allocated", "peak_reserved", "driver_used")]
         yield Fact(
             "memory",
-            f"peak {peaks[0]} allocated, {peaks[1]} reserved, {peaks[2]} in use by the driver",
-            f"of {size(memory['driver_total_bytes'])}; {memory['num_allocator_retries']} allocator retries",
+            f"peak {peaks[0]} allocated, {peaks[1]} reserved; {peaks[2]} of "
+            f"{size(memory['driver_total_bytes'])} in use on the device",
+            f"{memory['num_allocator_retries']} allocator retries",
         )
     elif "peak_resident_bytes" in memory:
         yield Fact("memory", f"peak {size(memory['peak_resident_bytes'])} resident", "host memory of the process")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_MATMUL = {"highest": "float32 products in float32", "high": "float32 products may be in TF32",
-           "medium": "float32 products may be in TF32 or bf16"}  # fmt: skip
+_MATMUL = {"highest": "float32 matrix products run in float32", "high": "float32 matrix products may use TF32",
+           "medium": "float32 matrix products may use TF32 or bf16"}  # fmt: skip
 
 
 def precision_words(settings: Mapping[str, Any], on_gpu: bool) -> tuple[str, str]:
     """Return what applies to float32 products, and the other settings.
 
     >>> precision_words({"float32_matmul_precision": "high", "cuda.matmul.allow_tf32": True}, on_gpu=True)
-    ('float32 products may be in TF32', 'float32_matmul_precision high')
+    ('float32 matrix products may use TF32', 'float32_matmul_precision high')
     """
     said = str(settings.get("float32_matmul_precision"))
     value = _MATMUL.get(said, f"float32_matmul_precision {said}")

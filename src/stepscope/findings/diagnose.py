@@ -52,7 +52,7 @@ class Diagnosis(Shown):
     unchecked: tuple[Unchecked, ...]
     suppressed: tuple[str, ...]
     binds: str  # the bottleneck, as a sentence
-    gpu_busy_share: float | None  # of the step; None without GPU work
+    gpu_busy_share: float | None  # GPU busy time ÷ step time; None without GPU work
     warnings: tuple[str, ...]  # problems with the trace
 
     def to_json(self) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def _binds(case: Case, busy_share: float | None) -> str:
     if busy_share < _BOUND_BY_GPU:
         return f"The host is the bottleneck: the GPU is busy for only {whole_percent(busy_share)} of the step."
     roofline = case.account.roofline_summary
-    parts = {"limited by arithmetic": roofline.compute_ns, "limited by memory traffic": roofline.memory_ns,
-             "far from the limits of arithmetic and memory": roofline.neither_ns}  # fmt: skip
+    parts = {"compute-bound": roofline.compute_ns, "memory-bound": roofline.memory_ns,
+             "far from both the compute and the memory limit": roofline.neither_ns}  # fmt: skip
     known = sum(parts.values())
     if not known:
         return f"The GPU is the bottleneck, busy for {whole_percent(busy_share)} of the step. Its limit is unknown."

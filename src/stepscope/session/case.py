@@ -147,7 +147,7 @@ class Case:
     def across(self) -> AcrossRanks:
         """How the ranks wait for one another."""
         if not self._ranks or self.analysis.across is None:
-            raise Unavailable("There is only one rank. Name a folder with one trace per rank.")
+            raise Unavailable("There is only one rank. Pass a folder with one trace per rank.")
         return self.analysis.across
 
     @cached_property

@@ -76,7 +76,7 @@ def in_words(code: str, call: Mapping[str, Any]) -> str:
     """Return a reason against flash attention as text, with the call's figures.
 
     >>> in_words("mask", {"mask": "[64, 64]", "backend": "math"})
-    'a 64×64 mask is passed (flash supports only is_causal=True)'
+    'a mask of shape 64×64 is passed (flash supports only is_causal=True)'
     """
     backend = BACKENDS.get(call["backend"], str(call["backend"]))
     return {

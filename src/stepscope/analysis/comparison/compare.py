@@ -99,13 +99,13 @@ class Missing:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs, or two points of two sweeps, that are compared."""
+    """Two runs, or two points of two sweeps, to compare."""
 
     name: str | None  # for points: what distinguishes the pair; null if there is only one
     base: str
     new: str
     refused: tuple[Differs, ...]  # why they are not comparable; if not empty, nothing is compared
-    allowed: tuple[Differs, ...]  # the same, if the comparison is about it
+    allowed: tuple[Differs, ...]  # differences of this kind that `--allow` accepts
     unchecked: tuple[str, ...]  # what should be the same but is unknown for one of them
     differs: tuple[Differs, ...]  # environment, configuration, revision, arguments
     changes: tuple[Change, ...]

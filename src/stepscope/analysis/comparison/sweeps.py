@@ -46,9 +46,9 @@ class PointSummary:
     axes: Mapping[str, Any]  # workload, preset and every applicable knob → value
     device_name: str | None
     time: Distribution | None  # nanoseconds per step: between CUDA events on a GPU, host time on a CPU
-    host: Distribution | None  # nanoseconds until the host had issued a step; on a CPU, until it was done
+    host: Distribution | None  # nanoseconds that the host takes to issue a step; on a CPU, to complete it
     first_call_ns: int | None
-    """Of the first pass. If the point's own process ran the gate before (no `run_by`), it was not cold."""
+    """Time of the first pass. It is not a cold start if the same process ran the gate before (no `run_by`)."""
     compile_ns: int | None  # compile time reported by torch, in the first call and in the warm-up
     tokens_per_s: float | None
     flops_counted: int | None  # model FLOPs per step, counted op by op, without recomputation
@@ -61,7 +61,7 @@ class PointSummary:
     peak_reserved_bytes: int | None
     peak_resident_bytes: int | None
     before_backward_bytes: int | None
-    loss: float | None  # of the very first call, before any weight update
+    loss: float | None  # loss of the first call, before any weight update
     final_loss: float | None
     num_parameters: int | None
     num_active_parameters: int | None
@@ -75,9 +75,9 @@ class PointSummary:
     facts: Mapping[str, float]
     compiler: Mapping[str, float]
     """figures of torch.compile (`compiler.num_graphs`, `compiler.num_recompiles` …); empty without it."""
-    notes: tuple[str, ...]  # remarks, such as a loss that is not a number or a failed instrument
+    notes: tuple[str, ...]  # notes, such as a NaN loss or a failed instrument
     is_noisy: bool
-    speedup: float | None = None  # median time per token (or step) of the plainest variant ÷ this one's
+    speedup: float | None = None  # median time per token (or step) of the plainest variant ÷ that of this row
     break_even_steps: float | None = None
     """Steps until compile time is recovered, compared with the row that differs only in `compile=off`: the first call
     minus a warm one (or the compile seconds if larger) ÷ the saving per step. None: never, or no such row."""

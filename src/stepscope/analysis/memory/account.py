@@ -27,7 +27,7 @@ PARTS = ("owner", "module", "phase", "dtype", "op", "caller")
 class Part:
     """A part of the memory alive at the peak."""
 
-    name: str | None  # none if unknown; for modules, outside every module
+    name: str | None  # none if unknown or, for modules, outside every module
     bytes: int
     share: float  # of the peak
     num_allocations: int
@@ -101,19 +101,19 @@ class Account:
     stages: tuple[Stage, ...]  # in order, with the memory allocated after each
     activations: tuple[ModuleBytes, ...]  # forward results kept for the backward, by module, at their maximum
     saved: tuple[ModuleBytes, ...]  # saved for backward by autograd, without parameters, by module
-    largest: tuple[Large, ...]  # by allocating place, the largest first
+    largest: tuple[Large, ...]  # by the place that allocates, largest first
     largest_by_owner: tuple[Large, ...]  # the largest allocation of each owner
-    symbols: Mapping[str, int]  # meaning of the formulas' letters
-    peak_reserved_bytes: int | None  # the most memory the allocator reserved at any time; None if unknown
+    symbols: Mapping[str, int]  # values of the letters in formulas
+    peak_reserved_bytes: int | None  # peak reserved memory of the allocator; None if unknown
     fragmentation_bytes: int | None
     """Reserved but not allocated: at the peak if both are known over time, else the difference of their peaks."""
-    num_retries: int | None  # how often the allocator had to return its cache to find room
+    num_retries: int | None  # how often the allocator had to release its cache to find memory
     timeline: tuple[Point, ...]  # memory allocated after each allocation and free
     left_alive: tuple[LeftAlive, ...]  # leaks: graphs of earlier steps, the largest first
     held: tuple[Part, ...]
     """Other memory from before the step by the variable that holds it, if known; the largest first."""
     num_allocations: int  # on this device
-    num_dropped: int  # allocations beyond the recorder's limit, of which nothing is known
+    num_dropped: int  # allocations beyond the recorder's limit, which are not tracked
     other_devices: Mapping[str, int]  # the most allocated on each other device
 
     def to_json(self, most: int | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ CONSTANT, LINEAR, QUADRATIC, OTHER = GROWTHS = ("constant", "linear", "quadratic
 
 @dataclass(frozen=True)
 class Grown:
-    """Allocations from one place in both recordings that grow alike."""
+    """Allocations from one place with the same growth, in both recordings."""
 
     growth: str  # `constant`, `linear`, `quadratic`, or `other`
     exponent: float  # 1 is linear; a sum of terms lies in between
@@ -33,7 +33,7 @@ class Grown:
 
 @dataclass(frozen=True)
 class AtPeak:
-    """Memory alive at the first recording's peak that grows alike, in both."""
+    """Memory alive at the first recording's peak with the same growth, in each recording."""
 
     growth: str
     bytes: tuple[int, int]
@@ -45,7 +45,7 @@ class Growth:
 
     symbol: str  # what differs: `S` (sequence length) or `B` (batch)
     values: tuple[int, int]
-    peak_bytes: tuple[int, int]  # of tracked allocations
+    peak_bytes: tuple[int, int]  # peak of the tracked allocations
     at_peak: tuple[AtPeak, ...]
     rows: tuple[Grown, ...]  # the largest in the second recording first
     num_unmatched: tuple[int, int]  # allocations without a counterpart in the other recording

@@ -32,15 +32,15 @@ class SnapshotEnd:
 
     num_segments: int
     reserved_bytes: int
-    allocated_bytes: int  # in blocks used by tensors, as rounded by the allocator
+    allocated_bytes: int  # in blocks used by tensors, including the allocator's rounding
     requested_bytes: int  # requested by tensors
-    awaiting_free_bytes: int  # freed, but another stream still uses it
+    awaiting_free_bytes: int  # freed, but still in use by another stream
     num_inactive_blocks: int
     inactive_bytes: int  # free, held by the allocator
     largest_inactive_bytes: int
     releasable_bytes: int  # free in unused segments: `empty_cache()` returns these
     live_by_caller: tuple[Part, ...]  # requested by tensors, by place in Python; shares of `requested_bytes`
-    num_entries: int  # of the allocator's history; 0 if it was not recorded
+    num_entries: int  # entries of the allocator's history; 0 if it was not recorded
     ooms: tuple[OutOfMemory, ...]
 
 

@@ -21,9 +21,9 @@ RUN_FLAGS = {
     "compile": "off, default, reduce-overhead, max-autotune …",
     "sdpa": "attention backend: free, flash, efficient, math, cudnn",
     "optimizer": "adamw, fused, handwritten, sgd",
-    "bf16-reduction": "auto, on, off",
+    "bf16-reduction": "sum split bf16 products in bf16: auto, on, off",
     "warmup": "passes before the first sample (default 3)",
-    "steps": "samples (default 10)",
+    "steps": "number of samples (default 10)",
     "seed": "seed of weights and data (default 0)",
     "device": "cpu, cuda (default: cuda if there is one)",
 }
@@ -33,7 +33,9 @@ def add_point_arguments(parser: argparse.ArgumentParser, about: str, flags: Iter
     """Add WORKLOAD, --preset, --set and some of RUN_FLAGS."""
     parser.add_argument("workload", metavar="WORKLOAD", help=about)
     parser.add_argument("--preset", metavar="A,B", help="presets of the workload")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=V1,V2", help="values of a knob")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=V1,V2", help="one or more values for a knob"
+    )
     for name in flags:
         parser.add_argument(f"--{name}", metavar="V1,V2", help=RUN_FLAGS[name])
 
@@ -42,10 +44,14 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, timeout_s: float | None
     """Add the options of every verb that writes rows to a folder."""
     default = "see docs/tune.md" if timeout_s is None else f"{timeout_s:g}"
     parser.add_argument(
-        "--timeout", type=seconds, default=timeout_s, metavar="S", help=f"time limit per point (default: {default})"
+        "--timeout",
+        type=seconds,
+        default=timeout_s,
+        metavar="S",
+        help=f"time limit per point in seconds (default: {default})",
     )
     parser.add_argument("--start", choices=("fork", "spawn"), help="how to start processes (default: fork)")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of the results (default: runs/…)")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder for the results (default: runs/…)")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--quiet", action="store_true", help="suppress progress output")

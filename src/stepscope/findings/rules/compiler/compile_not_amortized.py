@@ -30,7 +30,7 @@ def check(case: Case) -> list[Finding]:
         f"only after {plural(enough, 'step')}.",
         fix="do not compile runs this short; or compile one block, for block in model.blocks: block.compile(), "
         "and keep the cache: TORCHINDUCTOR_CACHE_DIR=/a/folder/that/stays",
-        derived="compile time compared with the clean steps of the run; no step gets faster",
+        derived="compile time compared with the clean steps of the run; the fix does not make steps faster",
         confidence="high" if seconds > 2 * stepping_s else "medium",
         falsified_by="time an eager step; the finding is wrong if it takes more than twice as long as a compiled "
         "one, or if the run is usually longer",

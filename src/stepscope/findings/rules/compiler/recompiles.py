@@ -49,8 +49,9 @@ def _planning(case: Case) -> list[Finding]:
         why, fix = f"{why}; torch.compile reports: {guard}", _fix_of(guard)
     rows = planning.select("step", "phase", "op", "shapes", LENGTH).head(8).to_dicts()
     finding = Finding(
-        sentence=f"Compiling or planning{' in ' + ' and '.join(ops) if ops else ''} takes the host "
-        f"{cost_text(case, per_step)}, {plural(planning.height / case.num_steps, 'time')} per step: {why}.",
+        sentence=f"Compiling or planning{' in ' + ' and '.join(ops) if ops else ''} takes "
+        f"{cost_text(case, per_step)} of host time, "
+        f"{plural(planning.height / case.num_steps, 'time')} per step: {why}.",
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed without this time; the cost of running eagerly instead is not counted",
@@ -97,8 +98,8 @@ def _stopped_compiling(case: Case) -> list[Finding]:
     guard = _guard(case)
     rows = [{"frame": one.get("frame"), "count": count_of(one)} for one in hits[:8]]
     finding = Finding(
-        sentence=f"torch.compile reached its recompile limit for {first.get('frame')}, which runs eagerly since then"
-        f"{f' ({guard})' if guard else ''}.",
+        sentence=f"torch.compile reached its recompile limit for {first.get('frame')}, which has run eagerly "
+        f"since then{f' ({guard})' if guard else ''}.",
         fix=_fix_of(guard or ""),
         derived="reported by torch.compile; how fast the compiled function would be is unknown",
         confidence="high",

@@ -1,4 +1,4 @@
-"""Do tensors go to the CPU and come back within a step?"""
+"""Are tensors copied to the CPU and back within a step?"""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def check(case: Case) -> list[Finding]:
         case, trips, "num_trips", "op", "bytes", "phase", "module", "caller", time=LENGTH.alias("host_ns")
     )
     finding = Finding(
-        sentence=f"{plural(trips.height / case.num_steps, 'tensor')} per step, the largest of "
-        f"{size(int(trips['bytes'].max()))}, go to the CPU and back to the GPU, mostly in "  # type: ignore[arg-type]
-        f"{place(table.row(0, named=True))}. From the first copy to the second, this takes "
-        f"{cost_text(case, float(table['host_ns'].sum()))}.",
+        sentence=f"Copying {plural(trips.height / case.num_steps, 'tensor')} of up to "
+        f"{size(int(trips['bytes'].max()))} to the CPU and back to the GPU takes "  # type: ignore[arg-type]
+        f"{cost_text(case, float(table['host_ns'].sum()))}, including the time between the two copies. "
+        f"Most of it is in {place(table.row(0, named=True))}.",
         fix="stay on the GPU: remove .cpu(), .numpy() and .cuda(), and call the torch op on the CUDA tensor",
         saving_ns=saving_ns,
         upper_bound=True,

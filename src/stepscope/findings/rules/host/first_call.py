@@ -27,8 +27,8 @@ def _unsettled(case: Case) -> list[Finding]:
     num = int((case.recording.facts.get("windows") or {}).get("warmup") or 0) + found.num_unsettled
     finding = Finding(
         sentence=f"The first {found.num_unsettled} of {plural(found.num_steps, 'clean step')} were still warming up: "
-        f"the first took {duration(found.first_ns, 3)}, the second half {duration(found.settled_ns, 3)} each. "
-        f"The mean ({duration(found.mean_ns, 3)}) therefore includes warm-up.",
+        f"the first took {duration(found.first_ns, 3)}, those in the second half "
+        f"{duration(found.settled_ns, 3)} each. The mean ({duration(found.mean_ns, 3)}) therefore includes warm-up.",
         fix=f"stepscope run --warmup {num} --clean {max(20, found.num_steps)} train.py",
         derived="no time is saved; the times in this recording are too high",
         confidence="medium",

@@ -51,7 +51,7 @@ def check(case: Case) -> list[Finding]:
     once = " Only one step was traced, so this may be a one-time cost." if case.num_steps == 1 else ""
     finding = Finding(
         sentence=f"The host launches nothing for {cost_text(case, float(table['duration_ns'].sum()))}, in "
-        f"{plural(quiet.height / case.num_steps, 'stretch')}, mostly {where}. The GPU has only "
+        f"{plural(quiet.height / case.num_steps, 'pause')}, mostly {where}. The GPU has only "
         f"{duration(case.step.device_ns, 3)} of work.{once}",
         fix=fix,
         saving_ns=saving_ns,

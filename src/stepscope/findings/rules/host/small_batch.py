@@ -1,4 +1,4 @@
-"""Is the batch too small for the GPU: are kernels so short that more data would take no longer?"""
+"""Is the batch so small that kernels would take no longer with more data?"""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def check(case: Case) -> list[Finding]:
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
     finding = Finding(
         sentence=f"The batch is too small for {case.device.name}: kernels shorter than {duration(_SHORT_NS, 3)} take "
-        f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and more data would "
-        f"hardly lengthen them. Half of {plural(kernels.height / case.num_steps, 'kernel')} per step are shorter "
-        f"than {duration(median_ns, 3)}, and "
-        f"{size(memory_bytes - peak_bytes)} of {size(memory_bytes)} of memory are free.",
-        fix="batch_size × 2, repeatedly while tokens per second grow; the learning rate may need to follow",
+        f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and would take "
+        f"hardly longer with more data. Half of {plural(kernels.height / case.num_steps, 'kernel')} per step "
+        f"are shorter than {duration(median_ns, 3)}, and "
+        f"{size(memory_bytes - peak_bytes)} of {size(memory_bytes)} of memory is free.",
+        fix="double batch_size as long as tokens per second increase; the learning rate may need to change too",
         saving_ns=saving_ns,
         derived="time per batch at twice the batch size: the step replayed with these kernels half as long, since "
-        "twice the data takes such kernels no longer",
+        "such kernels take no longer with twice the data",
         confidence="medium",
         falsified_by="double the batch; the finding is wrong if the step takes twice as long",
         places=case.places(short["event"]),

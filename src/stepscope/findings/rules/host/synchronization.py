@@ -65,14 +65,14 @@ def check(case: Case) -> list[Finding]:
         )
     finding = Finding(
         sentence=f"The host stops {plural(count, 'time')} per step to wait for the GPU, {most}in {top['op']} in "
-        f"{place(top)}. It waits {duration(wait_ns, 3)}, then the GPU is idle for {duration(idle_ns, 3)} of the "
+        f"{place(top)}. It waits {duration(wait_ns, 3)}, and then the GPU is idle for {duration(idle_ns, 3)} of the "
         f"{duration(case.step_ns, 3)} step.{by_mask}",
         fix=_fix(top),
         saving_ns=saving_ns,
         upper_bound=True,
         derived="the step replayed without these waits, the copies of single values, and the ops that compute such "
         "values one by one in a loop; the host then runs ahead as far as the GPU's own work allows"
-        + ("; each op that indexes with a mask becomes one kernel and takes the host as long as a typical op"
+        + ("; each op that indexes with a mask becomes one kernel and takes as much host time as a typical op"
            if by_mask else ""),
         confidence="high" if count >= 2 else "medium",
         falsified_by="remove the calls; the finding is wrong if the step is not faster, or if the host needs a value "

@@ -65,8 +65,8 @@ def _in_samples(case: Case) -> list[Finding]:
     what = "for the DataLoader" if summary.data_is_named else "before the forward, most likely for data"
     rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
     finding = Finding(
-        sentence=f"Training waits {cost_text(case, waited_ns)} {what}: the mean over the typical ones of "
-        f"{summary.num_clean} clean steps.",
+        sentence=f"Training waits {cost_text(case, waited_ns)} {what}, on average over the typical steps "
+        f"among {summary.num_clean} clean ones.",
         fix=_FIX,
         saving_ns=waited_ns,
         upper_bound=True,

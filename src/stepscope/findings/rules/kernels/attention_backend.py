@@ -1,4 +1,4 @@
-"""Does scaled dot-product attention run on a slow backend though no mask rules out the fast ones?"""
+"""Does scaled dot-product attention run on a slow backend even though no mask rules out the fast ones?"""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def check(case: Case) -> list[Finding]:
     num_calls = calls.filter(pl.col("direction") != "backward").height / case.num_steps
     keys = ("backend", "direction", "dtype", "num_queries", "num_keys", "head_size", "is_causal")
     finding = Finding(
-        sentence=f"{plural(num_calls, 'call')} of scaled_dot_product_attention per step run on the "
-        f"{worst['backend']} backend instead of flash attention, because {why}. They take "
+        sentence=f"scaled_dot_product_attention runs on the {worst['backend']} backend instead of flash attention in "
+        f"{plural(num_calls, 'call')} per step, because {why}. This takes "
         f"{cost_text(case, total_ns(case, calls))} for {worst['num_queries']:,} × {worst['num_keys']:,} scores in "
         f"{worst['num_heads']} heads of size {worst['head_size']}.",
         fix=fix,

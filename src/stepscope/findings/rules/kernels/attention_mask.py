@@ -36,9 +36,10 @@ def check(case: Case) -> list[Finding]:
     one = (forward if forward.height else calls).row(0, named=True)
     keys = ("backend", "direction", "mask", "dtype", "num_queries", "head_size")
     finding = Finding(
-        sentence=f"{plural(forward.height / case.num_steps, 'call')} of scaled_dot_product_attention per step get a "
-        f"mask of shape {one['mask']}, which rules out flash attention. The {one['backend']} backend takes "
-        f"{cost_text(case, total_ns(case, calls))} for all {one['num_queries']:,} × {one['num_keys']:,} scores.",
+        sentence=f"scaled_dot_product_attention gets a mask of shape {one['mask']} in "
+        f"{plural(forward.height / case.num_steps, 'call')} per step, which rules out flash attention. "
+        f"The {one['backend']} backend takes {cost_text(case, total_ns(case, calls))} for all "
+        f"{one['num_queries']:,} × {one['num_keys']:,} scores.",
         fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)  # if the mask is causal; for other "
         "patterns: torch.nn.attention.flex_attention with a block mask",
         saving_ns=saving_ns,

@@ -46,7 +46,7 @@ def check(case: Case) -> list[Finding]:
         f"{duration(cast_ns, 3)} of GPU time and {duration(total_ns(case, casts, LENGTH), 3)} of host time (under "
         f"the profiler), and lower precision saves only {duration(gained_ns, 3)} of GPU time elsewhere in the "
         f"{duration(case.step_ns, 3)} step.",
-        fix='torch.set_float32_matmul_precision("high") and no torch.autocast; or model.to(torch.bfloat16), '
+        fix='torch.set_float32_matmul_precision("high") instead of torch.autocast; or model.to(torch.bfloat16), '
         "which needs no casts either, if the optimizer may keep its state in bfloat16",
         saving_ns=saving_ns,
         derived="the step replayed without these casts, with matrix products and attention at the rates they reach "

@@ -38,8 +38,8 @@ def check(case: Case) -> list[Finding]:
     called = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
     finding = Finding(
         sentence=f"{plural(needless.height / case.num_steps, 'kernel')} per step only copy tensors, because the "
-        f"program calls {called}. They take {cost_text(case, total_ns(case, needless))} without computing anything"
-        f"{', their backward included' if has_backward else ''}.",
+        f"program calls {called}. They take {cost_text(case, total_ns(case, needless))}"
+        f"{', including their backward,' if has_backward else ''} and compute nothing.",
         fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) if the next op accepts the "
         "strides and dtype as they are: linear layers, matmul and SDPA do",
         saving_ns=saving_ns,

@@ -1,4 +1,4 @@
-"""Does the GPU communicate while it computes nothing?"""
+"""Does the GPU communicate without computing at the same time?"""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def check(case: Case) -> list[Finding]:
         sizes_text = f", most of the time for {size(sizes['bytes'][0])}"
     is_split = bool(calls["wait_ns"].sum())
     finding = Finding(
-        sentence=f"Communication that overlaps with no computation takes "
+        sentence=f"Communication that does not overlap with computation takes "
         f"{cost_text(case, total_ns(case, calls, pl.col('own_ns')))}, out of {duration(total_ns(case, calls), 3)} of "
-        f"communication. Most of it is in {plural(of_kind.height / case.num_steps, worst + ' call')} per step"
-        f"{sizes_text}.",
+        f"communication in total. Most of it is in "
+        f"{plural(of_kind.height / case.num_steps, worst + ' call')} per step{sizes_text}.",
         fix=_FIXES.get(worst, "start it earlier (async_op=True), and wait only before its result is used"),
         saving_ns=saving_ns,
         upper_bound=True,
@@ -59,7 +59,7 @@ def check(case: Case) -> list[Finding]:
         + ("; the time each call waits for other ranks is excluded" if is_split else
            "; part of it may be waiting for other ranks, which only a folder with every rank's trace shows"),
         confidence="medium" if is_split else "low",
-        falsified_by="look for other work; the finding is wrong if nothing can be computed without the result",
+        falsified_by="look for work to overlap; the finding is wrong if all remaining work needs the result",
         places=case.places(calls.filter(pl.col("own_ns") > 0)["event"]),
         evidence=(Evidence("collectives", collectives_by_size(calls).head(8).to_dicts()),),
     )  # fmt: skip

@@ -70,7 +70,7 @@ def _suspect(case: Case, used: Utilization) -> tuple[str, str]:
     device = find_device(str(environment.get("device_name")))
     if device is not None and _at_tf32(device, flops.hardware_flops_by_dtype, used):
         return (
-            "The dtype is wrong: the float32 products must have run in TF32, which would be possible.",
+            "The dtype is wrong: the float32 products must have run in TF32, which can be this fast.",
             'torch.get_float32_matmul_precision()  # "high" means TF32: divide by the TF32 peak',
         )
     if flops.formula_flops and flops.model_flops > 1.1 * flops.formula_flops:

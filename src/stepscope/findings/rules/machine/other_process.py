@@ -31,7 +31,7 @@ def check(case: Case) -> list[Finding]:
     who = "Another process" if len(sized) == 1 else f"{len(sized)} other processes"
     finding = Finding(
         sentence=f"{who} held {size(num_bytes)} of GPU memory when the run ended, {size(largest['used_bytes'])} of "
-        f"it by {name} (pid {largest.get('pid')}). Work of other processes slows this run down.",
+        f"it by {name} (pid {largest.get('pid')}). Work in other processes slows this run down.",
         fix=f"nvidia-smi  # then end it: kill {largest.get('pid')}; or use a free GPU: CUDA_VISIBLE_DEVICES=N",
         saving_bytes=num_bytes,
         derived="the memory held by other processes; to measure the time, record again without them",

@@ -7,11 +7,11 @@ import polars as pl
 from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration
 from stepscope.formatting import whole_percent
 
-_COOLING = "nvidia-smi -q -d TEMPERATURE  # then check fans, air flow, dust and neighboring GPUs"
+_COOLING = "nvidia-smi -q -d TEMPERATURE  # then check fans, airflow, dust and neighboring GPUs"
 _REASONS = {
     "sw_thermal_slowdown": ("heat", _COOLING),
     "hw_thermal_slowdown": ("heat", _COOLING),
-    "hw_power_brake_slowdown": ("the power supply", "check the machine's power supply: it made the GPU slow down"),
+    "hw_power_brake_slowdown": ("the power supply", "check the machine's power supply: it makes the GPU slow down"),
     "hw_slowdown": ("the hardware (heat or power)", "nvidia-smi -q -d TEMPERATURE,POWER"),
     "sw_power_cap": (
         "its power limit",

@@ -1,4 +1,4 @@
-"""Is the forward recomputed in the backward although there is memory to keep it?"""
+"""Is the forward recomputed in the backward although its results would fit in memory?"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check(case: Case) -> list[Finding]:
     part = "" if share == 1 else f" for about {whole_percent(share)} of the layers"
     finding = Finding(
         sentence=f"Recomputing {plural(again.height / case.num_steps, 'forward op')} in the backward takes "
-        f"{cost_text(case, total_ns(case, again))}, although there is memory to keep the results: they "
+        f"{cost_text(case, total_ns(case, again))}, although the results would fit in memory: they "
         f"need at most {size(more_bytes)}, and the peak of {size(peak_bytes)} leaves {size(usable - peak_bytes)} of "
         f"{case.device.name} free.",
         fix=f"remove torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
@@ -54,7 +54,8 @@ def check(case: Case) -> list[Finding]:
             if share == 1
             else f"; {whole_percent(share)} of it, as much as fits into {whole_percent(_USABLE_SHARE)} of the memory"
         ),
-        falsified_by="turn checkpointing off; the finding is wrong if the run is out of memory or not faster",
+        falsified_by="turn checkpointing off; the finding is wrong if the run then runs out of "
+        "memory or is not faster",
         places=case.places(events),
         evidence=(Evidence("recomputed ops", table.head(8).to_dicts()),),
     )

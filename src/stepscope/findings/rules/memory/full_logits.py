@@ -69,8 +69,9 @@ def check(case: Case) -> list[Finding]:
     )
     finding = Finding(
         sentence=f"The full logits ({one['num_tokens']:,} tokens × {one['vocabulary']:,} vocabulary) take "
-        f"{size(logits_bytes)}{holding}. {plural(passes.height / case.num_steps, 'kernel')} that read or write them, "
-        f"besides the matrix products, take {cost_text(case, total_ns / case.num_steps)}.",
+        f"{size(logits_bytes)}{holding}. Besides the matrix products, "
+        f"{plural(passes.height / case.num_steps, 'kernel')} that read or write them take "
+        f"{cost_text(case, total_ns / case.num_steps)}.",
         fix=_IN_CHUNKS if is_fused else _COMPILED,
         saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
         saving_bytes=saving_bytes,
@@ -80,7 +81,7 @@ def check(case: Case) -> list[Finding]:
         falsified_by="look at the memory timeline; the finding is wrong if the peak is elsewhere in the step, or if "
         "the program needs all logits at once",
         places=case.places(passes["event"]),
-        evidence=(Evidence("kernels over the logits", table.head(10).to_dicts()),),
+        evidence=(Evidence("kernels that read or write the logits", table.head(10).to_dicts()),),
     )
     return [finding]
 

@@ -75,7 +75,7 @@ def _so_far(growth: MemoryGrowth, held: int) -> str:
     if growth.held_bytes is None:
         return f"This happens in {plural(growth.num_steps, 'step')} in a row, on top of"
     num = max(row["num_held"] for row in growth.rows)
-    return f"Earlier steps left {size(held)}, up to {num} tensors of a kind, of"
+    return f"Earlier steps left {size(held)}, up to {num} tensors of the same kind, of"
 
 
 def _graphs(memory: Account) -> tuple[Evidence, ...]:

@@ -39,9 +39,9 @@ def check(case: Case) -> list[Finding]:
     else:
         fix = f"PYTORCH_CUDA_ALLOC_CONF={_EXPANDABLE} python train.py"
     counted = retries_of(case)
-    is_told = counted is not None and counted.are_in_every_step  # allocator_churn reports it
+    is_reported = counted is not None and counted.are_in_every_step  # allocator_churn reports it
     again = ""
-    if retries and not is_told:
+    if retries and not is_reported:
         again = f" The allocator returned its cache {plural(retries, 'time')} to make room."
     of = f" (of {size(total)} on the device)" if total else ""
     finding = Finding(
