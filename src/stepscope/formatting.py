@@ -284,7 +284,7 @@ Scale(divisor=1.0, unit=''))
 _SMALL_UNITS = {"_watts": ("W", 3), "_mhz": ("MHz", 4), "_joules": ("J", 4)}
 """Of figures that are always of one size: the unit, and the digits that mean something."""
 _WHOLE = {
-    "flops_per_s": "FLOP/s", "flops_per_byte": "FLOPs a byte", "bytes_per_s": "bandwidth", "flops": "FLOP",
+    "flops_per_s": "FLOP/s", "flops_per_byte": "FLOPs per byte", "bytes_per_s": "bandwidth", "flops": "FLOP",
     "bytes": "size", "share": "share", "tokens_per_s": "tokens/s", "mfu_share": "MFU",
     "peak_flops_per_s": "peak FLOP/s", "back_end": "backend",
     "batch_heads_queries_keys_width": "sizes", "exposed_communication_share": "exposed comm.",

@@ -14,6 +14,8 @@ from stepscope.analysis.time import statistics
 from stepscope.document.card import Card
 from stepscope.errors import RecordingError
 
+pytestmark = pytest.mark.long
+
 NONSENSE = (None, "text", [], {}, -1, 0)
 WINDOWS = ("warmup", "clean", "clean", "trace", "memory")
 WHOLE = {

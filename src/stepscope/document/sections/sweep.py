@@ -73,7 +73,7 @@ def _verdict(sweep: SweepSummary, layout: Layout) -> str:
         sentences.append(f"The highest peak is {cell('peak_bytes', heavy.peak_allocated_bytes)}{where}.")
     noisy = sum(point.is_noisy for point in timed)
     if noisy:
-        sentences.append(f"{plural(noisy, 'row')} of {len(timed)} {'is' if noisy == 1 else 'are'} noisy.")
+        sentences.append(f"{noisy} of {plural(len(timed), 'point')} {'is' if noisy == 1 else 'are'} noisy.")
     return " ".join(sentences)
 
 

@@ -12,8 +12,8 @@ from stepscope.render.colors import colors_of_nodes, depth_of, ink_on
 MOST_NODES = 1200
 """Plotly draws each as an element, so the smallest are left out and counted in the caption."""
 _DEPTH = 7
-_LETTERS = 150
-"""Characters across the chart."""
+_LETTERS = {"icicle": 150, "treemap": 80}
+"""Characters across an icicle, and across a square tile that fills a treemap."""
 
 
 def tree_figure(chart: Tree) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
 
 def _inside(name: str, text: str, share: float, shape: str) -> str:
     """Return the text inside a part: as much of its name as fits, and its value if there is room."""
-    room = int((share if shape == "icicle" else share**0.5) * _LETTERS)
+    room = int((share if shape == "icicle" else share**0.5) * _LETTERS[shape])
     if room < 3:
         return ""
     label = html.escape(safe(name, max(room, 4)), quote=False)
