@@ -122,7 +122,7 @@ def test_gates():
         subject([1.0, 2, 3, 4, 5, 6, 7]), subject([1.5, 2.2, 3.3, 4.4, 5.5, 6.6, 7.7])
     )  # 10 % worse, in noise of 50 %
     assert gated(noisy, "step_time:3%") == (["undecided"], 4), "they could not have shown 3 %"
-    assert "more than the limit: record more steps" in decide([Gate("step_time", 0.03)], [noisy], [])[0].reason
+    assert "record more steps" in decide([Gate("step_time", 0.03)], [noisy], [])[0].reason
     assert gated(noisy, "step_time:900%") == (["passed"], 0)
     assert decide([Gate("step_time", 0.03)], [], ["seq=1"])[0].status == "undecided"
 
@@ -130,7 +130,7 @@ def test_gates():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("steptime:3%", ["no metric 'steptime'", "step_time", "peak_memory"]),
+        ("steptime:3%", ["'steptime'", "step_time", "peak_memory"]),
         ("step_time:3", ["step_time:3%"]),
         ("step_time", ["METRIC:LIMIT%"]),
         ("step_time:-3%", ["METRIC:LIMIT%"]),
@@ -162,7 +162,7 @@ def test_a_machine_that_is_not_at_rest_is_told():
     drifting = tuple(10.0 * MS + i * MS / 10 for i in range(20))
 
     assert neighbors_correlation([1.0] * 9) == 0.0
-    assert any("not at rest" in note for note in compare_pair(subject(drifting), subject()).notes)
+    assert any("correlated" in note for note in compare_pair(subject(drifting), subject()).notes)
     shuffled = tuple(STEADY[i * 7 % 20] for i in range(20))
     assert compare_pair(subject(shuffled), subject(shuffled)).notes == ()
 

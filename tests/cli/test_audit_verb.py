@@ -18,6 +18,7 @@ SMALL = ("--set", "batch=1", "--set", "seq_len=8")
 TOY = f"{ROOT / 'examples' / 'toy_precision.py'}:build"
 
 
+@pytest.mark.long
 def test_the_example_from_a_shell_in_eighty_columns():
     words = ["bench", "--check", "dtypes", TOY, "--dtype", "autocast_bf16", "--micro-batches", "2", "--device", "cpu"]
     done = subprocess.run(

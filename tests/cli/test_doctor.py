@@ -55,6 +55,7 @@ def run(tmp_path):
     return doctor_process
 
 
+@pytest.mark.long
 def test_json_with_torch(run):
     torch = pytest.importorskip("torch")
     finished = run("--json")

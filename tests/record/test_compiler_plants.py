@@ -135,6 +135,7 @@ class Products(torch.nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_calls_of_compiled_code_have_their_modules(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x = torch.randn(8, 8, requires_grad=True)

@@ -158,6 +158,7 @@ def window(folder, in_full: bool) -> tuple[Notes, dict]:
         return notes, json.load(stream)
 
 
+@pytest.mark.long
 def test_a_window_in_full_writes_a_snapshot_and_one_without_does_not(cuda, tmp_path):
     folders = [tmp_path / "full", tmp_path / "plain"]
     for folder in folders:

@@ -189,6 +189,7 @@ class CollectsGarbage(dict):
         super().__setitem__(key, value)
 
 
+@pytest.mark.long
 def test_a_storage_may_die_while_the_ledger_looks_through_the_living():
     loop = Loop(mlp())
     loop.ledger.start()
