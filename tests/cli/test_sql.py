@@ -256,7 +256,7 @@ def test_csv_has_every_row(tmp_path):
     assert rows[12_345] == ["12344", 'a "b", c\nd é', ""]
     assert sql(trace, "select event from host limit 0", "--csv").stdout == "event\n"
     done = sql(trace, "select array[1, 2] as a", "--csv")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "stepscope sql: CSV cannot hold lists: use --json\n")
+    assert (done.returncode, done.stdout) == (2, "") and "CSV cannot hold lists" in done.stderr
 
 
 def test_names_cannot_speak_to_the_terminal(tmp_path):

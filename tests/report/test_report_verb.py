@@ -106,7 +106,7 @@ def test_a_missing_package_has_one_hint(monkeypatch, tmp_path):
 
     with pytest.raises(MissingDependencyError) as raised:
         write.check_target(tmp_path / "folder", False)
-    assert str(raised.value) .endswith("pip install 'stepscope[png]'")
+    assert str(raised.value).endswith("pip install 'stepscope[png]'")
 
 
 def test_a_page_that_cannot_be_written_is_one_line_and_leaves_nothing(recording, capsys, monkeypatch):
