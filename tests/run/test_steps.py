@@ -257,7 +257,7 @@ def test_every_window_has_its_steps(runs):
 
 def test_a_skipped_step_is_a_step_and_is_counted(runs):
     assert runs["scaled"].each("num_skipped")[:8] == [1, 0, 0, 1, 0, 0, 1, 0]
-    assert "skipped by the GradScaler" in runs["scaled"].stdout
+    assert "GradScaler" in runs["scaled"].stdout
 
 
 def test_forward_and_backward_inside_a_closure_keep_their_names(runs):
@@ -309,7 +309,7 @@ def test_every_rank_of_a_ddp_run_has_a_recording(lab):
     windows = ("--warmup", 2, "--clean", 3, "--trace", 1)
     run = script.python(*launcher, "-m", "stepscope", "run", "-o", "recording", *windows, "train.py")
     assert run.exit_code == 0, run.stderr
-    assert run.stdout.count("where a step goes") == 1
+    assert run.stdout.count("Where a step goes") == 1
     for rank, folder in enumerate([run.folder, run.folder / "rank1"]):
         recording = read_recording(folder)
         assert recording.status == "finished"
