@@ -275,7 +275,7 @@ def test_losses_random_numbers_and_output_are_the_same(seeded, bare):
     assert run.stdout.startswith(bare.stdout)
     card = run.stdout.removeprefix(bare.stdout)
     assert card.startswith("\nA step takes ")
-    assert card.count("where a step goes") == 1
+    assert card.count("Where a step goes") == 1
     assert "\x1b" not in card
     assert "stepscope: clean timing" in run.stderr
     assert run.steps == list(range(12))
