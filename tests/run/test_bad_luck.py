@@ -246,7 +246,7 @@ def test_a_script_that_never_imports_torch(script):
 def test_a_script_that_never_steps(runs):
     run = runs["never steps"]
     assert run.exit_code == 0
-    assert "No step was seen" in run.stdout
+    assert "No step was found" in run.stdout
     assert run.steps == []
 
 
@@ -298,14 +298,14 @@ def test_forked_workers_are_not_recorded(runs):
 
 def test_a_forked_child_shows_no_card(runs):
     assert runs["forks"].stdout.count("parent done") == 1
-    assert runs["forks"].stdout.count("about this measurement") == 1
+    assert runs["forks"].stdout.count("About this measurement") == 1
 
 
 def test_spawned_training_processes_are_named(runs):
     run = runs["spawns"]
     assert run.exit_code == 0, run.stderr
     assert run.stdout.startswith("all trained\n")
-    assert "started 2 process(es) of its own" in re.sub(r"\s+", " ", run.stdout)
+    assert "started 2 other process" in re.sub(r"\s+", " ", run.stdout)
     assert "torchrun -m stepscope run" in re.sub(r"\s+", " ", run.stdout)
 
 
