@@ -97,7 +97,7 @@ GPU = {
     "MFU": ["50.0 %", "bf16 989.4 TFLOP/s", "NVIDIA H200"],
     "HFU": ["55.0 %"],
     "parameters": ["1.61 B, 1.61 B trainable, 1.61 B active", "6.00 GiB float32"],
-    "memory": ["10.0 GiB allocated, 12.0 GiB reserved, 14.0 GiB in use", "of 140 GiB", "0 allocator retries"],
+    "memory": ["10.0 GiB allocated, 12.0 GiB reserved", "14.0 GiB of 140 GiB", "0 allocator retries"],
     "GPU": ["busy 85.0 % (p95 89.5 %)", "memory controller 50.0 % (p95 50.0 %)", "2 samples"],
     "power": ["500 W (p95 500)", "SM 1,980 MHz, memory 3,201 MHz", "0.00977 J/token", "sw_power_cap 50.0 %"],
     "other process": ["jupyter", "pid 77, 1.00 GiB"],
