@@ -42,7 +42,7 @@ def test_attention_has_its_calls_and_its_reasons(source):
     assert (calls["back_end"], calls["mask"], calls["num_calls"]) == (["efficient"], ["64×64"], [1.0])
     assert calls["forward_ns"] == [30_000.0]
     why = of(parts, Table, "attention_reasons").columns
-    assert why["because"] == ["a 64×64 mask is passed (flash supports only is_causal=True)"]
+    assert why["because"] == ["a mask of shape 64×64 is passed (flash supports only is_causal=True)"]
     assert why["source"] == ["derived"]
     assert of(parts, Bars).series[0].y == [30_000.0]
     assert why["call"] == ["efficient 2×4×64×64×16"] and why["not_on"] == ["flash"]

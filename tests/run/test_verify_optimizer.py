@@ -70,5 +70,5 @@ def test_a_script_that_fails_by_itself_is_the_users_affair(lab):
     run = lab.script(FAILING).stepscope("verify", "train.py", "--fix", "autocast")
     assert run.exit_code == 2
     assert (
-        run.stderr == "stepscope verify: the script fails without any fix: RuntimeError: this script never worked\n"
+        run.stderr == "stepscope verify: the script fails without a fix: RuntimeError: this script never worked\n"
     )

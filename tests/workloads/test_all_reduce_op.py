@@ -146,5 +146,5 @@ def test_no_ranks_are_refused(world_size):
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
-    with pytest.raises(UsageError, match="a GPU a rank, here: 1"):
+    with pytest.raises(UsageError, match="one GPU per rank, found 1"):
         all_reduce._check(2, "nccl")
