@@ -210,4 +210,5 @@ def amp_verdict(fp32: Record, low: Record) -> str:
             f"not measurably different from fp32 for {fp32['model']} (host-bound: {said('share', idle[1])} GPU idle "
             f"time, {work[0]} instead of {work[1]} of GPU work)"
         )
-    return f"{compared(low['step_ns'], fp32['step_ns'], 'fp32')} for {fp32['model']}"
+    times = f"{said('_ns', low['step_ns'])} instead of {said('_ns', fp32['step_ns'])} per step"
+    return f"{compared(low['step_ns'], fp32['step_ns'], 'fp32')} for {fp32['model']} ({times})"
