@@ -69,6 +69,4 @@ def test_it_is_a_function_too(lab, monkeypatch):
 def test_a_script_that_fails_by_itself_is_the_users_affair(lab):
     run = lab.script(FAILING).stepscope("verify", "train.py", "--fix", "autocast")
     assert run.exit_code == 2
-    assert (
-        run.stderr == "stepscope verify: the script fails without a fix: RuntimeError: this script never worked\n"
-    )
+    assert run.stderr == "stepscope verify: the script fails without a fix: RuntimeError: this script never worked\n"
