@@ -127,7 +127,7 @@ def test_another_model_is_refused_and_says_how_to_go_on(runs, compare, as_json):
     text = compare(runs / "base", runs / "wide", code=4)
 
     assert text.strip().startswith("Not comparable: the two differ in parameters (8,320 and 76,608)")
-    assert "--allow parameters,flops" in text
+    assert "--allow parameters,flops" in " ".join(text.split())
     assert as_json(runs / "base", runs / "wide", code=4)["pairs"][0]["changes"] == []
     compare(runs / "base", runs / "wide", "--fail-on", "peak_memory:900%", code=4)
 
@@ -237,11 +237,11 @@ def test_a_point_that_is_gone_leaves_the_gate_undecided(sweeps, tmp_path, compar
 
     found = as_json(whole, half, "--fail-on", "step_time:99%", code=4)
     assert [gate["status"] for gate in found["gates"]] == ["passed", "undecided"] and len(found["only_in_base"]) == 1
-    assert "half written" in compare(whole, half)
+    assert "half written" in " ".join(compare(whole, half).split())
     failed = rows[0] | {"status": "oom", "reason": "asked for 3 GiB"}
     (half / "results.jsonl").write_text(json.dumps(failed) + "\n" + steady[1])
     text = compare(whole, half, "--fail-on", "step_time:99%", code=4)
-    assert "the row is oom: asked for 3 GiB" in text
+    assert "oom: asked for 3 GiB" in " ".join(text.split())
 
 
 def test_two_of_different_kinds_are_refused(runs, sweeps, compare):
