@@ -229,12 +229,22 @@ def test_dark_and_light_follow_the_system_and_the_button(sample):
             sample.page.emulate_media(color_scheme=scheme)
         return sample.color("body"), sample.color(paper, "background")
 
+    def drawn(comparison: str, color: str) -> None:
+        """Wait for the chart, which is drawn again a moment after the theme turns."""
+        background = "getComputedStyle(document.querySelector('section#bars .main-svg')).background"
+        sample.page.wait_for_function(f"color => {background} {comparison} color", arg=color)
+
     sample.section("bars")
-    light, dark = colors("light"), colors("dark")
+    light = colors("light")
+    sample.page.emulate_media(color_scheme="dark")
+    drawn("!==", light[1])
+    dark = colors()
     assert light[0] != dark[0] and light[1] != dark[1]
     sample.page.click("#theme")
+    drawn("===", light[1])
     assert colors() == light
     sample.page.keyboard.press("t")
+    drawn("===", dark[1])
     assert colors() == dark
     sample.section("overview")  # a chart that is out of sight when the theme turns
     sample.page.keyboard.press("t")
