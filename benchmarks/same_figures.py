@@ -14,7 +14,7 @@ It runs these verbs with each of the two commands and compares the JSON they giv
 Every number, true, false and null is a figure. Whole numbers must be equal, others within 1e-9 of their size. Text is
 not compared. Figures are found by path, and by id in lists whose entries have one. In a report, tables and charts are
 found by id, wherever they stand, and each column or series is compared as a bag of values, so that rows may move.
-Keys and ids that one side alone has are listed; a figure that only the new side has does not count as a difference. An input that the
+Keys and ids that only one side has are listed; a figure that only the new side has is not counted. An input that the
 old side refuses counts only if the new side stops in another way. The exit code is 1 if there is a difference.
 
 Without --new only the old side runs. Its answers stay in KEEP/old and are used again: delete that folder when the
