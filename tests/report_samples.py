@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from stepscope.document.explorer import Axis, Explorer, Figure
 from stepscope.document.findings import findings_part
 from stepscope.document.model import (
+    Axis,
     Bars,
     Document,
     Dot,
+    Explorer,
     Fact,
     Facts,
+    Figure,
     Heat,
     Lines,
     Mark,

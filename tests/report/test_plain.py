@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from hostile_names import NAMES, report
-from stepscope.document.explorer import Axis, Explorer, Figure
-from stepscope.document.model import Document, Section, Table, Timeline
+from stepscope.document.model import Axis, Document, Explorer, Figure, Section, Table, Timeline
 from stepscope.render.json_values import plain_of
 from stepscope.render.write import write_report
 

@@ -11,8 +11,7 @@ from hostile_names import NAMES
 from stepscope import report
 from stepscope.analysis.comparison.sweep_records import hash_of
 from stepscope.analysis.comparison.sweeps import sweep_of
-from stepscope.document.explorer import Explorer
-from stepscope.document.model import Bars, Chart, Facts, Heat, Lines, Missing, Scatter, Table, Text
+from stepscope.document.model import Bars, Chart, Explorer, Facts, Heat, Lines, Missing, Scatter, Table, Text
 from stepscope.document.sections.sweep import sweep_report
 from stepscope.document.sections.sweep_axes import layout_of
 from stepscope.errors import RecordingError

@@ -7,7 +7,7 @@ work where nothing but torch is installed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,6 +79,29 @@ class Table(Part):
         return len(next(iter(self.columns.values()), ()))
 
 
+def columns_of(rows: Iterable[Any], names: str, **computed: Callable[[Any], Any]) -> dict[str, list[Any]]:
+    """Return columns of rows by name: `name` and `name:field` are fields of each row, other values are computed.
+
+    >>> columns_of([{"bytes": 3}], "each_bytes:bytes twice", twice=lambda row: 2 * row["bytes"])
+    {'each_bytes': [3], 'twice': [6]}
+    """
+    kept, columns = list(rows), {}
+    for word in names.split():
+        name, _, field_name = word.partition(":")
+        read = computed.get(name) or _reader(field_name or name)
+        columns[name] = [read(row) for row in kept]
+    return columns
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    return lambda row: row.get(name) if isinstance(row, Mapping) else getattr(row, name)
+
+
+def without_empty(columns: Mapping[str, Sequence[Value]]) -> dict[str, Sequence[Value]]:
+    """Return the columns of which at least one value is known."""
+    return {name: values for name, values in columns.items() if any(value is not None for value in values)}
+
+
 @dataclass(frozen=True)
 class FindingCard:
     """One cause as people read it: what it costs, what to change, how to prove it."""
@@ -144,18 +167,18 @@ class Mark:
     name: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart(Part):
     """What every chart has."""
 
     id: str
     """The name of its PNG file."""
     title: str
-    caption: str = ""
+    caption: str = field(default="", kw_only=True)
     """What is seen on it, in a sentence made from its figures."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bars(Chart):
     """Horizontal bars, the parts of each beside one another in one line."""
 
@@ -167,7 +190,7 @@ class Bars(Chart):
     """What shares on a terminal are of; None: the sum of all values."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Lines(Chart):
     """Lines over x, or areas on top of one another."""
 
@@ -182,7 +205,7 @@ class Lines(Chart):
     log_y: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scatter(Chart):
     """Dots of different sizes between limits: a roofline."""
 
@@ -206,7 +229,7 @@ class Dot:
     """For its color."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Tree(Chart):
     """Parts of parts: an icicle from the top down, or a treemap."""
 
@@ -227,7 +250,7 @@ class Node:
     color: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Heat(Chart):
     """A figure over two axes; a cell without one says why (`oom`)."""
 
@@ -240,6 +263,67 @@ class Heat(Chart):
     """By row of y, then x."""
     texts: Sequence[Sequence[str]]
     """What stands in each cell: the figure, or its status."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One knob that differs between points."""
+
+    name: str
+    values: tuple[Value, ...]
+    """Each once: numbers from the smallest, else in the order of the sweep. None: the knob does not apply."""
+    is_numeric: bool
+    """All values are numbers: it can be an x of its own scale, else its values stand side by side."""
+    is_log: bool
+    """Numbers that grow by factors (128, 256, 512): an x axis of it is logarithmic."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure that may be drawn."""
+
+    name: str
+    """A key of `Explorer.figures`, the unit at its end: `formatting.py` writes it."""
+    is_log: bool
+    """The largest is ten times the smallest or more: its axis is logarithmic unless the reader says otherwise."""
+    low: str | None = None
+    """The figure that is the lower end of its 95 % interval; None where it has no interval."""
+    high: str | None = None
+
+
+@dataclass(frozen=True)
+class Explorer(Part):
+    """The points of a sweep as columns: entry `p` of every column is of point `p`.
+
+    To draw figure `f` over axis `x` with axis `s` as series and every other axis held at one value each (`others`):
+    take the points with `places[a][p] == others[a]` for all other axes `a`; a point stands at
+    `axes[x].values[places[x][p]]` in the series `axes[s].values[places[s][p]]`; its height is `figures[f][p]`, from
+    `figures[low][p]` to `figures[high][p]` where the figure has an interval. A heat map is the same, `s` downwards. A
+    point whose `statuses[p]` is not `ok` has None in every figure: its place is marked by the status (`oom`) and
+    `reasons[p]` says more. A place where no point stands was not in the sweep.
+    """
+
+    id: str
+    title: str
+    axes: tuple[Axis, ...]
+    places: tuple[tuple[int, ...], ...]
+    """By axis, then by point: which of the axis' values the point has."""
+    figures: Mapping[str, Sequence[float | None]]
+    """By name; also the ends of intervals, which are not in `shown`."""
+    shown: tuple[Figure, ...]
+    """What the reader may choose, the time first."""
+    statuses: tuple[str, ...]
+    reasons: tuple[str, ...]
+    """"" of an `ok` point."""
+    names: tuple[str, ...]
+    """What tells a point from the others: `seq_len=128 attention=sdpa`."""
+    marks: tuple[str, ...]
+    """`best`, `tied` or "": of the rows that compute the same thing. Only `ok` points have one."""
+    is_noisy: tuple[bool, ...]
+    x: int | None
+    """The axis to begin with on x; None where nothing varies."""
+    series: int | None
+    """The axis to begin with as series; None where only one axis varies."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweep_records import hash_of, record_of
 from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary, sweep_of
-from stepscope.document.explorer import Explorer, Figure
-from stepscope.document.model import Document, Fact, Facts, Missing, Section, Table, Text, Value
+from stepscope.document.model import Document, Explorer, Fact, Facts, Figure, Missing, Section, Table, Text, Value
 from stepscope.document.sections.sweep_axes import Layout, axis_of, label, layout_of
 from stepscope.document.sections.sweep_charts import LOG_FACTOR, MEASURES, TIME, charts_of, memory_and_time, time_text
 from stepscope.document.sweep_table import BEST, NOISY, TIED

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import IMPLEMENTATION_KNOBS, PointSummary, SweepSummary
-from stepscope.document.explorer import Axis
+from stepscope.document.model import Axis
 from stepscope.formatting import cell, safe
 
 MOST_SERIES = 8

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepscope.document.colors import PALETTE
-from stepscope.document.explorer import Axis, Explorer, Figure
+from stepscope.document.model import Axis, Explorer, Figure
 from stepscope.formatting import Scale, cell, safe, scale, title_of
 from stepscope.render.page.axes import axis_title, scaled
 

@@ -15,8 +15,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.explorer import Explorer
-from stepscope.document.model import Chart, Document, Facts, Findings, Missing, Section, Table, Text, Timeline
+from stepscope.document.model import (
+    Chart,
+    Document,
+    Explorer,
+    Facts,
+    Findings,
+    Missing,
+    Section,
+    Table,
+    Text,
+    Timeline,
+)
 from stepscope.render.files import missing
 from stepscope.render.page.elements import (
     chart_html,
