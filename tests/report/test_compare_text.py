@@ -56,7 +56,7 @@ def test_the_verdict_is_the_first_line_and_says_where_it_comes_from():
     assert "backward (+2.00 ms)" in lines[1]
     text = "\n".join(lines)
     assert "Gates: 1 failed, 1 undecided" in text and "missing data" in text
-    assert re.search(r"failed +step_time:3% +\+20.0 % +worse by more than the limit", text)
+    assert re.search(r"failed +step_time:3% +\+20.0 %\n +reason: worse by more than the limit", text)
     assert re.search(r"backward +\+2.00 ms +6.00 ms +8.00 ms", text)
     assert re.search(r"step time +10.00 ms +12.00 ms +\+20.0 % +slower", text)
 
@@ -101,6 +101,17 @@ def test_a_narrow_terminal_is_not_overrun():
     assert "  95 % interval\n" in wide
     assert "  95 % interval\n" not in narrow and "no difference shown" in narrow
     assert max(map(len, narrow.splitlines())) <= 70
+
+
+def test_reasons_are_never_cut():
+    why = f"{'/a/long/temporary/path' * 3}/new: the row is oom: asked for 3 GiB"
+    gone = replace(subject(missing={"step_time": why}), measures={})
+    pairs = [compare_pair(subject(), new, name=name) for name, new in (("seq=1", gone), ("seq=2", subject()))]
+
+    lines = compare_text(comparison(*pairs, gates=["step_time:3%"]), width=70).splitlines()
+
+    assert " ".join(" ".join(lines).split()).count("/new: the row is oom: asked for 3 GiB") == 2
+    assert max(map(len, lines)) <= 70
 
 
 def test_points_are_a_table_and_the_one_that_changed_most_is_looked_into():

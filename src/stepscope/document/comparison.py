@@ -143,7 +143,8 @@ def _gates(comparison: Comparison) -> Table:
         counts[gate.status] = counts.get(gate.status, 0) + 1
     title = ", ".join(f"{number} {status}" for status, number in counts.items())
     note = "A gate never passes on missing data." if UNDECIDED in counts else ""
-    return _table("gates", f"Gates: {title}", ("gate", "limit", "point", "change", "reason"), rows, note=note)
+    titles = ("gate", "limit", "point", "change", "reason")
+    return _table("gates", f"Gates: {title}", titles, rows, note=note, below=("reason",))
 
 
 def _metrics(pair: Pair) -> Table:
@@ -172,9 +173,10 @@ def _points(comparison: Comparison) -> Table:
             cells = [figure(step.base, step.unit), figure(step.new, step.unit), change_text(step), step.verdict]
         memory = "" if peak is None else change_text(peak)
         interval = "" if step is None else interval_text(step)
-        rows.append((pair.name or pair.base, *cells[:3], cells[3] or why, memory, interval))
-    titles = ("point", "base", "new", "change", "verdict", "peak memory", "95 % interval")
-    return _table("points", "Step time of every point", titles, rows)
+        rows.append((pair.name or pair.base, *cells, memory, interval, "" if cells[3] else why))
+    titles = ("point", "base", "new", "change", "verdict", "peak memory", "95 % interval", "reason")
+    titles = titles if any(row[-1] for row in rows) else titles[:-1]
+    return _table("points", "Step time of every point", titles, rows, below=("reason",))
 
 
 def _parts(table: Parts, num_rows: int) -> Table:
@@ -203,9 +205,16 @@ def _differences(pair: Pair, pairs: Sequence[Pair]) -> Iterator[Part]:
         yield Facts(tuple(Fact("note", note) for note in pair.notes))
 
 
-def _table(id: str, title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> Table:
+def _table(
+    id: str,
+    title: str,
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    note: str = "",
+    below: tuple[str, ...] = (),
+) -> Table:
     columns = {name: [row[place] for row in rows] for place, name in enumerate(titles)}
-    return Table(id, title, columns, num_shown=len(rows), note=note)
+    return Table(id, title, columns, num_shown=len(rows), note=note, below=below)
 
 
 def shown_tables(pair: Pair) -> list[Parts]:
