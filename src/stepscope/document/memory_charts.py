@@ -39,17 +39,10 @@ def timeline(found: Account, levels: LevelsBy) -> Lines:
         text += f": {size(found.remainder_bytes)} {more}" if found.remainder_bytes > 0 else less
     # What stays is at the bottom, so that what comes and goes can be seen.
     order = sorted(levels.names, key=lambda owner: -min(levels.levels[owner]))
-    return Lines(
-        id="memory_timeline",
-        title=f"Allocated memory of {safe(found.device, 20)}, by {_BY[levels.by]}",
-        caption=text,
-        x=name,
-        y="allocated_bytes",
-        series=tuple(Series(in_words(owner), levels.levels[owner], x, owner or "unattributed") for owner in order),
-        marks=(_peak_mark(found, x[levels.peak_index]), *_stage_marks(found, levels.events, x)),
-        style="areas",
-        page_only=True,
-    )
+    series = tuple(Series(in_words(owner), levels.levels[owner], x, owner or "unattributed") for owner in order)
+    marks = tuple(_marks(found, x[levels.peak_index], levels.events, x))
+    id, title = "memory_timeline", f"Allocated memory of {safe(found.device, 20)}, by {_BY[levels.by]}"
+    return Lines(id, title, name, "allocated_bytes", series, marks, "areas", caption=text, page_only=True)
 
 
 def allocator_timeline(found: Account) -> Lines:
@@ -58,42 +51,30 @@ def allocator_timeline(found: Account) -> Lines:
     x = [float(point.event) for point in points]
     peak_index = max(range(len(points)), key=lambda i: points[i].allocated_bytes)
     series = [Series("allocated", [point.allocated_bytes for point in points], x)]
+    levels = {}
     if any(point.reserved_bytes is not None for point in points):
         series.append(Series("reserved", [point.reserved_bytes for point in points], x))
     elif found.peak_reserved_bytes:
-        series.append(_level(f"reserved at most, {size(found.peak_reserved_bytes)}", found.peak_reserved_bytes, x))
+        levels[f"reserved at most, {size(found.peak_reserved_bytes)}"] = found.peak_reserved_bytes
     if found.remainder_bytes:
-        series.append(_level(f"the allocator's own peak, {size(found.peak_bytes)}", found.peak_bytes, x))
-    return Lines(
-        id="allocator_timeline",
-        title=f"Memory of {safe(found.device, 20)} over a step: peak {size(found.peak_bytes)}",
-        x=IN_ORDER,
-        y="allocated_bytes",
-        series=tuple(series),
-        marks=(_peak_mark(found, x[peak_index]), *_stage_marks(found, [point.event for point in points], x)),
-        style="steps",
-    )
-
-
-def _level(name: str, num_bytes: int, x: Sequence[float]) -> Series:
-    return Series(name, [num_bytes, num_bytes], [x[0], x[-1]])
+        levels[f"the allocator's own peak, {size(found.peak_bytes)}"] = found.peak_bytes
+    series += [Series(name, [num_bytes] * 2, [x[0], x[-1]]) for name, num_bytes in levels.items()]
+    marks = tuple(_marks(found, x[peak_index], [point.event for point in points], x))
+    title = f"Memory of {safe(found.device, 20)} over a step: peak {size(found.peak_bytes)}"
+    return Lines("allocator_timeline", title, IN_ORDER, "allocated_bytes", tuple(series), marks, "steps")
 
 
 def _places(levels: LevelsBy) -> tuple[list[float], str]:
     """Return the x of each point: its time, or its place in the order if some time is unknown."""
-    times = levels.times_ns[1:]
-    if times and all(time is not None for time in times):
-        known = [float(time) for time in times if time is not None]
-        return [min(0.0, known[0]), *known], "time_ns"
+    times = [float(time) for time in levels.times_ns[1:] if time is not None]
+    if times and len(times) == len(levels.times_ns) - 1:
+        return [min(0.0, times[0]), *times], "time_ns"
     return [float(event) for event in levels.events], IN_ORDER
 
 
-def _peak_mark(found: Account, x: float) -> Mark:
-    return Mark(x, f"peak {size(found.peak_tracked_bytes)}{' in tensors' if found.remainder_bytes else ''}")
-
-
-def _stage_marks(found: Account, events: Sequence[int], x: Sequence[float]) -> Iterator[Mark]:
-    """Yield the begin of every stage that is long enough to have a name on the chart."""
+def _marks(found: Account, peak: float, events: Sequence[int], x: Sequence[float]) -> Iterator[Mark]:
+    """Yield the peak, and the begin of every stage that is long enough to have a name on the chart."""
+    yield Mark(peak, f"peak {size(found.peak_tracked_bytes)}{' in tensors' if found.remainder_bytes else ''}")
     begins = []
     for stage in found.stages[1:]:
         place = next((i for i, event in enumerate(events) if event >= stage.first_event), None)
@@ -110,15 +91,9 @@ def _at_peak(found: Account, split: str) -> Bars:
     live = found.live_at_peak.by_owner if split == "owner" else found.live_at_peak.by_phase
     texts = [f"{in_words(part.name)} {percent(part.share)}" for part in live if part.share >= 0.01]
     parts = [part for part in live if part.bytes > 0]
-    return Bars(
-        id="memory_at_peak",
-        title=f"At the peak, by {_BY[split]}",
-        caption=f"Of {size(found.peak_bytes)}: {', '.join(texts)}.",
-        labels=["at the peak"],
-        series=tuple(Series(in_words(part.name), [part.bytes], color=_color(part.name)) for part in parts),
-        unit="peak_bytes",
-        page_only=True,
-    )
+    series = tuple(Series(in_words(part.name), [part.bytes], color=_color(part.name)) for part in parts)
+    title, caption = f"At the peak, by {_BY[split]}", f"Of {size(found.peak_bytes)}: {', '.join(texts)}."
+    return Bars("memory_at_peak", title, ["at the peak"], series, "peak_bytes", caption=caption, page_only=True)
 
 
 def _color(name: str | None) -> str:
@@ -141,16 +116,12 @@ def _treemap(found: Account, alive: Sequence[Alive], split: str) -> Iterator[Tre
     most = alive[0]
     module = f" in {safe(most.module, 80)}" if most.module else ""
     levels = f"By {_BY[split]}, {'then by module, ' if has_modules else ''}then by op, shape and dtype."
-    yield Tree(
-        id="memory_tree",
-        title="What is alive at the peak",
-        caption=f"{levels} The largest group is {plural(most.num_allocations, 'allocation')} of "
-        f"{safe(_what(most), 80)}{module}: {size(most.bytes)}.",
-        shape="treemap",
-        unit="peak_bytes",
-        nodes=root.nodes("at the peak"),
-        page_only=True,
+    caption = (
+        f"{levels} The largest group is {plural(most.num_allocations, 'allocation')} of "
+        f"{safe(_what(most), 80)}{module}: {size(most.bytes)}."
     )
+    title, nodes = "What is alive at the peak", root.nodes("at the peak")
+    yield Tree("memory_tree", title, "treemap", "peak_bytes", nodes, caption=caption, page_only=True)
 
 
 def module_title(module: str | None) -> str:

@@ -7,7 +7,7 @@ work where nothing but torch is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -77,29 +77,6 @@ class Table(Part):
     def num_rows(self) -> int:
         """Return how many rows there are."""
         return len(next(iter(self.columns.values()), ()))
-
-
-def columns_of(rows: Iterable[Any], names: str, **computed: Callable[[Any], Any]) -> dict[str, list[Any]]:
-    """Return columns of rows by name: `name` and `name:field` are fields of each row, other values are computed.
-
-    >>> columns_of([{"bytes": 3}], "each_bytes:bytes twice", twice=lambda row: 2 * row["bytes"])
-    {'each_bytes': [3], 'twice': [6]}
-    """
-    kept, columns = list(rows), {}
-    for word in names.split():
-        name, _, field_name = word.partition(":")
-        read = computed.get(name) or _reader(field_name or name)
-        columns[name] = [read(row) for row in kept]
-    return columns
-
-
-def _reader(name: str) -> Callable[[Any], Any]:
-    return lambda row: row.get(name) if isinstance(row, Mapping) else getattr(row, name)
-
-
-def without_empty(columns: Mapping[str, Sequence[Value]]) -> dict[str, Sequence[Value]]:
-    """Return the columns of which at least one value is known."""
-    return {name: values for name, values in columns.items() if any(value is not None for value in values)}
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stepscope.analysis.attention import reasons as analysis
-from stepscope.analysis.attention.reasons import BACKENDS, Reason
+from stepscope.analysis.attention.reasons import BACKENDS, in_words, shape_of
 from stepscope.document.model import Bars, Document, Missing, Part, Section, Series, Table, Text
+from stepscope.document.tables import columns_of
 from stepscope.errors import Unavailable
 from stepscope.formatting import average, duration, percent, safe
 from stepscope.session import Session
@@ -19,9 +20,6 @@ SOURCES = {
     "recorded": "seen while the script ran",
     "derived": "PyTorch's documented rules",
 }
-
-_SAME = ("num_calls", "forward_ns", "backward_ns", "beside_ns", "module", "caller")
-"""Fields of a call that are columns as they are."""
 
 
 def parts(session: Session) -> tuple[Part, ...]:
@@ -41,15 +39,13 @@ def attention_document(report: AttentionReport) -> Document:
 
 def _verdict(report: AttentionReport) -> str:
     """Return how many calls there are per step, on which backends, and what they take of a step."""
-    calls: dict[str, float] = {}
+    calls: Counter[str] = Counter()
     for row in report.rows:
-        backend = backend_name(row.call)
-        calls[backend] = calls.get(backend, 0.0) + float(row.call["num_calls"] or 0)
+        calls[backend_name(row.call)] += row.call["num_calls"] or 0
     where = ", ".join(f"{average(num)} on {name}" for name, num in calls.items())
-    per = (
-        f" per step (mean of {report.num_steps})" if report.num_steps > 1 else " per step" if report.num_steps else ""
-    )
-    text = f"Attention calls{per}: {average(sum(calls.values()))} ({where})"
+    mean = f" (mean of {report.num_steps})" if report.num_steps > 1 else ""
+    per = f" per step{mean}" if report.num_steps else ""
+    text = f"Attention calls{per}: {average(calls.total())} ({where})"
     total = [row.call["total_ns"] for row in report.rows if row.call["total_ns"] is not None]
     if total:
         of = f", {percent(sum(total) / report.step_ns)} of a traced step" if report.step_ns else ""
@@ -63,71 +59,48 @@ def _whose(report: AttentionReport) -> str:
 
 
 def _parts(report: AttentionReport) -> Iterator[Part]:
-    yield from _bars(report)
-    yield _calls(report)
-    yield from _reasons(report)
+    calls = [row.call for row in report.rows]
+    if timed := [call for call in calls if call["total_ns"]]:
+        share = timed[0]["total_ns"] / sum(call["total_ns"] for call in timed)
+        caption = f"{_name(timed[0])} takes {percent(share)} of the time in attention."
+        colors = {"forward": "forward", "backward": "backward", "beside the kernel": "other"}
+        columns = columns_of(timed, "forward_ns backward_ns beside_ns").values()
+        series = tuple(Series(name, ns, color=color) for (name, color), ns in zip(colors.items(), columns))
+        labels = [_name(call) for call in timed]
+        yield Bars("attention", "Attention by call", labels, series, "total_ns", caption=caption, page_only=True)
+    yield _calls(calls, _whose(report))
+    if found := [(row.call, reason) for row in report.rows for reason in row.reasons]:
+        said = [in_words(str(why.code), call) if why.said is None else why.said for call, why in found]
+        reasons = {
+            "call": [_name(call) for call, _ in found],
+            "not_on": [BACKENDS[reason.backend] for _, reason in found],
+            "because": [safe(text, 400) for text in said],
+            "source": [reason.source for _, reason in found],
+        }
+        note = "Source: " + ", ".join(f"{name} = {text}" for name, text in SOURCES.items())
+        yield Table("attention_reasons", "Why not flash", reasons, note=note, below=("because",))
     yield from map(Missing, report.notes)
 
 
-def _bars(report: AttentionReport) -> Iterator[Bars]:
-    rows = [row.call for row in report.rows if row.call["total_ns"]]
-    if not rows:
-        return
-    share = rows[0]["total_ns"] / sum(row["total_ns"] for row in rows)
-    yield Bars(
-        id="attention",
-        title="Attention by call",
-        caption=f"{_name(rows[0])} takes {percent(share)} of the time in attention.",
-        labels=[_name(row) for row in rows],
-        series=(
-            Series("forward", [row["forward_ns"] for row in rows], color="forward"),
-            Series("backward", [row["backward_ns"] for row in rows], color="backward"),
-            Series("beside the kernel", [row["beside_ns"] for row in rows], color="other"),
-        ),
-        unit="total_ns",
-        page_only=True,
+def _calls(calls: Sequence[Mapping[str, Any]], whose: str) -> Table:
+    columns = columns_of(
+        calls,
+        "back_end batch_heads_queries_keys_width dtype mask causal:is_causal dropout num_calls forward_ns "
+        "backward_ns beside_ns module caller",
+        back_end=backend_name,
+        batch_heads_queries_keys_width=_sizes,
+        mask=lambda call: shape_of(call["mask"]),
     )
-
-
-def _calls(report: AttentionReport) -> Table:
-    calls = [row.call for row in report.rows]
-    columns = {
-        "back_end": [backend_name(call) for call in calls],
-        "batch_heads_queries_keys_width": [_sizes(call) for call in calls],
-        "dtype": [call["dtype"] for call in calls],
-        "mask": [analysis.shape_of(call["mask"]) for call in calls],
-        "causal": [call["is_causal"] for call in calls],
-        "dropout": [call["dropout"] for call in calls],
-        **{name: [call[name] for call in calls] for name in _SAME},
-    }
     if not any(columns["dropout"]):
         del columns["dropout"]
     beside = ("beside_ns",) if any(columns["beside_ns"]) else ()
     sizes = "batch_heads_queries_keys_width"
     screen = ("back_end", sizes, "num_calls", "forward_ns", "backward_ns", "mask", *beside, "dtype", "causal")
-    note = f"Per step, {_whose(report)} time. Sizes: batch × heads × queries × keys × head size."
+    note = f"Per step, {whose} time. Sizes: batch × heads × queries × keys × head size."
     if beside:
         note += " Beside: work on top of the kernel, such as turning a mask into a bias."
     below = ("module", "caller")
     return Table("attention_calls", "Attention calls", columns, note=note, screen=screen, below=below)
-
-
-def _reasons(report: AttentionReport) -> Iterator[Table]:
-    found = [(row.call, reason) for row in report.rows for reason in row.reasons]
-    if found:
-        columns = {
-            "call": [_name(call) for call, _ in found],
-            "not_on": [BACKENDS[reason.backend] for _, reason in found],
-            "because": [_because(reason, call) for call, reason in found],
-            "source": [reason.source for _, reason in found],
-        }
-        note = "Source: " + ", ".join(f"{name} = {text}" for name, text in SOURCES.items())
-        yield Table("attention_reasons", "Why not flash", columns, note=note, below=("because",))
-
-
-def _because(reason: Reason, call: Mapping[str, Any]) -> str:
-    """Return a reason in a sentence: PyTorch's own, or one made from what the call was given."""
-    return safe(analysis.in_words(str(reason.code), call) if reason.said is None else reason.said, 400)
 
 
 def backend_name(call: Mapping[str, Any]) -> str:

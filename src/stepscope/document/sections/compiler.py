@@ -8,7 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.analysis.compiler.compile_summary import CompilerSummary
-from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
+from stepscope.document.model import (
+    Document,
+    Fact,
+    Facts,
+    Missing,
+    Part,
+    Section,
+    Table,
+    Text,
+    Value,
+)
+from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, count_of
 from stepscope.findings.compiler_report import TRACE_ALONE, CompilerReport, compiler_report
@@ -21,27 +32,20 @@ STAGES = {
     "inductor": "fusing, writing code",
     "kernels": "Triton or C++",
 }
-_LISTS: dict[str, tuple[str, dict[str, str], bool]] = {
-    "graph_breaks": (
-        "graph breaks",
-        {"place": "place", "reason": "reason", "runs_eagerly": "whole_function_runs_eagerly"},
-        True,
-    ),
+_LISTS = {
+    "graph_breaks": ("graph breaks", "place reason whole_function_runs_eagerly:runs_eagerly num_times"),
     "recompile_limit_hits": (
         "functions that hit the recompile limit and now run eagerly",
-        {"frame": "function"},
-        True,
+        "function:frame num_times",
     ),
     "dynamic_dimensions": (
         "sizes compiled for any value",
-        {"source": "size", "sizes": "seen_when_compiling", "place": "first_used_at"},
-        False,
+        "size:source seen_when_compiling:sizes first_used_at:place",
     ),
-    "cuda_graph_skips": ("skipped CUDA graphs", {"reason": "reason"}, True),
-    "failures": ("failed compiles", {"place": "place", "reason": "reason"}, True),
+    "cuda_graph_skips": ("skipped CUDA graphs", "reason num_times"),
+    "failures": ("failed compiles", "place reason num_times"),
 }
-"""Lists of a summary: title, fields under the names of a table's columns, and whether entries are counted."""
-_BELOW = ("reason", "first_used_at")
+"""Lists of a summary: title, and the columns of its table."""
 
 
 def parts(session: Session) -> tuple[Part, ...]:
@@ -93,48 +97,42 @@ def summary_parts(summary: CompilerSummary) -> Iterator[Part]:
     """Yield the figures of a summary, its stages, what was recompiled, and its lists."""
     yield Facts(tuple(_figures(summary)))
     if stages := summary.seconds_by_stage:
-        columns: dict[str, Sequence[Value]] = {
-            "stage": list(stages),
-            "is": [STAGES[name] for name in stages],
-            "seconds": [round(seconds, 3) for seconds in stages.values()],
-        }
+        seconds = [round(seconds, 3) for seconds in stages.values()]
+        columns = {"stage": list(stages), "is": [STAGES[name] for name in stages], "seconds": seconds}
         yield Table("compile_stages", "compile time by stage", columns)
     if summary.recompiles:
-        columns = {
-            "place": [entry.place or entry.frame for entry in summary.recompiles],
-            "num_recompiles": [entry.count for entry in summary.recompiles],
-            "what_changed": [entry.guard for entry in summary.recompiles],
-            "seen": [", ".join(entry.values) for entry in summary.recompiles],
-            "function": [entry.frame if entry.place else None for entry in summary.recompiles],
-        }
+        columns = columns_of(
+            summary.recompiles,
+            "place num_recompiles:count what_changed:guard seen function",
+            place=lambda entry: entry.place or entry.frame,
+            seen=lambda entry: ", ".join(entry.values),
+            function=lambda entry: entry.frame if entry.place else None,
+        )
         below = ("what_changed", "seen", "function")
         yield Table("recompiled_for", "what was recompiled, and the values seen", columns, below=below)
-    entries: dict[str, tuple[Mapping[str, Any], ...]] = {
+    entries: dict[str, Sequence[Mapping[str, Any]]] = {
         "graph_breaks": summary.graph_breaks,
         "recompile_limit_hits": summary.limit_hits,
         "dynamic_dimensions": summary.dynamic_dimensions,
         "cuda_graph_skips": summary.cuda_graph_skips,
         "failures": summary.failures,
     }
-    for name, (title, fields, is_counted) in _LISTS.items():
-        yield from _list(name, title, entries[name], fields, "num_times" if is_counted else None)
-    none = [title for name, (title, _, _) in _LISTS.items() if not entries[name]]
-    if none:
+    for name, (title, names) in _LISTS.items():
+        yield from _list(name, title, entries[name], names)
+    if none := [title for name, (title, _) in _LISTS.items() if not entries[name]]:
         yield Text(f"None seen: {', '.join(none)}.")
     yield from map(Missing, summary.untold)
-    functions = {"frame": "function", "num_compiles": "num_compiles"}
-    yield from _list("compiled_functions", "compiled functions", summary.frames, functions, None, page_only=True)
+    names = "function:frame num_compiles"
+    yield from _list("compiled_functions", "compiled functions", summary.frames, names, page_only=True)
 
 
 def _figures(summary: CompilerSummary) -> Iterator[Fact]:
-    graphs = f"{plural(summary.num_graphs, 'graph')}" if summary.num_graphs is not None else ""
+    graphs = plural(summary.num_graphs, "graph") if summary.num_graphs is not None else ""
     ops = f" of {plural(summary.num_ops, 'op')}" if graphs and summary.num_ops else ""
     yield Fact("compiles", f"{summary.num_compiles:,}", f"{graphs}{ops}")
     yield Fact("compile time", f"{significant(summary.seconds)} s", "of all compiles")
-    breaks = summary.graph_breaks
-    yield Fact(
-        "graph breaks", f"{summary.num_graph_breaks:,}", f"at {plural(len(breaks), 'place')}" if breaks else ""
-    )
+    places = f"at {plural(len(summary.graph_breaks), 'place')}" if summary.graph_breaks else ""
+    yield Fact("graph breaks", f"{summary.num_graph_breaks:,}", places)
     yield Fact("recompiles", f"{summary.num_recompiles:,}")
     if cuda := summary.cuda_graphs:
         functions, sizes = cuda.get("num_compiled_functions"), cuda.get("num_distinct_sizes")
@@ -150,22 +148,14 @@ def _figures(summary: CompilerSummary) -> Iterator[Fact]:
 
 
 def _list(
-    id: str,
-    title: str,
-    entries: Sequence[Mapping[str, Any]],
-    fields: Mapping[str, str],
-    counted: str | None,
-    page_only: bool = False,
+    id: str, title: str, entries: Sequence[Mapping[str, Any]], names: str, page_only: bool = False
 ) -> Iterator[Table]:
     """Yield entries of `compile.json` as a table of the fields that at least one of them has."""
-    cells = {shown: [_cell(entry.get(field)) for entry in entries] for field, shown in fields.items()}
-    known: dict[str, Sequence[Value]] = {
-        shown: values for shown, values in cells.items() if any(value is not None for value in values)
-    }
-    if known:
-        counts = {counted: [count_of(entry) for entry in entries]} if counted else {}
-        below = _BELOW if len(known) > 1 else ()
-        yield Table(id, title, {**known, **counts}, below=below, page_only=page_only)
+    columns = columns_of(entries, names, num_times=count_of)
+    known = without_empty({name: [_cell(value) for value in values] for name, values in columns.items()})
+    if texts := known.keys() - {"num_times"}:
+        below = ("reason", "first_used_at") if len(texts) > 1 else ()
+        yield Table(id, title, known, below=below, page_only=page_only)
 
 
 def _cell(value: Any) -> Value:
@@ -176,29 +166,17 @@ def _cell(value: Any) -> Value:
 
 def _recorded(session: Session) -> Iterator[Table]:
     """Yield every recompile with its guards, and the steps in which something was compiled."""
-    fields = {"place": "place", "frame": "function", "failed_guards": "guards_that_failed"}
-    entries = compile_entries(session.case, "recompiles")
-    yield from _list("recompiles", "recompiles", entries, fields, None, page_only=True)
-    compiling = [sample for sample in session.recording.samples if sample.num_compiles]
-    if compiling:
-        columns: dict[str, Sequence[Value]] = {
-            "step": [sample.step for sample in compiling],
-            "window": [sample.window for sample in compiling],
-            "host_ns": [sample.wall_ns for sample in compiling],
-            "num_compiles": [sample.num_compiles for sample in compiling],
-        }
+    names = "place function:frame guards_that_failed:failed_guards"
+    yield from _list("recompiles", "recompiles", compile_entries(session.case, "recompiles"), names, page_only=True)
+    if compiling := [sample for sample in session.recording.samples if sample.num_compiles]:
+        columns = columns_of(compiling, "step window host_ns:wall_ns num_compiles")
         note = "left out of the clean steps' figures"
         yield Table("compiling_steps", "steps that compiled something", columns, note=note, page_only=True)
 
 
 def _regions(report: CompilerReport) -> Iterator[Table]:
-    if regions := report.regions:
-        columns: dict[str, Sequence[Value]] = {
-            "region": [region.name for region in regions],
-            "is_called_by_another": [region.is_nested for region in regions],
-            "num_calls": [region.num_calls for region in regions],
-            "host_ns": [region.host_ns for region in regions],
-        }
+    if report.regions:
+        columns = columns_of(report.regions, "region:name is_called_by_another:is_nested num_calls host_ns")
         screen = ("region", "num_calls", "host_ns", "is_called_by_another")
         note = "per typical traced step; host: with everything that a region calls"
         yield Table("compiled_regions", "compiled regions in the trace", columns, note=note, screen=screen)

@@ -6,7 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepscope.document.model import Bars, Document, Missing, Part, Section, Series, Table, Text
+from stepscope.document.model import (
+    Bars,
+    Document,
+    Missing,
+    Part,
+    Section,
+    Series,
+    Table,
+    Text,
+)
+from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
 from stepscope.formatting import average, duration, percent, safe, size
 from stepscope.session import Session
@@ -69,46 +79,42 @@ def _notes(report: CopiesReport) -> Iterator[Part]:
 
 
 def _bars(report: CopiesReport) -> Iterator[Bars]:
-    rows = report.rows[:NUM_BARS]
-    total_ns = sum(row["total_ns"] for row in report.rows)
-    if not total_ns:
-        return
-    shown = sum(row["total_ns"] for row in rows)
-    yield Bars(
-        id="copies_by_source",
-        title="Copies by where they come from",
-        caption=f"These {len(rows)} of {len(report.rows)} sources have {percent(shown / total_ns)} of the time.",
-        labels=[f"{row['phase'] or 'outside'}: {source_name(row)}, {CAUSES.get(row['cause'], '')}" for row in rows],
-        series=(Series("time", [row["total_ns"] for row in rows]),),
-        unit="total_ns",
-        page_only=True,
-    )
+    rows, times = report.rows[:NUM_BARS], [row["total_ns"] for row in report.rows]
+    if total_ns := sum(times):
+        share = percent(sum(times[:NUM_BARS]) / total_ns)
+        caption = f"These {len(rows)} of {len(report.rows)} sources have {share} of the time."
+        labels = [f"{row['phase'] or 'outside'}: {source_name(row)}, {CAUSES.get(row['cause'], '')}" for row in rows]
+        title, series = "Copies by where they come from", (Series("time", times[:NUM_BARS]),)
+        yield Bars("copies_by_source", title, labels, series, "total_ns", caption=caption, page_only=True)
 
 
 def _sources(report: CopiesReport, rows: Sequence[Mapping[str, Any]], title: str = "Where copies come from") -> Table:
-    columns: dict[str, list[Any]] = {
-        "phase": [row["phase"] for row in rows],
-        "what": [str(row["what"]).replace("_", " ") for row in rows],
-        "cause": [CAUSES.get(row["cause"], row["cause"]) for row in rows],
-        "op": [_short_op(row["op"]) for row in rows],
-        "called_for": [_short_op(row["root_op"]) for row in rows],
-    }
-    names = ("num_calls", "bytes", "total_ns", "saving_ns", "share", "module", "caller")
-    columns |= {name: [row[name] for row in rows] for name in names}
-    known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    columns = columns_of(
+        rows,
+        "phase what cause op called_for num_calls bytes total_ns saving_ns share module caller",
+        what=_what,
+        cause=lambda row: CAUSES.get(row["cause"], row["cause"]),
+        op=lambda row: _short_op(row["op"]),
+        called_for=lambda row: _short_op(row["root_op"]),
+    )
     note = f"Per step. Share: of {_whole(report)}. Saving: how much shorter the step is when replayed without it"
     if report.is_on_gpu:
         note += ", less than its time if the GPU waits for the host anyway, more if its host time counts"
     screen = ("op", "total_ns", "saving_ns", "bytes", "cause", "num_calls", "called_for", "share", "what")
-    return Table("copy_sources", title, known, note=f"{note}.", screen=screen, below=("module", "caller"))
+    below = ("module", "caller")
+    return Table("copy_sources", title, without_empty(columns), note=f"{note}.", screen=screen, below=below)
 
 
 def source_name(row: Mapping[str, Any]) -> str:
     """Return what copies, for which op, in which module and where: `to for linear in blocks.*.qkv at model.py:12`."""
     op, root = (_short_op(row[name]) for name in ("op", "root_op"))
-    text = (op if root in (None, op) else f"{op} for {root}") or str(row["what"]).replace("_", " ")
+    text = (op if root in (None, op) else f"{op} for {root}") or _what(row)
     places = {"in": row.get("module"), "at": row.get("caller")}
     return " ".join([text, *(f"{word} {safe(name, 200)}" for word, name in places.items() if name)])
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    return str(row["what"]).replace("_", " ")
 
 
 def _short_op(op: str | None) -> str | None:

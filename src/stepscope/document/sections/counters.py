@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepscope.document.model import Fact, Facts, Lines, Mark, Missing, Part, Series, Table, Text
-from stepscope.document.sections.shared import mapping, plain, table_of_rows, thinned, thinning
+from stepscope.document.sections.shared import mapping, thinned, thinning
+from stepscope.document.tables import columns_of, plain, without_empty
 from stepscope.errors import Unavailable
 from stepscope.formatting import cell, percent, plural, significant
 from stepscope.session import Session
@@ -63,39 +64,38 @@ def _summary(session: Session) -> Iterator[Part]:
         return
     reasons, shares = zip(*sorted(found.throttle_shares, key=lambda item: -item[1]))
     note = "share: of the samples in the clean steps; several reasons can apply at once"
-    yield Table(
-        "throttling", "what throttled the clocks", {"reason": list(reasons), "share": list(shares)}, note=note
-    )
+    columns = {"reason": list(reasons), "share": list(shares)}
+    yield Table("throttling", "what throttled the clocks", columns, note=note)
 
 
 def _charts(recording: Recording) -> Iterator[Lines]:
-    counters = recording.counters
+    counters, clean = recording.counters, recording.window("clean")
     origin = min([counters[0].t_ns, *(sample.start_ns for sample in recording.samples[:1])])
-    marks = _marks(recording, origin)
+    ends = {"clean": clean[0].start_ns, "end of clean": clean[-1].start_ns + clean[-1].wall_ns} if clean else {}
+    marks = tuple(Mark(ns - origin, name) for name, ns in ends.items())
     if clocks := _by_reason(counters, origin):
         mhz = [one.sm_clock_mhz for one in counters if one.sm_clock_mhz is not None]
         share = percent(sum(len(one.y) for one in clocks if one.name != _FREE) / len(mhz))
         caption = f"{min(mhz):,} to {max(mhz):,} MHz; throttled in {share} of the samples."
-        yield Lines(id="clock", title="SM clock", caption=caption, x="time_ns", y="clock_mhz", series=clocks,
-                    marks=marks, style="dots")  # fmt: skip
+        yield Lines("clock", "SM clock", "time_ns", "clock_mhz", clocks, marks, "dots", caption=caption)
     limit = mapping(recording.facts.get("counters")).get("power_limit_watts")
     for id, title, y, names in _CHARTS:
-        series = [one for name, field in names.items() if (one := _line(counters, name, field, origin)).y]
+        series, num_points = [], 0
+        for name, field in names.items():
+            found = [
+                (one.t_ns - origin, float(value)) for one in counters if (value := getattr(one, field)) is not None
+            ]
+            if found:
+                series.append(thinned(name, *zip(*found)))
+            num_points += len(found)
         values = [value for value in series[0].y if value is not None] if series else []
         if not values or (id == "driver_memory" and cell(y, min(values)) == cell(y, max(values))):
             continue
-        num_points = sum(getattr(one, field) is not None for one in counters for field in names.values())
         caption = f"{series[0].name.capitalize()}: {cell(y, min(values))} to {cell(y, max(values))}."
         caption += thinning(series, num_points)
         if id == "power" and isinstance(limit, (int, float)):
-            ends = [series[0].x[0], series[0].x[-1]]
-            series.append(Series("limit", [float(limit)] * 2, ends, "unattributed"))
-        yield Lines(id=id, title=title, caption=caption, x="time_ns", y=y, series=tuple(series), marks=marks)
-
-
-def _line(counters: Sequence[CounterSample], name: str, field: str, origin: int) -> Series:
-    found = [(one.t_ns - origin, float(value)) for one in counters if (value := getattr(one, field)) is not None]
-    return thinned(name, [t for t, _ in found], [value for _, value in found])
+            series.append(Series("limit", [float(limit)] * 2, [series[0].x[0], series[0].x[-1]], "unattributed"))
+        yield Lines(id, title, "time_ns", y, tuple(series), marks, caption=caption)
 
 
 def _by_reason(counters: Sequence[CounterSample], origin: int) -> tuple[Series, ...]:
@@ -109,31 +109,20 @@ def _by_reason(counters: Sequence[CounterSample], origin: int) -> tuple[Series, 
     return tuple(Series(name, [clock for _, clock in found], [t for t, _ in found]) for name, found in ordered)
 
 
-def _marks(recording: Recording, origin: int) -> tuple[Mark, ...]:
-    clean = recording.window("clean")
-    if not clean:
-        return ()
-    end = clean[-1].start_ns + clean[-1].wall_ns
-    return Mark(clean[0].start_ns - origin, "clean"), Mark(end - origin, "end of clean")
-
-
 def _processes(recording: Recording) -> Iterator[Table]:
     others = mapping(recording.facts.get("counters")).get("other_processes")
-    rows = (
-        [one | {"process": one.get("name")} for one in others if isinstance(one, dict)]
-        if isinstance(others, list)
-        else []
-    )
-    if rows:
-        title, columns = "other processes on this GPU", ("process", "pid", "used_bytes")
-        yield table_of_rows(rows, columns, "other_processes", title, note="when the run ended")
+    if rows := [one for one in others if isinstance(one, dict)] if isinstance(others, list) else []:
+        columns = columns_of(rows, "process:name pid used_bytes")
+        plain_columns = {name: [plain(value) for value in values] for name, values in columns.items()}
+        yield Table("other_processes", "other processes on this GPU", plain_columns, note="when the run ended")
 
 
 def _samples(recording: Recording) -> Table:
     counters = recording.counters
-    columns: dict[str, Sequence[Any]] = {"time_ns": [one.t_ns - counters[0].t_ns for one in counters]}
-    for name in (*_GAUGES, "energy_joules", "driver_memory_bytes"):
-        if any(getattr(one, name) is not None for one in counters):
-            columns[name] = [plain(getattr(one, name)) for one in counters]
-    columns["held_back_by"] = [", ".join(one.throttle) or None for one in counters]
+    gauges = columns_of(counters, " ".join([*_GAUGES, "energy_joules driver_memory_bytes"]))
+    columns: dict[str, Sequence[Any]] = {
+        "time_ns": [one.t_ns - counters[0].t_ns for one in counters],
+        **without_empty(gauges),
+        "held_back_by": [", ".join(one.throttle) or None for one in counters],
+    }
     return Table("counters", "every sample", columns, note="time: since the first sample")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.document.kernel_names import titles_of
 from stepscope.document.model import Bars, Facts, Lines, Missing, Part, Series, Table, Text
-from stepscope.document.sections.shared import table_of
+from stepscope.document.tables import table_of
 from stepscope.document.trace_facts import work_facts
 from stepscope.document.verdict import class_name
 from stepscope.formatting import average, duration, percent, plural
@@ -20,9 +19,10 @@ NUM_BARS = 12
 _LEAST_SHARE = 0.001
 _NO_GPU = "the trace has no GPU work: record on a GPU, with ProfilerActivity.CUDA among the activities"
 _CUT_OFF = "the trace is cut off, and GPU work is written last: record it again"
-_COPIES = ("what", "op", "caller", "module", "num_calls", "num_calls_per_step", "num_pageable", "total_ns",
-           "busy_share", "bytes", "bandwidth_bytes_per_s")  # fmt: skip
-_SYNCS = ("kind", "call", "op", "num_calls", "num_calls_per_step", "total_ns", "busy_ns", "wait_ns", "idle_after_ns")
+_COPIES = (
+    "what op caller module num_calls num_calls_per_step num_pageable total_ns busy_share bytes bandwidth_bytes_per_s"
+)
+_SYNCS = "kind call op num_calls num_calls_per_step total_ns busy_ns wait_ns idle_after_ns waited_for:title"
 
 
 def parts(session: Session) -> tuple[Part, ...]:
@@ -31,20 +31,13 @@ def parts(session: Session) -> tuple[Part, ...]:
     if not account.gpu_time.window_ns:
         ops = () if account.ops.is_empty() else (op_table(account),)
         return (Missing(no_gpu(account)), *ops)
-    charts = (
-        _class_chart(account),
-        _top_chart(account),
-        _gemm_chart(account),
-        _size_chart(account),
-        *_queue(account),
-    )
     tables = (
         kernel_table(account),
         table_of(account.kernel_sizes, "kernel_sizes", "kernels by duration"),
         *([] if account.ops.is_empty() else [op_table(account)]),
         *_copies_and_syncs(account),
     )
-    return (Text(work_text(account)), Facts(tuple(work_facts(account))), *charts, *tables)
+    return (Text(work_text(account)), Facts(tuple(work_facts(account))), *_charts(account), *tables)
 
 
 def no_gpu(account: RankAccount) -> str:
@@ -64,96 +57,70 @@ def work_text(account: RankAccount) -> str:
     return f"{duration(work_ns)} of GPU work in {kernels} over {over}: {shares_text}."
 
 
-def _class_chart(account: RankAccount) -> Bars:
-    table = account.kernel_classes
-    return Bars(
-        id="kernel_classes",
-        title="GPU time by class of kernel",
-        labels=[class_name(name) for name in table["class"]],
-        series=(Series("GPU time", table["total_ns"].to_list()),),
-        unit="total_ns",
-    )
-
-
-def _top_chart(account: RankAccount) -> Bars:
-    first, titles = account.top_kernels.head(NUM_BARS), titles_of(account)
-    share = percent(float(first["share"].sum()))
-    return Bars(
-        id="top_kernels",
-        title="kernels with the most time",
-        caption=f"These {first.height} of {plural(account.top_kernels.height, 'kernel')} take {share} of GPU work.",
-        labels=[titles[name] for name in first["name"]],
-        series=(Series("GPU time", first["total_ns"].to_list()),),
-        unit="total_ns",
-    )
-
-
 def kernel_table(account: RankAccount) -> Table:
     """Return one row per kernel, those with the most time first."""
-    columns = ("class", "num_calls", "total_ns", "mean_ns", "p50_ns", "p99_ns", "share")
     return table_of(
-        _with_titles(account, account.top_kernels, "name"),
+        with_titles(account, account.top_kernels, "name"),
         "kernels",
         "kernels",
-        {"title": "kernel", **dict(zip(columns, columns)), "name": "whole_name"},
+        "kernel:title class num_calls total_ns mean_ns p50_ns p99_ns share whole_name:name",
         note="share: of the sum of all durations",
         screen=("kernel", "share", "total_ns", "num_calls", "mean_ns", "p99_ns"),
     )
 
 
-def _with_titles(account: RankAccount, table: pl.DataFrame, column: str) -> pl.DataFrame:
+def with_titles(account: RankAccount, table: pl.DataFrame, column: str) -> pl.DataFrame:
     """Return the table with the short names of the kernels in a column as `title`."""
     titles = titles_of(account)
     names = [titles.get(name, name) for name in table[column].cast(pl.String)]
     return table.with_columns(pl.Series("title", names, dtype=pl.String))
 
 
-def _gemm_chart(account: RankAccount) -> Bars:
-    table = account.gemm_share.with_columns(pl.col("phase").cast(pl.String).fill_null("unknown"))
-    shares = [f"{row['phase']} {percent(row['gemm_share'])}" for row in table.to_dicts() if row["total_ns"]]
-    return Bars(
-        id="gemm_share",
-        title="matrix products by phase",
-        caption=f"Share of matrix products in the GPU work: {', '.join(shares)}.",
-        labels=table["phase"].to_list(),
-        series=(
-            Series("matrix products", table["gemm_ns"].to_list(), color="gemm"),
-            Series("everything else", (table["total_ns"] - table["gemm_ns"]).to_list(), color="other"),
-        ),
-        unit="total_ns",
+def _charts(account: RankAccount) -> Iterator[Part]:
+    """Yield GPU time by class and by kernel, the share of matrix products, kernels by duration, and the queue."""
+    classes = account.kernel_classes
+    labels, series = [class_name(name) for name in classes["class"]], _one("GPU time", classes["total_ns"])
+    yield Bars("kernel_classes", "GPU time by class of kernel", labels, series, "total_ns")
+
+    every = account.top_kernels
+    first, share = every.head(NUM_BARS), percent(float(every.head(NUM_BARS)["share"].sum()))
+    caption = f"These {first.height} of {plural(every.height, 'kernel')} take {share} of GPU work."
+    labels, series = with_titles(account, first, "name")["title"].to_list(), _one("GPU time", first["total_ns"])
+    yield Bars("top_kernels", "kernels with the most time", labels, series, "total_ns", caption=caption)
+
+    phases = account.gemm_share.with_columns(pl.col("phase").cast(pl.String).fill_null("unknown"))
+    shares = [f"{row['phase']} {percent(row['gemm_share'])}" for row in phases.to_dicts() if row["total_ns"]]
+    caption = f"Share of matrix products in the GPU work: {', '.join(shares)}."
+    products = Series("matrix products", phases["gemm_ns"].to_list(), color="gemm")
+    others = Series("everything else", (phases["total_ns"] - phases["gemm_ns"]).to_list(), color="other")
+    labels, title = phases["phase"].to_list(), "matrix products by phase"
+    yield Bars("gemm_share", title, labels, (products, others), "total_ns", caption=caption)
+
+    sizes = account.kernel_sizes
+    num, total_ns = max(1, int(sizes["num_kernels"].sum())), max(1, int(sizes["total_ns"].sum()))
+    small = sizes.row(0, named=True)
+    caption = (
+        f"{small['num_kernels']:,} of {num:,} kernels ({percent(small['num_kernels'] / num)}) take "
+        f"{small['size']}, {percent(small['total_ns'] / total_ns)} of the kernel time."
     )
+    labels, series = sizes["size"].to_list(), _one("kernels", sizes["num_kernels"])
+    yield Bars("kernel_sizes", "kernels by duration", labels, series, "num_kernels", caption=caption)
 
-
-def _size_chart(account: RankAccount) -> Bars:
-    table = account.kernel_sizes
-    num, total_ns = max(1, int(table["num_kernels"].sum())), max(1, int(table["total_ns"].sum()))
-    small = table.row(0, named=True)
-    return Bars(
-        id="kernel_sizes",
-        title="kernels by duration",
-        caption=f"{small['num_kernels']:,} of {num:,} kernels ({percent(small['num_kernels'] / num)}) take "
-        f"{small['size']}, {percent(small['total_ns'] / total_ns)} of the kernel time.",
-        labels=table["size"].to_list(),
-        series=(Series("kernels", table["num_kernels"].to_list()),),
-        unit="num_kernels",
-    )
-
-
-def _queue(account: RankAccount) -> Iterator[Lines]:
     table, found = account.queue_depth, account.launches
     if table.is_empty() or found["queue_depth_p50"] is None:
         return
-    since = table["time_ns"] - int(table["time_ns"][0])
-    yield Lines(
-        id="queue_depth",
-        title="kernels launched and not finished",
-        caption=f"In the queue at a launch: {average(found['queue_depth_p50'])} (median), at most "
-        f"{average(found['queue_depth_max'] or 0)}, none at {percent(found['starved_share'] or 0.0)} of launches.",
-        x="since_first_launch_ns",
-        y="num_kernels_in_queue",
-        series=(Series("in the queue", table["depth"].to_list(), since.to_list()),),
-        style="steps",
+    caption = (
+        f"In the queue at a launch: {average(found['queue_depth_p50'])} (median), at most "
+        f"{average(found['queue_depth_max'] or 0)}, none at {percent(found['starved_share'] or 0.0)} of launches."
     )
+    since = table["time_ns"] - int(table["time_ns"][0])
+    series = (Series("in the queue", table["depth"].to_list(), since.to_list()),)
+    x, y, title = "since_first_launch_ns", "num_kernels_in_queue", "kernels launched and not finished"
+    yield Lines("queue_depth", title, x, y, series, style="steps", caption=caption)
+
+
+def _one(name: str, values: pl.Series) -> tuple[Series, ...]:
+    return (Series(name, values.to_list()),)
 
 
 def op_table(account: RankAccount) -> Table:
@@ -168,7 +135,7 @@ def op_table(account: RankAccount) -> Table:
     return table_of(table.with_columns(share), "ops", "ops", note=note, screen=screen)
 
 
-def _copies_and_syncs(account: RankAccount) -> Iterator[Any]:
+def _copies_and_syncs(account: RankAccount) -> Iterator[Part]:
     if account.copies.is_empty():
         yield Text("No copies, casts, layout changes or fills ran on the GPU.")
     else:
@@ -177,10 +144,8 @@ def _copies_and_syncs(account: RankAccount) -> Iterator[Any]:
     if account.syncs.is_empty():
         yield Text("The trace has no call that waits for the GPU.")
     else:
-        yield table_of(
-            _with_titles(account, account.syncs, "waited_for"),
-            "syncs",
-            "synchronization",
-            {**dict(zip(_SYNCS, _SYNCS)), "title": "waited_for"},
-            note="idle after: how long the GPU then had no work",
+        syncs, note = (
+            with_titles(account, account.syncs, "waited_for"),
+            "idle after: how long the GPU then had no work",
         )
+        yield table_of(syncs, "syncs", "synchronization", _SYNCS, note=note)

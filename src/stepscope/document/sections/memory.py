@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from stepscope.analysis.memory.size_formulas import SYMBOLS
 from stepscope.document.memory_charts import memory_charts, module_title
 from stepscope.document.memory_facts import in_words, memory_facts, memory_sentences
 from stepscope.document.model import Document, Facts, Missing, Part, Section, Table, Text, Value
+from stepscope.document.tables import columns_of, without_empty
 from stepscope.formatting import safe, size
 from stepscope.session import Session
 from stepscope.session.memory import SNAPSHOT, TRACE, MemoryReport
@@ -49,7 +50,7 @@ def memory_document(analysis: MemoryAnalysis, num_rows: int = NUM_MODULES) -> Do
 
 
 def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int | None = None) -> Iterator[Part]:
-    found, live, is_snapshot = report.account, report.account.live_at_peak, report.source == SNAPSHOT
+    found, live = report.account, report.account.live_at_peak
     if not found.num_allocations:
         yield Missing(f"memory of {safe(found.device, 20)}. No allocation on it was recorded")
         return
@@ -59,70 +60,44 @@ def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int 
     at_peak = f"alive at the peak of {size(found.peak_bytes)}"
     if any(part.name not in (None, REMAINDER) for part in live.by_owner):  # a trace has no owners
         owners = [replace(part, name=in_words(part.name)) for part in live.by_owner]
-        note = (
-            "in no tensor: allocator rounding, workspaces and temporaries inside kernels"
-            if found.remainder_bytes
-            else ""
-        )
+        inside = "in no tensor: allocator rounding, workspaces and temporaries inside kernels"
+        note = inside if found.remainder_bytes else ""
         yield from live_table("owner", f"{at_peak}, by owner", owners, 20, note=note)
     yield from _stages(found, most_stages)
     yield from _modules(found, num_rows)
-    yield from live_table("op", f"{at_peak}, by op", _tensors(live.by_op), num_rows)
-    yield from live_table(
-        "called_at", f"{at_peak}, by line of Python", _tensors(live.by_caller), num_rows, page_only=not is_snapshot
-    )
+    by_op, by_line = ([part for part in of if part.name != REMAINDER] for of in (live.by_op, live.by_caller))
+    yield from live_table("op", f"{at_peak}, by op", by_op, num_rows)
+    title = f"{at_peak}, by line of Python"
+    yield from live_table("called_at", title, by_line, num_rows, page_only=report.source != SNAPSHOT)
     yield from _kept(found, num_rows)
     yield largest(found, num_shown=num_rows)
     if report.snapshot_end:
-        by_caller = report.snapshot_end.live_by_caller
-        yield from live_table(
-            "called_at", "alive at the end, by line of Python", by_caller, num_rows, id="live_at_end"
-        )
+        title, by_line = "alive at the end, by line of Python", report.snapshot_end.live_by_caller
+        yield from live_table("called_at", title, by_line, num_rows, id="live_at_end")
     yield Facts(tuple(memory_facts(report)))
-    yield from _left_alive(found)
+    if found.left_alive:
+        columns = columns_of(found.left_alive, "op module left_bytes:bytes num_tensors held_at:frame")
+        title = "Graphs of earlier steps that are still alive"
+        yield Table("left_alive", title, without_empty(columns), below=("held_at",))
 
 
 def live_table(
-    name: str,
-    title: str,
-    parts: Sequence[Live],
-    num_shown: int,
-    *,
-    id: str = "",
-    note: str = "",
-    page_only: bool = False,
+    name: str, title: str, parts: Sequence[Live], num_shown: int, id: str = "", **more: Any
 ) -> Iterator[Table]:
-    """Yield parts of what is alive as a table, if the name of any is known."""
+    """Yield parts of what is alive as a table, if the name of any is known; `more` are other fields of the table."""
     if any(part.name not in (None, REMAINDER) for part in parts):
-        columns: Columns = {
-            name: [in_words(part.name) if part.name in (None, REMAINDER) else part.name for part in parts],
-            "live_bytes": [part.bytes for part in parts],
-            "share": [part.share for part in parts],
-            "num_allocations": [part.num_allocations for part in parts],
-        }
-        yield Table(id or f"live_by_{name}", title, columns, num_shown, note, page_only=page_only)
-
-
-def _tensors(parts: Sequence[Live]) -> list[Live]:
-    return [part for part in parts if part.name != REMAINDER]
+        names = [in_words(part.name) if part.name in (None, REMAINDER) else part.name for part in parts]
+        columns = columns_of(parts, "live_bytes:bytes share num_allocations")
+        yield Table(id or f"live_by_{name}", title, {name: names, **columns}, num_shown, **more)
 
 
 def largest(found: Account, most: int | None = None, num_shown: int = 12) -> Table:
     """Return the places that make the largest allocations, all of them or the first `most`."""
-    rows = found.largest[:most]
-    columns: Columns = {
-        "op": [large.op for large in rows],
-        "module": [large.module for large in rows],
-        "each_bytes": [large.bytes for large in rows],
-        "num_allocations": [large.num_allocations for large in rows],
-        "num_at_peak": [large.num_at_peak for large in rows],
-        "formula": [large.formula for large in rows],
-        "shape": [None if large.shape is None else "×".join(map(str, large.shape)) for large in rows],
-        "dtype": [large.dtype for large in rows],
-        "phase": [large.phase for large in rows],
-        "owner": [large.owner for large in rows],
-        "called_at": [large.caller for large in rows],
-    }
+    columns = columns_of(
+        found.largest[:most],
+        "op module each_bytes:bytes num_allocations num_at_peak formula shape dtype phase owner called_at:caller",
+        shape=lambda large: None if large.shape is None else "×".join(map(str, large.shape)),
+    )
     screen = (
         "op",
         "each_bytes",
@@ -136,7 +111,7 @@ def largest(found: Account, most: int | None = None, num_shown: int = 12) -> Tab
         "dtype",
     )
     title = "Largest allocations, by the place that makes them"
-    return Table("largest_allocations", title, _known(columns), num_shown, screen=screen)
+    return Table("largest_allocations", title, without_empty(columns), num_shown, screen=screen)
 
 
 def _stages(found: Account, most: int | None) -> Iterator[Table]:
@@ -148,12 +123,12 @@ def _stages(found: Account, most: int | None) -> Iterator[Table]:
         place = sum(stage.first_event <= found.peak_event for stage in found.stages)
         first = max(0, min(place - most // 2, len(found.stages) - most))
     stages = found.stages[first : None if most is None else first + most]
-    columns: Columns = {
-        "stage": [in_words(stage.name) for stage in stages],
-        "when_it_ended_bytes": [stage.after_bytes for stage in stages],
-        "at_most_bytes": [stage.peak_bytes for stage in stages],
-        "has_the_peak": [stage.peak_bytes == highest for stage in stages],
-    }
+    columns = columns_of(
+        stages,
+        "stage when_it_ended_bytes:after_bytes at_most_bytes:peak_bytes has_the_peak",
+        stage=lambda stage: in_words(stage.name),
+        has_the_peak=lambda stage: stage.peak_bytes == highest,
+    )
     note = f"{len(stages)} of {len(found.stages)} stages, around the peak" if len(stages) < len(found.stages) else ""
     yield Table("memory_stages", "Memory by stage", columns, 24, note)
 
@@ -203,18 +178,6 @@ def _kept(found: Account, num_rows: int) -> Iterator[Table]:
     yield Table("kept_for_backward", "Kept for backward, every module", columns, note=note, page_only=True)
 
 
-def _left_alive(found: Account) -> Iterator[Table]:
-    if rows := found.left_alive:
-        columns: Columns = {
-            "op": [left.op for left in rows],
-            "module": [left.module for left in rows],
-            "left_bytes": [left.bytes for left in rows],
-            "num_tensors": [left.num_tensors for left in rows],
-            "held_at": [left.frame for left in rows],
-        }
-        yield Table("left_alive", "Graphs of earlier steps that are still alive", _known(columns), below=("held_at",))
-
-
 def _growth(found: Growth, names: Sequence[str], num_rows: int) -> Section:
     sides = [f"{found.symbol}={value:,}" for value in found.values]
     where = ", ".join(f"{side} in {safe(name, 40)}" for side, name in zip(sides, names))
@@ -224,29 +187,17 @@ def _growth(found: Growth, names: Sequence[str], num_rows: int) -> Section:
         text += f" {counts} allocations have no counterpart in the other recording."
     at_peak: Columns = {"growth": [row.growth for row in found.at_peak], **_sides(sides, found.at_peak)}
     grown = [row for row in found.rows if row.growth != "constant"]
-    rows: Columns = {
-        "op": [row.op for row in grown],
-        "module": [row.module for row in grown],
-        "owner": [row.owner for row in grown],
-        "phase": [row.phase for row in grown],
-        "num_allocations": [row.num_allocations for row in grown],
-        **_sides(sides, grown),
-        "growth": [row.growth if row.growth != "other" else f"^{row.exponent:.2f}" for row in grown],
-        "formula": [row.formula for row in grown],
-    }
+    rows = columns_of(grown, "op module owner phase num_allocations") | _sides(sides, grown)
+    rows["growth"] = [row.growth if row.growth != "other" else f"^{row.exponent:.2f}" for row in grown]
+    rows["formula"] = [row.formula for row in grown]
     screen = ("op", *_sides(sides, ()), "growth", "module", "formula", "num_allocations", "phase", "owner")
     tables = (
         Table("growth_at_peak", f"Alive at the peak of {sides[0]}, in both", at_peak),
-        Table("growth", "What grows", _known(rows), num_rows, screen=screen),
+        Table("growth", "What grows", without_empty(rows), num_rows, screen=screen),
     )
     return Section("growth", f"How memory grows with {SYMBOLS[found.symbol]}", (Text(text), *tables))
 
 
-def _sides(names: Sequence[str], rows: Sequence[Any]) -> Columns:
+def _sides(names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
     """Return the bytes of both recordings under their names."""
     return {f"{name}_bytes": [row.bytes[side] for row in rows] for side, name in enumerate(names)}
-
-
-def _known(columns: Mapping[str, Sequence[Value]]) -> Columns:
-    """Return the columns of which at least one value is known."""
-    return {name: values for name, values in columns.items() if any(value is not None for value in values)}

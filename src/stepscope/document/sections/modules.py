@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.kernels.ops import module_groups
 from stepscope.analysis.memory.account import REMAINDER
 from stepscope.analysis.ranks.rank_account import RankAccount
+from stepscope.document.memory_charts import OUTSIDE
 from stepscope.document.model import Missing, Part, Table, Text, Tree
-from stepscope.document.sections.shared import table_of
 from stepscope.document.sections.trees import Branch, module_path, own_of
+from stepscope.document.tables import table_of
 from stepscope.errors import Unavailable
 from stepscope.formatting import duration, percent, plural, size
 from stepscope.session import Session
 from stepscope.session.memory import RECORDING, MemoryReport
 
-OUTSIDE = "outside every module"
 _NO_NAMES = (
     "the trace names no modules: profile(with_stack=True) names them by class and number, `stepscope run train.py` "
     "by their full names"
@@ -32,20 +33,19 @@ _LEAST_COMPILED_SHARE = 0.01
 
 def parts(session: Session) -> tuple[Part, ...]:
     """Return time by module, of the GPU if there is one, else of the host; memory at the peak by module; tables."""
-    time: list[Part]
-    memory: list[Part]
+    found: list[Part]
     tables: list[Table] = []
     try:
         account = session.analysis.ranks[0]
-        time = list(_time(account))
+        found = list(_time(account))
         tables = [group_table(account), _module_table(account)]
     except Unavailable as reason:
-        time = [Missing(str(reason))]
+        found = [Missing(str(reason))]
     try:
-        memory = list(_memory(session.memory))
+        found += _memory(session.memory)
     except Unavailable as reason:
-        memory = [Missing(f"memory by module: {reason}")] if tables else []
-    return (*time, *memory, *tables)
+        found += [Missing(f"memory by module: {reason}")] if tables else []
+    return (*found, *tables)
 
 
 def say_more_than_ops(account: RankAccount) -> bool:
@@ -82,64 +82,50 @@ def _device_tree(account: RankAccount, inside: pl.DataFrame) -> Tree:
     root.add([OUTSIDE], outside_ns, "unattributed")
     sums[OUTSIDE] = outside_ns
     shares = [f"{duration(ns)} ({percent(ns / max(1, root.total))}) {where}" for where, ns in sums.items() if ns]
-    return Tree(
-        id="modules_device",
-        title="GPU time by module",
-        caption=f"GPU work, {duration(root.total)}: {', '.join(shares)}.",
-        shape="icicle",
-        unit="device_total_ns",
-        nodes=root.nodes("GPU work"),
-    )
+    caption = f"GPU work, {duration(root.total)}: {', '.join(shares)}."
+    nodes = root.nodes("GPU work")
+    return Tree("modules_device", "GPU time by module", "icicle", "device_total_ns", nodes, caption=caption)
 
 
 def _host_tree(inside: pl.DataFrame) -> Tree:
     root = Branch()
     for module, own_ns in own_of(dict(inside.select("module", "host_total_ns").iter_rows())).items():
         root.add(module_path(module), own_ns)
-    return Tree(
-        id="modules_host",
-        title="host time by module",
-        caption=f"{duration(root.total)} of host time in modules, backward included.",
-        shape="icicle",
-        unit="host_total_ns",
-        nodes=root.nodes("host time in modules"),
-    )
-
-
-def _figures(account: RankAccount, table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
-    """Return a table of modules or groups of them, and its columns of figures."""
-    host = ["host_self_ns", "host_total_ns"]
-    device = ["device_self_ns", "device_forward_ns", "device_backward_ns", "device_total_ns"]
-    has_gpu = bool(account.gpu_time.window_ns)
-    # Outside the modules, what is not backward is not forward either: it is unknown.
-    forward = pl.when(pl.col("module").is_not_null()).then("device_forward_ns").alias("device_forward_ns")
-    own, total = ("device_self_ns", "device_total_ns") if has_gpu else ("host_self_ns", "host_total_ns")
-    share = (pl.col(total) / max(1, int(account.modules[own].sum()))).alias("share")
-    table = table if has_gpu else table.filter(pl.col("module").is_not_null())
-    table = table.with_columns(forward, share, pl.col("module").fill_null(OUTSIDE))
-    return table, ["num_calls", *(device if has_gpu else ()), *host, "share"]
+    caption = f"{duration(root.total)} of host time in modules, backward included."
+    nodes = root.nodes("host time in modules")
+    return Tree("modules_host", "host time by module", "icicle", "host_total_ns", nodes, caption=caption)
 
 
 def group_table(account: RankAccount) -> Table:
     """Return one row per group of modules whose names differ only in numbers."""
-    table, figures = _figures(account, module_groups(account.modules))
-    what = "GPU work" if account.gpu_time.window_ns else "host time in modules"
-    device = ("device_total_ns", "device_forward_ns", "device_backward_ns")
-    screen = device if account.gpu_time.window_ns else ("host_total_ns", "host_self_ns")
-    return table_of(
-        table,
-        "module_groups",
-        f"modules, {_SOURCES.get(account.module_source, '')}",
-        ["module", "num_modules", *figures],
-        note=f"*: every number; totals include the modules inside; share: of {what}",
-        screen=("module", "share", *screen, "num_modules"),
-    )
+    has_gpu = bool(account.gpu_time.window_ns)
+    what = "GPU work" if has_gpu else "host time in modules"
+    note = f"*: every number; totals include the modules inside; share: of {what}"
+    times = ("device_total_ns", "device_forward_ns", "device_backward_ns")
+    screen = ("module", "share", *(times if has_gpu else ("host_total_ns", "host_self_ns")), "num_modules")
+    title = f"modules, {_SOURCES.get(account.module_source, '')}"
+    groups, names = module_groups(account.modules), "module num_modules"
+    return _table(account, groups, "module_groups", title, names, note=note, screen=screen)
 
 
 def _module_table(account: RankAccount) -> Table:
-    table, figures = _figures(account, account.modules)
     note = "totals include the modules inside; backward work belongs to the module whose forward needed it"
-    return table_of(table, "modules", "all modules", ["module", *figures], note=note)
+    return _table(account, account.modules, "modules", "all modules", "module", note=note)
+
+
+def _table(account: RankAccount, table: pl.DataFrame, id: str, title: str, names: str, **more: Any) -> Table:
+    """Return a table of modules or groups of them with their figures."""
+    # Outside the modules, what is not backward is not forward either: it is unknown.
+    forward = pl.when(pl.col("module").is_not_null()).then("device_forward_ns").alias("device_forward_ns")
+    if account.gpu_time.window_ns:
+        own, total = "device_self_ns", "device_total_ns"
+        names += " num_calls device_self_ns device_forward_ns device_backward_ns device_total_ns"
+    else:
+        own, total, table = "host_self_ns", "host_total_ns", table.filter(pl.col("module").is_not_null())
+        names += " num_calls"
+    share = (pl.col(total) / max(1, int(account.modules[own].sum()))).alias("share")
+    table = table.with_columns(forward, share, pl.col("module").fill_null(OUTSIDE))
+    return table_of(table, id, title, f"{names} host_self_ns host_total_ns share", **more)
 
 
 def _memory(report: MemoryReport) -> Iterator[Part]:
@@ -164,11 +150,5 @@ def _memory(report: MemoryReport) -> Iterator[Part]:
         f"{size(outside)} ({percent(outside / whole)}) {elsewhere}"
     )
     text += f", {size(remainder)} in no tensor ({REMAINDER})" if remainder else ""
-    yield Tree(
-        id="modules_memory",
-        title="memory at the peak by module",
-        caption=f"{text}.",
-        shape="icicle",
-        unit="peak_bytes",
-        nodes=root.nodes("at the peak"),
-    )
+    title, nodes = "memory at the peak by module", root.nodes("at the peak")
+    yield Tree("modules_memory", title, "icicle", "peak_bytes", nodes, caption=f"{text}.")

@@ -8,10 +8,11 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.precision.dtype_shares import casts_by_use, flops_by_dtype, products_by_dtype
-from stepscope.document.model import Bars, Fact, Facts, Missing, Series
+from stepscope.document.model import Bars, Fact, Facts, Missing, Part, Series, Table
 from stepscope.document.precision_settings import precision_words
 from stepscope.document.sections.memory import live_table
-from stepscope.document.sections.shared import known, mapping, table_of, table_of_rows
+from stepscope.document.sections.shared import known, mapping
+from stepscope.document.tables import columns_of, table_of
 from stepscope.errors import Unavailable
 from stepscope.findings.gemms import gemm_calls
 from stepscope.formatting import average, duration, percent, size
@@ -23,7 +24,7 @@ _MATMUL = {
 }
 
 
-def parts(session: Session) -> tuple[Any, ...]:
+def parts(session: Session) -> tuple[Part, ...]:
     """Return settings, FLOPs, matrix products, casts and memory by dtype."""
     settings = Facts(known(_settings(session)))
     found = (*_flops(session), *_products(session), *_casts(session), *_memory(session))
@@ -46,7 +47,7 @@ def _settings(session: Session) -> Iterator[Fact]:
         yield Fact("limit", mfu.limit, mfu.source)
 
 
-def _flops(session: Session) -> Iterator[Any]:
+def _flops(session: Session) -> Iterator[Part]:
     if not session.is_recording:
         yield Missing("FLOPs by dtype: a trace does not have them; `stepscope run train.py` counts them op by op")
         return
@@ -56,22 +57,18 @@ def _flops(session: Session) -> Iterator[Any]:
         return
     rows = flops_by_dtype(flops)
     if len(rows) > 1:
-        yield Bars(
-            id="flops_by_dtype",
-            title="executed FLOPs by dtype",
-            caption=f"{percent(rows[0]['share'])} of the FLOPs per step are in {rows[0]['dtype']}.",
-            labels=["FLOPs per step"],
-            series=tuple(Series(row["dtype"], [row["share"]]) for row in rows),
-            unit="share",
-        )
-    columns = ["dtype", "model_flops", "executed_flops", "share"]
+        caption = f"{percent(rows[0]['share'])} of the FLOPs per step are in {rows[0]['dtype']}."
+        series = tuple(Series(row["dtype"], [row["share"]]) for row in rows)
+        title = "executed FLOPs by dtype"
+        yield Bars("flops_by_dtype", title, ["FLOPs per step"], series, "share", caption=caption)
     note = "per step, counted op by op; executed: recomputation included"
     if flops.hidden:
         note += f"; a lower bound: {flops.hidden}"
-    yield table_of_rows(rows, columns, "flops_by_dtype", "FLOPs by dtype", note=note)
+    columns = columns_of(rows, "dtype model_flops executed_flops share")
+    yield Table("flops_by_dtype", "FLOPs by dtype", columns, note=note)
 
 
-def _products(session: Session) -> Iterator[Any]:
+def _products(session: Session) -> Iterator[Part]:
     case = session.case
     try:
         calls = gemm_calls(case)
@@ -85,14 +82,10 @@ def _products(session: Session) -> Iterator[Any]:
     rows = table.to_dicts()
     names = [_name(row) for row in rows]
     if len(rows) > 1:
-        yield Bars(
-            id="products_by_dtype",
-            title="time in matrix products by dtype",
-            caption=f"{percent(rows[0]['time_share'])} of the time in matrix products is in {names[0]}.",
-            labels=["matrix products"],
-            series=tuple(Series(name, [row["time_share"]]) for name, row in zip(names, rows)),
-            unit="share",
-        )
+        caption = f"{percent(rows[0]['time_share'])} of the time in matrix products is in {names[0]}."
+        series = tuple(Series(name, [row["time_share"]]) for name, row in zip(names, rows))
+        title = "time in matrix products by dtype"
+        yield Bars("products_by_dtype", title, ["matrix products"], series, "share", caption=caption)
     note = "per typical traced step, without those inside attention; peak dtype: the unit that the kernel ran on"
     yield table_of(table, "products_by_dtype", "matrix products by dtype", note=note)
 
@@ -102,7 +95,7 @@ def _name(row: dict[str, Any]) -> str:
     return f"{dtype}, as tf32" if unit == "tf32" else str(dtype)
 
 
-def _casts(session: Session) -> Iterator[Any]:
+def _casts(session: Session) -> Iterator[Part]:
     case = session.case
     try:
         case.with_shapes()
@@ -126,7 +119,7 @@ def _casts(session: Session) -> Iterator[Any]:
         yield table_of(casts_by_use(casts, num_steps), "casts", "casts by purpose", note=note)
 
 
-def _memory(session: Session) -> Iterator[Any]:
+def _memory(session: Session) -> Iterator[Part]:
     if session.is_recording and not session.has_memory_window:
         yield Missing("memory by dtype: the run ended before its memory window")
         return

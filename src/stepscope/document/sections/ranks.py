@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import polars as pl
@@ -11,7 +11,8 @@ from stepscope.analysis.ranks.all_ranks import AcrossRanks, Analysis
 from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.ranks.side_by_side import REASONS
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text, Value
-from stepscope.document.sections.shared import mapping, plain, table_of, table_of_rows
+from stepscope.document.sections.shared import mapping
+from stepscope.document.tables import columns_of, plain, table_of
 from stepscope.document.trace_facts import rank_facts
 from stepscope.errors import RecordingError, Unavailable
 from stepscope.formatting import cell, percent, plural
@@ -24,6 +25,7 @@ _SPLIT = {
     "copies and fills": ("exposed_memory_ns", "memset_memcpy"),
     "idle": ("idle_ns", "idle"),
 }
+_COLLECTIVE_SPLIT = {"transfer": ("transfer_ns", "communication"), "waiting": ("wait_ns", "idle")}
 _ONE = (
     "there is only one rank: name a folder with a trace of each, or record all of them with "
     "`torchrun -m stepscope run train.py`"
@@ -56,7 +58,7 @@ def _recordings(session: Session) -> Iterator[Table]:
     first = mapping(session.recording.facts.get("environment")).get("rank")
     rows = [_recorded(rank, each) for rank, each in [(plain(first), session), *ranks.items()]]
     note = "step: the median; low and high: its 95 % interval"
-    yield table_of_rows(rows, list(rows[0]), "rank_steps", "clean steps of each rank", note=note)
+    yield Table("rank_steps", "clean steps of each rank", columns_of(rows, " ".join(rows[0])), note=note)
 
 
 def _recorded(rank: Value, session: Session) -> dict[str, Any]:
@@ -80,19 +82,17 @@ def _gpu_time(across: AcrossRanks) -> Iterator[Part]:
         return
     idlest = table.filter(pl.col("idle_share").is_not_null()).sort("idle_share", "rank", descending=[True, False])
     worst = idlest.row(0, named=True)
-    yield Bars(
-        id="ranks",
-        title="GPU time of each rank",
-        caption=f"Rank {worst['rank']} is idle the most, {percent(worst['idle_share'])} of its window.",
-        labels=[f"rank {rank}" for rank in table["rank"]],
-        series=tuple(
-            Series(name, [float(ns) for ns in table[column]], color=color)
-            for name, (column, color) in _SPLIT.items()
-            if table[column].sum()
-        ),
-        unit="time_ns",
-    )
+    caption = f"Rank {worst['rank']} is idle the most, {percent(worst['idle_share'])} of its window."
+    split = {name: part for name, part in _SPLIT.items() if table[part[0]].sum()}
+    yield _bars("ranks", "GPU time of each rank", table, split, caption)
     yield rank_table(across)
+
+
+def _bars(id: str, title: str, table: pl.DataFrame, split: Mapping[str, tuple[str, str]], caption: str) -> Bars:
+    """Return a bar per rank; `split` has the column and the color of each part."""
+    times = {name: [float(ns) for ns in table[column]] for name, (column, _) in split.items()}
+    series = tuple(Series(name, times[name], color=color) for name, (_, color) in split.items())
+    return Bars(id, title, [f"rank {rank}" for rank in table["rank"]], series, "time_ns", caption=caption)
 
 
 def rank_table(across: AcrossRanks) -> Table:
@@ -109,25 +109,15 @@ def _waits(across: AcrossRanks) -> Iterator[Part]:
         yield Missing("who waits for whom: no collective is in the traces of two ranks")
         return
     if len(found.ranks) > 1:
-        yield Bars(
-            id="stragglers",
-            title="time in matched collectives",
-            caption=f"{percent(found.wait_share)} of it is waiting for the last rank.",
-            labels=[f"rank {rank}" for rank in found.ranks["rank"]],
-            series=(
-                Series("transfer", [float(ns) for ns in found.ranks["transfer_ns"]], color="communication"),
-                Series("waiting", [float(ns) for ns in found.ranks["wait_ns"]], color="idle"),
-            ),
-            unit="time_ns",
-        )
+        caption = f"{percent(found.wait_share)} of it is waiting for the last rank."
+        yield _bars("stragglers", "time in matched collectives", found.ranks, _COLLECTIVE_SPLIT, caption)
     note = "caused wait: how long other ranks waited for this one; certain: by more than the clocks' uncertainty"
     yield table_of(found.ranks, "stragglers", "who comes last", num_shown=_MOST_RANKS, note=note)
-    names = {"rank": "rank", "last_rank": "waits_for_rank", "wait_ns": "wait_ns", "num_calls": "num_calls"}
-    yield table_of(found.pairs, "waits", "who waits for whom", names)
-    columns = ["call", "collective", "step", "bytes", "num_ranks", "last_rank", "wait_ns", "transfer_ns", "lead_ns",
-               "is_certain", "bus_bandwidth_bytes_per_s"]  # fmt: skip
+    yield table_of(found.pairs, "waits", "who waits for whom", "rank waits_for_rank:last_rank wait_ns num_calls")
+    names = "call collective step bytes num_ranks last_rank wait_ns transfer_ns lead_ns is_certain"
     calls = found.calls.sort("wait_ns", descending=True)
-    yield table_of(calls, "collective_calls", "collectives with the longest waits", columns)
+    title = "collectives with the longest waits"
+    yield table_of(calls, "collective_calls", title, f"{names} bus_bandwidth_bytes_per_s")
     if found.num_clamped:
         yield Text(
             f"{plural(found.num_clamped, 'kernel')} ended before the last rank arrived: the clocks or the matches of "
@@ -144,20 +134,13 @@ def _collectives(analysis: Analysis) -> Iterator[Part]:
     if sized.height:
         best = sized.sort(rate, descending=True).row(0, named=True)
         kinds = sized.partition_by("collective", as_dict=True, maintain_order=True)
-        yield Lines(
-            id="collectives",
-            title="bandwidth of collectives by size",
-            caption=f"The fastest is {best['collective']} with {cell(rate, best[rate])}, waiting included.",
-            x="bytes",
-            y=rate,
-            series=tuple(
-                Series(str(kind), of[rate].cast(pl.Float64).to_list(), of["bytes"].cast(pl.Float64).to_list())
-                for (kind,), of in kinds.items()
-            ),
-            style="dots",
-            log_x=True,
-            log_y=True,
+        series = tuple(
+            Series(str(kind), of[rate].cast(pl.Float64).to_list(), of["bytes"].cast(pl.Float64).to_list())
+            for (kind,), of in kinds.items()
         )
+        caption = f"The fastest is {best['collective']} with {cell(rate, best[rate])}, waiting included."
+        how: dict[str, Any] = {"style": "dots", "log_x": True, "log_y": True, "caption": caption}
+        yield Lines("collectives", "bandwidth of collectives by size", "bytes", rate, series, **how)
     note = (
         "bandwidth over the whole kernel time, waiting included; best: of the call that waited least; exposed: not "
     )
@@ -165,9 +148,9 @@ def _collectives(analysis: Analysis) -> Iterator[Part]:
 
 
 def _clocks(across: AcrossRanks) -> Iterator[Table]:
-    columns = ["rank", "reference", "offset_ns", "uncertainty_ns", "skew_ns", "num_calls", "is_contradicted"]
+    names = "rank reference offset_ns uncertainty_ns skew_ns num_calls is_contradicted"
     note = "offset: this rank's clock minus the reference's; skew: after the base times of the traces"
-    yield table_of(across.clocks.offsets, "clocks", "clocks of the ranks", columns, _MOST_RANKS, note)
+    yield table_of(across.clocks.offsets, "clocks", "clocks of the ranks", names, _MOST_RANKS, note=note)
     lost = across.matched.unmatched
     if lost.height:
         reasons = lost.with_columns(pl.col("reason").replace_strict(REASONS, default=None).alias("meaning"))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import polars as pl
 
 from stepscope.analysis.costs.roofline import NEAR_SHARE, time_at_limit
 from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.devices import find_device, load_ceilings
-from stepscope.document.kernel_names import titles_of
 from stepscope.document.model import Bars, Dot, Fact, Facts, Missing, Part, Scatter, Series, Table, Text
-from stepscope.document.sections.kernels import no_gpu
-from stepscope.document.sections.shared import table_of
+from stepscope.document.sections.kernels import no_gpu, with_titles
+from stepscope.document.tables import table_of
 from stepscope.document.trace_facts import limit_facts
 from stepscope.document.verdict import class_name
 from stepscope.formatting import cell, duration, percent, plural, safe
@@ -34,9 +33,8 @@ class Limits(NamedTuple):
     source: str
 
     @property
-    def memory(self) -> str:
-        """The name of the memory's limit in charts."""
-        return f"memory, {cell('bytes_per_s', self.bandwidth_bytes_per_s)}"
+    def bandwidth(self) -> str:
+        return cell("bytes_per_s", self.bandwidth_bytes_per_s)
 
 
 def parts(session: Session) -> tuple[Part, ...]:
@@ -79,7 +77,7 @@ def _device(account: RankAccount, limits: Limits | None) -> Iterator[Part]:
     peaks = [f"{dtype} {cell('flops_per_s', peak)}" for dtype, peak in limits.peak_flops.items() if dtype in used]
     facts = [
         Fact("device", name, safe(limits.source, 400)),
-        Fact("limits", ", ".join([*peaks, f"memory {cell('bytes_per_s', limits.bandwidth_bytes_per_s)}"]), "dense"),
+        Fact("limits", ", ".join([*peaks, f"memory {limits.bandwidth}"]), "dense"),
         *limit_facts(account),
         known,
     ]
@@ -91,13 +89,11 @@ def _device(account: RankAccount, limits: Limits | None) -> Iterator[Part]:
 def _with_classes(account: RankAccount) -> pl.DataFrame:
     """Return the rows with the class of their longest kernel and its short name."""
     classes = dict(account.top_kernels.select("name", pl.col("class").cast(pl.String)).iter_rows())
-    titles = titles_of(account)
-    kernels = account.roofline["kernel"].cast(pl.String).to_list()
-    return account.roofline.with_columns(
-        pl.Series("class", [classes.get(name) or "other" for name in kernels], dtype=pl.String),
-        pl.Series("title", [titles.get(name, name) for name in kernels], dtype=pl.String),
-        pl.col("op", "shapes").cast(pl.String),
+    names = [classes.get(name) or "other" for name in account.roofline["kernel"].cast(pl.String)]
+    rows = account.roofline.with_columns(
+        pl.Series("class", names, dtype=pl.String), pl.col("op", "shapes").cast(pl.String)
     )
+    return with_titles(account, rows, "kernel")
 
 
 def _worth(rows: pl.DataFrame) -> pl.DataFrame:
@@ -106,10 +102,9 @@ def _worth(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _dots(drawn: pl.DataFrame, x: str, y: str) -> tuple[Dot, ...]:
-    def name(row: dict[str, Any]) -> str:
-        return f"{row['op'] or _NO_OP} {row['shapes'] or ''}: {row['title'] or 'no kernel'}"
-
-    return tuple(Dot(row[x], row[y], row["time_share"], name(row), row["class"]) for row in drawn.to_dicts())
+    rows = drawn.to_dicts()
+    names = [f"{row['op'] or _NO_OP} {row['shapes'] or ''}: {row['title'] or 'no kernel'}" for row in rows]
+    return tuple(Dot(row[x], row[y], row["time_share"], name, row["class"]) for row, name in zip(rows, names))
 
 
 def _coverage(drawn: pl.DataFrame, rows: pl.DataFrame) -> str:
@@ -132,15 +127,9 @@ def _flops(rows: pl.DataFrame, limits: Limits | None) -> Iterator[Part]:
         return
     best = drawn.sort("flops_per_s", descending=True).row(0, named=True)
     fastest = f" The fastest, {safe(best['op'], 60)}, reaches {cell('flops_per_s', best['flops_per_s'])}."
-    yield Scatter(
-        id="roofline",
-        title="FLOP/s by FLOPs per byte",
-        caption=f"{_coverage(drawn, found)}{rest}{fastest}",
-        x="flops_per_byte",
-        y="flops_per_s",
-        points=_dots(drawn, "intensity", "flops_per_s"),
-        limits=tuple(_roofs(limits, drawn)) if limits else (),
-    )
+    caption, title = f"{_coverage(drawn, found)}{rest}{fastest}", "FLOP/s by FLOPs per byte"
+    dots, roofs = _dots(drawn, "intensity", "flops_per_s"), tuple(_roofs(limits, drawn)) if limits else ()
+    yield Scatter("roofline", title, "flops_per_byte", "flops_per_s", dots, roofs, caption=caption)
 
 
 def _roofs(limits: Limits, drawn: pl.DataFrame) -> Iterator[Series]:
@@ -151,7 +140,7 @@ def _roofs(limits: Limits, drawn: pl.DataFrame) -> Iterator[Series]:
     ridges = {dtype: peak / bandwidth for dtype, peak in peaks.items()}
     end = max(ridges.values(), default=most)
     first, last = min(least, min(ridges.values(), default=most) / 8), max(most, 2 * end)
-    yield Series(limits.memory, [bandwidth * first, bandwidth * end], [first, end])
+    yield Series(f"memory, {limits.bandwidth}", [bandwidth * first, bandwidth * end], [first, end])
     for dtype, peak in peaks.items():
         yield Series(f"{dtype}, {cell('flops_per_s', peak)}", [peak, peak], [ridges[dtype], last])
 
@@ -167,16 +156,9 @@ def _bandwidth(rows: pl.DataFrame, limits: Limits | None) -> Iterator[Part]:
         if above := drawn.filter(pl.col("bytes_per_s") > limits.bandwidth_bytes_per_s).height:
             caption += f" {plural(above, 'dot')} above the line: {_IN_CACHE}."
         ends = [float(drawn["call_ns"].min()), float(drawn["call_ns"].max())]  # type: ignore[arg-type]
-        lines = (Series(limits.memory, [limits.bandwidth_bytes_per_s] * 2, ends),)
-    yield Scatter(
-        id="bandwidth",
-        title="bandwidth by duration of a call",
-        caption=caption,
-        x="time_of_a_call_ns",
-        y="bytes_per_s",
-        points=_dots(drawn, "call_ns", "bytes_per_s"),
-        limits=lines,
-    )
+        lines = (Series(f"memory, {limits.bandwidth}", [limits.bandwidth_bytes_per_s] * 2, ends),)
+    title, dots = "bandwidth by duration of a call", _dots(drawn, "call_ns", "bytes_per_s")
+    yield Scatter("bandwidth", title, "time_of_a_call_ns", "bytes_per_s", dots, lines, caption=caption)
 
 
 def _at_limit(account: RankAccount) -> Iterator[Bars]:
@@ -187,37 +169,27 @@ def _at_limit(account: RankAccount) -> Iterator[Bars]:
     table = time_at_limit(account.roofline, account.top_kernels)
     placed_ns = summary.compute_ns + summary.memory_ns + summary.neither_ns
     above_ns = int(table["above_limit_ns"].sum())
-    yield Bars(
-        id="time_at_limit",
-        title="time at the hardware limit by class of kernel",
-        caption=f"At their limits the ops would take {percent(summary.limit_share)} of {duration(placed_ns)}; "
-        f"{duration(above_ns)} is above.",
-        labels=[class_name(name) for name in table["class"]],
-        series=(
-            Series("at the limit", table["at_limit_ns"].to_list()),
-            Series("above it", table["above_limit_ns"].to_list()),
-            Series("unknown", table["unknown_ns"].to_list(), color="other"),
-        ),
-        unit="total_ns",
+    series = (
+        Series("at the limit", table["at_limit_ns"].to_list()),
+        Series("above it", table["above_limit_ns"].to_list()),
+        Series("unknown", table["unknown_ns"].to_list(), color="other"),
     )
-    bounds = {"compute": summary.compute_ns, "memory": summary.memory_ns, "neither": summary.neither_ns}
-    yield Bars(
-        id="bounds",
-        title="what limits the GPU work",
-        caption=f"Neither: less than {percent(NEAR_SHARE)} of both limits.",
-        labels=[*bounds, "unknown"],
-        series=(Series("GPU time", [*bounds.values(), summary.unknown_ns]),),
-        unit="total_ns",
-    )
+    reached = f"At their limits the ops would take {percent(summary.limit_share)} of {duration(placed_ns)}"
+    labels, title = [class_name(name) for name in table["class"]], "time at the hardware limit by class of kernel"
+    caption = f"{reached}; {duration(above_ns)} is above."
+    yield Bars("time_at_limit", title, labels, series, "total_ns", caption=caption)
+    bounds = {name: getattr(summary, f"{name}_ns") for name in ("compute", "memory", "neither", "unknown")}
+    series = (Series("GPU time", [*bounds.values()]),)
+    caption = f"Neither: less than {percent(NEAR_SHARE)} of both limits."
+    yield Bars("bounds", "what limits the GPU work", [*bounds], series, "total_ns", caption=caption)
 
 
 def _table(account: RankAccount, rows: pl.DataFrame) -> Table:
     # Without the limits of the device nothing is a share of them.
     has_limits = account.roofline_summary.limit_share is not None
-    names = ["op", "dtype", "num_calls", "total_ns", "time_share", "flops_per_s", "bytes_per_s", "intensity"]
-    names += ["limit_share", "bound", "compute_share", "memory_share"] if has_limits else []
-    names += ["flops", "bytes", "num_kernels", "class", "shapes", "title"]
-    shown = {"title": "longest_kernel", "intensity": "flops_per_byte"}
+    names = "op dtype num_calls total_ns time_share flops_per_s bytes_per_s flops_per_byte:intensity"
+    names += " limit_share bound compute_share memory_share" if has_limits else ""
+    names += " flops bytes num_kernels class shapes longest_kernel:title"
     note = f"shares can exceed 100 %: {_IN_CACHE}" if has_limits else ""
-    rows, columns = rows.with_columns(pl.col("op").fill_null(_NO_OP)), {name: shown.get(name, name) for name in names}
-    return table_of(rows, "roofline", "ops with their rates", columns, note=note)
+    rows = rows.with_columns(pl.col("op").fill_null(_NO_OP))
+    return table_of(rows, "roofline", "ops with their rates", names, note=note)

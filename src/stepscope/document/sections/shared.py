@@ -1,56 +1,15 @@
-"""What section builders share: tables from data frames, series of bounded length, facts that may be absent."""
+"""What section builders share: series of bounded length, and facts that may be absent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepscope.analysis.memory.timeline import thinned_indices
-from stepscope.document.model import Fact, Series, Table, Value
-
-if TYPE_CHECKING:
-    import polars as pl
+from stepscope.document.model import Fact, Series
 
 MOST_POINTS = 2000
 """Points of a line: more cannot be told apart on a page."""
-
-
-def table_of(
-    frame: pl.DataFrame,
-    id: str,
-    title: str,
-    columns: Sequence[str] | Mapping[str, str] | None = None,
-    num_shown: int = 12,
-    note: str = "",
-    screen: tuple[str, ...] = (),
-    page_only: bool = False,
-) -> Table:
-    """Return a data frame as a table: all columns, those named, or those named under other names ({"old": "new"}).
-
-    >>> import polars as pl
-    >>> table_of(pl.DataFrame({"a": [1], "b": [[2, 3]]}), "t", "a table", {"b": "shape"}).columns
-    {'shape': ['[2, 3]']}
-    """
-    names = columns if isinstance(columns, Mapping) else {name: name for name in columns or frame.columns}
-    values = {shown: [plain(value) for value in frame[name].to_list()] for name, shown in names.items()}
-    return Table(id, title, values, num_shown, note, screen, page_only=page_only)
-
-
-def table_of_rows(
-    rows: Iterable[Mapping[str, Any]], columns: Sequence[str], id: str, title: str, note: str = ""
-) -> Table:
-    """Return rows as a table of these columns; None for what a row lacks."""
-    kept = list(rows)
-    return Table(id, title, {name: [plain(row.get(name)) for row in kept] for name in columns}, note=note)
-
-
-def plain(value: Any) -> Value:
-    """Return a value of a table: numbers, texts and None as they are, everything else as text.
-
-    >>> plain(2.5), plain(float("nan")), plain([1, 2]), plain(None)
-    (2.5, nan, '[1, 2]', None)
-    """
-    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

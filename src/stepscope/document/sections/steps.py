@@ -21,8 +21,9 @@ from stepscope.analysis.time.step_samples import (
 from stepscope.analysis.time.summary import Summary, clean_step_ns
 from stepscope.document.card_figures import step_facts
 from stepscope.document.model import Bars, Fact, Facts, Lines, Missing, Part, Series, Table, Text
-from stepscope.document.sections.shared import MOST_POINTS, mapping, plain, table_of, thinned, thinning
+from stepscope.document.sections.shared import MOST_POINTS, mapping, thinned, thinning
 from stepscope.document.sections.time import STEP_SOURCES
+from stepscope.document.tables import columns_of, table_of
 from stepscope.document.verdict import verdict
 from stepscope.errors import Unavailable
 from stepscope.formatting import duration, milliseconds, percent, plural
@@ -38,11 +39,10 @@ _TITLES = {
     "free": "free",
 }
 """Windows in the order of a run."""
-_COMPILING = "compiling"
 _DWARFS = 5.0
 """If the longest step is this many times the median, the axis is logarithmic to leave room for the clean steps."""
 _MOST_BARS = 24
-_SAMPLE = ("num_tokens", "num_samples", "num_micro_batches", "num_skipped", "num_compiles", "loss")
+_SAMPLE = "num_tokens num_samples num_micro_batches num_skipped num_compiles loss"
 
 
 def parts(session: Session) -> tuple[Part, ...]:
@@ -103,7 +103,7 @@ def _facts(steps: Sequence[TimedStep], summary: Summary) -> Iterator[Fact]:
 def _over_time(steps: Sequence[TimedStep], summary: Summary) -> Lines:
     groups = _by_window([step for step in steps if not step.sample.num_compiles])
     if compiling := [step for step in steps if step.sample.num_compiles]:
-        groups[_COMPILING] = compiling
+        groups["compiling"] = compiling
     series = tuple(
         thinned(name, [step.sample.step for step in group], [float(step.step_ns) for step in group])
         for name, group in groups.items()
@@ -115,16 +115,10 @@ def _over_time(steps: Sequence[TimedStep], summary: Summary) -> Lines:
         caption += f", {longest.step_ns / middle:.1f} times the median of the clean steps ({duration(middle, 3)})"
     if summary.clock == "device" and any(step.clock == "host" for step in steps):
         caption += ". Steps without CUDA events are on the host clock, which may run ahead of the GPU"
-    return Lines(
-        id="step_times",
-        title="every step by window",
-        caption=f"{caption}.{thinning(series, len(steps))}",
-        x="step",
-        y="step_time_ns",
-        series=series,
-        style="dots",
-        log_y=bool(middle and longest.step_ns > _DWARFS * middle and min(step.step_ns for step in steps) > 0),
-    )
+    caption = f"{caption}.{thinning(series, len(steps))}"
+    log_y = bool(middle and longest.step_ns > _DWARFS * middle and min(step.step_ns for step in steps) > 0)
+    title = "every step by window"
+    return Lines("step_times", title, "step", "step_time_ns", series, style="dots", log_y=log_y, caption=caption)
 
 
 def _phases(clean: Sequence[TimedStep]) -> Iterator[Lines]:
@@ -134,17 +128,11 @@ def _phases(clean: Sequence[TimedStep]) -> Iterator[Lines]:
     shown = clean[::every]
     numbers = [float(step.sample.step) for step in shown]
     clock = "between CUDA events" if clean[0].clock == "device" else "on the host clock"
-    yield Lines(
-        id="clean_step_phases",
-        title="phases of the clean steps",
-        caption=f"{plural(len(clean), 'clean step')}, {clock}." + (f" Shows every {every}th." if every > 1 else ""),
-        x="step",
-        y="time_by_phase_ns",
-        series=tuple(
-            Series(name, [step.phases_ns.get(name, 0) for step in shown], numbers, name) for name in _names(shown)
-        ),
-        style="areas",
-    )
+    caption = f"{plural(len(clean), 'clean step')}, {clock}." + (f" Shows every {every}th." if every > 1 else "")
+    times = {name: [step.phases_ns.get(name, 0) for step in shown] for name in _names(shown)}
+    series = tuple(Series(name, values, numbers, name) for name, values in times.items())
+    id, title = "clean_step_phases", "phases of the clean steps"
+    yield Lines(id, title, "step", "time_by_phase_ns", series, style="areas", caption=caption)
 
 
 def _names(steps: Sequence[TimedStep]) -> list[str]:
@@ -156,15 +144,12 @@ def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
     bins = histogram([float(ns) for ns in samples])
     width = bins[0].high - bins[0].low
     labels = [f"{milliseconds(one.low, width)} to {milliseconds(one.high, width)}" for one in bins]
+    if len(set(labels)) < len(labels):
+        labels = [f"{number}: {label}" for number, label in enumerate(labels, 1)]
     spread = percent((step.p90 - step.p10) / step.median) if step.median else "0 %"
-    return Bars(
-        id="step_distribution",
-        title="distribution of the clean steps",
-        caption=f"The middle 80 % of {plural(step.num_samples, 'clean step')} span {spread} of the median.",
-        labels=labels if len(set(labels)) == len(labels) else [f"{i + 1}: {label}" for i, label in enumerate(labels)],
-        series=(Series("clean steps", [float(one.num) for one in bins]),),
-        unit="num_steps",
-    )
+    caption = f"The middle 80 % of {plural(step.num_samples, 'clean step')} span {spread} of the median."
+    title, series = "distribution of the clean steps", (Series("clean steps", [float(one.num) for one in bins]),)
+    return Bars("step_distribution", title, labels, series, "num_steps", caption=caption)
 
 
 def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) -> Iterator[Part]:
@@ -179,27 +164,23 @@ def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) 
         return
     retries = mapping(recording.facts.get("memory")).get("num_allocator_retries")
     retried = f"; the allocator retried {plural(retries, 'time')}" if isinstance(retries, int) and retries else ""
-    yield Table(
-        "outliers",
-        "outliers",
-        {
-            "step": [outlier.step.sample.step for outlier in found],
-            "window": [outlier.step.sample.window for outlier in found],
-            "duration_ns": [outlier.step.step_ns for outlier in found],
-            "excess_ns": [outlier.excess_ns for outlier in found],
-            "phase_that_grew": [outlier.phase for outlier in found],
-            "phase_excess_ns": [outlier.phase_excess_ns for outlier in found],
-            "what_was_special": ["; ".join(_special(outlier, summary)) for outlier in found],
-        },
-        note=f"excess: above the median of the same kind of steps, or of the same phase{retried}",
+    columns = columns_of(
+        found,
+        "step window duration_ns excess_ns phase_that_grew:phase phase_excess_ns what_was_special",
+        step=lambda outlier: outlier.step.sample.step,
+        window=lambda outlier: outlier.step.sample.window,
+        duration_ns=lambda outlier: outlier.step.step_ns,
+        what_was_special=lambda outlier: "; ".join(_special(outlier, summary)),
     )
+    note = f"excess: above the median of the same kind of steps, or of the same phase{retried}"
+    yield Table("outliers", "outliers", columns, note=note)
 
 
 def _special(outlier: Outlier, summary: Summary) -> list[str]:
     """Return what the sample of a slow step has that the others do not."""
     sample, found = outlier.step.sample, []
     if sample.num_compiles:
-        found.append(f"{plural(sample.num_compiles, 'compile')}")
+        found.append(plural(sample.num_compiles, "compile"))
     if sample.num_skipped:
         found.append(f"{plural(sample.num_skipped, 'optimizer step')} skipped")
     if sample.num_micro_batches > summary.num_micro_batches:
@@ -212,16 +193,16 @@ def _special(outlier: Outlier, summary: Summary) -> list[str]:
 
 
 def _samples(steps: Sequence[TimedStep]) -> Table:
-    samples = [step.sample for step in steps]
-    durations, host = [step.step_ns for step in steps], [sample.wall_ns for sample in samples]
+    durations, host = [step.step_ns for step in steps], [step.sample.wall_ns for step in steps]
+    samples = columns_of((step.sample for step in steps), f"step window {_SAMPLE}")
     columns: dict[str, Sequence[Any]] = {
-        "step": [sample.step for sample in samples],
-        "window": [sample.window for sample in samples],
+        "step": samples.pop("step"),
+        "window": samples.pop("window"),
         "clock": [step.clock for step in steps],
         "duration_ns": durations,
         **{f"{name}_ns": [step.phases_ns.get(name) for step in steps] for name in _names(steps)},
         **({"host_ns": host} if durations != host else {}),
-        **{name: [plain(getattr(sample, name)) for sample in samples] for name in _SAMPLE},
+        **samples,
     }
     return Table("steps", "every step", columns, note="phases sum to the step, on its clock")
 
@@ -244,26 +225,25 @@ def _traced(account: RankAccount) -> Iterator[Part]:
     if any(busy):
         facts.append(Fact("GPU busy", percent(sum(busy) / max(1, sum(durations))), "of the steps"))
     yield Facts(tuple(facts))
-    id, title = "traced_steps", "traced steps"
+    id, title, y = "traced_steps", "traced steps", "step_time_ns"
     if num <= _MOST_BARS:
         series = [Series("step", durations, color="forward")]
         if any(busy):
             idle = [ns - worked for ns, worked in zip(durations, busy)]
             series = [Series("GPU busy", busy, color="forward"), Series("GPU idle", idle, color="idle")]
-        labels = [f"step {number}" for number in numbers]
-        yield Bars(id=id, title=title, labels=labels, series=tuple(series), unit="step_time_ns")
+        yield Bars(id, title, [f"step {number}" for number in numbers], tuple(series), y)
     else:
         series = [thinned("step", numbers, durations)]
         series += [thinned("GPU busy", numbers, busy)] if any(busy) else []
-        text = thinning(series, num * len(series)).strip()
-        yield Lines(id=id, title=title, caption=text, x="step", y="step_time_ns", series=tuple(series), style="dots")
+        caption = thinning(series, num * len(series)).strip()
+        yield Lines(id, title, "step", y, tuple(series), style="dots", caption=caption)
     yield _traced_table(account)
 
 
 def _traced_table(account: RankAccount) -> Table:
     steps = account.steps.with_columns((account.steps["start_ns"] - account.steps["start_ns"][0]).alias("begin_ns"))
-    columns, note = ["step", "begin_ns", "duration_ns"], "begin: since the first"
+    names, note = "step begin_ns duration_ns", "begin: since the first"
     if account.gpu_time.window_ns:
-        columns += ["gpu_busy_ns", "num_kernels"]
+        names += " gpu_busy_ns num_kernels"
         note += "; GPU busy: during the step, whichever step launched the work"
-    return table_of(steps, "traced_steps", "traced steps", columns, note=note)
+    return table_of(steps, "traced_steps", "traced steps", names, note=note)

@@ -13,9 +13,9 @@ from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED, Row
 from stepscope.analysis.time.step_parts import gpu_rows_of_trace, gpu_split, host_rows, host_rows_of_trace, waiting_ns
 from stepscope.analysis.time.summary import Summary
 from stepscope.document.card import how_split
-from stepscope.document.kernel_names import titles_of
 from stepscope.document.model import Bars, Missing, Part, Series, Table, Text
-from stepscope.document.sections.shared import plain, table_of
+from stepscope.document.sections.kernels import with_titles
+from stepscope.document.tables import columns_of, plain, table_of
 from stepscope.formatting import duration, plural
 
 STEP_SOURCES = {
@@ -39,46 +39,26 @@ def gpu_time_parts(account: RankAccount) -> Iterator[Part]:
     title = f"where the GPU time goes ({duration(time.window_ns)}, first to last event)"
     shown = [row for row in split if row.ns or row.name in ("compute", IDLE)]
     series = (Series("GPU time", [row.ns for row in shown]),)
-    yield Bars(id="gpu_time", title=title, labels=[row.name for row in shown], series=series, unit="time_ns")
+    yield Bars("gpu_time", title, [row.name for row in shown], series, "time_ns")
     note = "communication and copies: what no compute overlapped"
-    names = {"part": "name", "total_ns": "ns", "share": "share"}
-    columns = {column: [getattr(row, name) for row in split] for column, name in names.items()}
-    yield Table("gpu_time", "GPU time", columns, note=note, page_only=True)
-    yield from _idle_parts(account)
-
-
-def _idle_parts(account: RankAccount) -> Iterator[Part]:
-    if not account.gpu_time.idle_ns:
+    yield Table("gpu_time", "GPU time", columns_of(split, "part:name total_ns:ns share"), note=note, page_only=True)
+    if not time.idle_ns:
         yield Text("The GPU was never idle between its first and its last event.")
         return
     causes = account.idle_causes.filter(pl.col("total_ns") > 0).sort("total_ns", descending=True)
-    title = f"why the GPU was idle ({duration(account.gpu_time.idle_ns)})"
-    yield Bars(
-        id="idle_causes",
-        title=title,
-        labels=[
-            f"{cause.replace('_', ' ')}, {plural(num, 'gap')}"
-            for cause, num in causes.select("cause", "num_gaps").rows()
-        ],
-        series=(Series("idle", causes["total_ns"].to_list()),),
-        unit="total_ns",
-    )
+    title = f"why the GPU was idle ({duration(time.idle_ns)})"
+    counts = causes.select("cause", "num_gaps").rows()
+    labels = [f"{cause.replace('_', ' ')}, {plural(num, 'gap')}" for cause, num in counts]
+    yield Bars("idle_causes", title, labels, (Series("idle", causes["total_ns"].to_list()),), "total_ns")
     means = pl.Series("what_it_is", [CAUSES[cause] for cause in causes["cause"]])
     yield table_of(causes.with_columns(means), "idle_causes", "idle time by cause", page_only=True)
-    gaps, steps = account.longest_gaps, account.steps
+    steps, gaps = account.steps, with_titles(account, account.longest_gaps, "next_kernel")
     zero = "the first step" if steps.height else "the first of them"
     first_ns = steps["start_ns"].min() if steps.height else gaps["start_ns"].min()
-    titles = titles_of(account)
-    kernels = pl.Series("title", [titles.get(name, name) for name in gaps["next_kernel"].cast(pl.String)], pl.String)
-    columns = ("begin_ns", "duration_ns", "cause", "step", "host")
-    yield table_of(
-        gaps.with_columns((pl.col("start_ns") - pl.lit(first_ns)).alias("begin_ns"), kernels),
-        "longest_gaps",
-        "longest idle gaps",
-        {**dict(zip(columns, columns)), "title": "next_kernel", "start_ns": "begin_on_trace_clock"},
-        note=f"begin: since {zero}; host: what the launching thread was in, outermost first",
-        page_only=True,
-    )
+    names = "begin_ns duration_ns cause step host next_kernel:title begin_on_trace_clock:start_ns"
+    note = f"begin: since {zero}; host: what the launching thread was in, outermost first"
+    gaps = gaps.with_columns((pl.col("start_ns") - pl.lit(first_ns)).alias("begin_ns"))
+    yield table_of(gaps, "longest_gaps", "longest idle gaps", names, note=note, page_only=True)
 
 
 def step_parts_of_summary(summary: Summary) -> Iterator[Part]:
@@ -119,18 +99,13 @@ def _step_parts(
 ) -> Iterator[Bars | Table]:
     """Yield a chart of shares and a table: phases first, then idle time and what belongs to no phase."""
     every = dict.fromkeys(row.name for found in rows.values() for row in found)
-    names = sorted([*every, *([] if UNATTRIBUTED in every else [UNATTRIBUTED])], key=_last)
+    names = [name for name in every if name not in (IDLE, UNATTRIBUTED)]
+    names += [*([IDLE] if IDLE in every else []), UNATTRIBUTED]
     by_name = {whose: {row.name: row for row in found} for whose, found in rows.items()}
     shares = {name: [of[name].share if name in of else 0.0 for of in by_name.values()] for name in names}
-    yield Bars(
-        id=_WHERE,
-        title=title,
-        caption=f"{note[:1].upper()}{note[1:]}.",
-        labels=list(rows),
-        series=tuple(Series(name, values, color=name) for name, values in shares.items() if any(values)),
-        unit="share",
-        page_only=True,
-    )
+    caption = f"{note[:1].upper()}{note[1:]}."
+    series = tuple(Series(name, values, color=name) for name, values in shares.items() if any(values))
+    yield Bars(_WHERE, title, list(rows), series, "share", caption=caption, page_only=True)
     columns: dict[str, Sequence[Any]] = {"part": names}
     for whose, of in by_name.items():
         of.setdefault(UNATTRIBUTED, Row(UNATTRIBUTED, 0.0, 0.0))
@@ -139,7 +114,3 @@ def _step_parts(
     columns |= {column: [plain(of.get(name)) for name in names] for column, of in more.items()}
     screen = ("part", "host_ns", "host_share", "gpu_ns", "num_kernels", "gpu_share")
     yield Table(_WHERE, title, columns, note=note, screen=tuple(name for name in screen if name in columns))
-
-
-def _last(name: str) -> tuple[bool, bool]:
-    return name == UNATTRIBUTED, name == IDLE
