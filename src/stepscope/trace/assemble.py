@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import polars as pl
 from stepscope.trace.columns import BEGINS, ENDS, Counts, Numbers
 from stepscope.trace.decode import Decoded
 from stepscope.trace.nesting import nest
-from stepscope.trace.scan import Problem, Problems
+from stepscope.trace.scan import Problems
 from stepscope.trace.schema import COUNTS, HOST, TABLES, THREADS, Table
 from stepscope.trace.tables import Trace, TraceFacts
 
@@ -27,7 +27,7 @@ class Assembler:
         self.num_passed_over = 0  # bytes in which no event was found
         self.problems = Problems()
         self._frames: dict[str, list[pl.DataFrame]] = {}
-        self._counts: Counts = {}
+        self._counts: Counts = Counter()
         self._threads = Numbers()
         self._labels: dict[tuple[Any, ...], str] = {}
         """Names of processes by process, of threads by process and thread."""
@@ -39,8 +39,7 @@ class Assembler:
         for name, frame in columns.frames.items():
             frame = frame.with_columns(pl.col("event") + self.num_events)
             self._frames.setdefault(name, []).append(_renumbered(frame, numbers))
-        for key, num in columns.counts.items():
-            self._counts[key] = self._counts.get(key, 0) + num
+        self._counts.update(columns.counts)
         for pid, tid, what, text in columns.labels:
             if what == "thread_name":
                 self._labels[what, pid, tid] = text
@@ -71,7 +70,7 @@ class Assembler:
         return Trace(
             path=path,
             facts=facts,
-            problems=tuple(sorted(self.problems.values(), key=_problem_order)),
+            problems=tuple(sorted(self.problems.values(), key=lambda problem: (problem.offset, problem.what))),
             warnings=tuple(warnings),
             num_events=self.num_events,
             threads=threads.drop("number"),
@@ -98,7 +97,7 @@ class Assembler:
         return ordered.with_row_index("thread").select(*THREADS.schema.names(), "number")
 
     def _count_table(self) -> pl.DataFrame:
-        rows = [(letter, category, table, num) for (letter, category, table), num in self._counts.items()]
+        rows = [(*key, num) for key, num in self._counts.items()]
         counts = pl.DataFrame(rows, schema=COUNTS.schema, orient="row")
         return counts.sort("num_events", "phase", "category", "table", descending=[True, False, False, False])
 
@@ -106,21 +105,12 @@ class Assembler:
 def _together(table: Table, parts: list[pl.DataFrame]) -> pl.DataFrame:
     """Return all parts of a table with all its columns."""
     # The host table is sorted, and thus copied, in any case.
-    return pl.concat([_empty(table.name), *parts], how="diagonal", rechunk=table is not HOST)
-
-
-@cache
-def _empty(name: str) -> pl.DataFrame:
-    return next(table for table in (*TABLES, BEGINS, ENDS) if table.name == name).empty()
+    return pl.concat([table.empty(), *parts], how="diagonal", rechunk=table is not HOST)
 
 
 def _renumbered(frame: pl.DataFrame, numbers: pl.Series) -> pl.DataFrame:
     """Return the frame with its threads renumbered."""
     return frame.with_columns(thread=numbers.gather(frame["thread"])) if "thread" in frame.columns else frame
-
-
-def _problem_order(problem: Problem) -> tuple[int, str]:
-    return problem.offset, problem.what
 
 
 def pair_edges(begins: pl.DataFrame, ends: pl.DataFrame) -> tuple[pl.DataFrame, int]:

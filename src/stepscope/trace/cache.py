@@ -6,7 +6,6 @@ Deleting the folder is always safe. If anything is wrong with it, the trace itse
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -15,6 +14,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,7 +80,9 @@ def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None 
     for folder in _places(path):
         kept = _load(folder, path, key)
         if kept is not None:
-            _mark_as_used(folder)
+            if folder.parent == _user_cache():
+                with suppress(OSError):
+                    os.utime(folder)  # it is in use, so it is kept
             return kept
     trace = read_trace(path, progress)
     # A trace that changed while it was read has no key.
@@ -100,12 +102,9 @@ def _places(path: Path) -> Iterator[Path]:
     """Return folders for a trace's columns: beside it, or the user's cache if that is not writable."""
     yield path.with_name(path.name + SUFFIX)
     shared = _user_cache()
-    try:
-        name = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()
-    except (OSError, RuntimeError):  # a cyclic path
-        return
-    if shared is not None:
-        yield shared / name
+    with suppress(OSError, RuntimeError):  # a cyclic path
+        if shared is not None:
+            yield shared / _hash_of(os.fsencode(path.resolve()))
 
 
 def _user_cache() -> Path | None:
@@ -123,20 +122,17 @@ def _key_of(path: Path) -> _Key | None:
             return None
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
-            ends = hashlib.blake2b(stream.read(_END), digest_size=16)
+            begin = stream.read(_END)
             stream.seek(max(0, status.st_size - _END))
-            ends.update(stream.read(_END))
-        return _Key(status.st_size, status.st_mtime_ns, ends.hexdigest(), SCHEMA_VERSION, _reader_hash())
+            ends = _hash_of(begin + stream.read(_END))
+        return _Key(status.st_size, status.st_mtime_ns, ends, SCHEMA_VERSION, _reader_hash())
     except OSError:
         return None
 
 
 @cache
 def _reader_hash() -> str:
-    code = hashlib.blake2b(digest_size=16)
-    for module in sorted(Path(__file__).parent.glob("*.py")):
-        code.update(module.read_bytes())
-    return code.hexdigest()
+    return _hash_of(b"".join(module.read_bytes() for module in sorted(Path(__file__).parent.glob("*.py"))))
 
 
 def _load(folder: Path, path: Path, key: _Key) -> Trace | None:
@@ -212,10 +208,8 @@ def _store(folder: Path, trace: Trace, key: _Key) -> bool:
 def _put(temporary: Path, folder: Path) -> None:
     """Rename a whole folder into place, replacing the existing one."""
     old = temporary.with_suffix(".old")
-    try:
+    with suppress(FileNotFoundError):
         folder.rename(old)
-    except FileNotFoundError:
-        pass
     try:
         temporary.rename(folder)
     except OSError:
@@ -237,26 +231,21 @@ def _is_ours(folder: Path) -> bool:
         )
 
 
-def _mark_as_used(folder: Path) -> None:
-    """Mark columns in the user's cache as used, so that they are kept."""
-    if folder.parent == _user_cache():
-        with contextlib.suppress(OSError):
-            os.utime(folder)
-
-
 def _prune(user_cache: Path) -> None:
     """Remove columns that have been unused for long."""
-    with os.scandir(user_cache) as entries:
-        unused = [Path(e) for e in entries if time.time() - e.stat(follow_symlinks=False).st_mtime > _UNUSED_S]
-    for folder in unused:
+    for folder in _unchanged_for(_UNUSED_S, user_cache):
         if _is_ours(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:
     """Remove temporary folders that killed processes left for this trace."""
-    with os.scandir(folder.parent) as entries:
-        left = [e for e in entries if e.name.startswith(f".{folder.name}.") and e.name.endswith((".tmp", ".old"))]
-    for entry in left:
-        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_BEHIND_S:
-            shutil.rmtree(entry.path, ignore_errors=True)
+    for left in _unchanged_for(_LEFT_BEHIND_S, folder.parent):
+        if left.name.startswith(f".{folder.name}.") and left.name.endswith((".tmp", ".old")):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _unchanged_for(seconds: float, folder: Path) -> list[Path]:
+    """Return what a folder contains that is older than this."""
+    with os.scandir(folder) as entries:
+        return [Path(e) for e in entries if time.time() - e.stat(follow_symlinks=False).st_mtime > seconds]

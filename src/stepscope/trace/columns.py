@@ -6,6 +6,7 @@ once, at the end.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -75,7 +76,7 @@ class _Threads(dict[tuple[Any, Any], int]):
         return number
 
 
-Counts = dict[tuple[str, str, str | None], int]
+Counts = Counter[tuple[str, str, str | None]]
 Thread = tuple[str | None, str | None]
 Label = tuple[str | None, str | None, str, str]
 
@@ -89,7 +90,6 @@ class Columns:
     counts: Counts  # events by phase letter, category and table
     threads: list[Thread]  # process and thread of each number in the `thread` columns
     labels: list[Label]  # metadata events: process, thread, `process_name`…, text
-    bad: dict[str, list[int]]  # positions of events that fit no table, by problem
 
 
 class Builder:
@@ -98,19 +98,16 @@ class Builder:
     def __init__(self) -> None:
         self.num_events = 0
         self._pieces: dict[tuple[str, str], _Piece] = {}
-        self._counts: Counts = {}
+        self._counts: Counts = Counter()
         self._threads = _Threads()
         self._labels: list[Label] = []
         self._without_phase: list[int] = []
 
     def add(self, events: list[Event]) -> None:
         """Add a slice of events, in file order."""
-        buckets: dict[tuple[str, str | None], tuple[list[int], list[Event]]] = {}
+        buckets: dict[tuple[str, str | None], tuple[list[int], list[Event]]] = defaultdict(lambda: ([], []))
         for position, event in enumerate(events, self.num_events):
-            key = (event.ph, event.cat)
-            bucket = buckets.get(key)
-            if bucket is None:
-                bucket = buckets[key] = ([], [])
+            bucket = buckets[event.ph, event.cat]
             bucket[0].append(position)
             bucket[1].append(event)
         self.num_events += len(events)
@@ -142,18 +139,13 @@ class Builder:
             self._labels += labels
         elif not letter:
             self._without_phase += positions
-        self._count((letter, category, kept), num_kept)
-        self._count((letter, category, None), len(events) - num_kept)
-
-    def _count(self, key: tuple[str, str, str | None], num: int) -> None:
-        if num:
-            self._counts[key] = self._counts.get(key, 0) + num
+        self._counts[letter, category, kept] += num_kept
+        self._counts[letter, category, None] += len(events) - num_kept
 
     def _add(self, place: tuple[str, str], positions: list[int], events: list[Event]) -> None:
-        piece = self._pieces.get(place)
-        if piece is None:
-            piece = self._pieces[place] = _Piece(*place, self._threads)
-        piece.add(positions, events)
+        if place not in self._pieces:
+            self._pieces[place] = _Piece(*place, self._threads)
+        self._pieces[place].add(positions, events)
 
     def _choose(
         self, place: tuple[str, str], positions: list[int], events: list[Event], is_chosen: list[bool]
@@ -163,20 +155,14 @@ class Builder:
             self._add(place, list(compress(positions, is_chosen)), list(compress(events, is_chosen)))
         return num_chosen
 
-    def finish(self) -> Columns:
-        """Return everything collected as columns."""
+    def finish(self) -> tuple[Columns, dict[str, list[int]]]:
+        """Return everything collected as columns, and by problem the positions of events that fit no table."""
         bad = {"no phase": self._without_phase} if self._without_phase else {}
         frames: dict[str, list[pl.DataFrame]] = {}
         for (table, _), piece in self._pieces.items():
             frames.setdefault(table, []).append(piece.frame(bad))
-        return Columns(
-            frames={name: _in_order(parts, bad) for name, parts in frames.items()},
-            num_events=self.num_events,
-            counts=self._counts,
-            threads=list(self._threads.numbers),
-            labels=self._labels,
-            bad=bad,
-        )
+        whole = {name: _in_order(parts, bad) for name, parts in frames.items()}
+        return Columns(whole, self.num_events, +self._counts, list(self._threads.numbers), self._labels), bad
 
 
 class _Piece:
@@ -208,9 +194,8 @@ class _Piece:
         if "duration_ns" in self.schema:
             self._duration.append(_join([e.dur for e in events]))
         if self._get is not None:
-            for name, column, values in zip(
-                self.carried, self._values, zip(*map(self._get, [e.args for e in events]))
-            ):
+            lists = zip(*map(self._get, [e.args for e in events]))
+            for name, column, values in zip(self.carried, self._values, lists):
                 if isinstance(values[0], Raw):
                     numbers = self._texts.setdefault(name, Numbers())
                     column += map(numbers.__getitem__, _split(values))
@@ -238,21 +223,18 @@ class _Piece:
         if self.kind:
             columns["kind"] = pl.repeat(self.kind, len(self._positions), dtype=self.schema["kind"], eager=True)
         for name, values in zip(self.carried, self._values):
-            series = self._column(name, values)
-            if series is not None:
-                columns[_COLUMN.get(name, name)] = series
+            if name in self._texts:
+                columns[name] = _gather(json_texts(self._texts[name]), values)
+            elif values.count(None) < len(values):
+                columns[_COLUMN.get(name, name)] = self._column(_COLUMN.get(name, name), values)
         if "old_external_id" in columns:
             old = columns.pop("old_external_id")
             new = columns.get("external_id", old)
             columns["external_id"] = new.zip_with(new.is_not_null(), old)
         return _sound(pl.DataFrame(columns), bad)
 
-    def _column(self, name: str, values: list[Any]) -> pl.Series | None:
-        if name in self._texts:
-            return _gather(json_texts(self._texts[name]), values)
-        if values.count(None) == len(values):
-            return None
-        dtype = self.schema.get(_COLUMN.get(name, name), pl.Int64())
+    def _column(self, name: str, values: list[Any]) -> pl.Series:
+        dtype = self.schema.get(name, pl.Int64())
         if dtype == pl.Categorical:
             return texts(values)
         if dtype == pl.Float64:
@@ -296,19 +278,15 @@ def _sound(frame: pl.DataFrame, bad: dict[str, list[int]]) -> pl.DataFrame:
     is_sound = start.is_between(-LATEST_NS, LATEST_NS) & duration.is_between(0, LONGEST_NS)
     if frame.select(is_sound.fill_null(False).all()).item():
         return frame
-    fault = (
-        pl.when(start.is_null())
-        .then(pl.lit("no usable start time"))
-        .when(start.abs() > LATEST_NS)
-        .then(pl.lit("a start time out of range"))
-        .when(duration.is_null())
-        .then(pl.lit("a duration that is not a number, or too large"))
-        .when(duration < 0)
-        .then(pl.lit("a negative duration"))
-        .when(duration > LONGEST_NS)
-        .then(pl.lit("a duration of more than 104 days"))
-    )
-    checked = frame.with_columns(fault.alias("fault"))
+    faults = {
+        "no usable start time": start.is_null(),
+        "a start time out of range": start.abs() > LATEST_NS,
+        "a duration that is not a number, or too large": duration.is_null(),
+        "a negative duration": duration < 0,
+        "a duration of more than 104 days": duration > LONGEST_NS,
+    }
+    first = pl.coalesce(pl.when(is_bad).then(pl.lit(what)) for what, is_bad in faults.items())
+    checked = frame.with_columns(fault=first)
     for what, event in checked.drop_nulls("fault").select("fault", "event").iter_rows():
         bad.setdefault(what, []).append(event)
     return checked.filter(pl.col("fault").is_null()).drop("fault")

@@ -63,10 +63,10 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
             break
     else:
         position = len(data)
-    columns = builder.finish()
-    for what, events in columns.bad.items():
+    columns, bad = builder.finish()
+    for what, events in bad.items():
         problems.add(f"with {what}", _offset(data, base, pieces, min(events)), len(events))
-    num_unsound = sum(map(len, columns.bad.values()))
+    num_unsound = sum(map(len, bad.values()))
     return Decoded(columns, problems, base + position, is_closed, is_lost, num_unsound, num_passed_over)
 
 

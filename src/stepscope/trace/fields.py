@@ -12,10 +12,7 @@ from stepscope.trace.scan import is_incomplete, may_go_on, skip_blank, sound_tex
 LARGEST_HEADER = 1 << 23  # bytes examined before the first event, and after the last
 _BYTE_ORDER_MARK = "\xef\xbb\xbf"
 _OTHER_FORMATS = {
-    "\xff\xfe": "is UTF-16: a trace is UTF-8",
-    "\xfe\xff": "is UTF-16: a trace is UTF-8",
-    "{\0": "is UTF-16: a trace is UTF-8",
-    "[\0": "is UTF-16: a trace is UTF-8",
+    **dict.fromkeys(("\xff\xfe", "\xfe\xff", "{\0", "[\0"), "is UTF-16: a trace is UTF-8"),
     "PK\x03\x04": "is a zip archive (like files of torch.save): unpack it first if it contains a trace",
     "BZh": "is compressed with bzip2: decompress it with bunzip2",
     "\xfd7zXZ\0": "is compressed with xz: decompress it with unxz",
@@ -72,11 +69,9 @@ class Fields:
             if self.peek() == "}":
                 self._position += 1
                 return False
-            if self.peek() != '"':
-                raise self.error("is not a trace: expected a name in quotes" if self.peek() else _ENDS)
+            self._expect('"', "a name in quotes")
             key = self._value()
-            if self.peek() != ":":
-                raise self.error("is not a trace: expected a colon" if self.peek() else _ENDS)
+            self._expect(":", "a colon")
             self._position += 1
             if self.peek() == "[" and key == "traceEvents":
                 self._position += 1
@@ -91,6 +86,10 @@ class Fields:
                 return self._text[self._position]
             if not self._read_on():
                 return ""
+
+    def _expect(self, character: str, name: str) -> None:
+        if self.peek() != character:
+            raise self.error(f"is not a trace: expected {name}" if self.peek() else _ENDS)
 
     def error(self, what: str) -> TraceError:
         return TraceError(f"{self._path} {what} (byte {self.offset:,})")
@@ -123,14 +122,13 @@ class Fields:
         self._base += self._position  # release what has been read
         self._text, self._position = self._text[self._position :], 0
         num_wanted = max(1, len(self._text))  # double each time, so that a value is not read again too often
-        parts = []
-        while num_wanted > 0 and (data := self._read()):
-            parts.append(data)
-            num_wanted -= len(data)
-        if self._text and len(self._text) + sum(map(len, parts)) > LARGEST_HEADER:
+        more = b""
+        while len(more) < num_wanted and (data := self._read()):
+            more += data
+        if self._text and len(self._text) + len(more) > LARGEST_HEADER:
             raise self.error(f"has more than {LARGEST_HEADER >> 20} MiB in a field outside its events")
-        self._text += b"".join(parts).decode("latin-1")
-        return bool(parts)
+        self._text += more.decode("latin-1")
+        return bool(more)
 
 
 _ENDS = "ends before its first event"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,9 @@ NOT_TRACES = (RECORDING_FILE, COMPILE_FILE, MEMORY_FILE)
 ENDINGS = (".json", ".json.gz")
 
 # The number in `host_1234.1694….pt.trace.json`, the profiler's own name for a file, is a process: it is no rank.
-RANK_PATTERNS = (
-    re.compile(r"(?<![a-z0-9])rank[_-]?(\d{1,6})(?!\d)", re.IGNORECASE),
-    re.compile(r"(?<![a-z0-9])worker[_-]?(\d{1,6})(?!\d)", re.IGNORECASE),
-)
+RANK_PATTERNS = [
+    re.compile(rf"(?<![a-z0-9]){word}[_-]?(\d{{1,6}})(?!\d)", re.IGNORECASE) for word in ("rank", "worker")
+]
 _RANK_FOLDER = re.compile(r"rank\d+")
 
 
@@ -48,9 +48,8 @@ def find_traces(paths: Sequence[Path]) -> list[TraceFile]:
                 files.setdefault(file.resolve(), file)
         except OSError as error:
             raise TraceError(f"{error.filename or path}: {error.strerror or error}") from None
-    found = list(files.values())
     traces = []
-    for file, in_name in zip(found, ranks_of([file.name for file in found])):
+    for file, in_name in zip(files.values(), ranks_of([file.name for file in files.values()])):
         said = _rank_in_header(file)
         traces.append(TraceFile(file, in_name if said is None else said, said is not None))
     return sorted(traces, key=lambda trace: (trace.rank or 0, _natural(str(trace.path))))
@@ -134,12 +133,12 @@ def _is_named_like_a_trace(path: Path) -> bool:
 def _may_be_a_trace(path: Path) -> bool:
     """False only for JSON that surely is something else: settings and results lie beside traces."""
     try:
-        text = beginning_of(path)
+        beginning = beginning_of(path)
     except OSError:
-        return True  # and the reader says why not
-    if not text:
+        beginning = b""
+    if not beginning:
         return True  # and the reader says what is wrong with it
-    text = text.lstrip(b"\xef\xbb\xbf \t\r\n")
+    text = beginning.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text.startswith(b"["):
         return b'"ph"' in text  # every event has its phase
     return b'"traceEvents"' in text or not text.startswith(b"{") or _has_events(path)
@@ -147,29 +146,20 @@ def _may_be_a_trace(path: Path) -> bool:
 
 def _rank_in_header(path: Path) -> int | None:
     """The rank that a trace says before its events; None where it says none there, or cannot be read."""
-    try:
-        source = Source(path)
-    except TraceError:
-        return None
-    try:
+    with suppress(TraceError), closing(Source(path)) as source:
         document = Document(source)
         document.read_header(BEGINNING)
         return facts_of(document.fields).rank
-    except TraceError:
-        return None
-    finally:
-        source.close()
+    return None
 
 
 def _has_events(path: Path) -> bool:
-    source = Source(path)
-    try:
-        Document(source).read_header()
-        return True
-    except TraceError:
-        return bool(source.warnings)  # a damaged file is not passed over in silence
-    finally:
-        source.close()
+    with closing(Source(path)) as source:
+        try:
+            Document(source).read_header()
+            return True
+        except TraceError:
+            return bool(source.warnings)  # a damaged file is not passed over in silence
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -14,9 +14,22 @@ from stepscope.errors import RecordingError
 MEMORY_FILE = "memory.json.gz"
 MEMORY_VERSION = 2
 MAX_BYTES = 1 << 29  # of JSON: the recorder's 200,000 allocations are a tenth of it
-_TEXT_FIELDS = ("dtype", "owner", "op", "phase", "module", "caller")
-_ALLOCATOR = ("start_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "num_retries")
 _LARGEST = 2**63
+_GRAPH = {"bytes": "count", "num_tensors": "count", "module": "text?", "op": "text?", "frame": "text?"}
+_KINDS = {
+    "allocations": {
+        **{"bytes": "count", "device": "text"},
+        **dict.fromkeys(("dtype", "owner", "op", "phase", "module", "caller"), "text?"),
+        **dict.fromkeys(("born", "died", "born_ns", "died_ns"), "count?"),
+    },
+    "stages": {"name": "text", "event": "count"},
+    "saved": _GRAPH,
+    "left_alive": _GRAPH,
+}
+"""What the fields of each list's entries must be; with a question mark, they may be missing or null."""
+_ALLOCATOR = dict.fromkeys(
+    ("start_allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "num_retries"), "count?"
+)
 
 
 def read_memory(path: Path) -> dict[str, Any]:
@@ -56,40 +69,40 @@ def _bytes_of(path: Path) -> bytes:
 
 def _check(memory: Mapping[str, Any], version: int) -> None:
     """Raise TypeError or ValueError that names the first invalid field."""
-    if version >= MEMORY_VERSION:
-        _text(memory.get("device"), "device")
-    _count(memory.get("num_dropped", 0), "num_dropped")
+    own = {"num_dropped": "count"} | ({"device": "text"} if version >= MEMORY_VERSION else {})
+    _check_fields({"num_dropped": 0, **memory}, "", own)
+    for name, kinds in _KINDS.items():
+        for index, each in enumerate(_list(memory.get(name), name)):
+            _check_fields(each, f"{name}[{index}].", kinds)
     for index, each in enumerate(memory["allocations"]):
         where = f"allocations[{index}]"
-        _object(each, where)
-        _count(each.get("bytes"), f"{where}.bytes")
-        _text(each.get("device"), f"{where}.device")
-        for name in _TEXT_FIELDS:
-            _text(each.get(name), f"{where}.{name}", or_none=True)
-        for name in ("born", "died", "born_ns", "died_ns"):
-            _count(each.get(name), f"{where}.{name}", or_none=True)
-        for size in _list(each.get("shape"), f"{where}.shape"):
-            _count(size, f"{where}.shape")
+        if not all(map(_is_count, _list(each.get("shape"), f"{where}.shape"))):
+            raise TypeError(f"{where}.shape is not a count")
         for begin, end in (("born", "died"), ("born_ns", "died_ns")):
             if each.get(begin) is not None and each.get(end) is not None and each[end] < each[begin]:
                 raise ValueError(f"{where} was freed before it was allocated")
-    for name, field in (("stages", "name"), ("saved", None), ("left_alive", None)):
-        for index, each in enumerate(_list(memory.get(name), name)):
-            where = f"{name}[{index}]"
-            _object(each, where)
-            if field:
-                _text(each.get(field), f"{where}.{field}")
-                _count(each.get("event"), f"{where}.event")
-            else:
-                _count(each.get("bytes"), f"{where}.bytes")
-                _count(each.get("num_tensors"), f"{where}.num_tensors")
-                for text in ("module", "op", "frame"):
-                    _text(each.get(text), f"{where}.{text}", or_none=True)
-    allocator = memory.get("allocator")
-    if allocator is not None:
-        _object(allocator, "allocator")
-        for name in _ALLOCATOR:
-            _count(allocator.get(name), f"allocator.{name}", or_none=True)
+    if memory.get("allocator") is not None:
+        _check_fields(memory["allocator"], "allocator.", _ALLOCATOR)
+
+
+def _check_fields(value: Any, where: str, kinds: Mapping[str, str]) -> None:
+    if not isinstance(value, dict):
+        raise TypeError(f"{where.rstrip('.')} is not an object")
+    for name, kind in kinds.items():
+        found = value.get(name)
+        is_valid = _is_count(found) if kind.startswith("count") else isinstance(found, str)
+        if not is_valid and not (found is None and kind.endswith("?")):
+            raise TypeError(f"{where}{name} is not a {kind.rstrip('?')}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
+
+
+def _list(value: Any, where: str) -> Iterable[Any]:
+    if value is not None and not isinstance(value, list):
+        raise TypeError(f"{where} is not a list")
+    return value or ()
 
 
 def _of_version_1(memory: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,26 +132,3 @@ def _of_version_1(memory: Mapping[str, Any]) -> dict[str, Any]:
         "left_alive": [],
         "allocator": None,
     }
-
-
-def _object(value: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise TypeError(f"{where} is not an object")
-
-
-def _list(value: Any, where: str) -> Iterable[Any]:
-    if value is not None and not isinstance(value, list):
-        raise TypeError(f"{where} is not a list")
-    return value or ()
-
-
-def _text(value: Any, where: str, or_none: bool = False) -> None:
-    if not isinstance(value, str) and not (or_none and value is None):
-        raise TypeError(f"{where} is not a text")
-
-
-def _count(value: Any, where: str, or_none: bool = False) -> None:
-    if or_none and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LARGEST:
-        raise TypeError(f"{where} is not a count")

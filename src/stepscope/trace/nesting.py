@@ -25,9 +25,8 @@ def nest(host: pl.DataFrame) -> pl.DataFrame:
 
 
 def _parents(places: pl.DataFrame) -> pl.Series:
-    found = [pl.DataFrame(schema={"row": pl.UInt32, "parent": pl.UInt32})]
     is_small = pl.len().over("thread") < _LARGE
-    found.append(_by_stack(places.filter(is_small)))
+    found = [_by_stack(places.filter(is_small))]
     for thread in places.filter(~is_small).partition_by("thread"):
         by_columns = _by_columns(thread)
         found.append(_by_stack(thread) if by_columns is None else by_columns)
@@ -40,10 +39,8 @@ def _by_columns(thread: pl.DataFrame) -> pl.DataFrame | None:
     # An event of zero length contains nothing: only those with a length are counted.
     started = is_solid.cast(pl.Int64).cum_sum() - is_solid.cast(pl.Int64)
     closed = thread.filter(is_solid)["end_ns"].sort().search_sorted(thread["start_ns"], side="right").cast(pl.Int64)
-    placed = thread.select("row", "end_ns", (started - closed).alias("depth"))
-    above = placed.filter(is_solid).select(
-        pl.col("row").alias("parent"), "row", "depth", pl.col("end_ns").alias("parent_end_ns")
-    )
+    placed = thread.select("row", "end_ns", depth=started - closed)
+    above = placed.filter(is_solid).select("row", "depth", parent="row", parent_end_ns="end_ns")
     found = placed.with_columns(pl.col("depth") - 1).join_asof(
         above, on="row", by="depth", allow_exact_matches=False, check_sortedness=False
     )

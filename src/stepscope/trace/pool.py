@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from stepscope.errors import TraceError
 from stepscope.trace.decode import Decoded
 from stepscope.trace.source import Slice, Source
-from stepscope.trace.worker import identity, receive_answer, send_task
+from stepscope.trace.worker import identity, receive_answer, send
 
 Result = Callable[[], Decoded]  # returns a slice's result, or raises its error
 MOST_WORKERS = 4  # more would be faster but need more memory at once
@@ -46,6 +46,7 @@ class Pool:
         )
         self._processes: list[subprocess.Popen[bytes]] = []
         self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(size)  # starts no thread yet
         try:
             for _ in range(size):
                 process = subprocess.Popen(
@@ -58,9 +59,8 @@ class Pool:
                 self._processes.append(process)
                 self._free.put(process)
         except BaseException:  # the system has none left, or the user interrupted
-            self._end_processes()
+            self.__exit__()
             raise
-        self._threads = ThreadPoolExecutor(size)
 
     def __enter__(self) -> Pool:
         return self
@@ -69,11 +69,7 @@ class Pool:
         for process in self._processes:
             process.kill()  # a waiting thread gets the end of its pipe
         self._threads.shutdown(cancel_futures=True)
-        self._end_processes()
-
-    def _end_processes(self) -> None:
         for process in self._processes:
-            process.kill()
             process.communicate()
 
     def decode(self, slices: Iterable[Slice]) -> Iterator[tuple[Slice, Result]]:
@@ -82,15 +78,15 @@ class Pool:
         for part in slices:
             pending.append((part, self._threads.submit(self._run, part)))
             if len(pending) > 2 * self.size:
-                yield _waited_for(*pending.popleft())
+                yield _next(pending)
         while pending:
-            yield _waited_for(*pending.popleft())
+            yield _next(pending)
 
     def _run(self, part: Slice) -> Decoded:
         process = self._free.get()
         assert process.stdin is not None and process.stdout is not None
         try:
-            send_task(process.stdin, part.base, part.length, part.data)
+            send(process.stdin, (part.base, part.length, part.data))
             return receive_answer(process.stdout)
         except (OSError, EOFError):
             raise TraceError(
@@ -101,7 +97,8 @@ class Pool:
             self._free.put(process)  # even if dead: nobody must wait for it forever
 
 
-def _waited_for(part: Slice, future: Future[Decoded]) -> tuple[Slice, Result]:
+def _next(pending: deque[tuple[Slice, Future[Decoded]]]) -> tuple[Slice, Result]:
+    part, future = pending.popleft()
     wait((future,))
     return part, future.result
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from stepscope.errors import TraceError
@@ -25,16 +25,13 @@ def read_trace(path: Path, progress: Progress | None = None, workers: int | None
 
     Valid parts are read; the rest is counted in `problems`. Raises TraceError if nothing is valid.
     """
-    path = Path(path)
-    source = Source(path)
-    try:
-        document = Document(source)
-        document.read_header()
-        return _Reading(document, progress).run(num_workers() if workers is None else workers)
-    except TraceError as error:
-        raise TraceError("; ".join([str(error), *source.warnings])) from None
-    finally:
-        source.close()
+    with closing(Source(Path(path))) as source:
+        try:
+            document = Document(source)
+            document.read_header()
+            return _Reading(document, progress).run(num_workers() if workers is None else workers)
+        except TraceError as error:
+            raise TraceError("; ".join([str(error), *source.warnings])) from None
 
 
 class _Reading:
@@ -55,36 +52,28 @@ class _Reading:
     def run(self, workers: int) -> Trace:
         """Read to the end of the file."""
         expected = self.source.num_bytes * (12 if self.source.is_compressed else 1)
+        pool = None
         if workers > 1 and expected > WORTH_WORKERS:
-            try:
+            with suppress(OSError):  # no other process available: it only takes longer
                 pool = Pool(self.source, workers)
-            except OSError:  # no other process available: it only takes longer
-                self._take_all(self._decode_here())
-            else:
-                with pool:
-                    self._take_all(pool.decode(self.document.slices()))
-        else:
-            self._take_all(self._decode_here())
+        with pool or nullcontext():
+            self._take_all(pool.decode(self.document.slices()) if pool else self._decode_here())
         self._end()
-        path = self.source.path
-        if not self.assembler.num_sound:
-            problems = [f"{p.what} (byte {p.offset:,})" for p in self.assembler.problems.values()]
+        path, assembler = self.source.path, self.assembler
+        if not assembler.num_sound:
+            problems = [f"{p.what} (byte {p.offset:,})" for p in assembler.problems.values()]
             raise TraceError("; ".join([f"{path} has no events that can be read", *problems, *self.warnings]))
-        num_passed_over = self.assembler.num_passed_over
-        if num_passed_over > USUAL_EVENT:
+        if assembler.num_passed_over > USUAL_EVENT:
             self.warnings.append(
-                f"{num_passed_over:,} of {self.source.num_read:,} bytes of JSON are broken and were skipped, with "
-                "all events in them"
+                f"{assembler.num_passed_over:,} of {self.source.num_read:,} bytes of JSON are broken and were "
+                "skipped, with all events in them"
             )
         facts = replace(facts_of(self.document.fields), is_cut_off=self.trailer is None)
-        return self.assembler.finish(path, facts, [*self.source.warnings, *self.warnings])
+        return assembler.finish(path, facts, [*self.source.warnings, *self.warnings])
 
     def _decode_here(self) -> Iterator[tuple[Slice, Result]]:
         for part in self.document.slices():
-            yield part, partial(self._decode, part)
-
-    def _decode(self, part: Slice) -> Decoded:
-        return decode_slice(self.document.bytes_of(part), part.base)
+            yield part, lambda part=part: decode_slice(self.document.bytes_of(part), part.base)
 
     def _take_all(self, results: Iterable[tuple[Slice, Result]]) -> None:
         for part, result in results:
@@ -98,18 +87,17 @@ class _Reading:
                 self.progress(self.source.share_read)
 
     def _take(self, part: Slice, result: Result) -> None:
-        data, base = None, part.base
-        if self.carried or self.is_lost:
+        before, base = self.carried, part.base - len(self.carried)
+        if before or self.is_lost:
             # The previous slice did not end between two events: read both as one.
-            data, base = self.carried + self.document.bytes_of(part), part.base - len(self.carried)
-            decoded = decode_slice(data, base, is_lost=self.is_lost)
+            decoded = decode_slice(before + self.document.bytes_of(part), base, is_lost=self.is_lost)
         else:
             decoded = result()
         self.assembler.add(decoded)
         self.carried, self.is_lost = b"", decoded.is_lost
         if decoded.end == part.base + part.length:
             return
-        self._keep((self.document.bytes_of(part) if data is None else data)[decoded.end - base :], decoded)
+        self._keep((before + self.document.bytes_of(part))[decoded.end - base :], decoded)
         if len(self.carried) > LARGEST_EVENT and not self.is_lost:
             self.assembler.problems.add(f"larger than {LARGEST_EVENT >> 20} MiB", decoded.end)
             self.is_lost = True

@@ -182,30 +182,32 @@ def scan_events(
             is_cut = is_incomplete(error, text)
             if is_cut and not is_last:
                 break
-            found.problems.add("cut off" if is_cut else _reason(error), base + position)
+            fault = str(error) if not isinstance(error, json.JSONDecodeError) else "not valid JSON"
+            found.problems.add("cut off" if is_cut else fault, base + position)
             broken = position
             position = search.after_broken(position, _cost(error, text, position))
             found.num_passed_over += (position or broken) - broken
             continue
+        problem: str | None = None
         if not isinstance(value, dict):
-            found.problems.add("not an event", base + position)
-            if found.problems["not an event"].num > _MOST_OTHERS:
-                broken, position = position, search.next_event(end)
-                found.num_passed_over += (position or broken) - broken
-                continue
+            problem = "not an event"
         elif end - position > LARGEST_EVENT:
-            found.problems.add(f"larger than {LARGEST_EVENT >> 20} MiB", base + position)
+            problem = f"larger than {LARGEST_EVENT >> 20} MiB"
             found.num_passed_over += end - position
         else:
             try:
-                event, fault = _event(data[position:end])
+                event, problem = _event(data[position:end])
                 found.events.append(event)
                 found.offsets.append(base + position)
             except RecursionError:
-                fault = _TOO_DEEP
-            if fault:
-                found.problems.add(fault, base + position)
-        position = end
+                problem = _TOO_DEEP
+        if problem:
+            found.problems.add(problem, base + position)
+        if problem == "not an event" and found.problems[problem].num > _MOST_OTHERS:
+            broken, position = position, search.next_event(end)
+            found.num_passed_over += (position or broken) - broken
+        else:
+            position = end
     if position is None:
         found.is_lost = not is_last
         # An event may begin at the very end and be recognizable only with more of the file.
@@ -258,10 +260,6 @@ class _Search:
         return None
 
 
-def _reason(error: ValueError) -> str:
-    return "not valid JSON" if isinstance(error, json.JSONDecodeError) else str(error)
-
-
 def _event(data: bytes) -> tuple[Event, str | None]:
     """Return an event from its JSON bytes, repaired if the typed decoder rejects them, and the problem."""
     try:
@@ -280,26 +278,12 @@ def _event(data: bytes) -> tuple[Event, str | None]:
     known: dict[str, Any] = {
         name: (_raw if type_ is Raw else _plain)(args[key]) for name, key, type_ in _ARGS if args.get(key) is not None
     }
-    event = Event(
-        ph=_text(value.get("ph")),
-        cat=_text(value.get("cat")),
-        name=_text(value.get("name")),
-        pid=_plain(value.get("pid")),
-        tid=_plain(value.get("tid")),
-        ts=_raw(value.get("ts")),
-        dur=_raw(value.get("dur")),
-        args=Args(**known),
-    )
-    return event, fault
-
-
-_ARGS = [(f.name, f.encode_name, f.type) for f in msgspec.structs.fields(Args)]
+    parts = {name: convert(value.get(name)) for name, convert in _PARTS.items()}
+    return Event(**parts, args=Args(**known)), fault
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return sound_text(value if isinstance(value, str) else _written(value))
+    return "" if value is None else sound_text(value if isinstance(value, str) else _written(value))
 
 
 def sound_text(text: str) -> str:
@@ -317,11 +301,11 @@ def _plain(value: Any) -> int | float | str | bool | None:
 
 
 def _raw(value: Any) -> Raw:
-    if value is None:
-        return Raw()
-    if isinstance(value, NumberText):
-        return Raw(value.encode("ascii"))
-    return Raw(_written(value).encode("ascii"))
+    return Raw() if value is None else Raw(_written(value).encode("ascii"))
+
+
+_ARGS = [(f.name, f.encode_name, f.type) for f in msgspec.structs.fields(Args)]
+_PARTS = {"ph": _text, "cat": _text, "name": _text, "pid": _plain, "tid": _plain, "ts": _raw, "dur": _raw}
 
 
 def _written(value: Any) -> str:

@@ -15,30 +15,20 @@ DEVICE_KINDS = ("kernel", "memcpy", "memset")
 
 # Lower-case category names of any profiler version → table and kind. A complete event of another category is a host
 # event of kind `other`.
+_DRIVERS = ("cuda_driver", "privateuse1_driver", "xpu_driver")
+_RUNTIMES = ("cuda_runtime", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime", "privateuse1_runtime")
 CATEGORIES: Mapping[str, tuple[str, str]] = {
-    "cpu_op": ("host", "op"),
-    "operator": ("host", "op"),
+    **dict.fromkeys(("cpu_op", "operator"), ("host", "op")),
     "user_annotation": ("host", "annotation"),
-    "cuda_runtime": ("host", "runtime"),
-    "runtime": ("host", "runtime"),
-    "hip_runtime": ("host", "runtime"),
-    "xpu_runtime": ("host", "runtime"),
-    "mtia_runtime": ("host", "runtime"),
-    "privateuse1_runtime": ("host", "runtime"),
-    "cuda_driver": ("host", "driver"),
-    "privateuse1_driver": ("host", "driver"),
-    "xpu_driver": ("host", "driver"),
-    "python_function": ("host", "python"),
-    "python": ("host", "python"),
+    **dict.fromkeys(_RUNTIMES, ("host", "runtime")),
+    **dict.fromkeys(_DRIVERS, ("host", "driver")),
+    **dict.fromkeys(("python_function", "python"), ("host", "python")),
     "overhead": ("host", "overhead"),
     "kernel": ("device", "kernel"),
-    "gpu_memcpy": ("device", "memcpy"),
-    "memcpy": ("device", "memcpy"),
-    "gpu_memset": ("device", "memset"),
-    "memset": ("device", "memset"),
+    **dict.fromkeys(("gpu_memcpy", "memcpy"), ("device", "memcpy")),
+    **dict.fromkeys(("gpu_memset", "memset"), ("device", "memset")),
     "gpu_user_annotation": ("device_ranges", ""),
-    "cuda_sync": ("syncs", ""),
-    "hip_sync": ("syncs", ""),
+    **dict.fromkeys(("cuda_sync", "hip_sync"), ("syncs", "")),
 }
 
 

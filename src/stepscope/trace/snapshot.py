@@ -94,8 +94,6 @@ def plain_values(data: bytes) -> Any:
     _look_through(data)
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
-    except ValueError:
-        raise
     except (pickle.UnpicklingError, EOFError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise ValueError(f"its pickle is damaged ({error})") from None
     except MemoryError:
@@ -220,9 +218,7 @@ class _Reading:
         frames = holder.get("frames")
         innermost = None
         for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
-            if not isinstance(frame, dict):
-                continue
-            name = frame.get("filename")
+            name = frame.get("filename") if isinstance(frame, dict) else None
             if not isinstance(name, str) or not (name.endswith(".py") or name.startswith("<")):
                 continue  # C++ frames
             if not _NOT_THE_USERS.search(name.replace("\\", "/")):

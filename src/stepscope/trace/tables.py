@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.trace.scan import Problem
+from stepscope.trace.values import integer
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ def facts_of(fields: dict[str, Any]) -> TraceFacts:
     properties = fields.get("deviceProperties")
     devices = [p for p in properties if isinstance(p, dict)] if isinstance(properties, list) else []
     return TraceFacts(
-        rank=_integer(distributed.get("rank")),
-        world_size=_integer(distributed.get("world_size")),
+        rank=integer(distributed.get("rank")),
+        world_size=integer(distributed.get("world_size")),
         devices=tuple(str(device.get("name", "unknown device"))[:200] for device in devices),
-        base_time_ns=_integer(fields.get("baseTimeNanoseconds")) or 0,
+        base_time_ns=integer(fields.get("baseTimeNanoseconds")) or 0,
         has_shapes=_flag(fields.get("record_shapes")),
         has_stacks=_flag(fields.get("with_stack")),
         has_memory=_flag(fields.get("profile_memory")),
@@ -72,14 +73,6 @@ def facts_of(fields: dict[str, Any]) -> TraceFacts:
     )
 
 
-def _integer(value: Any) -> int | None:
-    try:
-        number = int(value)
-    except (TypeError, ValueError):
-        return None
-    return number if -(2**63) <= number < 2**63 else None
-
-
 def _flag(value: Any) -> bool | None:
-    number = _integer(value)
+    number = integer(value)
     return None if number is None else bool(number)

@@ -34,7 +34,7 @@ def integers(values: Sequence[Any]) -> pl.Series:
     try:
         return pl.Series(values, dtype=pl.Int64)
     except (TypeError, OverflowError, pl.exceptions.PolarsError):
-        return pl.Series([_integer(value) for value in values], dtype=pl.Int64)
+        return pl.Series([integer(value) for value in values], dtype=pl.Int64)
 
 
 def floats(values: Sequence[Any]) -> pl.Series:
@@ -86,7 +86,8 @@ def id_text(value: Any) -> str | None:
     return str(int(value))
 
 
-def _integer(value: Any) -> int | None:
+def integer(value: Any) -> int | None:
+    """Return a value as an integer of 64 bits; None if it is not one."""
     number: int | None = _try(int, value)
     return number if number is not None and -(2**63) <= number < 2**63 else None
 
