@@ -97,14 +97,6 @@ def test_without_tokens_there_is_no_formula(num_tokens):
     assert (found.formula_flops, found.num_active_parameters, found.model_flops) == (None, None, 3_072_000)
 
 
-def test_ops_that_only_move_data_are_not_missed():
-    entries = [("aten.sum", 3, 900), ("aten.copy_", 9, 800), ("prim.device", 1, 0), ("aten.exp", 2, 10)]
-    uncounted = [{"op": op, "num_calls": calls, "num_elements": size} for op, calls, size in entries]
-    found = step_flops(flops_facts(uncounted=uncounted), None, 512)
-
-    assert (found.uncounted_ops, found.num_uncounted_calls) == (("aten.sum", "aten.exp"), 5)
-
-
 @pytest.mark.parametrize(
     ("facts", "trace", "said"),
     [

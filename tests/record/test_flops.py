@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from stepscope.recorder.ledger.flops import count_flops, has_formula, op_name
 from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.op_facts import Op
 
 ATEN = torch.ops.aten
 B, H, S, T, D = 2, 4, 16, 32, 8  # batch, heads, queries, keys, head width
@@ -192,6 +193,47 @@ def test_ops_without_a_formula_are_named_with_their_elements():
     assert "aten.view" not in uncounted  # nothing is computed
     sizes = [entry["num_elements"] for entry in facts["uncounted"]]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_ops_that_only_move_or_fill_data_need_no_formula():
+    def move():
+        table = torch.arange(12.0).view(3, 4).clone()
+        torch.cat([table, torch.zeros_like(table)]).index_select(0, torch.randint(3, (2,))).to(torch.bfloat16)
+        torch.split_with_sizes_copy(table, [1, 2])
+        table.new_empty(3).fill_(table.sum())
+
+    assert [entry["op"] for entry in counted(move)["uncounted"]] == ["aten.sum"]
+
+
+@pytest.mark.parametrize(
+    ("op", "may_hide"),
+    [
+        (ATEN.mv.default, True),
+        (ATEN.split_with_sizes_copy.default, False),
+        (torch.ops.c10d.allreduce_.default, False),
+    ],
+)
+def test_an_op_that_copies_or_communicates_hides_no_product(op, may_hide):
+    assert Op(op).may_hide_product is may_hide
+
+
+def test_the_count_of_a_sharded_model_is_exact():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)), mesh=mesh)
+        ledger = Ledger([model], [], lambda: "forward")
+        ledger.start()
+        model(zeros(3, 8))
+        ledger.stop()
+    finally:
+        torch.distributed.destroy_process_group()
+    facts = ledger.flops(compiled=False)
+
+    assert by_op(facts) == {"aten.addmm": 2 * 3 * (8 * 16 + 16 * 4)}
+    assert facts["hidden_products"] == [] and facts["uncounted"] == []
 
 
 def test_an_op_without_a_formula_is_none_and_its_name_has_no_overload():

@@ -49,9 +49,10 @@ class FlopTally:
                 self._add(flops, op.name, phase, self._weights_of(given) if phase == FORWARD else set())
         elif not op.is_view and out is not None:
             num_elements = sum(tensor.numel() for tensor in outputs)
-            entry = self._uncounted.setdefault(op.name, [0, 0])
-            entry[0] += 1
-            entry[1] += num_elements
+            if not op.moves_data:
+                entry = self._uncounted.setdefault(op.name, [0, 0])
+                entry[0] += 1
+                entry[1] += num_elements
             if phase == FORWARD and (weights := self._weights_of(given)):
                 if op.may_hide_product and any(self._num_dimensions[index] > 1 for index in weights):
                     self._hidden.setdefault(op.name)
