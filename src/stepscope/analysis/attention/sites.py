@@ -17,7 +17,7 @@ from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor, outermost
+from stepscope.analysis.structure.nesting import ancestor, is_named, outermost
 
 FLEX = "flex"
 _FLEX_KERNEL = r"(?i)flex_(attention|decoding)"
@@ -157,13 +157,12 @@ def _joined(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _rows_of(host: pl.DataFrame, ops: Mapping[str, _Op]) -> pl.Series:
-    known = pl.Series(sorted(ops), dtype=host.schema["name"]).implode()
-    return host.filter((pl.col("kind") == "op") & host["name"].is_in(known))["row"]
+    return host["row"].filter((host["kind"] == "op") & is_named(host, ops))
 
 
 def _outer(host: pl.DataFrame, rows: pl.Series, ops: Mapping[str, _Op]) -> dict[int, tuple[int, _Op, int]]:
     """Return by op row the outermost op around it, and that call's kernel op and row."""
-    outer = outermost(host, rows, frozenset(ops)).to_list()
+    outer = outermost(host, rows, is_named(host, ops)).to_list()
     names = host["name"].gather(rows).cast(pl.String).to_list()
     kernels: dict[int, tuple[str, int]] = {}
     for row, site, name in zip(rows.to_list(), outer, names):  # parents have lower rows, so they come first

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "complex64": 8, "complex128": 16,
@@ -72,14 +73,13 @@ class Call:
     values: tuple[str, ...] | None
     arguments: tuple[str, ...] = ()
 
-    def _index(self, argument: str | int) -> int:
-        if isinstance(argument, int):
-            return argument
-        return self.arguments.index(argument) if argument in self.arguments else len(self.operands)
+    def _at(self, argument: str | int, items: tuple[Any, ...]) -> Any:
+        if isinstance(argument, str):
+            argument = self.arguments.index(argument) if argument in self.arguments else len(items)
+        return items[argument] if argument < len(items) else None
 
     def optional(self, argument: str | int) -> Tensor | None:
-        index = self._index(argument)
-        operand = self.operands[index] if index < len(self.operands) else None
+        operand = self._at(argument, self.operands)
         return operand if isinstance(operand, Tensor) else None
 
     def tensor(self, argument: str | int) -> Tensor:
@@ -94,8 +94,7 @@ class Call:
 
     def tensors(self, argument: str | int) -> list[Tensor]:
         """Return a tensor list; a trace omits lists of more than 30."""
-        index = self._index(argument)
-        operand = self.operands[index] if index < len(self.operands) else None
+        operand = self._at(argument, self.operands)
         if not isinstance(operand, tuple) or not operand:
             raise NotKnown
         return list(operand)
@@ -104,8 +103,7 @@ class Call:
         """Return an argument's value; "" is None or a default that was not passed."""
         if self.values is None:
             raise NotKnown
-        index = self._index(argument)
-        return self.values[index] if index < len(self.values) else ""
+        return self._at(argument, self.values) or ""
 
     def flag(self, argument: str | int) -> bool:
         text = self.text(argument)
@@ -135,12 +133,10 @@ class Call:
     def scalar_type(self, argument: str | int) -> str | None:
         """Return the dtype an argument asks for, or None."""
         text = self.text(argument)
-        if not text:
-            return None
-        number = _integer(text)
-        if number not in _SCALAR_TYPES:
+        dtype = _SCALAR_TYPES.get(_integer(text)) if text else None
+        if text and dtype is None:
             raise NotKnown
-        return _SCALAR_TYPES[number]
+        return dtype
 
 
 def _integer(text: str) -> int:
@@ -158,12 +154,12 @@ Formula = Callable[[Call], Work]
 FORMULAS: dict[str, tuple[Formula, tuple[str, ...]]] = {}
 
 
-def formula(names: str, arguments: str = "") -> Callable[[Formula], Formula]:
-    """Return a decorator that registers a formula for ops, with their argument names in schema order."""
+def formula(signatures: str) -> Callable[[Formula], Formula]:
+    """Return a decorator that registers a formula for ops: `names (arguments in order) names (arguments) …`."""
 
     def register(function: Formula) -> Formula:
-        for name in names.split():
-            FORMULAS[name] = (function, tuple(arguments.split()))
+        for names, arguments in re.findall(r"([^()]+)\(([^()]*)\)", signatures):
+            FORMULAS.update(dict.fromkeys(names.split(), (function, tuple(arguments.split()))))
         return function
 
     return register

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Imported because it registers formulas, like the others.
 from stepscope.analysis.costs import op_formulas, op_layers  # noqa: F401
@@ -38,8 +37,7 @@ _MAX_DIMENSIONS = 64
 _MAX_INT64 = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class OpCost:
+class OpCost(NamedTuple):
     """The cost of one op; None if unknown."""
 
     flops: int | None  # matrix FLOPs, 2 per multiply-add; 0 for ops without matrix products
@@ -93,9 +91,8 @@ def _op_cost(
         return UNKNOWN
     function, arguments = FORMULAS[base]
     try:
-        list_dtype = parameter_dtype if base.startswith(_ON_PARAMETERS) else None
-        operands = _operands(shapes, dtypes, strides, list_dtype)
-        work = function(Call(base, operands, argument_values(inputs), arguments))
+        given = _operands(shapes, dtypes, strides, parameter_dtype if base.startswith(_ON_PARAMETERS) else None)
+        work = function(Call(base, given, argument_values(inputs), arguments))
     except NotKnown:
         # Only the ops in `op_formulas` multiply matrices.
         return UNKNOWN if function.__module__ == op_formulas.__name__ else OpCost(0, None, None, None)
@@ -110,17 +107,13 @@ def op_costs(ops: pl.DataFrame, *, parameter_dtype: str | None = None) -> pl.Dat
     """
     import polars as pl
 
-    keys = ops.select(pl.col(column).cast(pl.String) for column in COLUMNS)
-    distinct = keys.unique(maintain_order=True)
-    costs = [op_cost(row[0] or "", *row[1:], parameter_dtype=parameter_dtype) for row in distinct.iter_rows()]
-    worked_out = distinct.with_columns(
-        pl.Series("flops", [cost.flops for cost in costs], pl.Int64),
-        pl.Series("read_bytes", [cost.read_bytes for cost in costs], pl.Int64),
-        pl.Series("written_bytes", [cost.written_bytes for cost in costs], pl.Int64),
-        pl.Series("dtype", [cost.dtype for cost in costs], pl.String),
-    )
-    joined = keys.join(worked_out, on=COLUMNS, how="left", nulls_equal=True, maintain_order="left")
-    return ops.with_columns(joined.select("flops", "read_bytes", "written_bytes", "dtype"))
+    from stepscope.analysis.structure.names import with_answers
+
+    def cost(name: str | None, *texts: str | None) -> OpCost:
+        return op_cost(name or "", *texts, parameter_dtype=parameter_dtype)
+
+    sums = dict.fromkeys(("flops", "read_bytes", "written_bytes"), pl.Int64())
+    return with_answers(ops, COLUMNS, cost, {**sums, "dtype": pl.String()})
 
 
 def touched_bytes(shapes: str | None, dtypes: str | None, strides: str | None = None) -> int | None:
@@ -132,15 +125,13 @@ def touched_bytes(shapes: str | None, dtypes: str | None, strides: str | None = 
     >>> touched_bytes("[[4, 8], [4, 8], []]", '["float", "c10::BFloat16", "Scalar"]')
     192
     """
-    if _is_too_long(shapes, dtypes, strides):
-        return None
     try:
-        operands = _operands(shapes, dtypes, strides, None)
+        given = _operands(shapes, dtypes, strides)
     except NotKnown:
         return None
-    if any(isinstance(operand, tuple) for operand in operands):
+    if any(isinstance(operand, tuple) for operand in given):
         return None
-    return _total(operand for operand in operands if isinstance(operand, Tensor))
+    return _total(operand for operand in given if isinstance(operand, Tensor))
 
 
 def _is_too_long(*texts: str | None) -> bool:
@@ -148,13 +139,8 @@ def _is_too_long(*texts: str | None) -> bool:
 
 
 def _total(tensors: Iterable[Tensor]) -> int | None:
-    total = 0
-    for tensor in tensors:
-        num_bytes = tensor.num_bytes
-        if num_bytes is None:
-            return None
-        total += num_bytes
-    return _sound(total)
+    sizes = [tensor.num_bytes for tensor in tensors]
+    return None if None in sizes else _sound(sum(filter(None, sizes)))
 
 
 def _sound(number: int | None) -> int | None:
@@ -163,7 +149,7 @@ def _sound(number: int | None) -> int | None:
 
 
 def _parsed(text: str | None) -> list[Any] | None:
-    if text is None:
+    if text is None or _is_too_long(text):
         return None
     try:
         parsed = json.loads(text)
@@ -178,7 +164,7 @@ def argument_values(text: str | None) -> tuple[str, ...] | None:
     >>> argument_values('["", "2", "[0, 1]"]')
     ('', '2', '[0, 1]')
     """
-    parsed = None if _is_too_long(text) else _parsed(text)
+    parsed = _parsed(text)
     return None if parsed is None else tuple(value if isinstance(value, str) else "" for value in parsed)
 
 
@@ -188,42 +174,34 @@ def operands(shapes: str | None, dtypes: str | None, strides: str | None = None)
     >>> operands("[[8, 16], []]", '["float", "Scalar"]')
     (Tensor(shape=(8, 16), dtype='float32', strides=None), None)
     """
-    if _is_too_long("", shapes, dtypes, strides, None):
-        return ()
     try:
-        return _operands(shapes, dtypes, strides, None)
+        return _operands(shapes, dtypes, strides)
     except NotKnown:
         return ()
 
 
 def _operands(
-    shapes: str | None, dtypes: str | None, strides: str | None, list_dtype: str | None
+    shapes: str | None, dtypes: str | None, strides: str | None, list_dtype: str | None = None
 ) -> tuple[Operand, ...]:
-    sizes = _parsed(shapes)
-    if sizes is None:
+    if _is_too_long(dtypes, strides) or (sizes := _parsed(shapes)) is None:
         raise NotKnown
-    types, steps = _parsed(dtypes), _parsed(strides)
-    if types is not None and len(types) != len(sizes):
-        types = None
-    if steps is None or len(steps) != len(sizes):
-        steps = [None] * len(sizes)
-    if types is None:
-        return tuple(_operand(size, None, step, list_dtype) for size, step in zip(sizes, steps))
-    names = (name if isinstance(name, str) else "" for name in types)
-    return tuple(_operand(size, name, step, list_dtype) for size, name, step in zip(sizes, names, steps))
+    rows = zip(sizes, _one_each(sizes, _parsed(dtypes)), _one_each(sizes, _parsed(strides)))
+    return tuple(_operand(size, name, steps, list_dtype) for size, name, steps in rows)
 
 
-def _operand(sizes: Any, name: str | None, steps: Any, list_dtype: str | None) -> Operand:
+def _one_each(sizes: list[Any], parsed: Any) -> list[Any]:
+    """Return a list with one entry for each size, None if there is no such list."""
+    return parsed if isinstance(parsed, list) and len(parsed) == len(sizes) else [None] * len(sizes)
+
+
+def _operand(sizes: Any, name: Any, steps: Any, list_dtype: str | None) -> Operand:
     if not isinstance(sizes, list):
         raise NotKnown
     if any(isinstance(size, list) for size in sizes):
-        if not isinstance(steps, list) or len(steps) != len(sizes):
-            steps = [None] * len(sizes)
-        return tuple(_tensor(size, list_dtype, step) for size, step in zip(sizes, steps))
+        return tuple(_tensor(size, list_dtype, step) for size, step in zip(sizes, _one_each(sizes, steps)))
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
     # Numbers have an empty shape too: only the dtype tells a zero-dimensional tensor from them.
-    if not sizes and name not in _DTYPES:
-        return None
-    return _tensor(sizes, _DTYPES.get(name or ""), steps)
+    return None if not sizes and dtype is None else _tensor(sizes, dtype, steps)
 
 
 def _tensor(sizes: Any, dtype: str | None, steps: Any) -> Tensor:

@@ -23,10 +23,12 @@ def _product(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[tuple[int, 
     return shape, 2 * inner * prod(shape)
 
 
-@formula("matmul mv dot vdot _int_mm", "left right")
-@formula("mm bmm", "left right out_dtype")
-@formula("addmm baddbmm addmv addmm_ baddbmm_ addmv_ _addmm_activation", "bias left right")
-@formula("_scaled_mm", "left right scale_a scale_b bias scale_result out_dtype")
+@formula("""
+    matmul mv dot vdot _int_mm (left right)
+    mm bmm (left right out_dtype)
+    addmm baddbmm addmv addmm_ baddbmm_ addmv_ _addmm_activation (bias left right)
+    _scaled_mm (left right scale_a scale_b bias scale_result out_dtype)
+""")
 def _matmul(call: Call) -> Work:
     left, right = call.tensor("left"), call.tensor("right")
     shape, flops = _product(left.shape, right.shape)
@@ -38,7 +40,7 @@ def _matmul(call: Call) -> Work:
     return Work(flops, reads, [left.like(dtype, shape)], left.dtype)
 
 
-@formula("linear", "input weight bias")
+@formula("linear (input weight bias)")
 def _linear(call: Call) -> Work:
     left, weight = call.tensor("input"), call.tensor("weight")
     if not left.shape or not weight.shape or left.shape[-1] != weight.shape[-1]:
@@ -47,8 +49,10 @@ def _linear(call: Call) -> Work:
     return Work(2 * out.num_elements * left.shape[-1], [left, weight, *call.given("bias")], [out], left.dtype)
 
 
-@formula("_grouped_mm", "self mat2 offs bias out_dtype")
-@formula("_scaled_grouped_mm", "self mat2 scale_a scale_b offs bias scale_result out_dtype")
+@formula("""
+    _grouped_mm (self mat2 offs bias out_dtype)
+    _scaled_grouped_mm (self mat2 scale_a scale_b offs bias scale_result out_dtype)
+""")
 def _grouped_matmul(call: Call) -> Work:
     """Return one product per group; if one side is a matrix, the groups divide it."""
     left, right = call.tensor("self"), call.tensor("mat2")
@@ -65,25 +69,21 @@ def _grouped_matmul(call: Call) -> Work:
     return Work(flops, [left, right, *call.given("scale_a", "scale_b", "offs", "bias")], [out], left.dtype)
 
 
-@formula(
-    "convolution _convolution convolution_overrideable",
-    "input weight bias stride padding dilation transposed output_padding groups",
-)
-@formula("conv1d conv2d conv3d cudnn_convolution_relu", "input weight bias stride padding dilation groups")
-@formula(
-    "conv_transpose1d conv_transpose2d conv_transpose3d",
-    "input weight bias stride padding output_padding groups dilation",
-)
-@formula("cudnn_convolution", "input weight padding stride dilation groups")
-@formula("cudnn_convolution_transpose", "input weight padding output_padding stride dilation groups")
-@formula(
-    "miopen_convolution miopen_depthwise_convolution mkldnn_convolution",
-    "input weight bias padding stride dilation groups",
-)
-@formula("miopen_convolution_transpose", "input weight bias padding output_padding stride dilation groups")
-@formula("_slow_conv2d_forward thnn_conv2d", "input weight kernel_size bias stride padding")
-@formula("_conv_depthwise2d conv_depthwise3d", "input weight kernel_size bias stride padding dilation")
-@formula("slow_conv_transpose2d", "input weight kernel_size bias stride padding output_padding dilation")
+@formula("""
+    convolution _convolution convolution_overrideable (input weight bias stride padding dilation transposed
+        output_padding groups)
+    conv1d conv2d conv3d cudnn_convolution_relu (input weight bias stride padding dilation groups)
+    conv_transpose1d conv_transpose2d conv_transpose3d (input weight bias stride padding output_padding groups
+        dilation)
+    cudnn_convolution (input weight padding stride dilation groups)
+    cudnn_convolution_transpose (input weight padding output_padding stride dilation groups)
+    miopen_convolution miopen_depthwise_convolution mkldnn_convolution (input weight bias padding stride dilation
+        groups)
+    miopen_convolution_transpose (input weight bias padding output_padding stride dilation groups)
+    _slow_conv2d_forward thnn_conv2d (input weight kernel_size bias stride padding)
+    _conv_depthwise2d conv_depthwise3d (input weight kernel_size bias stride padding dilation)
+    slow_conv_transpose2d (input weight kernel_size bias stride padding output_padding dilation)
+""")
 def _convolution(call: Call) -> Work:
     source, weight = call.tensor("input"), call.tensor("weight")
     reads = [source, weight, *call.given("bias")]
@@ -118,10 +118,10 @@ def _convolved(call: Call, sizes: tuple[int, ...], weight: tuple[int, ...]) -> t
     return (weight[1] * groups, *(max(0, (s - 1) * st - 2 * p + span + e) for s, p, span, st, e in places)), True
 
 
-@formula(
-    "convolution_backward",
-    "grad_output input weight bias_sizes stride padding dilation transposed output_padding groups output_mask",
-)
+@formula("""
+    convolution_backward (grad_output input weight bias_sizes stride padding dilation transposed output_padding groups
+        output_mask)
+""")
 def _convolution_backward(call: Call) -> Work:
     grad, source, weight = call.tensor("grad_output"), call.tensor("input"), call.tensor("weight")
     mask = [*call.mask("output_mask"), False, False, False]
@@ -132,7 +132,7 @@ def _convolution_backward(call: Call) -> Work:
     return Work(product * (mask[0] + mask[1]), reads, writes, source.dtype)
 
 
-@formula("cudnn_convolution_backward_input miopen_convolution_backward_input", "self_size grad_output weight")
+@formula("cudnn_convolution_backward_input miopen_convolution_backward_input (self_size grad_output weight)")
 def _convolution_backward_input(call: Call) -> Work:
     """For torch before 1.11, whose traces omit the length of number lists."""
     grad, weight = call.tensor("grad_output"), call.tensor("weight")
@@ -146,35 +146,22 @@ _LENGTH_BEFORE_HEADS = {
 }  # fmt: skip
 
 
-@formula(
-    "scaled_dot_product_attention _scaled_dot_product_attention_math",
-    "query key value attn_mask dropout_p is_causal",
-)
-@formula("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal")
-@formula("_scaled_dot_product_flash_attention_for_cpu", "query key value dropout_p is_causal attn_mask")
-@formula(
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-    "query key value attn_bias compute_log_sumexp dropout_p is_causal",
-)
-@formula("_scaled_dot_product_fused_attention_overrideable", "query key value attn_bias dropout_p is_causal")
-@formula(
-    "_flash_attention_forward",
-    "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale "
-    "window_size_left window_size_right",
-)
-@formula(
-    "_efficient_attention_forward",
-    "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p custom_mask_type "
-    "compute_log_sumexp scale seqlen_k window_size",
-)
-@formula(
-    "_cudnn_attention_forward",
-    "query key value attn_bias cum_seq_q cum_seq_k max_q max_k compute_log_sumexp dropout_p is_causal",
-)
-@formula(
-    "flash_attn::_flash_attn_forward",
-    "query key value dropout_p softmax_scale is_causal window_size_left window_size_right",
-)
+@formula("""
+    scaled_dot_product_attention _scaled_dot_product_attention_math (query key value attn_mask dropout_p is_causal)
+    _scaled_dot_product_flash_attention (query key value dropout_p is_causal)
+    _scaled_dot_product_flash_attention_for_cpu (query key value dropout_p is_causal attn_mask)
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention (query key value attn_bias
+        compute_log_sumexp dropout_p is_causal)
+    _scaled_dot_product_fused_attention_overrideable (query key value attn_bias dropout_p is_causal)
+    _flash_attention_forward (query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask
+        scale window_size_left window_size_right)
+    _efficient_attention_forward (query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p
+        custom_mask_type compute_log_sumexp scale seqlen_k window_size)
+    _cudnn_attention_forward (query key value attn_bias cum_seq_q cum_seq_k max_q max_k compute_log_sumexp dropout_p
+        is_causal)
+    flash_attn::_flash_attn_forward (query key value dropout_p softmax_scale is_causal window_size_left
+        window_size_right)
+""")
 def _attention(call: Call) -> Work:
     query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
     writes = [query.like(shape=query.shape[:-1] + value.shape[-1:])]
@@ -188,38 +175,23 @@ def _attention(call: Call) -> Work:
     return Work(_attention_flops(call, 1, 1), reads, writes, query.dtype)
 
 
-@formula(
-    "_scaled_dot_product_flash_attention_backward",
-    "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal",
-)
-@formula(
-    "_flash_attention_backward",
-    "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused "
-    "scale window_size_left window_size_right",
-)
-@formula(
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    "grad_out query key value out logsumexp dropout_p is_causal attn_mask",
-)
-@formula(
-    "_scaled_dot_product_efficient_attention_backward",
-    "grad_out query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal",
-)
-@formula(
-    "_efficient_attention_backward",
-    "grad_out query key value bias out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k logsumexp dropout_p "
-    "philox_seed philox_offset custom_mask_type bias_requires_grad scale num_splits_key window_size",
-)
-@formula(
-    "_scaled_dot_product_cudnn_attention_backward _cudnn_attention_backward",
-    "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k "
-    "dropout_p is_causal",
-)
-@formula(
-    "flash_attn::_flash_attn_backward",
-    "grad_out query key value out logsumexp dq dk dv dropout_p softmax_scale is_causal window_size_left "
-    "window_size_right",
-)
+@formula("""
+    _scaled_dot_product_flash_attention_backward (grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q
+        max_k dropout_p is_causal)
+    _flash_attention_backward (grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p
+        is_causal rng_state unused scale window_size_left window_size_right)
+    _scaled_dot_product_flash_attention_for_cpu_backward (grad_out query key value out logsumexp dropout_p is_causal
+        attn_mask)
+    _scaled_dot_product_efficient_attention_backward (grad_out query key value attn_bias out logsumexp philox_seed
+        philox_offset dropout_p grad_input_mask is_causal)
+    _efficient_attention_backward (grad_out query key value bias out cu_seqlens_q cu_seqlens_k max_seqlen_q
+        max_seqlen_k logsumexp dropout_p philox_seed philox_offset custom_mask_type bias_requires_grad scale
+        num_splits_key window_size)
+    _scaled_dot_product_cudnn_attention_backward _cudnn_attention_backward (grad_out query key value out logsumexp
+        philox_seed philox_offset attn_bias cum_seq_q cum_seq_k max_q max_k dropout_p is_causal)
+    flash_attn::_flash_attn_backward (grad_out query key value out logsumexp dq dk dv dropout_p softmax_scale
+        is_causal window_size_left window_size_right)
+""")
 def _attention_backward(call: Call) -> Work:
     inputs = [call.tensor("query"), call.tensor("key"), call.tensor("value")]
     reads = [*inputs, *call.given("grad_out", "out", "logsumexp", "attn_bias", "attn_mask", "bias")]

@@ -17,8 +17,10 @@ def _statistics(source: Tensor, *shape: int) -> Tensor:
     return Tensor(shape, "float64" if source.dtype == "float64" else "float32")
 
 
-@formula("native_layer_norm layer_norm", "input normalized_shape weight bias")
-@formula("_fused_rms_norm rms_norm", "input normalized_shape weight")
+@formula("""
+    native_layer_norm layer_norm (input normalized_shape weight bias)
+    _fused_rms_norm rms_norm (input normalized_shape weight)
+""")
 def _layer_norm(call: Call) -> Work:
     source = call.tensor("input")
     width = len(call.integers("normalized_shape")) if call.values is not None else 1
@@ -27,24 +29,14 @@ def _layer_norm(call: Call) -> Work:
     return Work(0, call.given("input", "weight", "bias"), [source.like()] + [rows] * num_statistics, source.dtype)
 
 
-@formula(
-    "native_layer_norm_backward",
-    "grad_out input normalized_shape mean rstd weight bias output_mask",
-)
-@formula("_fused_rms_norm_backward", "grad_out input normalized_shape rstd weight output_mask")
-@formula("native_group_norm_backward", "grad_out input mean rstd weight N C HxW group output_mask")
-@formula(
-    "native_batch_norm_backward",
-    "grad_out input weight running_mean running_var mean rstd train eps output_mask",
-)
-@formula(
-    "batch_norm_backward",
-    "grad_out input weight running_mean running_var mean rstd update eps output_mask",
-)
-@formula(
-    "cudnn_batch_norm_backward miopen_batch_norm_backward",
-    "input grad_out weight running_mean running_var mean rstd",
-)
+@formula("""
+    native_layer_norm_backward (grad_out input normalized_shape mean rstd weight bias output_mask)
+    _fused_rms_norm_backward (grad_out input normalized_shape rstd weight output_mask)
+    native_group_norm_backward (grad_out input mean rstd weight N C HxW group output_mask)
+    native_batch_norm_backward (grad_out input weight running_mean running_var mean rstd train eps output_mask)
+    batch_norm_backward (grad_out input weight running_mean running_var mean rstd update eps output_mask)
+    cudnn_batch_norm_backward miopen_batch_norm_backward (input grad_out weight running_mean running_var mean rstd)
+""")
 def _norm_backward(call: Call) -> Work:
     source, weight = call.tensor("input"), call.optional("weight")
     reads = [call.tensor("grad_out"), source, *call.given("mean", "rstd", "weight")]
@@ -59,11 +51,11 @@ def _norm_backward(call: Call) -> Work:
     return Work(0, reads, writes, source.dtype)
 
 
-@formula(
-    "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit batch_norm _batch_norm_impl_index",
-    "input weight bias running_mean running_var training",
-)
-@formula("_batch_norm_with_update", "input weight bias running_mean running_var")
+@formula("""
+    native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit batch_norm _batch_norm_impl_index
+        (input weight bias running_mean running_var training)
+    _batch_norm_with_update (input weight bias running_mean running_var)
+""")
 def _batch_norm(call: Call) -> Work:
     """Without values, training is assumed, which writes four more rows of channels."""
     source = call.tensor("input")
@@ -76,7 +68,7 @@ def _batch_norm(call: Call) -> Work:
     return Work(0, call.given("input", "weight", "bias", "running_mean", "running_var"), writes, source.dtype)
 
 
-@formula("native_group_norm", "input weight bias N C HxW group")
+@formula("native_group_norm (input weight bias N C HxW group)")
 def _group_norm(call: Call) -> Work:
     source = call.tensor("input")
     rows = _statistics(source, call.integer("N"), call.integer("group"))
@@ -90,21 +82,21 @@ def _rows(table: Tensor, shape: tuple[int, ...]) -> Tensor:
     return table.like(shape=shape if prod(shape) < table.num_elements else table.shape)
 
 
-@formula("embedding", "weight indices")
+@formula("embedding (weight indices)")
 def _embedding(call: Call) -> Work:
     table, indices = call.tensor("weight"), call.tensor("indices")
     shape = indices.shape + table.shape[1:]
     return Work(0, [indices, _rows(table, shape)], [table.like(shape=shape)], table.dtype)
 
 
-@formula("embedding_dense_backward embedding_backward", "grad_output indices num_weights")
+@formula("embedding_dense_backward embedding_backward (grad_output indices num_weights)")
 def _embedding_backward(call: Call) -> Work:
     grad, indices = call.tensor("grad_output"), call.tensor("indices")
     rows = min(indices.num_elements, call.integer("num_weights"))
     return Work(0, [grad, indices], [grad.like(shape=(rows, *grad.shape[-1:]))], grad.dtype)
 
 
-@formula("index_select", "self dim index")
+@formula("index_select (self dim index)")
 def _index_select(call: Call) -> Work:
     table, index, dimension = call.tensor("self"), call.tensor("index"), call.integer("dim")
     if not -len(table.shape) <= dimension < len(table.shape):
@@ -114,15 +106,19 @@ def _index_select(call: Call) -> Work:
     return Work(0, [index, _rows(table, shape)], [table.like(shape=shape)], table.dtype)
 
 
-@formula("gather", "self dim index")
-@formula("take", "self index")
+@formula("""
+    gather (self dim index)
+    take (self index)
+""")
 def _gather(call: Call) -> Work:
     table, index = call.tensor("self"), call.tensor("index")
     return Work(0, [index, _rows(table, index.shape)], [table.like(shape=index.shape)], table.dtype)
 
 
-@formula("scatter_ scatter_add_ index_add_ index_copy_ scatter_reduce_", "self dim index src")
-@formula("scatter scatter_add index_add index_copy scatter_reduce", "self dim index src")
+@formula("""
+    scatter_ scatter_add_ index_add_ index_copy_ scatter_reduce_ (self dim index src)
+    scatter scatter_add index_add index_copy scatter_reduce (self dim index src)
+""")
 def _scatter(call: Call) -> Work:
     """Reads the source at the index, and the target too if it adds; a copy before it is another op."""
     target, index = call.tensor("self"), call.tensor("index")
@@ -140,8 +136,10 @@ def _scatter(call: Call) -> Work:
 # Pools and losses
 
 
-@formula("max_pool2d_with_indices", "self kernel_size stride padding dilation ceil_mode")
-@formula("avg_pool2d", "self kernel_size stride padding ceil_mode")
+@formula("""
+    max_pool2d_with_indices (self kernel_size stride padding dilation ceil_mode)
+    avg_pool2d (self kernel_size stride padding ceil_mode)
+""")
 def _pool(call: Call) -> Work:
     source = call.tensor("self")
     if len(source.shape) < 3 or call.flag("ceil_mode"):
@@ -158,14 +156,16 @@ def _pool(call: Call) -> Work:
     return Work(0, [source], [out, *indices], source.dtype)
 
 
-@formula("max_pool2d_with_indices_backward", "grad_output self kernel_size stride padding dilation ceil_mode indices")
-@formula("avg_pool2d_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward", "grad_output self")
+@formula("""
+    max_pool2d_with_indices_backward (grad_output self kernel_size stride padding dilation ceil_mode indices)
+    avg_pool2d_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward (grad_output self)
+""")
 def _pool_backward(call: Call) -> Work:
     source = call.tensor("self")
     return Work(0, [call.tensor("grad_output"), *call.given("indices")], [source.like()], source.dtype)
 
 
-@formula("nll_loss_forward nll_loss2d_forward nll_loss", "self target weight reduction")
+@formula("nll_loss_forward nll_loss2d_forward nll_loss (self target weight reduction)")
 def _nll_loss(call: Call) -> Work:
     scores, target = call.tensor("self"), call.tensor("target")
     loss = target if call.integer("reduction") == 0 else Tensor((), None)
@@ -174,9 +174,7 @@ def _nll_loss(call: Call) -> Work:
     return Work(0, [picked, target, *call.given("weight")], writes, scores.dtype)
 
 
-@formula(
-    "nll_loss_backward nll_loss2d_backward", "grad_output self target weight reduction ignore_index total_weight"
-)
+@formula("nll_loss_backward nll_loss2d_backward (grad_output self target weight reduction ignore_index total_weight)")
 def _nll_loss_backward(call: Call) -> Work:
     """One gradient per row; zeroing the rest is another op."""
     scores, target = call.tensor("self"), call.tensor("target")
@@ -187,16 +185,13 @@ def _nll_loss_backward(call: Call) -> Work:
 # Optimizers. A trace has the shapes of a tensor list but not its dtype.
 
 
-@formula(
-    "_fused_adam_ _fused_adamw_",
-    "self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2 weight_decay eps amsgrad maximize "
-    "grad_scale",
-)
-@formula(
-    "_fused_sgd_",
-    "self grads momentum_buffer_list weight_decay momentum lr dampening nesterov maximize is_first_step grad_scale",
-)
-@formula("_fused_adagrad_", "self grads state_sums state_steps lr lr_decay weight_decay eps maximize grad_scale")
+@formula("""
+    _fused_adam_ _fused_adamw_ (self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2
+        weight_decay eps amsgrad maximize grad_scale)
+    _fused_sgd_ (self grads momentum_buffer_list weight_decay momentum lr dampening nesterov maximize is_first_step
+        grad_scale)
+    _fused_adagrad_ (self grads state_sums state_steps lr lr_decay weight_decay eps maximize grad_scale)
+""")
 def _fused_optimizer(call: Call) -> Work:
     """Reads parameters, gradients and states; writes all but the gradients, and those too if it unscales them."""
     written = call.tensors("self")
@@ -244,7 +239,7 @@ for _name in ("_foreach_norm", "_foreach_max", "_foreach_copy_", "_foreach_zero_
     FORMULAS[_name] = (_foreach, ())
 
 
-@formula("_amp_foreach_non_finite_check_and_unscale_", "self found_inf inv_scale")
+@formula("_amp_foreach_non_finite_check_and_unscale_ (self found_inf inv_scale)")
 def _unscale(call: Call) -> Work:
     grads = call.tensors("self")
     return Work(0, [*grads, *call.given("inv_scale")], [grad.like() for grad in grads], grads[0].dtype)

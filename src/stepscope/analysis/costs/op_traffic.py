@@ -126,18 +126,20 @@ for _name in _ARITY:
 # Copies and fills
 
 
-@formula("copy_", "self src")
+@formula("copy_ (self src)")
 def _copy(call: Call) -> Work:
     target, source = call.tensor("self"), call.tensor("src")
     return Work(0, [source], [target], target.dtype)
 
 
-@formula("clone split_with_sizes_copy _local_scalar_dense item", "self")
-@formula("_to_copy", "self dtype")
-@formula("native_dropout _fused_dropout")
-@formula("_softmax _log_softmax", "self dim half_to_float")
-@formula("softmax log_softmax cumsum cumprod", "self dim dtype")
-@formula("sort argsort cummax cummin", "self")
+@formula("""
+    clone split_with_sizes_copy _local_scalar_dense item (self)
+    _to_copy (self dtype)
+    native_dropout _fused_dropout ()
+    _softmax _log_softmax (self dim half_to_float)
+    softmax log_softmax cumsum cumprod (self dim dtype)
+    sort argsort cummax cummin (self)
+""")
 def _same_shape(call: Call) -> Work:
     """Reads its input and writes as many elements; some also read an index or mask."""
     source = call.tensor(0)
@@ -156,7 +158,7 @@ def _same_shape(call: Call) -> Work:
     return Work(0, [source], writes, source.dtype)
 
 
-@formula("to")
+@formula("to ()")
 def _to(call: Call) -> Work:
     """A cast if the dtypes differ; otherwise a move or nothing, which the trace does not tell."""
     source = call.tensor(0)
@@ -167,8 +169,10 @@ def _to(call: Call) -> Work:
     return Work(0, [source], [source.like(wanted)], wanted)
 
 
-@formula("contiguous", "self memory_format")
-@formula("reshape", "self")
+@formula("""
+    contiguous (self memory_format)
+    reshape (self)
+""")
 def _contiguous(call: Call) -> Work:
     source = call.tensor("self")
     if source.strides is None or (call.name == "contiguous" and call.text("memory_format") not in ("", "0")):
@@ -185,26 +189,30 @@ def _contiguous(call: Call) -> Work:
     return Work(0, [source], [source.like()], source.dtype)
 
 
-@formula("fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_", "self")
-@formula("zeros_like ones_like rand_like randn_like", "self dtype")
-@formula("full_like", "self fill_value dtype")
+@formula("""
+    fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ (self)
+    zeros_like ones_like rand_like randn_like (self dtype)
+    full_like (self fill_value dtype)
+""")
 def _fill(call: Call) -> Work:
     target = call.tensor("self")
     dtype = call.scalar_type("dtype") if "dtype" in call.arguments and call.values is not None else None
     return Work(0, [], [target.like(dtype)], dtype or target.dtype)
 
 
-@formula("zeros ones rand randn", "size dtype")
-@formula("full", "size fill_value dtype")
-@formula("new_zeros new_ones", "self size dtype")
-@formula("new_full", "self size fill_value dtype")
+@formula("""
+    zeros ones rand randn (size dtype)
+    full (size fill_value dtype)
+    new_zeros new_ones (self size dtype)
+    new_full (self size fill_value dtype)
+""")
 def _filled(call: Call) -> Work:
     own = call.optional("self")
     dtype = call.scalar_type("dtype") or (own.dtype if own is not None else "float32")
     return Work(0, [], [Tensor(call.integers("size"), dtype)], dtype)
 
 
-@formula("cat _cat concat concatenate stack hstack vstack", "tensors")
+@formula("cat _cat concat concatenate stack hstack vstack (tensors)")
 def _concatenate(call: Call) -> Work:
     parts = call.tensors("tensors")
     return Work(0, parts, [part.like() for part in parts], parts[0].dtype)
@@ -213,11 +221,13 @@ def _concatenate(call: Call) -> Work:
 # Reductions
 
 
-@formula("sum nansum prod mean", "self dim keepdim dtype")
-@formula("amax amin logsumexp all any max min argmax argmin", "self dim keepdim")
-@formula("std var std_mean var_mean", "self dim correction keepdim")
-@formula("norm", "self p dim keepdim")
-@formula("linalg_vector_norm", "self ord dim keepdim dtype")
+@formula("""
+    sum nansum prod mean (self dim keepdim dtype)
+    amax amin logsumexp all any max min argmax argmin (self dim keepdim)
+    std var std_mean var_mean (self dim correction keepdim)
+    norm (self p dim keepdim)
+    linalg_vector_norm (self ord dim keepdim dtype)
+""")
 def _reduction(call: Call) -> Work:
     source, other = call.tensor("self"), call.optional(1)
     if call.name in ("max", "min") and other is not None:
@@ -255,14 +265,14 @@ def _kept(shape: tuple[int, ...], dimensions: tuple[int, ...]) -> int:
     return prod(size for index, size in enumerate(shape) if index not in reduced)
 
 
-@formula("topk", "self k dim")
+@formula("topk (self k dim)")
 def _topk(call: Call) -> Work:
     source = call.tensor("self")
     size = call.integer("k") * _kept(source.shape, (call.integer("dim"),))
     return Work(0, [source], [Tensor((size,), source.dtype), Tensor((size,), "int64")], source.dtype)
 
 
-@formula("_softmax_backward_data _log_softmax_backward_data", "grad_output output dim input_dtype")
+@formula("_softmax_backward_data _log_softmax_backward_data (grad_output output dim input_dtype)")
 def _softmax_backward(call: Call) -> Work:
     grad, output = call.tensor("grad_output"), call.tensor("output")
     dtype = call.scalar_type("input_dtype") if call.values is not None else None

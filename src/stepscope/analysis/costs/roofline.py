@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import words
 from stepscope.analysis.costs.op_costs import COLUMNS, op_cost, touched_bytes
-from stepscope.analysis.kernels.copies import concatenated_bytes
+from stepscope.analysis.kernels.copies import moved_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
+from stepscope.analysis.structure.names import matches, with_answers
 from stepscope.devices import find_device
 
 BOUNDS = {
@@ -58,13 +57,6 @@ class RooflineSummary:
         return asdict(self)
 
 
-class _Cost(NamedTuple):
-    flops: int | None
-    num_bytes: int | None
-    dtype: str | None
-    peak_dtype: str | None
-
-
 def roofline(linked: Linked, device_name: str | None) -> pl.DataFrame:
     """Return device time by `op`, `shapes`, `dtype` and `kernel`, the longest first, including unknown costs.
 
@@ -74,19 +66,16 @@ def roofline(linked: Linked, device_name: str | None) -> pl.DataFrame:
     null for unknown devices. They can exceed 1: cached data need not be read, a tensor passed twice counts twice, and
     Winograd convolutions execute fewer FLOPs than the formula.
     """
-    alike = (
+    costs = (pl.col("flops"), pl.col("bytes"))
+    rows = (
         costed_calls(linked)
-        .group_by(*COLUMNS, "kernel", "dtype", "peak_dtype")
+        .rename({"op": "call", "name": "op"})
+        .group_by("op", "shapes", "dtype", "kernel", "peak_dtype")
         .agg(
-            pl.col("op").count().cast(pl.Int64).alias("num_calls"),
+            pl.col("call").count().cast(pl.Int64).alias("num_calls"),
             pl.col("num_kernels", "total_ns").sum(),
-            *(pl.col(name).first() * pl.col("op").count() for name in ("flops", "bytes")),
+            *(pl.when(cost.is_not_null().all()).then(cost.sum()) for cost in costs),
         )
-    )
-    totals = ("flops", "bytes")
-    sums = (pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name) for name in totals)
-    rows = alike.group_by(pl.col("name").alias("op"), "shapes", "dtype", "kernel", "peak_dtype").agg(
-        pl.col("num_calls", "num_kernels", "total_ns").sum(), *sums
     )
     ties = [pl.col(name).cast(pl.String) for name in ("op", "shapes", "kernel", "dtype")]
     rows = rows.sort("total_ns", *ties, descending=[True, False, False, False, False])
@@ -153,47 +142,24 @@ def costed_calls(linked: Linked) -> pl.DataFrame:
     alone = work.filter(pl.col("op").is_null()).group_by("op", "name").agg(aggregates).drop("name")
     calls = pl.concat([calls, alone])
     calls = calls.with_columns(linked.host[text].gather(calls["op"]).alias(text) for text in COLUMNS)
-    # Calls with equal texts have equal costs.
-    costs = _costs(calls.select(*COLUMNS, "kernel").unique())
-    return calls.join(costs, on=[*COLUMNS, "kernel"], how="left", nulls_equal=True)
+    schema = {"flops": pl.Int64(), "bytes": pl.Int64(), "dtype": pl.String(), "peak_dtype": pl.String()}
+    return with_answers(calls, ["kernel", *COLUMNS], _cost, schema)
 
 
-def _costs(cases: pl.DataFrame) -> pl.DataFrame:
-    """Return distinct calls with `flops`, `bytes`, `dtype` and `peak_dtype`."""
-    costs = [_cost(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
-    return cases.with_columns(
-        pl.Series("flops", [cost.flops for cost in costs], pl.Int64),
-        pl.Series("bytes", [cost.num_bytes for cost in costs], pl.Int64),
-        pl.Series("dtype", [cost.dtype for cost in costs], pl.String),
-        pl.Series("peak_dtype", [cost.peak_dtype for cost in costs], pl.String),
-    )
-
-
-def _cost(
-    name: str | None,
-    shapes: str | None,
-    dtypes: str | None,
-    strides: str | None,
-    inputs: str | None,
-    kernel: str | None,
-) -> _Cost:
+def _cost(kernel: str | None, name: str | None, *texts: str | None) -> tuple[int | str | None, ...]:
+    """Return FLOPs, bytes, dtype and peak dtype of a call."""
     name, kernel = name or "", kernel or ""
     if _PLAIN_FUSED.search(name):
         ops = set(fused_ops(name))
         is_lookup = bool(_LOOKUPS & ops) and "_log_softmax_backward_data" not in ops
-        return _Cost(0, None if is_lookup else touched_bytes(shapes, dtypes, strides), None, None)
+        return 0, None if is_lookup else touched_bytes(*texts[:3]), None, None
     in_list = _LIST_DTYPE.search(kernel)
-    cost = op_cost(
-        name, shapes, dtypes, strides, inputs, parameter_dtype=_LIST_DTYPES[in_list[1]] if in_list else None
-    )
-    if cost.read_bytes is None or cost.written_bytes is None:
-        num_bytes = concatenated_bytes(kernel, shapes)
-    else:
-        num_bytes = cost.read_bytes + cost.written_bytes
+    cost = op_cost(name, *texts, parameter_dtype=_LIST_DTYPES[in_list[1]] if in_list else None)
+    num_bytes = moved_bytes(cost, kernel, texts[0])
     peak_dtype = _PEAK_DTYPES.get(cost.dtype or "") if cost.flops else None
     if peak_dtype == "fp32" and _TF32.search(kernel):
         peak_dtype = "tf32"
-    return _Cost(cost.flops, num_bytes, cost.dtype, peak_dtype)
+    return cost.flops, num_bytes, cost.dtype, peak_dtype
 
 
 def _placed(rows: pl.DataFrame, device_name: str | None) -> pl.DataFrame:
@@ -203,32 +169,24 @@ def _placed(rows: pl.DataFrame, device_name: str | None) -> pl.DataFrame:
     whole = max(1, int(rows["total_ns"].sum()))
     per_second = 1e9 / pl.when(pl.col("total_ns") > 0).then("total_ns")
     peak = pl.col("peak_dtype").replace_strict(dict(peaks), default=None, return_dtype=pl.Float64)
-    rows = rows.with_columns(
-        (pl.col("total_ns") / whole).alias("time_share"),
-        (pl.col("flops") * per_second).alias("flops_per_s"),
-        (pl.col("bytes") * per_second).alias("bytes_per_s"),
-        (pl.col("flops") / pl.when(pl.col("bytes") > 0).then("bytes")).alias("intensity"),
-    )
-    rows = rows.with_columns(
-        # A product faster than the float32 peak ran in TF32.
-        pl.when(
-            (pl.col("peak_dtype") == "fp32")
-            & (pl.col("flops_per_s") > peaks.get("fp32", 0) if "tf32" in peaks else False)
+    # A product faster than the float32 peak ran in TF32.
+    is_tf32 = (pl.col("peak_dtype") == "fp32") & (pl.col("flops_per_s") > peaks.get("fp32", 0)) & ("tf32" in peaks)
+    is_free = (pl.col("flops") == 0) & (device is not None)
+    compute, memory, limit = pl.col("compute_share"), pl.col("memory_share"), pl.col("limit_share")
+    nearer = pl.when(compute >= memory).then(pl.lit("compute")).otherwise(pl.lit("memory"))
+    bound = pl.when(limit >= NEAR_SHARE).then(nearer).otherwise(pl.lit("neither")).cast(pl.Enum(list(BOUNDS)))
+    return (
+        rows.with_columns(
+            time_share=pl.col("total_ns") / whole,
+            flops_per_s=pl.col("flops") * per_second,
+            bytes_per_s=pl.col("bytes") * per_second,
+            intensity=pl.col("flops") / pl.when(pl.col("bytes") > 0).then("bytes"),
         )
-        .then(pl.lit("tf32"))
-        .otherwise("peak_dtype")
-        .alias("peak_dtype")
+        .with_columns(peak_dtype=pl.when(is_tf32).then(pl.lit("tf32")).otherwise("peak_dtype"))
+        .with_columns(
+            compute_share=pl.when(is_free).then(0.0).otherwise(pl.col("flops_per_s") / peak),
+            memory_share=pl.col("bytes_per_s") / pl.lit(bandwidth, pl.Float64),
+        )
+        .with_columns(limit_share=pl.max_horizontal("compute_share", "memory_share"))
+        .with_columns(bound=pl.when(compute.is_not_null() & memory.is_not_null()).then(bound))
     )
-    rows = rows.with_columns(
-        pl.when((pl.col("flops") == 0) & pl.lit(device is not None))
-        .then(0.0)
-        .otherwise(pl.col("flops_per_s") / peak)
-        .alias("compute_share"),
-        (pl.col("bytes_per_s") / pl.lit(bandwidth, pl.Float64)).alias("memory_share"),
-    ).with_columns(pl.max_horizontal("compute_share", "memory_share").alias("limit_share"))
-    both = pl.col("compute_share").is_not_null() & pl.col("memory_share").is_not_null()
-    nearer = (
-        pl.when(pl.col("compute_share") >= pl.col("memory_share")).then(pl.lit("compute")).otherwise(pl.lit("memory"))
-    )
-    bound = pl.when(both).then(pl.when(pl.col("limit_share") >= NEAR_SHARE).then(nearer).otherwise(pl.lit("neither")))
-    return rows.with_columns(bound.cast(pl.Enum(list(BOUNDS))).alias("bound"))

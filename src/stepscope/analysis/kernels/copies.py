@@ -9,10 +9,11 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.op_costs import op_cost, touched_bytes
+from stepscope.analysis.costs.op_costs import COLUMNS, OpCost, op_cost, touched_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import outermost
+from stepscope.analysis.structure.names import with_answers
+from stepscope.analysis.structure.nesting import is_named, outermost
 from stepscope.analysis.structure.rates import bandwidth
 
 KINDS = {
@@ -63,20 +64,17 @@ def copies(linked: Linked) -> pl.DataFrame:
     read and written. `pageable` means that the host side is not pinned.
     """
     host = linked.host
-    texts = ("shapes", "dtypes", "strides", "inputs")
     # A kernel's class follows its op, so all kernels of `aten::copy_` are included.
     moved = linked.device.filter((pl.col("kind") != "kernel") | pl.col("class").is_in(["copy_cast", "memset_memcpy"]))
-    outer = outermost(host, moved["op"], COPYING | FILLING)
+    outer = outermost(host, moved["op"], is_named(host, COPYING | FILLING))
     around = host["op"].gather(host["parent"].gather(outer))
     moved = moved.select(
         "event", "kind", "name", "class", "device", "stream", "start_ns", "duration_ns", "op", "op_name", "module",
         "phase", "step", pl.col("bytes").alias("recorded_bytes"),
         host["name"].gather(outer).alias("outer_op"), host["name"].gather(around).alias("caller"),
-        *(host[text].gather(moved["op"]).alias(text) for text in texts),
+        *(host[text].gather(moved["op"]).alias(text) for text in COLUMNS[1:]),
     )  # fmt: skip
-    keys = ["kind", "name", "class", "op_name", "outer_op", *texts]
-    answers = classified_copies(moved.select(keys).unique(maintain_order=True))
-    moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    moved = classified_copies(moved)
     # An op's bytes are divided over its kernels, so that they add up.
     is_kernel = pl.col("kind") == "kernel"
     num_kernels = is_kernel.sum().over("op")
@@ -119,14 +117,11 @@ def _traffic() -> pl.Expr:
     return pl.col("bytes") * pl.when(pl.col("what") == "device_to_device").then(2).otherwise(1)
 
 
-def classified_copies(cases: pl.DataFrame) -> pl.DataFrame:
-    """Return distinct cases of copies with `what`, `pageable` and `op_bytes`."""
-    answers = [_judge(*case) for case in cases.with_columns(pl.all().cast(pl.String)).iter_rows()]
-    return cases.with_columns(
-        pl.Series("what", [what for what, _, _ in answers], dtype=pl.Enum(list(KINDS))),
-        pl.Series("pageable", [pageable for _, pageable, _ in answers], dtype=pl.Boolean),
-        pl.Series("op_bytes", [num_bytes for _, _, num_bytes in answers], dtype=pl.Int64),
-    )
+def classified_copies(moved: pl.DataFrame) -> pl.DataFrame:
+    """Return copies with `what`, `pageable` and `op_bytes`, from their kind, names and the op's texts."""
+    keys = ("kind", "name", "class", "op_name", "outer_op", *COLUMNS[1:])
+    schema = {"what": pl.Enum(list(KINDS)), "pageable": pl.Boolean(), "op_bytes": pl.Int64()}
+    return with_answers(moved, keys, _judge, schema)
 
 
 def _judge(
@@ -146,9 +141,7 @@ def _judge(
     if kind == "memcpy":
         return *direction(name, op), None
     if op in COPYING | FILLING:
-        cost = op_cost(op, shapes, dtypes, strides, inputs)
-        known = cost.read_bytes is not None and cost.written_bytes is not None
-        num_bytes = (cost.read_bytes or 0) + (cost.written_bytes or 0) if known else concatenated_bytes(name, shapes)
+        num_bytes = moved_bytes(op_cost(op, shapes, dtypes, strides, inputs), name, shapes)
     else:
         num_bytes = touched_bytes(shapes, dtypes, strides) if fused_ops(name) else None
     if kernel_class == "memset_memcpy":
@@ -218,6 +211,13 @@ def _by_names(name: str, outer_op: str) -> str:
     if named is None and outer_op in ("aten::contiguous", "aten::reshape"):
         return "layout"  # these copy only if the order changes
     return named or "copy"
+
+
+def moved_bytes(cost: OpCost, kernel_name: str, shapes: str | None) -> int | None:
+    """Return the bytes that an op reads and writes; for a concatenation, the kernel's name may have to tell."""
+    if cost.read_bytes is None or cost.written_bytes is None:
+        return concatenated_bytes(kernel_name, shapes)
+    return cost.read_bytes + cost.written_bytes
 
 
 def concatenated_bytes(kernel_name: str, shapes: str | None) -> int | None:

@@ -5,19 +5,19 @@ For a trace without GPU work, these are the copies made by the host.
 
 from __future__ import annotations
 
+from typing import Any
+
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.copies import COPYING, classified_copies, copies
-from stepscope.analysis.kernels.recomputed import is_run_again
 from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.precision.casts import EXPLICIT, LOW
 from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor, outermost
-from stepscope.analysis.structure.work import COMPILED, outermost_op
+from stepscope.analysis.structure.nesting import ancestor, is_named, outermost
+from stepscope.analysis.structure.work import origins_of
 
 CAUSES = {
     "autocast_weight": "Autocast casts a weight to lower precision.",
@@ -37,7 +37,10 @@ _PARAMETERS = {
     "aten::linear": (1, 2), "aten::addmm": (2, 0), "aten::mm": (1,), "aten::matmul": (1,), "aten::conv1d": (1, 2),
     "aten::conv2d": (1, 2), "aten::conv3d": (1, 2), "aten::convolution": (1, 2), "aten::_convolution": (1, 2),
 }  # fmt: skip
-_TEXTS = ("shapes", "dtypes", "strides", "inputs")
+_FACTS = {
+    "cause": pl.String(), "shape": pl.List(pl.Int64()), "source": pl.String(), "target": pl.String(),
+    "written_bytes": pl.Int64(),
+}  # fmt: skip
 
 
 def copy_sources(linked: Linked) -> pl.DataFrame:
@@ -50,23 +53,15 @@ def copy_sources(linked: Linked) -> pl.DataFrame:
     host = linked.host
     moved = _on_device(linked) if linked.device.height else _on_host(linked)
     rows = moved["row"]
-    forward = host["forward"].gather(rows)
-    is_backward = (forward.is_not_null() & ~is_run_again(host).gather(rows)).fill_null(False)
-    roots = outermost_op(host, forward.zip_with(is_backward, rows))
-    is_compiled = ancestor(host, matches(host["name"], COMPILED)).gather(rows).is_not_null()
+    origins = origins_of(host, rows)
     moved = moved.with_columns(
-        host["name"].gather(roots).cast(pl.String).alias("root_op"),
-        host["shapes"].gather(roots).cast(pl.String).alias("root_shapes"),
-        is_compiled.alias("is_compiled"),
-        is_backward.alias("is_backward"),
+        *origins.with_columns(pl.col("root_op").cast(pl.String)),
+        host["shapes"].gather(origins["root"]).cast(pl.String).alias("root_shapes"),
         python_callers(host, rows),
         *(host[text].gather(rows).cast(pl.String).alias(text) for text in ("shapes", "dtypes")),
     )
-    answers = [_copy_facts(row) for row in moved.iter_rows(named=True)]
-    names = ("cause", "shape", "source", "target", "written_bytes")
-    kinds = (pl.String(), pl.List(pl.Int64()), pl.String(), pl.String(), pl.Int64())
-    facts = [pl.Series(name, [a[i] for a in answers], dtype=kinds[i]) for i, name in enumerate(names)]
-    return moved.with_columns(facts).select(
+    facts = [_copy_facts(row) for row in moved.iter_rows(named=True)]
+    return moved.hstack(pl.DataFrame(facts, schema=_FACTS, orient="row")).select(
         "event", "row", "start_ns", "step", "phase", "module", "what", "cause", "op", "root_op", "caller", "shape",
         "source", "target", "bytes", "written_bytes", "duration_ns",
     )  # fmt: skip
@@ -114,53 +109,46 @@ def weight_casts(sources: pl.DataFrame, num_steps: int) -> tuple[int, int, int]:
 
 def _on_device(linked: Linked) -> pl.DataFrame:
     table = copies(linked).filter(pl.col("what") != "fill")
-    rows = table.select("event").join(
-        linked.device.select("event", pl.col("op").alias("row")), on="event", how="left"
-    )
-    return table.select(
-        "event", rows["row"], "start_ns", "step", "phase", "module", "what",
+    rows = linked.device.select("event", pl.col("op").alias("row"))
+    return table.join(rows, on="event", how="left", maintain_order="left").select(
+        "event", "row", "start_ns", "step", "phase", "module", "what",
         pl.col("outer_op").cast(pl.String).alias("op"), "bytes", "duration_ns",
     )  # fmt: skip
 
 
 def _on_host(linked: Linked) -> pl.DataFrame:
     host = linked.host
-    movers: pl.Series = pl.Series(sorted(_MOVERS), dtype=host.schema["name"]).implode()
-    is_mover = (host["kind"] == "op") & host["name"].is_in(movers)
+    is_mover = (host["kind"] == "op") & is_named(host, _MOVERS)
     # A stack calls cat, and cat may call copy: only the outermost op counts.
     above = ancestor(host, is_mover).gather(host["parent"])
-    rows = host["row"].filter(is_mover & above.is_null())
-    outer = outermost(host, rows, COPYING)
-    moved = host[rows.to_list()].select(
-        "event", "row", "start_ns", "step", "phase", "module", "duration_ns",
-        pl.lit("kernel").alias("kind"), pl.lit(None, pl.String).alias("kernel"), pl.lit("copy_cast").alias("class"),
-        pl.col("name").cast(pl.String).alias("op_name"), host["name"].gather(outer).cast(pl.String).alias("op"),
-        *(pl.col(text).cast(pl.String) for text in _TEXTS),
+    moved = host.filter(is_mover & above.is_null())
+    outer = outermost(host, moved["row"], is_named(host, COPYING))
+    moved = moved.with_columns(
+        pl.lit("kernel").alias("kind"), pl.lit(None, pl.String).alias("name"), pl.lit("copy_cast").alias("class"),
+        pl.col("name").alias("op_name"), host["name"].gather(outer).cast(pl.String).alias("outer_op"),
     )  # fmt: skip
-    keys = ["kind", "kernel", "class", "op_name", "op", *_TEXTS]
-    answers = classified_copies(moved.select(keys).unique(maintain_order=True))
-    moved = moved.join(answers, on=keys, how="left", nulls_equal=True, maintain_order="left")
-    columns = ["event", "row", "start_ns", "step", "phase", "module", "what", "op", "bytes", "duration_ns"]
-    table: pl.DataFrame = moved.rename({"op_bytes": "bytes"}).select(columns)
-    return table
+    return classified_copies(moved).select(
+        "event", "row", "start_ns", "step", "phase", "module", "what", pl.col("outer_op").alias("op"),
+        pl.col("op_bytes").alias("bytes"), "duration_ns",
+    )  # fmt: skip
 
 
-def _copy_facts(row: dict[str, object]) -> tuple[str, list[int] | None, str | None, str | None, int | None]:
+def _copy_facts(row: dict[str, Any]) -> tuple[str, list[int] | None, str | None, str | None, int | None]:
     """Return a copy's cause, shape, source and target dtype, and bytes written."""
-    pair = [one for one in operands(_text(row["shapes"]), _text(row["dtypes"]))[:2] if isinstance(one, Tensor)]
-    is_pair = len(pair) == 2 and row["what"] not in ("concatenate",)
+    pair = [one for one in operands(row["shapes"], row["dtypes"])[:2] if isinstance(one, Tensor)]
+    is_pair = len(pair) == 2 and row["what"] != "concatenate"
     shape = list(pair[0].shape) if is_pair else None
     target, source = (pair[0].dtype, pair[1].dtype) if is_pair else (None, None)
     item_bytes = ITEM_BYTES.get(target or "")
     written = pair[0].num_elements * item_bytes if is_pair and item_bytes else None
     num_bytes = row["bytes"]
-    if isinstance(num_bytes, int) and (written is None or written > num_bytes):
-        written = num_bytes // 2
-    return _cause(row, shape, source, target), shape, source, target, written if num_bytes is not None else None
+    if num_bytes is None or written is None or written > num_bytes:
+        written = None if num_bytes is None else num_bytes // 2
+    return _cause(row, shape, source, target), shape, source, target, written
 
 
-def _cause(row: dict[str, object], shape: list[int] | None, source: str | None, target: str | None) -> str:
-    root = _text(row["root_op"])
+def _cause(row: dict[str, Any], shape: list[int] | None, source: str | None, target: str | None) -> str:
+    root = row["root_op"]
     if row["is_compiled"]:
         return "compiled"
     if root is None:
@@ -168,7 +156,7 @@ def _cause(row: dict[str, object], shape: list[int] | None, source: str | None, 
     if root in _CALLED:
         return "called"
     if row["what"] == "cast" and {source, target} & set(LOW) and "float32" in (source, target):
-        if not _is_parameter(root, _text(row["root_shapes"]), shape):
+        if not _is_parameter(root, row["root_shapes"], shape):
             return "mixed_dtypes"
         if target in LOW and not row["is_backward"]:
             return "autocast_weight"
@@ -183,7 +171,3 @@ def _is_parameter(root: str, root_shapes: str | None, shape: list[int] | None) -
     entered = shapes[1 if root == "aten::addmm" else 0] if len(shapes) > 1 else None
     places = _PARAMETERS.get(root, ())
     return shape is not None and shape != entered and shape in [shapes[i] for i in places if i < len(shapes)]
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)

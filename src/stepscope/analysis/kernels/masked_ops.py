@@ -6,14 +6,10 @@ import polars as pl
 
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import climb
+from stepscope.analysis.structure.nesting import is_aten_op, outermost
 
 _COUNTING = "^aten::nonzero$"
 _CHOOSING = r"^aten::(index|index_put_?|_index_put_impl_|masked_select)$"
-_SCHEMA = pl.Schema(
-    {"start_ns": pl.Int64(), "end_ns": pl.Int64(), "step": pl.Int64(), "factor": pl.Float64(),
-     "events": pl.List(pl.Int64())}
-)  # fmt: skip
 
 
 def mask_indexing(linked: Linked) -> pl.DataFrame:
@@ -23,24 +19,19 @@ def mask_indexing(linked: Linked) -> pl.DataFrame:
     median for outermost ops with one kernel), `events` the GPU work no longer needed (all but the longest event).
     """
     host, device = linked.host, linked.device
-    is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
-
-    def outermost(rows: pl.Series) -> pl.Series:
-        return climb(rows, host["parent"].gather, lambda _, above: is_aten.gather(above))
-
+    is_aten = is_aten_op(host)
     counting = host["row"].filter(is_aten & matches(host["name"], _COUNTING))
-    choosing = outermost(counting).unique().sort()
+    choosing = outermost(host, counting, is_aten).unique().sort()
     choosing = choosing.filter(matches(host["name"].gather(choosing), _CHOOSING))
-    if choosing.is_empty():
-        return pl.DataFrame(schema=_SCHEMA)
-    work = pl.DataFrame({"event": device["event"], "row": outermost(device["op"]), "ns": device["duration_ns"]})
-    work = work.drop_nulls("row").sort("row", "ns", "event")
-    given = work.group_by("row", maintain_order=True).agg(
-        pl.len(), pl.col("event").head(pl.len() - 1).alias("events")
+    work = device.select(
+        pl.col("event").cast(pl.Int64), outermost(host, device["op"], is_aten).alias("row"), "duration_ns"
     )
+    work = work.drop_nulls("row").sort("row", "duration_ns", "event")
+    events = pl.col("event").head(pl.len() - 1).alias("events")
+    given = work.group_by("row", maintain_order=True).agg(pl.len(), events)
     single = given.filter(pl.col("len") == 1, ~pl.col("row").is_in(choosing.implode()))["row"]
     usual_ns = host["duration_ns"].gather(single).median()
     ops = host.select("row", "start_ns", "end_ns", "step", "duration_ns").gather(choosing)
     ops = ops.join(given, on="row", how="left").sort("start_ns")
     left = (pl.lit(usual_ns, pl.Float64) / pl.col("duration_ns")).clip(0, 1).fill_null(1.0)
-    return ops.with_columns(left.alias("factor")).select(_SCHEMA.names()).cast(_SCHEMA)
+    return ops.select("start_ns", "end_ns", "step", left.alias("factor"), "events")

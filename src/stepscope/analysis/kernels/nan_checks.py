@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import climb
+from stepscope.analysis.structure.nesting import is_aten_op, outermost
 
 _TESTING = ["aten::isnan", "aten::isfinite", "aten::isinf"]
 _REDUCING = [
@@ -25,7 +25,7 @@ def nan_checks(linked: Linked) -> pl.DataFrame:
     `is_autograd` marks checks by the engine, as under `detect_anomaly`; `events` is their GPU work.
     """
     host, device = linked.host, linked.device
-    is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
+    is_aten = is_aten_op(host)
     is_inside = is_aten.gather(host["parent"]).fill_null(False)
     outer = host.filter(is_aten & ~is_inside).sort("thread", "start_ns", "row")
     name = pl.col("name").cast(pl.String)
@@ -42,19 +42,13 @@ def nan_checks(linked: Linked) -> pl.DataFrame:
         host["start_ns"].gather(checks["test"]).alias("start_ns"), "end_ns", "thread", "step", "phase", "module",
         matches(above, _AUTOGRAD).alias("is_autograd"),
     ).sort("thread", "start_ns")  # fmt: skip
-    rows = climb(device["op"], host["parent"].gather, lambda _, above: is_aten.gather(above))
-    work = pl.DataFrame(
-        {
-            "event": device["event"],
-            "thread": host["thread"].gather(rows),
-            "time": host["start_ns"].gather(rows),
-        }
-    ).drop_nulls()
-    borders = checks.with_row_index("check").select("check", "thread", pl.col("start_ns").alias("time"), "end_ns")
-    owned = work.sort("time").join_asof(borders.sort("time"), on="time", by="thread", check_sortedness=False)
+    rows = outermost(host, device["op"], is_aten)
+    work = device.select("event", host["thread"].gather(rows), host["start_ns"].gather(rows).alias("time"))
+    checks = checks.with_row_index("check")
+    borders = checks.select("check", "thread", pl.col("start_ns").alias("time"), "end_ns").sort("time")
+    owned = work.drop_nulls().sort("time").join_asof(borders, on="time", by="thread", check_sortedness=False)
     owned = owned.filter(pl.col("time") < pl.col("end_ns")).group_by("check").agg(pl.col("event").alias("events"))
-    checks = checks.with_row_index("check").join(owned, on="check", how="left")
-    return checks.drop("check", "thread").sort("start_ns")
+    return checks.join(owned, on="check", how="left").drop("check", "thread").sort("start_ns")
 
 
 def stack_writing_ops(linked: Linked) -> pl.DataFrame:
@@ -65,13 +59,12 @@ def stack_writing_ops(linked: Linked) -> pl.DataFrame:
     host = linked.host
     is_slow = (host["kind"] == "op") & (host["sequence"] >= 0) & (host["self_ns"] >= _STACK_NS)
     slow = host.filter(is_slow.fill_null(False) & (host["phase"].cast(pl.String) == "forward").fill_null(False))
-    rows: list[list[float]] = []
+    rows: list[list[int]] = []
     for start, end, own in slow.sort("start_ns", "row").select("start_ns", "end_ns", "self_ns").iter_rows():
         if rows and start < rows[-1][1]:
             rows[-1][2] += own - _USUAL_NS
         else:
             rows.append([start, end, own - _USUAL_NS])
-    schema = {"start_ns": pl.Int64, "end_ns": pl.Int64, "excess_ns": pl.Float64}
-    table = pl.DataFrame(rows, schema=schema, orient="row")
+    table = pl.DataFrame(rows, schema=dict.fromkeys(("start_ns", "end_ns", "excess_ns"), pl.Int64), orient="row")
     left = 1 - pl.col("excess_ns") / (pl.col("end_ns") - pl.col("start_ns"))
     return table.select("start_ns", "end_ns", left.clip(0, 1).alias("factor"))

@@ -9,7 +9,7 @@ import polars as pl
 
 from stepscope.analysis.kernels.copies import COPYING, FILLING
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import climb, outermost
+from stepscope.analysis.structure.nesting import NO_ROW, climb, is_named, outermost
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
 """PyTorch's numbers (`c10/core/DeviceType.h`)."""
@@ -223,14 +223,9 @@ def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, rest: str) ->
 def _op_names(linked: Linked, ops: pl.Series) -> pl.Series:
     """Return the names of the ops that needed the memory, from the rows of the allocating ops."""
     host = linked.host
-    known = pl.Series(sorted(ALLOCATING), dtype=host.schema["name"]).implode()
-    ops = climb(
-        ops,
-        lambda rows: host["op"].gather(host["parent"].gather(rows)),
-        lambda rows, _: host["name"].gather(rows).is_in(known),
-    )
-    names: pl.Series = host["name"].gather(outermost(host, ops, COPYING | FILLING)).cast(pl.String)
-    return names
+    around = host["op"].gather(host["parent"]).zip_with(is_named(host, ALLOCATING).fill_null(False), NO_ROW)
+    ops = outermost(host, climb(ops, around), is_named(host, COPYING | FILLING))
+    return host["name"].gather(ops).cast(pl.String)
 
 
 def _thinned(points: pl.DataFrame, max_points: int) -> pl.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
@@ -118,7 +118,7 @@ def _rank_json(rank: RankAccount, most: int) -> dict[str, Any]:
         "ops": rows(rank.ops.head(most)),
         "modules": rows(rank.modules.head(most)),
         "copies": rows(rank.copies.head(most)),
-        "roofline": {**asdict(rank.roofline_summary), "ops": rows(rank.roofline.head(most))},
+        "roofline": {**rank.roofline_summary.to_json(), "ops": rows(rank.roofline.head(most))},
         "memory": [summary.to_json() for summary in rank.memory],
         "memory_timeline": rows(rank.memory_timeline),
         "syncs": rows(rank.syncs.head(most)),

@@ -36,10 +36,7 @@ def with_compiled_code(host: pl.DataFrame, modules: Modules, compiler: Mapping[s
     if not regions.is_empty():
         source = "compiled" if modules.source == "none" else modules.source
         modules = Modules(source, pl.concat([modules.calls, regions.cast({"module": pl.Categorical()})]))
-    inlined = _inlined(host, modules, is_graph, calls_by_graph(compiler or {}), set(regions["module"]))
-    if inlined.is_empty():
-        return modules
-    return replace(modules, inlined=inlined.cast({"module": pl.Categorical()}))
+    return replace(modules, inlined=_inlined(host, modules, is_graph, compiler or {}, set(regions["module"])))
 
 
 def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
@@ -56,7 +53,7 @@ def region_name(compile_id: str, compiler: Mapping[str, Any]) -> str:
 
 
 def named_regions(names: pl.Series, compiler: Mapping[str, Any]) -> pl.Series:
-    """Return the host table with the profiler's `Torch-Compiled Region: 0/0` names replaced by `region_name`."""
+    """Return the profiler's names `Torch-Compiled Region: 0/0` replaced by `region_name`."""
     named = [region_name(name.partition(":")[2].strip(), compiler) for name in names]
     return pl.Series(names.name, named, dtype=pl.String)
 
@@ -89,34 +86,25 @@ def _regions(
 
 
 def _inlined(
-    host: pl.DataFrame, modules: Modules, is_graph: pl.Series, calls: Mapping[str, Calls], regions: set[str]
-) -> pl.DataFrame:
+    host: pl.DataFrame, modules: Modules, is_graph: pl.Series, compiler: Mapping[str, Any], regions: set[str]
+) -> pl.DataFrame | None:
     """Return calls made directly by a compiled graph, with the module from Inductor: `row`, `module`."""
-    schema = {"row": pl.UInt32(), "module": pl.String()}
+    calls = calls_by_graph(compiler)
     if not calls:
-        return pl.DataFrame(schema=schema)
-    own = modules.of_rows(host)
-    around = own.zip_with(own.is_not_null(), own.gather(host["forward"])).cast(pl.String)
-    roots = _roots(host, modules)
-    graphs = host.select("row", pl.col("name").cast(pl.String).str.extract(r"CompiledFxGraph (\S+)").alias("key"))
-    graphs = graphs.with_columns(around.alias("around")).filter(is_graph)
+        return None
+    whole = {None, *regions, *_roots(host, modules)}  # not part of module paths
+    key = pl.col("name").cast(pl.String).str.extract(r"CompiledFxGraph (\S+)").alias("key")
+    graphs = host.select("row", key, modules.of_rows(host).cast(pl.String).alias("around")).filter(is_graph)
     graphs = graphs.filter(pl.col("key").is_in(list(calls)))
-    made = host.select("row", "parent", pl.col("name").cast(pl.String)).filter(
-        host["parent"].is_in(graphs["row"].implode())
-    )
-    by_graph = {int(parent[0]): part for parent, part in made.group_by("parent", maintain_order=True)}
-    rows: list[int] = []
-    names: list[str] = []
-    for row, key, outer in graphs.iter_rows():
-        part = by_graph.get(row)
-        if part is None:
-            continue
-        for call, module in zip(part["row"], modules_in_order(part["name"].to_list(), calls[key])):
-            name = _full_name(module, outer, outer in regions or outer in roots)
-            if name is not None:
-                rows.append(call)
-                names.append(name)
-    return pl.DataFrame({"row": rows, "module": names}, schema=schema)
+    made = host.filter(host["parent"].is_in(graphs["row"].implode()))
+    made = made.select(pl.col("parent").alias("row"), pl.col("row").alias("call"), pl.col("name").cast(pl.String))
+    found: list[tuple[int, str]] = []
+    made = made.group_by("row", maintain_order=True).agg("call", "name")
+    for _, key, outer, rows, names in graphs.join(made, on="row", maintain_order="left").iter_rows():
+        for call, module in zip(rows, modules_in_order(names, calls[key])):
+            if module:  # else the surrounding module, or the region
+                found.append((call, module if outer in whole else f"{outer}.{module}"))
+    return pl.DataFrame(found, schema={"row": pl.UInt32(), "module": pl.Categorical()}, orient="row")
 
 
 def modules_in_order(seen: Sequence[str], calls: Calls) -> list[str | None]:
@@ -151,12 +139,6 @@ def _roots(host: pl.DataFrame, modules: Modules) -> set[str]:
     return labeled if len(labeled) == 1 else set()
 
 
-def _full_name(module: str | None, outer: str | None, is_root: bool) -> str | None:
-    if not module:
-        return None  # the surrounding module, or the region
-    return module if outer is None or is_root else f"{outer}.{module}"
-
-
 def of_graph_kernels(device: pl.DataFrame, host: pl.DataFrame, compiler: Mapping[str, Any] | None) -> pl.DataFrame:
     """Return GPU work with the module of CUDA graph kernels, if only one module has kernels of that name."""
     known: dict[str, set[str]] = {}
@@ -165,10 +147,8 @@ def of_graph_kernels(device: pl.DataFrame, host: pl.DataFrame, compiler: Mapping
             if name.startswith("triton_"):
                 known.setdefault(name, set()).add(module or "")
     named = {name: next(iter(found)) for name, found in known.items() if len(found) == 1 and "" not in found}
-    if not named or device.is_empty():
-        return device
     is_replayed = matches(host["name"], "GraphLaunch").gather(device["launch"]).fill_null(False)
-    if not is_replayed.any():
+    if not named or not is_replayed.any():
         return device
     replayed = device["name"].cast(pl.String).replace_strict(named, default=None, return_dtype=pl.String)
     module = replayed.zip_with(is_replayed & replayed.is_not_null(), device["module"].cast(pl.String))

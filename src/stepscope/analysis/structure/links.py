@@ -62,7 +62,7 @@ def link(trace: Trace, steps: Steps | None = None) -> Linked:
         host = events.with_columns(_ops(events), _forwards(events))
         modules = with_compiled_code(host, find_modules(host), trace.compiler)
         found = finding.result()
-        host = at_times(host, found, "start_ns").with_columns(_modules_of(host, modules))
+        host = at_times(host, found, "start_ns").with_columns(modules.of_rows(host))
         linking = pool.submit(_memory, trace.memory, host, found)
         device = of_graph_kernels(_device(trace.device, host, found), host, trace.compiler)
         memory = linking.result()
@@ -72,8 +72,6 @@ def link(trace: Trace, steps: Steps | None = None) -> Linked:
 def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
     """Return host events with labels that old profilers recorded as ops turned into annotations."""
     is_label = (host["kind"] == "op") & matches(host["name"], LABELS)
-    if not is_label.any():
-        return host
     return host.with_columns(host["kind"].zip_with(~is_label, pl.Series(["annotation"], dtype=host.schema["kind"])))
 
 
@@ -108,8 +106,6 @@ def _forwards(host: pl.DataFrame) -> pl.Series:
         .agg(pl.col("row").max().alias("forward"))
     )
     pairs = back.join(ahead, on="sequence")
-    if pairs.is_empty():
-        return none
     # Autograd numbers threads differently than the system: use the thread with most matches.
     votes = (
         pairs.group_by("forward_thread", "thread")
@@ -120,15 +116,7 @@ def _forwards(host: pl.DataFrame) -> pl.Series:
     chosen = pairs.join(votes, on=["forward_thread", "thread"], how="semi").unique("row", keep="any")
     linked = none.scatter(chosen["row"], chosen["forward"])
     forward: pl.Series = linked.gather(ancestor(host, linked.is_not_null()))
-    return forward.alias("forward")
-
-
-def _modules_of(host: pl.DataFrame, modules: Modules) -> pl.Series:
-    """Return the module of each host event; backward ops get the module of their forward."""
-    own = modules.of_rows(host)
-    through: pl.Series = own.gather(host["forward"])
-    module: pl.Series = own.zip_with(own.is_not_null(), through)
-    return module.alias("module")
+    return forward
 
 
 def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
@@ -136,25 +124,19 @@ def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
     calls = host.select(
         "correlation", pl.col("row").alias("launch"), pl.col("start_ns").alias("launch_start_ns")
     ).filter(host["kind"].is_in(["runtime", "driver"]) & (host["correlation"] > 0))
-    ordered = (
-        device.sort("start_ns", "event")
-        .with_columns((pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
-        .with_row_index("row")
-    )
+    end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+    ordered = device.sort("start_ns", "event").with_columns(end).with_row_index("row")
     linked = ordered.join(calls, on="correlation", how="left", maintain_order="left")
     if linked.height > ordered.height:
         linked = linked.sort("row", "launch_start_ns").unique("row", keep="first", maintain_order=True)
     op = host["op"].gather(linked["launch"])
-    orphans = linked.filter(op.is_null()).select("row", "external_id")
-    if not orphans.is_empty():
-        named = _by_external_id(host, orphans)
-        op = op.scatter(named["row"], named["op"])
-    issued = pl.coalesce("launch_start_ns", host["start_ns"].gather(op), "start_ns")
+    named = _by_external_id(host, linked.filter(op.is_null()).select("row", "external_id"))
+    op = op.scatter(named["row"], named["op"])
     linked = linked.with_columns(
-        op.alias("op"),
-        host["name"].gather(op).alias("op_name"),
-        host["module"].gather(op).alias("module"),
-        issued.alias("issued_ns"),
+        op=op,
+        op_name=host["name"].gather(op),
+        module=host["module"].gather(op),
+        issued_ns=pl.coalesce("launch_start_ns", host["start_ns"].gather(op), "start_ns"),
     ).drop("row")
     # The classifier identifies ops by name.
     classes = classify_kernels(linked.select("name", "kind", pl.col("op_name").alias("op")))["class"]
@@ -166,24 +148,14 @@ def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
 
 def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
     """Return the innermost op open on the thread at each allocation and free."""
-    if memory.is_empty():
-        return memory.with_columns(
-            pl.lit(None, pl.UInt32).alias("op"),
-            pl.lit(None, pl.Int64).alias("step"),
-            pl.lit(None, pl.String).alias("phase"),
-            pl.lit(None, pl.Categorical).alias("module"),
-        )
     ordered = memory.sort("time_ns", "event")
     before = host.select("thread", pl.col("start_ns").alias("time_ns"), "row").sort("time_ns", maintain_order=True)
     row = ordered.join_asof(before, on="time_ns", by="thread", check_sortedness=False)["row"]
-    time = ordered["time_ns"]
-    while True:  # the last event to start may be over: then use one around it
-        is_over = (host["end_ns"].gather(row) < time).fill_null(False)
-        if not is_over.any():
-            break
+    # The last event to start may be over: then use one around it.
+    while (is_over := (host["end_ns"].gather(row) < ordered["time_ns"]).fill_null(False)).any():
         row = host["parent"].gather(row).zip_with(is_over, row)
     op = host["op"].gather(row)
-    return at_times(ordered.with_columns(op.alias("op"), host["module"].gather(op).alias("module")), steps, "time_ns")
+    return at_times(ordered.with_columns(op=op, module=host["module"].gather(op)), steps, "time_ns")
 
 
 def _unlinked(

@@ -23,13 +23,11 @@ class Modules:
     inlined: pl.DataFrame | None = None  # the same for ops and kernels in compiled code, from the compiler's log
 
     def of_rows(self, host: pl.DataFrame) -> pl.Series:
-        """Return the module each host event ran in."""
+        """Return the module each host event ran in; a backward op ran in the module of its forward."""
         named = self.calls if self.inlined is None else pl.concat([self.calls, self.inlined])
-        if named.is_empty():
-            return pl.repeat(None, host.height, dtype=pl.Categorical(), eager=True).alias("module")
         names = host.select("row").join(named, on="row", how="left", maintain_order="left")["module"]
-        module: pl.Series = names.gather(ancestor(host, names.is_not_null()))
-        return module.alias("module")
+        own: pl.Series = names.gather(ancestor(host, names.is_not_null()))
+        return own.zip_with(own.is_not_null(), own.gather(host["forward"]))
 
 
 def find_modules(host: pl.DataFrame) -> Modules:

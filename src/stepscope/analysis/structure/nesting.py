@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import polars as pl
 
+from stepscope.analysis.structure.names import matches
+
 _HIGHEST = 64  # limit on steps up: links in a damaged trace may form a cycle
+NO_ROW = pl.Series([None], dtype=pl.UInt32)
 
 
 def ancestor(host: pl.DataFrame, is_wanted: pl.Series) -> pl.Series:
@@ -22,20 +25,27 @@ def ancestor(host: pl.DataFrame, is_wanted: pl.Series) -> pl.Series:
         answer = further
 
 
-def climb(
-    rows: pl.Series, above: Callable[[pl.Series], pl.Series], goes_up: Callable[[pl.Series, pl.Series], pl.Series]
-) -> pl.Series:
-    """Return rows moved up to the row `above` them as long as `goes_up` holds."""
+def climb(rows: pl.Series, above: pl.Series) -> pl.Series:
+    """Return rows moved up as far as `above`, which has the next row up or null for every row, leads."""
     for _ in range(_HIGHEST):
-        higher = above(rows)
-        moves = (higher.is_not_null() & goes_up(rows, higher)).fill_null(False)
-        if not moves.any():
+        higher = above.gather(rows)
+        if not higher.count():
             break
-        rows = higher.zip_with(moves, rows)
+        rows = higher.zip_with(higher.is_not_null(), rows)
     return rows
 
 
-def outermost(host: pl.DataFrame, rows: pl.Series, names: frozenset[str]) -> pl.Series:
-    """Return rows moved up as long as the event above has one of the names."""
-    known = pl.Series(sorted(names), dtype=host.schema["name"]).implode()
-    return climb(rows, host["parent"].gather, lambda _, above: host["name"].gather(above).is_in(known))
+def outermost(host: pl.DataFrame, rows: pl.Series, is_passed: pl.Series) -> pl.Series:
+    """Return rows moved up as long as the event above is to be passed."""
+    parent = host["parent"]
+    return climb(rows, parent.zip_with(is_passed.gather(parent).fill_null(False), NO_ROW))
+
+
+def is_named(host: pl.DataFrame, names: Collection[str]) -> pl.Series:
+    """Return which events have one of the names."""
+    return host["name"].is_in(pl.Series(sorted(names), dtype=host.schema["name"]).implode())
+
+
+def is_aten_op(host: pl.DataFrame) -> pl.Series:
+    """Return which events are ATen ops."""
+    return (host["kind"] == "op") & matches(host["name"], "^aten::")

@@ -56,11 +56,20 @@ def find_steps(host: pl.DataFrame) -> Steps:
     """Return steps and phases from the nested host table."""
     annotations = host.filter(pl.col("kind") == "annotation").with_columns(pl.col("name").cast(pl.String))
     main = _main_thread(host, annotations)
-    backward = _bursts(host, main)
+    is_main_op = (host["kind"] == "op") & (host["thread"] == (_NO_THREAD if main is None else main))
+    backward = _bursts(host, is_main_op)
     source, table = _steps(host, annotations, backward)
     sets, phase_source = _labeled(annotations)
     is_forward_found = phase_source != "labels" and sets["forward"].is_empty()
-    phases, phase_source = _phases(host, sets, phase_source, backward, table, main)
+    if phase_source != "labels":
+        # Without labels, autograd's bursts are the backward.
+        if all(frame.is_empty() for frame in sets.values()):
+            phase_source = "autograd"
+        if sets["backward"].is_empty():
+            sets["backward"] = backward
+        if is_forward_found:
+            sets["forward"] = _found_forward(host, sets, table, is_main_op)
+    phases = _phases(host, sets)
     return Steps(source, table, phases, phase_source, main, is_forward_found)
 
 
@@ -104,7 +113,7 @@ def _main_thread(host: pl.DataFrame, annotations: pl.DataFrame) -> int | None:
     return int(counts["thread"][-1])
 
 
-def _bursts(host: pl.DataFrame, main: int | None) -> pl.DataFrame:
+def _bursts(host: pl.DataFrame, is_own: pl.Series) -> pl.DataFrame:
     """Return stretches of autograd work, joined unless the main thread starts an op in between."""
     is_backward = (host["kind"] == "op") & (
         matches(host["name"], _BACKWARD) | (host["forward_thread"] > 0).fill_null(False)
@@ -112,18 +121,21 @@ def _bursts(host: pl.DataFrame, main: int | None) -> pl.DataFrame:
     work = union(spans(host, is_backward))
     if work.is_empty():
         return work
-    is_own = (host["kind"] == "op") & (host["thread"] == (_NO_THREAD if main is None else main))
     if (is_own & is_backward).any():  # without a GPU, autograd runs on the calling thread
-        is_own &= ancestor(host, is_backward).is_null()
+        is_own = is_own & ancestor(host, is_backward).is_null()
     own = host["start_ns"].filter(is_own).sort()
     before = own.search_sorted(work["start_ns"], side="left")
     after = own.search_sorted(work["end_ns"], side="left")
-    group = (before != after.shift(1).fill_null(before[0])).cast(pl.Int64).cum_sum()
+    return _joined(work, before != after.shift(1).fill_null(before[0]))
+
+
+def _joined(stretches: pl.DataFrame, is_new: pl.Series | pl.Expr, *others: pl.Expr) -> pl.DataFrame:
+    """Return stretches joined into runs; a run begins where `is_new`."""
     return (
-        work.with_columns(group.alias("group"))
-        .group_by("group", maintain_order=True)
-        .agg(pl.col("start_ns").first(), pl.col("end_ns").last())
-        .drop("group")
+        stretches.with_columns(is_new.cum_sum().alias("run"))
+        .group_by("run", maintain_order=True)
+        .agg(pl.col("start_ns").first(), pl.col("end_ns").last(), *others)
+        .drop("run")
     )
 
 
@@ -174,97 +186,48 @@ def _labeled(annotations: pl.DataFrame) -> tuple[dict[str, pl.DataFrame], str]:
     return sets, "annotations"
 
 
-def _phases(
-    host: pl.DataFrame,
-    sets: dict[str, pl.DataFrame],
-    source: str,
-    backward: pl.DataFrame,
-    steps: pl.DataFrame,
-    main: int | None,
-) -> tuple[pl.DataFrame, str]:
-    """Return host time in phases. Without labels, autograd's bursts are the backward, and the main thread's ops
-    before a burst, with no other phase between, are the forward."""
-    if source != "labels":
-        if not any(not frame.is_empty() for frame in sets.values()):
-            source = "autograd"
-        if sets["backward"].is_empty():
-            sets["backward"] = backward
-        if sets["forward"].is_empty():
-            sets["forward"] = _found_forward(host, sets, steps, main)
-    sets = {name: frame for name, frame in sets.items() if name != "other"}
+def _phases(host: pl.DataFrame, sets: dict[str, pl.DataFrame]) -> pl.DataFrame:
+    """Return host time in phases."""
     bounds = spans(host, ~host["kind"].is_in(_UNTIMED))
     if bounds.is_empty():
-        return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "phase": pl.Enum(PHASES)}), source
+        return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "phase": pl.Enum(PHASES)})
     whole = pl.DataFrame({"start_ns": [bounds["start_ns"].min()], "end_ns": [bounds["end_ns"].max()]})
-    stretches = sweep({"whole": whole, **sets})
     phase = pl.lit("other")
     for name in ("forward", "backward", "data", "optimizer"):  # the last one that covers a moment wins
         phase = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(phase)
-    labeled = stretches.select("start_ns", "end_ns", phase.alias("phase"))
-    changes = (pl.col("phase") != pl.col("phase").shift(1)).fill_null(True).cum_sum().alias("run")
-    return (
-        labeled.with_columns(changes)
-        .group_by("run", maintain_order=True)
-        .agg(pl.col("start_ns").first(), pl.col("end_ns").last(), pl.col("phase").first())
-        .drop("run")
-        .cast({"phase": pl.Enum(PHASES)}),
-        source,
-    )
+    labeled = sweep({**sets, "whole": whole}).select("start_ns", "end_ns", phase.cast(pl.Enum(PHASES)).alias("phase"))
+    return _joined(labeled, (pl.col("phase") != pl.col("phase").shift(1)).fill_null(True), pl.col("phase").first())
 
 
 def _found_forward(
-    host: pl.DataFrame, sets: dict[str, pl.DataFrame], steps: pl.DataFrame, main: int | None
+    host: pl.DataFrame, sets: dict[str, pl.DataFrame], steps: pl.DataFrame, is_main_op: pl.Series
 ) -> pl.DataFrame:
-    ops = spans(host, (pl.col("kind") == "op") & (pl.col("thread") == (_NO_THREAD if main is None else main)))
+    """Return the main thread's ops before each backward, with no other phase between; without a backward, all."""
+    ops = spans(host, is_main_op)
     if ops.is_empty():
-        return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64})
+        return ops
     # Clearing gradients between forward and backward does not end the forward.
     clearing = spans(host, (host["kind"] == "annotation") & matches(host["name"], r"^Optimizer\.zero_grad#"))
     stepping = sets["optimizer"].join(clearing, on=["start_ns", "end_ns"], how="anti")
     taken = union(pl.concat([sets["backward"], stepping, sets["data"]]))
     bounds = pl.DataFrame({"start_ns": [ops["start_ns"].min()], "end_ns": [ops["end_ns"].max()]})
-    cuts = steps.select("start_ns", "end_ns") if not steps.is_empty() else bounds
+    cuts = bounds if steps.is_empty() else steps
     # Stretches are not joined across step boundaries.
     edges = pl.concat([cuts["start_ns"], cuts["end_ns"]])
     free = sweep({"cuts": cuts, "taken": taken, "bounds": bounds}, edges).filter("cuts", ~pl.col("taken"))
-    joined = _join_runs(free, edges)
+    is_apart = (pl.col("start_ns") != pl.col("end_ns").shift(1)).fill_null(True)
+    joined = _joined(free, is_apart | pl.col("start_ns").is_in(edges.implode()))
     starts = ops["start_ns"].sort()
-    first = starts.search_sorted(joined["start_ns"], side="left")
-    last_end = ops.select("start_ns", pl.col("end_ns").cum_max().over(pl.lit(1))).sort("start_ns")
-    candidates = joined.with_columns(
-        starts.gather(pl.Series(first).cast(pl.UInt32).clip(0, len(starts) - 1)).alias("first_op")
-    ).filter(pl.col("first_op") >= pl.col("start_ns"), pl.col("first_op") < pl.col("end_ns"))
-    is_training = not sets["backward"].is_empty()
-    if is_training:
-        found = candidates.filter(pl.col("end_ns").is_in(sets["backward"]["start_ns"].implode()))
-        return found.select(pl.col("first_op").alias("start_ns"), "end_ns")
-    found = candidates.select(pl.col("first_op").alias("start_ns"), "end_ns")
-    return intersect(found, union(_until_last_op(found, last_end)))
-
-
-def _until_last_op(found: pl.DataFrame, ops: pl.DataFrame) -> pl.DataFrame:
-    """Return each stretch shortened to the end of the last op that starts in it."""
-    return (
-        found.sort("end_ns")
-        .join_asof(
-            ops.rename({"start_ns": "_start", "end_ns": "_end"}),
-            left_on="end_ns",
-            right_on="_start",
-            allow_exact_matches=False,
-            check_sortedness=False,
-        )
-        .select("start_ns", pl.min_horizontal("end_ns", "_end").alias("end_ns"))
+    first = starts.search_sorted(joined["start_ns"], side="left").clip(0, len(starts) - 1)
+    found = joined.with_columns(starts.gather(first).alias("first_op")).filter(
+        pl.col("first_op") >= pl.col("start_ns"), pl.col("first_op") < pl.col("end_ns")
     )
-
-
-def _join_runs(stretches: pl.DataFrame, edges: pl.Series) -> pl.DataFrame:
-    """Return touching stretches joined, except across an edge."""
-    is_new = (pl.col("start_ns") != pl.col("end_ns").shift(1)).fill_null(True) | pl.col("start_ns").is_in(
-        edges.implode()
+    found = found.select(pl.col("first_op").alias("start_ns"), "end_ns")
+    if not sets["backward"].is_empty():
+        return found.filter(pl.col("end_ns").is_in(sets["backward"]["start_ns"].implode()))
+    # Each stretch ends with the last op that starts in it.
+    last = ops.select(pl.col("start_ns").alias("_start"), pl.col("end_ns").cum_max().alias("_end")).sort("_start")
+    ended = found.sort("end_ns").join_asof(
+        last, left_on="end_ns", right_on="_start", allow_exact_matches=False, check_sortedness=False
     )
-    return (
-        stretches.with_columns(is_new.cum_sum().alias("run"))
-        .group_by("run", maintain_order=True)
-        .agg(pl.col("start_ns").first(), pl.col("end_ns").last())
-        .drop("run")
-    )
+    return intersect(found, ended.select("start_ns", pl.min_horizontal("end_ns", "_end").alias("end_ns")))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import Operand, Tensor
-from stepscope.analysis.costs.op_costs import op_costs, operands
+from stepscope.analysis.costs.op_costs import COLUMNS, op_costs, operands
+from stepscope.analysis.structure.names import with_answers
 
 PRODUCTS = {
     "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::addmm_": 1, "aten::baddbmm_": 1,
     "aten::_addmm_activation": 1, "aten::_scaled_mm": 0,
 }  # fmt: skip
 """Ops that multiply two matrices, with the position of the left operand; the right one follows."""
-_TEXTS = ("shapes", "dtypes", "strides", "inputs")
+_BYTES = ("read_bytes", "written_bytes")
 
 
 def with_sizes(work: pl.DataFrame) -> pl.DataFrame:
@@ -22,17 +24,10 @@ def with_sizes(work: pl.DataFrame) -> pl.DataFrame:
 
     The bytes stand at a call's longest event. Null if the trace does not contain shapes.
     """
-    keys = ["op", *_TEXTS]
-    distinct = work.select(keys).unique(maintain_order=True)
-    texts = distinct.with_columns(pl.all().cast(pl.String))
-    costs = op_costs(texts.rename({"op": "name"}))
-    shapes = [_largest(op, operands(sizes, dtypes)) for op, sizes, dtypes in texts.select(keys[:3]).iter_rows()]
-    known = distinct.with_columns(
-        pl.Series("shape", shapes, pl.List(pl.Int64)), costs["read_bytes"], costs["written_bytes"]
-    )
-    sized = work.join(known, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    costs = op_costs(work.select(pl.col("op").alias("name"), *COLUMNS[1:]))
+    sized = with_answers(work, ["op", "shapes", "dtypes"], _largest, {"shape": pl.List(pl.Int64())})
     is_longest = pl.col("bytes").is_not_null()
-    return sized.with_columns(pl.when(is_longest).then(pl.col("read_bytes", "written_bytes")))
+    return sized.with_columns(pl.when(is_longest).then(costs[name]).alias(name) for name in _BYTES)
 
 
 def product(op: str | None, given: Sequence[Operand]) -> tuple[int, int, int, int] | None:
@@ -51,14 +46,11 @@ def product(op: str | None, given: Sequence[Operand]) -> tuple[int, int, int, in
     return batch, left.shape[-2], left.shape[-1], right.shape[-1]
 
 
-def _largest(op: str | None, given: Sequence[Operand]) -> list[int] | None:
-    tensors = [one for one in given if isinstance(one, Tensor)]
-    shapes = [one.shape for one in tensors]
-    sizes = product(op, given)
-    if sizes is not None:
+def _largest(op: str | None, shapes: str | None, dtypes: str | None) -> tuple[list[int] | None]:
+    given = operands(shapes, dtypes)
+    known = [one.shape for one in given if isinstance(one, Tensor)]
+    if sizes := product(op, given):
         batch, rows, _, columns = sizes
-        shapes.append((batch, rows, columns))
-    if not shapes:
-        return None
-    largest = max(shapes, key=lambda shape: Tensor(shape, None).num_elements)
-    return list(largest) if Tensor(largest, None).num_elements < 2**62 else None
+        known.append((batch, rows, columns))
+    largest = max(known, key=prod, default=None)
+    return (None if largest is None or prod(largest) >= 2**62 else list(largest),)

@@ -9,10 +9,10 @@ from stepscope.analysis.costs.roofline import costed_calls
 from stepscope.analysis.kernels.recomputed import is_run_again
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor, climb
+from stepscope.analysis.structure.nesting import ancestor, outermost
 
+_COMPILED = r"^CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
 # Autograd's wrappers around backward ops, which nobody called.
-COMPILED = r"^CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
 _AUTOGRAD = r"^autograd::|Backward\d*$|^torch::autograd::|^CompiledFunction|AccumulateGrad$"
 
 
@@ -26,30 +26,34 @@ def work(linked: Linked) -> pl.DataFrame:
     host, device = linked.host, linked.device
     calls = costed_calls(linked).filter(pl.col("op").is_not_null())
     costs = calls.select(pl.col("op").alias("call"), "flops", "bytes", "dtype", "peak_dtype")
-    called = host["forward"].gather(device["op"])
-    # A checkpoint recomputes a forward inside a backward.
-    is_backward = called.is_not_null() & ~is_run_again(host).gather(device["op"])
-    called = called.zip_with(is_backward.fill_null(False), device["op"])
-    roots = outermost_op(host, called)
+    origins = origins_of(host, device["op"])
     table = device.select(
         "event", "kind", "name", "class", "activity", "start_ns", "duration_ns", "device", "stream", "step", "phase",
-        "module", pl.col("op").alias("call"), pl.col("op_name").alias("op"), roots.alias("root"),
-        host["name"].gather(roots).alias("root_op"),
-        ancestor(host, matches(host["name"], COMPILED)).gather(device["op"]).is_not_null().alias("is_compiled"),
+        "module", pl.col("op").alias("call"), pl.col("op_name").alias("op"),
+        *origins.drop("is_backward"),
         *(host[text].gather(device["op"]).alias(text) for text in COLUMNS if text != "name"),
     )  # fmt: skip
     table = table.join(costs, on="call", how="left", maintain_order="left")
     is_longest = pl.col("duration_ns").rank("ordinal", descending=True).over("call") == 1
-    return table.with_columns(
-        pl.when(is_longest).then(pl.col(name)).alias(name) for name in ("flops", "bytes", "dtype", "peak_dtype")
-    )
+    return table.with_columns(pl.when(is_longest).then(pl.col("flops", "bytes", "dtype", "peak_dtype")))
 
 
-def outermost_op(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
-    """Return rows of ops moved up as long as the event above is an op that somebody called."""
+def origins_of(host: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
+    """Return where the program called each op: `root`, `root_op`, `is_backward`, `is_compiled`.
+
+    The root is the outermost op that somebody called, of a backward op the one it belongs to.
+    """
+    forward = host["forward"].gather(rows)
+    # A checkpoint recomputes a forward inside a backward.
+    is_backward = (forward.is_not_null() & ~is_run_again(host).gather(rows)).fill_null(False)
     is_called = (host["kind"] == "op") & ~matches(host["name"], _AUTOGRAD)
-
-    def goes_up(_: pl.Series, above: pl.Series) -> pl.Series:
-        return is_called.gather(above).fill_null(False)
-
-    return climb(rows, host["parent"].gather, goes_up)
+    roots = outermost(host, forward.zip_with(is_backward, rows), is_called)
+    compiled = ancestor(host, matches(host["name"], _COMPILED)).gather(rows)
+    return pl.DataFrame(
+        {
+            "root": roots,
+            "root_op": host["name"].gather(roots),
+            "is_backward": is_backward,
+            "is_compiled": compiled.is_not_null(),
+        }
+    )

@@ -8,7 +8,7 @@ import polars as pl
 
 from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import climb
+from stepscope.analysis.structure.nesting import is_aten_op, outermost
 
 _LEAST_BYTES = 256  # smaller copies are single values, whose sizes match by chance
 _MOST_KERNELS = 8  # with more kernels launched in between, the copies are probably unrelated
@@ -30,7 +30,7 @@ def round_trips(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
     host, device = linked.host, linked.device
     made = device.filter(pl.col("kind") == "memcpy", pl.col("launch").is_not_null(), pl.col("bytes") >= _LEAST_BYTES)
     made = made.join(copies.select("event", "what"), on="event").sort("issued_ns")
-    outer = _outermost(host, made["op"].zip_with(made["op"].is_not_null(), made["launch"]))
+    outer = outermost(host, made["op"].zip_with(made["op"].is_not_null(), made["launch"]), is_aten_op(host))
     made = made.select(
         "event", "what", "bytes", "step", "phase", "module", "issued_ns", "op_name",
         host["start_ns"].gather(outer).alias("begin_ns"), host["end_ns"].gather(outer).alias("end_ns"),
@@ -52,8 +52,3 @@ def round_trips(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
                      *(out[name] for name in ("step", "phase", "module", "caller", "op_name")))
                 )  # fmt: skip
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
-
-
-def _outermost(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
-    is_aten = (host["kind"] == "op") & host["name"].cast(pl.String).str.starts_with("aten::")
-    return climb(rows, host["parent"].gather, lambda _, above: is_aten.gather(above))

@@ -7,7 +7,7 @@ import polars as pl
 from stepscope.analysis.kernels.copies import direction
 from stepscope.analysis.structure.intervals import spans, union
 from stepscope.analysis.structure.links import Linked
-from stepscope.analysis.structure.nesting import climb
+from stepscope.analysis.structure.nesting import is_aten_op, outermost
 
 KINDS = {
     "host_wait": "The host waited for the device.",
@@ -106,7 +106,7 @@ def _host_calls(linked: Linked) -> pl.DataFrame:
         pl.col("name").alias("call"),
         "thread",
         host["name"].gather(calls["op"]).alias("op"),
-        host["name"].gather(_outermost_framework_op(host, calls["op"])).alias("outer_op"),
+        host["name"].gather(outermost(host, calls["op"], is_aten_op(host))).alias("outer_op"),
         *("module", "step", "phase", "start_ns", "duration_ns", "correlation"),
         pl.when(is_copy).then("copy_stream").when(is_stream).then("op_stream").alias("wait_on_stream"),
         *("copy_name", "copy_end_ns"),
@@ -132,16 +132,6 @@ def _copies(linked: Linked) -> pl.DataFrame:
             pl.col("name", "stream", "start_ns", "end_ns").name.prefix("copy_"),
         )
     )
-
-
-def _outermost_framework_op(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
-    """Return op rows moved up as long as the event above is an ATen op."""
-
-    def is_aten(_: pl.Series, above: pl.Series) -> pl.Series:
-        starts: pl.Series = host["name"].gather(above).cast(pl.String).str.starts_with("aten::")
-        return (host["kind"].gather(above) == "op") & starts
-
-    return climb(rows, host["parent"].gather, is_aten)
 
 
 def _with_driver(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:

@@ -7,7 +7,7 @@ import polars as pl
 from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import climb
+from stepscope.analysis.structure.nesting import is_aten_op, outermost
 from stepscope.analysis.time.syncs import syncs
 
 _REDUCING = (
@@ -55,12 +55,8 @@ def waits(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
 def _fed_by(linked: Linked, made: pl.DataFrame) -> pl.DataFrame:
     """Return `event` of each wait that follows a few reducing ops, and `fed_by`."""
     host, device = linked.host, linked.device
-    is_aten = (host["kind"] == "op") & matches(host["name"], "^aten::")
-
-    def outermost(rows: pl.Series) -> pl.Series:
-        return climb(rows, host["parent"].gather, lambda _, above: is_aten.gather(above))
-
-    reading = pl.DataFrame({"event": made["event"], "row": outermost(made["op_row"])}).drop_nulls()
+    is_aten = is_aten_op(host)
+    reading = made.select("event", outermost(host, made["op_row"], is_aten).alias("row")).drop_nulls()
     reading = reading.unique("row", keep="first", maintain_order=True)
     outer = host.filter(is_aten & ~is_aten.gather(host["parent"]).fill_null(False)).sort("thread", "start_ns", "row")
     outer = outer.select("row", "thread", matches(outer["name"], _REDUCING).alias("is_reducing"))
@@ -73,6 +69,6 @@ def _fed_by(linked: Linked, made: pl.DataFrame) -> pl.DataFrame:
     )
     num_before = pl.col("row").list.len()
     fed = fed.filter(pl.col("event").is_not_null(), "is_reducing", num_before > 0, num_before <= _MOST_FEEDING)
-    work = pl.DataFrame({"work": device["event"], "row": outermost(device["op"])}).drop_nulls()
+    work = device.select(pl.col("event").alias("work"), outermost(host, device["op"], is_aten).alias("row"))
     fed = fed.select("event", "row").explode("row").join(work, on="row")
     return fed.group_by("event").agg(pl.col("work").alias("fed_by"))
