@@ -8,9 +8,11 @@ import inspect
 import torch
 from torch import nn
 
+from stepscope.recorder.clock import Clock
 from stepscope.recorder.ledger import memory_window as memory
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.ledger.memory_window import MemoryProbe
+from stepscope.recorder.probes import Probes
 
 FLOAT = 4
 
@@ -118,6 +120,47 @@ def test_of_too_many_tensors_the_largest_are_there_and_it_is_said(tmp_path, monk
         (4 * 30_000_000, None),
     ]
     assert len(tensors) == 5 and any("smallest tensors" in note for note in notes)
+
+
+def earlier_step() -> torch.Tensor:
+    """A tensor that keeps the graph of an earlier step alive."""
+    return (torch.ones(1000, requires_grad=True) * 2.0).exp()
+
+
+def test_a_window_that_is_dropped_takes_its_notes_along(tmp_path):
+    kept, notes = earlier_step(), []
+    window = probe(tmp_path, notes)
+    window.step_ended()
+    window.step_ended()
+    window.start([], [], None, lambda: "forward")
+    window.drop()
+    assert notes == []
+
+    window.start([], [], None, lambda: "forward")
+    window.stop()
+    assert kept.grad_fn is not None and any("earlier steps' graphs" in note for note in notes)
+
+
+def test_discarded_steps_take_the_notes_and_files_of_their_windows_along(tmp_path):
+    (tmp_path / "trace").mkdir()
+    trace, repeated = tmp_path / "trace" / "rank0.json.gz", tmp_path / "trace" / "repeat2.json.gz"
+    kept = earlier_step()
+    facts = {"trace": {"file": "trace/rank0.json.gz", "repeated": [{"file": "trace/repeat2.json.gz"}]}}
+    probes = Probes(tmp_path, Clock(), facts)
+    for file in (trace, repeated):
+        file.touch()
+    probes.memory.step_ended()
+    probes.memory.step_ended()
+    probes.start_memory([], [])
+    probes.stop_memory()
+    probes.note("trace", "the trace window was stopped")
+    probes.note("counters", "no NVML counters")
+    assert kept.grad_fn is not None and [note["about"] for note in facts["notes"]] == ["memory", "trace", "counters"]
+
+    probes.forget_windows()
+
+    assert facts == {"notes": [{"about": "counters", "text": "no NVML counters"}]}
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_formula_that_fails_costs_no_bytes(monkeypatch):

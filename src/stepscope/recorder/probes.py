@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from stepscope.recorder.model import is_compiled, parameter_facts
 from stepscope.recorder.nvml import NvmlUnavailable
 from stepscope.recorder.precision.settings import precision_settings
 from stepscope.recorder.trace import TraceProbe
+
+WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision")
+"""Facts that the windows find; notes about them belong to the same windows."""
 
 
 class Probes:
@@ -165,9 +169,15 @@ class Probes:
             self.facts["attention"] = self.memory.attention.table()
 
     def forget_windows(self) -> None:
-        """Drop what the windows found: it belongs to discarded steps."""
-        for name in ("memory", "parameters", "roots", "trace", "flops", "attention", "precision"):
+        """Drop what the windows found, with its notes and files: it belongs to discarded steps."""
+        traced = self.facts.get("trace") or {}
+        traces = [each["file"] for each in (traced, *traced.get("repeated", ())) if "file" in each]
+        for name in (files.MEMORY_FILE, files.SNAPSHOT_FILE, *traces):
+            self.guard(f"removing {name}", partial((self._folder / name).unlink, missing_ok=True))
+        for name in WINDOW_FACTS:
             self.facts.pop(name, None)
+        notes = self.facts.get("notes", [])
+        notes[:] = [note for note in notes if note["about"] not in WINDOW_FACTS]
 
     def stop_windows(self) -> None:
         """Stop the open window in the middle of a step."""

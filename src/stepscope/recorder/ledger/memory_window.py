@@ -38,8 +38,9 @@ class MemoryProbe:
     ) -> None:
         self._folder = folder
         self._in_full = in_full
-        self._note = note
+        self._report = note
         self._guard = guard
+        self._notes: list[tuple[str, str]] = []  # reported when the window ends, dropped with it
         self.ledger: Ledger | None = None
         self.attention = AttentionCalls()
         self._history = AllocatorHistory()
@@ -94,7 +95,7 @@ class MemoryProbe:
         ledger.note_before([(tensor, place if self._in_full else None) for tensor, place in held], left_alive=True)
         if self._left_alive:
             num_bytes, holder = sum(each["bytes"] for each in self._left_alive), self._left_alive[0]["frame"]
-            text = f"a leak: {num_bytes:,} bytes of earlier steps' graphs are still alive"
+            text = f"{num_bytes:,} bytes of earlier steps' graphs are still alive"
             self._note("memory", f"{text}, most of them held at {holder}" if holder else text)
         if not is_complete:
             text = f"the search for graphs of earlier steps stopped after {TIME_LIMIT_S:.0f} s"
@@ -118,8 +119,13 @@ class MemoryProbe:
             files.write_json_gz(self._folder / files.MEMORY_FILE, memory)
             if ledger.saved_error:
                 self._note("memory", f"tensors saved for backward could not be read: {ledger.saved_error}")
+            for note in self._notes:
+                self._report(*note)
         self.drop()
         return ledger
+
+    def _note(self, about: str, text: str) -> None:
+        self._notes.append((about, text))
 
     def _read_cuda(self, memory: dict[str, Any]) -> None:
         if self._counters is None:
@@ -141,6 +147,7 @@ class MemoryProbe:
         """End the window and discard its results."""
         self.attention.stop()
         ledger, self.ledger, self._counters = self.ledger, None, None
+        self._notes.clear()
         if ledger is not None:
             ledger.stop()
         self._history.stop()
@@ -150,7 +157,7 @@ class MemoryProbe:
         if is_out_of_memory(error) and torch.cuda.is_initialized():
             write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
             text = f"see what filled it in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens the file"
-            self._note("memory", f"CUDA ran out of memory: {text}")
+            self._report("memory", f"CUDA ran out of memory: {text}")
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
