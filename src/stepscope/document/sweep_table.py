@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.analysis.comparison.sweep_records import hash_of, record_of
@@ -28,8 +28,7 @@ _HIDDEN_FACTS = ("dropped_share", "dropped_flops")
 def sweep_document(sweep: SweepSummary, command: str | None = None) -> Document:
     """Return the table of a sweep with its notes."""
     facts = (*([Fact("command", command)] if command else []), *_notes(sweep))
-    counts = ", ".join(f"{number} {status}" for status, number in sweep.num_by_status.items())
-    verdict = f"{plural(len(sweep.points), 'point')}: {counts}."
+    verdict = f"{plural(len(sweep.points), 'point')}: {statuses_text(sweep)}."
     return Document("sweep", verdict, (Section("points", "", (_points(sweep), Facts(facts))),))
 
 
@@ -82,36 +81,25 @@ def _spread(point: PointSummary) -> str | None:
     return f"{significant(point.time.p10 / 1e6, digits)}–{significant(point.time.p90 / 1e6, digits)}"
 
 
-def _speedup(point: PointSummary) -> str | None:
-    return None if point.speedup is None else f"{point.speedup:.2f}{DIFFERENT if point.differs else ''}"
-
-
 def _dropped(point: PointSummary) -> str | None:
     share = point.facts.get("dropped_share", 0)
     return percent(share) if share else None
 
 
 def _of(name: str, write: Callable[[Any], str]) -> Callable[[PointSummary], str | None]:
-    def read(point: PointSummary) -> str | None:
-        value = getattr(point, name)
-        return None if value is None else write(value)
-
-    return read
+    return lambda point: None if (value := getattr(point, name)) is None else write(value)
 
 
 def _fact(name: str) -> Callable[[PointSummary], str | None]:
-    def read(point: PointSummary) -> str | None:
-        value = point.facts.get(name)
-        return None if value is None else size(value) if name.endswith("_bytes") else significant(value)
-
-    return read
+    write = size if name.endswith("_bytes") else significant
+    return lambda point: None if (value := point.facts.get(name)) is None else write(value)
 
 
 COLUMNS: dict[str, Callable[[PointSummary], str | None]] = {
     "time ms": _time,
     "max batch": _of("max_batch", lambda value: f"{value:,}"),
     "tokens/s": _of("tokens_per_s", significant),
-    "× plainest": _speedup,
+    "× plainest": lambda p: None if p.speedup is None else f"{p.speedup:.2f}{DIFFERENT if p.differs else ''}",
     "dropped": _dropped,
     "peak": _of("peak_allocated_bytes", size),
     "MFU": _of("mfu", lambda value: percent(value.share) + (" m" if value.is_measured else "")),
@@ -147,40 +135,55 @@ def _points(sweep: SweepSummary) -> Table:
             columns[title] = [text or "" for text in texts]
         if title == "time ms" and has_failed:
             columns["status"] = [point.status for point in sweep.points]
-    columns["reason"] = [None if p.status == OK else p.reason or "no reason recorded" for p in sweep.points]
-    if not has_failed:
-        del columns["reason"]
-        columns = columns or {"status": [point.status for point in sweep.points]}
+    if has_failed:
+        columns["reason"] = [None if p.status == OK else p.reason or "no reason recorded" for p in sweep.points]
+    columns = columns or {"status": [point.status for point in sweep.points]}
     return Table("points", "Points", columns, num_shown=len(sweep.points), below=("reason",))
 
 
-def _notes(sweep: SweepSummary) -> list[Fact]:
+def _notes(sweep: SweepSummary) -> Iterator[Fact]:
     points = sweep.points
-    marks = {
-        BEST: "fastest of the points that compute the same thing" * any(point.is_best for point in points),
-        TIED: "not measurably slower: the 95 % intervals of the medians overlap" * any(p.is_tied for p in points),
-        NOISY: f"noisy: p90 − p10 exceeds {whole_percent(NOISY_SHARE)} of the median"
-        * any(p.is_noisy for p in points),
-        DIFFERENT: "; ".join(dict.fromkeys(p.differs for p in points if p.differs and p.speedup is not None)),
-    }
-    notes = [Fact(mark, text if mark != DIFFERENT else f"not the same computation: {text}")
-             for mark, text in marks.items() if text]  # fmt: skip
+    differs = "; ".join(dict.fromkeys(p.differs for p in points if p.differs and p.speedup is not None))
+    if any(point.is_best for point in points):
+        yield Fact(BEST, "fastest of the points that compute the same thing")
+    if any(point.is_tied for point in points):
+        yield Fact(TIED, "not measurably slower: the 95 % intervals of the medians overlap")
+    if any(point.is_noisy for point in points):
+        yield Fact(NOISY, f"noisy: p90 − p10 exceeds {whole_percent(NOISY_SHARE)} of the median")
+    if differs:
+        yield Fact(DIFFERENT, f"not the same computation: {differs}")
     if any(p.is_best for p in points) and any(p.time and p.time.num_samples < MIN_INTERVAL_SAMPLES for p in points):
-        few = f"Fewer than {MIN_INTERVAL_SAMPLES} samples give no interval, so ties are not marked."
-        notes.append(Fact("note", few))
+        yield Fact("note", f"Fewer than {MIN_INTERVAL_SAMPLES} samples give no interval, so ties are not marked.")
     if any(_dropped(point) for point in points):
-        notes.append(Fact("dropped", "share of the routed work that was left out; TFLOP/s and MFU do not count it"))
+        yield Fact("dropped", "share of the routed work that was left out; TFLOP/s and MFU do not count it")
     for text in dict.fromkeys(text for point in points for text in point.notes):
         rows = [str(number) for number, point in enumerate(points, 1) if text in point.notes]
-        notes.append(Fact(f"row {', '.join(rows)}", text))
-    limits = dict.fromkeys(p.mfu.limit for p in points if p.mfu is not None)
-    if limits:
+        yield Fact(f"row {', '.join(rows)}", text)
+    if limits := mfu_limits(sweep):
         measured = any(p.mfu.is_measured for p in points if p.mfu is not None)
-        notes.append(Fact("MFU", f"of {'; '.join(limits)}{' (m: measured)' if measured else ''}"))
-    constants = [f"{name}={value}" for name, value in sweep.constants.items() if value is not None]
-    parameters = {point.num_parameters for point in points if point.num_parameters is not None}
-    if len(parameters) == 1:
-        constants.append(f"{next(iter(parameters)):,} parameters")
-    devices = dict.fromkeys(point.device_name for point in points if point.device_name)
-    fixed = f"{', '.join([*constants, *map(str, devices)])} [{hash_of(sweep)}]"
-    return [*notes, Fact("same in all", fixed)]
+        yield Fact("MFU", f"of {limits}{' (m: measured)' if measured else ''}")
+    parameters = same_parameters(sweep)
+    devices = dict.fromkeys(str(point.device_name) for point in points if point.device_name)
+    fixed = [*constants_of(sweep), *([] if parameters is None else [f"{parameters:,} parameters"]), *devices]
+    yield Fact("same in all", f"{', '.join(fixed)} [{hash_of(sweep)}]")
+
+
+def statuses_text(sweep: SweepSummary) -> str:
+    """Return how many points have each status."""
+    return ", ".join(f"{number} {status}" for status, number in sweep.num_by_status.items())
+
+
+def constants_of(sweep: SweepSummary) -> list[str]:
+    """Return the knobs that are the same in all points, as they are typed."""
+    return [f"{name}={value}" for name, value in sweep.constants.items() if value is not None]
+
+
+def same_parameters(sweep: SweepSummary) -> int | None:
+    """Return how many parameters every point has; None if they differ, or are unknown."""
+    numbers = {point.num_parameters for point in sweep.points if point.num_parameters is not None}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def mfu_limits(sweep: SweepSummary) -> str:
+    """Return what the MFU of the points is of; "" if none has one."""
+    return "; ".join(dict.fromkeys(point.mfu.limit for point in sweep.points if point.mfu is not None))

@@ -22,14 +22,14 @@ def known(facts: Iterable[Fact]) -> tuple[Fact, ...]:
     return tuple(fact for fact in facts if fact.value)
 
 
-def thinned(name: str, x: Sequence[float], y: Sequence[float], color: str | None = None) -> Series:
+def thinned(name: str, x: Sequence[float], y: Sequence[float]) -> Series:
     """Return a series of at most `MOST_POINTS` points that keeps both ends and the extremes of each stretch.
 
     >>> len(thinned("many", range(100_000), range(100_000)).y) <= MOST_POINTS
     True
     """
     kept = thinned_indices(y, MOST_POINTS)
-    return Series(name, [y[i] for i in kept], [x[i] for i in kept], color)
+    return Series(name, [y[i] for i in kept], [x[i] for i in kept])
 
 
 def thinning(series: Iterable[Series], num_points: int) -> str:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.analysis.comparison.sweep_records import hash_of, record_of
 from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary, sweep_of
-from stepscope.document.model import Document, Explorer, Fact, Facts, Figure, Missing, Section, Table, Text, Value
+from stepscope.document.model import (
+    Document,
+    Explorer,
+    Fact,
+    Facts,
+    Figure,
+    Missing,
+    Part,
+    Section,
+    Table,
+    Text,
+    Value,
+)
 from stepscope.document.sections.sweep_axes import Layout, axis_of, label, layout_of
-from stepscope.document.sections.sweep_charts import LOG_FACTOR, MEASURES, TIME, charts_of, memory_and_time, time_text
-from stepscope.document.sweep_table import BEST, NOISY, TIED
+from stepscope.document.sections.sweep_charts import (
+    LOG_FACTOR,
+    MEASURES,
+    TIME,
+    Measure,
+    charts_of,
+    memory_and_time,
+    time_text,
+)
+from stepscope.document.sweep_table import BEST, NOISY, TIED, constants_of, mfu_limits, same_parameters, statuses_text
+from stepscope.document.tables import plain, without_empty
 from stepscope.formatting import cell, plural, safe
 from stepscope.trace.sweep_file import Sweep
 from stepscope.version import __version__
@@ -28,7 +48,6 @@ _EXPLORED = (
     "peak_reserved_bytes", "flops_per_s", "num_kernel_launches", "compile_ns", "first_call_ns", "host_median_ns",
     "speedup", "max_batch", "loss", "num_parameters",
 )  # fmt: skip
-_SECTION_OF = {"time_ns": "time", "tokens_per_s": "tokens", "mfu_share": "mfu", "peak_allocated_bytes": "memory"}
 _MARKS = BEST + TIED + NOISY
 _NO_DEVICE = (
     "MFU needs the device, which is in sweep.json. stepscope bench writes it next to results.jsonl: copy both, or "
@@ -43,7 +62,7 @@ def sweep_report(sweep: Sweep) -> Document:
     sections = [
         Section("overview", "Overview", _overview(sweep, summary, layout)),
         Section("explore", "Explore", (_explorer(summary, layout),)),
-        *(_figure_section(summary, layout, number) for number in range(len(MEASURES))),
+        *(_figure_section(summary, layout, measure) for measure in MEASURES),
         Section("points", "Points", (_points(summary),)),
         Section("statuses", "Statuses", _statuses(sweep, summary)),
     ]
@@ -59,8 +78,7 @@ def sweep_report(sweep: Sweep) -> Document:
 
 
 def _verdict(sweep: SweepSummary, layout: Layout) -> str:
-    counts = ", ".join(f"{number} {safe(status)}" for status, number in sweep.num_by_status.items())
-    sentences = [f"{plural(len(sweep.points), 'point')}: {counts}."]
+    sentences = [f"{plural(len(sweep.points), 'point')}: {safe(statuses_text(sweep), 2000)}."]
     timed = [point for point in sweep.points if point.status == OK and point.time is not None]
     if not timed:
         return f"{sentences[0]} No point has a valid time."
@@ -68,10 +86,9 @@ def _verdict(sweep: SweepSummary, layout: Layout) -> str:
     sentences.append(_winners(best, sweep, layout) if best else _range(timed, layout))
     heavy = max(timed, key=lambda point: point.peak_allocated_bytes or 0)
     if heavy.peak_allocated_bytes:
-        where = f" ({label(heavy, layout.names)})" if layout.names else ""
-        sentences.append(f"The highest peak is {cell('peak_bytes', heavy.peak_allocated_bytes)}{where}.")
-    noisy = sum(point.is_noisy for point in timed)
-    if noisy:
+        peak = cell("peak_bytes", heavy.peak_allocated_bytes)
+        sentences.append(f"The highest peak is {peak}{_where(heavy, layout)}.")
+    if noisy := sum(point.is_noisy for point in timed):
         sentences.append(f"{noisy} of {plural(len(timed), 'point')} {'is' if noisy == 1 else 'are'} noisy.")
     return " ".join(sentences)
 
@@ -99,15 +116,16 @@ def _winners(best: Sequence[PointSummary], sweep: SweepSummary, layout: Layout) 
 
 def _range(timed: Sequence[PointSummary], layout: Layout) -> str:
     ordered = sorted(timed, key=lambda point: point.time.median if point.time else 0.0)
-    sentences = []
-    for point in (ordered[0], ordered[-1]):
-        where = f" ({label(point, layout.names)})" if layout.names else ""
-        sentences.append(f"{time_text(point).rstrip(_MARKS)}{where}")
-    return f"It takes {' to '.join(dict.fromkeys(sentences))}."
+    texts = [f"{time_text(point).rstrip(_MARKS)}{_where(point, layout)}" for point in (ordered[0], ordered[-1])]
+    return f"It takes {' to '.join(dict.fromkeys(texts))}."
 
 
-def _overview(sweep: Sweep, summary: SweepSummary, layout: Layout) -> tuple[Any, ...]:
-    parts: list[Any] = [_facts(sweep, summary)]
+def _where(point: PointSummary, layout: Layout) -> str:
+    return f" ({label(point, layout.names)})" if layout.names else ""
+
+
+def _overview(sweep: Sweep, summary: SweepSummary, layout: Layout) -> tuple[Part, ...]:
+    parts: list[Part] = [Facts(tuple(_facts(sweep, summary)))]
     parts += [Text(safe(warning, 500)) for warning in sweep.warnings]
     if layout.follows:
         parts.append(Text("; ".join(f"{name} is determined by {of}" for name, of in layout.follows.items()) + "."))
@@ -123,44 +141,36 @@ def _overview(sweep: Sweep, summary: SweepSummary, layout: Layout) -> tuple[Any,
     return tuple(parts)
 
 
-def _facts(sweep: Sweep, summary: SweepSummary) -> Facts:
-    counts = ", ".join(f"{number} {safe(status)}" for status, number in summary.num_by_status.items())
-    rows = [Fact("points", f"{len(summary.points)}", counts)]
+def _facts(sweep: Sweep, summary: SweepSummary) -> Iterator[Fact]:
+    yield Fact("points", f"{len(summary.points)}", safe(statuses_text(summary), 2000))
     varied = [f"{safe(name, 60)} ({len(axis_of(summary.points, name).values)})" for name in summary.varying]
-    rows.append(Fact("varied", ", ".join(varied) or "nothing"))
-    constants = [f"{name}={value}" for name, value in summary.constants.items() if value is not None]
-    rows.append(Fact("same in all", safe(", ".join(constants), 2000)))
-    parameters = {point.num_parameters for point in summary.points if point.num_parameters is not None}
-    if len(parameters) == 1:
-        rows.append(Fact("parameters", f"{parameters.pop():,}"))
-    limits = dict.fromkeys(point.mfu.limit for point in summary.points if point.mfu is not None)
-    if limits:
-        rows.append(Fact("MFU limit", safe("; ".join(limits), 500)))
+    yield Fact("varied", ", ".join(varied) or "nothing")
+    yield Fact("same in all", safe(", ".join(constants_of(summary)), 2000))
+    if (parameters := same_parameters(summary)) is not None:
+        yield Fact("parameters", f"{parameters:,}")
+    if limits := mfu_limits(summary):
+        yield Fact("MFU limit", safe(limits, 500))
     used = dict.fromkeys(str(row.get("environment_hash", "")) for row in sweep.rows)
     known = {key: sweep.environments[key] for key in used if key in sweep.environments}
     for key, environment in known.items():
         facts = [f"{name} {value}" for name, value in environment.items() if isinstance(value, (str, int, float))]
         device = str(environment.get("device_name") or "unnamed device")
-        rows.append(Fact("ran on", safe(device), safe(f"{', '.join(facts)} [{key}]", 1000)))
+        yield Fact("ran on", safe(device), safe(f"{', '.join(facts)} [{key}]", 1000))
     if not known:
-        rows.append(Fact("ran on", "unknown", "there is no sweep.json next to the rows"))
-    rows.append(Fact("configuration", hash_of(summary), "hash of all points"))
-    return Facts(tuple(rows))
+        yield Fact("ran on", "unknown", "there is no sweep.json next to the rows")
+    yield Fact("configuration", hash_of(summary), "hash of all points")
 
 
-def _figure_section(sweep: SweepSummary, layout: Layout, number: int) -> Section:
-    measure = MEASURES[number]
-    name = _SECTION_OF[measure.name]
-    parts: tuple[Any, ...]
-    has_figure = any(point.status == OK and measure.value(point) is not None for point in sweep.points)
-    if not has_figure:
-        parts = (Missing(_why_no_mfu(sweep) if name == "mfu" else f"No point has this figure: {measure.title}."),)
-    else:
-        parts = charts_of(sweep, layout, measure)
-        both = memory_and_time(sweep, layout) if name == "memory" else None
-        parts = (*parts, both) if both is not None else parts
+def _figure_section(sweep: SweepSummary, layout: Layout, measure: Measure) -> Section:
+    parts: tuple[Part, ...]
+    if any(measure.of(point) is not None for point in sweep.points):
+        both = memory_and_time(sweep, layout) if measure.section == "memory" else None
+        parts = (*charts_of(sweep, layout, measure), *([both] if both else []))
         parts = parts or (Text("A single point has no chart. Its figures are in the table."),)
-    return Section(name, measure.title, parts)
+    else:
+        none = f"No point has this figure: {measure.title}."
+        parts = (Missing(_why_no_mfu(sweep) if measure.section == "mfu" else none),)
+    return Section(measure.section, measure.title, parts)
 
 
 def _why_no_mfu(sweep: SweepSummary) -> str:
@@ -182,17 +192,18 @@ def _points(sweep: SweepSummary) -> Table:
 
 def _columns(points: Sequence[PointSummary], names: Iterable[str]) -> dict[str, Sequence[Value]]:
     """Return the columns that are not empty; only `ok` points have figures."""
-    records = [record_of(point) for point in points]
     shown = []
-    for point, record in zip(points, records):
-        kept = {"status", "hash", *_axis_columns(point, record).values()}
-        shown.append({name: _plain(value) for name, value in record.items() if point.status == OK or name in kept})
+    for point in points:
+        record = record_of(point)
+        kept = {"status", "hash", *_axis_columns(point).values()}
+        shown.append({name: plain(value) for name, value in record.items() if point.status == OK or name in kept})
     columns = {name: [record.get(name) for record in shown] for name in names}
     return {name: values for name, values in columns.items() if any(v is not None and v is not False for v in values)}
 
 
-def _axis_columns(point: PointSummary, record: Mapping[str, Any]) -> dict[str, str]:
+def _axis_columns(point: PointSummary) -> dict[str, str]:
     """Return each axis' column: a knob with the name of a figure has a prefix."""
+    record = record_of(point)
     return {name: f"knob_{name}" if f"knob_{name}" in record else name for name in point.axes}
 
 
@@ -200,45 +211,39 @@ def _varying(sweep: SweepSummary) -> list[str]:
     """Return the columns of the axes that vary."""
     columns: dict[str, str] = {}
     for point in sweep.points:
-        columns |= _axis_columns(point, record_of(point))
+        columns |= _axis_columns(point)
     return [columns[name] for name in sweep.varying]
 
 
-def _plain(value: Any) -> Value:
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
-
-
-def _statuses(sweep: Sweep, summary: SweepSummary) -> tuple[Any, ...]:
+def _statuses(sweep: Sweep, summary: SweepSummary) -> tuple[Part, ...]:
     """Return why points failed; times measured of them are shown, but not ranked."""
     failed = [(row, point) for row, point in zip(sweep.rows, summary.points) if point.status != OK]
     if not failed:
         return (Text(f"All {plural(len(summary.points), 'point')} are ok: correct, verified and measured."),)
-    axes = zip(_varying(summary), summary.varying)
     columns: dict[str, list[Value]] = {
-        column: [_plain(point.axes.get(name)) for _, point in failed] for column, name in axes
+        column: [plain(point.axes.get(name)) for _, point in failed]
+        for column, name in zip(_varying(summary), summary.varying)
     }
     columns["status"] = [point.status for _, point in failed]
     columns["reason"] = [point.reason or "no reason recorded" for _, point in failed]
-    columns["stage"] = [_plain(row.get("stage")) for row, _ in failed]
+    columns["stage"] = [plain(row.get("stage")) for row, _ in failed]
     columns["unranked_time_ns"] = [TIME.value(point) for _, point in failed]
     columns["hash"] = [point.hash for _, point in failed]
-    shown = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    return (Table("statuses", "Points without a result", shown, num_shown=20),)
+    return (Table("statuses", "Points without a result", without_empty(columns), num_shown=20),)
 
 
 def _explorer(sweep: SweepSummary, layout: Layout) -> Explorer:
     axes = tuple(axis_of(sweep.points, name) for name in sweep.varying)
-    found = _columns(sweep.points, (*_EXPLORED, "time_ci_low_ns", "time_ci_high_ns"))
+    interval = ("time_ci_low_ns", "time_ci_high_ns")
     figures: dict[str, list[float | None]] = {
         name: [value if isinstance(value, (int, float)) else None for value in values]
-        for name, values in found.items()
+        for name, values in _columns(sweep.points, (*_EXPLORED, *interval)).items()
     }
     shown = []
     for name in (name for name in _EXPLORED if name in figures):
         values = [value for value in figures[name] if value is not None]
         is_log = min(values) > 0 and max(values) >= LOG_FACTOR * min(values)
-        ends = ("time_ci_low_ns", "time_ci_high_ns") if name == "time_median_ns" else (None, None)
-        shown.append(Figure(name, is_log, *ends))
+        shown.append(Figure(name, is_log, *(interval if name == "time_median_ns" else ())))
     order = [axis.name for axis in axes]
     return Explorer(
         id="explorer",

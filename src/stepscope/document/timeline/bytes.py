@@ -1,28 +1,26 @@
-"""Columns as bytes that compress well and that a few lines of JavaScript decode.
+"""Numbers of at most 32 bits: columns as bytes that a few lines of JavaScript decode, and times as ticks.
 
-A column has unsigned numbers of up to 32 bits. If neighbors are similar, it is stored as differences modulo 2³², with
-the sign in the lowest bit. The lowest bytes of all numbers come first, then the next ones, up to the highest that is
-not zero everywhere.
+If neighbors in a column are similar, it is stored as differences modulo 2³², with the sign in the lowest bit. The
+lowest bytes of all numbers come first, then the next ones, up to the highest that is not zero everywhere, which
+compresses well.
 """
 
 from __future__ import annotations
 
-import sys
-from array import array
+import struct
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
 _MODULUS = 1 << 32
-_MOST_PLANES = 4
 
 
 class Bytes:
     """Columns one after the other."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._length = 0
+        self._data = bytearray()
 
     def add(self, numbers: pl.Series, delta: bool = False) -> dict[str, Any]:
         """Append a column and return what a reader needs: `at`, `num`, `planes`, `delta`."""
@@ -31,33 +29,44 @@ class Bytes:
             change = plain.diff().fill_null(plain.head(1)) if len(plain) else plain
             signed = (change + _MODULUS // 2) % _MODULUS - _MODULUS // 2
             plain = pl.select(pl.when(signed < 0).then(-2 * signed - 1).otherwise(2 * signed)).to_series()
-        data = _words(plain.to_list())
-        highest = int(plain.max() or 0)
-        planes = max(1, min(_MOST_PLANES, -(-highest.bit_length() // 8)))
-        place = {"at": self._length, "num": len(plain), "planes": planes, "delta": delta}
-        self._append(b"".join(data[plane::4] for plane in range(planes)))
+        planes = max(1, -(-int(plain.max() or 0).bit_length() // 8))
+        place = {"at": len(self._data), "num": len(plain), "planes": planes, "delta": delta}
+        words = struct.pack(f"<{len(plain)}I", *plain.to_list())
+        for plane in range(planes):
+            self._data += words[plane::4]
         return place
 
     def add_text(self, text: str) -> dict[str, int]:
         """Append text as UTF-8 and return `at` and `bytes`."""
-        data = text.encode("utf-8", "replace")
-        place = {"at": self._length, "bytes": len(data)}
-        self._append(data)
-        return place
+        data, at = text.encode("utf-8", "replace"), len(self._data)
+        self._data += data
+        return {"at": at, "bytes": len(data)}
 
     def joined(self) -> bytes:
         """Return everything that was appended."""
-        return b"".join(self._pieces)
-
-    def _append(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._length += len(data)
+        return bytes(self._data)
 
 
-def _words(numbers: list[int]) -> bytes:
-    """Return numbers as little-endian words of 32 bits."""
-    code = "I" if array("I").itemsize == 4 else "L"
-    words = array(code, numbers)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
+@dataclass(frozen=True)
+class Clock:
+    """Converts nanoseconds to ticks of one nanosecond, or longer ones if the whole has more than 2³² of them."""
+
+    origin_ns: int
+    tick_ns: float
+    total: int
+
+    @classmethod
+    def of(cls, start_ns: int, end_ns: int) -> Clock:
+        """Return the clock of a window."""
+        length, most = max(1, end_ns - start_ns), _MODULUS - 1
+        return cls(start_ns, max(1.0, length / most), min(most, length))
+
+    def ticks(self, time: str) -> pl.Expr:
+        """Return a column of times in ticks since the start of the window."""
+        since = pl.col(time) - self.origin_ns
+        exact = since if self.tick_ns == 1.0 else (since / self.tick_ns).floor()
+        return exact.cast(pl.Int64).clip(0, self.total)
+
+    def placed(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Return events with their `start` and `end` in ticks."""
+        return frame.with_columns(start=self.ticks("start_ns"), end=self.ticks("end_ns"))

@@ -29,13 +29,16 @@ _MOST_LABEL = 80
 def details(linked: Linked, drawn: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
     """Return `kind` (an index into `KINDS`), `launch` (1 + the row in `drawn` of the call that launched it, or 0) and
     the columns of `TEXTS`, for each row of `drawn`."""
-    parts = [pl.DataFrame(schema={"at": pl.UInt32, "kind": pl.String, "launch_row": pl.UInt32, **_text_schema()})]
+    columns = ("kind", *TEXTS, "launch_row")
+    schema = {"at": pl.UInt32, **dict.fromkeys(columns, pl.String), "launch_row": pl.UInt32}
+    parts = [pl.DataFrame(schema=schema)]
     for number, table in enumerate(TABLES):
         some = drawn.filter(pl.col("table") == number)
         if some.height:
-            found = _of_runs(runs, some["place"]) if table == "runs" else _DETAILS[table](linked, some["place"])
-            parts.append(pl.concat([some.select("at"), found], how="horizontal"))
-    every = pl.concat(parts, how="diagonal_relaxed").sort("at")
+            found = _described(linked, table, some["place"], runs)
+            known = [pl.col(name).cast(schema[name]) for name in columns if name in found.columns]
+            parts.append(pl.concat([some.select("at"), found.select(known)], how="horizontal"))
+    every = pl.concat(parts, how="diagonal").sort("at")
     # If two tracks show an event, the later one is not the copy.
     on_host = drawn.filter(pl.col("table") == TABLES.index("host")).unique("place", keep="last", maintain_order=True)
     place = pl.zeros(linked.host.height, pl.UInt32, eager=True).scatter(on_host["place"], on_host["at"] + 1)
@@ -84,96 +87,40 @@ def _label(name: str, is_kernel: bool) -> str:
     return "" if short == name else short
 
 
-def _text_schema() -> dict[str, type[pl.String]]:
-    return dict.fromkeys(TEXTS, pl.String)
-
-
-def _of_steps(linked: Linked, place: pl.Series) -> pl.DataFrame:
-    steps = linked.steps.table[place]
-    return steps.select(
-        pl.lit("step").alias("kind"),
-        pl.format("step {}", "step").alias("name"),
-        pl.col("step").cast(pl.String),
-    )
-
-
-def _of_phases(linked: Linked, place: pl.Series) -> pl.DataFrame:
-    phase = pl.col("phase").cast(pl.String)
-    return linked.steps.phases[place].select(pl.lit("phase").alias("kind"), phase.alias("name"), phase)
-
-
-def _of_modules(linked: Linked, place: pl.Series) -> pl.DataFrame:
-    rows = linked.host.select("row", "module", "step", "phase")[place]
-    path = pl.col("module").cast(pl.String)
-    return rows.select(
-        pl.lit("module").alias("kind"),
-        _last_words(path).alias("name"),
-        path,
-        pl.col("step").cast(pl.String),
-        pl.col("phase").cast(pl.String),
-        python_callers(linked.host, rows["row"]),
-    )
-
-
-def _of_runs(runs: pl.DataFrame, place: pl.Series) -> pl.DataFrame:
-    path = pl.col("module")
-    return runs[place].select(
-        pl.lit("module").alias("kind"), _last_words(path).alias("name"), path, pl.col("step", "phase")
-    )
-
-
-def _last_words(path: pl.Expr) -> pl.Expr:
-    """Return the last part of a module name; the lanes above show the rest. A number is never alone."""
-    return path.str.extract(r"((?:[^.]*\.)?\d+|[^.]*)$").fill_null(path)
-
-
-def _of_host(linked: Linked, place: pl.Series) -> pl.DataFrame:
+def _described(linked: Linked, table: str, place: pl.Series, runs: pl.DataFrame) -> pl.DataFrame:
+    """Return `kind`, `launch_row` and those columns of `TEXTS` that rows of a table have."""
     host = linked.host
-    rows = host[place]
-    op = rows["op"]
-    return pl.DataFrame(
-        {
-            "kind": rows["kind"].cast(pl.String),
-            "name": rows["name"].cast(pl.String),
-            "module": rows["module"].cast(pl.String),
-            # An op has its own name already.
-            "op": host["name"].gather(op.set(rows["kind"] == "op", None)).cast(pl.String),
-            **_of_op(host, op),
-            "step": rows["step"].cast(pl.String),
-            "phase": rows["phase"].cast(pl.String),
-            "caller": callers(host, rows["row"]),
-        }
-    )
+    match table:
+        case "steps":
+            steps = linked.steps.table[place]
+            return steps.select("step", name=pl.format("step {}", "step"), kind=pl.lit("step"))
+        case "phases":
+            return linked.steps.phases[place].select("phase", name="phase", kind=pl.lit("phase"))
+        case "ranges":
+            return linked.trace.device_ranges[place].select("name", kind=pl.lit("label"))
+        case "runs" | "modules":
+            rows = runs[place] if table == "runs" else host.select("row", "module", "step", "phase")[place]
+            path = pl.col("module").cast(pl.String)
+            # The last part of the name: the lanes above show the rest. A number is never alone.
+            last = path.str.extract(r"((?:[^.]*\.)?\d+|[^.]*)$").fill_null(path)
+            named = rows.with_columns(name=last, kind=pl.lit("module"))
+            return named if table == "runs" else named.with_columns(caller=python_callers(host, rows["row"]))
+        case "host":
+            rows = host[place]
+            own = rows["op"].set(rows["kind"] == "op", None)  # an op has its own name already
+            op, caller = host["name"].gather(own), callers(host, rows["row"])
+            return rows.with_columns(*_shapes(host, rows["op"]), op=op, caller=caller)
+        case _:
+            rows = linked.device[place]
+            around = rows["launch"].zip_with(rows["launch"].is_not_null(), rows["op"])
+            grid = pl.format("grid {}, block {}", pl.col("grid").cast(pl.String), pl.col("block").cast(pl.String))
+            more = pl.coalesce(grid, pl.format("{} bytes", "bytes"))
+            shapes, caller = _shapes(host, rows["op"]), callers(host, around)
+            return rows.with_columns(*shapes, op="op_name", caller=caller, more=more, launch_row="launch")
 
 
-def _of_device(linked: Linked, place: pl.Series) -> pl.DataFrame:
-    host, rows = linked.host, linked.device[place]
-    around = rows["launch"].zip_with(rows["launch"].is_not_null(), rows["op"])
-    size = pl.format("{} bytes", "bytes")
-    grid = pl.format("grid {}, block {}", pl.col("grid").cast(pl.String), pl.col("block").cast(pl.String))
-    return pl.DataFrame(
-        {
-            "kind": rows["kind"].cast(pl.String),
-            "name": rows["name"].cast(pl.String),
-            "module": rows["module"].cast(pl.String),
-            "op": rows["op_name"].cast(pl.String),
-            **_of_op(host, rows["op"]),
-            "step": rows["step"].cast(pl.String),
-            "phase": rows["phase"].cast(pl.String),
-            "caller": callers(host, around),
-            "more": rows.select(pl.coalesce(grid, size).alias("more"))["more"],
-            "launch_row": rows["launch"],
-        }
-    )
-
-
-def _of_ranges(linked: Linked, place: pl.Series) -> pl.DataFrame:
-    ranges = linked.trace.device_ranges[place]
-    return ranges.select(pl.lit("label").alias("kind"), pl.col("name").cast(pl.String))
-
-
-def _of_op(host: pl.DataFrame, op: pl.Series) -> dict[str, pl.Series]:
-    return {name: host[name].gather(op).cast(pl.String) for name in ("shapes", "dtypes")}
+def _shapes(host: pl.DataFrame, op: pl.Series) -> list[pl.Series]:
+    return [host[name].gather(op) for name in ("shapes", "dtypes")]
 
 
 def callers(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
@@ -182,20 +129,12 @@ def callers(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
     Old profilers write an op's stack beside it: then its innermost frames.
     """
     forward = host["forward"].gather(rows)
-    around = python_callers(host, rows)
-    around = around.zip_with(around.is_not_null(), python_callers(host, forward))
-    caller: pl.Series = around
+    caller: pl.Series = python_callers(host, rows)
+    caller = caller.zip_with(caller.is_not_null(), python_callers(host, forward))
     if host["stack"].null_count() == host.height:
         return caller
     nearest = ancestor(host, host["stack"].is_not_null())
     row = nearest.gather(rows)
     row = row.zip_with(row.is_not_null(), nearest.gather(forward))
     stack = host["stack"].gather(row).cast(pl.String).str.replace_all(";", " ← ", literal=True)
-    caller = around.zip_with(around.is_not_null(), stack)
-    return caller
-
-
-_DETAILS = {
-    "steps": _of_steps, "phases": _of_phases, "modules": _of_modules, "host": _of_host, "ranges": _of_ranges,
-    "gpu": _of_device,
-}  # fmt: skip
+    return caller.zip_with(caller.is_not_null(), stack)

@@ -52,81 +52,72 @@ class Lanes:
         """Return the number of lanes of all tracks."""
         return sum(track.num_lanes for track in self.tracks)
 
+    def leave_out(self, num_events: int, text: str) -> None:
+        """Count events that are on no track, and say which."""
+        self.left_out.append(text)
+        self.num_left_out += num_events
 
-def add_nested(lanes: Lanes, kind: str, title: str, detail: str, events: pl.DataFrame, table: str) -> None:
-    """Add a track of nested events, one lane per `depth`."""
-    deepest = int(events["depth"].max()) + 1  # type: ignore[arg-type]
-    if deepest > MOST_LANES:
-        num_deep = events.filter(pl.col("depth") >= MOST_LANES).height
-        lanes.left_out.append(f"{plural(num_deep, 'event')} of {title} nested deeper than {MOST_LANES}")
-        lanes.num_left_out += num_deep
-        events = events.filter(pl.col("depth") < MOST_LANES)
-    parts = [events_of(events, table, events["color"], events["depth"])]
-    add(lanes, kind, title, detail, parts, min(deepest, MOST_LANES))
+    def add_nested(self, kind: str, title: str, detail: str, events: pl.DataFrame, table: str) -> None:
+        """Add a track of nested events, one lane per `depth`."""
+        deepest = int(events["depth"].max()) + 1  # type: ignore[arg-type]
+        if num_deep := events.filter(pl.col("depth") >= MOST_LANES).height:
+            self.leave_out(num_deep, f"{plural(num_deep, 'event')} of {title} nested deeper than {MOST_LANES}")
+            events = events.filter(pl.col("depth") < MOST_LANES)
+        self.add(kind, title, detail, [events_of(events, table, events["depth"])], min(deepest, MOST_LANES))
 
+    def add_beside(
+        self, kind: str, title: str, detail: str, events: pl.DataFrame, table: str, is_copy: bool = False
+    ) -> None:
+        """Add a track of events that may run in parallel."""
+        ordered = events.sort("start_ns", "end_ns", descending=[False, True])
+        lane, num_lanes = _beside(ordered)
+        if num_beyond := lane.null_count():
+            self.leave_out(num_beyond, f"{plural(num_beyond, 'event')} of {title} beside {num_lanes} others")
+            ordered, lane = ordered.filter(lane.is_not_null()), lane.drop_nulls()
+        self.add(kind, title, detail, [events_of(ordered, table, lane)], num_lanes, is_copy)
 
-def add_beside(
-    lanes: Lanes, kind: str, title: str, detail: str, events: pl.DataFrame, table: str, is_copy: bool = False
-) -> None:
-    """Add a track of events that may run in parallel."""
-    ordered = events.sort("start_ns", "end_ns", descending=[False, True])
-    lane, num_lanes, num_beyond = _beside(ordered)
-    if num_beyond:
-        lanes.left_out.append(f"{plural(num_beyond, 'event')} of {title} beside {num_lanes} others")
-        lanes.num_left_out += num_beyond
-        ordered, lane = ordered.filter(lane < num_lanes), lane.filter(lane < num_lanes)
-    add(lanes, kind, title, detail, [events_of(ordered, table, ordered["color"], lane)], num_lanes, is_copy)
-
-
-def add(
-    lanes: Lanes,
-    kind: str,
-    title: str,
-    detail: str,
-    parts: list[pl.DataFrame],
-    num_lanes: int,
-    is_copy: bool = False,
-) -> None:
-    first = lanes.num
-    lanes.tracks.append(Track(kind, title, detail, first, num_lanes, is_copy))
-    moved = [part.with_columns(pl.col("lane") + first) for part in parts]
-    lanes.events = pl.concat([lanes.events, *moved], rechunk=False)
+    def add(
+        self, kind: str, title: str, detail: str, parts: list[pl.DataFrame], num_lanes: int, is_copy: bool = False
+    ) -> None:
+        """Add a track of events whose lanes are known."""
+        first = self.num
+        self.tracks.append(Track(kind, title, detail, first, num_lanes, is_copy))
+        moved = [part.with_columns(pl.col("lane") + first) for part in parts]
+        self.events = pl.concat([self.events, *moved], rechunk=False)
 
 
-def events_of(frame: pl.DataFrame, table: str, colors: pl.Series, lane: pl.Series | int) -> pl.DataFrame:
+def events_of(frame: pl.DataFrame, table: str, lane: pl.Series | int) -> pl.DataFrame:
+    """Return events of a table (`LANE`) from those with `color` and maybe `place` and `weight_ns`."""
     place = frame["place"] if "place" in frame.columns else pl.int_range(frame.height, dtype=pl.UInt32, eager=True)
-    length = pl.col("end_ns") - pl.col("start_ns")
+    weight = pl.col("weight_ns") if "weight_ns" in frame.columns else pl.col("end_ns") - pl.col("start_ns")
     return frame.select(
         (pl.lit(lane) if isinstance(lane, int) else lane).cast(pl.UInt32).alias("lane"),
         pl.lit(TABLES.index(table), pl.UInt8).alias("table"),
         place.cast(pl.UInt32).alias("place"),
         "start_ns",
         pl.max_horizontal("start_ns", "end_ns").alias("end_ns"),
-        colors.alias("color"),
-        (pl.col("weight_ns") if "weight_ns" in frame.columns else length).alias("weight_ns"),
+        "color",
+        weight.alias("weight_ns"),
     )
 
 
-def _beside(ordered: pl.DataFrame) -> tuple[pl.Series, int, int]:
-    """Return the first free lane of each event, how many lanes there are, and how many events find none."""
+def _beside(ordered: pl.DataFrame) -> tuple[pl.Series, int]:
+    """Return the first free lane of each event, null if none is free, and how many lanes there are."""
     starts, ends = ordered["start_ns"], ordered["end_ns"]
     if not (starts < ends.cum_max().shift(1)).any():
-        return pl.zeros(ordered.height, pl.UInt32, eager=True), 1, 0
-    lane, free, taken, num_lanes, num_beyond = [], list[int](), list[tuple[int, int]](), 0, 0
+        return pl.zeros(ordered.height, pl.UInt32, eager=True), 1
+    lanes, free, taken, num_lanes = list[int | None](), list[int](), list[tuple[int, int]](), 0
     for start, end in zip(starts, ends):
         while taken and taken[0][0] <= start:
             heappush(free, heappop(taken)[1])
-        if free:
-            own = heappop(free)
-        elif num_lanes < _MOST_BESIDE:
-            own, num_lanes = num_lanes, num_lanes + 1
-        else:
-            num_beyond += 1
-            lane.append(_MOST_BESIDE)
-            continue
-        lane.append(own)
-        heappush(taken, (end, own))
-    return pl.Series(lane, dtype=pl.UInt32), num_lanes, num_beyond
+        if not free and num_lanes < _MOST_BESIDE:
+            heappush(free, num_lanes)
+            num_lanes += 1
+        lane = heappop(free) if free else None
+        lanes.append(lane)
+        if lane is not None:
+            heappush(taken, (end, lane))
+    return pl.Series(lanes, dtype=pl.UInt32), num_lanes
 
 
 def depths(parent: pl.Series) -> pl.Series:

@@ -19,17 +19,9 @@ _FINE_ENOUGH = 4096
 """Cells of the first level if every event is kept."""
 _FINEST = 1 << 18
 
-BLOCK = ("lane", "start", "end", "busy", "num", "color")
-"""Columns of a block, in ticks: `busy` is the time that events cover, `color` the color of most of it."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """The blocks of one level, sorted by lane and start."""
-
-    width: int
-    """Shorter events are in blocks; 0: only events that are not kept are."""
-    blocks: pl.DataFrame
+Level = tuple[int, pl.DataFrame]
+"""The width of a level, and its blocks by lane and start. Shorter events are in blocks; if the width is 0, only those
+that are not kept."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +33,6 @@ class Kept:
     """Steps of which all events are kept."""
     least_ns: int | None
     """The shortest event kept elsewhere; None: no others, or all."""
-
-    @property
-    def num(self) -> int:
-        return int(self.is_kept.sum())
 
 
 def keep(events: pl.DataFrame, typical: pl.DataFrame, in_step: pl.Series, most: int) -> Kept:
@@ -74,60 +62,44 @@ def levels(events: pl.DataFrame, is_kept: pl.Series, total: int, most_blocks: in
     width = max(1, -(-total // (_FINE_ENOUGH if is_kept.all() else _FINEST)))
     rest = _merged(_pieces(events.filter(~is_kept), width))
     while rest.select("lane", "cell").n_unique() > most_blocks and width < total:
-        width *= FACTOR
-        rest = _coarser(rest, FACTOR)
-    found = [Level(0, _blocks(rest))]
+        width, rest = width * FACTOR, _coarser(rest)
+    found = [(0, _blocks(rest))]
     kept = events.filter(is_kept)
     length = kept["end"] - kept["start"]
     pieces, shortest = rest, 0
     while True:
         grown = _pieces(kept.filter((length >= shortest) & (length < width)), width)
         pieces = _merged(pl.concat([pieces, grown]))
-        blocks = _blocks(pieces)
+        blocks, is_last = _blocks(pieces), width * _COARSEST >= total
         # Where the events of whole steps are many, the first cells may be too fine for their blocks.
-        if blocks.height <= most_blocks or width * _COARSEST >= total:
-            found.append(Level(width, blocks))
-        if width * _COARSEST >= total:
+        if blocks.height <= most_blocks or is_last:
+            found.append((width, blocks))
+        if is_last:
             return found
-        pieces, shortest, width = _coarser(pieces, FACTOR), width, width * FACTOR
+        pieces, shortest, width = _coarser(pieces), width, width * FACTOR
 
 
 def _pieces(events: pl.DataFrame, width: int) -> pl.DataFrame:
     """Return each event as a block of its own."""
-    return events.select(
-        "lane",
-        (pl.col("start") // width).alias("cell"),
-        "color",
-        "start",
-        "end",
-        (pl.col("end") - pl.col("start")).alias("busy"),
-        pl.lit(1, pl.UInt32).alias("num"),
-    )
+    busy, cell = pl.col("end") - pl.col("start"), pl.col("start") // width
+    pieces = events.with_columns(cell=cell, busy=busy, num=pl.lit(1, pl.UInt32))
+    return pieces.select("lane", "cell", "color", "start", "end", "busy", "num")
 
 
-def _coarser(pieces: pl.DataFrame, factor: int) -> pl.DataFrame:
-    return _merged(pieces.with_columns(pl.col("cell") // factor))
+def _coarser(pieces: pl.DataFrame) -> pl.DataFrame:
+    return _merged(pieces.with_columns(pl.col("cell") // FACTOR))
+
+
+_SUMS = (pl.col("start").min(), pl.col("end").max(), pl.col("busy").sum(), pl.col("num").sum())
 
 
 def _merged(pieces: pl.DataFrame) -> pl.DataFrame:
     """Return one piece per cell and color."""
-    return pieces.group_by("lane", "cell", "color").agg(
-        pl.col("start").min(), pl.col("end").max(), pl.col("busy").sum(), pl.col("num").sum()
-    )
+    return pieces.group_by("lane", "cell", "color").agg(*_SUMS)
 
 
 def _blocks(pieces: pl.DataFrame) -> pl.DataFrame:
-    """Return one block per cell."""
-    return (
-        pieces.sort("busy", "num", "color", descending=[True, True, False])
-        .group_by("lane", "cell", maintain_order=True)
-        .agg(
-            pl.col("start").min(),
-            pl.col("end").max(),
-            pl.col("busy").sum(),
-            pl.col("num").sum(),
-            pl.col("color").first(),
-        )
-        .sort("lane", "start")
-        .select(BLOCK)
-    )
+    """Return one block per cell, in ticks: `busy` is the time that events cover, `color` the color of most of it."""
+    ordered = pieces.sort("busy", "num", "color", descending=[True, True, False])
+    blocks = ordered.group_by("lane", "cell", maintain_order=True).agg(*_SUMS, pl.col("color").first())
+    return blocks.sort("lane", "start")

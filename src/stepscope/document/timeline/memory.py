@@ -8,7 +8,7 @@ import polars as pl
 
 from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_timeline
 from stepscope.analysis.structure.links import Linked
-from stepscope.document.timeline.clock import Clock
+from stepscope.document.timeline.bytes import Clock
 
 MOST_POINTS = 16_000
 """Points of all curves together."""
@@ -23,7 +23,6 @@ class Curve:
     """One device's memory."""
 
     title: str
-    detail: str
     points: pl.DataFrame
     """`time` in ticks, `allocated` and `reserved` in units of `unit_bytes`."""
     unit_bytes: int
@@ -42,17 +41,15 @@ def memory_curves(linked: Linked, clock: Clock) -> list[Curve]:
         most = MOST_POINTS // (4 if number == 0 else max(1, sum(other != 0 for other, _ in devices)))
         points = memory_timeline(linked, name, index, most)
         highest = max(int(points[column].max() or 0) for column in ("allocated_bytes", "reserved_bytes"))  # type: ignore[arg-type]
+        if curves and highest < _LEAST_BYTES:
+            continue
         unit = 1
         while highest // unit > _MOST_UNITS:
             unit *= 2
-        in_units = (pl.col("allocated_bytes", "reserved_bytes").fill_null(0).clip(0) // unit).name.replace(
-            "_bytes$", ""
-        )
+        sizes = pl.col("allocated_bytes", "reserved_bytes").fill_null(0).clip(0) // unit
         title = "Memory of the host" if number == 0 else f"Memory of {name}:{index}"
-        ticks = points.select(clock.ticks(pl.col("time_ns")).alias("time"), in_units)
+        ticks = points.select(sizes.name.replace("_bytes$", ""), time=clock.ticks("time_ns"))
         is_own = (pl.col("device_type") == number) & (pl.col("device") == index).fill_null(True)
-        num_all = linked.memory.filter(is_own).height
         has_reserved = points["reserved_bytes"].null_count() < points.height
-        if not curves or highest >= _LEAST_BYTES:
-            curves.append(Curve(title, "allocated", ticks, unit, has_reserved, num_all))
+        curves.append(Curve(title, ticks, unit, has_reserved, linked.memory.filter(is_own).height))
     return curves

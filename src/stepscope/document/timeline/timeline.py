@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -12,12 +13,11 @@ import polars as pl
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.time.replay import typical_steps
 from stepscope.document.model import Timeline
-from stepscope.document.timeline.bytes import Bytes
-from stepscope.document.timeline.clock import Clock
+from stepscope.document.timeline.bytes import Bytes, Clock
 from stepscope.document.timeline.colors import colors
 from stepscope.document.timeline.details import KINDS, TEXTS, details, strings
 from stepscope.document.timeline.lanes import TABLES, Lanes
-from stepscope.document.timeline.levels import Kept, Level, keep, levels
+from stepscope.document.timeline.levels import Kept, keep, levels
 from stepscope.document.timeline.memory import Curve, memory_curves
 from stepscope.document.timeline.tracks import lanes_of
 from stepscope.formatting import duration, listed, plural
@@ -29,6 +29,9 @@ MOST_BLOCKS = 30_000
 MOST_BYTES = 1_500_000
 """Size of the compressed blob: 2 MB as base64."""
 _FAR, _MINUTE_NS = 1000, 60 * 10**9
+_LENGTH = pl.col("end") - pl.col("start")
+_DELTAS = ("start", "end", "launch", "time", "allocated", "reserved")
+"""Columns whose neighbors are similar."""
 
 
 def timeline_of(linked: Linked, most_events: int = MOST_EVENTS, most_bytes: int = MOST_BYTES) -> Timeline:
@@ -38,24 +41,46 @@ def timeline_of(linked: Linked, most_events: int = MOST_EVENTS, most_bytes: int 
     """
     lanes = lanes_of(linked)
     start_ns, end_ns = _window(lanes.events)
-    is_near = (pl.col("start_ns") >= start_ns) & (pl.col("end_ns") <= end_ns)
-    near = lanes.events.filter(is_near)
-    num_far = lanes.events.height - near.height
     clock = Clock.of(start_ns, end_ns)
-    events = near.with_columns(
-        clock.ticks(pl.col("start_ns")).alias("start"), clock.ticks(pl.col("end_ns")).alias("end")
-    )
+    events = clock.placed(lanes.events.filter(pl.col("start_ns") >= start_ns, pl.col("end_ns") <= end_ns))
     curves = memory_curves(linked, clock)
     typical = typical_steps(linked)
     in_step = _in_step(events, linked, typical)
     while True:
         kept = keep(events, typical, in_step, most_events)
-        most_blocks = max(1000, min(MOST_BLOCKS, most_events))
-        found = levels(events, kept.is_kept, clock.total, most_blocks)
-        made = _packed(linked, lanes, events, kept, found, curves, clock, num_far)
-        if len(made.blob) <= most_bytes or most_events < 1000:
-            return made
-        most_events = int(min(most_events, kept.num) * min(0.8, most_bytes / len(made.blob)))
+        found = levels(events, kept.is_kept, clock.total, max(1000, min(MOST_BLOCKS, most_events)))
+        drawn = events.filter(kept.is_kept).sort("lane", "start", "end").with_row_index("at")
+        described = details(linked, drawn, lanes.runs)
+        texts, labels, codes = strings(described)
+        columns = drawn.with_columns(described["kind"], described["launch"], *codes.get_columns(), length=_LENGTH)
+        data = Bytes()
+        meta = {
+            "version": 1,
+            "origin_ns": str(clock.origin_ns),  # more digits than a number of JavaScript has
+            "tick_ns": clock.tick_ns,
+            "total": clock.total,
+            "num_events": lanes.events.height + lanes.num_left_out,
+            "num_drawn": drawn.height,
+            "note": _note(linked, lanes, kept, events.height, curves, clock.tick_ns),
+            "tracks": [asdict(track) for track in lanes.tracks],
+            "num_lanes": lanes.num,
+            "kinds": list(KINDS),
+            "colors": colors(),
+            "used_colors": sorted(events["color"].unique().to_list()),
+            "events": {
+                **_packed(data, columns, ("start", "length", "color", "kind", "launch", *TEXTS)),
+                "lanes": _offsets(data, drawn["lane"], lanes.num),
+            },
+            "levels": [_level(data, width, blocks, lanes.num) for width, blocks in found],
+            "memory": [_curve(data, curve) for curve in curves],
+            "steps": _packed(data, clock.placed(linked.steps.table), ("start", "end")),
+            "strings": data.add_text(json.dumps(texts, ensure_ascii=False)),
+            "labels": data.add_text(json.dumps(labels, ensure_ascii=False)),
+        }
+        blob = gzip.compress(data.joined(), 6, mtime=0)
+        if len(blob) <= most_bytes or most_events < 1000:
+            return Timeline(meta, blob, page_only=True)
+        most_events = int(min(most_events, drawn.height) * min(0.8, most_bytes / len(blob)))
 
 
 def _window(events: pl.DataFrame) -> tuple[int, int]:
@@ -83,111 +108,44 @@ def _in_step(events: pl.DataFrame, linked: Linked, typical: pl.DataFrame) -> pl.
     return step
 
 
-def _packed(
-    linked: Linked,
-    lanes: Lanes,
-    events: pl.DataFrame,
-    kept: Kept,
-    found: list[Level],
-    curves: list[Curve],
-    clock: Clock,
-    num_far: int,
-) -> Timeline:
-    drawn = events.filter(kept.is_kept).sort("lane", "start", "end").with_row_index("at")
-    described = details(linked, drawn, lanes.runs)
-    texts, labels, codes = strings(described)
-    data = Bytes()
-    columns = {
-        "start": data.add(drawn["start"], delta=True),
-        "length": data.add(drawn["end"] - drawn["start"]),
-        "color": data.add(drawn["color"]),
-        "kind": data.add(described["kind"]),
-        "launch": data.add(described["launch"], delta=True),
-        **{name: data.add(codes[name]) for name in TEXTS},
-    }
-    meta: dict[str, Any] = {
-        "version": 1,
-        "origin_ns": str(clock.origin_ns),  # more digits than a number of JavaScript has
-        "tick_ns": clock.tick_ns,
-        "total": clock.total,
-        "num_events": lanes.events.height + lanes.num_left_out,
-        "num_drawn": drawn.height,
-        "note": _note(linked, lanes, kept, drawn.height, curves, clock.tick_ns, num_far),
-        "tracks": [asdict(track) for track in lanes.tracks],
-        "num_lanes": lanes.num,
-        "kinds": list(KINDS),
-        "colors": colors(),
-        "used_colors": sorted(events["color"].unique().to_list()),
-        "events": {**columns, "lanes": data.add(_offsets(drawn["lane"], lanes.num), delta=True)},
-        "levels": [_level(data, level, lanes.num) for level in found],
-        "memory": [_curve(data, curve) for curve in curves],
-        "steps": _steps(data, linked, clock),
-        "strings": data.add_text(json.dumps(texts, ensure_ascii=False)),
-        "labels": data.add_text(json.dumps(labels, ensure_ascii=False)),
-    }
-    return Timeline(meta, gzip.compress(data.joined(), 6, mtime=0), page_only=True)
+def _packed(data: Bytes, frame: pl.DataFrame, names: Iterable[str]) -> dict[str, Any]:
+    return {name: data.add(frame[name], delta=name in _DELTAS) for name in names}
 
 
-def _offsets(lane: pl.Series, num_lanes: int) -> pl.Series:
-    """Return where each lane begins in an ordered column, and where the last one ends."""
-    return lane.search_sorted(pl.int_range(num_lanes + 1, dtype=pl.UInt32, eager=True), side="left")
+def _offsets(data: Bytes, lane: pl.Series, num_lanes: int) -> dict[str, Any]:
+    """Add where each lane begins in an ordered column, and where the last one ends."""
+    every = pl.int_range(num_lanes + 1, dtype=pl.UInt32, eager=True)
+    return data.add(lane.search_sorted(every, side="left"), delta=True)
 
 
-def _level(data: Bytes, level: Level, num_lanes: int) -> dict[str, Any]:
-    blocks = level.blocks
-    return {
-        "width": level.width,
-        "lanes": data.add(_offsets(blocks["lane"], num_lanes), delta=True),
-        "start": data.add(blocks["start"], delta=True),
-        "length": data.add(blocks["end"] - blocks["start"]),
-        "busy": data.add(blocks["busy"]),
-        "num": data.add(blocks["num"]),
-        "color": data.add(blocks["color"]),
-    }
+def _level(data: Bytes, width: int, blocks: pl.DataFrame, num_lanes: int) -> dict[str, Any]:
+    lanes, names = _offsets(data, blocks["lane"], num_lanes), ("start", "length", "busy", "num", "color")
+    return {"width": width, "lanes": lanes, **_packed(data, blocks.with_columns(length=_LENGTH), names)}
 
 
 def _curve(data: Bytes, curve: Curve) -> dict[str, Any]:
-    points = curve.points
-    return {
-        "title": curve.title,
-        "detail": curve.detail,
-        "unit_bytes": curve.unit_bytes,
-        "time": data.add(points["time"], delta=True),
-        "allocated": data.add(points["allocated"], delta=True),
-        "reserved": data.add(points["reserved"], delta=True) if curve.has_reserved else None,
-    }
+    names = ("time", "allocated", *(["reserved"] if curve.has_reserved else []))
+    about = {"title": curve.title, "detail": "allocated", "unit_bytes": curve.unit_bytes, "reserved": None}
+    return about | _packed(data, curve.points, names)
 
 
-def _steps(data: Bytes, linked: Linked, clock: Clock) -> dict[str, Any]:
-    """Return where steps begin and end, for lines through all tracks."""
-    steps = linked.steps.table.select(
-        clock.ticks(pl.col("start_ns")).alias("start"), clock.ticks(pl.col("end_ns")).alias("end")
-    )
-    return {"start": data.add(steps["start"], delta=True), "end": data.add(steps["end"], delta=True)}
-
-
-def _note(
-    linked: Linked, lanes: Lanes, kept: Kept, num_drawn: int, curves: list[Curve], tick_ns: float, num_far: int
-) -> str:
+def _note(linked: Linked, lanes: Lanes, kept: Kept, num_near: int, curves: list[Curve], tick_ns: float) -> str:
     """Return what the timeline leaves out, in a few sentences."""
-    num_all = lanes.events.height
+    num_all, num_drawn = lanes.events.height, int(kept.is_kept.sum())
     if num_all == 0:
         return "The trace has no events to draw."
     sentences = [f"{num_drawn:,} of {plural(num_all, 'event')} drawn individually"]
-    if num_drawn + num_far < num_all:
+    if num_drawn < num_near:
         which = [f"all of {'steps' if len(kept.steps) > 1 else 'step'} {listed(kept.steps)}"] if kept.steps else []
         if kept.least_ns is not None:
             which.append(f"elsewhere those of at least {duration(kept.least_ns, 3)} and the launches of such kernels")
         sentences[0] += f": {'; '.join(which)}. The rest is shaded"
     if lanes.left_out:
         sentences.append(f"Not shown: {'; '.join(lanes.left_out)}")
-    if num_far:
+    if num_far := num_all - num_near:
         sentences.append(f"{plural(num_far, 'event')} not drawn because they are far away from all others in time")
-    if thinned := [curve for curve in curves if curve.points.height < curve.num_all]:
-        num_shown, num_changes = (
-            sum(curve.points.height for curve in thinned),
-            sum(curve.num_all for curve in thinned),
-        )
+    if thinned := [(curve.points.height, curve.num_all) for curve in curves if curve.points.height < curve.num_all]:
+        num_shown, num_changes = map(sum, zip(*thinned))
         sentences.append(f"Memory shows {num_shown:,} of {num_changes:,} changes, with the extremes of every stretch")
     if tick_ns > 1:
         sentences.append(f"Times are rounded to {duration(tick_ns, 2)}")

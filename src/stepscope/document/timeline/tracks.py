@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import polars as pl
 
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor
-from stepscope.document.timeline.colors import (
-    host_colors,
-    kernel_colors,
-    module_colors,
-    phase_colors,
-    range_colors,
-)
-from stepscope.document.timeline.lanes import Lanes, add, add_beside, add_nested, depths, events_of
+from stepscope.document.timeline.colors import host_colors, kernel_colors, module_colors, phase_colors, range_colors
+from stepscope.document.timeline.lanes import Lanes, depths, events_of
 from stepscope.document.timeline.runs import module_runs
 from stepscope.formatting import plural, safe
 
 MOST_TRACKS = {"modules": 4, "communication": 16, "host": 32, "ranges": 16, "gpu": 48}
 """Tracks per kind: the busiest are shown, the rest are counted."""
 _COLLECTIVES = "^(nccl|gloo|mpi|ucc):"
+_STREAM = ["device", "stream"]
 
 
 def lanes_of(linked: Linked) -> Lanes:
@@ -39,58 +34,43 @@ def lanes_of(linked: Linked) -> Lanes:
 
 def _add_steps(lanes: Lanes, linked: Linked) -> None:
     steps, phases = linked.steps.table, linked.steps.phases
-    parts = [
-        events_of(frame, table, colors, lane)
-        for lane, (frame, table, colors) in enumerate(
-            (frame, table, colors)
-            for frame, table, colors in (
-                (steps, "steps", phase_colors(pl.repeat(None, steps.height, dtype=pl.String, eager=True))),
-                (phases, "phases", phase_colors(phases["phase"])),
-            )
-            if not frame.is_empty()
-        )
-    ]
+    of_steps = phase_colors(pl.repeat(None, steps.height, dtype=pl.String, eager=True))
+    tables = {"steps": (steps, of_steps), "phases": (phases, phase_colors(phases["phase"]))}
+    known = {name: frame.with_columns(color=color) for name, (frame, color) in tables.items() if frame.height}
+    parts = [events_of(frame, name, lane) for lane, (name, frame) in enumerate(known.items())]
     if parts:
-        add(lanes, "steps", "Steps and phases" if steps.height else "Phases", "on the host", parts, len(parts))
+        lanes.add("steps", "Steps and phases" if steps.height else "Phases", "on the host", parts, len(parts))
 
 
 def _add_modules(lanes: Lanes, linked: Linked) -> None:
     host, calls = linked.host, linked.modules.calls
     if calls.is_empty():
         return
+    numbers = pl.int_range(calls.height, dtype=pl.UInt32, eager=True)
     is_call = pl.zeros(host.height, pl.Boolean, eager=True).scatter(calls["row"], True)
-    number = pl.zeros(host.height, pl.UInt32, eager=True).scatter(
-        calls["row"], pl.int_range(calls.height, dtype=pl.UInt32, eager=True)
-    )
+    number = pl.zeros(host.height, pl.UInt32, eager=True).scatter(calls["row"], numbers)
     around = ancestor(host, is_call).gather(host["parent"].gather(calls["row"]))
     placed = host.select("thread", "start_ns", "end_ns")[calls["row"]].with_columns(
-        calls["row"].alias("place"),
-        depths(number.gather(around)).alias("depth"),
-        module_colors(calls["module"]).alias("color"),
+        place=calls["row"], depth=depths(number.gather(around)), color=module_colors(calls["module"])
     )
     titles = _thread_titles(linked)
-    for thread, events in _busiest(lanes, placed, ["thread"], "modules", "thread with modules", linked):
-        where = "" if thread[0] == linked.steps.main_thread else f" · {titles[thread[0]]}"
-        add_nested(lanes, "modules", f"Modules{where}", "calls on the host", events, "modules")
+    for (thread,), events in _busiest(lanes, placed, ["thread"], "modules", "thread with modules", linked):
+        where = "" if thread == linked.steps.main_thread else f" · {titles[thread]}"
+        lanes.add_nested("modules", f"Modules{where}", "calls on the host", events, "modules")
 
 
 def _add_gpu_modules(lanes: Lanes, linked: Linked) -> None:
     """Add one stretch per module and run of kernels; unlike the calls on the host it shows the backward too."""
-    runs = module_runs(linked)
-    lanes.runs = runs
-    placed = runs.with_row_index("place").with_columns(module_colors(runs["module"]).alias("color"))
-    for (number, stream), events in _busiest(lanes, placed, ["device", "stream"], "modules", "stream with modules"):
-        where = "" if number == 0 else f" {number}"
-        title, detail = f"Modules on GPU{where} · stream {stream}", "by the kernels, backward too"
-        add_nested(lanes, "modules", title, detail, events, "runs")
+    lanes.runs = module_runs(linked)
+    placed = lanes.runs.with_row_index("place").with_columns(color=module_colors(lanes.runs["module"]))
+    for (number, stream), events in _busiest(lanes, placed, _STREAM, "modules", "stream with modules"):
+        title = f"Modules on GPU{f' {number}' if number else ''} · stream {stream}"
+        lanes.add_nested("modules", title, "by the kernels, backward too", events, "runs")
 
 
 def _add_host(lanes: Lanes, linked: Linked) -> None:
-    host = linked.host
     # The span of the profiler over everything says nothing.
-    shown = host["kind"] != "other"
-    if not shown.any():
-        return
+    host, shown = linked.host, linked.host["kind"] != "other"
     kernels = linked.device.select("launch", "duration_ns").drop_nulls()
     longest = kernels.group_by("launch").agg(pl.col("duration_ns").max())
     # A launch is as important as the kernel it launched.
@@ -99,53 +79,41 @@ def _add_host(lanes: Lanes, linked: Linked) -> None:
         "thread",
         "start_ns",
         "end_ns",
-        pl.col("row").alias("place"),
-        depths(host["parent"]).alias("depth"),
-        host_colors(host).alias("color"),
-        pl.max_horizontal("duration_ns", weight).alias("weight_ns"),
+        place="row",
+        depth=depths(host["parent"]),
+        color=host_colors(host),
+        weight_ns=pl.max_horizontal("duration_ns", weight),
     ).filter(shown)
     titles = _thread_titles(linked)
-    for thread, events in _busiest(lanes, placed, ["thread"], "host", "host thread", linked):
-        add_nested(lanes, "host", titles[thread[0]], "host thread", events, "host")
+    for (thread,), events in _busiest(lanes, placed, ["thread"], "host", "host thread", linked):
+        lanes.add_nested("host", titles[thread], "host thread", events, "host")
 
 
 def _add_device(lanes: Lanes, linked: Linked) -> None:
-    device = linked.device.with_row_index("place").with_columns(
-        pl.col("device").fill_null(0), pl.col("stream").fill_null(0)
+    work, ranges = (
+        frame.with_row_index("place").with_columns(pl.col(*_STREAM).fill_null(0))
+        for frame in (linked.device, linked.trace.device_ranges)
     )
-    columns = ["device", "stream", "start_ns", "end_ns", "place", "activity"]
-    work = device.select(*columns, kernel_colors(device).alias("color"))
+    work = work.select(*_STREAM, "start_ns", "end_ns", "place", "activity", color=kernel_colors(work["class"]))
     names = linked.trace.facts.devices
-    by = ["device", "stream"]
     is_communication = pl.col("activity") == "communication"
     # A stream with only communication is shown once, as communication.
-    is_apart = work.select(is_communication.all().over(by)).to_series()
+    is_apart = work.select(is_communication.all().over(_STREAM)).to_series()
     communication = work.filter(is_communication)
-    apart = set(work.filter(is_apart).select(by).unique().rows())
-    for key, events in _busiest(lanes, communication, by, "communication", "stream with communication"):
+    apart = set(work.filter(is_apart).select(_STREAM).unique().rows())
+    for key, events in _busiest(lanes, communication, _STREAM, "communication", "stream with communication"):
         title, detail = f"Communication · stream {key[1]}", f"GPU {key[0]}"
-        add_beside(lanes, "communication", title, detail, events, "gpu", is_copy=key not in apart)
+        lanes.add_beside("communication", title, detail, events, "gpu", is_copy=key not in apart)
     if communication.is_empty():
         _add_host_communication(lanes, linked)
-    work = work.filter(~is_apart)
-    ranges = linked.trace.device_ranges.with_row_index("place").with_columns(
-        pl.col("device").fill_null(0),
-        pl.col("stream").fill_null(0),
-        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
-    )
-    ranges = ranges.with_columns(range_colors(ranges).alias("color"))
-    for (number, stream), events in _busiest(lanes, ranges, by, "ranges", "stream with labels"):
-        add_beside(
-            lanes,
-            "ranges",
-            f"GPU labels · stream {stream}",
-            f"GPU {number}: first to last kernel of a label",
-            events,
-            "ranges",
-        )
-    for (number, stream), events in _busiest(lanes, work, by, "gpu", "stream"):
+    end = pl.col("start_ns") + pl.col("duration_ns")
+    ranges = ranges.with_columns(end_ns=end, color=range_colors(ranges["name"]))
+    for (number, stream), events in _busiest(lanes, ranges, _STREAM, "ranges", "stream with labels"):
+        title, detail = f"GPU labels · stream {stream}", f"GPU {number}: first to last kernel of a label"
+        lanes.add_beside("ranges", title, detail, events, "ranges")
+    for (number, stream), events in _busiest(lanes, work.filter(~is_apart), _STREAM, "gpu", "stream"):
         name = names[number] if 0 <= number < len(names) else "GPU"
-        add_beside(lanes, "gpu", f"GPU {number} · stream {stream}", safe(name, 60), events, "gpu")
+        lanes.add_beside("gpu", f"GPU {number} · stream {stream}", safe(name, 60), events, "gpu")
 
 
 def _add_host_communication(lanes: Lanes, linked: Linked) -> None:
@@ -154,39 +122,28 @@ def _add_host_communication(lanes: Lanes, linked: Linked) -> None:
     found = host.filter((host["kind"] == "annotation") & matches(host["name"], _COLLECTIVES))
     if found.is_empty():
         found = host.filter(pl.col("event").is_in(linked.trace.collectives["event"].implode()))
-    if found.is_empty():
-        return
-    found = found.with_columns(pl.lit("communication").alias("class"))
-    events = found.select(pl.col("row").alias("place"), "start_ns", "end_ns", kernel_colors(found).alias("color"))
-    add_beside(lanes, "communication", "Communication", "collectives on the host", events, "host", is_copy=True)
+    if found.height:
+        color = kernel_colors(pl.repeat("communication", found.height, eager=True))
+        events = found.select("start_ns", "end_ns", place="row", color=color)
+        lanes.add_beside("communication", "Communication", "collectives on the host", events, "host", is_copy=True)
 
 
 def _busiest(
     lanes: Lanes, events: pl.DataFrame, by: list[str], kind: str, noun: str, linked: Linked | None = None
-) -> Iterable[tuple[tuple[int, ...], pl.DataFrame]]:
+) -> Iterator[tuple[tuple[int, ...], pl.DataFrame]]:
     """Yield the events of each thread or stream, in order; if there are too many, of the busiest."""
-    if events.is_empty():
-        return
     busy = events.group_by(by).agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("busy_ns"), pl.len())
     main = -1 if linked is None or linked.steps.main_thread is None else linked.steps.main_thread
     busy = busy.sort(
         pl.col(by[0]) == main, "busy_ns", *by, descending=[linked is not None, True, *(False for _ in by)]
     )
-    most = MOST_TRACKS[kind]
-    if busy.height > most:
-        rest = busy.slice(most)
-        num_events = int(rest["len"].sum())
-        lanes.left_out.append(
-            f"{plural(rest.height, noun)} of {busy.height:,}, the least busy, with {plural(num_events, 'event')}"
-        )
-        lanes.num_left_out += num_events
-        busy = busy.head(most)
-    events = events.join(busy.select(by), on=by, how="semi")
+    if rest := busy.rows(named=True)[MOST_TRACKS[kind] :]:
+        num_events = sum(row["len"] for row in rest)
+        text = f"{plural(len(rest), noun)} of {busy.height:,}, the least busy, with {plural(num_events, 'event')}"
+        lanes.leave_out(num_events, text)
+    keys: list[tuple[int, ...]] = busy.select(by).rows()[: MOST_TRACKS[kind]]
     parts = events.partition_by(by, as_dict=True)
-    keys: list[tuple[int, ...]] = busy.select(by).rows()
-    if linked is None:
-        keys.sort()
-    for key in keys:
+    for key in keys if linked is not None else sorted(keys):
         yield key, parts[key]
 
 
