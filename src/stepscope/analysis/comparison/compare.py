@@ -131,8 +131,11 @@ def compare_pair(
     """Return what changed from `base` to `new`; only what differs if they are not comparable."""
     unlike, unchecked = unlike_aspects(base.identity, new.identity)
     refused = tuple(each for each in unlike if each.what not in allow)
+    compared = [] if refused else list(METRICS.values())
     tables, no_tables = ([], []) if refused else _tables(base, new)
-    changes = [] if refused else _changes(base, new, threshold_share)
+    context = [
+        Differs(what, base.context.get(what), new.context.get(what)) for what in {**base.context, **new.context}
+    ]
     return Pair(
         name=name,
         base=base.name,
@@ -140,8 +143,12 @@ def compare_pair(
         refused=refused,
         allowed=tuple(each for each in unlike if each.what in allow),
         unchecked=unchecked,
-        differs=_differing(base.context, new.context),
-        changes=tuple(changes),
+        differs=tuple(each for each in context if each.base != each.new and not _is_close(each.base, each.new)),
+        changes=tuple(
+            change_of(metric, base.measures[metric.name], new.measures[metric.name], threshold_share)
+            for metric in compared
+            if metric.name in base.measures and metric.name in new.measures
+        ),
         tables=tuple(tables),
         missing=() if refused else (*_missing_metrics(base, new), *no_tables),
         notes=tuple(
@@ -161,31 +168,17 @@ def unlike_aspects(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[lis
         before, after = base.get(aspect), new.get(aspect)
         if before is None or after is None:
             unchecked.append(aspect)
-        elif aspect in _TOLERANCE and isinstance(before, (int, float)) and isinstance(after, (int, float)):
-            if not math.isclose(before, after, rel_tol=_TOLERANCE[aspect]):
+        elif isinstance(before, (int, float)) and isinstance(after, (int, float)):
+            if not math.isclose(before, after, rel_tol=_TOLERANCE.get(aspect, 0)):
                 unlike.append(Differs(aspect, before, after))
         elif before != after:
             unlike.append(Differs(aspect, before, after))
     return unlike, tuple(unchecked)
 
 
-def _differing(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Differs, ...]:
-    names = dict.fromkeys([*base, *new])
-    both = [Differs(name, base.get(name), new.get(name)) for name in names]
-    return tuple(each for each in both if each.base != each.new and not _is_close(each.base, each.new))
-
-
 def _is_close(base: Any, new: Any) -> bool:
     """Return whether two measured figures, such as clocks, agree within 1 %."""
     return isinstance(base, float) and isinstance(new, float) and math.isclose(base, new, rel_tol=0.01)
-
-
-def _changes(base: Subject, new: Subject, threshold_share: float) -> list[Change]:
-    return [
-        change_of(metric, base.measures[name], new.measures[name], threshold_share)
-        for name, metric in METRICS.items()
-        if name in base.measures and name in new.measures
-    ]
 
 
 def _missing_metrics(base: Subject, new: Subject) -> list[Missing]:
@@ -228,15 +221,10 @@ def _reasons(lacking: list[tuple[str, str | None]]) -> str:
 
 def _table(by: str, base: Parts, new: Parts) -> Table:
     before, after = _with_unattributed(base), _with_unattributed(new)
-    names = [name for name in dict.fromkeys([*before, *after]) if name != UNATTRIBUTED]
-    rows = [_row(name, before.get(name, 0), after.get(name, 0)) for name in names]
-    rows.sort(key=lambda row: -abs(row.delta))
-    rows.append(_row(UNATTRIBUTED, before[UNATTRIBUTED], after[UNATTRIBUTED]))
+    pairs = [(name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}]
+    rows = [TableRow(name, old, now, now - old) for name, old, now in pairs]
+    rows.sort(key=lambda row: (row.name == UNATTRIBUTED, -abs(row.delta)))
     return Table(by, base.of, base.unit, base.whole, new.whole, new.whole - base.whole, tuple(rows))
-
-
-def _row(name: str, base: float, new: float) -> TableRow:
-    return TableRow(name, base, new, new - base)
 
 
 def _with_unattributed(parts: Parts) -> dict[str, float]:
@@ -248,9 +236,9 @@ def _with_unattributed(parts: Parts) -> dict[str, float]:
 def _correlation_warning(subject: Subject) -> list[str]:
     """Return a warning if neighboring steps are correlated: the machine was not idle."""
     measure = subject.measures.get("step_time")
-    if measure is None or measure.of != STEPS or len(measure.samples or ()) < MIN_SAMPLES:
+    samples = (measure.samples if measure and measure.of == STEPS else None) or ()
+    if len(samples) < MIN_SAMPLES:
         return []
-    samples = measure.samples or ()
     correlation = neighbors_correlation(samples)
     if correlation <= _CORRELATED / math.sqrt(len(samples)):
         return []

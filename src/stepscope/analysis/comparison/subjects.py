@@ -38,18 +38,15 @@ def recording_subject(
             measures[f"{summary.throughput.unit}_per_second"] = Measure(summary.throughput.per_s, samples)
         if summary.mfu is not None and summary.mfu.share > 0:
             measures["mfu"] = Measure(summary.mfu.share, samples)
-    if summary.num_kernels_per_step is not None:
-        measures["kernels"] = Measure(summary.num_kernels_per_step)
     facts = recording.facts.get("memory") or {}
     # On a CPU, tensor memory is not counted: the memory window's account is the peak.
     peak = facts.get("peak_allocated_bytes", None if memory is None else memory.peak_bytes)
-    for name, value in (
-        ("peak_memory", peak),
-        ("peak_reserved_memory", facts.get("peak_reserved_bytes")),
-        ("peak_resident_memory", facts.get("peak_resident_bytes")),
-    ):
-        if value is not None:
-            measures[name] = Measure(value)
+    measures |= _single_figures(
+        kernels=summary.num_kernels_per_step,
+        peak_memory=peak,
+        peak_reserved_memory=facts.get("peak_reserved_bytes"),
+        peak_resident_memory=facts.get("peak_resident_bytes"),
+    )
     tables: dict[str, tuple[Parts, ...]] = {}
     if summary.rows and summary.step_ns is not None:
         tables["phase"] = _phase_parts(summary, summary.step_ns.median)
@@ -70,6 +67,10 @@ def recording_subject(
     )
 
 
+def _single_figures(**values: float | None) -> dict[str, Measure]:
+    return {name: Measure(value) for name, value in values.items() if value is not None}
+
+
 def idle_ns(summary: Summary) -> float | None:
     """Return GPU idle time per clean step; None without a GPU or a trace."""
     return next((row.ns for row in summary.rows if row.name == IDLE), None)
@@ -77,16 +78,11 @@ def idle_ns(summary: Summary) -> float | None:
 
 def _phase_parts(summary: Summary, whole: float) -> tuple[Parts, ...]:
     """Return the card's rows, then coarser ones for a counterpart without a trace or GPU."""
-    plain = [replace(phase, gpu_busy_ns=None) for phase in summary.phases]
-    hosts = [replace(phase, device_ns=None) for phase in plain]
-    found = []
-    if idle_ns(summary) is not None:
-        found.append(Parts(GPU_TIME, "ns", whole, {row.name: row.ns for row in summary.rows}))
-    if all(phase.device_ns is not None for phase in plain):
-        found.append(Parts(DEVICE_TIME, "ns", whole, {row.name: row.ns for row in rows(plain)}))
-    else:
-        found.append(Parts(HOST_TIME, "ns", whole, {row.name: row.ns for row in rows(hosts)}))
-    return tuple(found)
+    is_timed = all(phase.device_ns is not None for phase in summary.phases)
+    coarse = rows([replace(phase, gpu_busy_ns=None) for phase in summary.phases])
+    tables = [(GPU_TIME, summary.rows)] if idle_ns(summary) is not None else []
+    tables.append((DEVICE_TIME if is_timed else HOST_TIME, tuple(coarse)))
+    return tuple(Parts(of, "ns", whole, {row.name: row.ns for row in found}) for of, found in tables)
 
 
 def _identity(recording: Recording, summary: Summary) -> dict[str, Any]:
@@ -164,14 +160,12 @@ def point_subject(
             measures["tokens_per_second"] = Measure(point.tokens_per_s, samples)
         if point.mfu is not None and point.mfu.share > 0:
             measures["mfu"] = Measure(point.mfu.share, samples)
-        for name, value in (
-            ("kernels", point.num_kernels),
-            ("peak_memory", point.peak_allocated_bytes),
-            ("peak_reserved_memory", point.peak_reserved_bytes),
-            ("peak_resident_memory", point.peak_resident_bytes),
-        ):
-            if value is not None:
-                measures[name] = Measure(value)
+        measures |= _single_figures(
+            kernels=point.num_kernels,
+            peak_memory=point.peak_allocated_bytes,
+            peak_reserved_memory=point.peak_reserved_bytes,
+            peak_resident_memory=point.peak_resident_bytes,
+        )
     identity = {
         "device": point.device_name,
         "dtype": point.axes.get("dtype"),

@@ -135,12 +135,16 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
     """
     device, allocations = memory["device"], memory["allocations"]
     sizes = [each["bytes"] for each in allocations] if sizes is None else sizes
-    mine = [(each, size) for each, size in zip(allocations, sizes) if each["device"] == device]
+    by_device: dict[str, list[tuple[Mapping[str, Any], int]]] = {device: []}
+    for each, size in zip(allocations, sizes):
+        by_device.setdefault(each["device"], []).append((each, size))
+    mine = by_device.pop(device)
     levels = Levels.of(mine)
     alive = [(each, size) for each, size in mine if levels.is_alive_at_peak(each)]
     allocator = memory.get("allocator") or {}
     known_peak = allocator.get("peak_allocated_bytes")
     peak = levels.peak_bytes if known_peak is None else known_peak
+    remainder = None if known_peak is None else known_peak - levels.peak_bytes
     start = allocator.get("start_allocated_bytes")
     stages = _stages(levels, memory.get("stages") or [])
     symbols = find_symbols(memory)
@@ -151,11 +155,11 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         device=device,
         peak_bytes=peak,
         peak_tracked_bytes=levels.peak_bytes,
-        remainder_bytes=None if known_peak is None else known_peak - levels.peak_bytes,
+        remainder_bytes=remainder,
         remainder_at_start_bytes=None if start is None else start - levels.bytes[0],
         peak_event=levels.peak_event,
         peak_stage=next((stage.name for stage in reversed(stages) if stage.first_event <= levels.peak_event), None),
-        live_at_peak=_live(alive, peak, None if known_peak is None else known_peak - levels.peak_bytes),
+        live_at_peak=_live(alive, peak, remainder),
         stages=stages,
         activations=most_alive(mine, "activation"),
         saved=rolled_up((each["module"], each["bytes"], each["num_tensors"]) for each in memory.get("saved") or []),
@@ -170,38 +174,36 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
             LeftAlive(*(each.get(name) for name in LeftAlive.__dataclass_fields__))
             for each in sorted(memory.get("left_alive") or [], key=lambda each: -each["bytes"])
         ),
-        held=_held([each for each, _ in mine], peak),
+        held=parts(((each["caller"], each["bytes"]) for each, _ in mine if _is_held(each)), peak),
         num_allocations=len(mine),
         num_dropped=memory.get("num_dropped") or 0,
-        other_devices={
-            name: Levels.of([(e, s) for e, s in zip(allocations, sizes) if e["device"] == name]).peak_bytes
-            for name in dict.fromkeys(each["device"] for each in allocations if each["device"] != device)
-        },
+        other_devices={name: Levels.of(others).peak_bytes for name, others in by_device.items()},
     )
 
 
-def _live(alive: Iterable[tuple[Mapping[str, Any], int]], peak: int, remainder: int | None) -> LiveAtPeak:
-    sums: dict[str, Counter[str | None]] = {name: Counter() for name in PARTS}
-    counts: dict[str, Counter[str | None]] = {name: Counter() for name in PARTS}
-    for each, size in alive:
-        for name in PARTS:
-            value = each.get(name)
-            if name == "phase" and value is None and each.get("born") is None:
-                value = BEFORE_THE_WINDOW
-            sums[name][value] += size
-            counts[name][value] += 1
-    if remainder:
-        for name in PARTS:
-            sums[name][REMAINDER] = remainder
-    return LiveAtPeak(
-        *(
-            tuple(
-                Part(value, num_bytes, num_bytes / peak if peak else 0.0, counts[name][value])
-                for value, num_bytes in sums[name].most_common()
-            )
-            for name in PARTS
-        )
-    )
+def _live(alive: Sequence[tuple[Mapping[str, Any], int]], peak: int, remainder: int | None) -> LiveAtPeak:
+    rest = [(REMAINDER, remainder)] if remainder else []
+    splits = ([(value_of(each, name), size) for each, size in alive] for name in PARTS)
+    return LiveAtPeak(*(parts(split, peak, rest) for split in splits))
+
+
+def value_of(each: Mapping[str, Any], name: str) -> str | None:
+    """Return an allocation's owner, phase and so on; earlier memory has a phase of its own."""
+    value: str | None = each.get(name)
+    return BEFORE_THE_WINDOW if name == "phase" and value is None and each.get("born") is None else value
+
+
+def parts(
+    sizes: Iterable[tuple[str | None, int]], whole: int, rest: Iterable[tuple[str, int]] = ()
+) -> tuple[Part, ...]:
+    """Return bytes and number of allocations by name, the largest first; `rest` are no allocations."""
+    sums: Counter[str | None] = Counter()
+    counts: Counter[str | None] = Counter()
+    for name, size in sizes:
+        sums[name] += size
+        counts[name] += 1
+    sums.update(dict(rest))
+    return tuple(Part(name, size, size / whole if whole else 0.0, counts[name]) for name, size in sums.most_common())
 
 
 def _stages(levels: Levels, named: Sequence[Mapping[str, Any]]) -> tuple[Stage, ...]:
@@ -215,18 +217,6 @@ def _stages(levels: Levels, named: Sequence[Mapping[str, Any]]) -> tuple[Stage, 
 def _is_held(each: Mapping[str, Any]) -> bool:
     """Return whether a variable held it before the step and the step's own code does not need it."""
     return each["born"] is None and each.get("owner") == OTHER and each.get("caller") is not None
-
-
-def _held(allocations: Sequence[Mapping[str, Any]], peak: int) -> tuple[Part, ...]:
-    sums: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    for each in filter(_is_held, allocations):
-        sums[each["caller"]] += each["bytes"]
-        counts[each["caller"]] += 1
-    return tuple(
-        Part(place, num_bytes, num_bytes / peak if peak else 0.0, counts[place])
-        for place, num_bytes in sums.most_common()
-    )
 
 
 def _largest(
@@ -256,18 +246,14 @@ def _largest(
 def _large(alike: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[str, int]) -> Large:
     first = alike[0]
     module = first.get("module")
+    names = ("bytes", "op", "phase", "owner", "dtype", "caller")
     return Large(
-        bytes=first["bytes"],
+        **{name: first.get(name) for name in names},
         num_allocations=len(alike),
         num_at_peak=sum(levels.is_alive_at_peak(each) for each in alike),
-        op=first.get("op"),
         module=starred(module) if len(alike) > 1 else module,
         first_module=module,
-        phase=first.get("phase"),
-        owner=first.get("owner"),
-        dtype=first.get("dtype"),
         shape=None if first.get("shape") is None else tuple(first["shape"]),
-        caller=first.get("caller"),
         formula=formula(first, symbols),
     )
 

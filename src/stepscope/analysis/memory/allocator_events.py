@@ -108,11 +108,19 @@ def at_peak_by(summary: MemorySummary, column: str) -> pl.DataFrame:
     )
 
 
-def memory_lives(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
-    """Return every event of one device in order, with `next_order` (the next event at its address) and `is_seen` (for
-    a free: whether the trace has its allocation)."""
-    lives = _lifetimes(_events(linked, device_type, device))
-    return lives.with_columns(_op_names(linked, lives["op"]).alias("op"))
+def main_memory(linked: Linked) -> tuple[MemorySummary, pl.DataFrame] | None:
+    """Return the device with the highest peak, preferring a GPU, and all its events in order; None without events.
+
+    `next_order` is the next event at the address; `is_seen` tells for a free whether the trace has its allocation.
+    """
+    summaries = memory_summary(linked)
+    if not summaries:
+        return None
+    chosen = max(summaries, key=lambda each: (each.device_type != "cpu", each.peak_allocated_bytes))
+    wanted = (chosen.device_type, chosen.device)
+    (device,) = (each for each in memory_devices(linked) if (_type_name(each[0]), each[1]) == wanted)
+    lives = _lifetimes(_events(linked, *device))
+    return chosen, lives.with_columns(_op_names(linked, lives["op"]).alias("op"))
 
 
 def _sound(memory: pl.DataFrame) -> pl.DataFrame:
@@ -137,18 +145,12 @@ def _events(linked: Linked, device_type: int, device: int) -> pl.DataFrame:
 def _lifetimes(events: pl.DataFrame) -> pl.DataFrame:
     """Return events with `next_order` (the next event at the same address) and `is_seen` (whether the previous event
     there was an allocation, so that a free has its allocation in the trace)."""
-    by_address = events.select("address", "order", "bytes").sort("address", maintain_order=True)
-    same_next = pl.col("address") == pl.col("address").shift(-1)
-    same_before = pl.col("address") == pl.col("address").shift(1)
-    found = by_address.select(
-        "order",
-        pl.when(same_next).then(pl.col("order").shift(-1)).alias("next_order"),
-        (same_before & (pl.col("bytes").shift(1) > 0)).fill_null(False).alias("is_seen"),
+    is_known = pl.col("address").is_not_null()
+    is_after_birth = (pl.col("bytes").shift(1).over("address") > 0).fill_null(False)
+    return events.with_columns(
+        next_order=pl.when(is_known).then(pl.col("order").shift(-1).over("address")),
+        is_seen=is_known & is_after_birth,
     )
-    place = pl.zeros(events.height, pl.UInt32, eager=True).scatter(
-        found["order"], pl.int_range(found.height, eager=True)
-    )
-    return events.with_columns(found["next_order"].gather(place), found["is_seen"].gather(place))
 
 
 def _start(events: pl.DataFrame) -> tuple[int, bool]:

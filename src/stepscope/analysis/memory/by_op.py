@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.analysis.memory.timeline import Levels
+from stepscope.analysis.memory.timeline import on_device
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ def memory_by_op(memory: Mapping[str, Any]) -> tuple[OpBytes, ...]:
     >>> memory_by_op({"device": "cpu", "allocations": [made]})
     (OpBytes(op='aten::mm', num_allocations=1, allocated_bytes=12, largest_bytes=12, at_peak_bytes=12),)
     """
-    mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
-    levels = Levels.of([(each, each["bytes"]) for each in mine])
+    mine, levels = on_device(memory)
     by_op: dict[str, list[Mapping[str, Any]]] = {}
     for each in mine:
         if each["born"] is not None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
-from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, MAX_POINTS
+from stepscope.analysis.memory.account import MAX_POINTS, value_of
 from stepscope.analysis.memory.module_tree import alike
-from stepscope.analysis.memory.timeline import Levels, thinned_indices
-
-_Alike = tuple[str | None, str | None, str | None, str | None, str | None, tuple[int, ...] | None]
+from stepscope.analysis.memory.timeline import on_device, thinned_indices
 
 
 @dataclass(frozen=True)
@@ -58,24 +55,16 @@ def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> Lev
     >>> levels_by({"device": "cpu", "allocations": [here, then]}, "owner").levels
     {'activation': (0, 12, 0), 'parameter': (8, 8, 8)}
     """
-    mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
-    whole = Levels.of((each, each["bytes"]) for each in mine)
+    mine, whole = on_device(memory)
     kept = thinned_indices(whole.bytes, most)
-    now: Counter[str | None] = Counter({_value(each, by): 0 for each in mine})
-    changes: list[tuple[int, int, int, str | None]] = []
+    now: Counter[str | None] = Counter()
     for each in mine:
-        if each.get("born") is None:
-            now[_value(each, by)] += each["bytes"]
-        else:
-            changes.append((each["born"], 1, each["bytes"], _value(each, by)))
-        if each.get("died") is not None:
-            changes.append((each["died"], 0, -each["bytes"], _value(each, by)))
-    changes.sort(key=itemgetter(0, 1))  # the same order as in Levels.of
+        now[value_of(each, by)] += each["bytes"] if each.get("born") is None else 0
     levels: dict[str | None, list[int]] = {name: [] for name in now}
     done = 0
     for index in kept:
-        for _, _, change, name in changes[done:index]:
-            now[name] += change
+        for place in range(done, index):
+            now[value_of(whole.changed[place], by)] += whole.bytes[place + 1] - whole.bytes[place]
         done = index
         for name, so_far in levels.items():
             so_far.append(now[name])
@@ -93,21 +82,15 @@ def levels_by(memory: Mapping[str, Any], by: str, most: int = MAX_POINTS) -> Lev
 
 def alive_at_peak(memory: Mapping[str, Any]) -> tuple[Alive, ...]:
     """Return memory alive at the peak of `memory["device"]`, the largest first; adds up to `peak_tracked_bytes`."""
-    mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
-    whole = Levels.of((each, each["bytes"]) for each in mine)
+    mine, whole = on_device(memory)
     alive = [each for each in mine if whole.is_alive_at_peak(each)]
     groups = alike(dict.fromkeys(each.get("module") for each in alive))
-    sums: Counter[_Alike] = Counter()
-    counts: Counter[_Alike] = Counter()
+    sums: Counter[tuple[Any, ...]] = Counter()
+    counts: Counter[tuple[Any, ...]] = Counter()
     for each in alive:
         shape = None if each.get("shape") is None else tuple(each["shape"])
         module = groups[each.get("module")]
-        key = (each.get("owner"), _value(each, "phase"), module, each.get("op"), each.get("dtype"), shape)
+        key = (each.get("owner"), value_of(each, "phase"), module, each.get("op"), each.get("dtype"), shape)
         sums[key] += each["bytes"]
         counts[key] += 1
     return tuple(Alive(*key, num_bytes, counts[key]) for key, num_bytes in sums.most_common())
-
-
-def _value(each: Mapping[str, Any], by: str) -> str | None:
-    value: str | None = each.get(by)
-    return BEFORE_THE_WINDOW if by == "phase" and value is None and each.get("born") is None else value

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.memory.size_formulas import SYMBOLS, common_formula, find_symbols
-from stepscope.analysis.memory.timeline import Levels
+from stepscope.analysis.memory.timeline import on_device
 from stepscope.errors import UsageError
 
 CONSTANT, LINEAR, QUADRATIC, OTHER = GROWTHS = ("constant", "linear", "quadratic", "other")
@@ -61,8 +61,8 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
     symbols = [find_symbols(memory) for memory in both]
     symbol = _what_differs(symbols[0], symbols[1])
     values = (symbols[0][symbol], symbols[1][symbol])
-    levels = [Levels.of((each, each["bytes"]) for each in _mine(memory)) for memory in both]
-    places = [_places(memory) for memory in both]
+    found = [on_device(memory) for memory in both]
+    levels, places = [levels for _, levels in found], [_places(mine) for mine, _ in found]
     groups: dict[tuple[Any, ...], list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     at_peak: dict[str, Counter[int]] = defaultdict(Counter)
     num_matched = 0
@@ -75,16 +75,14 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
             if levels[0].is_alive_at_peak(pair[0]):
                 at_peak[kind].update({0: pair[0]["bytes"], 1: pair[1]["bytes"]})
     rows = [_grown(key, pairs, symbols, values) for key, pairs in groups.items()]
+    num_one, num_other = (len(mine) for mine, _ in found)
     return Growth(
         symbol=symbol,
         values=values,
         peak_bytes=(levels[0].peak_bytes, levels[1].peak_bytes),
         at_peak=tuple(AtPeak(kind, (at_peak[kind][0], at_peak[kind][1])) for kind in GROWTHS if kind in at_peak),
         rows=tuple(sorted(rows, key=lambda row: -row.bytes[1])),
-        num_unmatched=(
-            sum(map(len, places[0].values())) - num_matched,
-            sum(map(len, places[1].values())) - num_matched,
-        ),
+        num_unmatched=(num_one - num_matched, num_other - num_matched),
     )
 
 
@@ -100,14 +98,10 @@ def _what_differs(one: Mapping[str, int], other: Mapping[str, int]) -> str:
     return differ[0]
 
 
-def _mine(memory: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [each for each in memory["allocations"] if each["device"] == memory["device"]]
-
-
-def _places(memory: Mapping[str, Any]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+def _places(allocations: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
     """Return allocations by op, module, phase and dtype, in order; earlier ones also by owner."""
     places: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for each in sorted(_mine(memory), key=lambda each: -1 if each.get("born") is None else each["born"]):
+    for each in sorted(allocations, key=lambda each: -1 if each.get("born") is None else each["born"]):
         owner = each.get("owner") if each.get("born") is None else None
         place = (*(each.get(name) for name in ("op", "module", "phase", "dtype")), owner)
         places[place].append(each)
@@ -127,18 +121,9 @@ def _grown(
     symbols: list[dict[str, int]],
     values: tuple[int, int],
 ) -> Grown:
-    kind, op, module, phase, owner = key
+    kind, *place = key
     sums = (sum(one["bytes"] for one, _ in pairs), sum(other["bytes"] for _, other in pairs))
     exponent = math.log(sums[1] / sums[0]) / math.log(values[1] / values[0]) if all(sums) else 0.0
     largest = max(pairs, key=lambda pair: pair[1]["bytes"])
-    return Grown(
-        growth=kind,
-        exponent=round(exponent, 3),
-        op=op,
-        module=module,
-        phase=phase,
-        owner=owner,
-        num_allocations=len(pairs),
-        bytes=sums,
-        formula=common_formula(list(zip(largest, symbols))),
-    )
+    formula = common_formula(list(zip(largest, symbols)))
+    return Grown(kind, round(exponent, 3), *place, num_allocations=len(pairs), bytes=sums, formula=formula)

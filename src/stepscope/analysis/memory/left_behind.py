@@ -9,7 +9,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_lives, memory_summary
+from stepscope.analysis.memory.allocator_events import main_memory
+from stepscope.analysis.memory.timeline import on_device
 from stepscope.analysis.structure.links import Linked
 
 _KNOWN_OWNERS = ("parameter", "buffer", "gradient", "optimizer_state")
@@ -41,8 +42,8 @@ def growth_in_window(memory: Mapping[str, Any]) -> MemoryGrowth | None:
     held: Counter[Any] = Counter()
     first: dict[Any, Mapping[str, Any]] = {}
     holders: dict[Any, str] = {}
-    for each in memory["allocations"]:
-        if each["device"] != memory["device"] or each.get("owner") in _KNOWN_OWNERS or not each["bytes"]:
+    for each in on_device(memory)[0]:
+        if each.get("owner") in _KNOWN_OWNERS or not each["bytes"]:
             continue
         kind = (each["bytes"], each.get("dtype"), tuple(each.get("shape") or ()))
         is_new, stays = each.get("born") is not None, each.get("died") is None
@@ -87,16 +88,10 @@ def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
     The level rises by similar amounts between steps, and unfreed allocations of the steps before the last explain at
     least half of it, which a prefetched batch does not.
     """
-    steps = linked.steps.table
-    summaries = memory_summary(linked)
-    if steps.height < 2 or not summaries:
+    steps, found = linked.steps.table, main_memory(linked)
+    if steps.height < 2 or found is None or found[1]["address"].null_count():
         return None
-    largest = max(summaries, key=lambda each: (each.device_type != "cpu", each.peak_allocated_bytes))
-    wanted = (largest.device_type, largest.device)
-    (number,) = (n for n, i in memory_devices(linked) if (DEVICE_TYPES.get(n, str(n)), i) == wanted)
-    lives = memory_lives(linked, number, largest.device).sort("time_ns", maintain_order=True)
-    if lives["address"].null_count():
-        return None
+    lives = found[1].sort("time_ns", maintain_order=True)
     borders = pl.concat([steps["start_ns"], steps["end_ns"].tail(1)])
     place = lives["time_ns"].search_sorted(borders, side="left")
     levels = pl.concat([pl.Series("bytes", [0], dtype=pl.Int64), lives["bytes"].cum_sum()]).gather(place)
@@ -124,9 +119,6 @@ def growth_between_steps(linked: Linked) -> MemoryGrowth | None:
 
 def _allocating(linked: Linked, kept: pl.DataFrame) -> pl.DataFrame:
     """Return the spans of the allocating ops; without an op, the moment."""
-    key = ("time_ns", "address")
-    taken = linked.memory.select(*key, "op").join(kept.select(key), on=key, how="semi")
+    taken = linked.memory.join(kept, on=["time_ns", "address"], how="semi")
     start, end = (linked.host[name].gather(taken["op"]) for name in ("start_ns", "end_ns"))
-    return taken.select(
-        start.fill_null(taken["time_ns"]).alias("start_ns"), end.fill_null(taken["time_ns"] + 1).alias("end_ns")
-    )
+    return taken.select(start_ns=start.fill_null(taken["time_ns"]), end_ns=end.fill_null(taken["time_ns"] + 1))

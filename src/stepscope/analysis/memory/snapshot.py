@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.analysis.memory.account import Part
+from stepscope.analysis.memory.account import Part, parts
 from stepscope.trace.snapshot import Block, Entry, Segment, Snapshot
 
 ALLOCATED = "active_allocated"
@@ -49,9 +49,7 @@ def devices_of(snapshot: Snapshot) -> list[int]:
     reserved: Counter[int] = Counter()
     for segment in snapshot.segments:
         reserved[segment.device] += segment.bytes
-    for device, entries in enumerate(snapshot.entries):
-        if entries:
-            reserved[device] += 0
+    reserved.update({device: 0 for device, entries in enumerate(snapshot.entries) if entries})
     return [device for device, _ in reserved.most_common()]
 
 
@@ -153,11 +151,6 @@ def _end(segments: list[Segment], num_entries: int, ooms: tuple[OutOfMemory, ...
     inactive = [block for block in blocks if block.state not in (ALLOCATED, AWAITING_FREE)]
     empty = [s for s in segments if all(b.state not in (ALLOCATED, AWAITING_FREE) for b in s.blocks)]
     requested = sum(block.requested_bytes for block in used)
-    sums: Counter[str | None] = Counter()
-    counts: Counter[str | None] = Counter()
-    for block in used:
-        sums[block.caller] += block.requested_bytes
-        counts[block.caller] += 1
     return SnapshotEnd(
         num_segments=len(segments),
         reserved_bytes=sum(segment.bytes for segment in segments),
@@ -168,10 +161,7 @@ def _end(segments: list[Segment], num_entries: int, ooms: tuple[OutOfMemory, ...
         inactive_bytes=sum(block.bytes for block in inactive),
         largest_inactive_bytes=max((block.bytes for block in inactive), default=0),
         releasable_bytes=sum(segment.bytes for segment in empty),
-        live_by_caller=tuple(
-            Part(caller, num_bytes, num_bytes / requested if requested else 0.0, counts[caller])
-            for caller, num_bytes in sums.most_common()
-        ),
+        live_by_caller=parts(((block.caller, block.requested_bytes) for block in used), requested),
         num_entries=num_entries,
         ooms=ooms,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -28,6 +29,7 @@ class Levels:
     events: Sequence[int]
     times_ns: Sequence[int | None]
     bytes: Sequence[int]
+    changed: Sequence[Mapping[str, Any]]  # the allocation that begins or ends with each event but the first
     peak_index: int
 
     @classmethod
@@ -39,17 +41,14 @@ class Levels:
             if born is None:
                 level += size
             else:
-                changes.append((born, 1, size, each.get("born_ns")))
+                changes.append((born, 1, size, each.get("born_ns"), each))
             if died is not None:
-                changes.append((died, 0, -size, each.get("died_ns")))
+                changes.append((died, 0, -size, each.get("died_ns"), each))
         changes.sort(key=itemgetter(0, 1))  # a free before an allocation at the same position
-        events, times, levels = [BEFORE], [None], [level]
-        for event, _, change, time_ns in changes:
-            level += change
-            events.append(event)
-            times.append(time_ns)
-            levels.append(level)
-        return cls(events, times, levels, max(range(len(levels)), key=levels.__getitem__))
+        levels = list(accumulate((size for _, _, size, _, _ in changes), initial=level))
+        events, times = [BEFORE, *(change[0] for change in changes)], [None, *(change[3] for change in changes)]
+        peak_index = max(range(len(levels)), key=levels.__getitem__)
+        return cls(events, times, levels, [change[4] for change in changes], peak_index)
 
     @property
     def peak_bytes(self) -> int:
@@ -79,6 +78,12 @@ class Levels:
                 place += 1
             points.append(Point(event, time_ns, level, held))
         return points
+
+
+def on_device(memory: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Levels]:
+    """Return the allocations of `memory["device"]`, and their levels."""
+    mine = [each for each in memory["allocations"] if each["device"] == memory["device"]]
+    return mine, Levels.of((each, each["bytes"]) for each in mine)
 
 
 def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
