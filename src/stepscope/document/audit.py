@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.precision.dtype_audit import PHASES, CastGroup, DtypeAudit, Stayed
-from stepscope.document.model import Document, Fact, Facts, Section, Table, Text, Value
+from stepscope.document.model import Document, Fact, Facts, Section, Table, Text
+from stepscope.document.tables import columns_of
 from stepscope.formatting import percent, plural, safe, size
 
 NUM_ROWS = 12
-Columns = dict[str, Sequence[Value]]
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 _WHY = {
     "autocast_fp32_list": "{detail} is on autocast's float32 list for {device}",
@@ -60,39 +60,37 @@ def _facts(audit: DtypeAudit) -> Iterator[Fact]:
 
 
 def _modules(audit: DtypeAudit, num_rows: int) -> Table:
-    groups = audit.modules
-    columns: Columns = {
-        "module": [one.name or "(model)" for one in groups],
-        "num_modules": [one.num_modules for one in groups],
-        "kind": [one.kind for one in groups],
-        "weights": [_short(one.parameters) for one in groups],
-        "inputs": [_short(one.inputs) for one in groups],
-        "outputs": [_short(one.outputs) for one in groups],
-    }
+    columns = columns_of(
+        audit.modules,
+        "module num_modules kind weights inputs outputs",
+        module=lambda one: one.name or "(model)",
+        weights=lambda one: _short(one.parameters),
+        inputs=lambda one: _short(one.inputs),
+        outputs=lambda one: _short(one.outputs),
+    )
     return Table("audit_modules", "Dtypes of modules", columns, num_rows)
 
 
 def _ops(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
     for phase in PHASES:
-        groups = [one for one in audit.ops if one.phase == phase]
-        columns: Columns = {
-            "op": [one.op for one in groups],
-            "num_calls": [one.num_calls for one in groups],
-            "inputs": [_short(one.inputs) for one in groups],
-            "output": [_short([one.output] if one.output else one.inputs[:1]) for one in groups],
-        }
+        columns = columns_of(
+            (one for one in audit.ops if one.phase == phase),
+            "op num_calls inputs output",
+            inputs=lambda one: _short(one.inputs),
+            output=lambda one: _short([one.output] if one.output else one.inputs[:1]),
+        )
         yield Table(f"audit_ops_{phase}", f"Dtypes of ops in {phase}", columns, num_rows)
 
 
 def _stayed(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
-    found, device = audit.stayed, str(audit.facts["device"])
-    if found:
-        columns: Columns = {
-            "ops": [f"{', '.join(one.ops[:8])}{' …' * (len(one.ops) > 8)}" for one in found],
-            "num_calls": [one.num_calls for one in found],
-            "because": [_why(one, device) for one in found],
-            "at": [_places(one.places) for one in found],
-        }
+    if audit.stayed:
+        columns = columns_of(
+            audit.stayed,
+            "ops num_calls because at",
+            ops=lambda one: f"{', '.join(one.ops[:8])}{' …' * (len(one.ops) > 8)}",
+            because=lambda one: _why(one, str(audit.facts["device"])),
+            at=lambda one: _places(one.places),
+        )
         yield Table("audit_float32", "Computed in float32", columns, num_rows, below=("because", "at"))
 
 
@@ -108,16 +106,10 @@ def _places(places: Sequence[str], most: int = 1) -> str:
 
 def _casts(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
     if found := audit.casts:
-        columns: Columns = {
-            "from_to": [f"{_short([one.source])} → {_short([one.target])}" for one in found],
-            "casts": [_numbers(one) for one in found],
-            "moved_bytes": [one.moved_bytes for one in found],
-            "phase": [one.phase for one in found],
-            "of": [one.of for one in found],
-            "cast_by": [_asker(one) for one in found],
-            "in": [_places(one.modules, 4) or "the model" for one in found],
-            "at": [_places(one.callers) for one in found],
-        }
+        columns = {"from_to": [f"{_short([one.source])} → {_short([one.target])}" for one in found]}
+        columns |= columns_of(found, "casts moved_bytes phase of cast_by", casts=_numbers, cast_by=_asker)
+        columns["in"] = [_places(one.modules, 4) or "the model" for one in found]
+        columns["at"] = [_places(one.callers) for one in found]
         note = "casts: per micro-batch" if audit.facts["num_micro_batches"] > 1 else ""
         yield Table("audit_casts", "Casts", columns, num_rows, note, below=("in", "at"))
 
@@ -155,11 +147,9 @@ def _sentences(audit: DtypeAudit) -> Iterator[str]:
             "Autocast caches its casts of weights, not of activations."
         )
     for norm in facts["norms"]:
-        effect = "no fused kernel is lost here"
-        if norm["loses_fused"]:
-            effect = (
-                f"it loses the fused kernel and runs as {', '.join(op.removeprefix('aten.') for op in norm['ops'])}"
-            )
+        ops = ", ".join(op.removeprefix("aten.") for op in norm["ops"])
+        lost = f"it loses the fused kernel and runs as {ops}"
+        effect = lost if norm["loses_fused"] else "no fused kernel is lost here"
         first = norm["module"] or norm["caller"] or "unknown"
         calls = f"{plural(norm['num_calls'], 'call')} of {norm['function']} (first: {first})"
         yield f"{calls} with a {norm['input']} input and a {norm['weight']} weight: {effect}."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from stepscope.analysis.comparison.compare import Pair
+from stepscope.analysis.comparison.compare import Pair, TableRow
 from stepscope.analysis.comparison.compare import Table as Parts
 from stepscope.analysis.comparison.gates import PASSED, UNDECIDED, Comparison
 from stepscope.analysis.comparison.metrics import FEWEST, METRICS, NO_DIFFERENCE, RUNS, SAME, STEPS, TOO_FEW, Change
@@ -31,7 +32,7 @@ _LEAST_SHARE_OF_LARGEST = 0.01
 def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
     """Return the comparison; tables of names have `num_rows` rows, and the rest of them in one row."""
     pairs, is_one = comparison.pairs, len(comparison.pairs) == 1
-    detailed = pairs[0] if is_one else most_changed(comparison)
+    detailed = pairs[0] if is_one else _most_changed(comparison)
     first: list[Part] = [Facts((Fact("base", comparison.base), Fact("new", comparison.new)))]
     if comparison.gates:
         first.append(_gates(comparison))
@@ -45,7 +46,7 @@ def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:
     sections = [Section("changes", "Changes", tuple(first))]
     if detailed is not None:
         at = "" if is_one else f" at {detailed.name}"
-        tables = tuple(_parts(table, num_rows) for table in shown_tables(detailed))
+        tables = tuple(_parts(table, num_rows) for table in _shown_tables(detailed))
         sections.append(Section("causes", f"Where the change comes from{at}", tables))
         sections.append(Section("differences", "What else differs", tuple(_differences(detailed, pairs))))
     return Document("comparison", headline(comparison), tuple(section for section in sections if section.parts))
@@ -55,21 +56,24 @@ def headline(comparison: Comparison) -> str:
     """Return what was found, in a sentence or two."""
     if len(comparison.pairs) == 1:
         return _pair_sentence(comparison.pairs[0], comparison)
-    counts: dict[str, int] = {}
-    for pair in comparison.pairs:
-        change = pair.change("step_time")
-        verdict = "not comparable" if pair.refused else "without a step time" if change is None else change.verdict
-        counts[verdict] = counts.get(verdict, 0) + 1
-    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+    changes = [pair.change("step_time") for pair in comparison.pairs]
+    verdicts = _counts(
+        "not comparable" if pair.refused else "without a step time" if change is None else change.verdict
+        for pair, change in zip(comparison.pairs, changes)
+    )
     sentence = f"{plural(len(comparison.pairs), 'point')} compared: {verdicts}."
-    largest = most_changed(comparison)
+    largest = _most_changed(comparison)
     change = None if largest is None else largest.change("step_time")
     if largest is not None and change is not None and change.verdict not in (NO_DIFFERENCE, TOO_FEW):
         sentence += f" The largest change is at {largest.name}: {change_text(change)} ({interval_text(change)})."
     return sentence
 
 
-def most_changed(comparison: Comparison) -> Pair | None:
+def _counts(words: Iterable[str]) -> str:
+    return ", ".join(f"{number} {word}" for word, number in Counter(words).items())
+
+
+def _most_changed(comparison: Comparison) -> Pair | None:
     """Return the pair whose step time changed most, those with a verdict first."""
 
     def weight(pair: Pair) -> tuple[bool, float]:
@@ -83,7 +87,7 @@ def most_changed(comparison: Comparison) -> Pair | None:
 
 def _pair_sentence(pair: Pair, comparison: Comparison) -> str:
     if pair.refused:
-        both = "; ".join(f"{each.what} ({value_text(each.base)} and {value_text(each.new)})" for each in pair.refused)
+        both = "; ".join(f"{each.what} ({_text(each.base)} and {_text(each.new)})" for each in pair.refused)
         option = ",".join(each.what for each in pair.refused)
         return f"Not comparable: the two differ in {both}. To compare them anyway, add --allow {option}."
     change = pair.change("step_time")
@@ -128,37 +132,22 @@ def _largest_part(pair: Pair) -> str:
 
 
 def _gates(comparison: Comparison) -> Table:
-    rows = [
-        (
-            gate.status,
-            f"{gate.metric}:{100 * gate.limit_share:g}%",
-            gate.pair or "",
-            "" if gate.share is None else signed(percent(abs(gate.share)), gate.share),
-            gate.reason,
-        )
-        for gate in sorted(comparison.gates, key=lambda gate: gate.status == PASSED)
-    ]
-    counts: dict[str, int] = {}
-    for gate in comparison.gates:
-        counts[gate.status] = counts.get(gate.status, 0) + 1
-    title = ", ".join(f"{number} {status}" for status, number in counts.items())
-    note = "A gate never passes on missing data." if UNDECIDED in counts else ""
+    rows = []
+    for gate in sorted(comparison.gates, key=lambda gate: gate.status == PASSED):
+        change = "" if gate.share is None else signed(percent(abs(gate.share)), gate.share)
+        rows.append((gate.status, f"{gate.metric}:{100 * gate.limit_share:g}%", gate.pair or "", change, gate.reason))
+    statuses = [gate.status for gate in comparison.gates]
+    note = "A gate never passes on missing data." if UNDECIDED in statuses else ""
     titles = ("gate", "limit", "point", "change", "reason")
-    return _table("gates", f"Gates: {title}", titles, rows, note=note, below=("reason",))
+    return _table("gates", f"Gates: {_counts(statuses)}", titles, rows, note=note, below=("reason",))
 
 
 def _metrics(pair: Pair) -> Table:
-    rows = [
-        (
-            METRICS[change.metric].title,
-            figure(change.base, change.unit),
-            figure(change.new, change.unit),
-            change_text(change),
-            _verdict(change),
-            interval_text(change),
-        )
-        for change in pair.changes
-    ]
+    rows = []
+    for change in pair.changes:
+        base, new = figure(change.base, change.unit), figure(change.new, change.unit)
+        title, interval = METRICS[change.metric].title, interval_text(change)
+        rows.append((title, base, new, change_text(change), _verdict(change), interval))
     return _table("metrics", "Metrics", ("metric", "base", "new", "change", "verdict", "95 % interval"), rows)
 
 
@@ -168,12 +157,12 @@ def _points(comparison: Comparison) -> Table:
         step, peak = pair.change("step_time"), pair.change("peak_memory")
         why = "not comparable: " + ", ".join(each.what for each in pair.refused) if pair.refused else ""
         why = why or "; ".join(each.reason for each in pair.missing if each.what == "step_time")
-        cells = [""] * 4
+        cells = [""] * 5
         if step is not None:
-            cells = [figure(step.base, step.unit), figure(step.new, step.unit), change_text(step), step.verdict]
-        memory = "" if peak is None else change_text(peak)
-        interval = "" if step is None else interval_text(step)
-        rows.append((pair.name or pair.base, *cells, memory, interval, "" if cells[3] else why))
+            base, new = figure(step.base, step.unit), figure(step.new, step.unit)
+            cells = [base, new, change_text(step), step.verdict, interval_text(step)]
+        cells.insert(4, "" if peak is None else change_text(peak))
+        rows.append((pair.name or pair.base, *cells, "" if cells[3] else why))
     titles = ("point", "base", "new", "change", "verdict", "peak memory", "95 % interval", "reason")
     titles = titles if any(row[-1] for row in rows) else titles[:-1]
     return _table("points", "Step time of every point", titles, rows, below=("reason",))
@@ -181,11 +170,23 @@ def _points(comparison: Comparison) -> Table:
 
 def _parts(table: Parts, num_rows: int) -> Table:
     rows = [
-        (name, _delta(table, delta), _level(table, base), _level(table, new))
-        for name, base, new, delta in shown_rows(table, num_rows)
+        (row.name, _delta(table, row.delta), _level(table, row.base), _level(table, row.new))
+        for row in _shown_rows(table, num_rows)
     ]
     title = f"{BY[table.by]} ({_delta(table, table.delta)} of {table.of})"
     return _table(f"by_{table.by}", title, ("name", "change", "base", "new"), rows)
+
+
+def _shown_rows(table: Parts, num_rows: int) -> list[TableRow]:
+    """Return the rows that moved most; one row holds the others, so deltas add up."""
+    named = [row for row in table.rows if row.name != UNATTRIBUTED]
+    least = _LEAST_SHARE_OF_LARGEST * max(abs(row.delta) for row in table.rows)
+    shown = [row for row in named[:num_rows] if abs(row.delta) >= least and row.delta]
+    rest = [row for row in named[len(shown) :] if row.base or row.new]
+    if len(rest) > 1:
+        base, new, delta = (sum(getattr(row, name) for row in rest) for name in ("base", "new", "delta"))
+        rest = [TableRow(f"{len(rest)} more" if shown else f"all {len(rest)}", base, new, delta)]
+    return [*shown, *rest, *(row for row in table.rows if row.name == UNATTRIBUTED)]
 
 
 def _differences(pair: Pair, pairs: Sequence[Pair]) -> Iterator[Part]:
@@ -193,54 +194,30 @@ def _differences(pair: Pair, pairs: Sequence[Pair]) -> Iterator[Part]:
     common = [each for each in first.differs if all(each in other.differs for other in others)]
     allowed = {each.what for each in pair.allowed}
     rows = [
-        (each.what, value_text(each.base), value_text(each.new), "yes" if each.what in allowed else "")
+        (each.what, _text(each.base), _text(each.new), "yes" if each.what in allowed else "")
         for each in (*pair.allowed, *(each for each in common if each.what not in allowed))
     ]
     if rows:
         titles = ("setting", "base", "new", "allowed")
         yield _table("differences", "Settings and environment", titles if allowed else titles[:3], rows)
-    for text in lacks(pair):
-        yield Missing(text)
+    yield from map(Missing, _lacks(pair))
     if pair.notes:
         yield Facts(tuple(Fact("note", note) for note in pair.notes))
 
 
-def _table(
-    id: str,
-    title: str,
-    titles: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    note: str = "",
-    below: tuple[str, ...] = (),
-) -> Table:
+def _table(id: str, title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> Table:
     columns = {name: [row[place] for row in rows] for place, name in enumerate(titles)}
-    return Table(id, title, columns, num_shown=len(rows), note=note, below=below)
+    return Table(id, title, columns, num_shown=len(rows), **more)
 
 
-def shown_tables(pair: Pair) -> list[Parts]:
+def _shown_tables(pair: Pair) -> list[Parts]:
     """Return the tables of changes that are larger than the noise and the threshold."""
-    changes = {"ns": pair.change("step_time"), "bytes": pair.change("peak_memory")}
-    unchanged = {
-        unit for unit, change in changes.items() if change is not None and change.verdict in (NO_DIFFERENCE, SAME)
-    }
+    changes = [pair.change("step_time"), pair.change("peak_memory")]
+    unchanged = {change.unit for change in changes if change and change.verdict in (NO_DIFFERENCE, SAME)}
     return [table for table in pair.tables if table.delta and table.unit not in unchanged]
 
 
-def shown_rows(table: Parts, num_rows: int) -> list[tuple[str, float, float, float]]:
-    """Return name, base, new and delta of the rows that moved most; one row holds the others, so deltas add up."""
-    named = [row for row in table.rows if row.name != UNATTRIBUTED]
-    largest = max(abs(row.delta) for row in table.rows)
-    shown = [row for row in named[:num_rows] if abs(row.delta) >= _LEAST_SHARE_OF_LARGEST * largest and row.delta]
-    rest = [row for row in named[len(shown) :] if row.base or row.new]
-    shown, rest = ([*shown, *rest], []) if len(rest) == 1 else (shown, rest)
-    rows = [(row.name, row.base, row.new, row.delta) for row in shown]
-    if rest:
-        base, new, delta = (sum(getattr(row, name) for row in rest) for name in ("base", "new", "delta"))
-        rows.append((f"{len(rest)} more" if shown else f"all {len(rest)}", base, new, delta))
-    return rows + [(row.name, row.base, row.new, row.delta) for row in table.rows if row.name == UNATTRIBUTED]
-
-
-def lacks(pair: Pair) -> list[str]:
+def _lacks(pair: Pair) -> list[str]:
     """Return what could not be compared; if the time did not change, missing causes do not count."""
     step = pair.change("step_time")
     is_unchanged = step is not None and step.verdict == NO_DIFFERENCE
@@ -258,9 +235,8 @@ def figure(value: float, unit: str) -> str:
     >>> figure(2_770_000, "ns"), figure(0.5, "share")
     ('2.770 ms', '50.0 %')
     """
-    if unit == "ns":
-        return milliseconds(value).replace("-", MINUS)
-    return {"bytes": size, "share": percent, "count": average}.get(unit, significant)(value).replace("-", MINUS)
+    forms = {"ns": milliseconds, "bytes": size, "share": percent, "count": average}
+    return forms.get(unit, significant)(value).replace("-", MINUS)
 
 
 def signed(text: str, value: float) -> str:
@@ -281,9 +257,8 @@ def change_text(change: Change) -> str:
 
 def interval_text(change: Change) -> str:
     """Return the interval of the change, or an empty text."""
-    if change.low is None or change.high is None:
-        return ""
-    return f"{signed(percent(abs(change.low)), change.low)} to {signed(percent(abs(change.high)), change.high)}"
+    ends = [signed(percent(abs(end)), end) for end in (change.low, change.high) if end is not None]
+    return " to ".join(ends) if len(ends) == 2 else ""
 
 
 def p_text(p_value: float) -> str:
@@ -314,7 +289,7 @@ def _delta(table: Parts, delta: float) -> str:
     return signed(_level(table, abs(delta)), delta)
 
 
-def value_text(value: Any) -> str:
+def _text(value: Any) -> str:
     """Return a setting's value as text."""
     if value is None:
         return "none"

@@ -8,12 +8,12 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import varying_axes
 from stepscope.analysis.compiler.compile_summary import CompilerSummary, compiler_summary
-from stepscope.document.model import Document, Part, Section, Table, Text, Value
+from stepscope.document.model import Document, Part, Section, Table, Text
 from stepscope.document.sections.compiler import summary_parts, summary_verdict
+from stepscope.document.tables import columns_of, without_empty
 from stepscope.formatting import safe
 
 VERDICTS = {"ok": "same", "wrong": "differs"}
-DOES_NOT_COMPILE = "does not compile"
 
 
 def check_json(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,15 +35,14 @@ def checks_document(rows: Sequence[Mapping[str, Any]]) -> Document:
         titles.append(f"{safe(row['workload'])}, {how}: {_verdict(row)}")
     sections = [Section("check", title, tuple(_parts(row))) for title, row in zip(titles, rows)]
     counts = ", ".join(f"{number} {verdict}" for verdict, number in Counter(map(_verdict, rows)).items())
-    return Document(
-        "Compile checks", titles[0] if len(rows) == 1 else f"{len(rows)} checks: {counts}", tuple(sections)
-    )
+    verdict = titles[0] if len(rows) == 1 else f"{len(rows)} checks: {counts}"
+    return Document("Compile checks", verdict, tuple(sections))
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
     """Return `same`, `differs`, `does not compile`, or the status of a check that did not finish."""
     if row.get("compiles") is False:
-        return DOES_NOT_COMPILE
+        return "does not compile"
     return VERDICTS.get(str(row["status"]), str(row["status"]))
 
 
@@ -60,19 +59,15 @@ def _parts(row: Mapping[str, Any]) -> Iterator[Part]:
     if row.get("reason"):
         yield Text(safe(row["reason"], 600))
     shapes = [shape for shape in row.get("shapes") or () if "first_call_ns" in shape]
-    columns: dict[str, Sequence[Value]] = {
-        "shape": [
-            ", ".join(f"{name}={value}" for name, value in shape["shape"].items()) or "as built" for shape in shapes
-        ],
-        "first_call_ns": [shape["first_call_ns"] for shape in shapes],
-        "compiled_ns": [shape.get("compiled_ns") for shape in shapes],
-        "eager_ns": [shape.get("eager_ns") for shape in shapes],
-        "output_deviation": [_deviation(shape, "outputs") for shape in shapes],
-        "gradient_deviation": [_deviation(shape, "gradients") for shape in shapes],
-        "is_same": [bool(shape["passed"]) for shape in shapes],
-    }
-    known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-    yield Table("check_shapes", "Compiled against eager code", known)
+    columns = columns_of(
+        shapes,
+        "shape first_call_ns compiled_ns eager_ns output_deviation gradient_deviation is_same",
+        shape=lambda one: ", ".join(f"{name}={value}" for name, value in one["shape"].items()) or "as built",
+        output_deviation=lambda one: _deviation(one, "outputs"),
+        gradient_deviation=lambda one: _deviation(one, "gradients"),
+        is_same=lambda one: bool(one["passed"]),
+    )
+    yield Table("check_shapes", "Compiled against eager code", without_empty(columns))
     if (summary := _summary(row)) is not None:
         yield Text(summary_verdict(summary))
         yield from summary_parts(summary)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stepscope.analysis.precision.dtype_comparison import CAST, REFERENCE, DtypeComparison, DtypeRow
-from stepscope.document.model import Document, Fact, Facts, Part, Section, Table, Text, Value
+from stepscope.document.model import Document, Fact, Facts, Part, Section, Table, Text
+from stepscope.document.tables import columns_of
 from stepscope.formatting import duration, plural, safe, significant
 
 NUM_CLASSES = 4
@@ -40,53 +41,39 @@ def _parts(comparison: DtypeComparison) -> Iterator[Part]:
     yield from map(Text, sentences(comparison))
     if lost := [row for row in comparison.rows if row.status != "ok"]:
         yield Facts(tuple(Fact(row.dtype, row.status, safe(row.reason or "no reason given", 400)) for row in lost))
-    yield from _times(comparison)
-    yield from _memory(comparison)
-    yield from _exactness(comparison)
+    yield from (_times(comparison), _memory(comparison), _exactness(comparison))
 
 
-def _times(comparison: DtypeComparison) -> Iterator[Table]:
-    rows = [(row, row.time) for row in comparison.rows if row.time is not None]
-    phases = dict.fromkeys(name for row, _ in rows for name in row.phase_ns)
-    columns: dict[str, Sequence[Value]] = {
-        "dtype": [row.dtype for row, _ in rows],
-        "step_ns": [time.median for _, time in rows],
-        f"÷ {REFERENCE}": [comparison.slowdown(row) for row, _ in rows],
-    }
-    columns |= {f"{name}_ns": [row.phase_ns.get(name) for row, _ in rows] for name in phases}
-    yield Table("dtype_times", "Time per step", columns)
+def _times(comparison: DtypeComparison) -> Table:
+    rows = [row for row in comparison.rows if row.time is not None]
+    phases = dict.fromkeys(name for row in rows for name in row.phase_ns)
+    columns = columns_of(rows, "dtype step_ns", step_ns=lambda row: row.time.median)
+    columns[f"÷ {REFERENCE}"] = [comparison.slowdown(row) for row in rows]
+    columns |= {f"{name}_ns": [row.phase_ns.get(name) for row in rows] for name in phases}
+    return Table("dtype_times", "Time per step", columns)
 
 
-def _memory(comparison: DtypeComparison) -> Iterator[Table]:
-    """Yield what is alive at the peak; a narrow terminal leaves out the smallest owners."""
+def _memory(comparison: DtypeComparison) -> Table:
+    """Return what is alive at the peak; a narrow terminal leaves out the smallest owners."""
     rows = [row for row in comparison.rows if row.memory_bytes]
-    most = {name: max((row.memory_bytes.get(name, 0) for row in rows), default=0) for name in _OWNERS}
-    columns: dict[str, Sequence[Value]] = {"dtype": [row.dtype for row in rows]}
+    owners = {f"{title}_bytes": [row.memory_bytes.get(name, 0) for row in rows] for name, title in _OWNERS.items()}
     peaks = [sum(row.memory_bytes.values()) if row.peak_bytes is None else row.peak_bytes for row in rows]
-    columns["peak_bytes"] = peaks
-    columns |= {
-        f"{title}_bytes": [row.memory_bytes.get(name, 0) for row in rows]
-        for name, title in _OWNERS.items()
-        if most[name]
-    }
-    screen = (
-        "dtype",
-        "peak_bytes",
-        *(f"{_OWNERS[name]}_bytes" for name in sorted(most, key=lambda name: -most[name])),
+    columns = {"dtype": [row.dtype for row in rows], "peak_bytes": peaks}
+    columns |= {name: sizes for name, sizes in owners.items() if any(sizes)}
+    screen = ("dtype", "peak_bytes", *sorted(owners, key=lambda name: -max(owners[name], default=0)))
+    return Table("dtype_memory", "Alive at the peak", columns, screen=screen)
+
+
+def _exactness(comparison: DtypeComparison) -> Table:
+    columns = columns_of(
+        (row for row in comparison.rows if row.loss is not None or _deviation(row) is not None),
+        "dtype loss difference gradient largest_element",
+        loss=lambda row: "–" if row.loss is None else f"{row.loss:.6g}",
+        difference=lambda row: _exponent(row.loss_difference, "+.2e"),
+        gradient=lambda row: _exponent(_deviation(row)),
+        largest_element=lambda row: _exponent(row.gradient_largest),
     )
-    yield Table("dtype_memory", "Alive at the peak", columns, screen=screen)
-
-
-def _exactness(comparison: DtypeComparison) -> Iterator[Table]:
-    rows = [row for row in comparison.rows if row.loss is not None or _deviation(row) is not None]
-    columns: dict[str, Sequence[Value]] = {
-        "dtype": [row.dtype for row in rows],
-        "loss": ["–" if row.loss is None else f"{row.loss:.6g}" for row in rows],
-        "difference": [_exponent(row.loss_difference, "+.2e") for row in rows],
-        "gradient": [_exponent(_deviation(row)) for row in rows],
-        "largest_element": [_exponent(row.gradient_largest) for row in rows],
-    }
-    yield Table("dtype_exactness", f"Deviation from {REFERENCE}", columns)
+    return Table("dtype_exactness", f"Deviation from {REFERENCE}", columns)
 
 
 def _deviation(row: DtypeRow) -> float | None:

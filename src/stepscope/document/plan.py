@@ -7,6 +7,7 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import varying_axes
 from stepscope.document.model import Bars, Document, Fact, Facts, Part, Section, Series, Table, Value
+from stepscope.document.tables import columns_of
 from stepscope.formatting import count, duration, flops, plural, safe, size, whole_percent
 
 OWNERS = {
@@ -58,27 +59,20 @@ def _one(row: Mapping[str, Any]) -> Iterator[Part]:
     facts += [Fact("parameters", f"{row['parameters']:,}"), Fact("FLOPs", f"{flops(row['flops'])} per step")]
     if (bound := row["lower_bound"]) is not None:
         other = "bandwidth" if bound["binds"] == "compute" else "compute"
-        text = (
-            f"{_ms(bound['ms'])} per step, limited by {bound['binds']} ({other} alone: {_ms(bound[f'{other}_ms'])})"
-        )
+        alone = f"({other} alone: {_ms(bound[f'{other}_ms'])})"
         tokens = "" if row["tokens_per_s"] is None else f"; at most {count(row['tokens_per_s'])} tokens/s"
-        facts.append(Fact("least time", text + tokens))
+        text = f"{_ms(bound['ms'])} per step, limited by {bound['binds']} {alone}{tokens}"
+        facts.append(Fact("least time", text))
     for key, title in SEARCHED.items():
         if key in row:
             why = row["bounded_by"].get(key)
             found = "unknown" if row[key] is None else f"{row[key]:,}" if row[key] else "not even 1 fits"
             facts.append(Fact(title, found + (f": {why}" if why else "")))
     yield Facts(tuple(facts))
-    yield Bars(
-        id="live_at_peak",
-        title=f"live at the peak of {size(row['peak_allocated_bytes'])}",
-        labels=[OWNERS.get(owner, owner) for owner in row["live_at_peak"]],
-        series=(Series("live at the peak", list(row["live_at_peak"].values())),),
-        unit="live_bytes",
-        whole=row["peak_allocated_bytes"],
-    )
-    modules = {name: num_bytes for name, num_bytes in row["live_at_peak_by_module"].items() if name}
-    if modules:
+    live, peak = row["live_at_peak"], row["peak_allocated_bytes"]
+    labels, series = [OWNERS.get(owner, owner) for owner in live], (Series("live at the peak", list(live.values())),)
+    yield Bars("live_at_peak", f"live at the peak of {size(peak)}", labels, series, "live_bytes", peak)
+    if modules := {name: num_bytes for name, num_bytes in row["live_at_peak_by_module"].items() if name}:
         columns = {"module": list(modules), "live_bytes": list(modules.values())}
         yield Table("modules", "modules that hold the most of it", columns, num_shown=NUM_MODULES)
 
@@ -86,15 +80,15 @@ def _one(row: Mapping[str, Any]) -> Iterator[Part]:
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     axes = [_axes(row) for row in rows]
     varying, _ = varying_axes(axes)
-    bounds = [row["lower_bound"] or {} for row in rows]
     columns: dict[str, list[Value]] = {name: [safe(each.get(name, ""), 30) for each in axes] for name in varying}
-    columns["device"] = [row["device"] for row in rows]
-    columns["verdict"] = [row["fits"] or "" for row in rows]
-    columns["peak_bytes"] = [row["peak_allocated_bytes"] for row in rows]
-    columns |= {key: [row.get(key) for row in rows] for key in SEARCHED if key in rows[0]}
-    columns["reserved_bytes"] = [row["peak_reserved_bytes"] for row in rows]
-    columns["least_time_ns"] = [bound["ms"] * 1e6 if bound else None for bound in bounds]
-    columns["limited_by"] = [bound.get("binds", "") for bound in bounds]
+    columns |= columns_of(
+        rows,
+        f"device verdict peak_bytes:peak_allocated_bytes {' '.join(key for key in SEARCHED if key in rows[0])} "
+        "reserved_bytes:peak_reserved_bytes least_time_ns limited_by",
+        verdict=lambda row: row["fits"] or "",
+        least_time_ns=lambda row: bound["ms"] * 1e6 if (bound := row["lower_bound"]) else None,
+        limited_by=lambda row: (row["lower_bound"] or {}).get("binds", ""),
+    )
     return Table("plans", "Predictions", columns, num_shown=len(rows), screen=tuple(columns))
 
 

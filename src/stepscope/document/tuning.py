@@ -10,7 +10,8 @@ from stepscope.analysis.comparison.sweeps import OK
 from stepscope.analysis.comparison.tuning import AGAIN, BESIDE, Gain, Tried, Tuning, tuning_of
 from stepscope.devices import find_device, load_ceilings
 from stepscope.document.comparison import p_text
-from stepscope.document.model import Document, Fact, Facts, Part, Section, Table, Value
+from stepscope.document.model import Document, Fact, Facts, Part, Section, Table
+from stepscope.document.tables import columns_of
 from stepscope.formatting import duration, plural, safe, significant, size
 
 DEFAULTS = "the defaults"
@@ -126,15 +127,15 @@ def _loss(point: Tried) -> str:
 
 
 def _frontier(tuning: Tuning) -> Table:
-    points = tuning.frontier
-    base = tuning.defaults.per_s if tuning.defaults is not None and tuning.defaults.status == OK else None
+    points, defaults = tuning.frontier, tuning.defaults
+    base = defaults.per_s if defaults is not None and defaults.status == OK else None
     best = None if tuning.best is None else tuning.best.hash
-    columns: dict[str, list[Value]] = {
-        "point": [turned_text(point.turned) + (" *" if point.hash == best else "") for point in points],
-        f"{tuning.unit}_per_s": [point.per_s for point in points],
-        "memory_bytes": [point.memory_bytes for point in points],
-        "loss": ["unchecked" if point.loss_unchecked else "correct" for point in points],
-    }
+    columns = columns_of(
+        points,
+        f"point {tuning.unit}_per_s:per_s memory_bytes loss",
+        point=lambda point: turned_text(point.turned) + (" *" if point.hash == best else ""),
+        loss=lambda point: "unchecked" if point.loss_unchecked else "correct",
+    )
     if base:
         columns["speedup"] = [round((point.per_s or 0) / base, 2) for point in points]
     if any(point.mfu_share is not None for point in points):
@@ -145,22 +146,21 @@ def _frontier(tuning: Tuning) -> Table:
 
 
 def _path(tuning: Tuning) -> Table:
-    steps = [", ".join(f"{name} {move['before'][name]} → {to}" for name, to in move["turned"].items())
-             for move in tuning.moves]  # fmt: skip
-    gains = [None if move["gain"] is None else round(move["gain"], 2) for move in tuning.moves]
-    columns: dict[str, list[Value]] = {"change": [*steps], "round": [move["round"] for move in tuning.moves]}
-    return Table("path", "the path of the search", {**columns, "speedup": gains}, num_shown=len(steps))
+    columns = columns_of(
+        tuning.moves,
+        "change round speedup",
+        change=lambda move: ", ".join(f"{name} {move['before'][name]} → {to}" for name, to in move["turned"].items()),
+        speedup=lambda move: None if move["gain"] is None else round(move["gain"], 2),
+    )
+    return Table("path", "the path of the search", columns, num_shown=len(tuning.moves))
 
 
 def _not_ranked(tuning: Tuning) -> list[Fact]:
     failed = [point for point in tuning.points if point.status != OK]
-    facts = [
-        Fact(
-            "pruned" if point.is_pruned else point.status,
-            f"{turned_text(point.turned)}: {safe(point.reason or 'no reason recorded', _REASON)}",
-        )
-        for point in failed[:NUM_FAILED]
-    ]
+    facts = []
+    for point in failed[:NUM_FAILED]:
+        reason = safe(point.reason or "no reason recorded", _REASON)
+        facts.append(Fact("pruned" if point.is_pruned else point.status, f"{turned_text(point.turned)}: {reason}"))
     more = len(failed) - NUM_FAILED
     return [*facts, Fact("", f"and {more} more: see --json")] if more > 0 else facts
 

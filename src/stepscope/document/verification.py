@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from stepscope.analysis.comparison.losses import AGREE, NOT_COMPARED, LossCheck
@@ -40,19 +41,17 @@ def verification_document(found: Verification) -> Document:
         *(Fact("warning", warning) for warning in found.warnings),
     )
     ordered = sorted(found.fixes, key=lambda each: (_ORDER.index(each.status), _rank(each)))
-    sections = [
-        Section(each.fix, f"Fix {each.fix}: {_verdict(each)}", (Facts(tuple(_facts(each))),)) for each in ordered
-    ]
-    return Document("verification", headline(found), (Section("baseline", "", (Facts(about),)), *sections))
+    sections = [Section("baseline", "", (Facts(about),))]
+    for each in ordered:
+        sections.append(Section(each.fix, f"Fix {each.fix}: {_verdict(each)}", (Facts(tuple(_facts(each))),)))
+    return Document("verification", headline(found), tuple(sections))
 
 
 def headline(found: Verification) -> str:
     """Return what was found, in a sentence or two."""
     if len(found.fixes) == 1:
         return _sentence(found.fixes[0])
-    counts: dict[str, int] = {}
-    for each in sorted(found.fixes, key=lambda fix: _ORDER.index(fix.status)):
-        counts[each.status] = counts.get(each.status, 0) + 1
+    counts = Counter(sorted((each.status for each in found.fixes), key=_ORDER.index))
     statuses = ", ".join(f"{number} {status}" for status, number in counts.items())
     best = min((each for each in found.fixes if each.status == FASTER), key=_rank, default=None)
     return f"{len(found.fixes)} fixes: {statuses}.{'' if best is None else f' {_sentence(best)}'}"
@@ -98,11 +97,11 @@ def _facts(each: Verified) -> Iterator[Fact]:
     if each.left and each.status != NOT_APPLIED:
         yield Fact("not applied", _counts(each.left))
     if any(abs(after - before) > 0.005 for before, after in each.products.values()):
-        shares = (
-            f"{name} {whole_percent(before)} → {whole_percent(after)}"
-            for name, (before, after) in each.products.items()
-        )
-        yield Fact("dtypes", f"share of the FLOPs per step: {', '.join(shares)}")
+        percents = {
+            name: f"{whole_percent(old)} → {whole_percent(new)}" for name, (old, new) in each.products.items()
+        }
+        shares = ", ".join(f"{name} {text}" for name, text in percents.items())
+        yield Fact("dtypes", f"share of the FLOPs per step: {shares}")
     if each.warmup_extra_ns is not None and each.warmup_extra_ns > _LEAST_WARMUP_NS:
         back = "" if each.pays_after_steps is None else f"; it pays off after {plural(each.pays_after_steps, 'step')}"
         yield Fact("warm-up", f"{duration(each.warmup_extra_ns, 3)} longer{back}")
