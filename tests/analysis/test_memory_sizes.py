@@ -102,7 +102,7 @@ def test_without_shapes_there_are_no_symbols():
         ([D, D], "float32", "optimizer_state", "d²·4"),
         ([B, 1, S], "bool", "temporary", "B·S·1"),
         ([B, S, 5], "float32", "temporary", "5·B·S·4"),
-        ([B, S, 13], "float32", "temporary", None),
+        ([B, S, 13], "float32", "temporary", "13·B·S·4"),
         ([5], "float32", "temporary", None),
         ([], "float32", "temporary", None),
         ([B, S], "float4_e2m1fn_x2", "temporary", None),

@@ -71,6 +71,39 @@ def test_a_gated_feed_forward_has_two_ways_in():
     assert symbols == {"d": 8, "ff": 28}
 
 
+def test_logits_are_not_explained_by_a_feed_forward_of_half_the_vocabulary():
+    batch, length, width, inner = 4, 24, 40, 64
+    weights = [
+        made([2 * inner, width], "parameter", module="head"),
+        made([2 * inner, width], "parameter", module="tokens.embedding"),
+        made([inner, width], "parameter", module="blocks.0.mlp.up"),
+        made([width, inner], "parameter", module="blocks.0.mlp.down"),
+    ]
+    symbols = find_symbols(of(*weights, made([batch, length], "input", dtype="int64")))
+    assert symbols == {"B": batch, "S": length, "d": width, "ff": inner, "V": 2 * inner}
+
+    def explained(module: str | None) -> str | None:
+        return formula(made([batch * length, 2 * inner], module=module), symbols)
+
+    assert [explained("head"), explained(None), explained("blocks.0.mlp.up")] == ["B·S·V·4", "B·S·V·4", "2·B·S·ff·4"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ([2, 6, 12], "12·B·S·4"),  # three times the width, or the feed-forward
+        ([2, 6, 4], "B·S·d·4"),
+        ([2, 4], "4·B·4"),  # the width, or tokens
+        ([2, 2, 2, 2], "8·B·4"),  # a batch has no second batch
+        ([2, 7, 6, 6], "7·B·S²·4"),
+    ],
+)
+def test_a_size_that_several_names_fit_is_a_number(shape, expected):
+    symbols = {"B": 2, "S": 4 if shape == [2, 4] else 6, "d": 4, "ff": 12}
+
+    assert formula(made(shape, module="blocks.0.mlp.up"), symbols) == expected
+
+
 def test_what_was_there_before_is_matched_by_owner():
     def step(length: int) -> dict[str, Any]:
         before = {"born": None, "op": "before the window", "phase": None}

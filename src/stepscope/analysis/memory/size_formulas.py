@@ -1,4 +1,7 @@
-"""Why an allocation has its size: the product of batch, length, heads and widths that gives its bytes."""
+"""Why an allocation has its size: its shape, with batch, length, heads and widths by their names.
+
+Every dimension of the shape is named by itself. A size that several names fit equally well stays a number.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
+
+from stepscope.analysis.costs.op_calls import ITEM_BYTES
 
 SYMBOLS = {
     "B": "batch",
@@ -17,26 +23,9 @@ SYMBOLS = {
     "V": "vocabulary",
     "E": "experts",
 }
-ITEM_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "complex64": 8,
-    "complex128": 16,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "uint64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int16": 2,
-    "uint16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 WEIGHTS = ("parameter", "buffer", "gradient", "optimizer_state", "autocast_weight_cast")
 """Owners whose sizes do not depend on batch and length."""
-MOST_FACTOR = 8  # the largest factor that may remain unexplained by symbols
+MOST_FACTOR = 8  # the most chunks that one storage is taken to hold; smaller dimensions are kernel sizes
 
 _INTEGERS = ("int64", "int32", "uint8")
 _VOCABULARY = re.compile(r"emb|wte|tok|vocab|head|lm_", re.IGNORECASE)
@@ -61,15 +50,12 @@ def _batch_and_length(inputs: Sequence[Mapping[str, Any]], made: Sequence[tuple[
     Swapped if there are scores (…, first, first) but none (…, second, second).
     """
 
-    def rank(each: Mapping[str, Any]) -> tuple[bool, int, int]:
-        return (each.get("dtype") in _INTEGERS and len(each["shape"]) == 2, len(each["shape"]), each["bytes"])
-
+    ranks = [(each.get("dtype") in _INTEGERS and len(each["shape"]) == 2, len(each["shape"])) for each in inputs]
     if not inputs:
         return {}
-    best = max(inputs, key=rank)
+    (is_tokens, num_dimensions), best = max(zip(ranks, inputs), key=lambda pair: (pair[0], pair[1]["bytes"]))
     shape = best["shape"]
-    has_length = len(shape) == 3 or (len(shape) == 2 and best.get("dtype") in _INTEGERS)
-    if not has_length:
+    if not is_tokens and num_dimensions != 3:
         return {"B": shape[0]}
     if _has_scores(made, shape[0], shape[1]) and not _has_scores(made, shape[1], shape[0]):
         return {"B": shape[1], "S": shape[0]}
@@ -105,7 +91,13 @@ def _widths(weights: Sequence[tuple[tuple[int, ...], str]]) -> dict[str, int]:
     if inner:
         found["ff"] = max(inner, key=lambda size: (inner[size], size))
     known = {width, found.get("ff", width), 2 * found.get("ff", width)}
-    rows = [(bool(_VOCABULARY.search(name)), n) for (n, last), name in matrices if last == width and n not in known]
+    # A vocabulary may be as large as the feed-forward is wide: then only the name of its own module tells them apart.
+    rows = [
+        (is_named, n)
+        for (n, last), name in matrices
+        for is_named in [bool(_VOCABULARY.search(name if n not in known else name.rpartition(".")[2]))]
+        if last == width != n and (is_named or n not in known)
+    ]
     named = [size for is_named, size in rows if is_named] or [size for _, size in rows if size > 4 * width]
     if named:
         found["V"] = max(named)
@@ -138,12 +130,35 @@ def _heads(made: Iterable[tuple[int, ...]], found: Mapping[str, int]) -> dict[st
     return {"H": votes.most_common(1)[0][0]} if votes else {}
 
 
-def formula(allocation: Mapping[str, Any], symbols: Mapping[str, int]) -> str | None:
-    """Return the product of symbols, numbers and bytes per element that gives an allocation's bytes; None if none
-    does.
+class _Naming(NamedTuple):
+    """A dimension as a product: a number and names."""
 
-    >>> tensor = {"shape": [8, 12, 64, 64], "dtype": "float32", "bytes": 8 * 12 * 64 * 64 * 4}
-    >>> formula(tensor, {"B": 8, "H": 12, "S": 64, "d": 768})
+    doubt: int
+    """How unusual it is: 0 for what belongs at this position."""
+    factor: int
+    names: tuple[str, ...]
+
+
+_UNNAMED = _Naming(4, 1, ())
+_DOUBTS = {
+    "first": {"B": 0, "BS": 0, "BH": 0, "E": 1, "S": 1, "V": 2, "ff": 2, "d": 2, "H": 2},
+    "middle": {"S": 0, "H": 0, "E": 0, "B": 1, "d": 1, "ff": 1, "d/H": 1},
+    "last": {"d": 0, "V": 0, "ff": 0, "S": 0, "d/H": 0, "H": 1, "E": 1},
+    "weight": {"d": 0, "ff": 0, "V": 0, "E": 0, "H": 1, "d/H": 1},
+}
+"""How unusual a size is at a position of a shape, and among the dimensions of a weight."""
+_MULTIPLES = {(3, "d"): 0, (2, "ff"): 0, (2, "d"): 1, (4, "d"): 1, (3, "ff"): 1, (4, "ff"): 1} | {
+    (factor, "BS"): 1 for factor in (2, 3, 4)
+}
+"""Multiples that models make: three projections in one, two halves of a gated layer, the gates of a recurrent one."""
+
+
+def formula(allocation: Mapping[str, Any], symbols: Mapping[str, int]) -> str | None:
+    """Return an allocation's bytes as the product of its shape, by names and numbers, and the bytes per element; None
+    if no dimension has a name.
+
+    >>> tensor = {"shape": [8, 12, 128, 128], "dtype": "float32", "bytes": 8 * 12 * 128 * 128 * 4}
+    >>> formula(tensor, {"B": 8, "H": 12, "S": 128, "d": 768})
     'B·H·S²·4'
     """
     return common_formula([(allocation, symbols)])
@@ -152,80 +167,102 @@ def formula(allocation: Mapping[str, Any], symbols: Mapping[str, int]) -> str | 
 def common_formula(allocations: Sequence[tuple[Mapping[str, Any], Mapping[str, int]]]) -> str | None:
     """Return the one product that gives the bytes of all, each with its own values of the symbols."""
     first = allocations[0][0]
-    shapes = [each.get("shape") for each, _ in allocations]
+    shapes = [tuple(each.get("shape") or ()) for each, _ in allocations]
     item_bytes = ITEM_BYTES.get(str(first.get("dtype")))
-    if item_bytes is None or any(shape is None or len(shape) != len(shapes[0] or ()) for shape in shapes):
+    if item_bytes is None or len(set(map(len, shapes))) > 1:
         return None
-    is_weight = first.get("owner") in WEIGHTS
-    factors: Counter[str] = Counter()
-    number = unnamed = 1
-    for place, sizes in enumerate(zip(*(shape or () for shape in shapes))):
-        position = "first" if place == 0 else "last" if place == len(shapes[0] or ()) - 1 else "middle"
-        named = _explained(sizes, [symbols for _, symbols in allocations], position, is_weight)
-        if named is None:
-            return None
-        factor, names = named
-        number *= factor
-        unnamed *= 1 if names else factor
-        factors.update(names)
-    # Heads appear where the width is split, or in scores; next to the whole width, it is a batch of equal size.
-    if (
-        factors["H"]
-        and not factors["B"] + factors["d/H"]
-        and factors["S"] < 2
-        and all(_is_alike(s) for _, s in allocations)
-    ):
-        factors["B"], factors["H"] = factors["H"], 0
     # A storage can be larger than the first tensor seen in it: one of three chunks.
-    wholes = {divmod(each["bytes"], item_bytes * max(1, math.prod(each["shape"]))) for each, _ in allocations}
-    (whole, rest), *others = wholes
-    if others or rest or not 1 <= whole <= MOST_FACTOR or unnamed > MOST_FACTOR or not factors:
-        return None
-    return _written(number * whole, factors, item_bytes)
-
-
-def _is_alike(symbols: Mapping[str, int]) -> bool:
-    return symbols.get("B") == symbols.get("H")
-
-
-def _explained(
-    sizes: Sequence[int], symbols: Sequence[Mapping[str, int]], position: str, is_weight: bool
-) -> tuple[int, tuple[str, ...]] | None:
-    """Return a number and names whose product is the dimension in every allocation."""
-    if all(size == 1 for size in sizes):
-        return 1, ()
-    for factor, names in _candidates(symbols[0], position, is_weight):
-        if all(_value(factor, names, values) == size for size, values in zip(sizes, symbols)):
-            return factor, names
-    return (sizes[0], ()) if len(set(sizes)) == 1 and sizes[0] <= MOST_FACTOR else None
-
-
-def _candidates(symbols: Mapping[str, int], position: str, is_weight: bool) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Return products of symbols, the most likely at a position of a shape first."""
-    orders = {
-        "first": ("B", "BS", "BH", "E", "S", "V", "ff", "d", "H"),
-        "middle": ("S", "H", "E", "d", "ff", "B", "d/H"),
-        "last": ("d", "S", "V", "ff", "d/H", "H", "E"),
+    wholes = {
+        divmod(each["bytes"], item_bytes * max(1, math.prod(shape))) for (each, _), shape in zip(allocations, shapes)
     }
-    order = ("d", "ff", "V", "E", "H", "d/H") if is_weight else orders[position]
-    products = [tuple(name) if name in ("BS", "BH") else (name,) for name in order]
-    known = [names for names in products if all(part in symbols for name in names for part in name.split("/"))]
-    yield from ((1, names) for names in known)
-    yield from ((factor, names) for factor in (2, 3, 4) for names in known if names in (("d",), ("ff",), ("B", "S")))
+    (whole, rest), *others = wholes
+    named = _named(list(zip(*shapes)), [symbols for _, symbols in allocations], first)
+    if others or rest or not 1 <= whole <= MOST_FACTOR or named is None:
+        return None
+    number, factors = named
+    return _written(number * whole, factors, item_bytes) if factors else None
 
 
-def _value(factor: int, names: Iterable[str], symbols: Mapping[str, int]) -> int | None:
-    product = factor
-    for name in names:
+def _named(
+    dimensions: Sequence[Sequence[int]], symbols: Sequence[Mapping[str, int]], allocation: Mapping[str, Any]
+) -> tuple[int, Counter[str]] | None:
+    """Return the number and the names whose product every shape is; None if a size without a name differs."""
+    places = ["first", *["middle"] * (len(dimensions) - 2), "last"][: len(dimensions)]
+    options = [
+        [
+            naming
+            for naming in _candidates(symbols[0], place, allocation)
+            if all(_value(naming, values) == size for size, values in zip(sizes, symbols))
+        ]
+        if set(sizes) != {1}
+        else []
+        for sizes, place in zip(dimensions, places)
+    ]
+    choices: dict[tuple[_Naming, ...], int] = {}
+    for choice in product(*([*each, _UNNAMED] for each in options)):
+        strain = _strain(Counter(name for naming in choice for name in naming.names))
+        if strain is not None:
+            choices[choice] = strain + sum(naming.doubt for naming in choice)
+    best = [choice for choice, doubt in choices.items() if doubt == min(choices.values())]
+    products = [(math.prod(n.factor for n in each), Counter(x for n in each for x in n.names)) for each in best]
+    is_sure = all(each == products[0] for each in products)
+    number, factors = 1, Counter[str]()
+    for sizes, namings in zip(dimensions, zip(*best)):
+        naming = namings[0]
+        if naming.names and (is_sure or all(each[1:] == naming[1:] for each in namings)):
+            number *= naming.factor
+            factors.update(naming.names)
+        elif len(set(sizes)) > 1:
+            return None
+        else:
+            number *= sizes[0]
+    return number, factors
+
+
+def _candidates(symbols: Mapping[str, int], place: str, allocation: Mapping[str, Any]) -> Iterator[_Naming]:
+    """Yield the products of symbols that a dimension may be, with the doubt about each."""
+    doubts = _DOUBTS["weight" if allocation.get("owner") in WEIGHTS else place]
+    # The vocabulary is a dimension of embeddings, logits and the loss; the feed-forward is a module inside a model.
+    module = (allocation.get("module") or "").rpartition(".")[2]
+    is_outside = not module or bool(_VOCABULARY.search(module))
+    is_index = allocation.get("dtype") in _INTEGERS
+    plain = {(1, name): 0 for name in doubts}
+    for (factor, name), extra in (plain | _MULTIPLES).items():
+        names = tuple(name) if name in ("BS", "BH") else (name,)
+        if name not in doubts or not all(part in symbols for each in names for part in each.split("/")):
+            continue
+        if name == "V":
+            extra += not is_outside
+        elif name == "ff" or factor > 1:
+            extra += is_outside
+        if is_index and name in ("d", "ff", "V", "d/H"):
+            extra += 2
+        yield _Naming(doubts[name] + extra, factor, names)
+
+
+def _strain(names: Counter[str]) -> int | None:
+    """Return how unusual names are in one shape; None for those that no shape has together."""
+    if max(names["B"], names["H"], names["E"], names["V"], names["S"] - 1, names["d"] - 1) > 1:
+        return None
+    if not names["H"]:  # scores and split widths have heads
+        return int(names["S"] > 1) + int(names["d/H"] > 0)
+    if names["d/H"] or names["S"] > 1:
+        return 0
+    return 2 if names["d"] or names["ff"] else 1
+
+
+def _value(naming: _Naming, symbols: Mapping[str, int]) -> int | None:
+    result = naming.factor
+    for name in naming.names:
         if name == "d/H":
             if not symbols.get("H") or not symbols.get("d") or symbols["d"] % symbols["H"]:
                 return None
-            product *= symbols["d"] // symbols["H"]
+            result *= symbols["d"] // symbols["H"]
         elif name not in symbols:
             return None
         else:
-            product *= symbols[name]
-    return product
+            result *= symbols[name]
+    return result
 
 
 def _written(number: int, factors: Counter[str], item_bytes: int) -> str:
