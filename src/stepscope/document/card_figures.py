@@ -100,7 +100,7 @@ def _utilization(recording: Recording, summary: Summary) -> Iterator[Fact]:
     near = nearest_names(name, 1)
     hint = f" (nearest name: {near[0]})" if near else ""
     peak = f"no {'/'.join(summary.flops.model_flops_by_dtype)} peak known for {name!r}{hint}"
-    yield Fact("MFU", "unknown", f"{peak}: run stepscope doctor --measure")
+    yield Fact("MFU", "unknown", f"{peak}: run stepscope doctor --measure on that machine")
 
 
 def _parameters(summary: Summary) -> Iterator[Fact]:
