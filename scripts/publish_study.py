@@ -21,7 +21,7 @@ from stepscope.document.model import Chart, Document, Lines, Missing, Table
 from stepscope.errors import Unavailable
 from stepscope.render.markdown.markdown import markdown_of
 from stepscope.render.png.pictures import png_of
-from stepscope.studies.build import report_of_study
+from stepscope.studies.report import report_of_study
 from stepscope.studies.stored import KEPT_FILE, STUDY_FILE, Stored
 from stepscope.studies.study import Drawn, Study, TableOf
 from stepscope.studies.write import REPORT_FOLDER, study_of

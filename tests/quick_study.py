@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.document.model import Missing, Table, Text
-from stepscope.studies.answers import answer_of
+from stepscope.studies.report import answer_of
 from stepscope.studies.stored import Stored
 from stepscope.studies.study import Question, Study
 

@@ -17,10 +17,10 @@ from stepscope import read
 from stepscope.document.model import Facts, Missing, Table, Text
 from stepscope.errors import RecordingError, Unavailable, UsageError
 from stepscope.studies import Question, Recordings, Study, Sweep
-from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import begin, plan_of, run
 from stepscope.studies.figures import compared, crossing, growth
 from stepscope.studies.registry import find_study
+from stepscope.studies.report import report_of_study
 from stepscope.studies.stored import Recorded, Rows, Stored
 from stepscope.studies.write import study_of, write_study
 

@@ -11,12 +11,12 @@ from study_checks import check_files, check_follows, check_report
 
 from quick_study import changed, first_text, table_of
 from stepscope.document.model import Missing
-from stepscope.studies.answers import answer_of
 from stepscope.studies.cs336 import kernels as cs336_kernels
 from stepscope.studies.cs336.kernels import exactness, kernels, mixed_precision, products
 from stepscope.studies.cs336.memory import alive, autocast, peaks
 from stepscope.studies.cs336.passes import durations, warm_up
 from stepscope.studies.cs336.study import STUDY, compiled, grid, squares
+from stepscope.studies.report import answer_of
 from stepscope.studies.stored import Stored
 
 GPU_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "h200" / "gpt2_eager.json.gz"

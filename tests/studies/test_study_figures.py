@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.errors import Unavailable
-from stepscope.studies.answers import host_bound
 from stepscope.studies.figures import (
     HOST_SPREAD,
     against,
@@ -20,6 +19,7 @@ from stepscope.studies.figures import (
     told_apart,
 )
 from stepscope.studies.lengths import EXACT_SHARE, Grown, grown, grows
+from stepscope.studies.report import host_bound
 from stepscope.studies.stored import Rows
 
 LENGTHS = (1024, 2048, 4096, 16384)

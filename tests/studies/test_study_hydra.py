@@ -13,10 +13,10 @@ from study_checks import check_files, check_follows, check_report
 import quick_study
 from quick_study import first_text, table_of
 from stepscope.document.model import Table, Text
-from stepscope.studies.build import report_of_study
 from stepscope.studies.execute import plan_of
 from stepscope.studies.hydra.recorded import all_copies, bottlenecks, copy_sources, data, ops
 from stepscope.studies.hydra.study import STUDY, first_call, losses, micro, routing
+from stepscope.studies.report import report_of_study
 from stepscope.studies.stored import Stored
 
 

@@ -10,8 +10,8 @@ from study_checks import check_files, check_follows, check_report
 
 from quick_study import changed, first_text, table_of
 from stepscope.document.model import Lines
-from stepscope.studies.answers import answer_of
 from stepscope.studies.nano.study import STUDY, faster, faster_models, latency, memory, presets, skipped
+from stepscope.studies.report import answer_of
 from stepscope.studies.stored import Stored
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "nano"

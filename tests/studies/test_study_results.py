@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.document.model import Missing, Text
-from stepscope.studies.build import report_of_study
+from stepscope.studies.report import report_of_study
 from stepscope.studies.stored import Stored
 from stepscope.studies.write import study_of
 

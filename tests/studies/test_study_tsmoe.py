@@ -11,9 +11,9 @@ from study_checks import check_files, check_follows, check_report
 
 from quick_study import change_lines, changed, first_text, table_of
 from stepscope.document.model import Table
-from stepscope.studies.answers import answer_of
 from stepscope.studies.execute import plan_of
 from stepscope.studies.recorded import step_of
+from stepscope.studies.report import answer_of
 from stepscope.studies.stored import Stored
 from stepscope.studies.tsmoe import training as runs
 from stepscope.studies.tsmoe.study import STUDY, compiled, dispatch, grouped, half, learned, mask, recompiles

@@ -40,7 +40,7 @@ def report(
     target = None if output is None else check_target(Path(output), force)
     session = open_session(path, rank=rank, use_cache=use_cache, progress=progress)
     if session.kind is Kind.STUDY:
-        from stepscope.studies.build import report_of_study
+        from stepscope.studies.report import report_of_study
         from stepscope.studies.stored import Stored
         from stepscope.studies.write import study_of
 

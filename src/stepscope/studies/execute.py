@@ -16,9 +16,10 @@ from stepscope.recorder.files import write_json
 from stepscope.render.write import write_sweep_tables
 from stepscope.studies.stored import FULL, TOML_FILE, read_facts
 from stepscope.studies.study import Measure, Recordings, Study, Sweep
-from stepscope.sweep.grid import Axes, Grid, Point
+from stepscope.sweep.grid import Grid, Point
 from stepscope.sweep.recorded import record_point
 from stepscope.sweep.results import Results
+from stepscope.sweep.run import Place
 from stepscope.sweep.runner import Options, Runner, run_points
 from stepscope.sweep.server import Server, default_start
 from stepscope.trace.kind import STUDY_FILE, Kind, kind_of
@@ -51,28 +52,22 @@ def plan_of(study: Study, mode: str, device: str) -> Plan:
         if not _FOLDER.fullmatch(measure.id) or measure.id in (*points, "report"):
             raise UsageError(f"{study.name}: id={measure.id!r} must be a folder name that no other measure has")
         grids = measure.full if mode == FULL else measure.quick
-        grid = Grid(find(measure.workload), {"device": device})
-        listed = [grids] if isinstance(grids, Mapping) else grids
-        points[measure.id] = grid.points([_listed(axes) for axes in listed])
-    plan = Plan(
-        study=study, mode=mode, device=device, points={name: found for name, found in points.items() if found}
-    )
-    if not plan.num_points:
+        listed = [
+            {name: value if isinstance(value, (list, tuple)) else [value] for name, value in axes.items()}
+            for axes in ([grids] if isinstance(grids, Mapping) else grids)
+        ]
+        points[measure.id] = Grid(find(measure.workload), {"device": device}).points(listed)
+    if not any(points.values()):
         raise UsageError(f"{study.name} measures nothing with --{mode}: no measure has points")
-    return plan
-
-
-def _listed(axes: Mapping[str, Any]) -> Axes:
-    return {name: value if isinstance(value, (list, tuple)) else [value] for name, value in axes.items()}
+    return Plan(study=study, mode=mode, device=device, points={id: found for id, found in points.items() if found})
 
 
 def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, resume_command: str) -> None:
     """Write study.json, or check that the folder holds this study in this mode."""
-    commands = [command]
+    commands, chosen = [command], {"study": source, "mode": plan.mode, "device": plan.device}
     if folder.is_dir() and kind_of(folder) is Kind.STUDY:
         known = read_facts(folder)
-        same = {"study": source, "mode": plan.mode, "device": plan.device}
-        for name, value in same.items():
+        for name, value in chosen.items():
             # A user's study may have moved together with its folder.
             if str(known.get(name)).rpartition("/")[2] != value.rpartition("/")[2]:
                 raise UsageError(
@@ -85,9 +80,7 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         raise UsageError(f"{folder} is not empty and holds no study. Choose another folder with -o")
     facts = {
         "schema_version": SCHEMA_VERSION,
-        "study": source,
-        "mode": plan.mode,
-        "device": plan.device,
+        **chosen,
         "num_points": {name: len(points) for name, points in plan.points.items()},
         "commands": commands,
         "stepscope": __version__,
@@ -112,28 +105,23 @@ def run(
     """Measure every point that has no row yet. `on_row` gets each row and the number of points done in total."""
     num_before = 0
     with Server(default_start()) as server:
-        for measure in plan.study.measures:
-            points = plan.points.get(measure.id, [])
-            if not points:
-                continue
-            place = folder / measure.id
-            facts = {"command": command, "working_folder": str(Path.cwd()), "stepscope": __version__}
-            with Results(place, facts, True, resume_command) as results:
-                begun = sum(point.hash in results.hashes for point in points)
-                on_row(measure, None, num_before + begun)
-
-                def told(
-                    row: dict[str, Any], num_done: int, measure: Measure = measure, base: int = num_before
-                ) -> None:
-                    on_row(measure, row, base + num_done)
-
+        for measure in (measure for measure in plan.study.measures if measure.id in plan.points):
+            points = plan.points[measure.id]
+            place = Place(folder=folder / measure.id, command=command, resume=True, resume_command=resume_command)
+            with place.open() as results:
+                on_row(measure, None, num_before + sum(point.hash in results.hashes for point in points))
                 try:
-                    run_points(points, results, _runner(measure, server, results, timeout_s), told)
+                    run_points(
+                        points,
+                        results,
+                        _runner(measure, server, results, timeout_s),
+                        lambda row, num_done, of=measure, base=num_before: on_row(of, row, base + num_done),
+                    )
                 finally:
                     if results.rows and isinstance(measure, Sweep):
                         with results.writing():
                             sweep = sweep_of(results.rows, results.facts["environments"])
-                            write_sweep_tables(place, sweep_document(sweep, command), records_table(sweep))
+                            write_sweep_tables(place.folder, sweep_document(sweep, command), records_table(sweep))
             num_before += len(points)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,33 +31,21 @@ HOST_PACED = 0.75
 
 
 def table(id: str, title: str, rows: Iterable[Record], *names: str, note: str = "", num_shown: int = 40) -> Table:
-    """Return columns of rows by name. Rows that failed say so in a column of their own."""
+    """Return columns of rows by name, without empty ones. Rows that failed say so in a column of their own."""
     records = list(rows)
-    columns: dict[str, list[Value]] = {name: [record.get(name) for record in records] for name in names}
+    every: dict[str, list[Value]] = {name: [record.get(name) for record in records] for name in names}
+    columns = {name: values for name, values in every.items() if not records or not set(values) <= {None, ""}}
     if any(record.get("status", OK) != OK for record in records):
         columns["status"] = [record.get("status") for record in records]
     return Table(id, title, columns, num_shown, note)
 
 
-def known(rows: Iterable[Record], *names: str) -> tuple[str, ...]:
-    """Return those names that any row has a value of.
-
-    >>> known([{"step_ns": 3, "mfu_share": None}], "step_ns", "mfu_share")
-    ('step_ns',)
-    """
-    records = list(rows)
-    return tuple(name for name in names if any(record.get(name) not in (None, "") for record in records))
-
-
-def lines(
-    id: str, title: str, rows: Iterable[Record], x: str, y: str, by: str | Sequence[str] = (), caption: str = ""
-) -> Lines:
+def lines(id: str, title: str, rows: Iterable[Record], x: str, y: str, by: Sequence[str] = ()) -> Lines:
     """Return y over x, one line per value of `by`. A row that failed is a gap that says why."""
     records = [record for record in rows if isinstance(record.get(x), (int, float))]
-    names = (by,) if isinstance(by, str) else tuple(by)
     groups: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(" ".join(safe(str(record.get(name)), 40) for name in names) or y, []).append(record)
+        groups.setdefault(" ".join(safe(str(record.get(name)), 40) for name in by) or y, []).append(record)
     series = []
     for name, group in groups.items():
         group.sort(key=lambda record: float(record[x]))
@@ -65,18 +54,16 @@ def lines(
         series.append(Series(name, values, [record[x] for record in group], gaps=gaps))
     log_x = _spans([float(record[x]) for record in records], LOG_FACTOR)
     log_y = _spans([v for r in records if (v := _valid(r, y))], LOG_FACTOR if log_x else LOG_FACTOR_ALONE)
-    return Lines(
-        id=id, title=title, caption=caption, x=x, y=y, series=tuple(series), log_x=log_x, log_y=log_y
-    )  # fmt: skip
-
-
-def _spans(values: Sequence[float], factor: float) -> bool:
-    return bool(values) and min(values) > 0 and max(values) / min(values) >= factor
+    return Lines(id=id, title=title, x=x, y=y, series=tuple(series), log_x=log_x, log_y=log_y)
 
 
 def _valid(record: Record, name: str) -> Any:
     """Return a figure that may be compared: rows that are wrong or unproven have times too."""
     return record.get(name) if record.get("status", OK) == OK else None
+
+
+def _spans(values: Sequence[float], factor: float) -> bool:
+    return bool(values) and min(values) > 0 and max(values) / min(values) >= factor
 
 
 def published(id: str, what: str, ours: ByKey, theirs: Mapping[Any, float], key: str, name: str) -> TableOf:
@@ -102,10 +89,7 @@ def growth(rows: Iterable[Record], x: str, y: str) -> float:
     points = [(math.log(r[x]), math.log(r[y])) for r in rows if (r.get(x) or 0) > 0 and (r.get(y) or 0) > 0]
     if len({at for at, _ in points}) < 2:
         raise Unavailable(f"{y} has fewer than two values of {x}")
-    middle_x = sum(at for at, _ in points) / len(points)
-    middle_y = sum(value for _, value in points) / len(points)
-    spread = sum((at - middle_x) ** 2 for at, _ in points)
-    return sum((at - middle_x) * (value - middle_y) for at, value in points) / spread
+    return statistics.linear_regression(*zip(*points)).slope
 
 
 def in_words(power: float) -> str:
@@ -212,20 +196,16 @@ def crossing(first: Sequence[Record], second: Sequence[Record], x: str, y: str) 
 
     Between two measured values it is where the lines through the logarithms meet.
     """
-    lower = {record[x]: record[y] for record in first if record.get(y)}
-    upper = {record[x]: record[y] for record in second if record.get(y)}
+    lower, upper = ({row[x]: row[y] for row in rows if row.get(y)} for rows in (first, second))
     shared = sorted(lower.keys() & upper.keys())
     gaps = [math.log(upper[at] / lower[at]) for at in shared]
     if not gaps or gaps[-1] >= 0:
         return None
-    at = len(gaps) - 1
-    while at > 0 and gaps[at - 1] < 0:
-        at -= 1
-    if at == 0:
+    end = max((at + 1 for at, gap in enumerate(gaps) if gap >= 0), default=0)
+    if end == 0:
         return float(shared[0])
-    share = gaps[at - 1] / (gaps[at - 1] - gaps[at])
-    begin, end = math.log(shared[at - 1]), math.log(shared[at])
-    return math.exp(begin + share * (end - begin))
+    share = gaps[end - 1] / (gaps[end - 1] - gaps[end])
+    return float(shared[end - 1] * (shared[end] / shared[end - 1]) ** share)
 
 
 def said(name: str, value: Any) -> str:
