@@ -18,7 +18,7 @@ from stepscope.planner.least_time import LowerBound, lower_bound
 from stepscope.planner.tracing import Traced, trace
 from stepscope.recorder.ledger.storages import Allocation
 from stepscope.sweep.grid import Point
-from stepscope.sweep.prepare import CannotRun
+from stepscope.sweep.protocol import CannotRun
 from stepscope.workloads.workload import Workload
 
 FITS, TOO_LARGE, TOO_CLOSE, GROWS, NOT_KNOWN = "fits", "does not fit", "too close to call", "grows", "not known"

@@ -56,13 +56,8 @@ def make_point(workload: Workload[Any], values: Mapping[str, Value], preset: str
     run = {knob.name: asked.get(knob.name, knob.default) for knob in RUN_KNOBS}
     identity = {"workload": workload.name, "config": config, "run": run}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    return Point(
-        workload=workload.name,
-        preset=chosen,
-        config=MappingProxyType(config),
-        run=MappingProxyType(run),
-        hash=digest,
-    )
+    fixed = {"config": MappingProxyType(config), "run": MappingProxyType(run)}
+    return Point(workload=workload.name, preset=chosen, hash=digest, **fixed)
 
 
 def changed(workload: Workload[Any], point: Point, **values: Value) -> Point:
@@ -94,13 +89,13 @@ class Grid:
         found: dict[str, Point] = {}
         for axes in grids:
             checked = {key: [self._value(key, value) for value in values] for key, values in axes.items()}
-            if not paired and math.prod(len(set(values)) for values in checked.values()) > MAX_POINTS:
-                raise UsageError(f"the grid has more than {MAX_POINTS:,} points")
-            for values in _paired(checked) if paired else _product(checked):
+            num_points = 0 if paired else math.prod(len(set(values)) for values in checked.values())
+            for combination in _paired(checked) if paired else itertools.product(*checked.values()):
+                values = dict(zip(checked, combination))
                 preset = values.pop(PRESET, None)
                 point = make_point(self._workload, {**self._defaults, **values}, preset)
                 found.setdefault(point.hash, point)
-                if len(found) > MAX_POINTS:
+                if max(num_points, len(found)) > MAX_POINTS:
                     raise UsageError(f"the grid has more than {MAX_POINTS:,} points")
         return list(found.values())
 
@@ -131,19 +126,14 @@ class Grid:
 _PRESET_KNOB = Knob(name=PRESET, kind=str, default="", values=None, about="")
 
 
-def _product(axes: Axes) -> Iterator[dict[str, Any]]:
-    for values in itertools.product(*axes.values()):
-        yield dict(zip(axes, values))
-
-
-def _paired(axes: Axes) -> Iterator[dict[str, Any]]:
+def _paired(axes: Axes) -> Iterator[tuple[Any, ...]]:
     """Pair first with first, second with second; a single value goes with each."""
     lengths = {key: len(values) for key, values in axes.items() if len(values) != 1}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} has {length}" for key, length in lengths.items())
         raise UsageError(f"--zip needs lists of equal length: {counts}")
     for index in range(next(iter(lengths.values()), 1)):
-        yield {key: values[index if len(values) > 1 else 0] for key, values in axes.items()}
+        yield tuple(values[index if len(values) > 1 else 0] for values in axes.values())
 
 
 def read_grids(source: str) -> tuple[list[Axes], bool]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import statistics
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +42,26 @@ def timed_call(run_once: Callable[[], Any], device: str) -> tuple[int, Any]:
     return time.perf_counter_ns() - start_ns, result
 
 
-@dataclass(frozen=True)
-class Samples:
-    """One sample per step, in integer nanoseconds."""
+def clean_samples(run_once: Callable[[], Any], num_steps: int, device: str) -> tuple[list[int], list[int], Any]:
+    """Return consecutive steps' times, and the last result, without instruments or synchronization between steps.
 
-    host_ns: list[int]
-    """Time until the host had issued the step; on a CPU, until it was done."""
-    device_ns: list[int]
-    """Time between CUDA events at the ends of steps; on a CPU, the host time."""
-    result: Any
-    """The last step's result."""
-
-
-def clean_samples(run_once: Callable[[], Any], num_steps: int, device: str) -> Samples:
-    """Return samples of consecutive steps without instruments or synchronization between them."""
+    First come the nanoseconds until the host had issued each step; then those between CUDA events at the ends of
+    steps, or on a CPU the host's again.
+    """
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)] if device == "cuda" else []
+    synchronize(device)
+    if events:
+        events[0].record()
     host_ns: list[int] = []
-    if device != "cuda":
-        for _ in range(num_steps):
-            start_ns = time.perf_counter_ns()
-            result = run_once()
-            host_ns.append(time.perf_counter_ns() - start_ns)
-        return Samples(host_ns, list(host_ns), result)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
-    torch.cuda.synchronize()
-    events[0].record()
-    for event in events[1:]:
+    for step in range(num_steps):
         start_ns = time.perf_counter_ns()
         result = run_once()
-        event.record()
+        if events:
+            events[step + 1].record()
         host_ns.append(time.perf_counter_ns() - start_ns)
-    torch.cuda.synchronize()
+    synchronize(device)
     device_ns = [round(begin.elapsed_time(end) * 1e6) for begin, end in pairwise(events)]
-    return Samples(host_ns, device_ns, result)
+    return host_ns, device_ns or list(host_ns), result
 
 
 class Phases:
@@ -93,7 +83,8 @@ class Phases:
         mark("end")
         synchronize(self._device)
         for (phase, begin), (_, end) in pairwise(marks):
-            self.samples_ns.setdefault(phase, []).append(round(_between_ms(begin, end) * 1e6))
+            ns = end - begin if isinstance(begin, int) else round(begin.elapsed_time(end) * 1e6)
+            self.samples_ns.setdefault(phase, []).append(ns)
         return result
 
     def medians_ms(self, run_once: Pass, num_steps: int) -> dict[str, float]:
@@ -113,10 +104,6 @@ def _now(device: str) -> Any:
     return event
 
 
-def _between_ms(begin: Any, end: Any) -> float:
-    return (end - begin) / 1e6 if isinstance(begin, int) else float(begin.elapsed_time(end))
-
-
 def cuda_before_backward_bytes(run_once: Pass) -> int | None:
     """Return the bytes allocated on the GPU when the backward pass begins; None without one."""
     seen: list[int] = []
@@ -129,17 +116,30 @@ def cuda_before_backward_bytes(run_once: Pass) -> int | None:
     return seen[0] if seen else None
 
 
-def counted_flops(run_once: Pass) -> dict[str, Any]:
-    """Return the FLOPs of one pass of the uncompiled module, op by op: compiled code hides its matmuls."""
+def ledger_of(run_once: Pass) -> Ledger:
+    """Return the ledger of one pass of the uncompiled module: compiled code hides its ops."""
     phase: list[str] = []
     optimizers = [run_once.optimizer] if run_once.optimizer is not None else []
     ledger = Ledger([run_once.plain], optimizers, lambda: phase[-1] if phase else None)
+
+    def on_phase(name: str) -> None:
+        phase.append(name)
+        if name == BACKWARD:
+            ledger.backward_begins()
+
+    run_once.drop_gradients()
     ledger.start()
     try:
-        run_once(phase.append, module=run_once.plain)
+        ledger.note_inputs((), run_once.batch)
+        run_once(on_phase, module=run_once.plain)
     finally:
         ledger.stop()
-    facts = ledger.flops(compiled=False)
+    return ledger
+
+
+def counted_flops(run_once: Pass) -> dict[str, Any]:
+    """Return the FLOPs of one pass, op by op."""
+    facts = ledger_of(run_once).flops(compiled=False)
     model = facts["model_flops_by_dtype"]
     return {
         "flops_counted": sum(model.values()),
@@ -182,7 +182,8 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
     wants_phases = isinstance(run_once, Pass)
     profiler = profile(activities=activities, profile_memory=on_cpu, acc_events=True, record_shapes=keep is not None)
     gc.collect()  # older garbage freed during the pass would count as released by it
-    base_bytes = _storage_bytes(before)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in before}
+    base_bytes = sum(storages.values())
     synchronize(device)
     with profiler:
         skip_event_parsing(profiler)
@@ -195,52 +196,29 @@ def traced(run_once: Callable[..., Any], device: str, before: list[torch.Tensor]
     if keep is not None:
         keep.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(keep))
-    ops, gpu_work = _op_names(events), _gpu_work(events)
-    busy_ns = union_ns([(event.start_ns(), event.start_ns() + event.duration_ns()) for event in gpu_work])
-    peak = base_bytes + max(_running_bytes(events, None)) if on_cpu else None
-    marks = [event.start_ns() for event in events if event.name() == BACKWARD_BEGINS]
-    at_backward = base_bytes + _running_bytes(events, marks[0])[-1] if on_cpu and marks else None
-    launches = sum(
-        count for name, count in ops.items() if any(part in name for part in LAUNCHES) and "::" not in name
-    )
-    return Traced(ops, _kernel_names(gpu_work), launches, busy_ns, traced_ns, peak, at_backward)
-
-
-def _op_names(events: list[Any]) -> dict[str, int]:
-    on_host = (event.name() for event in events if event.device_type() == torch.autograd.DeviceType.CPU)
-    return dict(Counter(name for name in on_host if name != "[memory]"))
-
-
-def _gpu_work(events: list[Any]) -> list[Any]:
-    """Return kernels, copies and fills, without the host ranges that the profiler repeats on the GPU."""
+    is_launch = re.compile("|".join(LAUNCHES)).search
+    on_host = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    ops = Counter(event.name() for event in on_host if event.name() != "[memory]")
+    # The profiler repeats the host's ranges on the GPU.
     ranges = {event.name() for event in events if event.is_user_annotation()}
-    return [e for e in events if e.device_type() != torch.autograd.DeviceType.CPU and e.name() not in ranges]
-
-
-def _kernel_names(gpu_work: list[Any]) -> dict[str, int]:
-    names = (event.name() for event in gpu_work)
-    return dict(Counter(name for name in names if not name.startswith(("Memcpy", "Memset"))))
-
-
-def _running_bytes(events: list[Any], until_ns: int | None) -> list[int]:
-    """Return the bytes allocated since the beginning, after each allocation and release."""
-    changes = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    gpu_work = [e for e in events if e.device_type() != torch.autograd.DeviceType.CPU and e.name() not in ranges]
+    peak = at_backward = None
+    if on_cpu:
+        changes = sorted((event.start_ns(), event.nbytes()) for event in on_host if event.name() == "[memory]")
+        running = list(accumulate((num_bytes for _, num_bytes in changes), initial=base_bytes))
+        peak = max(running)
+        marks = [event.start_ns() for event in on_host if event.name() == BACKWARD_BEGINS]
+        if marks:
+            at_backward = running[bisect_right(changes, marks[0], key=lambda change: change[0])]
+    return Traced(
+        ops=ops,
+        kernels=Counter(e.name() for e in gpu_work if not e.name().startswith(("Memcpy", "Memset"))),
+        num_launches=sum(count for name, count in ops.items() if is_launch(name) and "::" not in name),
+        gpu_busy_ns=union_ns([(event.start_ns(), event.start_ns() + event.duration_ns()) for event in gpu_work]),
+        traced_ns=traced_ns,
+        peak_bytes=peak,
+        before_backward_bytes=at_backward,
     )
-    total, running = 0, [0]
-    for at_ns, num_bytes in changes:
-        if until_ns is not None and at_ns > until_ns:
-            break
-        total += num_bytes
-        running.append(total)
-    return running
-
-
-def _storage_bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def dynamo_counters() -> dict[str, float]:

@@ -62,15 +62,14 @@ def num_oom_kills(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return sum(value or 0 for value in found)
 
 
-def limit_process(num_bytes: int) -> int:
-    """Allow this process that many more bytes than it has now and return the limit; beyond it allocations fail."""
+def limit_process(num_bytes: int) -> None:
+    """Allow this process that many more bytes than it has now; beyond it allocations fail."""
     global _held_bytes
     _held_bytes = data_bytes()
     limit = num_bytes + _held_bytes
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    return limit
 
 
 def limit_to_machine() -> None:
@@ -117,8 +116,7 @@ def read_error(error: BaseException) -> OutOfMemory | None:
         )
     if isinstance(error, MemoryError) or any(part in text for part in _HOST_ERRORS):
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-        is_limited = limit != resource.RLIM_INFINITY
-        total = limit - _held_bytes if is_limited else None
+        total = None if limit == resource.RLIM_INFINITY else limit - _held_bytes
         free = available_bytes() if total is None else min(total, max(0, limit - data_bytes()))
         asked = _amount(rf"tried to allocate {_AMOUNT}", text)
         if asked is not None and free is not None and free >= asked:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,13 @@ from torch import nn
 
 from stepscope.errors import UsageError
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.sweep.protocol import CannotRun
 from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
 from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, WholeStep
 
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class CannotRun(Exception):
-    """The point makes no sense or cannot run on this machine; the message becomes the row's reason."""
 
 
 def check_machine(run: Mapping[str, Value]) -> None:
@@ -216,17 +213,11 @@ class Pass:
         # Without a scaler fp16 gradients underflow; nobody trains with fp16 autocast without one.
         scaled = self._has_backward and run["dtype"] == "autocast_fp16"
         self._scaler = torch.amp.GradScaler(str(run["device"])) if scaled else None
-        self.optimizer = self._make_optimizer(str(run["optimizer"])) if self.mode == "step" else None
-
-    def _make_optimizer(self, name: str) -> Any:
-        if not self._parameters:
+        if self.mode == "step" and not self._parameters:
             raise CannotRun(
                 "the workload has no parameters to update: use mode=forward+backward instead of mode=step"
             )
-        try:
-            return make_optimizer(name, self._parameters)
-        except RuntimeError as error:
-            raise CannotRun(f"optimizer={name}: {str(error).splitlines()[0]}") from None
+        self.optimizer = optimizer_of(str(run["optimizer"]), self._parameters) if self.mode == "step" else None
 
     def __call__(self, on_phase: Callable[[str], None] | None = None, module: nn.Module | None = None) -> Any:
         """Call `on_phase` with each phase as it begins; `module` replaces the point's module."""
@@ -277,6 +268,14 @@ class Pass:
         if self._gradients is None:
             self._gradients = random_gradients(outputs, self._seed)
         torch.autograd.backward(outputs, self._gradients)
+
+
+def optimizer_of(name: str, parameters: Iterable[torch.Tensor]) -> Any:
+    """Return an optimizer by name; CannotRun if torch refuses it on this machine."""
+    try:
+        return make_optimizer(name, parameters)
+    except RuntimeError as error:
+        raise CannotRun(f"optimizer={name}: {str(error).splitlines()[0]}") from None
 
 
 def scalar_loss(out: Any) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -21,26 +22,23 @@ CHILD_SUBREAPER = 36
 def begin(request: Request, parent_id: int) -> None:
     """Make this child of `parent_id` the point's process and run the point. Never returns."""
     die_with_parent(parent_id)
-    descriptor = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    log = os.open(request.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for source, *targets in ((log, 1, 2), (os.open(os.devnull, os.O_RDONLY), 0)):
+        for target in targets:
+            os.dup2(source, target)
+        os.close(source)
     _close_inherited()
     # Python's own streams may have been closed or replaced in the parent process.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
-    _prefer_as_oom_victim()
+    with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel kills the point, not the sweep
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     run_point(request)
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # the workload may have closed it
             stream.flush()
-        except (OSError, ValueError):
-            pass  # the workload may have closed it
     os._exit(0)  # skip exit handlers: they must not turn a finished point into a crash
 
 
@@ -53,12 +51,9 @@ def die_with_parent(parent_id: int) -> None:
 
 def set_process(option: int, value: int) -> None:
     """Set a prctl option of this process; does nothing on other systems."""
-    if sys.platform != "linux":
-        return
-    try:
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-    except (OSError, AttributeError):
-        pass
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _close_inherited() -> None:
@@ -68,20 +63,10 @@ def _close_inherited() -> None:
         os.closerange(3, 1024)
         return
     for entry in list(listed.iterdir()):
-        try:
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             # After counting GPUs the driver's library keeps its device open and uses it again.
             if int(entry.name) > 2 and not str(entry.readlink()).startswith("/dev/"):
                 os.close(int(entry.name))
-        except OSError:
-            pass  # the descriptor of the listing itself
-
-
-def _prefer_as_oom_victim() -> None:
-    """If the machine runs out of memory, let the kernel kill the point, not the sweep."""
-    try:
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":

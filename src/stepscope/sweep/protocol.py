@@ -45,6 +45,20 @@ class Request:
     """Knobs of the shapes at which compiled code is only compared with eager code (`compile_check.py`)."""
 
 
+class CannotRun(Exception):
+    """The point makes no sense or cannot run on this machine; the message becomes the row's reason."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error as one line. For Triton that is its first line (the place) and its last (the reason)."""
+    text = str(error).split("\nSet TORCHDYNAMO_VERBOSE=1")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    line = f"{lines[0]} {lines[-1]}" if "CompilationError: at " in lines[0] and len(lines) > 1 else lines[0]
+    return line[:500]
+
+
 class Report:
     """The row so far, on disk after each stage."""
 

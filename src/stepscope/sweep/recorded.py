@@ -36,23 +36,22 @@ def record_point(
     name = f"{RECORDING_FOLDER}/{point.hash}"
     recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
     shutil.rmtree(recording, ignore_errors=True)  # left by an interrupted run
-    wanted = {
-        "workload": point.workload,
-        "preset": point.preset,
-        "config": dict(point.config),
-        "run": dict(point.run),
-    }
     words = [sys.executable, "-m", "stepscope", "run", "-o", str(recording), "--quiet", "--exit-after"]
     words += [*_tokens(point), *options]
+    wanted = {name: identity(point)[name] for name in ("workload", "preset", "config", "run")}
     words += ["-m", "stepscope.sweep.train", json.dumps(wanted), *loop]
     started_at, began = now(), time.monotonic()
     failure = run_process(words, Path.cwd(), {**os.environ, PARENT_VARIABLE: str(os.getpid())}, log, timeout_s)
-    exists = (recording / "recording.json").is_file()
+    try:
+        facts = json.loads((recording / "recording.json").read_bytes())
+    except (OSError, ValueError):
+        facts = None
+    environment = facts.get("environment") if isinstance(facts, dict) else None
     return {
         **identity(point),
         **_status(failure, log),
-        RECORDING: name if exists else None,
-        "environment": _environment(recording) if exists else None,
+        RECORDING: name if (recording / "recording.json").is_file() else None,
+        "environment": environment if isinstance(environment, dict) else None,
         "started_at": started_at,
         "finished_at": now(),
         "seconds": round(time.monotonic() - began, 3),
@@ -77,11 +76,3 @@ def _status(failure: Failure | None, log: Path) -> Row:
     if cannot_run:
         return {"status": SKIPPED, "reason": cannot_run[1]}
     return {"status": OOM if _OUT_OF_MEMORY.search(output) else CRASHED, "reason": failure.reason}
-
-
-def _environment(recording: Path) -> Row | None:
-    try:
-        found = json.loads((recording / "recording.json").read_bytes()).get("environment")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, dict) else None

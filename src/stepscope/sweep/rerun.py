@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,14 @@ def recorded_command(folder: Path, facts: Mapping[str, Any]) -> tuple[Command, l
         )
     if not where.is_dir():
         raise RecordingError(f"{folder} was recorded in {where}, which no longer exists. {by_hand}")
+    file = where / argv[0]
     if command.get("module"):
-        words = ["-m", command.get("program") or _module_name(Path(argv[0]), where), *argv[1:]]
         file = Path(argv[0])
-    else:
-        words, file = argv, where / argv[0]
+        argv = ["-m", command.get("program") or _module_name(file, where), *argv[1:]]
     if not file.is_file():
         raise RecordingError(f"{folder} is a recording of {file}, which no longer exists. {by_hand}")
-    config = facts.get("config") or {}
-    tokens = config.get("tokens_per_step")
-    return Command(tuple(words), where, tokens if isinstance(tokens, int) else None), _changes(file, facts)
+    tokens = (facts.get("config") or {}).get("tokens_per_step")
+    return Command(tuple(argv), where, tokens if isinstance(tokens, int) else None), _changes(file, facts)
 
 
 def _changes(file: Path, facts: Mapping[str, Any]) -> list[str]:
@@ -145,19 +144,15 @@ def run_process(
         except BaseException:
             _end(process)
             raise
+    if exit_code == 0:
+        return None
     if exit_code < 0:
         return Failure(f"killed by {signal.Signals(-exit_code).name}; see {log}")
-    return None if exit_code == 0 else Failure(_last_line(log, exit_code))
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return Failure(lines[-1] if lines else f"exit code {exit_code}, no output")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
-
-
-def _last_line(log: Path, exit_code: int) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit code {exit_code}, no output"

@@ -54,33 +54,29 @@ class Results:
             os.close(self._lock)
             raise UsageError(f"Another sweep is writing to {folder}. Choose another folder with -o.") from None
         try:
-            num_lines = _num_lines(folder / RESULTS_FILE)
+            path = folder / RESULTS_FILE
+            num_lines = len(path.read_bytes().splitlines()) if path.exists() else 0  # including a half-written one
             if num_lines and not resume:
                 raise UsageError(
                     f"{folder} already has {plural(num_lines, 'row')}. Resume it with:  {resume_command}"
                 )
             with self.writing():
-                self.rows = heal(folder / RESULTS_FILE)
+                self.rows = heal(path)
                 self.facts = self._facts(facts)
-                self._descriptor = os.open(
-                    folder / RESULTS_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-                )
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except BaseException:
             os.close(self._lock)
             raise
 
     def _facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         path = self.folder / SWEEP_FILE
-        old: dict[str, Any] = {}
-        if path.exists():
-            old = read_facts(self.folder)
+        old = read_facts(self.folder) if path.exists() else {}
         merged = {
-            **facts,
+            **{name: value for name, value in facts.items() if name != "command"},
             "schema_version": SCHEMA_VERSION,
             "environments": old.get("environments", {}),
             "commands": [*old.get("commands", []), facts.get("command")],
         }
-        merged.pop("command", None)
         write_json(path, merged)
         return merged
 
@@ -110,9 +106,10 @@ class Results:
                 self.facts["environments"][key] = environment
                 with self.writing():
                     write_json(self.folder / SWEEP_FILE, self.facts)
-        line = json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
+        line = (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
         with self.writing():
-            _write_all(self._descriptor, line.encode())
+            while line:  # a nearly full disk silently accepts only a part
+                line = line[os.write(self._descriptor, line) :]
             os.fsync(self._descriptor)
         self.rows.append(row)
 
@@ -141,17 +138,6 @@ def _check_ours(folder: Path) -> None:
         raise UsageError(f"{folder / SWEEP_FILE} does not belong to a sweep. Choose another folder with -o.")
 
 
-def _num_lines(path: Path) -> int:
-    """Return the number of rows in a results file, including a half-written one."""
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-
-def _write_all(descriptor: int, text: bytes) -> None:
-    """Write every byte: a nearly full disk silently accepts only a part."""
-    while text:
-        text = text[os.write(descriptor, text) :]
-
-
 def heal(path: Path) -> list[Row]:
     """Return the rows of a results file and remove a half-written last line."""
     if not path.exists():
@@ -159,8 +145,7 @@ def heal(path: Path) -> list[Row]:
     text = path.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
     rows = [_row(line, number, path) for number, line in enumerate(whole.splitlines(), 1) if line.strip()]
-    rest = text[len(whole) :]
-    if rest:
+    if whole != text:
         os.truncate(path, len(whole))
     return rows
 

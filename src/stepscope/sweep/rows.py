@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from stepscope.formatting import size
 from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, OOM, TIMEOUT, Request, Row
 from stepscope.sweep.results import SCHEMA_VERSION
-from stepscope.sweep.server import Ending
+from stepscope.sweep.server import Ending, Server
 
 
 def identity(point: Point) -> Row:
@@ -26,9 +28,23 @@ def identity(point: Point) -> Row:
     }
 
 
-def row_of(point: Point, request: Request, ending: Ending, started_at: str) -> Row:
-    """Return the row of a point that has ended, however it ended."""
-    fields = _left_behind(Path(request.result_path))
+def measured_row(point: Point, server: Server, folder: Path, log: Path, **options: Any) -> Row:
+    """Run a point in its own process and return its row, however it ended. `options` are those of the request."""
+    request = Request(
+        workload=point.workload,
+        preset=point.preset,
+        config=dict(point.config),
+        run=dict(point.run),
+        result_path=str(folder / f".{point.hash}.json"),
+        log_path=str(log),
+        **options,
+    )
+    started_at = now()
+    ending = server.run(request)
+    fields: Row = {"notes": []}
+    with suppress(OSError, ValueError):
+        fields = json.loads(Path(request.result_path).read_bytes())
+        Path(request.result_path).unlink()
     if ending.timed_out:
         fields.update(status=TIMEOUT, reason=f"killed after {request.timeout_s:g} s in stage {_stage(fields)}")
     elif ending.exit_code:
@@ -49,15 +65,6 @@ def row_of(point: Point, request: Request, ending: Ending, started_at: str) -> R
     }
 
 
-def _left_behind(path: Path) -> Row:
-    try:
-        fields: Row = json.loads(path.read_bytes())
-        path.unlink()
-    except (OSError, ValueError):
-        fields = {"notes": []}
-    return fields
-
-
 def _stage(fields: Row) -> str:
     return str(fields.get("stage", "start"))
 
@@ -66,20 +73,16 @@ def _failure(ending: Ending, request: Request, stage: str) -> Row:
     code = ending.exit_code
     if code == -signal.SIGKILL and ending.memory_kill:
         lost = {"asked_bytes": None, "free_bytes": 0, "total_bytes": None}
-        return {
-            "status": OOM,
-            "oom": lost,
-            "reason": "the kernel killed it because the machine ran out of memory",
-            "signal": "SIGKILL",
-        }
+        reason = "the kernel killed it because the machine ran out of memory"
+        return {"status": OOM, "oom": lost, "reason": reason, "signal": "SIGKILL"}
     last = _last_line(Path(request.log_path))
-    if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return {"status": CRASHED, "signal": name, "reason": f"{name} in stage {stage}{last}"}
-    return {"status": CRASHED, "exit_code": code, "reason": f"exit code {code} in stage {stage}{last}"}
+    if code >= 0:
+        return {"status": CRASHED, "exit_code": code, "reason": f"exit code {code} in stage {stage}{last}"}
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return {"status": CRASHED, "signal": name, "reason": f"{name} in stage {stage}{last}"}
 
 
 def _oom_reason(fields: Row) -> str:

@@ -104,24 +104,19 @@ def run_grid(
     """
     asked = {point.hash for point in points}
 
-    def tell_share() -> None:
-        progress(len(results.hashes & asked) / len(points))
+    def telling(act: Callable[..., None]) -> Callable[..., None]:
+        def called(*args: Any) -> None:
+            act(*args)
+            progress(len(results.hashes & asked) / len(points))
 
-    def tried(batch: int, status: str) -> None:
-        on_try(batch, status)
-        tell_share()
-
-    def finished(row: dict[str, Any], num_done: int) -> None:
-        on_row(row, num_done)
-        tell_share()
+        return called
 
     with server.Server(start or server.default_start()) as processes:
-        tell_share()
+        telling(lambda: None)()
         runner = Runner(workload, processes, results, options)
+        run = MaxBatch(workload, runner, telling(on_try)).run if searches_batch else runner.run
         try:
-            run_points(
-                points, results, MaxBatch(workload, runner, tried).run if searches_batch else runner.run, finished
-            )
+            run_points(points, results, run, telling(on_row))
         except KeyboardInterrupt:
             return False
     return True

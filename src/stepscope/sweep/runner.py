@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point
-from stepscope.sweep.protocol import Request, Row
+from stepscope.sweep.protocol import Row
 from stepscope.sweep.results import LOG_FOLDER, TRACE_FOLDER, Results
-from stepscope.sweep.rows import row_of
+from stepscope.sweep.rows import measured_row
 from stepscope.sweep.run_knobs import has_backward, without_autotuning
 from stepscope.sweep.server import Server
 from stepscope.workloads.workload import Workload
@@ -44,25 +43,21 @@ class Runner:
 
     def run(self, point: Point, probe: bool = False) -> Row:
         """Run a point and return its row without writing it."""
-        key = self._gate_key(point)
+        key, options = self._gate_key(point), self.options
         trace = self._folder / TRACE_FOLDER / f"{point.hash}.json.gz"
-        request = Request(
-            workload=point.workload,
-            preset=point.preset,
-            config=dict(point.config),
-            run=dict(point.run),
-            result_path=str(self._folder / f".{point.hash}.json"),
-            log_path=str(self._folder / LOG_FOLDER / f"{point.hash}.txt"),
-            trace_path=str(trace) if self.options.trace and not probe else None,
-            memory_limit_bytes=self.options.memory_limit_bytes,
+        row = measured_row(
+            point,
+            self._server,
+            self._folder,
+            self._folder / LOG_FOLDER / f"{point.hash}.txt",
+            trace_path=str(trace) if options.trace and not probe else None,
+            memory_limit_bytes=options.memory_limit_bytes,
             known_gate=self._gates.get(key),
             probe=probe,
-            timeout_s=self.options.timeout_s,
-            compares_dtypes=self.options.compares_dtypes and not probe,
-            layers=self.options.layers and not probe,
+            timeout_s=options.timeout_s,
+            compares_dtypes=options.compares_dtypes and not probe,
+            layers=options.layers and not probe,
         )
-        started_at = now()
-        row = row_of(point, request, self._server.run(request), started_at)
         gate = row.get("gate")
         if gate is not None:
             self._gates.setdefault(key, {**gate, "run_by": point.hash})

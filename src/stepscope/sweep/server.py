@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.sweep import memory
-from stepscope.sweep.process import (
-    CHILD_SUBREAPER,
-    PARENT_DEATH_SIGNAL,
-    begin,
-    die_with_parent,
-    set_process,
-)
+from stepscope.sweep.process import CHILD_SUBREAPER, PARENT_DEATH_SIGNAL, begin, die_with_parent, set_process
 from stepscope.sweep.protocol import Request
 
 FORK, SPAWN = "fork", "spawn"
@@ -80,9 +74,7 @@ class Server:
         except (BrokenPipeError, ValueError, TypeError):
             pass
         # The server was killed from outside, or its answers were corrupted. Its point dies with it.
-        process.kill()
-        code = process.wait()
-        self._release()
+        code = self._end(process)
         return Ending(exit_code=code, timed_out=False, memory_kill=False, seconds=time.monotonic() - began)
 
     def _begin(self) -> subprocess.Popen[bytes]:
@@ -96,24 +88,21 @@ class Server:
 
     def close(self) -> None:
         """Stop the server and its running point."""
-        if self._process is not None and self._process.stdin is not None and self._process.stdout is not None:
-            try:
-                self._process.stdin.close()
-            except OSError:
-                pass
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._release()
-
-    def _release(self) -> None:
         if self._process is not None:
-            for pipe in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
-            self._process = None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()  # type: ignore[union-attr]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            self._end(self._process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        """Kill the server and return its exit code."""
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
+        self._process = None
+        return process.wait()
 
     def __enter__(self) -> Server:
         return self
@@ -141,11 +130,9 @@ def serve(start: str, parent_id: int) -> None:
     if start == FORK:
         _import_torch()
         if _has_touched_cuda():
+            text = "stepscope: importing torch initialized CUDA, so each point starts a new interpreter"
             with contextlib.suppress(OSError):
-                print(
-                    "stepscope: importing torch initialized CUDA, so each point starts a new interpreter",
-                    file=sys.stderr,
-                )
+                print(text, file=sys.stderr)
             start = SPAWN
     # From now on the end of our input means that the parent is gone. That leaves time to kill the running point.
     set_process(PARENT_DEATH_SIGNAL, 0)
@@ -182,7 +169,8 @@ def watch(pid: int, timeout_s: float) -> Ending:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             break
-        if _is_abandoned():
+        # No request arrives before the last one is answered, so readable input means that the client is gone.
+        if select.select([0], [], [], POLL_S)[0]:
             _kill_group(pid)
             os.waitpid(pid, 0)
             kill_descendants()
@@ -200,31 +188,17 @@ def watch(pid: int, timeout_s: float) -> Ending:
     )
 
 
-def _is_abandoned() -> bool:
-    """Return whether the client is gone; takes POLL_S to find out."""
-    readable, _, _ = select.select([0], [], [], POLL_S)
-    # No request arrives before the last one is answered, so readable input means end of file.
-    return bool(readable)
-
-
 def _lines() -> Any:
     # Not sys.stdin: its buffer would hide input from `select`, and a fork would copy it.
     buffer = b""
-    while True:
-        piece = os.read(0, 1 << 16)
-        if not piece:
-            return
-        buffer += piece
-        while b"\n" in buffer:
-            line, _, buffer = buffer.partition(b"\n")
-            yield line
+    while piece := os.read(0, 1 << 16):
+        *lines, buffer = (buffer + piece).split(b"\n")
+        yield from lines
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def kill_descendants() -> None:
@@ -237,22 +211,17 @@ def kill_descendants() -> None:
             return
         if not reaped:
             for pid in _children():
-                try:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass
             time.sleep(0.001)
 
 
 def _children() -> list[int]:
     found = []
     for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = place.read_text(errors="replace").rpartition(")")[2].split()[1]
-        except OSError:
-            continue  # the process has ended
-        if int(parent) == os.getpid():
-            found.append(int(place.parent.name))
+        with contextlib.suppress(OSError):  # the process has ended
+            if int(place.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(place.parent.name))
     return found
 
 
@@ -263,11 +232,7 @@ def _import_torch() -> None:
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     # Every optimizer step needs torch._dynamo, which takes as long to import as torch itself.
-    names = ["torch._dynamo", "torch.profiler", "torch.utils.flop_counter", "stepscope.workloads.registry"]
-    names += [f"stepscope.recorder.{name}" for name in ("compiler.compile_watch", "environment", "ledger.ledger")]
-    names += [f"stepscope.sweep.{name}" for name in ("measure", "prepare")]
-    names += [f"stepscope.sweep.checks.{name}" for name in ("compiled_graphs", "gate", "proofs")]
-    for name in names:
+    for name in ("torch._dynamo", "torch.profiler", "torch.utils.flop_counter", "stepscope.sweep.point_stages"):
         importlib.import_module(name)
     del os.environ[variable]
     if before is not None:
@@ -281,14 +246,11 @@ def _has_touched_cuda() -> bool:
     """Return whether CUDA is initialized in this process; a fork of it could not use the GPU."""
     import torch
 
-    return bool(torch.cuda.is_initialized()) or any(map(_is_cuda_memory, Path("/proc/self/fd").iterdir()))
-
-
-def _is_cuda_memory(descriptor: Path) -> bool:
-    try:
-        return descriptor.readlink().name == "nvidia-uvm"
-    except OSError:
-        return False  # the descriptor of the listing itself
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            if descriptor.readlink().name == "nvidia-uvm":
+                return True
+    return bool(torch.cuda.is_initialized())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from stepscope.errors import UsageError
 from stepscope.recorder.precision.dtype_audit import BadAudit, audit_dtypes
 from stepscope.sweep import memory, prepare
 from stepscope.sweep.grid import Point
+from stepscope.sweep.protocol import CannotRun
 from stepscope.sweep.run_knobs import has_backward
 from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Built, Workload
@@ -52,11 +53,10 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
             num_micro_batches=num_micro_batches,
             has_backward=has_backward(run),
         )
-    except (prepare.CannotRun, BadAudit) as error:
+    except (CannotRun, BadAudit) as error:
         raise UsageError(str(error)) from None
     except Exception as error:
-        shortage = memory.read_error(error)
-        if shortage is None:
+        if memory.read_error(error) is None:
             raise
         raise UsageError(
             f"Out of memory: {str(error).splitlines()[0]}. An audit does not need a large batch: --set batch=1"

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
 from stepscope.recorder.compiler.messages import place_of, useful_line
 from stepscope.recorder.environment import environment_facts
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate
-from stepscope.sweep.protocol import CRASHED, OK, OOM, WRONG, Report, Request
+from stepscope.sweep.protocol import CRASHED, OK, OOM, WRONG, CannotRun, Report, Request
 from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built, Value
@@ -39,7 +40,7 @@ def check(request: Request, report: Report) -> None:
         memory.limit_to_machine()
     prepare.check_machine(run)
     if run["compile"] == "off":
-        raise prepare.CannotRun("compile=off leaves nothing to check")
+        raise CannotRun("compile=off leaves nothing to check")
     prepare.apply_settings(run)
     fields["environment"] = environment_facts(0 if device == "cuda" else None)
     workload = find(request.workload)
@@ -47,15 +48,13 @@ def check(request: Request, report: Report) -> None:
     sizes = [{**request.config, **shape} for shape in shapes]
     largest = max(range(len(sizes)), key=lambda place: _num_elements(sizes[place]))
     modules, batches = [], []
-    for place in range(len(sizes)):
-        built = prepare.build(workload, workload.config(**sizes[place]), int(run["seed"]), device)
+    for place, size in enumerate(sizes):
+        built = prepare.build(workload, workload.config(**size), int(run["seed"]), device)
         if not isinstance(built, Built):
-            raise prepare.CannotRun(
-                "a complete training step hides its model: return (module, batch function) instead"
-            )
+            raise CannotRun("a complete training step hides its model: return (module, batch function) instead")
         batches.append(prepare.make_batch(built, int(run["seed"]), device))
         if place == largest:
-            again = prepare.build(workload, workload.config(**sizes[place]), int(run["seed"]), device)
+            again = prepare.build(workload, workload.config(**size), int(run["seed"]), device)
             again.module.load_state_dict(built.module.state_dict())
             modules = [built.module, again.module]
     for module in modules:
@@ -73,7 +72,7 @@ def _check(
     compiled = prepare.compiled(plain, run)
     found: list[dict[str, Any]] = [{"shape": shape} for shape in shapes]
     fields["shapes"] = found
-    _draw_random_numbers_like_eager()
+    torch._inductor.config.fallback_random = True  # draw random numbers like eager code
     probe = CompilerProbe()
     probe.start()
     compile_before = measure.compile_ns()
@@ -106,7 +105,7 @@ def _failed(error: Exception, report: Report) -> None:
     """Report an error that ended the check: its first useful line, and the user's line that caused it."""
     traceback.print_exception(error)  # to the check's log
     shortage = memory.read_error(error)
-    if isinstance(error, prepare.CannotRun):
+    if isinstance(error, CannotRun):
         raise error
     if shortage is not None:
         report.fields.update(status=OOM, oom=dataclasses.asdict(shortage), reason=useful_line(error))
@@ -173,12 +172,6 @@ def _median_ns(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch,
     while len(samples) < int(run["steps"]) or time.monotonic() - began < FEWEST_SECONDS:
         samples.append(measure.timed_call(lambda: _call(module, plain, batch, run), device)[0])
     return int(statistics.median(samples))
-
-
-def _draw_random_numbers_like_eager() -> None:
-    import torch._inductor.config
-
-    torch._inductor.config.fallback_random = True
 
 
 def _num_elements(config: Mapping[str, Any]) -> int:

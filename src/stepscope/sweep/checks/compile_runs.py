@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.errors import UsageError
-from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Grid, Point
-from stepscope.sweep.protocol import OK, Request, Row
-from stepscope.sweep.rows import row_of
+from stepscope.sweep.protocol import OK, Row
+from stepscope.sweep.rows import measured_row
 from stepscope.sweep.server import Server, default_start
 from stepscope.workloads.workload import Workload
 
@@ -54,18 +53,7 @@ def check_compile(
         for num_done, point in enumerate(points):
             progress(num_done / len(points))
             log = Path(folder) / f"{point.hash}.txt"
-            request = Request(
-                workload=point.workload,
-                preset=point.preset,
-                config=dict(point.config),
-                run=dict(point.run),
-                result_path=str(Path(folder) / f"{point.hash}.json"),
-                log_path=str(log),
-                timeout_s=timeout_s,
-                shapes=shapes_of(point, asked),
-            )
-            started_at = now()
-            row = row_of(point, request, server.run(request), started_at)
+            row = measured_row(point, server, Path(folder), log, timeout_s=timeout_s, shapes=shapes_of(point, asked))
             if row["status"] != OK and log.is_file():
                 row["log"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]
             rows.append(row)

@@ -22,20 +22,9 @@ from typing import Any
 
 import torch
 
-from stepscope.sweep.prepare import (
-    CannotRun,
-    Contexts,
-    backward,
-    build,
-    cast,
-    compiled,
-    make_batch,
-    scalar_loss,
-    tensors_of,
-    weights_dtype,
-)
+from stepscope.sweep import prepare
+from stepscope.sweep.prepare import build, cast, scalar_loss, tensors_of, weights_dtype
 from stepscope.sweep.run_knobs import without_autotuning
-from stepscope.workloads.optimizers import make_optimizer
 from stepscope.workloads.workload import Batch, Built, Value, Workload
 
 # dtype → (outputs and loss, gradients). Unit roundoffs: fp32 6e-8, tf32 5e-4, fp16 5e-4, bf16 4e-3. Gradients
@@ -80,7 +69,7 @@ def check(
     seed, device = int(run["seed"]), str(run["device"])
     reference_config = workload.config(**{**sized, **workload.reference})
     reference = build(workload, reference_config, seed, "cpu")
-    batch = make_batch(reference, seed, "cpu")
+    batch = prepare.make_batch(reference, seed, "cpu")
     weights = {name: tensor.clone() for name, tensor in reference.module.state_dict().items()}
     reference.module.double()
     plain = {**run, "dtype": "fp32", "compile": "off", "sdpa": "free", "device": "cpu"}
@@ -124,8 +113,8 @@ def check(
 
 
 def _results(built: Built, batch: Batch, run: Mapping[str, Value], with_gradients: bool) -> Tensors:
-    contexts = Contexts(run)
-    module = compiled(built.module, run)
+    contexts = prepare.Contexts(run)
+    module = prepare.compiled(built.module, run)
     results: Tensors = {}
     inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     with torch.no_grad(), contexts():
@@ -138,7 +127,7 @@ def _results(built: Built, batch: Batch, run: Mapping[str, Value], with_gradient
     if (loss := scalar_loss(out)) is not None:
         results["loss"] = {"loss": in_float64(loss)}
     if with_gradients:
-        backward(out, contexts, int(run["seed"]))
+        prepare.backward(out, contexts, int(run["seed"]))
         results["gradients"] = gradients_of(built.module, batch)
     return results
 
@@ -168,10 +157,7 @@ def _updates(
 ) -> dict[str, torch.Tensor]:
     """Return how far two optimizer steps move each parameter, in float64 on the CPU."""
     parameters = {name: torch.nn.Parameter(start.to(device, dtype, copy=True)) for name, (start, _) in moved.items()}
-    try:
-        stepper = make_optimizer(optimizer, parameters.values())
-    except RuntimeError as error:
-        raise CannotRun(f"optimizer={optimizer}: {str(error).splitlines()[0]}") from None
+    stepper = prepare.optimizer_of(optimizer, parameters.values())
     for scale in (1.0, -0.5):
         for name, parameter in parameters.items():
             parameter.grad = scale * moved[name][1].to(device, dtype)

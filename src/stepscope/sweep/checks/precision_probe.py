@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from stepscope.recorder.clock import BACKWARD
-from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.sweep import measure, prepare
 from stepscope.sweep.checks.gate import finite, nan_as_infinity
 from stepscope.sweep.prepare import Pass
@@ -47,23 +46,8 @@ def questions(
 
 def memory_by_owner(run_once: Pass, device: str) -> dict[str, int]:
     """Return the bytes of tensors at the peak of one pass of the uncompiled module, by owner."""
-    phase: list[str] = []
-    optimizers = [run_once.optimizer] if run_once.optimizer is not None else []
-    ledger = Ledger([run_once.plain], optimizers, lambda: phase[-1] if phase else None)
-
-    def on_phase(name: str) -> None:
-        phase.append(name)
-        if name == BACKWARD:
-            ledger.backward_begins()
-
-    run_once.drop_gradients()
-    ledger.start()
-    try:
-        ledger.note_inputs((), run_once.batch)
-        run_once(on_phase, module=run_once.plain)
-    finally:
-        ledger.stop()
-    return at_peak([one for one in ledger.memory()["allocations"] if one["device"].startswith(device)])
+    allocations = measure.ledger_of(run_once).memory()["allocations"]
+    return at_peak([one for one in allocations if one["device"].startswith(device)])
 
 
 def at_peak(allocations: list[dict[str, Any]]) -> dict[str, int]:
@@ -81,11 +65,11 @@ def at_peak(allocations: list[dict[str, Any]]) -> dict[str, int]:
         total += num_bytes
         if total > most:
             most, peak = total, event
-    by_owner: dict[str, int] = {}
+    by_owner: Counter[str] = Counter()
     for one in allocations:
         if (one["born"] is None or one["born"] <= peak) and (one["died"] is None or one["died"] > peak):
-            by_owner[one["owner"]] = by_owner.get(one["owner"], 0) + one["bytes"]
-    return dict(sorted(by_owner.items(), key=lambda item: -item[1]))
+            by_owner[one["owner"]] += one["bytes"]
+    return dict(by_owner.most_common())
 
 
 def work_by_op(run_once: Pass, device: str) -> dict[str, Any]:
@@ -115,10 +99,11 @@ def _profiled(run_once: Pass, device: str) -> tuple[dict[tuple[str, str, bool], 
     with profile(activities=activities, acc_events=True, record_shapes=True) as profiler:
         run_once()
         measure.synchronize(device)
+    # Floating-point tensors, not masks or an optimizer's scalars.
     casts = {
         event.correlation_id()
         for event in profiler.profiler.kineto_results.events()
-        if event.name() == CAST and _is_of_tensor(event)
+        if event.name() == CAST and event.dtypes()[:1] and event.dtypes()[0] in FLOATING and any(event.shapes()[:1])
     }
     totals: dict[tuple[str, str, bool], tuple[int, float]] = {}
     for event in profiler.events():
@@ -131,12 +116,6 @@ def _profiled(run_once: Pass, device: str) -> tuple[dict[tuple[str, str, bool], 
             calls, total = totals.get(key, (0, 0.0))
             totals[key] = (calls + 1, total + microseconds)
     return totals, len(casts)
-
-
-def _is_of_tensor(event: Any) -> bool:
-    """Return whether a floating-point tensor is cast, not a mask or one of an optimizer's scalars."""
-    dtypes, shapes = event.dtypes(), event.shapes()
-    return bool(dtypes and dtypes[0] in FLOATING and shapes and shapes[0])
 
 
 def _is_cast(event: Any, casts: set[int]) -> bool:
@@ -212,10 +191,6 @@ def _results(workload: Workload[Any], config: Mapping[str, Value], run: Mapping[
     return {
         "loss": None if loss is None else finite(float(loss.detach())),
         "scale": scale,
-        "outputs": {f"output {i}": _kept(tensor) for i, tensor in enumerate(outputs)},
-        "gradients": {name: _kept(gradient) / scale for name, gradient in found.items()},
+        "outputs": {f"output {i}": tensor.detach().to("cpu", torch.float32) for i, tensor in enumerate(outputs)},
+        "gradients": {name: gradient.to("cpu", torch.float32) / scale for name, gradient in found.items()},
     }
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", torch.float32)

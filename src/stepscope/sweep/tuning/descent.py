@@ -9,6 +9,7 @@ those rows count.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -19,29 +20,14 @@ from stepscope.sweep.tuning.space import (
     BATCH,
     CHECKPOINT,
     COMPILE,
-    NOT_OF_A_WHOLE_STEP,
     ORDER,
     SDPA,
+    SET_BY_STEP,
     Axis,
     Space,
-    next_power,
-    power_below,
     value_of,
 )
-from stepscope.sweep.tuning.trials import (
-    AGAIN,
-    BESIDE,
-    DEFAULTS,
-    NUM_AGAIN,
-    OutOfTime,
-    Trials,
-    affordable,
-    candidates,
-    cost_ns,
-    costs_ns,
-    is_pruned,
-    steady_ns,
-)
+from stepscope.sweep.tuning.trials import BESIDE, DEFAULTS, OutOfTime, Trials, cost_ns, costs_ns, is_pruned, steady_ns
 from stepscope.workloads.workload import Value
 
 LEAST_GAIN = 0.01
@@ -70,6 +56,24 @@ class NotTried:
     round: int
     turned: dict[str, Value]
     reason: str
+
+
+def next_power(value: int) -> int:
+    """Return the next power of two above a number.
+
+    >>> next_power(4), next_power(6)
+    (8, 8)
+    """
+    return 1 << value.bit_length()
+
+
+def power_below(value: int) -> int:
+    """Return the next power of two below a number; 0 if there is none.
+
+    >>> power_below(8), power_below(6), power_below(1)
+    (4, 4, 0)
+    """
+    return 1 << (value - 1).bit_length() - 1 if value > 1 else 0
 
 
 class Search:
@@ -122,14 +126,9 @@ class Search:
             self._list_waiting("no time was left")
         self._trials.reserved_s = 0.0
         if self.best is not None:
-            self._contenders = affordable(self._trials, self._space.base, self.best)
-        try:
-            among = " ".join(point.hash for point in self._contenders)
-            for turn in range(1, NUM_AGAIN + 1):
-                for point in self._contenders:
-                    self._trials.again(point, AGAIN, turn, among)
-        except OutOfTime:
-            pass
+            self._contenders = self._trials.affordable(self.best)
+            with suppress(OutOfTime):
+                self._trials.measure_in_turns(self._contenders)
 
     def interrupt(self) -> None:
         """Record that the user interrupted the search."""
@@ -145,7 +144,7 @@ class Search:
             self._trials.reserve([base, base])
         left_out: tuple[str, ...] = ()
         if "num_tokens" in row and "num_parameters" not in row:
-            left_out, reason = NOT_OF_A_WHOLE_STEP, "a complete training step sets this itself"
+            left_out, reason = SET_BY_STEP, "a complete training step sets this itself"
         elif row["status"] == OK and not row.get("num_tokens"):
             left_out, reason = (BATCH,), "the workload does not say how many tokens a batch has"
         for axis in self._axes:
@@ -268,7 +267,7 @@ class Search:
         self.best, self._beside = point, row
         if row["run"][COMPILE] == "off":
             self._trials.pace = row
-        self._trials.reserve(candidates(self._trials, self._space.base, point))
+        self._trials.reserve(self._trials.candidates(point))
         return True
 
     def _gain(self, point: Point, row: Row) -> float | None:

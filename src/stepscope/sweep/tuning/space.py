@@ -42,7 +42,7 @@ RUN_VALUES: Mapping[str, Mapping[str, tuple[Value, ...]]] = {
 CHECKPOINTS = (0, 1, 2)
 # The workload's own knobs come before these.
 ORDER = ("optimizer", SDPA, BATCH, "dtype", "bf16_reduction", CHECKPOINT, COMPILE)
-NOT_OF_A_WHOLE_STEP = ("dtype", "compile", "sdpa", "optimizer", "bf16_reduction")
+SET_BY_STEP = ("dtype", "compile", "sdpa", "optimizer", "bf16_reduction")
 ONE_VALUE = ("mode", "warmup", "steps", "seed", "device")
 
 
@@ -87,24 +87,6 @@ class Space:
 def value_of(point: Point, name: str) -> Value:
     """Return the value of any knob of a point."""
     return point.config[name] if name in point.config else point.run[name]
-
-
-def next_power(value: int) -> int:
-    """Return the next power of two above a number.
-
-    >>> next_power(4), next_power(6)
-    (8, 8)
-    """
-    return 1 << value.bit_length()
-
-
-def power_below(value: int) -> int:
-    """Return the next power of two below a number; 0 if there is none.
-
-    >>> power_below(8), power_below(6), power_below(1)
-    (4, 4, 0)
-    """
-    return 1 << (value - 1).bit_length() - 1 if value > 1 else 0
 
 
 def search_space(

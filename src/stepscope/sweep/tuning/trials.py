@@ -124,19 +124,43 @@ class Trials:
         """Return another row of a measured point, in the given round or turn, next to the points in `among`."""
         self.last = point.hash
         named = renamed(point, {role: [number, among]})
-        found = self.seen(named)
-        return found or self._keep(
-            self._run(named), {"role": role, "round": number, "of": point.hash, "among": among}
-        )
+        tune = {"role": role, "round": number, "of": point.hash, "among": among}
+        return self.seen(named) or self._keep(self._run(named), tune)
 
-    def turns_s(self, points: list[Point]) -> float:
-        """Return the seconds to measure these points again in turns."""
+    def candidates(self, best: Point) -> list[Point]:
+        """Return the defaults, the best, the fastest other point, and the frontier of speed and memory."""
+        rows = {name: row for name, point in self.points.items() if (row := self.seen(point)) and row["status"] == OK}
+        ordered = sorted(rows, key=lambda name: steady_ns(rows[name]))
+        chosen = [point.hash for point in (self._space.base, best) if point.hash in rows]
+        chosen += [name for name in ordered if name not in chosen][:1]
+        smallest = float("inf")
+        for name in ordered:
+            peak = memory_bytes(rows[name])
+            if peak is not None and peak < smallest:
+                smallest = peak
+                chosen.append(name)
+        return [self.points[name] for name in dict.fromkeys(chosen)][:MOST_CONTENDERS]
+
+    def affordable(self, best: Point) -> list[Point]:
+        """Return the candidates that fit in the remaining time, and the first few in any case."""
+        chosen = self.candidates(best)
+        while len(chosen) > FEWEST_CONTENDERS and self._turns_s(chosen) > self.clock.left_s:
+            chosen.pop()
+        return chosen
+
+    def measure_in_turns(self, points: list[Point]) -> None:
+        """Measure these points again, one after the other, several times; OutOfTime if there is no time for it."""
+        among = " ".join(point.hash for point in points)
+        for turn in range(1, NUM_AGAIN + 1):
+            for point in points:
+                self.again(point, AGAIN, turn, among)
+
+    def _turns_s(self, points: list[Point]) -> float:
         return NUM_AGAIN * float(sum(self._seconds.get(point.hash, 0.0) for point in points))
 
     def reserve(self, contenders: list[Point]) -> None:
         """Reserve time to measure these points again, at most a third of the budget."""
-        wanted = self.turns_s(contenders)
-        self.reserved_s = min(wanted, MOST_RESERVED_SHARE * self.clock.whole_s)
+        self.reserved_s = min(self._turns_s(contenders), MOST_RESERVED_SHARE * self.clock.whole_s)
 
     def _keep(self, row: Row, tune: dict[str, Any]) -> Row:
         row["tune"] = tune
@@ -188,29 +212,20 @@ class Trials:
             row.update(status=OOM, oom=lost, reason=f"needs {size(used)}, the budget is {size(self._budget_bytes)}")
             return
         plain = self._space.plainest(point)
-        check = _own_reference(row) if plain.hash == point.hash else check_loss(row, self.row(plain, REFERENCE))
+        if plain.hash != point.hash:
+            check = check_loss(row, self.row(plain, REFERENCE))
+        elif row.get("loss") is None:
+            check = no_loss(row)
+        else:
+            check = LossCheck(passed=True, reason=None, plain_loss=row["loss"], deviation=0.0)
         tune["loss"] = asdict(check)
         if check.passed is False:
             row.update(status=WRONG, reason=check.reason)
 
 
-def _own_reference(row: Row) -> LossCheck:
-    if row.get("loss") is None:
-        return no_loss(row)
-    return LossCheck(passed=True, reason=None, plain_loss=row["loss"], deviation=0.0)
-
-
 def _skipped(point: Point, forecast: Forecast) -> Row:
-    at = now()
-    return {
-        **identity(point),
-        "status": SKIPPED,
-        "reason": forecast.reason,
-        "notes": [],
-        "started_at": at,
-        "finished_at": at,
-        "seconds": 0.0,
-    }
+    times = {"started_at": now(), "finished_at": now(), "seconds": 0.0}
+    return {**identity(point), "status": SKIPPED, "reason": forecast.reason, "notes": [], **times}
 
 
 def is_pruned(row: Mapping[str, Any]) -> bool:
@@ -237,26 +252,3 @@ def cost_ns(row: Mapping[str, Any]) -> float:
 def steady_ns(row: Mapping[str, Any]) -> float:
     """Return the median nanoseconds per token, corrected for drift since the search began."""
     return cost_ns(row) * float(row["tune"]["scale"])
-
-
-def candidates(trials: Trials, base: Point, best: Point) -> list[Point]:
-    """Return the defaults, the best, the fastest other point, and the frontier of speed and memory."""
-    rows = {name: row for name, point in trials.points.items() if (row := trials.seen(point)) and row["status"] == OK}
-    ordered = sorted(rows, key=lambda name: steady_ns(rows[name]))
-    chosen = [point.hash for point in (base, best) if point.hash in rows]
-    chosen += [name for name in ordered if name not in chosen][:1]
-    smallest = float("inf")
-    for name in ordered:
-        peak = memory_bytes(rows[name])
-        if peak is not None and peak < smallest:
-            smallest = peak
-            chosen.append(name)
-    return [trials.points[name] for name in dict.fromkeys(chosen)][:MOST_CONTENDERS]
-
-
-def affordable(trials: Trials, base: Point, best: Point) -> list[Point]:
-    """Return the candidates that fit in the remaining time, and the first few in any case."""
-    chosen = candidates(trials, base, best)
-    while len(chosen) > FEWEST_CONTENDERS and trials.turns_s(chosen) > trials.clock.left_s:
-        chosen.pop()
-    return chosen
