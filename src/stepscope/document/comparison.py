@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from stepscope.analysis.comparison.compare import Pair, TableRow
@@ -164,8 +164,8 @@ def _points(comparison: Comparison) -> Table:
         cells.insert(4, "" if peak is None else change_text(peak))
         rows.append((pair.name or pair.base, *cells, "" if cells[3] else why))
     titles = ("point", "base", "new", "change", "verdict", "peak memory", "95 % interval", "reason")
-    titles = titles if any(row[-1] for row in rows) else titles[:-1]
-    return _table("points", "Step time of every point", titles, rows, below=("reason",))
+    known = titles if any(row[-1] for row in rows) else titles[:-1]
+    return _table("points", "Step time of every point", known, rows, below=("reason",))
 
 
 def _parts(table: Parts, num_rows: int) -> Table:
@@ -235,7 +235,7 @@ def figure(value: float, unit: str) -> str:
     >>> figure(2_770_000, "ns"), figure(0.5, "share")
     ('2.770 ms', '50.0 %')
     """
-    forms = {"ns": milliseconds, "bytes": size, "share": percent, "count": average}
+    forms: dict[str, Callable[[float], str]] = {"ns": milliseconds, "bytes": size, "share": percent, "count": average}
     return forms.get(unit, significant)(value).replace("-", MINUS)
 
 

@@ -58,7 +58,7 @@ def _memory(comparison: DtypeComparison) -> Table:
     rows = [row for row in comparison.rows if row.memory_bytes]
     owners = {f"{title}_bytes": [row.memory_bytes.get(name, 0) for row in rows] for name, title in _OWNERS.items()}
     peaks = [sum(row.memory_bytes.values()) if row.peak_bytes is None else row.peak_bytes for row in rows]
-    columns = {"dtype": [row.dtype for row in rows], "peak_bytes": peaks}
+    columns = columns_of(rows, "dtype") | {"peak_bytes": peaks}
     columns |= {name: sizes for name, sizes in owners.items() if any(sizes)}
     screen = ("dtype", "peak_bytes", *sorted(owners, key=lambda name: -max(owners[name], default=0)))
     return Table("dtype_memory", "Alive at the peak", columns, screen=screen)

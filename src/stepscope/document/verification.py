@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from stepscope.analysis.comparison import verified
 from stepscope.analysis.comparison.losses import AGREE, NOT_COMPARED, LossCheck
 from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, TOO_FEW
-from stepscope.analysis.comparison.verified import (
-    FAILED,
-    FASTER,
-    INCOMPARABLE,
-    MIN_ROUNDS,
-    NOT_APPLIED,
-    SLOWER,
-    WRONG,
-    Expected,
-    Verification,
-    Verified,
-)
+from stepscope.analysis.comparison.verified import FAILED, FASTER, NOT_APPLIED, SLOWER, WRONG, Verification, Verified
 from stepscope.document.comparison import change_text, figure, interval_text, p_text, signed
 from stepscope.document.model import Document, Fact, Facts, Section
 from stepscope.formatting import average, duration, milliseconds, percent, plural, significant, size, whole_percent
 
-_ORDER = (FASTER, NO_DIFFERENCE, TOO_FEW, SLOWER, WRONG, FAILED, INCOMPARABLE, NOT_APPLIED)
+_ORDER = (FASTER, NO_DIFFERENCE, TOO_FEW, SLOWER, WRONG, FAILED, verified.INCOMPARABLE, NOT_APPLIED)
 _LEAST_WARMUP_NS = 1e9
 _ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order", "reduced": "lower precision"}
 
@@ -32,7 +22,7 @@ def verification_document(found: Verification) -> Document:
     """Return the verification: the baseline, then every fix, the fastest first."""
     spread = f"; their medians differ by up to {percent(found.apart_share)}"
     if found.num_rounds == 1:
-        spread = f"; run at least {MIN_ROUNDS} --rounds to see whether it repeats"
+        spread = f"; run at least {verified.MIN_ROUNDS} --rounds to see whether it repeats"
     about = (
         Fact("script", found.command),
         Fact("device", f"{found.device_name or 'unknown device'}   torch {found.torch or 'unknown'}"),
@@ -119,7 +109,7 @@ def _between_runs(each: Verified) -> str:
     return f" ({low} to {high}{tested})"
 
 
-def _expected(expected: Expected) -> str:
+def _expected(expected: verified.Expected) -> str:
     if expected.saving_ns is None:
         return expected.reason or "a saving of unknown size"
     share = "" if expected.share is None else f", {signed(percent(expected.share), -expected.share)}"

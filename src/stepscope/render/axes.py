@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from stepscope.document.model import Lines, Series
-from stepscope.formatting import Scale, safe, scale, significant, title_of
+from stepscope.document.model import Bars, Lines, Scatter, Series
+from stepscope.formatting import cell, safe, scale, significant, title_of
 
 _TITLE = 44
 """Characters of an axis title without its unit."""
@@ -17,6 +17,40 @@ _MOST_LEVELS = 200
 """With more levels, the last is too narrow to be seen."""
 _ROOM_FOR_MARKS = 1.25
 """How far an axis goes above its largest value, for three lines of names."""
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Return the values that are there and can be drawn."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def largest(values: Iterable[float | None]) -> float:
+    """Return the largest absolute value; 0 if there is none."""
+    return max(map(abs, finite(values)), default=0.0)
+
+
+class Axis:
+    """An axis of figures, in the unit in which its largest value is easy to read."""
+
+    def __init__(self, name: str, values: Sequence[float | None], is_log: bool = False) -> None:
+        self.name, self.is_log = name, is_log
+        self.divisor, self.unit = scale(name, largest(values))
+        self.title = axis_title(name, self.unit)
+        self.values = self.scaled(values)
+
+    def scaled(self, values: Sequence[float | None]) -> list[float]:
+        """Return values in the unit of the axis; NaN if missing."""
+        return [value / self.divisor if value is not None and math.isfinite(value) else math.nan for value in values]
+
+
+def axes_of(chart: Lines | Scatter) -> tuple[Axis, Axis]:
+    """Return the axes that everything on a chart is on."""
+    if isinstance(chart, Lines):
+        x = [value for series in chart.series for value in series.x] + [mark.x for mark in chart.marks]
+        return Axis(chart.x, x, chart.log_x), Axis(chart.y, heights(chart), chart.log_y)
+    x = [dot.x for dot in chart.points] + [value for limit in chart.limits for value in limit.x]
+    y = [dot.y for dot in chart.points] + [value for limit in chart.limits for value in limit.y if value is not None]
+    return Axis(chart.x, x, chart.log_x), Axis(chart.y, y, chart.log_y)
 
 
 def axis_title(name: str, unit: str) -> str:
@@ -29,26 +63,10 @@ def axis_title(name: str, unit: str) -> str:
     return title if not unit else unit if title in unit else f"{title} ({unit})"
 
 
-def largest(values: Sequence[float | None]) -> float:
-    """Return the largest absolute value; 0 if there is none."""
-    return max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0)
-
-
-def unit_of(name: str, values: Sequence[float | None]) -> Scale:
-    """Return the unit of an axis, chosen by its largest value."""
-    return scale(name, largest(values))
-
-
-def scaled(values: Sequence[float | None], unit: Scale) -> list[float]:
-    """Return values in a unit; NaN if missing."""
-    return [value / unit.divisor if value is not None and math.isfinite(value) else math.nan for value in values]
-
-
 def heights(chart: Lines) -> Sequence[float | None]:
     """Return the values that the y axis must cover."""
     if chart.style == "areas":
-        columns = zip(*(series.y for series in chart.series))
-        return [math.fsum(y for y in column if y is not None and math.isfinite(y)) for column in columns]
+        return [math.fsum(finite(column)) for column in zip(*(series.y for series in chart.series))]
     return [value for series in chart.series for value in (*series.y, *series.low, *series.high)]
 
 
@@ -57,10 +75,33 @@ def top_of(chart: Lines) -> float | None:
     return _ROOM_FOR_MARKS * largest(heights(chart)) if chart.marks and not chart.log_y else None
 
 
+def totals(chart: Bars) -> list[float]:
+    """Return the sum of the parts of each bar."""
+    return [math.fsum(finite(series.y[at] for series in chart.series)) for at in range(len(chart.labels))]
+
+
+def why_missing(chart: Bars, at: int) -> str:
+    """Return why a bar has no figure; "" if it has one, or if the reason is unknown."""
+    if finite(series.y[at] for series in chart.series):
+        return ""
+    return next((series.gaps[at] for series in chart.series if series.gaps and series.gaps[at]), "")
+
+
+def texts_of(name: str, series: Series) -> list[str]:
+    """Return each value of a series as text, with its interval if it has one."""
+    texts = [cell(name, value) for value in series.y]
+    if not (series.low and series.high):
+        return texts
+    ends = [
+        None if low is None else (cell(name, low), cell(name, high)) for low, high in zip(series.low, series.high)
+    ]
+    return [f"{text} ({end[0]} – {end[1]})" if end else text for text, end in zip(texts, ends)]
+
+
 def ended(chart: Lines) -> Lines:
     """Return a chart of steps or areas with an end for its last level: it lasts as long as the one before.
 
-    >>> levels = Lines(id="", title="", x="x", y="y", series=(Series("a", [5, 7], [1, 2]),), style="steps")
+    >>> levels = Lines("", "", "x", "y", (Series("a", [5, 7], [1, 2]),), style="steps")
     >>> ended(levels).series[0].x, ended(levels).series[0].y
     ([1, 2, 3], [5, 7, 7])
     """

@@ -7,19 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stepscope.document.model import (
-    Bars,
-    Chart,
-    Document,
-    Facts,
-    FindingCard,
-    Findings,
-    Missing,
-    Part,
-    Section,
-    Table,
-    Text,
-)
+from stepscope.document import model
+from stepscope.document.model import Bars, Document, Facts, FindingCard, Findings, Part, Section, Table
 from stepscope.formatting import cell, fit_names, heading, percent, safe, title_of
 from stepscope.render.terminal_tables import dropped_columns, table_lines
 
@@ -57,9 +46,9 @@ class _Terminal:
         match part:
             case Facts():
                 return [*self._title(part.title), *self._facts(part)]
-            case Text():
+            case model.Text():
                 return wrapped(part.text, self.width)
-            case Missing():
+            case model.Missing():
                 return wrapped(f"Unknown: {part.text}", self.width, "  ", "  ")
             case Table():
                 return self._table(part)
@@ -67,7 +56,7 @@ class _Terminal:
                 return list(self._findings(part))
             case Bars():
                 return [*self._title(part.title), *self._bars(part)]
-            case Chart():
+            case model.Chart():
                 return wrapped(part.caption, self.width) if part.caption else []
         return []
 

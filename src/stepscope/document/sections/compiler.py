@@ -8,17 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stepscope.analysis.compiler.compile_summary import CompilerSummary
-from stepscope.document.model import (
-    Document,
-    Fact,
-    Facts,
-    Missing,
-    Part,
-    Section,
-    Table,
-    Text,
-    Value,
-)
+from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
 from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
 from stepscope.findings.compile_log import compile_entries, count_of
@@ -97,8 +87,8 @@ def summary_parts(summary: CompilerSummary) -> Iterator[Part]:
     """Yield the figures of a summary, its stages, what was recompiled, and its lists."""
     yield Facts(tuple(_figures(summary)))
     if stages := summary.seconds_by_stage:
-        seconds = [round(seconds, 3) for seconds in stages.values()]
-        columns = {"stage": list(stages), "is": [STAGES[name] for name in stages], "seconds": seconds}
+        columns: dict[str, list[Any]] = {"stage": list(stages), "is": [STAGES[name] for name in stages]}
+        columns["seconds"] = [round(seconds, 3) for seconds in stages.values()]
         yield Table("compile_stages", "compile time by stage", columns)
     if summary.recompiles:
         columns = columns_of(

@@ -6,16 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepscope.document.model import (
-    Bars,
-    Document,
-    Missing,
-    Part,
-    Section,
-    Series,
-    Table,
-    Text,
-)
+from stepscope.document.model import Bars, Document, Missing, Part, Section, Series, Table, Text
 from stepscope.document.tables import columns_of, without_empty
 from stepscope.errors import Unavailable
 from stepscope.formatting import average, duration, percent, safe, size

@@ -72,8 +72,8 @@ def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int 
     yield from _kept(found, num_rows)
     yield largest(found, num_shown=num_rows)
     if report.snapshot_end:
-        title, by_line = "alive at the end, by line of Python", report.snapshot_end.live_by_caller
-        yield from live_table("called_at", title, by_line, num_rows, id="live_at_end")
+        title, at_end = "alive at the end, by line of Python", report.snapshot_end.live_by_caller
+        yield from live_table("called_at", title, at_end, num_rows, id="live_at_end")
     yield Facts(tuple(memory_facts(report)))
     if found.left_alive:
         columns = columns_of(found.left_alive, "op module left_bytes:bytes num_tensors held_at:frame")

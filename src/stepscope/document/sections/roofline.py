@@ -169,7 +169,7 @@ def _at_limit(account: RankAccount) -> Iterator[Bars]:
     table = time_at_limit(account.roofline, account.top_kernels)
     placed_ns = summary.compute_ns + summary.memory_ns + summary.neither_ns
     above_ns = int(table["above_limit_ns"].sum())
-    series = (
+    series: tuple[Series, ...] = (
         Series("at the limit", table["at_limit_ns"].to_list()),
         Series("above it", table["above_limit_ns"].to_list()),
         Series("unknown", table["unknown_ns"].to_list(), color="other"),

@@ -6,30 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stepscope.analysis.comparison.sweep_records import hash_of, record_of
 from stepscope.analysis.comparison.sweeps import OK, PointSummary, SweepSummary, sweep_of
-from stepscope.document.model import (
-    Document,
-    Explorer,
-    Fact,
-    Facts,
-    Figure,
-    Missing,
-    Part,
-    Section,
-    Table,
-    Text,
-    Value,
-)
+from stepscope.document import model, sweep_table
+from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
+from stepscope.document.sections import sweep_charts as charts
 from stepscope.document.sections.sweep_axes import Layout, axis_of, label, layout_of
-from stepscope.document.sections.sweep_charts import (
-    LOG_FACTOR,
-    MEASURES,
-    TIME,
-    Measure,
-    charts_of,
-    memory_and_time,
-    time_text,
-)
-from stepscope.document.sweep_table import BEST, NOISY, TIED, constants_of, mfu_limits, same_parameters, statuses_text
+from stepscope.document.sections.sweep_charts import TIME, Measure, time_text
+from stepscope.document.sweep_table import BEST, NOISY, TIED
 from stepscope.document.tables import plain, without_empty
 from stepscope.formatting import cell, plural, safe
 from stepscope.trace.sweep_file import Sweep
@@ -62,7 +44,7 @@ def sweep_report(sweep: Sweep) -> Document:
     sections = [
         Section("overview", "Overview", _overview(sweep, summary, layout)),
         Section("explore", "Explore", (_explorer(summary, layout),)),
-        *(_figure_section(summary, layout, measure) for measure in MEASURES),
+        *(_figure_section(summary, layout, measure) for measure in charts.MEASURES),
         Section("points", "Points", (_points(summary),)),
         Section("statuses", "Statuses", _statuses(sweep, summary)),
     ]
@@ -78,7 +60,7 @@ def sweep_report(sweep: Sweep) -> Document:
 
 
 def _verdict(sweep: SweepSummary, layout: Layout) -> str:
-    sentences = [f"{plural(len(sweep.points), 'point')}: {safe(statuses_text(sweep), 2000)}."]
+    sentences = [f"{plural(len(sweep.points), 'point')}: {safe(sweep_table.statuses_text(sweep), 2000)}."]
     timed = [point for point in sweep.points if point.status == OK and point.time is not None]
     if not timed:
         return f"{sentences[0]} No point has a valid time."
@@ -142,13 +124,13 @@ def _overview(sweep: Sweep, summary: SweepSummary, layout: Layout) -> tuple[Part
 
 
 def _facts(sweep: Sweep, summary: SweepSummary) -> Iterator[Fact]:
-    yield Fact("points", f"{len(summary.points)}", safe(statuses_text(summary), 2000))
+    yield Fact("points", f"{len(summary.points)}", safe(sweep_table.statuses_text(summary), 2000))
     varied = [f"{safe(name, 60)} ({len(axis_of(summary.points, name).values)})" for name in summary.varying]
     yield Fact("varied", ", ".join(varied) or "nothing")
-    yield Fact("same in all", safe(", ".join(constants_of(summary)), 2000))
-    if (parameters := same_parameters(summary)) is not None:
+    yield Fact("same in all", safe(", ".join(sweep_table.constants_of(summary)), 2000))
+    if (parameters := sweep_table.same_parameters(summary)) is not None:
         yield Fact("parameters", f"{parameters:,}")
-    if limits := mfu_limits(summary):
+    if limits := sweep_table.mfu_limits(summary):
         yield Fact("MFU limit", safe(limits, 500))
     used = dict.fromkeys(str(row.get("environment_hash", "")) for row in sweep.rows)
     known = {key: sweep.environments[key] for key in used if key in sweep.environments}
@@ -164,8 +146,8 @@ def _facts(sweep: Sweep, summary: SweepSummary) -> Iterator[Fact]:
 def _figure_section(sweep: SweepSummary, layout: Layout, measure: Measure) -> Section:
     parts: tuple[Part, ...]
     if any(measure.of(point) is not None for point in sweep.points):
-        both = memory_and_time(sweep, layout) if measure.section == "memory" else None
-        parts = (*charts_of(sweep, layout, measure), *([both] if both else []))
+        both = charts.memory_and_time(sweep, layout) if measure.section == "memory" else None
+        parts = (*charts.charts_of(sweep, layout, measure), *([both] if both else []))
         parts = parts or (Text("A single point has no chart. Its figures are in the table."),)
     else:
         none = f"No point has this figure: {measure.title}."
@@ -232,7 +214,7 @@ def _statuses(sweep: Sweep, summary: SweepSummary) -> tuple[Part, ...]:
     return (Table("statuses", "Points without a result", without_empty(columns), num_shown=20),)
 
 
-def _explorer(sweep: SweepSummary, layout: Layout) -> Explorer:
+def _explorer(sweep: SweepSummary, layout: Layout) -> model.Explorer:
     axes = tuple(axis_of(sweep.points, name) for name in sweep.varying)
     interval = ("time_ci_low_ns", "time_ci_high_ns")
     figures: dict[str, list[float | None]] = {
@@ -242,10 +224,10 @@ def _explorer(sweep: SweepSummary, layout: Layout) -> Explorer:
     shown = []
     for name in (name for name in _EXPLORED if name in figures):
         values = [value for value in figures[name] if value is not None]
-        is_log = min(values) > 0 and max(values) >= LOG_FACTOR * min(values)
-        shown.append(Figure(name, is_log, *(interval if name == "time_median_ns" else ())))
+        is_log = min(values) > 0 and max(values) >= charts.LOG_FACTOR * min(values)
+        shown.append(model.Figure(name, is_log, *(interval if name == "time_median_ns" else ())))
     order = [axis.name for axis in axes]
-    return Explorer(
+    return model.Explorer(
         id="explorer",
         title="Any figure over any two axes",
         axes=axes,

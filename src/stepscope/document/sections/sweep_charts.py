@@ -100,12 +100,12 @@ class _Facet:
 
     def _series(self, name: str, points: Sequence[PointSummary], x: Sequence[float] = ()) -> Series:
         """Return the figures of points with their intervals, and why some have none."""
-        ends: list[Sequence[float | None]] = [(), ()]
-        if self.measure is TIME:
-            times = [point.time if point.status == OK else None for point in points]
-            ends = [[time and getattr(time, end) for time in times] for end in ("ci_low", "ci_high")]
-        gaps = ["" if point.status == OK else point.status for point in points]
-        return Series(name, [self.measure.of(point) for point in points], x, None, *ends, gaps)
+        values, gaps = [self.measure.of(p) for p in points], ["" if p.status == OK else p.status for p in points]
+        if self.measure is not TIME:
+            return Series(name, values, x, gaps=gaps)
+        times = [point.time if point.status == OK else None for point in points]
+        low, high = ([getattr(time, end, None) for time in times] for end in ("ci_low", "ci_high"))
+        return Series(name, values, x, None, low, high, gaps)
 
     def _lines(self, names: Sequence[str]) -> Lines:
         x, measure = self.axis.name, self.measure

@@ -137,4 +137,5 @@ def callers(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
     row = nearest.gather(rows)
     row = row.zip_with(row.is_not_null(), nearest.gather(forward))
     stack = host["stack"].gather(row).cast(pl.String).str.replace_all(";", " ← ", literal=True)
-    return caller.zip_with(caller.is_not_null(), stack)
+    caller = caller.zip_with(caller.is_not_null(), stack)
+    return caller

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepscope.document.model import Series
-from stepscope.formatting import Scale, cell, fit_names, safe
+from stepscope.formatting import fit_names, safe
 from stepscope.render import axes
-from stepscope.render.axes import log_ticks, tick_text
+from stepscope.render.axes import Axis, log_ticks, tick_text
 
 LABEL, NARROW_LABEL = 44, 18
 _ROOM = 1.6
@@ -36,35 +36,30 @@ def lines_of_words(text: object, width: int = 64, most: int = 320) -> str:
     return "<br>".join(html.escape(row, quote=False) for row in rows)
 
 
-def axis_title(name: str, unit: str) -> str:
-    """Return an axis title, escaped for Plotly."""
-    return words(axes.axis_title(name, unit), 80)
+def rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Return values with six digits; None if missing."""
+    return [float(f"{value:.6g}") if value is not None and math.isfinite(value) else None for value in values]
 
 
-def scaled(values: Sequence[float | None], unit: Scale) -> list[float | None]:
-    """Return values in a unit, with six digits."""
-    return [None if math.isnan(value) else float(f"{value:.6g}") for value in axes.scaled(values, unit)]
+def on(axis: Axis, values: Sequence[float | None]) -> list[float | None]:
+    """Return values in the unit of an axis, with six digits."""
+    return rounded(axis.scaled(values))
 
 
 def texts_of(unit: str, series: Series) -> list[str]:
     """Return each value of a series as text with its interval, or why it is missing."""
-    texts = [words(cell(unit, value)) for value in series.y]
-    if series.low and series.high:
-        texts = [
-            f"{text} ({words(cell(unit, low))} – {words(cell(unit, high))})" if low is not None else text
-            for text, low, high in zip(texts, series.low, series.high)
-        ]
+    texts = axes.texts_of(unit, series)
     return [words(gap) if gap else text for text, gap in zip(texts, series.gaps or [""] * len(texts))]
 
 
-def interval_bars(series: Series, unit: Scale, color: str | None = None) -> dict[str, Any] | None:
+def interval_bars(series: Series, axis: Axis, **more: str) -> dict[str, Any] | None:
     """Return the intervals of a series as error bars; None if it has none."""
     if not (series.low and series.high):
         return None
     above = [None if y is None or end is None else end - y for y, end in zip(series.y, series.high)]
     below = [None if y is None or end is None else y - end for y, end in zip(series.y, series.low)]
-    bars = {"type": "data", "symmetric": False, "array": scaled(above, unit), "arrayminus": scaled(below, unit)}
-    return bars | {"thickness": 1.2, "width": 3} | ({"color": color} if color else {})
+    bars = {"type": "data", "symmetric": False, "array": on(axis, above), "arrayminus": on(axis, below)}
+    return bars | {"thickness": 1.2, "width": 3} | more
 
 
 def names_in(labels: Sequence[object], room: int) -> list[str]:
@@ -85,19 +80,19 @@ def names_axis(labels: Sequence[object], most: int = LABEL) -> dict[str, Any]:
     }
 
 
-def figures_axis(name: str, values: Sequence[float | None], unit: Scale, is_log: bool) -> dict[str, Any]:
+def figures_axis(axis: Axis) -> dict[str, Any]:
     """Return an axis of numbers with its unit; a logarithmic one has its own ticks."""
-    axis: dict[str, Any] = {"title": {"text": axis_title(name, unit.unit)}}
-    if not is_log:
-        return axis | {"zeroline": False, "exponentformat": "none", "separatethousands": True}
-    found = sorted({value / unit.divisor for value in values if value is not None and value > 0})
-    axis["type"] = "log"
+    shown: dict[str, Any] = {"title": {"text": words(axis.title, 80)}}
+    if not axis.is_log:
+        return shown | {"zeroline": False, "exponentformat": "none", "separatethousands": True}
+    shown["type"] = "log"
+    found = [value for value in axis.values if value > 0]
     if not found:
-        return axis
+        return shown
     ticks = log_ticks(found)
-    return axis | {
+    return shown | {
         "tickmode": "array",
         "tickvals": ticks,
         "ticktext": [tick_text(tick) for tick in ticks],
-        "range": [math.log10(found[0] / _ROOM), math.log10(found[-1] * _ROOM)],
+        "range": [math.log10(min(found) / _ROOM), math.log10(max(found) * _ROOM)],
     }

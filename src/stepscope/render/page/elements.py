@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepscope.document.model import Chart, Facts, Missing, Table, Text
-from stepscope.formatting import cell, heading, is_numeric, safe, title_of
+from stepscope.document.model import Chart, Facts, Table
+from stepscope.formatting import cell, is_numeric, safe, title_of
 from stepscope.render.csv import csv_cell, guarded
 
 NUM_ROWS, MOST_ROWS = 50, 2000
@@ -40,14 +40,6 @@ def facts_html(part: Facts) -> str:
     )
     title = f"<h3>{escape(part.title)}</h3>" if part.title else ""
     return f'{title}<dl class="facts">{rows}</dl>'
-
-
-def text_html(part: Text) -> str:
-    return f"<p>{with_code(part.text)}</p>"
-
-
-def missing_html(part: Missing) -> str:
-    return f'<aside class="missing"><p>{with_code(heading(part.text))}</p></aside>'
 
 
 def chart_html(part: Chart, number: int, figure: Mapping[str, Any]) -> str:
@@ -83,55 +75,35 @@ def _legend(figure: Mapping[str, Any]) -> str:
 
 def table_html(part: Table, number: int) -> str:
     """Return the first rows; `table_data` has all of them."""
-    names = list(part.columns)
-    heads = "".join(
-        f'<th scope="col"{_kind(part.columns[name])}><button type="button" data-column="{column}">'
-        f"{escape(title_of(name))}</button></th>"
-        for column, name in enumerate(names)
-    )
     shown = min(part.num_rows, NUM_ROWS)
     return (
         f'<div class="table" data-table="{number}"><div class="head"><h3>{escape(part.title)}</h3>'
-        f'<span class="tools"></span></div>'
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{_body(part.columns, shown)}</tbody></table></div>{_foot(part, shown)}</div>"
+        f'<span class="tools"></span></div>{plain_table_html(part.columns, shown, True)}{_foot(part, shown)}</div>'
     )
 
 
-def plain_table_html(columns: Mapping[str, Sequence[Any]], num_rows: int) -> str:
-    """Return a small table without sorting or filtering."""
-    heads = "".join(
-        f'<th scope="col"{_kind(values)}>{escape(title_of(name))}</th>' for name, values in columns.items()
-    )
-    return (
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{_body(columns, num_rows)}</tbody></table></div>"
-    )
-
-
-def _body(columns: Mapping[str, Sequence[Any]], num_rows: int) -> str:
-    kinds = {name: _kind(values) for name, values in columns.items()}
-    return "".join(
-        "<tr>"
-        + "".join(f"<td{kinds[name]}>{escape(cell(name, columns[name][row]))}</td>" for name in columns)
-        + "</tr>"
-        for row in range(num_rows)
-    )
+def plain_table_html(columns: Mapping[str, Sequence[Any]], num_rows: int, is_sortable: bool = False) -> str:
+    """Return the first rows of a table, without tools around it."""
+    kinds = {name: ' class="figure"' if is_numeric(values) else "" for name, values in columns.items()}
+    heads = ""
+    for column, (name, kind) in enumerate(kinds.items()):
+        title = escape(title_of(name))
+        title = f'<button type="button" data-column="{column}">{title}</button>' if is_sortable else title
+        heads += f'<th scope="col"{kind}>{title}</th>'
+    cells = [
+        [f"<td{kinds[name]}>{escape(cell(name, value))}</td>" for value in values[:num_rows]]
+        for name, values in columns.items()
+    ]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells))
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _foot(part: Table, shown: int) -> str:
-    num_rows = part.num_rows
-    count = ""
-    if num_rows > MOST_ROWS:
-        count = f"This page has the first {MOST_ROWS:,} of {num_rows:,} rows. A report folder (-o DIR) has all."
-    elif num_rows > shown:
-        count = f"{shown} of {num_rows:,} rows."
+    count = f"{shown} of {part.num_rows:,} rows." if part.num_rows > shown else ""
+    if part.num_rows > MOST_ROWS:
+        count = f"This page has the first {MOST_ROWS:,} of {part.num_rows:,} rows. A report folder (-o DIR) has all."
     pieces = [f"<span>{with_code(text)}</span>" for text in (part.note, count) if text]
     return f'<p class="foot">{" ".join(pieces)}</p>' if pieces else ""
-
-
-def _kind(values: Sequence[Any]) -> str:
-    return ' class="figure"' if is_numeric(values) else ""
 
 
 def table_data(part: Table) -> dict[str, Any]:

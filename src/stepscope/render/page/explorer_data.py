@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from stepscope.document.colors import PALETTE
-from stepscope.document.model import Axis, Explorer, Figure
-from stepscope.formatting import Scale, cell, safe, scale, title_of
-from stepscope.render.page.axes import axis_title, scaled
+from stepscope.document.model import Axis, Explorer, Figure, Series
+from stepscope.formatting import cell, safe, scale, title_of
+from stepscope.render.axes import axis_title, texts_of
+from stepscope.render.page.axes import rounded, words
 
 
 def explorer_data(part: Explorer) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
     return {
         "title": safe(axis.name.replace("_", " ")),
         "labels": [
-            safe(cell(axis.name, value), 60) if not isinstance(value, int) else str(value) for value in axis.values
+            str(value) if isinstance(value, int) else safe(cell(axis.name, value), 60) for value in axis.values
         ],
         "values": list(axis.values) if axis.is_numeric else None,
         "is_log": axis.is_log,
@@ -44,27 +44,18 @@ def _figure(part: Explorer, figure: Figure) -> dict[str, Any]:
     """`units`: those in which its points are easy to read; `unit`: which of them a point has. An axis takes that of
     the largest point on it."""
     values = part.figures[figure.name]
-    ends = [part.figures[name] for name in (figure.low, figure.high) if name is not None]
-    cells = texts = [cell(figure.name, value) for value in values]
-    if len(ends) == 2:
-        texts = [
-            f"{text} ({cell(figure.name, low)} – {cell(figure.name, high)})" if low is not None else text
-            for text, low, high in zip(cells, *ends)
-        ]
+    low, high = (part.figures[name] if name is not None else () for name in (figure.low, figure.high))
     scales = [scale(figure.name, value or 0.0) for value in values]
     units = list(dict.fromkeys(scales))
+    titles = [words(axis_title(figure.name, unit.unit), 80) for unit in units]
     return {
         "title": title_of(figure.name),
-        "units": [{"divisor": unit.divisor, "axis": axis_title(figure.name, unit.unit)} for unit in units],
+        "units": [{"divisor": unit.divisor, "axis": title} for unit, title in zip(units, titles)],
         "unit": [units.index(one) for one in scales],
         "is_log": figure.is_log,
-        "values": _plain(values),
-        "low": _plain(ends[0]) if len(ends) == 2 else None,
-        "high": _plain(ends[1]) if len(ends) == 2 else None,
-        "cells": cells,
-        "texts": texts,
+        "values": rounded(values),
+        "low": rounded(low) if low else None,
+        "high": rounded(high) if high else None,
+        "cells": [cell(figure.name, value) for value in values],
+        "texts": texts_of(figure.name, Series("", values, low=low, high=high)),
     }
-
-
-def _plain(values: Sequence[float | None]) -> list[float | None]:
-    return scaled(values, Scale(1.0, ""))

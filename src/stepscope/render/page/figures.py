@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepscope.document.model import Bars, Chart, Dot, Heat, Lines, Scatter, Series, Tree
-from stepscope.formatting import Scale, cell, percent, title_of
-from stepscope.render.axes import largest, unit_of
+from stepscope.formatting import cell, percent, title_of
+from stepscope.render.axes import Axis, axes_of, ended, largest, top_of, totals, why_missing
 from stepscope.render.colors import colors_of
-from stepscope.render.page.axes import (
-    NARROW_LABEL,
-    axis_title,
-    figures_axis,
-    interval_bars,
-    lines_of_words,
-    names_axis,
-    names_in,
-    scaled,
-    texts_of,
-    words,
-)
-from stepscope.render.page.lines import lines_figure
+from stepscope.render.page import axes
+from stepscope.render.page.axes import lines_of_words, on, texts_of, words
 from stepscope.render.page.trees import tree_figure
 
 _DOT_PIXELS = 64
 """Diameter of a dot with a share of 100 %."""
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _LIMIT_COLOR = "#8a8f98"
+_NOTE = 0.08
+"""Distance between two notes, as a share of the chart's height."""
+_MOST_MARKERS = 40
 
 
 def figure_of(chart: Chart) -> dict[str, Any]:
@@ -36,164 +28,234 @@ def figure_of(chart: Chart) -> dict[str, Any]:
     return _FIGURES[type(chart)](chart)
 
 
+def _spaced(name: str) -> str:
+    return words(name.replace("_", " "))
+
+
 def _bars(chart: Bars) -> dict[str, Any]:
     labels = [str(label) for label in chart.labels]
-    whole = [math.fsum(one.y[at] or 0.0 for one in chart.series) for at in range(len(labels))]
-    unit = unit_of(chart.unit, whole)
+    whole = totals(chart)
+    axis = Axis(chart.unit, whole)
     is_one = len(chart.series) == 1
     top = largest([*whole, *(value for one in chart.series for value in one.high)])
     data = []
     for series, color in zip(chart.series, colors_of(chart.series)):
-        texts = texts_of(chart.unit, series)
+        name, texts = _spaced(series.name), texts_of(chart.unit, series)
         trace: dict[str, Any] = {
             "type": "bar",
             "orientation": "h",
-            "name": words(_spaced(series.name)),
-            "x": scaled(series.y, unit),
+            "name": name,
+            "x": on(axis, series.y),
             "y": list(range(len(labels))),
             "marker": {"color": color},
             "hoverinfo": "text",
-            "hovertext": [
-                f"{lines_of_words(label)}<br>{words(_spaced(series.name))}: <b>{text}</b>"
-                for label, text in zip(labels, texts)
-            ],
+            "hovertext": [f"{lines_of_words(label)}<br>{name}: <b>{text}</b>" for label, text in zip(labels, texts)],
         }
-        if bars := interval_bars(series, unit):
+        if bars := axes.interval_bars(series, axis):
             trace["error_x"] = bars
         elif is_one:
             trace |= {"text": texts, "textposition": "outside", "cliponaxis": False}
         data.append(trace)
-    x_axis: dict[str, Any] = {"title": {"text": axis_title(chart.unit, unit.unit)}, "rangemode": "tozero"}
+    x_axis: dict[str, Any] = {"title": {"text": words(axis.title, 80)}, "rangemode": "tozero"}
+    narrow: dict[str, Any] = {"yaxis.ticktext": axes.names_in(labels, axes.NARROW_LABEL)}
     if is_one and min(whole, default=0.0) >= 0 and top > 0:
-        x_axis["range"] = [0, top / unit.divisor * 1.12]  # room for the text after the longest bar
+        reach = top / axis.divisor * 1.12  # room for the text after the longest bar
+        x_axis["range"], narrow["xaxis.range"] = [0, reach], [0, reach * 1.25]
     layout = {
         "barmode": "relative",
         "bargap": 0.28,
         "showlegend": not is_one,
         "xaxis": x_axis,
-        "yaxis": names_axis(labels) | {"autorange": "reversed"},
+        "yaxis": axes.names_axis(labels) | {"autorange": "reversed"},
         "annotations": [
             {"x": x, "y": at, "text": text, "xanchor": "left", "xshift": 2, "showarrow": False}
             for at in range(len(labels))
-            for x, text in _after(chart, at, unit)
+            for x, text in _after(chart, at, axis)
         ],
     }
-    narrow: dict[str, Any] = {"yaxis.ticktext": names_in(labels, NARROW_LABEL)}
-    if "range" in x_axis:
-        narrow["xaxis.range"] = [0, x_axis["range"][1] * 1.25]
     return {"data": data, "layout": layout, "narrow": narrow, "height": 60 + 28 * max(2, len(labels))}
 
 
-def _after(chart: Bars, at: int, unit: Scale) -> list[tuple[float, str]]:
+def _after(chart: Bars, at: int, axis: Axis) -> list[tuple[float, str]]:
     """Return texts after a bar: why it is missing, or its value if error bars are in the way."""
-    if all(series.y[at] is None for series in chart.series):
-        reasons = [series.gaps[at] for series in chart.series if series.gaps and series.gaps[at]]
-        return [(0.0, words(reasons[0], 16))] if reasons else []
+    if reason := why_missing(chart, at):
+        return [(0.0, words(reason, 16))]
     series = chart.series[0]
-    if len(chart.series) > 1 or not (series.low and series.high):
+    if len(chart.series) > 1 or not (series.low and series.high) or series.y[at] is None:
         return []
-    return [(largest([series.y[at], series.high[at]]) / unit.divisor, words(cell(chart.unit, series.y[at])))]
+    return [(largest([series.y[at], series.high[at]]) / axis.divisor, cell(chart.unit, series.y[at]))]
 
 
-def _spaced(name: str) -> str:
-    return name.replace("_", " ")
+def _lines(chart: Lines) -> dict[str, Any]:
+    """Return the figure of lines, steps, areas or dots; marks are dotted lines with their names."""
+    chart = ended(chart)
+    x, y = axes_of(chart)
+    colors = colors_of(chart.series)
+    data = [_trace(chart, series, color, x, y) for series, color in zip(chart.series, colors) if series.x]
+    x_axis = axes.figures_axis(x) | {"showspikes": chart.style != "dots"}
+    x_axis["unifiedhovertitle"] = {"text": f"{title_of(chart.x)} %{{x}} {x.unit}".rstrip()}
+    y_axis = axes.figures_axis(y)
+    if not chart.log_y:
+        y_axis["rangemode"] = "tozero"
+    if top := top_of(chart):
+        y_axis["range"] = [0, top / y.divisor]
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"dash": "dot", "width": 1.5}}
+    layout = {
+        "showlegend": len(data) > 1,
+        "hovermode": "closest" if chart.style == "dots" else "x unified",
+        "xaxis": x_axis,
+        "yaxis": y_axis,
+        "shapes": [{"x0": place, "x1": place, **line} for place in (mark.x / x.divisor for mark in chart.marks)],
+        "annotations": [*_marks(chart, x), *_gaps(chart, colors, x)],
+    }
+    return {"data": data, "layout": layout, "narrow": {}, "height": 320}
+
+
+def _trace(chart: Lines, series: Series, color: str, x: Axis, y: Axis) -> dict[str, Any]:
+    name = _spaced(series.name)
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "name": name,
+        "x": on(x, series.x),
+        "y": on(y, series.y),
+        "mode": "lines",
+        "line": {"color": color, "width": 1.8, "shape": "hv" if chart.style in ("steps", "areas") else "linear"},
+        "marker": {"color": color, "size": 6},
+        "hoverinfo": "text",
+        "hovertext": [f"{name}: <b>{text}</b>" for text in texts_of(chart.y, series)],
+    }
+    if chart.style == "dots":
+        where = [f"<br>{title_of(chart.x)} {words(cell(chart.x, value))}" for value in series.x]
+        trace |= {"mode": "markers", "hovertext": [text + at for text, at in zip(trace["hovertext"], where)]}
+    elif chart.style == "lines" and len(series.x) <= _MOST_MARKERS:
+        trace["mode"] = "lines+markers"
+    elif chart.style == "areas":
+        trace |= {"stackgroup": "whole", "fillcolor": color}
+        trace["line"] |= {"width": 0}
+    if bars := axes.interval_bars(series, y, color=color):
+        trace["error_y"] = bars
+    return trace
+
+
+def _note(place: float, row: int, text: str, **more: Any) -> dict[str, Any]:
+    """Return a text near the upper edge of a chart; rows are below one another."""
+    y = 1 - _NOTE * row
+    return {"x": place, "yref": "paper", "y": y, "yanchor": "top", "text": text, "showarrow": False} | more
+
+
+def _marks(chart: Lines, axis: Axis) -> list[dict[str, Any]]:
+    """Return the names of the marks inside the chart, staggered on three lines."""
+    places = [_place(value, axis) for value in axis.values]
+    low, high = min(places, default=0.0), max(places, default=0.0)
+    notes = []
+    for number, mark in enumerate(sorted(chart.marks, key=lambda mark: mark.x)):
+        x = _place(mark.x / axis.divisor, axis)
+        is_left = high == low or (x - low) / (high - low) < 0.6
+        side = {"xanchor": "left", "xshift": 3} if is_left else {"xanchor": "right", "xshift": -3}
+        notes.append(_note(x, number % 3, words(mark.name), **side))
+    return notes
+
+
+def _gaps(chart: Lines, colors: Sequence[str], axis: Axis) -> list[dict[str, Any]]:
+    """Return why values are missing, at the upper edge in the color of the line."""
+    found: dict[float, int] = {}
+    notes = []
+    for series, color in zip(chart.series, colors):
+        for x, reason in zip(series.x, series.gaps):
+            if reason:
+                row = found[x] = found.get(x, -1) + 1
+                notes.append(_note(_place(x / axis.divisor, axis), row, words(reason, 16), font={"color": color}))
+    return notes
+
+
+def _place(value: float, axis: Axis) -> float:
+    """Return the x of a note: on a logarithmic axis, Plotly expects the logarithm."""
+    return math.log10(value) if axis.is_log and value > 0 else value
 
 
 def _scatter(chart: Scatter) -> dict[str, Any]:
     groups: dict[str, list[Dot]] = {}
     for dot in chart.points:
         groups.setdefault(dot.group, []).append(dot)
-    every_x = [dot.x for dot in chart.points] + [value for limit in chart.limits for value in limit.x]
-    every_y = [dot.y for dot in chart.points] + [value for limit in chart.limits for value in limit.y]
-    x_unit, y_unit = unit_of(chart.x, every_x), unit_of(chart.y, every_y)
+    x, y = axes_of(chart)
     least = 6.0 if any(dot.weight for dot in chart.points) else 10.0
     data: list[dict[str, Any]] = []
     colors = colors_of(tuple(Series(name, (), color=name) for name in groups))
     for (group, dots), color in zip(groups.items(), colors):
         sizes = [round(max(least, _DOT_PIXELS * math.sqrt(max(0.0, dot.weight))), 1) for dot in dots]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": words(_spaced(group)),
-                "x": scaled([dot.x for dot in dots], x_unit),
-                "y": scaled([dot.y for dot in dots], y_unit),
-                "marker": {"color": color, "opacity": 0.75, "size": sizes},
-                "hoverinfo": "text",
-                "hovertext": [_dot_text(chart, dot) for dot in dots],
-            }
-        )
+        data.append({
+            "type": "scatter",
+            "mode": "markers",
+            "name": _spaced(group),
+            "x": on(x, [dot.x for dot in dots]),
+            "y": on(y, [dot.y for dot in dots]),
+            "marker": {"color": color, "opacity": 0.75, "size": sizes},
+            "hoverinfo": "text",
+            "hovertext": [_dot_text(chart, dot) for dot in dots],
+        })  # fmt: skip
     for number, limit in enumerate(chart.limits):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": words(limit.name, 60),
-                "x": scaled(limit.x, x_unit),
-                "y": scaled(limit.y, y_unit),
-                "line": {"color": _LIMIT_COLOR, "width": 2, "dash": _DASHES[number % len(_DASHES)]},
-                "hoverinfo": "text",
-                "hovertext": [lines_of_words(limit.name)] * len(limit.x),
-            }
-        )
+        data.append({
+            "type": "scatter",
+            "mode": "lines",
+            "name": words(limit.name, 60),
+            "x": on(x, limit.x),
+            "y": on(y, limit.y),
+            "line": {"color": _LIMIT_COLOR, "width": 2, "dash": _DASHES[number % len(_DASHES)]},
+            "hoverinfo": "text",
+            "hovertext": [lines_of_words(limit.name)] * len(limit.x),
+        })  # fmt: skip
     layout = {
         "showlegend": True,
         "legend": {"itemsizing": "constant"},
         "hovermode": "closest",
-        "xaxis": figures_axis(chart.x, every_x, x_unit, chart.log_x),
-        "yaxis": figures_axis(chart.y, every_y, y_unit, chart.log_y),
+        "xaxis": axes.figures_axis(x),
+        "yaxis": axes.figures_axis(y),
     }
     return {"data": data, "layout": layout, "narrow": {}, "height": 520}
 
 
 def _dot_text(chart: Scatter, dot: Dot) -> str:
     share = f"{percent(dot.weight)} of all · " if dot.weight else ""
-    return (
-        f"{lines_of_words(dot.name)}<br>{share}<b>{words(cell(chart.y, dot.y))}</b>"
-        f"<br>{words(title_of(chart.x))} {words(cell(chart.x, dot.x))}"
-    )
+    where = f"{words(title_of(chart.x))} {words(cell(chart.x, dot.x))}"
+    return f"{lines_of_words(dot.name)}<br>{share}<b>{words(cell(chart.y, dot.y))}</b><br>{where}"
 
 
 def _heat(chart: Heat) -> dict[str, Any]:
-    unit = unit_of(chart.unit, [value for row in chart.values for value in row])
+    axis = Axis(chart.unit, [value for row in chart.values for value in row])
     across, down = list(range(len(chart.x_labels))), list(range(len(chart.y_labels)))
     absent = [(y, x) for y in down for x in across if chart.values[y][x] is None]
+    rows = [f"{words(chart.y_title)} {words(label)}" for label in chart.y_labels]
+    columns = [f"{words(chart.x_title)} {words(label)}" for label in chart.x_labels]
     trace = {
         "type": "heatmap",
         "x": across,
         "y": down,
-        "z": [scaled(row, unit) for row in chart.values],
+        "z": [on(axis, row) for row in chart.values],
         "text": [[words(text, 16) for text in row] for row in chart.texts],
         "texttemplate": "%{text}",
         "hoverinfo": "text",
         "hovertext": [
-            [
-                f"{words(chart.y_title)} {words(chart.y_labels[y])}<br>{words(chart.x_title)} "
-                f"{words(chart.x_labels[x])}<br><b>{words(chart.texts[y][x], 200)}</b>"
-                for x in across
-            ]
-            for y in down
+            [f"{row}<br>{column}<br><b>{words(text, 200)}</b>" for column, text in zip(columns, texts)]
+            for row, texts in zip(rows, chart.texts)
         ],
         "xgap": 2,
         "ygap": 2,
         "coloraxis": "coloraxis",
     }
-    bar = {"title": {"text": unit.unit or axis_title(chart.unit, ""), "side": "top"}, "thickness": 12}
+    bar = {"title": {"text": axis.unit or words(axis.title, 80), "side": "top"}, "thickness": 12}
+    dotted = {"type": "rect", "layer": "below", "line": {"dash": "dot", "width": 1}}
+    downwards = {"autorange": "reversed"}
     layout = {
         "coloraxis": {"colorscale": "Cividis", "colorbar": bar},
-        "xaxis": names_axis(chart.x_labels, 24) | {"title": {"text": words(chart.x_title)}},
-        "yaxis": names_axis(chart.y_labels, 32) | {"title": {"text": words(chart.y_title)}, "autorange": "reversed"},
+        "xaxis": {**axes.names_axis(chart.x_labels, 24), "title": {"text": words(chart.x_title)}},
+        "yaxis": {**axes.names_axis(chart.y_labels, 32), "title": {"text": words(chart.y_title)}, **downwards},
         # A cell without a value shows why.
-        "shapes": [
-            {"type": "rect", "x0": x - 0.47, "x1": x + 0.47, "y0": y - 0.45, "y1": y + 0.45, "layer": "below",
-             "line": {"dash": "dot", "width": 1}} for y, x in absent
-        ],
+        "shapes": [{"x0": x - 0.47, "x1": x + 0.47, "y0": y - 0.45, "y1": y + 0.45, **dotted} for y, x in absent],
         "annotations": [
             {"x": x, "y": y, "text": words(chart.texts[y][x], 16), "showarrow": False} for y, x in absent
         ],
-    }  # fmt: skip
-    narrow: dict[str, Any] = {"yaxis.ticktext": names_in(chart.y_labels, NARROW_LABEL - 4)}
-    narrow["coloraxis.showscale"] = False
+    }
+    narrow = {"yaxis.ticktext": axes.names_in(chart.y_labels, axes.NARROW_LABEL - 4), "coloraxis.showscale": False}
     width = 130 + 9 * (2 + max((len(text) for row in chart.texts for text in row), default=4)) * len(across)
     height = 80 + 38 * max(2, len(down))
     return {"data": [trace], "layout": layout, "narrow": narrow, "height": height, "min_width": min(1000, width)}
@@ -201,7 +263,7 @@ def _heat(chart: Heat) -> dict[str, Any]:
 
 _FIGURES: dict[type[Chart], Callable[[Any], dict[str, Any]]] = {
     Bars: _bars,
-    Lines: lines_figure,
+    Lines: _lines,
     Scatter: _scatter,
     Tree: tree_figure,
     Heat: _heat,

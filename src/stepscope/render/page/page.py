@@ -15,29 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.model import (
-    Chart,
-    Document,
-    Explorer,
-    Facts,
-    Findings,
-    Missing,
-    Section,
-    Table,
-    Text,
-    Timeline,
-)
+from stepscope.document import model
+from stepscope.document.model import Document, Section, Timeline
+from stepscope.formatting import heading
 from stepscope.render.files import missing
-from stepscope.render.page.elements import (
-    chart_html,
-    escape,
-    facts_html,
-    missing_html,
-    table_data,
-    table_html,
-    text_html,
-    with_code,
-)
+from stepscope.render.page import elements
+from stepscope.render.page.elements import escape, with_code
 from stepscope.render.page.explorer_data import explorer_data
 from stepscope.render.page.figures import figure_of
 from stepscope.render.page.finding_cards import findings_html
@@ -81,7 +64,7 @@ class _Body:
     def __init__(self, report: Document) -> None:
         self.data: dict[str, Any] = {"tables": [], "charts": [], "explorers": [], "timeline": None}
         self.blobs: list[str] = []
-        self.has_timeline = any(isinstance(part, Timeline) for section in report.sections for part in section.parts)
+        self.has_timeline = bool(report.parts(Timeline))
 
     def section(self, section: Section) -> str:
         content = "".join(self._part(part) for part in section.parts)
@@ -89,27 +72,31 @@ class _Body:
         return f'<section id="{name}" aria-labelledby="{name}-title">{title}{content}</section>'
 
     def _part(self, part: Any) -> str:
-        if isinstance(part, Table):
-            self.data["tables"].append(table_data(part))
-            return table_html(part, len(self.data["tables"]) - 1)
-        if isinstance(part, Chart):
-            figure = figure_of(part)
-            self.data["charts"].append(figure)
-            return chart_html(part, len(self.data["charts"]) - 1, figure)
-        if isinstance(part, Facts):
-            return facts_html(part)
-        if isinstance(part, Text):
-            return text_html(part)
-        if isinstance(part, Missing):
-            return missing_html(part)
-        if isinstance(part, Findings):
-            return findings_html(part, self.has_timeline)
-        if isinstance(part, Timeline):
-            return self._timeline(part)
-        if isinstance(part, Explorer):
-            self.data["explorers"].append(explorer_data(part))
-            return f'<div class="explorer" data-explorer="{len(self.data["explorers"]) - 1}"></div>'
+        match part:
+            case model.Table():
+                return elements.table_html(part, self._number("tables", elements.table_data(part)))
+            case model.Chart():
+                figure = figure_of(part)
+                return elements.chart_html(part, self._number("charts", figure), figure)
+            case model.Facts():
+                return elements.facts_html(part)
+            case model.Text():
+                return f"<p>{with_code(part.text)}</p>"
+            case model.Missing():
+                return f'<aside class="missing"><p>{with_code(heading(part.text))}</p></aside>'
+            case model.Findings():
+                return findings_html(part, self.has_timeline)
+            case Timeline():
+                return self._timeline(part)
+            case model.Explorer():
+                number = self._number("explorers", explorer_data(part))
+                return f'<div class="explorer" data-explorer="{number}"></div>'
         raise TypeError(f"no HTML for {type(part).__name__}")
+
+    def _number(self, kind: str, data: dict[str, Any]) -> int:
+        """Add data for the scripts, and return its place."""
+        self.data[kind].append(data)
+        return len(self.data[kind]) - 1
 
     def _timeline(self, part: Timeline) -> str:
         self.data["timeline"] = part.meta
@@ -121,10 +108,11 @@ class _Body:
 
 def _bar(report: Document) -> str:
     """Return the list of sections; those without data are dimmed."""
-    links = "".join(
-        f'<a href="#{escape(section.id)}"{_absent(section)}>{escape(section.title)}</a>'
-        for section in report.sections
-    )
+    links = ""
+    for section in report.sections:
+        is_absent = all(isinstance(part, model.Missing) for part in section.parts)
+        kind = ' class="absent"' if is_absent else ""
+        links += f'<a href="#{escape(section.id)}"{kind}>{escape(section.title)}</a>'
     return (
         f'<header class="bar"><h1 title="{escape(report.title)}">{escape(report.title, 200)}</h1>'
         f'<nav aria-label="Sections">{links}</nav>'
@@ -135,10 +123,6 @@ def _bar(report: Document) -> str:
         "<dt>?</dt><dd>this help</dd></dl>"
         '<button type="button" class="quiet">Close</button></dialog>'
     )
-
-
-def _absent(section: Section) -> str:
-    return ' class="absent"' if all(isinstance(part, Missing) for part in section.parts) else ""
 
 
 def _json(value: Any) -> str:
@@ -175,9 +159,8 @@ def _packed(text: str) -> str:
 
 def _policy(scripts: list[str]) -> str:
     """Return a content security policy: nothing is fetched, and only these scripts run."""
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
-    )
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"

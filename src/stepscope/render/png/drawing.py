@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from stepscope.formatting import fit_names, safe
-from stepscope.render.axes import log_ticks, tick_text
+from stepscope.render.axes import finite, log_ticks, tick_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,22 +23,12 @@ def drawn_apart(names: Sequence[object], room: int) -> list[str]:
     return fit_names([drawn(name, 1000) for name in names], room)
 
 
-_SIGNS: set[int] = set()
-
-
-def _signs() -> set[int]:
+@cache
+def _signs() -> frozenset[int]:
     """What the font can draw."""
-    if not _SIGNS:
-        from matplotlib.font_manager import findfont, get_font
+    from matplotlib.font_manager import findfont, get_font
 
-        # A legend leaves names out that begin with a low line; a font has no sign for line ends.
-        _SIGNS.update(get_font(findfont("DejaVu Sans")).get_charmap())
-    return _SIGNS
-
-
-def is_figure(value: float | None) -> bool:
-    """Whether there is something to draw."""
-    return value is not None and math.isfinite(value)
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
 
 
 def plain_ticks(axis: Any, values: Sequence[float], is_log: bool, exact: bool = False) -> None:
@@ -46,7 +36,7 @@ def plain_ticks(axis: Any, values: Sequence[float], is_log: bool, exact: bool = 
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
-    if exact and not is_log and all(value == round(value) for value in values if math.isfinite(value)):
+    if exact and not is_log and all(value == round(value) for value in finite(values)):
         axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     if is_log and (ticks := log_ticks(values, exact)):
         axis.set_minor_formatter(NullFormatter())
