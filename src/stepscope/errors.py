@@ -13,6 +13,11 @@ A user's own exceptions pass through Stepscope untouched.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 
 class StepscopeError(Exception):
     """A user's mistake: the message says what happened, where, and what to do."""
@@ -40,6 +45,14 @@ class MissingDependencyError(StepscopeError):
 
 class Unavailable(StepscopeError):
     """The recording or trace does not contain what was asked for; the message says what to run to get it."""
+
+
+def if_available(read: Callable[[], T]) -> T | None:
+    """Return what `read` returns; None if it is Unavailable."""
+    try:
+        return read()
+    except Unavailable:
+        return None
 
 
 WRONG_KIND = (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,68 +51,37 @@ def verify(
     >>> verify("runs/baseline", fix="unfused_optimizer").fixes[0].status  # doctest: +SKIP
     """
     need_torch()
-    from stepscope.sweep.rerun import Options
-
-    return _verify(
-        [os.fspath(target), *arguments],
-        [fix] if isinstance(fix, str) else fix,
-        is_module=is_module,
-        rounds=rounds,
-        options=Options(warmup=warmup, clean=clean, timeout_s=timeout_s),
-        tolerance=tolerance,
-        output=None if output is None else Path(output),
-        on_line=on_line or (lambda line: None),
-        warn=warn or (lambda warning: None),
-    )
-
-
-def _verify(
-    words: Sequence[str],
-    fixes: Sequence[str],
-    *,
-    is_module: bool,
-    rounds: int,
-    options: Options,
-    tolerance: float | None,
-    output: Path | None,
-    on_line: Say,
-    warn: Say,
-) -> Verification:
-    """Run everything and write the answer beside the recordings."""
     from stepscope.analysis.comparison.verification import medians_ns, step_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
     from stepscope.analysis.comparison.verified import Plan, Verification
     from stepscope.findings.fixes import parse_fix
     from stepscope.session import open_session
-    from stepscope.sweep.rerun import recorded_command, script_command
+    from stepscope.sweep.rerun import Options, recorded_command, script_command
 
-    if rounds < 1 or options.clean < 1:
-        raise UsageError(f"{rounds} rounds of {options.clean} timed steps: both must be at least 1")
-    if not fixes:
+    if rounds < 1 or clean < 1:
+        raise UsageError(f"{rounds} rounds of {clean} timed steps: both must be at least 1")
+    if not fix:
         raise UsageError("name a fix with --fix ID: `stepscope list fixes` lists them")
-    if options.warmup < FEWEST_WARMUP:
-        raise UsageError(
-            f"--warmup {options.warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least"
-        )
-    chosen = [parse_fix(text) for text in dict.fromkeys(fixes)]
-    path = Path(words[0])
+    if warmup < FEWEST_WARMUP:
+        raise UsageError(f"--warmup {warmup}: a fix is applied in the third step, so {FEWEST_WARMUP} is the least")
+    chosen = [parse_fix(text) for text in dict.fromkeys([fix] if isinstance(fix, str) else fix)]
     session: Session | None = None
     warnings: list[str] = []
-    if not is_module and path.is_dir():
-        session = open_session(path)
-        command, warnings = recorded_command(path, session.recording.facts)
+    if not is_module and Path(target).is_dir():
+        session = open_session(target)
+        command, warnings = recorded_command(Path(target), session.recording.facts)
     else:
-        command = script_command(list(words), is_module)
-    for warning in warnings:
-        warn(warning)
-    folder = _folder(output, command)
+        command = script_command([os.fspath(target), *arguments], is_module)
+    if warn is not None:
+        for warning in warnings:
+            warn(warning)
+    folder = _folder(None if output is None else Path(output), command)
     plans = [
-        Plan(
-            each.text, each.arithmetic, [fix.lowers_to for fix in each.fixes if fix.lowers_to is not None], tolerance
-        )
+        Plan(each.text, each.arithmetic, [one.lowers_to for one in each.fixes if one.lowers_to], tolerance)
         for each in chosen
     ]
-    before, after = _run_all(command, plans, folder, options, rounds, on_line)
+    options = Options(warmup=warmup, clean=clean, timeout_s=timeout_s)
+    before, after = _run_all(command, plans, folder, options, rounds, on_line or (lambda line: None))
     first = before[0].recording
     assert first is not None
     environment = first.facts.get("environment") or {}
@@ -147,12 +117,8 @@ def _folder(given: Path | None, command: Command) -> Path:
         return given.absolute()
     word = next((word for word in command.words if word != "-m"), "script")
     name = f"verify-{Path(word).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    found = Path("runs") / name
-    number = 1
-    while found.exists():
-        number += 1
-        found = Path("runs") / f"{name}-{number}"
-    return found.absolute()
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in map(Path("runs").absolute().joinpath, names) if not path.exists())
 
 
 def _run_all(
@@ -221,16 +187,14 @@ def _expected_gains(session: Session | None, device_name: str | None, chosen: li
         return {}
     from stepscope.analysis.comparison.verified import Expected
     from stepscope.findings.diagnose import diagnose
-    from stepscope.findings.expected import expected_of
+    from stepscope.findings.fixes import expected_of
 
     was = (session.recording.facts.get("environment") or {}).get("device_name")
-    if was != device_name:
-        reason = f"it was recorded on {was}, so its expected saving does not apply here"
-        return {each.text: Expected(None, None, False, None, reason) for each in chosen}
-    try:
-        diagnosis = diagnose(session.case)
-    except StepscopeError as error:
-        reason = f"diagnose: {error}"
-    else:
-        return {each.text: expected_of(diagnosis, each) for each in chosen}
+    reason = f"it was recorded on {was}, so its expected saving does not apply here"
+    if was == device_name:
+        try:
+            diagnosis = diagnose(session.case)
+            return {each.text: expected_of(diagnosis, each) for each in chosen}
+        except StepscopeError as error:
+            reason = f"diagnose: {error}"
     return {each.text: Expected(None, None, False, None, reason) for each in chosen}

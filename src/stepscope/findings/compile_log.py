@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepscope.errors import Unavailable
 from stepscope.session.case import Case
 from stepscope.trace.compile_file import count_of, entries
 
@@ -18,7 +17,4 @@ def compile_entries(case: Case, what: str) -> list[dict[str, Any]]:
 
 def compile_report(case: Case) -> dict[str, Any]:
     """Return `compile.json`."""
-    try:
-        return dict(case.recording.compiler or {})
-    except Unavailable:
-        return {}
+    return dict(case.recording.compiler or {}) if case.has_recording else {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from stepscope.analysis.compiler.compile_summary import CompilerSummary, compiler_summary
 from stepscope.analysis.compiler.compiled_regions import regions_by_name
-from stepscope.errors import Unavailable
+from stepscope.errors import if_available
 from stepscope.findings.compile_log import compile_report
 from stepscope.findings.rules.compiler import recompiles
 from stepscope.session.case import Case
@@ -52,7 +51,9 @@ def compiler_report(case: Case) -> CompilerReport:
     """Return what torch.compile did in a recording or a trace."""
     report, notes = compile_report(case), []
     summary = compiler_summary(report, case.clean_ns) if report else None
-    regions = _regions(case, report)
+    calls = if_available(lambda: case.compiled_regions)
+    rows = () if calls is None or calls.is_empty() else regions_by_name(calls, case.num_steps, report).to_dicts()
+    regions = tuple(Region(**row) for row in rows)
     if summary is None:
         notes += seen_planning(case)
         if case.has_recording:
@@ -66,17 +67,4 @@ def compiler_report(case: Case) -> CompilerReport:
 
 def seen_planning(case: Case) -> list[str]:
     """Return a sentence on compiling and planning in the traced steps, or none."""
-    try:
-        return [finding.sentence for finding in recompiles.check(case)]
-    except Unavailable:
-        return []
-
-
-def _regions(case: Case, report: Mapping[str, Any]) -> tuple[Region, ...]:
-    try:
-        regions, num_steps = case.compiled_regions, case.num_steps
-    except Unavailable:
-        return ()
-    if regions.is_empty():
-        return ()
-    return tuple(Region(**row) for row in regions_by_name(regions, num_steps, report).to_dicts())
+    return [finding.sentence for finding in if_available(lambda: recompiles.check(case)) or ()]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pkgutil import walk_packages
 from types import ModuleType
 from typing import Any
 
 from stepscope.display import Shown
-from stepscope.errors import WRONG_KIND, Unavailable, UsageError, wrong_kind
+from stepscope.errors import WRONG_KIND, Unavailable, UsageError, if_available, wrong_kind
 from stepscope.findings import rules
 from stepscope.findings.finding import Finding
 from stepscope.formatting import whole_percent
@@ -66,7 +66,7 @@ class Diagnosis(Shown):
             "warnings": list(self.warnings),
             "findings": [finding.to_json() for finding in self.findings],
             "clean": list(self.clean),
-            "unchecked": [{"id": one.id, "reason": one.reason} for one in self.unchecked],
+            "unchecked": [asdict(one) for one in self.unchecked],
             "suppressed": list(self.suppressed),
         }
 
@@ -103,12 +103,11 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         findings += found
         if not found:
             clean.append(rule.id)
-    busy_share, step_ns = _busy_share(case), _step_ns(case)
-    if step_ns is not None:  # no saving exceeds the step
-        findings = [
-            replace(finding, saving_ns=min(finding.saving_ns, step_ns)) if finding.saving_ns is not None else finding
-            for finding in findings
-        ]
+    step_ns = if_available(lambda: case.step_ns)
+    busy_share = if_available(lambda: min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None)
+    for place, finding in enumerate(findings):
+        if step_ns is not None and finding.saving_ns is not None:  # no saving exceeds the step
+            findings[place] = replace(finding, saving_ns=min(finding.saving_ns, step_ns))
     findings.sort(key=lambda finding: (-(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id))
     return Diagnosis(
         step_ns=step_ns,
@@ -121,21 +120,6 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         gpu_busy_share=busy_share,
         warnings=_warnings(case),
     )
-
-
-def _step_ns(case: Case) -> float | None:
-    try:
-        return case.step_ns
-    except Unavailable:
-        return None
-
-
-def _busy_share(case: Case) -> float | None:
-    """Return the share of a clean step in which the GPU is busy; None without a trace."""
-    try:
-        return min(1.0, case.busy_ns / case.step.done_ns) if case.step.done_ns else None
-    except Unavailable:
-        return None
 
 
 def _binds(case: Case, busy_share: float | None) -> str:
@@ -153,8 +137,7 @@ def _binds(case: Case, busy_share: float | None) -> str:
     name, most = max(parts.items(), key=lambda part: part[1])
     return (
         f"The GPU is the bottleneck: it is busy for {whole_percent(busy_share)} of the step, and "
-        f"{whole_percent(most / known)} of its "
-        f"known work is {name}."
+        f"{whole_percent(most / known)} of its known work is {name}."
     )
 
 

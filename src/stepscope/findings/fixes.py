@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stepscope.analysis.comparison.losses import NOT_COMPARABLE, REDUCED, REORDERED, SAME
+from stepscope.analysis.comparison.verified import Expected
 from stepscope.errors import UsageError
+
+if TYPE_CHECKING:
+    from stepscope.findings.diagnose import Diagnosis
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
 
@@ -91,3 +96,20 @@ def _is_allowed(fix: Fix, value: str) -> bool:
         return False
     # Workers must be a whole number; a batch may be scaled by any.
     return number > 0 and (fix.arithmetic == NOT_COMPARABLE or value.isdigit())
+
+
+def expected_of(diagnosis: Diagnosis, chosen: Chosen) -> Expected:
+    """Return the saving that a diagnosis predicts for a fix, from the finding with its id, or why there is none."""
+    name = chosen.fixes[0].id
+    finding = next((each for each in diagnosis.findings if each.id == name), None)
+    unchecked = next((each.reason for each in diagnosis.unchecked if each.id == name), None)
+    if len(chosen.fixes) > 1:
+        reason = "savings of several findings cannot be added"
+    elif finding is not None:
+        share = finding.saving_ns / diagnosis.step_ns if finding.saving_ns and diagnosis.step_ns else None
+        return Expected(finding.saving_ns, share, finding.upper_bound, finding.confidence, None)
+    elif unchecked is not None:
+        reason = f"diagnose could not check it: {unchecked}"
+    else:
+        reason = "diagnose found nothing to gain" if name in diagnosis.clean else "no finding suggests it"
+    return Expected(None, None, False, None, reason)

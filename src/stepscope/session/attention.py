@@ -56,7 +56,8 @@ class AttentionReport:
 
 def attention_report(case: Case, step: int | None = None) -> AttentionReport:
     """Return the attention calls of the trace, or of one step; without a trace, those that the recorder saw."""
-    recorded = _recorded(case)
+    listed = case.recording.facts.get("attention") if case.has_recording else None
+    recorded = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     try:
         linked = case.linked
     except Unavailable:
@@ -75,25 +76,16 @@ def attention_report(case: Case, step: int | None = None) -> AttentionReport:
     table = attention_summary(calls, steps.height)
     table = table.with_columns(recorded_callers(table, recorded))
     is_on_gpu = linked.device.height > 0
-    name = device_name(linked)
+    name = device_name(linked) if is_on_gpu else "CPU"
     device = find_device(name) if name and is_on_gpu else None
     capability = None if device is None else device.compute_capability
-    rows = tuple(
-        AttentionRow(row, reasons(row, recorded, is_on_gpu, capability)) for row in table.iter_rows(named=True)
-    )
-    notes = []
-    if rows and not recorded:
-        notes.append(NO_WORDS)
+    calls_by_time = table.iter_rows(named=True)
+    rows = tuple(AttentionRow(row, reasons(row, recorded, is_on_gpu, capability)) for row in calls_by_time)
+    notes = [NO_WORDS] if rows and not recorded else []
     if any(row.call["dtype"] is None for row in rows):
         notes.append(NO_SHAPES)
     length_ns = float((steps["end_ns"] - steps["start_ns"]).sum()) / steps.height if steps.height else None
-    shown = name if is_on_gpu else "CPU"
-    return AttentionReport(str(case.path), shown, is_on_gpu, steps.height, length_ns, rows, tuple(notes))
-
-
-def _recorded(case: Case) -> list[dict[str, Any]]:
-    found = case.recording.facts.get("attention") if case.has_recording else None
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return AttentionReport(str(case.path), name, is_on_gpu, steps.height, length_ns, rows, tuple(notes))
 
 
 def _without_trace(case: Case, recorded: list[dict[str, Any]]) -> AttentionReport:

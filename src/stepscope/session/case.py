@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -36,15 +36,17 @@ from stepscope.analysis.time.round_trips import round_trips
 from stepscope.analysis.time.stalls import stalls
 from stepscope.analysis.time.summary import Summary, summary_of
 from stepscope.analysis.time.waits import waits
-from stepscope.analysis.time.whatif import without
+from stepscope.analysis.time.whatif import stretches, without
 from stepscope.devices import Device, find_device
 from stepscope.errors import Unavailable
-from stepscope.session.places import Places, places_of_stretches, places_of_work, places_without_work
+from stepscope.formatting import duration, whole_percent
+from stepscope.session.places import Places, places_of_stretches, places_of_work
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
 WORTH_SHARE = 0.03
 """The share of a step that a finding must save to be reported."""
+LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
 _MOST_PROFILER_NS = 20_000.0
 
 
@@ -65,13 +67,9 @@ class Case:
         notes: tuple[str, ...] = (),
         window: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self.path = path
-        self.rank = rank
-        self._trace = trace
-        self._notes = notes
-        self._recording = recording
-        self._ranks = ranks
-        self._window = window
+        self.path, self.rank = path, rank
+        self._trace, self._notes, self._window = trace, notes, window
+        self._recording, self._ranks = recording, ranks
 
     # -- the recording --------------------------------------------------------------------------------------------
 
@@ -321,6 +319,9 @@ class Case:
 
     def saving_ns(self, change: Change) -> float:
         """Return what a change saves per step."""
+        has_host = change.host is not None and change.host.height
+        if not (has_host or change.duration_ns or change.gone or change.unwaited):
+            return 0.0
         changed = self.replay.play(replace(change, profiler_ns_per_event=self.profiler_ns_per_event))
         return max(0.0, self.step.done_ns - changed.done_ns)
 
@@ -328,9 +329,18 @@ class Case:
         """Return whether a saving is large enough to be reported."""
         return saving_ns > 0 and saving_ns >= WORTH_SHARE * self.step_ns
 
-    def without(self, events: pl.Series, is_loop: bool = False) -> Change:
-        """Return the change that removes some GPU work and the host time for it (`analysis/time/whatif.py`)."""
-        return without(self.linked, events.to_list(), is_loop)
+    def host_saving_ns(self, spans: pl.DataFrame) -> float:
+        """Return what a step saves without some spans of host time."""
+        return self.saving_ns(Change(host=stretches(spans)))
+
+    def without(
+        self, events: Iterable[int], durations_ns: Mapping[int, float] | None = None, is_loop: bool = False
+    ) -> Change:
+        """Return the change that removes some GPU work and the host time for it (`analysis/time/whatif.py`).
+
+        Other work takes `durations_ns`.
+        """
+        return replace(without(self.linked, events, is_loop), duration_ns=durations_ns or {})
 
     def scaled_to(self, total_ns: float, events: Sequence[int]) -> dict[int, float]:
         """Return the duration of each piece of work, by event, if all of it takes `total_ns`."""
@@ -342,6 +352,27 @@ class Case:
     def _duration_ns(self) -> dict[int, int]:
         return dict(self.work.select("event", "duration_ns").iter_rows())
 
+    # -- figures per step -----------------------------------------------------------------------------------------
+
+    def total_ns(self, table: pl.DataFrame, time: pl.Expr | None = None) -> float:
+        """Return the sum of a table's durations in ns, per step."""
+        return float(table.select(_time(table, time).sum()).item() or 0) / self.num_steps
+
+    def grouped(
+        self, table: pl.DataFrame, count: str, *keys: str, time: pl.Expr | None = None, more: Sequence[pl.Expr] = ()
+    ) -> pl.DataFrame:
+        """Return the number of rows and their time, both per step, by `keys`; the longest first."""
+        time = _time(table, time)
+        rows = table.group_by(keys, maintain_order=True).agg(
+            (pl.len() / self.num_steps).alias(count), *more, time.sum() / self.num_steps
+        )
+        return rows.sort(time.meta.output_name(), descending=True)
+
+    def cost_text(self, ns: float) -> str:
+        """Return a time per step with its share of the step: `15.7 ms per step (25 % of 61.7 ms)`."""
+        share = f" ({whole_percent(ns / self.step_ns)} of {duration(self.step_ns, 3)})" if self.step_ns else ""
+        return f"{duration(ns, 3)} per step{share}"
+
     # -- where to look --------------------------------------------------------------------------------------------
 
     def places(self, events: Iterable[int]) -> Places:
@@ -352,6 +383,8 @@ class Case:
         """Return where stretches of host time are on the timeline, longest first."""
         return places_of_stretches(stretches)
 
-    def idle_places(self, idle: pl.DataFrame) -> Places:
-        """Return where rows of `idle` are on the timeline, most idle time first."""
-        return places_without_work(idle)
+
+def _time(table: pl.DataFrame, time: pl.Expr | None) -> pl.Expr:
+    if time is not None:
+        return time
+    return pl.col("duration_ns") if "duration_ns" in table.columns else LENGTH

@@ -13,14 +13,7 @@ from stepscope.analysis.comparison.metrics import THRESHOLD_SHARE
 from stepscope.analysis.comparison.repeated_runs import one_side
 from stepscope.analysis.comparison.subjects import idle_ns, pair_points, point_subject, recording_subject
 from stepscope.analysis.comparison.sweeps import PointSummary, varying_axes
-from stepscope.errors import (
-    WRONG_KIND,
-    NotComparableError,
-    RecordingError,
-    StepscopeError,
-    UsageError,
-    wrong_kind,
-)
+from stepscope.errors import WRONG_KIND, NotComparableError, RecordingError, StepscopeError, UsageError, wrong_kind
 from stepscope.session.session import Progress, Session, open_session
 from stepscope.trace.kind import Kind
 
@@ -71,8 +64,10 @@ def compare(
             raise UsageError("of bench results name one on each side: only recordings and traces may be several")
         pairs, only = _pairs_of_sweeps(base[0], new[0], threshold_share, allow)
     else:
-        if has_runs:
-            _refuse_twice([session.path for session in every])
+        places = [session.path.resolve() for session in every]
+        for number, session in enumerate(every):
+            if has_runs and places[number] in places[:number]:  # two of one run would look like runs that agree
+                raise UsageError(f"{session.path} is named twice: of several runs each counts once")
         subject = _recording if kind == "recording" else _trace
         subjects = [[subject(session) for session in side] for side in sides]
         first, second = (one_side(side) if has_runs else side[0] for side in subjects)
@@ -99,17 +94,9 @@ def _common_kind(sessions: Sequence[Session]) -> str:
     return kinds[0]
 
 
-def _refuse_twice(runs: Sequence[Path]) -> None:
-    """UsageError for a run that is named twice: two of it would look like runs that agree."""
-    places = [path.resolve() for path in runs]
-    for number, path in enumerate(runs):
-        if places.index(places[number]) != number:
-            raise UsageError(f"{path} is named twice: of several runs each counts once")
-
-
 def _trace(session: Session) -> Subject:
     """Return a trace, or a folder of ranks."""
-    analysis = session.analyze()
+    analysis = session.analyze()  # first: it says what to install if reading needs more
     from stepscope.analysis.comparison.trace_subjects import trace_subject
 
     return trace_subject(analysis, str(session.path))

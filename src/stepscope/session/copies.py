@@ -9,8 +9,6 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.kernels.copy_sources import CAUSES, copy_sources, copy_summary, weight_casts
-from stepscope.analysis.time.replay import Change
-from stepscope.analysis.time.whatif import stretches
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
@@ -76,9 +74,6 @@ def copies_report(case: Case) -> CopiesReport:
 
 def _saving_ns(case: Case, events: list[int], is_on_gpu: bool) -> float:
     """Return what a step saves without some copies and the host time for them."""
-    if not events:
-        return 0.0
-    if is_on_gpu:
-        return case.saving_ns(case.without(pl.Series(events, dtype=pl.Int64)))
-    spans = case.linked.host.filter(pl.col("event").is_in(events)).select("start_ns", "end_ns")
-    return case.saving_ns(Change(host=stretches(spans)))
+    if is_on_gpu and events:
+        return case.saving_ns(case.without(events))
+    return case.host_saving_ns(case.linked.host.filter(pl.col("event").is_in(events)))

@@ -16,8 +16,7 @@ Places = tuple[tuple[int, int], ...]
 
 def places_of_stretches(stretches: pl.DataFrame) -> Places:
     """Return stretches of `start_ns` and `end_ns`, made disjoint, longest first."""
-    whole = union(stretches)
-    return _best(whole.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("ns")))
+    return _best(union(stretches).with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("ns")))
 
 
 def places_of_work(work: pl.DataFrame, is_meant: pl.Series) -> Places:
@@ -56,4 +55,4 @@ def places_without_work(idle: pl.DataFrame) -> Places:
 
 def _best(found: pl.DataFrame) -> Places:
     best = found.sort("ns", "start_ns", descending=[True, False]).head(MOST_PLACES)
-    return tuple((start_ns, end_ns) for start_ns, end_ns in best.select("start_ns", "end_ns").iter_rows())
+    return tuple(best.select("start_ns", "end_ns").iter_rows())

@@ -17,6 +17,7 @@ from stepscope.errors import (
     RecordingError,
     Unavailable,
     UsageError,
+    if_available,
     wrong_kind,
 )
 from stepscope.trace.kind import Kind, kind_of
@@ -56,8 +57,8 @@ def open_session(
 
     Nothing is read yet beyond what tells the kind of the path. UsageError if the path is nothing Stepscope reads.
     """
-    named = [latest_run()] if path is None else [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    paths = tuple(Path(each) for each in named) or (latest_run(),)
+    named = [path] if isinstance(path, (str, os.PathLike)) else path or [latest_run()]
+    paths = tuple(map(Path, named))
     kinds = [kind_of(each) for each in paths]
     session = Session(paths, kinds[0] if len(paths) == 1 else Kind.RANKS, rank, use_cache, progress)
     if session.kind is Kind.RANKS:
@@ -94,11 +95,8 @@ class Session:
         use_cache: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        self.paths = tuple(paths)
-        self.kind = kind
-        self.rank = rank
-        self.use_cache = use_cache
-        self._progress = progress
+        self.paths, self.kind, self.rank = tuple(paths), kind, rank
+        self.use_cache, self._progress = use_cache, progress
 
     def __repr__(self) -> str:
         return f"<Session {self.kind.value}: {', '.join(map(str, self.paths))}>"
@@ -189,17 +187,15 @@ class Session:
     @cached_property
     def case(self) -> Case:
         """What rules look at: the first rank's typical steps, the recording, the other ranks' accounts."""
-        recording = self.recording if self.is_recording else None
-        window = (lambda: self.allocations) if self.has_memory_window else None
-        try:
-            files = self.trace_files
-        except Unavailable:  # a recording without a trace still answers some rules
-            from stepscope.session.case import Case
-
-            return Case(self.path, None, 0, recording, window=window)
+        need_read_side()
         from stepscope.analysis.ranks.rank_account import account
         from stepscope.session.case import Case
 
+        recording = self.recording if self.is_recording else None
+        window = (lambda: self.allocations) if self.has_memory_window else None
+        files = if_available(lambda: self.trace_files)
+        if files is None:  # a recording without a trace still answers some rules
+            return Case(self.path, None, 0, recording, window=window)
         first: RankTrace | None = None
         accounts, notes, is_known = [], [], True
         for opened in self._ranks():
@@ -209,13 +205,11 @@ class Session:
                 accounts.append(account(opened.trace, opened.rank))
         assert first is not None, "a path without traces is refused before"
         if accounts:
-            notes.append(
-                f"of {len(files)} traces this is rank {first.rank}, {first.path.name}; --rank chooses another"
-            )
-            if not is_known:
-                notes.append(
-                    "neither the traces nor their names say their ranks: of different runs, name one file at a time"
-                )
+            which = f"of {len(files)} traces this is rank {first.rank}, {first.path.name}"
+            notes.append(f"{which}; --rank chooses another")
+        if accounts and not is_known:
+            unknown = "neither the traces nor their names say their ranks"
+            notes.append(f"{unknown}: of different runs, name one file at a time")
         return Case(self.path, first.trace, first.rank, recording, tuple(accounts), tuple(notes), window)
 
     @cached_property

@@ -12,7 +12,6 @@ from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe
 from stepscope.session.session import Session
 from stepscope.trace.schema import TABLES
-from stepscope.trace.tables import Trace
 
 _LONGEST_ERROR = 400
 _QUERIES = ("select", "with", "from", "values", "show", "explain")
@@ -38,15 +37,21 @@ def tables_of(session: Session, warn: Callable[[str], None] = lambda text: None)
     """Return the tables of all traces of a session; names and kinds are plain text, as SQL expects."""
     parts: dict[str, list[pl.LazyFrame]] = {table.name: [] for table in TABLES}
     for opened in list(session.traces()):
-        for text in _problems(opened.trace):
-            warn(f"{safe(opened.trace.path.name)}: {safe(text, _LONGEST_ERROR)}")
+        trace = opened.trace
+        warnings = list(trace.warnings)
+        if trace.num_problems:
+            first = trace.problems[0]
+            problems = plural(trace.num_problems, "problem")
+            warnings.append(f"{problems}, the first at byte {first.offset:,}: {first.what}")
+        for text in warnings:
+            warn(f"{safe(trace.path.name)}: {safe(text, _LONGEST_ERROR)}")
         owner = [
             pl.lit(opened.rank if opened.is_known else None, pl.Int64).alias("rank"),
             pl.lit(str(opened.path)).alias("file"),
         ]
         for table in TABLES:
             # Lazy: a column that the query does not name costs nothing.
-            part = getattr(opened.trace, table.name).lazy()
+            part = getattr(trace, table.name).lazy()
             parts[table.name].append(part.with_columns((cs.categorical() | cs.enum()).cast(pl.String), *owner))
     return {name: pl.concat(frames) for name, frames in parts.items()}
 
@@ -68,11 +73,3 @@ def run_query(tables: dict[str, pl.LazyFrame], query: str) -> pl.DataFrame:
 def type_in_words(dtype: pl.DataType | type[pl.DataType]) -> str:
     """Return a column's type as a query sees it: `integer`, `number` or `text`."""
     return "integer" if dtype.is_integer() else "number" if dtype.is_numeric() else "text"
-
-
-def _problems(trace: Trace) -> list[str]:
-    warnings = list(trace.warnings)
-    if trace.num_problems:
-        first = trace.problems[0]
-        warnings.append(f"{plural(trace.num_problems, 'problem')}, the first at byte {first.offset:,}: {first.what}")
-    return warnings

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from stepscope.findings.compile_log import compile_report
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, plural
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, one_finding, plural
 
 
 def check(case: Case) -> list[Finding]:
-    recording = case.recording
-    report = compile_report(case)
+    recording, report = case.recording, compile_report(case)
     if not report.get("num_compiles"):
         return []
     seconds, step_ns = report.get("compile_seconds"), case.clean_ns
@@ -24,7 +23,7 @@ def check(case: Case) -> list[Finding]:
     enough = round(seconds * 1e9 / step_ns)
     row = {"compile_seconds": seconds, "num_compiles": report.get("num_compiles"), "num_steps": num_steps,
            "step_ns": step_ns, "first_steps_ns": list(case.summary.warmup_ns[:4])}  # fmt: skip
-    finding = Finding(
+    return one_finding(
         sentence=f"torch.compile took {seconds:.0f} s, but the {plural(num_steps, 'step')} of the run took only "
         f"{stepping_s:.1f} s ({duration(step_ns, 3)} each). Even if it makes every step twice as fast, it pays off "
         f"only after {plural(enough, 'step')}.",
@@ -36,4 +35,3 @@ def check(case: Case) -> list[Finding]:
         "one, or if the run is usually longer",
         evidence=(Evidence("compile time", [row]),),
     )
-    return [finding]

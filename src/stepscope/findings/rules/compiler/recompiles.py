@@ -12,8 +12,7 @@ from stepscope.analysis.compiler.compile_summary import split_guard
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
-from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, cost_text, stretches
-from stepscope.formatting import duration, plural
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, one_finding, plural
 from stepscope.session.case import WORTH_SHARE
 
 
@@ -28,7 +27,7 @@ def _planning(case: Case) -> list[Finding]:
         if not compile_report(case):
             raise
         return _compiling_steps(case)
-    saving_ns = case.saving_ns(Change(host=stretches(planning))) if planning.height else 0.0
+    saving_ns = case.host_saving_ns(planning)
     if not case.is_worth(saving_ns):
         return _compiling_steps(case)
     per_step = float(planning.select(LENGTH).sum().item()) / case.num_steps
@@ -48,10 +47,9 @@ def _planning(case: Case) -> list[Finding]:
     if guard:
         why, fix = f"{why}; torch.compile reports: {guard}", _fix_of(guard)
     rows = planning.select("step", "phase", "op", "shapes", LENGTH).head(8).to_dicts()
-    finding = Finding(
-        sentence=f"Compiling or planning{' in ' + ' and '.join(ops) if ops else ''} takes "
-        f"{cost_text(case, per_step)} of host time, "
-        f"{plural(planning.height / case.num_steps, 'time')} per step: {why}.",
+    return one_finding(
+        sentence=f"Compiling or planning{' in ' + ' and '.join(ops) if ops else ''} takes {case.cost_text(per_step)} "
+        f"of host time, {plural(planning.height / case.num_steps, 'time')} per step: {why}.",
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed without this time; the cost of running eagerly instead is not counted",
@@ -60,7 +58,6 @@ def _planning(case: Case) -> list[Finding]:
         places=case.host_places(planning),
         evidence=(Evidence("planning", rows), *_guards(case)),
     )
-    return [finding]
 
 
 def _compiling_steps(case: Case) -> list[Finding]:
@@ -76,7 +73,7 @@ def _compiling_steps(case: Case) -> list[Finding]:
     guard = _guard(case)
     if saving_ns < WORTH_SHARE * median(quiet):
         return []
-    finding = Finding(
+    return one_finding(
         sentence=f"{len(compiling)} of {len(timed)} clean steps recompiled something and took "
         f"{duration(median(compiling), 3)}; the others took {duration(median(quiet), 3)}"
         f"{f' ({guard})' if guard else ''}.",
@@ -87,7 +84,6 @@ def _compiling_steps(case: Case) -> list[Finding]:
         falsified_by="train on inputs of one shape; the finding is wrong if as many steps compile",
         evidence=_guards(case),
     )
-    return [finding]
 
 
 def _stopped_compiling(case: Case) -> list[Finding]:
@@ -97,16 +93,14 @@ def _stopped_compiling(case: Case) -> list[Finding]:
     first = max(hits, key=count_of)
     guard = _guard(case)
     rows = [{"frame": one.get("frame"), "count": count_of(one)} for one in hits[:8]]
-    finding = Finding(
+    return one_finding(
         sentence=f"torch.compile reached its recompile limit for {first.get('frame')}, which has run eagerly "
         f"since then{f' ({guard})' if guard else ''}.",
         fix=_fix_of(guard or ""),
         derived="reported by torch.compile; how fast the compiled function would be is unknown",
-        confidence="high",
         falsified_by="raise torch._dynamo.config.recompile_limit; the finding is wrong if as many ops run eagerly",
         evidence=(Evidence("functions over the recompile limit", rows), *_guards(case)),
     )
-    return [finding]
 
 
 def _guard(case: Case) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, cost_text, grouped, plural, size, stretches
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, one_finding, plural, size, stretches
 from stepscope.findings.waiting import place, waits_of
 
 
@@ -27,13 +27,11 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(change)
     if not case.is_worth(saving_ns):
         return []
-    table = grouped(
-        case, trips, "num_trips", "op", "bytes", "phase", "module", "caller", time=LENGTH.alias("host_ns")
-    )
-    finding = Finding(
+    table = case.grouped(trips, "num_trips", "op", "bytes", "phase", "module", "caller", time=LENGTH.alias("host_ns"))
+    return one_finding(
         sentence=f"Copying {plural(trips.height / case.num_steps, 'tensor')} of up to "
         f"{size(int(trips['bytes'].max()))} to the CPU and back to the GPU takes "  # type: ignore[arg-type]
-        f"{cost_text(case, float(table['host_ns'].sum()))}, including the time between the two copies. "
+        f"{case.cost_text(float(table['host_ns'].sum()))}, including the time between the two copies. "
         f"Most of it is in {place(table.row(0, named=True))}.",
         fix="stay on the GPU: remove .cpu(), .numpy() and .cuda(), and call the torch op on the CUDA tensor",
         saving_ns=saving_ns,
@@ -46,4 +44,3 @@ def check(case: Case) -> list[Finding]:
         places=case.host_places(trips),
         evidence=(Evidence("tensors that go to the CPU and back", table.head(8).to_dicts()),),
     )
-    return [finding]

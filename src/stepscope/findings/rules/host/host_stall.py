@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.time.thread_silence import quiet_stretches
-from stepscope.findings.rule import (
-    LENGTH,
-    Case,
-    Change,
-    Evidence,
-    Finding,
-    Unavailable,
-    cost_text,
-    grouped,
-    stretches,
-)
+from stepscope.analysis.time.stalls import quiet_stretches
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, one_finding, plural
 from stepscope.findings.waiting import place
-from stepscope.formatting import duration, plural
 
 _LEAST_SHARE_OF_STEPS = 0.5  # an occasional checkpoint is intended
 
@@ -31,11 +20,11 @@ def check(case: Case) -> list[Finding]:
     quiet = quiet_stretches(case.linked, silent).filter(pl.col("phase").ne_missing("optimizer"))
     if case.account.steps.height == 1:  # what follows the only step may be the profiler stopping
         quiet = quiet.filter(pl.col("end_ns") <= case.work["start_ns"].max())
-    saving_ns = case.saving_ns(Change(host=stretches(quiet))) if quiet.height else 0.0
+    saving_ns = case.host_saving_ns(quiet)
     num_stalled = quiet["step"].n_unique()
     if not case.is_worth(saving_ns) or num_stalled < _LEAST_SHARE_OF_STEPS * case.num_steps:
         return []
-    table = grouped(case, quiet, "num_stretches", "phase", "op", "caller", time=LENGTH)
+    table = case.grouped(quiet, "num_stretches", "phase", "op", "caller")
     top = table.row(0, named=True)
     if str(top["op"]).startswith("aten::"):
         where, fix = (
@@ -49,8 +38,8 @@ def check(case: Case) -> list[Finding]:
             "thread, and use gc.disable() with gc.collect() between epochs"
         )
     once = " Only one step was traced, so this may be a one-time cost." if case.num_steps == 1 else ""
-    finding = Finding(
-        sentence=f"The host launches nothing for {cost_text(case, float(table['duration_ns'].sum()))}, in "
+    return one_finding(
+        sentence=f"The host launches nothing for {case.cost_text(float(table['duration_ns'].sum()))}, in "
         f"{plural(quiet.height / case.num_steps, 'pause')}, mostly {where}. The GPU has only "
         f"{duration(case.step.device_ns, 3)} of work.{once}",
         fix=fix,
@@ -61,4 +50,3 @@ def check(case: Case) -> list[Finding]:
         places=case.host_places(quiet),
         evidence=(Evidence("pauses of the host", table.head(8).to_dicts()),),
     )
-    return [finding]

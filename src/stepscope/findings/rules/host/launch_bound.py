@@ -9,7 +9,8 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.time.stalls import STALL_NS
-from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, plural, stretches
+from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, one_finding, plural, stretches
+from stepscope.session.places import places_without_work
 
 _SURE = 0.3  # of a step; the profiler's own overhead in a bare trace is known less exactly
 _GRAPH_LAUNCH = 0.02  # of the host's time is left when it launches graphs
@@ -32,7 +33,7 @@ def check(case: Case) -> list[Finding]:
     row = {"num_kernels": num_kernels, "median_kernel_ns": median_ns, "busy_ns": case.busy_ns, "host_ns": host_ns,
            "step_ns": step.done_ns, "starved_share": case.account.launches.get("starved_share")}  # fmt: skip
     sure_ns = (_SURE if case.clean_ns is None else _SURE / 2) * step.done_ns
-    finding = Finding(
+    return one_finding(
         sentence=f"The GPU waits for the host, which needs {duration(host_ns, 3)} to launch "
         f"{plural(num_kernels, 'kernel')} per step. Half of them are shorter than {duration(median_ns, 3)}, so the "
         f"GPU is busy for only {duration(case.busy_ns, 3)} of {duration(step.done_ns, 3)}.",
@@ -44,7 +45,6 @@ def check(case: Case) -> list[Finding]:
         confidence="high" if saving_ns > sure_ns else "medium",
         falsified_by='compile with mode="reduce-overhead"; the finding is wrong if the step is not faster, or if '
         "doubling the batch doubles the step",
-        places=case.idle_places(case.idle.filter(pl.col("cause").cast(pl.String).is_in(_LAUNCHING))),
+        places=places_without_work(case.idle.filter(pl.col("cause").cast(pl.String).is_in(_LAUNCHING))),
         evidence=(Evidence("step", [row]), Evidence("kernels per step by size", case.kernel_sizes.to_dicts())),
     )
-    return [finding]

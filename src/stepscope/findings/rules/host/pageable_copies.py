@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, cost_text, grouped, total_ns
+from stepscope.errors import if_available
+from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, one_finding, plural, size
 from stepscope.findings.waiting import STAGED_BYTES, waits_of
-from stepscope.formatting import duration, plural, size
 
 # Attainable bytes per second from pinned memory, by compute capability: PCIe 5, 4 and 3 (peaks: 64, 32, 16 GB/s).
-_RATES = ((9, 50e9), (8, 24e9))
-_OLDEST_RATE = 12e9
+_RATES = ((9, 50e9), (8, 24e9), (0, 12e9))
 
 
 def check(case: Case) -> list[Finding]:
@@ -23,7 +22,9 @@ def check(case: Case) -> list[Finding]:
     )  # fmt: skip
     if copies.is_empty():
         return []
-    rate = _pinned_rate(case)
+    device = if_available(lambda: case.device)
+    major = device.compute_capability[0] if device is not None and device.compute_capability else 0
+    rate = next(rate for least, rate in _RATES if major >= least)
     durations = {
         event: min(float(ns), num_bytes / rate * 1e9)
         for event, ns, num_bytes in copies.select("event", "duration_ns", "bytes").iter_rows()
@@ -33,14 +34,13 @@ def check(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     num_bytes, copied_ns = int(copies["bytes"].sum()), int(copies["duration_ns"].sum())
-    table = grouped(
-        case, copies.with_columns(pl.col("outer_op", "module", "phase").cast(pl.String)),
+    table = case.grouped(copies.with_columns(pl.col("outer_op", "module", "phase").cast(pl.String)),
         "num_copies", "outer_op", "module", "phase", "bytes",
     )  # fmt: skip
-    finding = Finding(
+    return one_finding(
         sentence=f"Copying {size(num_bytes / case.num_steps)} from pageable (not pinned) memory to the GPU takes "
-        f"{cost_text(case, copied_ns / case.num_steps)}, in {plural(copies.height / case.num_steps, 'transfer')} at "
-        f"{num_bytes / copied_ns:.1f} GB/s. The host waits {duration(total_ns(case, waits, pl.col('wait_ns')), 3)} "
+        f"{case.cost_text(copied_ns / case.num_steps)}, in {plural(copies.height / case.num_steps, 'transfer')} at "
+        f"{num_bytes / copied_ns:.1f} GB/s. The host waits {duration(case.total_ns(waits, pl.col('wait_ns')), 3)} "
         "of that.",
         fix="DataLoader(dataset, pin_memory=True, num_workers=4); then batch.to(device, non_blocking=True)",
         saving_ns=saving_ns,
@@ -51,13 +51,3 @@ def check(case: Case) -> list[Finding]:
         places=case.places(copies["event"]),
         evidence=(Evidence("copies from pageable memory", table.head(8).to_dicts()),),
     )
-    return [finding]
-
-
-def _pinned_rate(case: Case) -> float:
-    try:
-        capability = case.device.compute_capability
-    except Unavailable:
-        return _OLDEST_RATE
-    major = capability[0] if capability else 0
-    return next((rate for least, rate in _RATES if major >= least), _OLDEST_RATE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, plural, size
+from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, one_finding, plural, size
 
 _SHORT_NS = 10_000  # shorter kernels spend most of their time starting and ending
 _SHORT_SHARE = 0.5
@@ -32,7 +32,7 @@ def check(case: Case) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
-    finding = Finding(
+    return one_finding(
         sentence=f"The batch is too small for {case.device.name}: kernels shorter than {duration(_SHORT_NS, 3)} take "
         f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and would take "
         f"hardly longer with more data. Half of {plural(kernels.height / case.num_steps, 'kernel')} per step "
@@ -47,4 +47,3 @@ def check(case: Case) -> list[Finding]:
         places=case.places(short["event"]),
         evidence=(Evidence("kernels per step by size", case.kernel_sizes.to_dicts()),),
     )
-    return [finding]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.kernels.masked_ops import mask_indexing
-from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, duration, plural, total_ns
+from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, duration, one_finding, plural
 from stepscope.findings.waiting import place, starts_within, waits_of
 
 _VALUES = ["aten::item", "aten::is_nonzero", "aten::_local_scalar_dense"]
@@ -53,21 +53,26 @@ def check(case: Case) -> list[Finding]:
         return []
     table = _by_caller(waits, case.num_steps)
     top = table.row(0, named=True)
+    fix = next((text for pattern, text in _FIXES if re.search(pattern, str(top["op"]))), _TO_HOST)
+    if not str(top["op"]).startswith("aten::"):
+        fix = _BY_HAND
+    elif top["what"] == "host_to_device":
+        fix = _TO_DEVICE
     most = "" if table.height == 1 else f"{top['num_calls']:,.0f} of them "
     until = pl.max_horizontal("duration_ns", pl.col("wait_ns").fill_null(0) + pl.col("idle_after_ns"))
     stood = waits.select("start_ns", (pl.col("start_ns") + until).alias("end_ns"))
-    wait_ns, idle_ns = (total_ns(case, waits, pl.col(name)) for name in ("wait_ns", "idle_after_ns"))
+    wait_ns, idle_ns = (case.total_ns(waits, pl.col(name)) for name in ("wait_ns", "idle_after_ns"))
     by_mask = ""
     if masks.height:
         by_mask = (
             f" Indexing with a mask, {plural(masks.height / case.num_steps, 'time')} per step, keeps the host busy "
-            f"for {duration(total_ns(case, masks, LENGTH), 3)} under the profiler."
+            f"for {duration(case.total_ns(masks, LENGTH), 3)} under the profiler."
         )
-    finding = Finding(
+    return one_finding(
         sentence=f"The host stops {plural(count, 'time')} per step to wait for the GPU, {most}in {top['op']} in "
         f"{place(top)}. It waits {duration(wait_ns, 3)}, and then the GPU is idle for {duration(idle_ns, 3)} of the "
         f"{duration(case.step_ns, 3)} step.{by_mask}",
-        fix=_fix(top),
+        fix=fix,
         saving_ns=saving_ns,
         upper_bound=True,
         derived="the step replayed without these waits, the copies of single values, and the ops that compute such "
@@ -80,7 +85,6 @@ def check(case: Case) -> list[Finding]:
         places=case.host_places(stood),
         evidence=(Evidence("waits of the host, by op and caller", table.head(8).to_dicts()),),
     )  # fmt: skip
-    return [finding]
 
 
 def _of_fixed_shape(change: Change, masks: pl.DataFrame) -> Change:
@@ -107,12 +111,3 @@ def _by_caller(waits: pl.DataFrame, num_steps: int) -> pl.DataFrame:
         )
         .sort(pl.col("wait_ns") + pl.col("idle_after_ns"), "num_calls", descending=True)
     )
-
-
-def _fix(top: dict[str, object]) -> str:
-    op, what = str(top["op"]), top["what"]
-    if not op.startswith("aten::"):
-        return _BY_HAND
-    if what == "host_to_device":
-        return _TO_DEVICE
-    return next((text for pattern, text in _FIXES if re.search(pattern, op)), _TO_HOST)

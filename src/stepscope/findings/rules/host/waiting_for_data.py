@@ -5,8 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.time.stalls import MANY_OPS
-from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, Unavailable, cost_text, stretches
-from stepscope.formatting import duration, plural
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, one_finding, plural
 from stepscope.session.case import WORTH_SHARE
 
 _FIX = "DataLoader(dataset, num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)"
@@ -20,7 +19,7 @@ def check(case: Case) -> list[Finding]:
 
 def _in_trace(case: Case) -> list[Finding]:
     waits = case.stalls.filter(pl.col("kind") == "data")
-    saving_ns = case.saving_ns(Change(host=stretches(waits))) if waits.height else 0.0
+    saving_ns = case.host_saving_ns(waits)
     if not case.is_worth(saving_ns):
         return []
     wait_ns = float(waits.select(LENGTH).sum().item())
@@ -38,8 +37,8 @@ def _in_trace(case: Case) -> list[Finding]:
     elif is_loader:
         what = "for the DataLoader"
     rows = waits.select("step", "phase", "num_ops", "most_op", LENGTH).head(8).to_dicts()
-    finding = Finding(
-        sentence=f"The GPU waits {cost_text(case, wait_ns / case.num_steps)} {what}. It has only "
+    return one_finding(
+        sentence=f"The GPU waits {case.cost_text(wait_ns / case.num_steps)} {what}. It has only "
         f"{duration(case.step.device_ns, 3)} of work.",
         fix=fix,
         saving_ns=saving_ns,
@@ -49,7 +48,6 @@ def _in_trace(case: Case) -> list[Finding]:
         places=case.host_places(waits),
         evidence=(Evidence("waits", rows),),
     )
-    return [finding]
 
 
 def _in_samples(case: Case) -> list[Finding]:
@@ -64,8 +62,8 @@ def _in_samples(case: Case) -> list[Finding]:
         return []
     what = "for the DataLoader" if summary.data_is_named else "before the forward, most likely for data"
     rows = [{"phase": row.name, "duration_ns": row.ns, "share": row.share} for row in summary.rows]
-    finding = Finding(
-        sentence=f"Training waits {cost_text(case, waited_ns)} {what}, on average over the typical steps "
+    return one_finding(
+        sentence=f"Training waits {case.cost_text(waited_ns)} {what}, on average over the typical steps "
         f"among {summary.num_clean} clean ones.",
         fix=_FIX,
         saving_ns=waited_ns,
@@ -75,4 +73,3 @@ def _in_samples(case: Case) -> list[Finding]:
         falsified_by=_CHECK,
         evidence=(Evidence("time by phase", rows),),
     )
-    return [finding]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.attention.reasons import LARGEST_HEAD, LEAST_CAPABILITY, against_flash, in_words
 from stepscope.analysis.costs.attainable_rates import attention_ns
-from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, total_ns
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 _FIXES = {
@@ -39,25 +38,27 @@ def check(case: Case) -> list[Finding]:
     for row in calls.iter_rows(named=True):
         flops = _done_flops(case, row) // (2 if row["is_causal"] else 1)
         expected = attention_ns(case.device, _PEAKS.get(row["dtype"], "bf16"), flops, row["num_keys"])
-        kept = row["events"] if row["backend"] == "efficient" else _longest(case, row["events"])
-        taken = case.work.filter(pl.col("event").is_in(kept)).select("event", "duration_ns")
+        taken = case.work.filter(pl.col("event").is_in(row["events"]))
+        if row["backend"] != "efficient":  # the longest event of each phase, in place of the flash kernel
+            taken = taken.sort("duration_ns", descending=True).unique("phase", keep="first", maintain_order=True)
         factor = expected / max(1, int(taken["duration_ns"].sum()))
         factor = min(1.0, factor) if row["backend"] == "efficient" else factor
-        durations |= {event: ns * factor for event, ns in taken.iter_rows()}
+        durations |= {event: ns * factor for event, ns in taken.select("event", "duration_ns").iter_rows()}
         gone += [event for event in row["events"] if event not in durations]
-    saving_ns = case.saving_ns(replace(case.without(pl.Series(gone, dtype=pl.Int64)), duration_ns=durations))
+    saving_ns = case.saving_ns(case.without(gone, durations))
     if not case.is_worth(saving_ns):
         return []
     worst = calls.sort("duration_ns").row(-1, named=True)
-    why, fix = _why(worst)
+    codes = against_flash(worst, is_on_gpu=True) or ["not_seen"]
+    why = "; ".join(in_words(code, worst) for code in codes)
     num_calls = calls.filter(pl.col("direction") != "backward").height / case.num_steps
     keys = ("backend", "direction", "dtype", "num_queries", "num_keys", "head_size", "is_causal")
-    finding = Finding(
+    return one_finding(
         sentence=f"scaled_dot_product_attention runs on the {worst['backend']} backend instead of flash attention in "
         f"{plural(num_calls, 'call')} per step, because {why}. This takes "
-        f"{cost_text(case, total_ns(case, calls))} for {worst['num_queries']:,} × {worst['num_keys']:,} scores in "
+        f"{case.cost_text(case.total_ns(calls))} for {worst['num_queries']:,} × {worst['num_keys']:,} scores in "
         f"{worst['num_heads']} heads of size {worst['head_size']}.",
-        fix=fix,
+        fix=next(fix for code, fix in _FIXES.items() if code in codes),
         saving_ns=saving_ns,
         derived="the step replayed with each call at the share of the device's peak that flash attention reaches in "
         "half precision; casts of its inputs are not counted",
@@ -65,9 +66,8 @@ def check(case: Case) -> list[Finding]:
         falsified_by="look at the kernels of these calls; the finding is wrong if they are named flash or cudnn, or "
         "if sdpa_kernel(SDPBackend.FLASH_ATTENTION) is as slow or rejects the inputs",
         places=case.places(calls["events"].explode()),
-        evidence=(Evidence("attention calls on slow backends", grouped(case, calls, "num_calls", *keys).to_dicts()),),
+        evidence=(Evidence("attention calls on slow backends", case.grouped(calls, "num_calls", *keys).to_dicts()),),
     )
-    return [finding]
 
 
 def _done_flops(case: Case, row: dict[str, Any]) -> int:
@@ -78,16 +78,3 @@ def _done_flops(case: Case, row: dict[str, Any]) -> int:
     has_backward = bool(ops.str.contains("softmax_backward").any())
     has_forward = not has_backward or bool(ops.str.contains("softmax$").any())
     return int(row["full_flops"]) * (2 * has_forward + 5 * has_backward) // 7
-
-
-def _longest(case: Case, events: list[int]) -> list[int]:
-    """Return the longest event of each phase, in place of the flash kernel."""
-    mine = case.work.filter(pl.col("event").is_in(events)).sort("duration_ns", descending=True)
-    return mine.unique("phase", keep="first", maintain_order=True)["event"].to_list()
-
-
-def _why(call: dict[str, Any]) -> tuple[str, str]:
-    """Return what rules out flash attention, and the fix."""
-    codes = against_flash(call, is_on_gpu=True) or ["not_seen"]
-    fix = next(fix for code, fix in _FIXES.items() if code in codes)
-    return "; ".join(in_words(code, call) for code in codes), fix

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import attention_ns
-from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, total_ns
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -15,11 +13,9 @@ _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
     calls = case.attention.filter(
-        pl.col("mask").is_not_null(), pl.col("num_queries") > 1, pl.col("num_queries") == pl.col("num_keys")
-    )
-    calls = calls.filter(pl.col("dtype").is_in(list(_PEAKS)))
-    if calls.is_empty():
-        return []
+        pl.col("mask").is_not_null(), pl.col("num_queries") > 1, pl.col("num_queries") == pl.col("num_keys"),
+        pl.col("dtype").is_in(list(_PEAKS)),
+    )  # fmt: skip
     durations: dict[int, float] = {}
     for row in calls.iter_rows(named=True):
         expected = attention_ns(case.device, _PEAKS[row["dtype"]], row["full_flops"] // 2, row["num_keys"])
@@ -29,16 +25,16 @@ def check(case: Case) -> list[Finding]:
     on_mask = case.work.filter(
         pl.col("root").is_in(roots.implode()), ~pl.col("event").is_in(list(durations)), pl.col("phase") == "forward"
     )
-    saving_ns = case.saving_ns(replace(case.without(on_mask["event"]), duration_ns=durations))
+    saving_ns = case.saving_ns(case.without(on_mask["event"], durations))
     if not case.is_worth(saving_ns):
         return []
     forward = calls.filter(pl.col("direction") != "backward")
     one = (forward if forward.height else calls).row(0, named=True)
     keys = ("backend", "direction", "mask", "dtype", "num_queries", "head_size")
-    finding = Finding(
+    return one_finding(
         sentence=f"scaled_dot_product_attention gets a mask of shape {one['mask']} in "
         f"{plural(forward.height / case.num_steps, 'call')} per step, which rules out flash attention. "
-        f"The {one['backend']} backend takes {cost_text(case, total_ns(case, calls))} for all "
+        f"The {one['backend']} backend takes {case.cost_text(case.total_ns(calls))} for all "
         f"{one['num_queries']:,} × {one['num_keys']:,} scores.",
         fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)  # if the mask is causal; for other "
         "patterns: torch.nn.attention.flex_attention with a block mask",
@@ -50,6 +46,5 @@ def check(case: Case) -> list[Finding]:
         falsified_by="use is_causal=True; the finding is wrong if the mask is not causal, or if the flash kernels "
         "take as long",
         places=case.places(calls["events"].explode()),
-        evidence=(Evidence("attention calls with a mask", grouped(case, calls, "num_calls", *keys).to_dicts()),),
+        evidence=(Evidence("attention calls with a mask", case.grouped(calls, "num_calls", *keys).to_dicts()),),
     )
-    return [finding]

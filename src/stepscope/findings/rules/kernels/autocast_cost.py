@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, attention_ns, gemm_ns, traffic_ns
 from stepscope.analysis.precision.casts import repeated
 from stepscope.findings.gemms import gemm_calls
-from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, plural, total_ns
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, one_finding, plural
 
 _LOW_PEAKS = ("bf16", "fp16")
 _LOW_TEXT = r"c10::(BFloat16|Half)"
@@ -27,13 +25,13 @@ def check(case: Case) -> list[Finding]:
     if "fp32" not in case.device.peak_flops:
         raise Unavailable(f"The float32 peak of {case.device.name} is unknown.")
     in_float32 = _without_autocast(case, set(casts["event"].to_list()))
-    cast_ns = total_ns(case, casts)
+    cast_ns = case.total_ns(casts)
     known = case.work.filter(pl.col("event").is_in(list(in_float32)))
-    gained_ns = sum(in_float32.values()) / case.num_steps - total_ns(case, known)
+    gained_ns = sum(in_float32.values()) / case.num_steps - case.total_ns(known)
     # If the GPU gains, the casts only cost because the host is slow: `launch_bound` reports that.
     if gained_ns > cast_ns:
         return []
-    saving_ns = case.saving_ns(replace(case.without(casts["event"]), duration_ns=in_float32))
+    saving_ns = case.saving_ns(case.without(casts["event"], in_float32))
     if not case.is_worth(saving_ns):
         return []
     table = (
@@ -41,9 +39,9 @@ def check(case: Case) -> list[Finding]:
         .agg((pl.len() / case.num_steps).alias("num_casts"), pl.col("duration_ns").sum() / case.num_steps)
         .sort("num_casts", "duration_ns", descending=True)
     )
-    finding = Finding(
+    return one_finding(
         sentence=f"Autocast costs more than it saves: {plural(casts.height / case.num_steps, 'cast')} per step take "
-        f"{duration(cast_ns, 3)} of GPU time and {duration(total_ns(case, casts, LENGTH), 3)} of host time (under "
+        f"{duration(cast_ns, 3)} of GPU time and {duration(case.total_ns(casts, LENGTH), 3)} of host time (under "
         f"the profiler), and lower precision saves only {duration(gained_ns, 3)} of GPU time elsewhere in the "
         f"{duration(case.step_ns, 3)} step.",
         fix='torch.set_float32_matmul_precision("high") instead of torch.autocast; or model.to(torch.bfloat16), '
@@ -56,7 +54,6 @@ def check(case: Case) -> list[Finding]:
         places=case.places(casts["event"]),
         evidence=(Evidence("casts by op", table.head(8).to_dicts()),),
     )
-    return [finding]
 
 
 def _without_autocast(case: Case, casts: set[int]) -> dict[int, float]:

@@ -13,8 +13,7 @@ import polars as pl
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.experts import Looped, Padded, looped_experts, padded_experts, routers
-from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, total_ns
-from stepscope.formatting import whole_percent
+from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, plural, whole_percent
 
 _UNEVEN = 4.0  # the busiest expert's tokens over the mean; a balanced router stays below 2
 _LEAST_OF_STEP = 0.1  # of GPU time
@@ -53,7 +52,7 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
          "num_chosen": one.router.num_chosen, "filled_share": one.filled_share, "num_calls": len(one.calls)}
         for one in empty[:8]
     ]  # fmt: skip
-    finding = Finding(
+    return one_finding(
         sentence=f"At least {whole_percent(1 - worst.filled_share)} of what the experts compute is padding: "
         f"{router.num_experts} experts have {worst.capacity:,} slots each, {places:,} in total, but "
         f"{router.num_tokens:,} tokens go to {router.num_chosen} experts each. This affects "
@@ -61,15 +60,13 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
         fix=f"{_BALANCE}  # and a capacity factor of 1.25, or grouped products: torch._grouped_mm",
         saving_ns=saving_ns,
         upper_bound=True,
-        derived=f"the step replayed with all work on these slots, backward included, at "
-        f"{whole_percent(worst.filled_share)} of "
-        "its time",
+        derived="the step replayed with all work on these slots, backward included, at "
+        f"{whole_percent(worst.filled_share)} of its time",
         confidence="medium",
         falsified_by="balance the router; the finding is wrong if it needs as many slots",
         places=case.places(durations),
         evidence=(Evidence("experts with slots", rows),),
     )
-    return [finding]
 
 
 def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
@@ -80,11 +77,10 @@ def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
     share = 1 - 1 / worst.filled_share
     given = router.num_tokens * router.num_chosen
     enough = -(-given * 5 // (4 * router.num_experts))
-    finding = Finding(
-        sentence=f"At least {whole_percent(share)} of expert assignments are dropped: "
-        f"{router.num_tokens:,} tokens need "
-        f"{given:,} slots, and {router.num_experts} experts have only {worst.capacity:,} each. An uneven load drops "
-        "more.",
+    return one_finding(
+        sentence=f"At least {whole_percent(share)} of expert assignments are dropped: {router.num_tokens:,} tokens "
+        f"need {given:,} slots, and {router.num_experts} experts have only {worst.capacity:,} each. An uneven load "
+        "drops more.",
         fix=f"capacity = ceil(1.25 * {given} / {router.num_experts})  # {enough:,}",
         derived="no time is saved; tokens that no expert processes cost quality",
         confidence="medium",
@@ -93,7 +89,6 @@ def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
         evidence=(Evidence("experts", [{"capacity": worst.capacity, "num_experts": router.num_experts,
                                         "num_tokens": router.num_tokens, "num_chosen": router.num_chosen}]),),
     )  # fmt: skip
-    return [finding]
 
 
 def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
@@ -101,7 +96,7 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
     calls = [call for one in uneven for call in one.calls]
     roots = case.work.filter(pl.col("call").is_in(calls))["root"].drop_nulls().unique()
     work = case.work.filter(pl.col("root").is_in(roots.implode()))
-    spent_ns = total_ns(case, work)
+    spent_ns = case.total_ns(work)
     if not uneven or spent_ns < _LEAST_OF_STEP * case.step.device_ns:
         return []
     worst = max(uneven, key=lambda one: one.imbalance)
@@ -110,10 +105,10 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
         {"layer": place, "loads": sorted(loads, reverse=True)[:16], "num_called": len(loads)}
         for place, loads in enumerate(worst.loads[:8])
     ]
-    finding = Finding(
+    return one_finding(
         sentence=f"The busiest of {worst.num_experts} experts gets {max(layer):,} of {sum(layer):,} tokens; the "
         f"median over {plural(len(worst.loads), 'layer')} is {worst.imbalance:.1f} times an equal share. The "
-        f"experts' matrix products take {cost_text(case, spent_ns)}.",
+        f"experts' matrix products take {case.cost_text(spent_ns)}.",
         fix=_BALANCE,
         derived="no saving on one GPU, where the products take the same total time; with experts on several GPUs, "
         "all wait for the busiest, and with a fixed capacity its tokens are dropped",
@@ -123,7 +118,6 @@ def _uneven(case: Case, looped: Sequence[Looped]) -> list[Finding]:
         places=case.places(work["event"]),
         evidence=(Evidence("tokens by expert", rows),),
     )
-    return [finding]
 
 
 def _is_over(texts: pl.Series, size: tuple[int, int]) -> list[bool]:

@@ -9,7 +9,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, cost_text, plural, total_ns
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, plural
 
 _FASTER = {
     "tf32": ("TF32", 'torch.set_float32_matmul_precision("high")  # further: torch.autocast("cuda", torch.bfloat16)'),
@@ -27,10 +27,7 @@ def check(case: Case) -> list[Finding]:
     faster = next((dtype for dtype in _FASTER if dtype in peak), None)
     if faster is None or "fp32" not in peak:
         raise Unavailable(f"No format faster than float32 is known for {case.device.name}.")
-    calls = gemm_calls(case)
-    slow = calls.filter(pl.col("peak_dtype") == "fp32")
-    if slow.is_empty():
-        return []
+    slow = gemm_calls(case).filter(pl.col("peak_dtype") == "fp32")
     durations: dict[int, float] = {}
     for row in slow.iter_rows(named=True):
         expected = gemm_ns(case.device, faster, row["flops"], row["bytes"], row["alignment_bytes"] >= 16)
@@ -40,9 +37,9 @@ def check(case: Case) -> list[Finding]:
         return []
     tflops = float(slow["flops"].sum()) / max(1, int(slow["duration_ns"].sum())) / 1e3
     name, fix = _FASTER[faster]
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(slow.height / case.num_steps, 'matrix product')} per step run in float32 without tensor "
-        f"cores and take {cost_text(case, total_ns(case, slow))} at {tflops:.0f} TFLOP/s. The device's peak is "
+        f"cores and take {case.cost_text(case.total_ns(slow))} at {tflops:.0f} TFLOP/s. The device's peak is "
         f"{peak['fp32'] / 1e12:.0f} TFLOP/s in float32 and {peak[faster] / 1e12:.0f} TFLOP/s in {name}.",
         fix=fix,
         saving_ns=saving_ns,
@@ -57,4 +54,3 @@ def check(case: Case) -> list[Finding]:
         is_provable=faster == "tf32",
         evidence=(Evidence("matrix products in float32", by_shape(slow, case.num_steps)),),
     )
-    return [finding]

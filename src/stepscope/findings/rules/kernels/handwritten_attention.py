@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import attention_ns
-from stepscope.findings.alive import alive_bytes, is_worth_bytes
-from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, size, total_ns
+from stepscope.findings.memory_figures import alive_bytes, is_worth_bytes
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural, size
 
 _MORE_PRODUCTS_BACKWARD = 5 / 4  # flash attention recomputes the scores: five products instead of four
 _SIZES = ["num_elements", "num_queries", "num_keys", "head_size"]
@@ -17,8 +15,6 @@ _SIZES = ["num_elements", "num_queries", "num_keys", "head_size"]
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
     work = case.handwritten_attention
-    if work.is_empty():
-        return []
     durations: dict[int, float] = {}
     is_masked = False
     for (_, _, num_keys, _), part in work.group_by(_SIZES):
@@ -29,18 +25,19 @@ def check(case: Case) -> list[Finding]:
             dtype = row["peak_dtype"] if row["peak_dtype"] in case.device.peak_flops else "fp32"
             durations[row["event"]] = attention_ns(case.device, dtype, int(flops / (1 + has_mask)), int(num_keys))
     gone = work.filter(~pl.col("event").is_in(list(durations)))["event"]
-    saving_ns = case.saving_ns(replace(case.without(gone), duration_ns=durations))
-    saving_bytes = _saving_bytes(case)
+    saving_ns = case.saving_ns(case.without(gone, durations))
+    held_bytes = [alive_bytes(case, size, (1, 2, 4)) for size in work["num_elements"].unique()]
+    saving_bytes = None if None in held_bytes else sum(part or 0 for part in held_bytes) or None
     if not (case.is_worth(saving_ns) or is_worth_bytes(case, saving_bytes)):
         return []
     one = work.sort("num_elements").row(-1, named=True)
     num_softmax = work.filter("is_softmax").height / case.num_steps
     held = f" and hold {size(saving_bytes)} of the memory peak" if saving_bytes else ""
-    table = grouped(case, work, "num_kernels", "op", "phase", "num_queries", "num_keys")
-    finding = Finding(
+    table = case.grouped(work, "num_kernels", "op", "phase", "num_queries", "num_keys")
+    return one_finding(
         sentence=f"Attention is written by hand: {plural(num_softmax, 'softmax call')} per step over "
         f"{one['num_queries']:,} × {one['num_keys']:,} scores, with {plural(work.height / case.num_steps, 'kernel')} "
-        f"in total including products, masks and scaling, take {cost_text(case, total_ns(case, work))}{held}.",
+        f"in total including products, masks and scaling, take {case.cost_text(case.total_ns(work))}{held}.",
         fix=f"F.scaled_dot_product_attention(q, k, v{', is_causal=True' if is_masked else ''})"
         f"{'  # if the mask is causal' if is_masked else ''}",
         saving_ns=saving_ns,
@@ -55,10 +52,3 @@ def check(case: Case) -> list[Finding]:
         places=case.places(work["event"]),
         evidence=(Evidence("kernels over queries × keys", table.head(10).to_dicts()),),
     )
-    return [finding]
-
-
-def _saving_bytes(case: Case) -> int | None:
-    sizes = case.handwritten_attention["num_elements"].unique().to_list()
-    held = [alive_bytes(case, size, (1, 2, 4)) for size in sizes]
-    return None if any(part is None for part in held) else sum(part or 0 for part in held) or None

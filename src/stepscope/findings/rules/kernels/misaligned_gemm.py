@@ -6,8 +6,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.findings.gemms import LOADED_BYTES, by_shape, gemm_calls
-from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, total_ns
-from stepscope.formatting import whole_percent
+from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, plural, whole_percent
 
 
 def check(case: Case) -> list[Finding]:
@@ -20,15 +19,15 @@ def check(case: Case) -> list[Finding]:
         if row["peak_dtype"] in peaks:
             expected = gemm_ns(case.device, row["peak_dtype"], row["flops"], row["bytes"])
             durations |= case.scaled_to(min(expected, row["duration_ns"]), row["events"])
-    saving_ns = case.saving_ns(Change(duration_ns=durations)) if durations else 0.0
+    saving_ns = case.saving_ns(Change(duration_ns=durations))
     if not case.is_worth(saving_ns):
         return []
     sizes = sorted(set(calls["odd_sizes"].explode().drop_nulls()), reverse=True)[:3]
     share = float(calls["flops"].sum()) / float(calls["duration_ns"].sum()) * 1e9 / peaks[calls["peak_dtype"][0]]
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(calls.height / case.num_steps, 'matrix product')} per step have a dimension "
         f"({', '.join(map(str, sizes))}) that is not a multiple of {LOADED_BYTES} bytes. They take "
-        f"{cost_text(case, total_ns(case, calls))} at {whole_percent(share)} of the device's peak.",
+        f"{case.cost_text(case.total_ns(calls))} at {whole_percent(share)} of the device's peak.",
         fix=f"pad the dimension to a multiple of 64: {sizes[0]} -> {-(-sizes[0] // 64) * 64}",
         saving_ns=saving_ns,
         derived="the step replayed with each of these products at 60 % of the peak",
@@ -37,4 +36,3 @@ def check(case: Case) -> list[Finding]:
         places=case.places(calls["events"].explode()),
         evidence=(Evidence("misaligned matrix products", by_shape(calls, case.num_steps)),),
     )
-    return [finding]

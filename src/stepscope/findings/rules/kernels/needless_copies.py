@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, total_ns
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural
 
 _COPYING = ["aten::contiguous", "aten::clone", "aten::copy_"]
 _CASTING = ["aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten::half", "aten::bfloat16"]
@@ -28,17 +28,17 @@ def check(case: Case) -> list[Finding]:
     needless = pl.concat(
         [copied, _round_trips(casts.with_columns(pl.col("event").is_in(again.implode()).alias("again")))]
     )
-    saving_ns = case.saving_ns(case.without(needless["event"])) if needless.height else 0.0
+    saving_ns = case.saving_ns(case.without(needless["event"]))
     if not case.is_worth(saving_ns):
         return []
     has_backward = bool((needless["phase"] == "backward").any())
     keys = ("root_op", "op", "phase", "module", "shapes")
-    table = grouped(case, needless.with_columns(pl.col(*keys).cast(pl.String)), "num_kernels", *keys)
+    table = case.grouped(needless.with_columns(pl.col(*keys).cast(pl.String)), "num_kernels", *keys)
     names = table.group_by("root_op").agg(pl.col("duration_ns").sum()).sort("duration_ns", descending=True)
     called = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(needless.height / case.num_steps, 'kernel')} per step only copy tensors, because the "
-        f"program calls {called}. They take {cost_text(case, total_ns(case, needless))}"
+        f"program calls {called}. They take {case.cost_text(case.total_ns(needless))}"
         f"{', including their backward,' if has_backward else ''} and compute nothing.",
         fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) if the next op accepts the "
         "strides and dtype as they are: linear layers, matmul and SDPA do",
@@ -51,7 +51,6 @@ def check(case: Case) -> list[Finding]:
         places=case.places(needless["event"]),
         evidence=(Evidence("copies by called op", table.head(8).to_dicts()),),
     )
-    return [finding]
 
 
 def _round_trips(casts: pl.DataFrame) -> pl.DataFrame:

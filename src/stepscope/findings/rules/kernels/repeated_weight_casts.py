@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from stepscope.analysis.precision.casts import repeated
-from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, total_ns
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural
 
 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
     again = repeated(case.casts)
-    saving_ns = case.saving_ns(case.without(again["event"])) if again.height else 0.0
+    saving_ns = case.saving_ns(case.without(again["event"]))
     if not case.is_worth(saving_ns):
         return []
     num_micro_batches = max(again["num_micro_batches"])
     num_weights = again.height / case.num_steps / (num_micro_batches - 1)
-    table = grouped(case, again, "num_casts", "root_op", "shape", "target")
-    finding = Finding(
+    table = case.grouped(again, "num_casts", "root_op", "shape", "target")
+    return one_finding(
         sentence=f"{plural(num_weights, 'weight')} are cast to {again['target'][0]} in each of {num_micro_batches} "
         f"micro-batches per step. {plural(again.height / case.num_steps, 'cast')} repeat earlier ones and take "
-        f"{cost_text(case, total_ns(case, again))}.",
+        f"{case.cost_text(case.total_ns(again))}.",
         fix='with torch.autocast("cuda", torch.bfloat16): around the loop over micro-batches, so that inner regions '
         "reuse the casts; or weights in bfloat16 with float32 copies in the optimizer",
         saving_ns=saving_ns,
@@ -29,4 +29,3 @@ def check(case: Case) -> list[Finding]:
         places=case.places(again["event"]),
         evidence=(Evidence("repeated casts of weights", table.head(8).to_dicts()),),
     )
-    return [finding]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -10,7 +9,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import scatter_ns
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
-from stepscope.findings.rule import Case, Evidence, Finding, cost_text, plural, size
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural, size
 
 # Positions of the operand with the values to add, and of the operand they are added to. Embedding's backward creates
 # the latter itself, so the trace does not show how many rows it has.
@@ -55,21 +54,19 @@ def check(case: Case) -> list[Finding]:
                      "kernel": str(first["name"]), "duration_ns": now_ns, "phase": first["phase"]})  # fmt: skip
     if not rows:
         return []
-    saving_ns = case.saving_ns(replace(case.without(pl.Series(gone, dtype=pl.Int64)), duration_ns=durations))
+    saving_ns = case.saving_ns(case.without(gone, durations))
     if not case.is_worth(saving_ns):
         return []
-    table = pl.DataFrame(rows).group_by("op", "called", "shapes", "kernel", "phase").agg(
-        (pl.len() / case.num_steps).alias("num_calls"), pl.col("bytes").first(),
-        pl.col("duration_ns").sum() / case.num_steps,
-    ).sort("duration_ns", descending=True)  # fmt: skip
+    keys = ("op", "called", "shapes", "kernel", "phase")
+    table = case.grouped(pl.DataFrame(rows), "num_calls", *keys, more=[pl.col("bytes").first()])
     worst = table.row(0, named=True)
     total_ns, total_bytes = float(table["duration_ns"].sum()), sum(row["bytes"] for row in rows) / case.num_steps
     share = total_bytes / total_ns * 1e9 / case.device.bandwidth_bytes_per_s
     fix = next((text for name, text in _FIXES.items() if name in worst["op"]), _FIXES["scatter"])
     called = f" for {worst['called']}" if worst["called"] != worst["op"] else ""
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(len(rows) / case.num_steps, 'scatter')} per step ({worst['op']}{called}, in "
-        f"{_short(worst['kernel'])}) take {cost_text(case, total_ns)} to add {size(total_bytes)}, at {share:.1%} of "
+        f"{_short(worst['kernel'])}) take {case.cost_text(total_ns)} to add {size(total_bytes)}, at {share:.1%} of "
         "the device's bandwidth, because repeated indices are processed one after another.",
         fix=fix,
         saving_ns=saving_ns,
@@ -80,7 +77,6 @@ def check(case: Case) -> list[Finding]:
         places=case.places([*durations, *gone]),
         evidence=(Evidence("scatters far below the bandwidth", table.head(8).to_dicts()),),
     )
-    return [finding]
 
 
 def _sizes(row: dict[str, Any]) -> tuple[int, int, int] | None:

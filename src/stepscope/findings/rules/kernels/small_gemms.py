@@ -5,15 +5,12 @@ If they do not fill the GPU, one product for all is faster. If they do but the h
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.analysis.kernels.product_loops import product_loops
 from stepscope.analysis.kernels.tiles import tiled_products
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, cost_text, plural, total_ns
-from stepscope.formatting import whole_percent
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, plural, whole_percent
 
 _LEAST_FILL = 0.5  # of the SMs; more tiles than that fill the GPU well enough
 _ALIKE = ["loop", "phase", "op", "place", "ordinal"]  # work of several iterations that one kernel could do
@@ -38,11 +35,14 @@ def check(case: Case) -> list[Finding]:
         # What does not occur in every iteration is not part of the loop.
         if part.height < part["num_repeats"][0] - 1:
             continue
-        is_filling = part["mean_tiles"][0] >= _LEAST_FILL * num_processors
-        durations[part["event"][0]] = _together_ns(case, part, is_filling)
+        together_ns, dtype = float(part["duration_ns"].sum()), part["peak_dtype"][0]
+        # One kernel for all iterations is faster if they did not fill the GPU.
+        if part["mean_tiles"][0] < _LEAST_FILL * num_processors and dtype in case.device.peak_flops:
+            expected_ns = gemm_ns(case.device, dtype, int(part["flops"].sum()), int(part["bytes"].sum()))
+            together_ns = min(together_ns, expected_ns)
+        durations[part["event"][0]] = together_ns
         gone += part["event"][1:].to_list()
-    change = case.without(pl.Series(gone, dtype=pl.Int64), is_loop=True)
-    saving_ns = case.saving_ns(replace(change, duration_ns=durations))
+    saving_ns = case.saving_ns(case.without(gone, durations, is_loop=True))
     if not case.is_worth(saving_ns):
         return []
     every = turns.filter(pl.col("num_tiles").is_not_null())
@@ -50,22 +50,13 @@ def check(case: Case) -> list[Finding]:
     tflops = float(every["flops"].sum()) / max(1, int(every["duration_ns"].sum())) / 1e3
     num_loops = every["loop"].n_unique() / case.num_steps
     varies = every.filter(pl.col("phase").ne_missing("backward"))["num_rows"].n_unique() > 1
-    table = (
-        every.group_by("op", "phase", "place", "ordinal")
-        .agg(
-            (pl.len() / case.num_steps).alias("num_calls"),
-            pl.col("num_rows", "inner", "num_columns", "num_tiles").mean().round().cast(pl.Int64),
-            pl.col("duration_ns").sum() / case.num_steps,
-        )
-        .drop("place", "ordinal")
-        .sort("duration_ns", descending=True)
-    )
+    means = [pl.col("num_rows", "inner", "num_columns", "num_tiles").mean().round().cast(pl.Int64)]
+    table = case.grouped(every, "num_calls", "op", "phase", "place", "ordinal", more=means).drop("place", "ordinal")
     loops = "loop" if num_loops == 1 else "loops"
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(every.height / case.num_steps, 'matrix product')} per step run one after the other in "
-        f"{plural(num_loops, 'loop')}, each with tiles for {whole_percent(fill)} of the GPU's "
-        f"{num_processors} SMs. They take "
-        f"{cost_text(case, total_ns(case, every))} at {tflops:.0f} TFLOP/s. With the other work in it, the "
+        f"{plural(num_loops, 'loop')}, each with tiles for {whole_percent(fill)} of the GPU's {num_processors} SMs. "
+        f"They take {case.cost_text(case.total_ns(every))} at {tflops:.0f} TFLOP/s. With the other work in it, the "
         f"{loops} cause {turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches "
         "per step.",
         fix="torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)  # one product for the whole loop"
@@ -80,13 +71,3 @@ def check(case: Case) -> list[Finding]:
         places=case.places(every["event"]),
         evidence=(Evidence("small matrix products in loops", table.head(8).to_dicts()),),
     )
-    return [finding]
-
-
-def _together_ns(case: Case, part: pl.DataFrame, is_filling: bool) -> float:
-    """Return how long one kernel for all iterations takes, in ns: faster if they did not fill the GPU."""
-    now_ns = float(part["duration_ns"].sum())
-    dtype = part["peak_dtype"][0]
-    if is_filling or dtype not in case.device.peak_flops:
-        return now_ns
-    return min(now_ns, gemm_ns(case.device, dtype, int(part["flops"].sum()), int(part["bytes"].sum())))

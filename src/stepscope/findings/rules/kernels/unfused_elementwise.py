@@ -7,7 +7,7 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import traffic_ns
-from stepscope.findings.rule import Case, Change, Evidence, Finding, cost_text, plural, size
+from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, plural, size
 
 _FUSED = (
     ({"tanh", "pow"}, 'F.gelu(x, approximate="tanh")'),
@@ -35,7 +35,7 @@ def check(case: Case) -> list[Finding]:
     known = _known(found)
     # Calling compiled code takes the host about as long as the launches it saves: only a torch op saves host time.
     change = case.without(gone) if known else Change(gone=frozenset(gone.to_list()))
-    saving_ns = case.saving_ns(replace(change, duration_ns=durations)) if found.height else 0.0
+    saving_ns = case.saving_ns(replace(change, duration_ns=durations))
     if not case.is_worth(saving_ns):
         return []
     per_step = found.select(pl.col("num_kernels", "bytes", "fused_bytes", "duration_ns").sum() / case.num_steps)
@@ -51,9 +51,9 @@ def check(case: Case) -> list[Finding]:
         .sort("duration_ns", descending=True)
     )
     longest = table.row(0, named=True)
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(num_kernels, 'elementwise kernel')} per step, in "
-        f"{plural(found.height / case.num_steps, 'chain')}, take {cost_text(case, total_ns)}. Fused, they would move "
+        f"{plural(found.height / case.num_steps, 'chain')}, take {case.cost_text(total_ns)}. Fused, they would move "
         f"{size(fused)} instead of {size(moved)}. The longest chain, over {list(longest['shape'])}: "
         f"{_short(longest['ops'])}.",
         fix=known or "model = torch.compile(model)  # or torch.compile of the function with the chain",
@@ -67,22 +67,17 @@ def check(case: Case) -> list[Finding]:
         places=case.places(events),
         evidence=(Evidence("chains of elementwise ops", table.head(8).to_dicts()),),
     )
-    return [finding]
 
 
 def _known(found: pl.DataFrame) -> str | None:
     """Return the torch op that does the same as a chain in the forward, or None."""
     forward = found.filter(pl.col("phase").ne_missing("backward")).sort("duration_ns", descending=True)
     for ops in forward["ops"]:
-        names = {str(op).removeprefix("aten::").rstrip("_") for op in ops}
+        names = [str(op).removeprefix("aten::") for op in ops]
         for wanted, fused in _FUSED:
-            if wanted <= names:
-                return f"{fused}  # instead of {_short(', '.join(_bare(ops)))}; for all: torch.compile(model)"
+            if wanted <= {name.rstrip("_") for name in names}:
+                return f"{fused}  # instead of {_short(', '.join(names))}; for all: torch.compile(model)"
     return None
-
-
-def _bare(ops: pl.Series) -> list[str]:
-    return [str(op).removeprefix("aten::") for op in ops]
 
 
 def _short(ops: str, most: int = 10) -> str:

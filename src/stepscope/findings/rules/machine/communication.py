@@ -5,8 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.ranks.collectives import collectives_by_size
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, cost_text, total_ns
-from stepscope.formatting import duration, plural, size
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration, one_finding, plural, size
 
 _FIXES = {
     "all_reduce": "DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True); with "
@@ -47,9 +46,9 @@ def check(case: Case) -> list[Finding]:
     elif sizes.height:
         sizes_text = f", most of the time for {size(sizes['bytes'][0])}"
     is_split = bool(calls["wait_ns"].sum())
-    finding = Finding(
+    return one_finding(
         sentence=f"Communication that does not overlap with computation takes "
-        f"{cost_text(case, total_ns(case, calls, pl.col('own_ns')))}, out of {duration(total_ns(case, calls), 3)} of "
+        f"{case.cost_text(case.total_ns(calls, pl.col('own_ns')))}, out of {duration(case.total_ns(calls), 3)} of "
         f"communication in total. Most of it is in "
         f"{plural(of_kind.height / case.num_steps, worst + ' call')} per step{sizes_text}.",
         fix=_FIXES.get(worst, "start it earlier (async_op=True), and wait only before its result is used"),
@@ -63,7 +62,6 @@ def check(case: Case) -> list[Finding]:
         places=case.places(calls.filter(pl.col("own_ns") > 0)["event"]),
         evidence=(Evidence("collectives", collectives_by_size(calls).head(8).to_dicts()),),
     )  # fmt: skip
-    return [finding]
 
 
 def _waited(case: Case) -> pl.DataFrame:

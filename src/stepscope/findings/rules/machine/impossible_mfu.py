@@ -5,10 +5,9 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.costs.flops import Utilization
-from stepscope.devices import Device, find_device
+from stepscope.devices import find_device
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, plural
-from stepscope.formatting import whole_percent
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, one_finding, plural, whole_percent
 
 _IMPOSSIBLE = 1.02  # of the limit; clocks and rounding may bring a figure just above it
 _SURE_NS = 50_000  # shorter kernels are timed too coarsely
@@ -44,17 +43,14 @@ def _of_the_step(case: Case) -> list[Finding]:
         "step_ns": case.step_ns, "clock": summary.clock, "model_flops": flops.model_flops,
         "hardware_flops": flops.hardware_flops, "formula_flops": flops.formula_flops,
     }  # fmt: skip
-    finding = Finding(
-        sentence=f"{name} is {whole_percent(used.share)}, which is impossible: "
-        f"{used.flops_per_s / 1e12:,.3g} TFLOP/s against a "
-        f"limit of {used.limit}. {why}",
+    return one_finding(
+        sentence=f"{name} is {whole_percent(used.share)}, which is impossible: {used.flops_per_s / 1e12:,.3g} "
+        f"TFLOP/s against a limit of {used.limit}. {why}",
         fix=fix,
         derived="no time is saved; a figure is wrong",
-        confidence="high",
         falsified_by="look up the device; the finding is wrong if a datasheet gives a higher dense peak",
         evidence=(Evidence("utilization", [row]),),
     )
-    return [finding]
 
 
 def _suspect(case: Case, used: Utilization) -> tuple[str, str]:
@@ -68,7 +64,9 @@ def _suspect(case: Case, used: Utilization) -> tuple[str, str]:
             "torch.cuda.synchronize() before reading the clock, or CUDA events as in `stepscope run`",
         )
     device = find_device(str(environment.get("device_name")))
-    if device is not None and _at_tf32(device, flops.hardware_flops_by_dtype, used):
+    by_dtype, peaks = flops.hardware_flops_by_dtype, {} if device is None else device.peak_flops
+    is_mostly_fp32 = by_dtype.get("fp32", 0) > sum(by_dtype.values()) / 2
+    if is_mostly_fp32 and {"fp32", "tf32"} <= peaks.keys() and used.share * peaks["fp32"] / peaks["tf32"] <= 1:
         return (
             "The dtype is wrong: the float32 products must have run in TF32, which can be this fast.",
             'torch.get_float32_matmul_precision()  # "high" means TF32: divide by the TF32 peak',
@@ -89,14 +87,6 @@ def _suspect(case: Case, used: Utilization) -> tuple[str, str]:
     )
 
 
-def _at_tf32(device: Device, flops_by_dtype: object, used: Utilization) -> bool:
-    assert isinstance(flops_by_dtype, dict)
-    if not flops_by_dtype.get("fp32") or not {"fp32", "tf32"} <= device.peak_flops.keys():
-        return False
-    rate = device.peak_flops["fp32"] / device.peak_flops["tf32"]
-    return used.share * rate <= 1 and flops_by_dtype["fp32"] > sum(flops_by_dtype.values()) / 2
-
-
 def _of_kernels(case: Case) -> list[Finding]:
     """Return matrix products that ran faster than the device's peak."""
     if not case.has_gpu_work:
@@ -111,11 +101,10 @@ def _of_kernels(case: Case) -> list[Finding]:
     if above.is_empty():
         return []
     worst = above.sort("share", descending=True).row(0, named=True)
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(above.height / case.num_steps, 'matrix product')} per step appear faster than "
-        f"{case.device.name} allows: {worst['op']} in {worst['peak_dtype']} at "
-        f"{whole_percent(worst['share'])} of its "
-        f"{peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace or the peak is wrong.",
+        f"{case.device.name} allows: {worst['op']} in {worst['peak_dtype']} at {whole_percent(worst['share'])} of "
+        f"its {peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace or the peak is wrong.",
         fix="the kernel's name in the evidence shows its real dtype; compare with the peak of that dtype",
         derived="no time is saved; a figure is wrong",
         confidence="medium",
@@ -123,4 +112,3 @@ def _of_kernels(case: Case) -> list[Finding]:
         places=case.places(above["events"].explode()),
         evidence=(Evidence("matrix products above the peak", by_shape(above, case.num_steps)),),
     )
-    return [finding]

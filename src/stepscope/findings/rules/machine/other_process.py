@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, size
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, size
 
 _SLACK_BYTES = 256 << 20  # the driver's figures per process and for the device differ by up to this
 
@@ -29,7 +29,7 @@ def check(case: Case) -> list[Finding]:
     largest = max(sized, key=lambda process: process["used_bytes"])
     name = str(largest.get("name") or "an unnamed process")[:80]
     who = "Another process" if len(sized) == 1 else f"{len(sized)} other processes"
-    finding = Finding(
+    return one_finding(
         sentence=f"{who} held {size(num_bytes)} of GPU memory when the run ended, {size(largest['used_bytes'])} of "
         f"it by {name} (pid {largest.get('pid')}). Work in other processes slows this run down.",
         fix=f"nvidia-smi  # then end it: kill {largest.get('pid')}; or use a free GPU: CUDA_VISIBLE_DEVICES=N",
@@ -39,7 +39,6 @@ def check(case: Case) -> list[Finding]:
         falsified_by="stop the process; the finding is wrong if it is part of this run, or if the step is not faster",
         evidence=(Evidence("processes", [dict(process) for process in sized[:8]]),),
     )
-    return [finding]
 
 
 def _is_self(process: Mapping[str, Any], memory: Mapping[str, Any]) -> bool:

@@ -8,9 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.ranks.all_ranks import AcrossRanks
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration, plural
-from stepscope.formatting import whole_percent
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding
+from stepscope.formatting import duration, plural, whole_percent
 
 _CAUSED_SHARE = 0.5  # of all waiting time; if no rank causes that much, they take turns
 _MORE = 1.05
@@ -30,7 +29,10 @@ def check(case: Case) -> list[Finding]:
     if not whole_ns or worst["caused_wait_ns"] < _CAUSED_SHARE * whole_ns or late.height * 2 < calls.height:
         return []
     num_steps = max(1, calls["step"].n_unique())
-    own = _own(case, across, late)
+    # This rank's kernels in the delayed collectives.
+    delayed = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
+    delayed = delayed.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
+    own = case.account.collectives.join(delayed, on="start_ns")
     saving_ns = _saving_ns(case, late, own, num_steps)
     if not case.is_worth(saving_ns):
         return []
@@ -40,7 +42,7 @@ def check(case: Case) -> list[Finding]:
     why, fix = _cause(across.table, worst["rank"], case.path)
     once = "" if num_steps > 1 else " Only one step was traced; starting the profiler may have delayed that rank."
     gpu_times = across.table.select("rank", "compute_ns", "idle_ns", "memory_ns").to_dicts()
-    finding = Finding(
+    return one_finding(
         sentence=f"Rank {worst['rank']} arrives last at {late.height} of {plural(calls.height, 'collective')} and "
         f"causes {whole_percent(worst['caused_wait_ns'] / whole_ns)} of all waiting: each other rank waits "
         f"{duration(waited_ns, 3)} per step. {why}{once}",
@@ -57,14 +59,6 @@ def check(case: Case) -> list[Finding]:
             Evidence("GPU time by rank", gpu_times),
         ),
     )
-    return [finding]
-
-
-def _own(case: Case, across: AcrossRanks, late: pl.DataFrame) -> pl.DataFrame:
-    """Return this rank's kernels in the delayed collectives, with `last_rank` and `lead_ns`."""
-    calls = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
-    calls = calls.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
-    return case.account.collectives.join(calls, on="start_ns")
 
 
 def _saving_ns(case: Case, late: pl.DataFrame, own: pl.DataFrame, num_steps: int) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration
-from stepscope.formatting import whole_percent
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, duration, one_finding, whole_percent
 
 _COOLING = "nvidia-smi -q -d TEMPERATURE  # then check fans, airflow, dust and neighboring GPUs"
 _REASONS = {
@@ -59,11 +58,10 @@ def check(case: Case) -> list[Finding]:
     watts = f" at {counters.power_watts.mean:.0f} W" if counters.power_watts else ""
     powers = {name: limits.get(name) for name in ("power_limit_watts", "default_power_limit_watts")}
     clocks = {"mean_sm_clock_mhz": mean_mhz, "highest_sm_clock_mhz": highest_mhz, **powers}
-    finding = Finding(
+    return one_finding(
         sentence=f"The GPU ran at {mean_mhz:,.0f} MHz{watts} in the clean steps, {whole_percent(lost)} below {of} "
-        f"{highest_mhz:,.0f} MHz. Its clock was limited by {why} in {whole_percent(shares[reason])} "
-        f"of {counters.num_samples} "
-        "samples.",
+        f"{highest_mhz:,.0f} MHz. Its clock was limited by {why} in {whole_percent(shares[reason])} of "
+        f"{counters.num_samples} samples.",
         fix=fix,
         saving_ns=saving_ns,
         upper_bound=True,
@@ -76,7 +74,6 @@ def check(case: Case) -> list[Finding]:
             Evidence("reasons", [{"reason": name, "share": share} for name, share in counters.throttle_shares]),
         ),
     )
-    return [finding]
 
 
 def _saving_ns(case: Case, ratio: float) -> float:

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from stepscope.analysis.memory.allocator_calls import allocator_calls
-from stepscope.findings.retries import Retries, retries_of
-from stepscope.findings.rule import (
-    LENGTH,
-    Case,
-    Change,
-    Evidence,
-    Finding,
-    Unavailable,
-    cost_text,
-    grouped,
-    stretches,
-)
-from stepscope.formatting import plural, size
+from stepscope.findings.memory_figures import Retries, retries_of
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, plural, size
 
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py"
 
@@ -35,14 +24,14 @@ def _calls(case: Case, retries: Retries | None) -> list[Finding]:
     if case.work.is_empty():
         return []
     calls = case.within(allocator_calls(case.linked))
-    saving_ns = case.saving_ns(Change(host=stretches(calls))) if calls.height else 0.0
+    saving_ns = case.host_saving_ns(calls)
     if not case.is_worth(saving_ns):
         return []
     given_back = calls.filter("gives_back")
     is_everywhere = calls["step"].n_unique() >= case.num_steps > 1
     if given_back.is_empty() and not is_everywhere:
         return []  # the cache is still filling: a one-time cost
-    table = grouped(case, calls, "num_calls", "name", "op", "phase", "module", "caller", time=LENGTH)
+    table = case.grouped(calls, "num_calls", "name", "op", "phase", "module", "caller")
     is_host = bool(calls["name"].str.contains("(?i)Host").all())
     if is_host:
         fix = "DataLoader(dataset, pin_memory=True), or keep one pinned buffer: pinning allocates from the driver"
@@ -53,11 +42,11 @@ def _calls(case: Case, retries: Retries | None) -> list[Finding]:
     told = ""
     if retries and retries.are_in_every_step:
         told = f" The allocator ran out of memory and retried {plural(retries.num, 'time')}."
-    finding = Finding(
+    return one_finding(
         sentence=f"Each step allocates memory from the driver "
         f"{plural((calls.height - given_back.height) / case.num_steps, 'time')} and returns it "
         f"{plural(given_back.height / case.num_steps, 'time')}. This takes "
-        f"{cost_text(case, float(table['duration_ns'].sum()))}, mostly in {table['name'][0]}.{told}",
+        f"{case.cost_text(float(table['duration_ns'].sum()))}, mostly in {table['name'][0]}.{told}",
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed without these calls, as if the allocator kept its cache",
@@ -66,7 +55,6 @@ def _calls(case: Case, retries: Retries | None) -> list[Finding]:
         places=case.host_places(calls),
         evidence=(Evidence("calls of the driver's allocator", table.head(8).to_dicts()),),
     )
-    return [finding]
 
 
 def _retrying(case: Case, retries: Retries | None) -> list[Finding]:
@@ -76,7 +64,7 @@ def _retrying(case: Case, retries: Retries | None) -> list[Finding]:
     memory = case.recording.facts["memory"]
     reserved, total = (memory.get(name) for name in ("peak_reserved_bytes", "driver_total_bytes"))
     held = f" with {size(reserved)} of {size(total)} reserved" if reserved and total else ""
-    finding = Finding(
+    return one_finding(
         sentence=f"The allocator ran out of memory {plural(retries.num, 'time')} in {retries.num_steps:,} "
         f"steps{held}. Each time, it returned its cache to the driver and allocated again.",
         fix=_EXPANDABLE + "  # or a smaller batch",
@@ -86,4 +74,3 @@ def _retrying(case: Case, retries: Retries | None) -> list[Finding]:
         "after the first steps",
         evidence=(Evidence("allocator", [{"num_retries": retries.num, "num_steps": retries.num_steps}]),),
     )
-    return [finding]

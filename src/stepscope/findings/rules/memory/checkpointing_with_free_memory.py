@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, cost_text, plural, size, stretches, total_ns
-from stepscope.formatting import whole_percent
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, stretches
+from stepscope.formatting import plural, size, whole_percent
 
 _USABLE_SHARE = 0.85  # of the device's memory; beyond it, fragmentation causes failures
 
@@ -41,9 +41,9 @@ def check(case: Case) -> list[Finding]:
         .sort("duration_ns", descending=True)
     )
     part = "" if share == 1 else f" for about {whole_percent(share)} of the layers"
-    finding = Finding(
+    return one_finding(
         sentence=f"Recomputing {plural(again.height / case.num_steps, 'forward op')} in the backward takes "
-        f"{cost_text(case, total_ns(case, again))}, although the results would fit in memory: they "
+        f"{case.cost_text(case.total_ns(again))}, although the results would fit in memory: they "
         f"need at most {size(more_bytes)}, and the peak of {size(peak_bytes)} leaves {size(usable - peak_bytes)} of "
         f"{case.device.name} free.",
         fix=f"remove torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
@@ -59,4 +59,3 @@ def check(case: Case) -> list[Finding]:
         places=case.places(events),
         evidence=(Evidence("recomputed ops", table.head(8).to_dicts()),),
     )
-    return [finding]

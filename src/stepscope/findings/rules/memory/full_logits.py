@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import loss_ns
-from stepscope.findings.alive import alive_bytes, is_worth_bytes
-from stepscope.findings.rule import Case, Evidence, Finding, cost_text, grouped, plural, size
+from stepscope.findings.memory_figures import alive_bytes, is_worth_bytes
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural, size
 
 _ONE_PASS = 1.5  # a loss faster than this many times a fused one is fused
 _NUM_CHUNKS = 8
@@ -48,7 +46,7 @@ def check(case: Case) -> list[Finding]:
     is_fused = total_ns < _ONE_PASS * total_fused_ns
     saving_ns: float | None = None
     if not is_fused:
-        saving_ns = case.saving_ns(replace(case.without(pl.Series(gone, dtype=pl.Int64)), duration_ns=durations))
+        saving_ns = case.saving_ns(case.without(gone, durations))
     elif not held or case.memory.peak_bytes < _SHORT_SHARE * (case.device.visible_bytes or case.device.memory_bytes):
         return []
     saving_bytes = _saved(case, held, held // _NUM_CHUNKS if held and is_fused else int(kept_bytes))
@@ -58,7 +56,7 @@ def check(case: Case) -> list[Finding]:
     passes = work.filter(~pl.col("is_product"))
     logits_bytes = one["num_tokens"] * one["vocabulary"] * one["item_bytes"]
     holding = f", or {size(held)} of the {size(case.memory.peak_bytes)} peak with all copies" if held else ""
-    table = grouped(case, work, "num_kernels", "op", "phase", "is_product")
+    table = case.grouped(work, "num_kernels", "op", "phase", "is_product")
     in_chunks = (
         f"bytes: tensors of that size alive at the peak, minus one of {_NUM_CHUNKS} chunks; the product that "
         "computes the logits runs twice, which costs time"
@@ -67,11 +65,11 @@ def check(case: Case) -> list[Finding]:
         "the step replayed with one pass over the logits in the forward and one in the backward, at half of the "
         "device's bandwidth; bytes: tensors of that size alive at the peak, minus one copy of the logits"
     )
-    finding = Finding(
+    return one_finding(
         sentence=f"The full logits ({one['num_tokens']:,} tokens × {one['vocabulary']:,} vocabulary) take "
         f"{size(logits_bytes)}{holding}. Besides the matrix products, "
         f"{plural(passes.height / case.num_steps, 'kernel')} that read or write them take "
-        f"{cost_text(case, total_ns / case.num_steps)}.",
+        f"{case.cost_text(total_ns / case.num_steps)}.",
         fix=_IN_CHUNKS if is_fused else _COMPILED,
         saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
         saving_bytes=saving_bytes,
@@ -83,7 +81,6 @@ def check(case: Case) -> list[Finding]:
         places=case.places(passes["event"]),
         evidence=(Evidence("kernels that read or write the logits", table.head(10).to_dicts()),),
     )
-    return [finding]
 
 
 def _is_in_chunks(work: pl.DataFrame) -> pl.Series:

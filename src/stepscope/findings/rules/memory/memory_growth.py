@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from stepscope.analysis.memory.account import Account
-from stepscope.analysis.memory.left_behind import MemoryGrowth
-from stepscope.findings.rule import Case, Evidence, Finding, plural, size
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural, size
 
 _PEAK_SHARE = 0.05
 _MANY_STEPS = 1000  # growth that doubles the peak within so many steps is reported
@@ -23,12 +22,17 @@ def check(case: Case) -> list[Finding]:
     row = growth.rows[0]
     what = row["op"] or "something"
     shape = f" of shape {row['shape']}" if row["shape"] else ""
-    where = _holder(memory, growth)
+    frame = next((left.frame for left in memory.left_alive if left.frame), None)
+    where = frame or next((row["holder"] for row in growth.rows if row["holder"]), None)
+    so_far = f"This happens in {plural(growth.num_steps, 'step')} in a row, on top of"
+    if growth.held_bytes is not None:
+        num = max(row["num_held"] for row in growth.rows)
+        so_far = f"Earlier steps left {size(held)}, up to {num} tensors of the same kind, of"
     fix = "keep numbers, not tensors: losses.append(loss.item()); for tensors: .detach().cpu(), and clear the list"
-    finding = Finding(
+    return one_finding(
         sentence=f"Every step leaves {size(growth.bytes_per_step)} of memory behind, mostly from {what}"
         f"{shape}{f', held by {where}' if where else ''}"
-        f"{' in a graph that is never freed' if is_graph else ''}. {_so_far(growth, held)} the "
+        f"{' in a graph that is never freed' if is_graph else ''}. {so_far} the "
         f"{size(memory.peak_bytes)} peak.",
         fix=fix if where else f"{fix}  # stepscope run --memory train.py names the variable",
         saving_bytes=held or growth.bytes_per_step,
@@ -38,7 +42,6 @@ def check(case: Case) -> list[Finding]:
         places=() if growth.kept is None else case.host_places(growth.kept),
         evidence=(Evidence("memory left behind per step", growth.rows[:8]), *_graphs(memory)),
     )
-    return [finding]
 
 
 def _kept(memory: Account) -> list[Finding]:
@@ -48,7 +51,7 @@ def _kept(memory: Account) -> list[Finding]:
         return []
     largest = memory.left_alive[0]
     by = f", held by {largest.frame}" if largest.frame else ""
-    finding = Finding(
+    return one_finding(
         sentence=f"{plural(len(memory.left_alive), 'graph')} of earlier steps still "
         f"{'holds' if len(memory.left_alive) == 1 else 'hold'} {size(num_bytes)} of the {size(memory.peak_bytes)} "
         f"peak{by}; the last op is {largest.op or 'unnamed'}.",
@@ -58,24 +61,11 @@ def _kept(memory: Account) -> list[Finding]:
         falsified_by="delete that variable; the finding is wrong if the peak stays the same",
         evidence=_graphs(memory),
     )
-    return [finding]
-
-
-def _holder(memory: Account, growth: MemoryGrowth) -> str | None:
-    graph = next((left.frame for left in memory.left_alive if left.frame), None)
-    return graph or next((row["holder"] for row in growth.rows if row["holder"]), None)
 
 
 def _in_graphs(memory: Account) -> int:
     """Return the bytes that graphs of earlier steps keep alive at the peak."""
     return sum(part.bytes for part in memory.live_at_peak.by_owner if part.name == "left_alive")
-
-
-def _so_far(growth: MemoryGrowth, held: int) -> str:
-    if growth.held_bytes is None:
-        return f"This happens in {plural(growth.num_steps, 'step')} in a row, on top of"
-    num = max(row["num_held"] for row in growth.rows)
-    return f"Earlier steps left {size(held)}, up to {num} tensors of the same kind, of"
 
 
 def _graphs(memory: Account) -> tuple[Evidence, ...]:

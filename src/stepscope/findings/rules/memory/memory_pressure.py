@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stepscope.findings.retries import retries_of
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, plural, size
-from stepscope.formatting import whole_percent
+from stepscope.findings.memory_figures import retries_of
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, plural, size, whole_percent
 
 _FRAGMENTED_SHARE = 0.2  # of reserved memory unused at the peak; less is normal for the allocator
 _FULL_SHARE = 0.7  # of the device's memory; below this, unused memory costs nothing
@@ -44,10 +43,9 @@ def check(case: Case) -> list[Finding]:
     if retries and not is_reported:
         again = f" The allocator returned its cache {plural(retries, 'time')} to make room."
     of = f" (of {size(total)} on the device)" if total else ""
-    finding = Finding(
-        sentence=f"{size(idle)} ({whole_percent(idle / reserved)}) of {size(reserved)} reserved "
-        f"memory{of} is not used by any "
-        f"tensor, even at the peak.{again}",
+    return one_finding(
+        sentence=f"{size(idle)} ({whole_percent(idle / reserved)}) of {size(reserved)} reserved memory{of} is not "
+        f"used by any tensor, even at the peak.{again}",
         fix=fix,
         saving_bytes=idle,
         upper_bound=True,
@@ -56,7 +54,6 @@ def check(case: Case) -> list[Finding]:
         falsified_by=f"set {_EXPANDABLE}; the finding is wrong if reserved memory and retries stay the same",
         evidence=(Evidence("memory", [asdict(found)]),),
     )
-    return [finding]
 
 
 def _figures(case: Case) -> _Figures:

@@ -1,0 +1,53 @@
+"""The processes of a recording: its ranks, those that are missing, and processes without a rank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.session.session import Session
+from stepscope.trace.kind import Kind, kind_of
+
+_PROCESS_FOLDER = re.compile(r"process\d+(-\d+)?")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The recordings in one folder."""
+
+    world_size: int
+    ranks: dict[int, Session]
+    """By rank, in order; the one in the folder itself among them."""
+    others: tuple[Session, ...]
+    """Processes that trained without being a rank, such as those of a hyperparameter search."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have no recording."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.ranks)
+
+
+def processes_of(session: Session) -> Processes:
+    """Return the recordings of all processes in the folder of a recording."""
+    environments = [_environment(session)]
+    ranks = {_number(environments[0].get("rank"), 0): session}
+    for rank, each in session.rank_recordings.items():
+        ranks.setdefault(rank, each)
+        environments.append(_environment(each))
+    world_size = max(_number(environment.get("world_size"), 1) for environment in environments)
+    others = [
+        Session([folder], Kind.RECORDING, None, session.use_cache)
+        for folder in sorted(session.path.glob("process*"))
+        if _PROCESS_FOLDER.fullmatch(folder.name) and folder.is_dir() and kind_of(folder) is Kind.RECORDING
+    ]
+    return Processes(max(world_size, *(rank + 1 for rank in ranks)), dict(sorted(ranks.items())), tuple(others))
+
+
+def _environment(session: Session) -> dict[str, Any]:
+    environment = session.recording.facts.get("environment")
+    return environment if isinstance(environment, dict) else {}
+
+
+def _number(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) and value >= 0 else otherwise
