@@ -1,0 +1,96 @@
+"""Plain loops: every way to update, what happens between steps, and who trains. Torch is all they need."""
+
+from __future__ import annotations
+
+from case import Case
+
+TORCHRUN = ("--nproc-per-node", "2", "--master-port", "0")
+
+UPDATES = (
+    Case("updates/plain", 40, 8, absent=("evaluation", "checkpoint", "rollout"), in_make_test=True),
+    Case("updates/hand_data_add", 40, 28, unit="tokens", in_make_test=True),
+    Case("updates/hand_no_grad", 40, 12, between=("evaluation",), period=20, in_make_test=True),
+    Case("updates/hand_assign", 40, 30, unit="tokens"),
+    Case("updates/hand_tensors", 40, None, micro_batches=None),
+    Case("updates/hand_scheduled", 40, 16, micro_batches=2),
+    Case("updates/functional", 40, 10),
+    Case("updates/functional_lists", 40, 24, unit="tokens"),
+    Case("updates/own_optimizer", 40, 6, in_make_test=True),
+    Case("updates/engine", 40, 10, micro_batches=2),
+    Case("updates/lbfgs", 40, 20, micro_batches=None),
+    Case("updates/gan", 40, 16, micro_batches=None, updates_per_step=2, in_make_test=True),
+    Case("updates/critic", 40, None, micro_batches=None, updates_per_step=6),
+    Case("updates/accumulation", 40, 128, unit="tokens", micro_batches=4, in_make_test=True),
+    Case("updates/scaler", 40, 8, period=10),
+    Case("updates/two_optimizers", 40, 32, unit="tokens", updates_per_step=2),
+    Case("updates/in_backward", 40, 8, updates_per_step=4),
+    Case("updates/average", 40, 8, absent=("evaluation", "rollout")),
+    Case("updates/adversarial", 40, 8, micro_batches=None),
+    Case("updates/meta", 40, 40, micro_batches=None),
+    Case("updates/post_hook", 40, 8, in_make_test=True),
+    Case("updates/new_optimizer", 40, 8, period=10),
+    Case("updates/in_turn", 60, 8, period=2),
+    Case("updates/short", 3, 8, exit_code=3, in_make_test=True),
+)
+
+BETWEEN = (
+    Case("between/evaluation_first", 60, 64, unit="tokens", between=("evaluation",), period=20, in_make_test=True),
+    Case(
+        "between/evaluation_every_5",
+        60,
+        8,
+        between=("evaluation",),
+        seconds_between={"evaluation": 11 * 0.02},
+        step_ms_at_least=4.0,
+        period=5,
+        in_make_test=True,
+    ),
+    Case("between/evaluation_with_grad", 60, 8, between=("evaluation",), period=10),
+    Case(
+        "between/checkpoint_every_5",
+        60,
+        8,
+        between=("checkpoint",),
+        absent=("evaluation",),
+        period=5,
+        in_make_test=True,
+    ),
+    Case("between/rollout_no_grad", 40, 48, between=("rollout",), in_make_test=True),
+    Case("between/rollout_with_grad", 40, 12, micro_batches=None),
+    Case(
+        "between/ppo",
+        80,
+        16,
+        between=("rollout",),
+        seconds_between={"rollout": 9 * 0.016},
+        period=8,
+        step_ms_at_least=2.0,
+        in_make_test=True,
+    ),
+    Case("between/prefetch", 80, 8, between=("data",), step_ms_at_least=9.0),
+    Case("between/epochs", 52, 100 / 13, between=("evaluation",), period=13, per_step_may_miss_share=0.05),
+    Case(
+        "between/periodic_sleep",
+        60,
+        8,
+        between=("other",),
+        seconds_between={"other": 14 * 0.03},
+        step_ms_at_least=7.5,
+        absent=("evaluation", "rollout"),
+        period=4,
+        in_make_test=True,
+    ),
+    Case("between/garbage", 60, 8, between=("garbage collection",), period=5),
+    Case("between/lengths", 60, 80, unit="tokens", period=4, per_step_may_miss_share=0.05),
+    Case("between/frozen_mode", 40, 6, absent=("evaluation", "rollout")),
+    Case("between/inference", 40, 8, training=False),
+    Case("between/sorted_imports", 40, 8, in_make_test=True),
+)
+
+PROCESSES = (
+    Case("processes/thread", 40, 8, in_make_test=True),
+    Case("processes/spawn", 40, 16, ranks=2),
+    Case("processes/ddp", 40, 16, ranks=2, name="module_torchrun", launch=("-m", "torch.distributed.run", *TORCHRUN)),
+    Case("processes/ddp", 40, 16, ranks=2, name="torchrun", launch=("torchrun", *TORCHRUN)),
+    Case("processes/child", 40, 8),
+)

@@ -1,0 +1,46 @@
+"""Every case of the corpus: the script as it is without Stepscope, and the card as the script is."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from case import SCRIPTS
+from cases import CASES
+from checks import both, differences, mistakes, run, stepscope_command
+
+NUM_ENDLESS = 100_000
+
+
+def _parameters():
+    return [pytest.param(case, id=case.id, marks=() if case.in_make_test else pytest.mark.long) for case in CASES]
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_the_script_is_not_changed_and_the_card_is_right(case, tmp_path):
+    for package in case.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install --constraint constraints.txt '.[field]'")
+    bare, recorded = both(case, tmp_path)
+    assert differences(case, bare, recorded) == []
+    assert mistakes(case, recorded.card()) == []
+    for rank in range(1, case.ranks):
+        assert (recorded.recording / f"rank{rank}" / "recording.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["evaluation_first", "hand_data_add", "rollout_no_grad", "rollout_with_grad"])
+def test_exit_after_ends_when_training_was_measured(name, tmp_path):
+    (case,) = (case for case in CASES if case.id == name)
+    ended = run(stepscope_command(case, NUM_ENDLESS, ("--quiet", "--exit-after")), tmp_path / "run")
+    assert ended.exit_code == 0, ended.stderr
+    num_steps = ended.card()["num_steps"]
+    assert 20 <= num_steps < NUM_ENDLESS
+    assert mistakes(case, ended.card(), num_steps) == []
+
+
+def test_every_script_has_a_case_and_every_case_a_script():
+    scripts = {str(path.relative_to(SCRIPTS).with_suffix("")) for path in SCRIPTS.rglob("*.py")}
+    assert scripts == {case.script for case in CASES}
+    assert len({case.id for case in CASES}) == len(CASES)
+    assert all(case.steps % case.period == 0 for case in CASES)
