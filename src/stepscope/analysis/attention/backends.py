@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import polars as pl
 
-from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_calls import Operand, Tensor
 from stepscope.analysis.costs.op_costs import COLUMNS, argument_values, operands
 from stepscope.analysis.structure.links import Linked
 
 BACKENDS = ("flash", "cudnn", "efficient", "math")
 DISPATCHER = "aten::scaled_dot_product_attention"  # the op that programs call
-_SCHEMA = pl.Schema(
-    {
-        "call": pl.UInt32(), "phase": pl.String(), "module": pl.String(), "direction": pl.String(),
-        "backend": pl.String(), "dtype": pl.String(), "batch": pl.Int64(), "num_heads": pl.Int64(),
-        "num_queries": pl.Int64(), "num_keys": pl.Int64(), "head_size": pl.Int64(), "mask": pl.String(),
-        "full_flops": pl.Int64(), "is_causal": pl.Boolean(), "is_dense": pl.Boolean(), "duration_ns": pl.Int64(),
-        "events": pl.List(pl.Int64()),
-    }
-)  # fmt: skip
+_SCHEMA = {
+    "call": pl.UInt32(), "phase": pl.String(), "module": pl.String(), "direction": pl.String(),
+    "backend": pl.String(), "dtype": pl.String(), "batch": pl.Int64(), "num_heads": pl.Int64(),
+    "num_queries": pl.Int64(), "num_keys": pl.Int64(), "head_size": pl.Int64(), "mask": pl.String(),
+    "full_flops": pl.Int64(), "is_causal": pl.Boolean(), "is_dense": pl.Boolean(), "duration_ns": pl.Int64(),
+    "events": pl.List(pl.Int64()),
+}  # fmt: skip
 
 
 class _Op(NamedTuple):
@@ -29,11 +28,6 @@ class _Op(NamedTuple):
     query: int  # position of the query among the op's inputs; key and value follow
     mask: int | None
     sequence: int  # the query's sequence axis
-
-    @property
-    def num_products(self) -> int:
-        """Number of matrix products: two in the forward, five in the backward, which recomputes the first."""
-        return {"forward": 2, "backward": 5, "both": 7}[self.direction]
 
 
 _OPS = {
@@ -79,19 +73,36 @@ def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
 def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, ...]:
     op = _OPS.get(name, _OPS[DISPATCHER])
     tensors = operands(shapes, dtypes)
-    query, key = (tensors[i] if i < len(tensors) else None for i in (op.query, op.query + 1))
+    query, key = at(tensors, op.query), at(tensors, op.query + 1)
+    unknown = (op.direction, op.backend, *(None,) * 8)
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and len(query.shape) == len(key.shape) == 4):
-        return (op.direction, op.backend, *(None,) * 8)
+        return unknown
     batch, head_size = query.shape[0], query.shape[3]
     num_queries, num_keys, num_heads = query.shape[op.sequence], key.shape[op.sequence], query.shape[3 - op.sequence]
-    mask = tensors[op.mask] if op.mask is not None and op.mask < len(tensors) else None
-    flops = 2 * op.num_products * batch * num_heads * num_queries * num_keys * head_size
+    # Two matrix products in the forward, five in the backward, which recomputes the first.
+    num_products = {"forward": 2, "backward": 5, "both": 7}[op.direction]
+    flops = 2 * num_products * batch * num_heads * num_queries * num_keys * head_size
     if flops >= 2**63:  # not an attention op
-        return (op.direction, op.backend, *(None,) * 8)
-    return (
-        op.direction, op.backend, query.dtype, batch, num_heads, num_queries, num_keys, head_size,
-        str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None, flops,
-    )  # fmt: skip
+        return unknown
+    sizes = (batch, num_heads, num_queries, num_keys, head_size)
+    return (op.direction, op.backend, query.dtype, *sizes, mask_shape(tensors, op.mask), flops)
+
+
+def at(items: Sequence[Any], place: int | None) -> Any:
+    """Return an item by its position, None if there is none."""
+    return items[place] if place is not None and place < len(items) else None
+
+
+def mask_shape(tensors: Sequence[Operand], place: int | None) -> str | None:
+    """Return the shape of the mask at a position, None without a mask."""
+    mask = at(tensors, place)
+    return str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None
+
+
+def is_dense(tensors: Sequence[Operand], query: int) -> bool | None:
+    """Return whether query, key and value have stride(-1) == 1; None if unknown."""
+    known = [one.strides for one in tensors[query : query + 3] if isinstance(one, Tensor) and one.strides]
+    return all(strides[-1] == 1 for strides in known) if known else None
 
 
 def _causal_and_dense(linked: Linked, dispatcher: int | None) -> tuple[bool | None, bool | None]:
@@ -103,5 +114,4 @@ def _causal_and_dense(linked: Linked, dispatcher: int | None) -> tuple[bool | No
         return None, None
     values = argument_values(inputs)
     is_causal = None if values is None or len(values) < 6 else values[5] == "True"
-    given = [one for one in operands(shapes, dtypes, strides)[:3] if isinstance(one, Tensor) and one.strides]
-    return is_causal, all(one.strides and one.strides[-1] == 1 for one in given) if given else None
+    return is_causal, is_dense(operands(shapes, dtypes, strides), 0)

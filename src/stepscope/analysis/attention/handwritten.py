@@ -16,13 +16,11 @@ LEAST_KEYS = 64
 _SOFTMAX = ("aten::_softmax", "aten::exp", "aten::exp_")
 _MASKING = ("aten::masked_fill", "aten::masked_fill_", "aten::where", "aten::tril", "aten::tril_")
 _ADDING = ("aten::add", "aten::add_", "aten::baddbmm", "aten::baddbmm_")
-_SCHEMA = pl.Schema(
-    {
-        "num_elements": pl.Int64(), "num_queries": pl.Int64(), "num_keys": pl.Int64(), "head_size": pl.Int64(),
-        "event": pl.Int64(), "op": pl.String(), "phase": pl.String(), "duration_ns": pl.Int64(),
-        "flops": pl.Int64(), "peak_dtype": pl.String(), "is_mask": pl.Boolean(), "is_softmax": pl.Boolean(),
-    }
-)  # fmt: skip
+_SCHEMA = {
+    "num_elements": pl.Int64(), "num_queries": pl.Int64(), "num_keys": pl.Int64(), "head_size": pl.Int64(),
+    "event": pl.Int64(), "op": pl.String(), "phase": pl.String(), "duration_ns": pl.Int64(),
+    "flops": pl.Int64(), "peak_dtype": pl.String(), "is_mask": pl.Boolean(), "is_softmax": pl.Boolean(),
+}  # fmt: skip
 
 
 def handwritten_attention(sized: pl.DataFrame) -> pl.DataFrame:
@@ -37,22 +35,17 @@ def handwritten_attention(sized: pl.DataFrame) -> pl.DataFrame:
         for row in sized.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
         if row["shape"] and row["root_op"] != DISPATCHER and row["phase"] != "optimizer"
     ]
-    found: list[tuple[Any, ...]] = []
+    found: list[dict[str, Any]] = []
     for (num_elements, queries, keys), head_size in _attentions(rows).items():
+        sizes = {"num_elements": num_elements, "num_queries": queries, "num_keys": keys, "head_size": head_size}
         for row in rows:
             shape = row["shape"]
             if prod(shape) != num_elements or len(shape) < 3 or sorted(shape[-2:]) != sorted((queries, keys)):
                 continue
             is_product = product(row["op"], operands(row["shapes"], None)) is not None
-            found.append(
-                (
-                    num_elements, queries, keys, head_size, row["event"], row["op"], row["phase"],
-                    row["duration_ns"], row["flops"] if is_product else None,
-                    row["peak_dtype"] if is_product else None, _is_mask(row, num_elements, keys),
-                    row["op"] in _SOFTMAX,
-                )
-            )  # fmt: skip
-    return pl.DataFrame(found, schema=_SCHEMA, orient="row")
+            marks = {"is_mask": _is_mask(row, num_elements, keys), "is_softmax": row["op"] in _SOFTMAX}
+            found.append({**row, **sizes, **marks, **({} if is_product else {"flops": None, "peak_dtype": None})})
+    return pl.DataFrame(found, schema=_SCHEMA)
 
 
 def _attentions(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], int]:

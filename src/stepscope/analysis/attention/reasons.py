@@ -22,7 +22,12 @@ tries another backend first. `unsaid`: PyTorch rejects it without a reason. `not
 rules it out.
 """
 
-
+# Words by which PyTorch's messages name a rule.
+_WORDS = {
+    "mask": ("mask",), "dtype": ("dtype",), "head_size": ("head_dim", "head dim", "size of at most"),
+    "value_size": ("last dim", "same last dimension"), "layout": ("stride",), "capability": ("sm80", "gpu"),
+    "causal_lengths": ("is_causal", "causal"), "dropout": ("dropout",),
+}  # fmt: skip
 # Names as displayed.
 BACKENDS = {"cudnn": "cuDNN", "efficient": "efficient", "math": "math", "flash": "flash", "flex": "flex"}
 
@@ -52,24 +57,17 @@ def against_flash(call: Mapping[str, Any], is_on_gpu: bool, capability: tuple[in
     >>> against_flash({"dtype": "float32", "mask": "[64, 64]", "head_size": 64}, is_on_gpu=True)
     ['mask', 'dtype']
     """
-    codes = []
-    if is_on_gpu and call.get("mask") is not None:
-        codes.append("mask")
-    if is_on_gpu and call.get("dtype") is not None and call["dtype"] not in HALF:
-        codes.append("dtype")
-    if is_on_gpu and (call.get("head_size") or 0) > LARGEST_HEAD:
-        codes.append("head_size")
-    if call.get("value_size") is not None and call["value_size"] != call.get("head_size"):
-        codes.append("value_size")
-    if call.get("is_dense") is False:
-        codes.append("layout")
-    if is_on_gpu and call.get("is_causal") and call.get("num_queries") != call.get("num_keys"):
-        codes.append("causal_lengths")
-    if is_on_gpu and capability is not None and capability < LEAST_CAPABILITY:
-        codes.append("capability")
-    if not is_on_gpu and (call.get("dropout") or 0) > 0:
-        codes.append("dropout")
-    return codes
+    is_broken = {
+        "mask": is_on_gpu and call.get("mask") is not None,
+        "dtype": is_on_gpu and call.get("dtype") not in (None, *HALF),
+        "head_size": is_on_gpu and (call.get("head_size") or 0) > LARGEST_HEAD,
+        "value_size": call.get("value_size") not in (None, call.get("head_size")),
+        "layout": call.get("is_dense") is False,
+        "causal_lengths": is_on_gpu and call.get("is_causal") and call.get("num_queries") != call.get("num_keys"),
+        "capability": is_on_gpu and capability is not None and capability < LEAST_CAPABILITY,
+        "dropout": not is_on_gpu and (call.get("dropout") or 0) > 0,
+    }
+    return [code for code, broken in is_broken.items() if broken]
 
 
 def in_words(code: str, call: Mapping[str, Any]) -> str:
@@ -119,14 +117,14 @@ def reasons(
     if match is None:
         return tuple(Reason("flash", code) for code in derived or ["not_seen"])
     found = [Reason("flash", "switched_off")] if "flash" in _texts(match.get("switched_off")) else []
-    refused = match.get("refused")
-    refused = refused if isinstance(refused, Mapping) else {}
+    refused = match["refused"] if isinstance(match.get("refused"), Mapping) else {}
     said = _texts(refused.get("flash"))
     found += [Reason("flash", None, text) for text in said]
     if "flash" in refused and not said:
         found += [Reason("flash", code) for code in derived] or [Reason("flash", "unsaid")]
     elif said:
-        found += [Reason("flash", code) for code in derived if not _mentions(code, said)]
+        words = {code: any(word in text.lower() for text in said for word in _WORDS[code]) for code in derived}
+        found += [Reason("flash", code) for code in derived if not words[code]]
     elif not found:
         found.append(Reason("flash", "preferred"))
     order = [name for name in ("cudnn", "efficient") if name in refused and name != call["backend"]]
@@ -138,15 +136,13 @@ def is_same(call: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     query, key = entry.get("query"), entry.get("key")
     if not (isinstance(query, list) and isinstance(key, list) and len(query) >= 3 and len(key) == len(query)):
         return False
-    mask = entry.get("mask")
-    if (mask is None) != (call["mask"] is None) or entry.get("backend") != call["backend"]:
-        return False
     sizes = (query[0] if len(query) > 3 else 1, query[-3], query[-2], key[-2], query[-1])
     shown = tuple(call[name] for name in ("batch", "num_heads", "num_queries", "num_keys", "head_size"))
-    if sizes != shown or entry.get("dtype") != call["dtype"]:
+    if sizes != shown or any(entry.get(name) != call[name] for name in ("backend", "dtype")):
         return False
-    causal = call["is_causal"]
-    if causal is not None and bool(entry.get("is_causal")) != causal:
+    if (entry.get("mask") is None) != (call["mask"] is None):
+        return False
+    if call["is_causal"] not in (None, bool(entry.get("is_causal"))):
         return False
     names = (starred(str(entry["module"])) if entry.get("module") else None, call.get("module"))
     return None in names or names[0] == names[1] or "" in names
@@ -164,14 +160,3 @@ def recorded_callers(table: pl.DataFrame, recorded: Iterable[Mapping[str, Any]])
 
 def _texts(value: Any) -> list[str]:
     return [str(text) for text in value] if isinstance(value, list) else []
-
-
-_WORDS = {
-    "mask": ("mask",), "dtype": ("dtype",), "head_size": ("head_dim", "head dim", "size of at most"),
-    "value_size": ("last dim", "same last dimension"), "layout": ("stride",), "capability": ("sm80", "gpu"),
-    "causal_lengths": ("is_causal", "causal"), "dropout": ("dropout",),
-}  # fmt: skip
-
-
-def _mentions(code: str, said: Iterable[str]) -> bool:
-    return any(word in text.lower() for text in said for word in _WORDS.get(code, ()))

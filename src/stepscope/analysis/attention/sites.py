@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from stepscope.analysis.attention.backends import DISPATCHER
+from stepscope.analysis.attention.backends import DISPATCHER, at, is_dense, mask_shape
 from stepscope.analysis.costs.op_calls import Tensor
-from stepscope.analysis.costs.op_costs import argument_values, operands
+from stepscope.analysis.costs.op_costs import COLUMNS, argument_values, operands
 from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
@@ -26,16 +26,14 @@ SIGNATURE = (
     "mask", "is_causal", "dropout", "is_dense",
 )  # fmt: skip
 """The columns that describe a call's inputs."""
-_CALLS = pl.Schema(
-    {
-        "row": pl.Int64(), "direction": pl.String(), "step": pl.Int64(), "phase": pl.String(),
-        "module": pl.String(), "caller": pl.String(), "backend": pl.String(), "dtype": pl.String(),
-        "batch": pl.Int64(), "num_heads": pl.Int64(), "num_key_heads": pl.Int64(), "num_queries": pl.Int64(),
-        "num_keys": pl.Int64(), "head_size": pl.Int64(), "value_size": pl.Int64(), "mask": pl.String(),
-        "is_causal": pl.Boolean(), "dropout": pl.Float64(), "is_dense": pl.Boolean(),
-        "forward_ns": pl.Int64(), "backward_ns": pl.Int64(), "beside_ns": pl.Int64(),
-    }
-)  # fmt: skip
+_CALLS = {
+    "row": pl.Int64(), "direction": pl.String(), "step": pl.Int64(), "phase": pl.String(),
+    "module": pl.String(), "caller": pl.String(), "backend": pl.String(), "dtype": pl.String(),
+    "batch": pl.Int64(), "num_heads": pl.Int64(), "num_key_heads": pl.Int64(), "num_queries": pl.Int64(),
+    "num_keys": pl.Int64(), "head_size": pl.Int64(), "value_size": pl.Int64(), "mask": pl.String(),
+    "is_causal": pl.Boolean(), "dropout": pl.Float64(), "is_dense": pl.Boolean(),
+    "forward_ns": pl.Int64(), "backward_ns": pl.Int64(), "beside_ns": pl.Int64(),
+}  # fmt: skip
 
 
 class _Op(NamedTuple):
@@ -190,49 +188,30 @@ def _place(host: pl.DataFrame, row: int, direction: str) -> tuple[Any, ...]:
 
 def _facts(host: pl.DataFrame, site: int, kernel: int, op: _Op) -> tuple[Any, ...]:
     """Return dtype to is_dense from the kernel's op; mask, causal, dropout and layout from the program's call."""
-    name, shapes, dtypes, _, inputs = _texts(host, kernel)
-    if name.startswith(_PACKED):
-        return (operands_dtype(shapes, dtypes, op.query), *(None,) * 11)
+    name, shapes, dtypes, _, _ = _texts(host, kernel)
     tensors = operands(shapes, dtypes)
-    query, key, value = (tensors[op.query + i] if op.query + i < len(tensors) else None for i in range(3))
+    query, key, value = (at(tensors, op.query + i) for i in range(3))
+    if name.startswith(_PACKED):
+        return (query.dtype if isinstance(query, Tensor) else None, *(None,) * 11)
     if not all(isinstance(one, Tensor) and len(one.shape) >= 3 for one in (query, key, value)):
         return (None,) * 12
-    assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     given = _FORWARD.get(_texts(host, site)[0]) or op
     _, shapes, dtypes, strides, inputs = _texts(host, site if given is not op else kernel)
-    given_tensors = operands(shapes, dtypes, strides)
-    mask = given_tensors[given.mask] if given.mask is not None and given.mask < len(given_tensors) else None
-    dense = [one for one in given_tensors[given.query : given.query + 3] if isinstance(one, Tensor) and one.strides]
-    values = argument_values(inputs) or ()
-    causal = values[given.causal] if given.causal is not None and given.causal < len(values) else None
-    dropout = values[given.dropout] if given.dropout is not None and given.dropout < len(values) else None
-    heads = [one.shape[-3] for one in (query, key)]
-    batch = query.shape[0] if len(query.shape) > 3 else 1
+    passed, values = operands(shapes, dtypes, strides), argument_values(inputs) or ()
+    causal, dropout = at(values, given.causal), at(values, given.dropout)
+    try:
+        rate = None if dropout is None else float(dropout)
+    except ValueError:
+        rate = None
     return (
-        query.dtype, batch, *heads, query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1],
-        str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None,
-        None if causal not in ("True", "False") else causal == "True", _number(dropout),
-        all(one.strides and one.strides[-1] == 1 for one in dense) if dense else None,
+        query.dtype, query.shape[0] if len(query.shape) > 3 else 1, query.shape[-3], key.shape[-3], query.shape[-2],
+        key.shape[-2], query.shape[-1], value.shape[-1], mask_shape(passed, given.mask),
+        None if causal not in ("True", "False") else causal == "True", rate, is_dense(passed, given.query),
     )  # fmt: skip
 
 
-def operands_dtype(shapes: str | None, dtypes: str | None, place: int) -> str | None:
-    """Return the dtype of one of an op's tensors."""
-    tensors = operands(shapes, dtypes)
-    found = tensors[place] if place < len(tensors) else None
-    return found.dtype if isinstance(found, Tensor) else None
-
-
-def _texts(host: pl.DataFrame, row: int) -> tuple[str, str | None, str | None, str | None, str | None]:
-    found = host.select(pl.col("name", "shapes", "dtypes", "strides", "inputs").cast(pl.String)).row(row)
-    return str(found[0]), found[1], found[2], found[3], found[4]
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
+def _texts(host: pl.DataFrame, row: int) -> tuple[Any, ...]:
+    return host.select(pl.col(COLUMNS).cast(pl.String)).row(row)
 
 
 def _flex(linked: Linked, sites: Mapping[int, Any]) -> list[tuple[Any, ...]]:
@@ -242,9 +221,7 @@ def _flex(linked: Linked, sites: Mapping[int, Any]) -> list[tuple[Any, ...]]:
     for row, name, duration_ns in kernels.select("op", pl.col("name").cast(pl.String), "duration_ns").iter_rows():
         if row is None or row in sites:
             continue
-        is_backward = "backward" in name
-        direction = "backward" if is_backward else "forward"
         facts = _facts(linked.host, row, row, _Op(FLEX))
-        times = (0, duration_ns, 0) if is_backward else (duration_ns, 0, 0)
-        rows.append((*_place(linked.host, row, direction), FLEX, *facts, *times))
+        direction, times = ("backward", (0, duration_ns)) if "backward" in name else ("forward", (duration_ns, 0))
+        rows.append((*_place(linked.host, row, direction), FLEX, *facts, *times, 0))
     return rows

@@ -145,6 +145,7 @@ def _point(
     flops = _model_flops(row, facts)
     tokens = row.get("num_tokens") or None
     name = environments.get(row.get("environment_hash", ""), {}).get("device_name")
+    busy_ns = row.get("gpu_busy_ns")
     run = {knob: value for knob, value in row["run"].items() if not (whole and knob in NOT_OF_A_WHOLE_STEP)}
     mfu = None
     if time is not None and flops and name is not None:
@@ -164,7 +165,8 @@ def _point(
         flops_per_s=flops / (time.median / 1e9) if flops and time else None,
         mfu=mfu,
         num_tokens=tokens,
-        gpu_busy_share=_busy_share(row.get("gpu_busy_ns"), time),
+        # At most 1: traced kernels take slightly longer than clean ones.
+        gpu_busy_share=min(1.0, busy_ns / time.median) if time and busy_ns is not None else None,
         facts=facts,
         compiler=row.get("compiler") or {},
         notes=tuple(row.get("notes") or ()),
@@ -185,11 +187,6 @@ def _described(samples: Sequence[float] | None) -> Distribution | None:
     return describe(samples) if samples else None
 
 
-def _busy_share(busy_ns: int | None, time: Distribution | None) -> float | None:
-    """Return the busy share, at most 1: traced kernels take slightly longer than clean ones."""
-    return None if busy_ns is None or time is None else min(1.0, busy_ns / time.median)
-
-
 def _by_dtype(row: Mapping[str, Any], flops: int) -> dict[str, int]:
     """Return FLOPs by dtype as counted; all in the row's dtype if nothing was counted."""
     counted = {dtype: value for dtype, value in (row.get("flops_counted_by_dtype") or {}).items() if value}
@@ -206,14 +203,10 @@ def varying_axes(axes: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], di
     constants = {name: values[0] for name, values in seen.items() if len(set(values)) == 1}
     varying = [name for name in names if name not in constants]
     if "preset" in varying:
-        of_presets = [name for name in varying if name not in ("preset", *BESIDE_PRESET)]
-        follows = [name for name in of_presets if _follows(seen[name], seen["preset"])]
-        varying = [name for name in varying if name not in follows]
+        presets = seen["preset"]
+        own = {name for name in varying if len(set(zip(seen[name], presets))) > len(set(presets))}
+        varying = [name for name in varying if name in own or name in ("preset", *BESIDE_PRESET)]
     return tuple(varying), constants
-
-
-def _follows(values: Sequence[Any], presets: Sequence[Any]) -> bool:
-    return len(set(zip(values, presets))) == len(set(presets))
 
 
 def _alternatives(row: Mapping[str, Any]) -> Mapping[str, Sequence[Sequence[Any]]]:

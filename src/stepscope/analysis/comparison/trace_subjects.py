@@ -107,11 +107,11 @@ def time_tables(
             of, whole, extra[IDLE] = CLEAN_STEP, clean_ns, idle_ns
 
     def parts(
-        frames: Sequence[pl.DataFrame], name: str, value: str, nameless: str, is_summed: bool = False
+        frames: Sequence[pl.DataFrame], value: str, nameless: str, is_summed: bool = False
     ) -> tuple[Parts, ...]:
         sums: dict[str, float] = {}
-        for frame in frames:
-            for key, ns in frame.select(name, value).iter_rows():
+        for frame in frames:  # the first column has the names
+            for key, ns in frame.select(frame.columns[0], value).iter_rows():
                 row = nameless if key is None else key
                 sums[row] = sums.get(row, 0.0) + ns / num
         beside = busy_ns - sum(sums.values())
@@ -119,16 +119,14 @@ def time_tables(
         overlap = {OVERLAP: beside} if is_summed and beside < -1 else {}
         return (Parts(of, "ns", whole, {**sums, **overlap, **extra}),)
 
-    tables = {"phase": parts([rank.phases for rank in ranks], "phase", device, UNATTRIBUTED)}
+    tables = {"phase": parts([rank.phases for rank in ranks], device, UNATTRIBUTED)}
     if on_gpu:
-        tables["kernel_class"] = parts(
-            [rank.kernel_classes for rank in ranks], "class", "total_ns", UNATTRIBUTED, on_gpu
-        )
+        tables["kernel_class"] = parts([rank.kernel_classes for rank in ranks], "total_ns", UNATTRIBUTED, on_gpu)
     else:
-        tables["op"] = parts([rank.ops for rank in ranks], "op", "host_self_ns", NO_OP)
+        tables["op"] = parts([rank.ops for rank in ranks], "host_self_ns", NO_OP)
     if any(rank.module_source == "none" for rank in ranks):
         return tables, {"module": NO_MODULES}
-    tables["module"] = parts([module_groups(rank.modules) for rank in ranks], "module", host, OUTSIDE, on_gpu)
+    tables["module"] = parts([module_groups(rank.modules) for rank in ranks], host, OUTSIDE, on_gpu)
     return tables, {}
 
 
@@ -145,8 +143,8 @@ def _median(values: Sequence[float]) -> float:
 
 def _main_memory(memory: Sequence[MemorySummary]) -> MemorySummary | None:
     """Return the memory of the GPU with the highest peak, else of the CPU; None if its totals are unknown."""
-    ordered = sorted(memory, key=lambda summary: summary.device_type == "cpu")
-    return ordered[0] if ordered and ordered[0].is_start_known else None
+    main = min(memory, key=lambda summary: summary.device_type == "cpu", default=None)
+    return main if main and main.is_start_known else None
 
 
 def _work_outside(ranks: Sequence[RankAccount]) -> list[str]:

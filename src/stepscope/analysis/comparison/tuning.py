@@ -108,7 +108,7 @@ def tuning_of(
     # Among many points measured once, the fastest look faster than they are.
     frontier = _frontier([point for point in points if point.is_measured_again] or points)
     on_it = {point.hash for point in frontier}
-    points = [_marked(point) if point.hash in on_it else point for point in points]
+    points = [replace(point, is_on_frontier=point.hash in on_it) for point in points]
     right = sorted((p for p in points if p.status == OK and p.per_s), key=_by_speed)
     ranked = [point for point in right if point.is_measured_again] or right
     defaults = next((point for point in points if point.hash == log["defaults"]), None)
@@ -118,26 +118,20 @@ def tuning_of(
         best, gain = defaults, None
     runner_up = next((p for p in ranked if best and p.hash not in (best.hash, log["defaults"])), None)
     one = base or (first[0] if first else {})
+    given = ("workload", "preset", "budget_bytes", "axes", "num_rounds", "stopped", "seconds", "limit_s")
     return Tuning(
-        workload=log["workload"],
-        preset=log["preset"],
+        **{name: log[name] for name in given},
         device_name=next((s.device_name for s in summaries.values() if s.device_name), None),
         unit="tokens" if one.get("num_tokens") else "steps",
-        budget_bytes=log["budget_bytes"],
         defaults=defaults,
         best=best,
         gain=gain,
         runner_up=runner_up,
         lead=_gain(best, runner_up, samples),
-        frontier=tuple(_marked(point) for point in frontier),
+        frontier=tuple(replace(point, is_on_frontier=True) for point in frontier),
         points=tuple(points),
         moves=tuple(log["moves"]),
         not_tried=tuple(log["not_tried"]),
-        axes=log["axes"],
-        num_rounds=log["num_rounds"],
-        stopped=log["stopped"],
-        seconds=log["seconds"],
-        limit_s=log["limit_s"],
         command=log["commands"].get(best.hash) if best else None,
         num_by_status=dict(Counter(point.status for point in points)),
         notes=tuple(log["notes"]),
@@ -225,10 +219,6 @@ def _frontier(points: Sequence[Tried]) -> list[Tried]:
         if not frontier or (point.per_s or 0.0) > (frontier[-1].per_s or 0.0):
             frontier.append(point)
     return frontier
-
-
-def _marked(point: Tried) -> Tried:
-    return replace(point, is_on_frontier=True)
 
 
 def _gain(best: Tried | None, other: Tried | None, samples: Mapping[str, _Samples]) -> Gain | None:

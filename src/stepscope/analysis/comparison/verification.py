@@ -60,10 +60,8 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         reason = f"the steps {outcome}, but fewer than {MIN_ROUNDS} rounds cannot rule out chance"
         status = TOO_FEW
     elif status in (FASTER, SLOWER) and p_value >= SIGNIFICANCE:
-        status, reason = (
-            NO_DIFFERENCE,
-            "runs with and without it overlap: the difference between steps is not reproducible",
-        )
+        status = NO_DIFFERENCE
+        reason = "runs with and without it overlap: the difference between steps is not reproducible"
     if losses.verdict == DIFFER:
         status, reason = WRONG, "the losses differ"
     extra = _warmup_ns(after) - _warmup_ns(before)
@@ -96,12 +94,10 @@ def refusal(
         return Verified(plan.fix, FAILED, failure, changed=changed, left=left, expected=expected)
     products = {} if first is None else _products(before.recording, first)
     for dtype in plan.lowers_to if products else ():
-        shares = products.get(dtype, (0.0, 0.0))
-        if shares[1] <= shares[0] and why_not is None:
-            shares_text = ", ".join(
-                f"{name} {whole_percent(share)}" for name, (_, share) in products.items() if share
-            )
-            why_not = f"no more products run in {dtype} than without it (with it: {shares_text})"
+        without, with_it = products.get(dtype, (0.0, 0.0))
+        if with_it <= without and why_not is None:
+            found = ", ".join(f"{name} {whole_percent(share)}" for name, (_, share) in products.items() if share)
+            why_not = f"no more products run in {dtype} than without it (with it: {found})"
     if why_not is None:
         return None
     return Verified(plan.fix, NOT_APPLIED, why_not, changed=changed, left=left, products=products, expected=expected)

@@ -77,32 +77,32 @@ def compiler_summary(
     report: Mapping[str, Any], compiled_ns: float | None = None, eager_ns: float | None = None
 ) -> CompilerSummary:
     """Return the figures of `compile.json`, compared with compiled and eager step times if given."""
-    stages = report.get("seconds_by_stage")
-    stages = stages if isinstance(stages, dict) else {}
-    graphs, calls = entries(report, "graphs"), _calls(report)
+    names = ("seconds_by_stage", "caches", "cuda_graphs")
+    stages, caches, cuda_graphs = (report[name] if isinstance(report.get(name), dict) else None for name in names)
+    graphs = entries(report, "graphs")
+    called = [graph.get("calls") for graph in entries(report, "compiled_calls")]
+    calls = [call for calls in called if isinstance(calls, list) for call in calls if isinstance(call, list)]
+    modules = [call[1] for call in calls if len(call) == 2]
     seconds = _number(report.get("compile_seconds"))
     breaks, dynamic = entries(report, "graph_breaks"), entries(report, "dynamic_dimensions")
     recompiles = _recompiles(entries(report, "recompiles"), {str(e.get("source")): e.get("place") for e in dynamic})
-    cuda_graphs, caches = report.get("cuda_graphs"), report.get("caches")
     return CompilerSummary(
         num_compiles=int(_number(report.get("num_compiles"))),
         num_graphs=int(_number(report["num_graphs"])) if "num_graphs" in report else None,
         num_ops=sum(int(_number(graph.get("num_ops"))) for graph in graphs) if graphs else None,
         seconds=seconds,
-        seconds_by_stage={stage: _number(stages[stage]) for stage in STAGES if stage in stages},
+        seconds_by_stage={stage: _number(stages[stage]) for stage in STAGES if stage in (stages or {})},
         graph_breaks=_by_count(breaks),
         recompiles=recompiles,
         limit_hits=_by_count(entries(report, "recompile_limit_hits")),
         dynamic_dimensions=tuple(dynamic),
-        cuda_graphs=cuda_graphs if isinstance(cuda_graphs, dict) else None,
+        cuda_graphs=cuda_graphs,
         cuda_graph_skips=_by_count(entries(report, "cuda_graph_skips")),
-        caches={name: counts for name, counts in caches.items() if isinstance(counts, dict)}
-        if isinstance(caches, dict)
-        else {},
+        caches={name: counts for name, counts in (caches or {}).items() if isinstance(counts, dict)},
         failures=_by_count([failure for failure in entries(report, "failures") if not _is_reported(failure, breaks)]),
         frames=tuple(entries(report, "frames")),
-        num_calls=len(calls),
-        num_placed_calls=sum(module is not None for module in calls),
+        num_calls=len(modules),
+        num_placed_calls=sum(module is not None for module in modules),
         untold=tuple(_untold(report, recompiles)),
         compiled_ns=compiled_ns,
         eager_ns=eager_ns,
@@ -203,15 +203,6 @@ def _is_reported(failure: Mapping[str, Any], breaks: list[dict[str, Any]]) -> bo
 
 def _by_count(found: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple(sorted(found, key=count_of, reverse=True))
-
-
-def _calls(report: Mapping[str, Any]) -> list[Any]:
-    graphs = [graph.get("calls") for graph in entries(report, "compiled_calls")]
-    return [call[1] for calls in graphs if isinstance(calls, list) for call in calls if _is_call(call)]
-
-
-def _is_call(call: Any) -> bool:
-    return isinstance(call, list) and len(call) == 2
 
 
 def _number(value: Any) -> float:

@@ -148,7 +148,8 @@ def _sound(number: int | None) -> int | None:
     return number if number is not None and 0 <= number <= _MAX_INT64 else None
 
 
-def _parsed(text: str | None) -> list[Any] | None:
+def parsed_list(text: str | None) -> list[Any] | None:
+    """Return a list from a trace's text; None for any other text."""
     if text is None or _is_too_long(text):
         return None
     try:
@@ -164,7 +165,7 @@ def argument_values(text: str | None) -> tuple[str, ...] | None:
     >>> argument_values('["", "2", "[0, 1]"]')
     ('', '2', '[0, 1]')
     """
-    parsed = _parsed(text)
+    parsed = parsed_list(text)
     return None if parsed is None else tuple(value if isinstance(value, str) else "" for value in parsed)
 
 
@@ -183,9 +184,9 @@ def operands(shapes: str | None, dtypes: str | None, strides: str | None = None)
 def _operands(
     shapes: str | None, dtypes: str | None, strides: str | None, list_dtype: str | None = None
 ) -> tuple[Operand, ...]:
-    if _is_too_long(dtypes, strides) or (sizes := _parsed(shapes)) is None:
+    if _is_too_long(dtypes, strides) or (sizes := parsed_list(shapes)) is None:
         raise NotKnown
-    rows = zip(sizes, _one_each(sizes, _parsed(dtypes)), _one_each(sizes, _parsed(strides)))
+    rows = zip(sizes, _one_each(sizes, parsed_list(dtypes)), _one_each(sizes, parsed_list(strides)))
     return tuple(_operand(size, name, steps, list_dtype) for size, name, steps in rows)
 
 

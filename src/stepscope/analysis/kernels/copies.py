@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from math import prod
 from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.op_costs import COLUMNS, OpCost, op_cost, touched_bytes
+from stepscope.analysis.costs.op_costs import COLUMNS, OpCost, op_cost, parsed_list, touched_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import with_answers
@@ -52,7 +51,6 @@ _DIRECTIONS = re.compile(r"(?i)memcpy ([hdap])to([hdap])\b")
 _ELEMENT = re.compile(r"CatArrayBatched\w*<(?:[^<]*OpaqueType<(\d{1,3})u?>|(\w+(?:::\w+)*))")
 _ELEMENT_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long": 8, "int": 4, "short": 2,
                   "char": 1, "bool": 1}  # fmt: skip
-_LONGEST_TEXT = 32_768
 
 
 def copies(linked: Linked) -> pl.DataFrame:
@@ -152,12 +150,13 @@ def _judge(
     return what or _by_names(name, outer_op or ""), None, num_bytes
 
 
-def direction(name: str, op: str) -> tuple[str, bool | None]:
+def direction(name: str | None, op: str | None) -> tuple[str, bool | None]:
     """Return what a memcpy of this name is (one of `KINDS`) and whether its host side is pageable.
 
     >>> direction("Memcpy DtoH (Device -> Pageable)", "aten::copy_")
     ('device_to_host', True)
     """
+    name = name or ""
     found = _DIRECTIONS.match(name)
     source, target = (found[1].lower(), found[2].lower()) if found else ("", "")
     if source == "h" and target != "h":
@@ -192,13 +191,8 @@ def _by_operands(shapes: str | None, dtypes: str | None, strides: str | None) ->
 
 def _parsed(text: str | None) -> list[Any] | None:
     """Return a recorded list of two or more operands; None for any other text."""
-    if text is None or len(text) > _LONGEST_TEXT:
-        return None
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, list) and len(parsed) >= 2 else None
+    parsed = parsed_list(text)
+    return parsed if parsed and len(parsed) >= 2 else None
 
 
 def _by_names(name: str, outer_op: str) -> str:

@@ -15,22 +15,12 @@ from stepscope.analysis.costs.op_costs import operands
 LEAST_LENGTH = 3  # minimum number of kernels; two in a row occur in any model
 _SMALL = 1 / 32  # smaller tensors, as a share of the chain's, are part of it: row means, scales
 _ALONG = ("memset_memcpy",)
-_WITH_WEIGHT = (
-    "aten::linear",
-    "aten::matmul",
-    "aten::mm",
-    "aten::addmm",
-    "aten::conv1d",
-    "aten::conv2d",
-    "aten::conv3d",
-)
-_SCHEMA = pl.Schema(
-    {
-        "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
-        "ops": pl.List(pl.String()), "roots": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(),
-        "fused_bytes": pl.Int64(), "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
-    }
-)  # fmt: skip
+_WITH_WEIGHT = {f"aten::{name}" for name in ("linear", "matmul", "mm", "addmm", "conv1d", "conv2d", "conv3d")}
+_SCHEMA = {
+    "phase": pl.String(), "step": pl.Int64(), "shape": pl.List(pl.Int64()), "dtype": pl.String(),
+    "ops": pl.List(pl.String()), "roots": pl.List(pl.String()), "num_kernels": pl.Int64(), "bytes": pl.Int64(),
+    "fused_bytes": pl.Int64(), "duration_ns": pl.Int64(), "events": pl.List(pl.Int64()), "last": pl.Int64(),
+}  # fmt: skip
 
 
 @dataclass
@@ -58,12 +48,8 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
         role = "end" if row["event"] in taken or row["phase"] == "optimizer" else _role(row)
         num_elements = prod(row["shape"]) if row["shape"] else 0
         # A product casts its weight before its input: only the input's cast can end the chain.
-        if (
-            chain is not None
-            and role == "cast"
-            and row["root_op"] in _WITH_WEIGHT
-            and num_elements != chain.num_elements
-        ):
+        is_of_product = role == "cast" and row["root_op"] in _WITH_WEIGHT
+        if chain is not None and is_of_product and num_elements != chain.num_elements:
             continue
         if chain is not None and (
             role == "end"
@@ -77,16 +63,12 @@ def chains(sized: pl.DataFrame, others: Collection[int] = ()) -> pl.DataFrame:
         if role == "cast" and (chain is None or not chain.length):
             chain = _Chain(row, num_elements)  # of consecutive casts, the last belongs to the chain
         chain = chain or _Chain(row, num_elements)
-        _add(chain, row, role, num_elements)
+        chain.work.append(row)
+        if num_elements == chain.num_elements and role in ("link", "cast"):
+            chain.members.append(row)
+            chain.length += role == "link"
     rows += _chain_rows(chain)
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
-
-
-def _add(chain: _Chain, row: dict[str, Any], role: str, num_elements: int) -> None:
-    chain.work.append(row)
-    if num_elements == chain.num_elements and role in ("link", "cast"):
-        chain.members.append(row)
-        chain.length += role == "link"
 
 
 def _role(row: dict[str, Any]) -> str:
@@ -100,24 +82,15 @@ def _role(row: dict[str, Any]) -> str:
         return "end"
     if row["class"] == "elementwise":
         return "link"
-    given = operands(row["shapes"], row["dtypes"])
+    first, second, *_ = (*operands(row["shapes"], row["dtypes"]), None, None)
+    if not isinstance(first, Tensor):
+        return "end"
     if row["class"] == "reduction":
-        return "link" if _is_of_rows(row, given) else "end"
-    if row["op"] == "aten::copy_" and len(given) > 1:
-        target, source = given[:2]
-        if isinstance(target, Tensor) and isinstance(source, Tensor) and target.dtype != source.dtype:
-            return "cast"
-    return "end"
-
-
-def _is_of_rows(row: dict[str, Any], given: Any) -> bool:
-    """Return whether a reduction leaves one number per row, so that a fused kernel can include it."""
-    source = given[0] if given else None
-    if not isinstance(source, Tensor) or not source.shape or not row["written_bytes"]:
-        return False
-    values = row["inputs"] or ""
-    is_last = f'"[{len(source.shape) - 1}]"' in values or '"[-1]"' in values
-    return is_last and len(source.shape) > 1
+        # If it leaves one number per row, a fused kernel can include it.
+        is_last = any(f'"[{place}]"' in (row["inputs"] or "") for place in (len(first.shape) - 1, -1))
+        return "link" if is_last and len(first.shape) > 1 and row["written_bytes"] else "end"
+    is_cast = row["op"] == "aten::copy_" and isinstance(second, Tensor) and first.dtype != second.dtype
+    return "cast" if is_cast else "end"
 
 
 def _chain_rows(chain: _Chain | None) -> list[tuple[Any, ...]]:

@@ -83,8 +83,7 @@ def classify(kernel_name: str, op_name: str | None, kind: str = "kernel") -> str
     """
     if kind != "kernel":
         return "memset_memcpy"
-    fused = _inductor_class(kernel_name, op_name)
-    if fused is not None:
+    if (fused := _inductor_class(kernel_name, op_name)) is not None:
         return fused
     by_name = _class_of_name(kernel_name)
     if by_name == "communication":
@@ -132,13 +131,12 @@ def classify_kernels(kernels: pl.DataFrame) -> pl.DataFrame:
     """
     import polars as pl  # training machines classify by name and have no Polars
 
-    keys = kernels.select("name", "op", "kind")
-    unique = keys.unique()
-    texts = unique.cast(pl.String).iter_rows()
-    classes = [classify(name or "", op, kind or "kernel") for name, op, kind in texts]
-    unique = unique.with_columns(pl.Series("class", classes, dtype=pl.Enum(KERNEL_CLASSES)))
-    joined = keys.join(unique, on=keys.columns, how="left", nulls_equal=True, maintain_order="left")
-    return kernels.with_columns(joined["class"])
+    from stepscope.analysis.structure.names import with_answers
+
+    def answer(name: str | None, op: str | None, kind: str | None) -> tuple[str]:
+        return (classify(name or "", op, kind or "kernel"),)
+
+    return with_answers(kernels, ["name", "op", "kind"], answer, {"class": pl.Enum(KERNEL_CLASSES)})
 
 
 def _first(rules: Rules, text: str) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.analysis.structure.intervals import spans, sweep
+from stepscope.analysis.structure.intervals import last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
 from stepscope.analysis.time.phases import PHASES, UNATTRIBUTED
 
+_NUM = pl.len().cast(pl.Int64)
 SIZES = ("under 5 µs", "5 to 20 µs", "20 to 100 µs", "100 µs to 1 ms", "over 1 ms")
 BORDERS_NS = (5_000, 20_000, 100_000, 1_000_000)
 """Borders between size groups, in the upper group; 5 µs is about the cost of a launch."""
@@ -24,7 +26,7 @@ def top_kernels(device: pl.DataFrame) -> pl.DataFrame:
         device.group_by("name")
         .agg(
             pl.col("class").mode().sort().first(),
-            pl.len().cast(pl.Int64).alias("num_calls"),
+            _NUM.alias("num_calls"),
             length.sum().alias("total_ns"),
             length.mean().alias("mean_ns"),
             _nearest(length, 0.5).alias("p50_ns"),
@@ -40,7 +42,7 @@ def kernel_classes(device: pl.DataFrame) -> pl.DataFrame:
     whole = max(1, int(device["duration_ns"].sum()))
     return (
         device.group_by("class")
-        .agg(pl.len().cast(pl.Int64).alias("num_calls"), pl.col("duration_ns").sum().alias("total_ns"))
+        .agg(_NUM.alias("num_calls"), pl.col("duration_ns").sum().alias("total_ns"))
         .with_columns((pl.col("total_ns") / whole).alias("share"))
         .sort("total_ns", "class", descending=[True, False])
     )
@@ -63,11 +65,8 @@ def kernel_sizes(device: pl.DataFrame) -> pl.DataFrame:
     """Return kernels by duration: `size`, `num_kernels`, `total_ns`."""
     kernels = device.select("duration_ns").filter(device["kind"] == "kernel")
     border = pl.Series(BORDERS_NS, dtype=pl.Int64).search_sorted(kernels["duration_ns"], side="right")
-    size = pl.Series(SIZES).gather(border)
-    counted = (
-        kernels.with_columns(size.alias("size"))
-        .group_by("size")
-        .agg(pl.len().cast(pl.Int64).alias("num_kernels"), pl.col("duration_ns").sum().alias("total_ns"))
+    counted = kernels.group_by(pl.Series("size", SIZES).gather(border)).agg(
+        _NUM.alias("num_kernels"), pl.col("duration_ns").sum().alias("total_ns")
     )
     every = pl.DataFrame({"size": list(SIZES)})
     return every.join(counted, on="size", how="left", maintain_order="left").fill_null(0)
@@ -81,24 +80,21 @@ def launches(linked: Linked) -> dict[str, float | int | None]:
     its launch (clocks differ) has latency zero and is counted in `num_before_launch`.
     """
     device = linked.device
-    kernels = device.select("launch", "launch_start_ns", "start_ns", "end_ns", "step").filter(
-        device["kind"] == "kernel"
-    )
+    kernels = device.filter(device["kind"] == "kernel")
     launched = kernels.filter(pl.col("launch").is_not_null())
     raw = launched["start_ns"] - launched["launch_start_ns"]
-    latency = raw.clip(0)
     depth = _queue_depths(launched)
-    graph = linked.host["name"].gather(launched["launch"]).cast(pl.String).str.contains("GraphLaunch")
+    graph = matches(linked.host["name"].gather(launched["launch"]), "GraphLaunch")
     return {
         "num_kernels": kernels.height,
         "num_unlaunched_kernels": kernels.height - launched.height,
         "num_kernel_launches_per_step": kernels["step"].count() / linked.steps.num if linked.steps.num else None,
         "num_graph_kernels": int(graph.sum()),
         "num_graph_launches": launched.filter(graph)["launch"].n_unique(),
-        "latency_p50_ns": pl.select(_nearest(latency, 0.5)).item(),
-        "latency_p99_ns": pl.select(_nearest(latency, 0.99)).item(),
+        "latency_p50_ns": pl.select(_nearest(pl.lit(raw.clip(0)), 0.5)).item(),
+        "latency_p99_ns": pl.select(_nearest(pl.lit(raw.clip(0)), 0.99)).item(),
         "num_before_launch": int((raw < 0).sum()),
-        "queue_depth_p50": pl.select(_nearest(depth, 0.5)).item(),
+        "queue_depth_p50": pl.select(_nearest(pl.lit(depth), 0.5)).item(),
         "queue_depth_max": int(depth.max()) if len(depth) else None,  # type: ignore[arg-type]
         "starved_share": float((depth == 0).mean()) if len(depth) else None,  # type: ignore[arg-type]
     }
@@ -116,8 +112,7 @@ def _queue_depths(launched: pl.DataFrame) -> pl.Series:
 
 def queue_depth_over_time(linked: Linked, num_points: int = 100) -> pl.DataFrame:
     """Return launched and unfinished kernels at evenly spaced moments: `time_ns`, `depth`."""
-    device = linked.device.select("kind", "launch", "launch_start_ns", "end_ns")
-    launched = device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
+    launched = linked.device.filter(pl.col("kind") == "kernel", pl.col("launch").is_not_null())
     if launched.is_empty():
         return pl.DataFrame(schema={"time_ns": pl.Int64, "depth": pl.Int64})
     first, last = int(launched["launch_start_ns"].min()), int(launched["end_ns"].max())  # type: ignore[arg-type]
@@ -141,23 +136,14 @@ def device_phases(linked: Linked) -> pl.DataFrame:
     is_owned = pl.col("step" if linked.steps.num else "phase").is_not_null()
     phase = pl.when(is_owned).then(pl.col("phase").cast(pl.String)).otherwise(pl.lit(UNATTRIBUTED))
     named = device.select("kind", "start_ns", "duration_ns", phase.fill_null("other").alias("phase"))
-    counts = (
-        named.filter(pl.col("kind") == "kernel").group_by("phase").agg(pl.len().cast(pl.Int64).alias("num_kernels"))
-    )
+    counts = named.filter(pl.col("kind") == "kernel").group_by("phase").agg(_NUM.alias("num_kernels"))
     stretches = sweep({phase: spans(named, pl.col("phase") == phase) for phase in every["phase"]})
-    owner = pl.lit(None, pl.String)
-    for name in (UNATTRIBUTED, "other", *PHASES[:-1]):
-        owner = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(owner)
-    sums = (
-        stretches.with_columns(owner.alias("phase"))
-        .group_by("phase")
-        .agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("busy_ns"))
-    )
+    owner = last_covering((UNATTRIBUTED, "other", *PHASES[:-1])).alias("phase")
+    sums = stretches.group_by(owner).agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("busy_ns"))
     joined = every.join(sums, on="phase", how="left", maintain_order="left")
     return joined.join(counts, on="phase", how="left", maintain_order="left").fill_null(0)
 
 
-def _nearest(values: pl.Expr | pl.Series, share: float) -> pl.Expr:
+def _nearest(values: pl.Expr, share: float) -> pl.Expr:
     """Return the quantile as a value that occurs, without interpolation."""
-    column = pl.lit(values) if isinstance(values, pl.Series) else values
-    return column.quantile(share, "nearest").cast(pl.Int64)
+    return values.quantile(share, "nearest").cast(pl.Int64)

@@ -13,13 +13,11 @@ from stepscope.analysis.structure.tensor_sizes import product
 
 LEAST_VOCABULARY = 4096
 _LOSS = ("log_softmax", "prepare_softmax_online", "cross_entropy")
-_SCHEMA = pl.Schema(
-    {
-        "num_tokens": pl.Int64(), "vocabulary": pl.Int64(), "item_bytes": pl.Int64(), "event": pl.Int64(),
-        "op": pl.String(), "phase": pl.String(), "duration_ns": pl.Int64(), "is_product": pl.Boolean(),
-        "is_loss": pl.Boolean(),
-    }
-)  # fmt: skip
+_SCHEMA = {
+    "num_tokens": pl.Int64(), "vocabulary": pl.Int64(), "item_bytes": pl.Int64(), "event": pl.Int64(),
+    "op": pl.String(), "phase": pl.String(), "duration_ns": pl.Int64(), "is_product": pl.Boolean(),
+    "is_loss": pl.Boolean(),
+}  # fmt: skip
 
 
 def logits(sized: pl.DataFrame) -> pl.DataFrame:
@@ -33,11 +31,10 @@ def logits(sized: pl.DataFrame) -> pl.DataFrame:
         for row in sized.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True)
         if row["shape"] and row["kind"] == "kernel" and row["phase"] != "optimizer"
     ]
-    # By the op's name, or that of the Inductor kernel that fuses it.
     in_loss = {
-        (prod(row["shape"]), row["shape"][-1]): None
+        (prod(row["shape"]), row["shape"][-1])
         for row in rows
-        if any(word in f"{row['op']} {row['name']}" for word in _LOSS) and row["shape"][-1] >= LEAST_VOCABULARY
+        if _is_loss(row) and row["shape"][-1] >= LEAST_VOCABULARY
     }
     made: dict[tuple[int, int], int] = {}
     for row in rows:
@@ -47,18 +44,17 @@ def logits(sized: pl.DataFrame) -> pl.DataFrame:
             key = (sizes[0] * sizes[1] * sizes[3], sizes[3])
             tensors = [one for one in given if isinstance(one, Tensor)]
             made.setdefault(key, ITEM_BYTES.get(tensors[0].dtype or "", 4))
-    found: list[tuple[Any, ...]] = []
-    for key in in_loss.keys() & made.keys():
-        num_elements, vocabulary = key
+    found: list[dict[str, Any]] = []
+    for num_elements, vocabulary in in_loss & made.keys():
+        item_bytes = made[num_elements, vocabulary]
+        whole = {"num_tokens": num_elements // vocabulary, "vocabulary": vocabulary, "item_bytes": item_bytes}
         for row in rows:
-            if prod(row["shape"]) != num_elements or vocabulary not in row["shape"][-2:]:
-                continue
-            is_product = product(row["op"], operands(row["shapes"], None)) is not None
-            is_loss = any(word in f"{row['op']} {row['name']}" for word in _LOSS)
-            found.append(
-                (
-                    num_elements // vocabulary, vocabulary, made[key], row["event"], row["op"], row["phase"],
-                    row["duration_ns"], is_product, is_loss,
-                )
-            )  # fmt: skip
-    return pl.DataFrame(found, schema=_SCHEMA, orient="row")
+            if prod(row["shape"]) == num_elements and vocabulary in row["shape"][-2:]:
+                is_product = product(row["op"], operands(row["shapes"], None)) is not None
+                found.append({**row, **whole, "is_product": is_product, "is_loss": _is_loss(row)})
+    return pl.DataFrame(found, schema=_SCHEMA)
+
+
+def _is_loss(row: dict[str, Any]) -> bool:
+    """Return whether the op's name, or that of the Inductor kernel that fuses it, is a loss's."""
+    return any(word in f"{row['op']} {row['name']}" for word in _LOSS)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import polars as pl
 
+from stepscope.analysis.memory.module_tree import ancestors, starred
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import ancestor
 
-_NUMBER = re.compile(r"(^|[._])\d+(?=\.|$)")
-_MODULES = pl.Schema(
-    {
-        "module": pl.String(),
-        "num_calls": pl.Int64(),
-        "host_self_ns": pl.Int64(),
-        "host_total_ns": pl.Int64(),
-        "device_self_ns": pl.Int64(),
-        "device_forward_ns": pl.Int64(),
-        "device_backward_ns": pl.Int64(),
-        "device_total_ns": pl.Int64(),
-    }
-)
+_FIGURES = (
+    "num_calls", "host_self_ns", "host_total_ns", "device_self_ns", "device_forward_ns", "device_backward_ns",
+    "device_total_ns",
+)  # fmt: skip
 
 
 def ops(linked: Linked) -> pl.DataFrame:
@@ -53,10 +43,7 @@ def ops(linked: Linked) -> pl.DataFrame:
     )
     return table.select(
         pl.col("name").cast(pl.String).alias("op"),
-        pl.col("num_calls").fill_null(0),
-        pl.col("host_self_ns").fill_null(0),
-        pl.col("host_total_ns").fill_null(0),
-        pl.col("device_self_ns").fill_null(0),
+        pl.col("num_calls", "host_self_ns", "host_total_ns", "device_self_ns").fill_null(0),
         pl.max_horizontal("device_total_ns", "device_self_ns").fill_null(0),
     ).sort("device_self_ns", "host_self_ns", "op", descending=[True, True, False], nulls_last=True)
 
@@ -69,7 +56,7 @@ def modules(linked: Linked) -> pl.DataFrame:
     add up to all GPU work.
     """
     if linked.modules.source == "none":
-        return pl.DataFrame(schema=_MODULES)
+        return pl.DataFrame(schema={"module": pl.String(), **dict.fromkeys(_FIGURES, pl.Int64())})
     is_backward = pl.col("phase") == "backward"
     gpu = linked.device.group_by("module").agg(
         pl.col("duration_ns").filter(is_backward).sum().alias("backward_ns"),
@@ -87,19 +74,17 @@ def modules(linked: Linked) -> pl.DataFrame:
     return (
         table.join(_with_inner(table), on="module", how="left", nulls_equal=True)
         .with_columns((pl.col("device_total_ns") - pl.col("device_backward_ns")).alias("device_forward_ns"))
-        .select(_MODULES.names())
+        .select("module", *_FIGURES)
         .sort("device_total_ns", "host_total_ns", "module", descending=[True, True, False], nulls_last=True)
     )
 
 
 def module_groups(table: pl.DataFrame) -> pl.DataFrame:
     """Return modules grouped by name with numbers starred, `blocks.*.mlp`, with `num_modules`."""
-    patterns = [None if name is None else _NUMBER.sub(r"\1*", name) for name in table["module"]]
-    pattern = pl.Series(patterns, dtype=pl.String)
-    sums = [pl.col(name).sum() for name in _MODULES.names() if name != "module"]
+    patterns = pl.Series("module", [starred(name) for name in table["module"]], dtype=pl.String)
     return (
-        table.group_by(pattern.alias("module"), maintain_order=True)
-        .agg(pl.len().cast(pl.Int64).alias("num_modules"), *sums)
+        table.group_by(patterns, maintain_order=True)
+        .agg(pl.len().cast(pl.Int64).alias("num_modules"), pl.col(_FIGURES).sum())
         .sort("device_total_ns", "host_total_ns", descending=True, maintain_order=True)
     )
 
@@ -133,15 +118,11 @@ def _device_totals(linked: Linked, outer: pl.Series, is_inside: pl.Series) -> pl
 
 def _with_inner(table: pl.DataFrame) -> pl.DataFrame:
     """Return host time and GPU work including inner modules, by module."""
-    own = ("host_self_ns", "device_self_ns", "backward_ns")
-    totals: dict[str | None, list[int]] = {}
-    for module, *figures in table.select("module", *own).iter_rows():
-        words = [] if module is None else module.split(".")
-        names: list[str | None] = [".".join(words[: length + 1]) for length in range(len(words))]
-        for name in names or [None]:
-            sums = totals.setdefault(name, [0] * len(own))
-            for place, figure in enumerate(figures):
-                sums[place] += figure
-    schema = dict.fromkeys(("host_total_ns", "device_total_ns", "device_backward_ns"), pl.Int64)
-    rows = [(name, *sums) for name, sums in totals.items()]
-    return pl.DataFrame(rows, schema={"module": pl.String, **schema}, orient="row")
+    around = [[name for name in ancestors(module) if name or name == module] for module in table["module"]]
+    figures = table.select(
+        pl.Series("module", around, dtype=pl.List(pl.String)),
+        pl.col("host_self_ns").alias("host_total_ns"),
+        pl.col("device_self_ns").alias("device_total_ns"),
+        pl.col("backward_ns").alias("device_backward_ns"),
+    )
+    return figures.explode("module").group_by("module").agg(pl.all().sum())

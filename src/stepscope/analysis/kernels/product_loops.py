@@ -1,4 +1,4 @@
-"""Loops over independent matrix products, with the other work in each iteration.
+"""Matrix products by how much of the GPU they fill (output tiles per SM), and loops over independent products.
 
 A trace does not show data dependencies. Products are independent if the same weight shapes repeat with different
 numbers of rows, as in a loop over experts, or if one shape repeats with nothing computed in between that could lead
@@ -7,18 +7,66 @@ from a result to an input, as with one product per head.
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import polars as pl
 
+from stepscope.analysis.costs.op_costs import operands
+from stepscope.analysis.structure.tensor_sizes import product
+
+# nvjet_sm90_tst_192x128_64x5, cutlass_80_tensorop_bf16_s16816gemm_128x64_…, tilesize128x128x64
+_TILE = re.compile(r"(?:_|tilesize|tile)(\d{1,3})x(\d{1,3})(?=[x_])")
+_USUAL_TILE = (128, 128)
+_GROUPED = ("aten::_grouped_mm", "aten::grouped_mm")
+_MOVING = ("copy_cast", "memset_memcpy")
+_PRODUCTS = {
+    "root": pl.UInt32(), "step": pl.Int64(), "phase": pl.String(), "op": pl.String(), "batch": pl.Int64(),
+    "num_rows": pl.Int64(), "inner": pl.Int64(), "num_columns": pl.Int64(), "num_tiles": pl.Int64(),
+    "flops": pl.Int64(), "bytes": pl.Int64(), "peak_dtype": pl.String(), "duration_ns": pl.Int64(),
+    "event": pl.Int64(), "has_work_before": pl.Boolean(), "has_attention_before": pl.Boolean(),
+}  # fmt: skip
 _LEAST_REPEATS = 4
 _MOST_IN_LOOP = 3  # products per expert: up, gate and down
 _MOST_ALIKE = 0.25
 """Share of iterations that may have as many rows as the one before: dependent layers always have the same."""
-_SCHEMA = pl.Schema(
+_LOOPS = pl.Schema(
     {
         "loop": pl.Int64(), "num_repeats": pl.Int64(), "event": pl.Int64(), "phase": pl.String(), "op": pl.String(),
         "place": pl.Int64(), "ordinal": pl.UInt32(), "duration_ns": pl.Int64(),
     }
 )  # fmt: skip
+
+
+def tiled_products(work: pl.DataFrame) -> pl.DataFrame:
+    """Return products of two matrices by time.
+
+    `root` is the op that the program called (of the forward, for a backward). `num_tiles` uses the tile size in the
+    kernel's name, else 128 × 128. The last columns tell whether anything but copies and fills, and whether attention,
+    ran on the stream since the previous product.
+    """
+    rows: list[dict[str, Any]] = []
+    other, attention = False, False
+    ordered = work.sort("device", "stream", "start_ns")
+    for row in ordered.with_columns(pl.col(pl.Categorical).cast(pl.String)).iter_rows(named=True):
+        attention |= str(row["class"]).startswith("attention")
+        sizes = product(row["op"], operands(row["shapes"], row["dtypes"])) if row["flops"] else None
+        # Without grouped products on a device, torch runs their parts one by one: the program cannot change that.
+        if sizes is None or row["root_op"] in _GROUPED:
+            other |= row["class"] not in _MOVING and row["flops"] is not None
+            continue
+        row |= zip(("batch", "num_rows", "inner", "num_columns"), sizes)
+        num_tiles = row["batch"] * _tiles(str(row["name"]), row["num_rows"], row["num_columns"])
+        rows.append({**row, "num_tiles": num_tiles, "has_work_before": other, "has_attention_before": attention})
+        other, attention = False, False
+    return pl.DataFrame(rows, schema=_PRODUCTS)
+
+
+def _tiles(kernel: str, num_rows: int, num_columns: int) -> int:
+    found = _TILE.search(kernel)
+    # A library that computes the transpose swaps the sizes: use the smaller number of tiles.
+    high, wide = (int(found[1]), int(found[2])) if found else _USUAL_TILE
+    return min(-(-num_rows // first) * -(-num_columns // second) for first, second in ((high, wide), (wide, high)))
 
 
 def product_loops(work: pl.DataFrame, products: pl.DataFrame) -> pl.DataFrame:
@@ -36,7 +84,7 @@ def product_loops(work: pl.DataFrame, products: pl.DataFrame) -> pl.DataFrame:
     for _, of_step in forward.group_by("step", maintain_order=True):
         for place, length, period in _loops(of_step):
             parts.append(_turns(named, of_step[place : place + length], period, len(parts)))
-    return pl.concat(parts) if parts else pl.DataFrame(schema=_SCHEMA)
+    return pl.concat(parts) if parts else pl.DataFrame(schema=_LOOPS)
 
 
 def _turns(work: pl.DataFrame, loop: pl.DataFrame, period: int, number: int) -> pl.DataFrame:
@@ -57,7 +105,7 @@ def _turns(work: pl.DataFrame, loop: pl.DataFrame, period: int, number: int) -> 
         pl.lit(number, pl.Int64).alias("loop"), pl.lit(loop.height // period, pl.Int64).alias("num_repeats"), "event",
         "phase", "op", "place", pl.int_range(pl.len()).over("phase", "turn", "place", "op").alias("ordinal"),
         "duration_ns",
-    ).cast(_SCHEMA)  # fmt: skip
+    ).cast(_LOOPS)  # fmt: skip
 
 
 def _loops(products: pl.DataFrame) -> list[tuple[int, int, int]]:

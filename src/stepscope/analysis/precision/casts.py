@@ -18,14 +18,12 @@ _WEIGHT = {
     "aten::linear": 1, "aten::addmm": 2, "aten::mm": 1, "aten::matmul": 1, "aten::conv1d": 1, "aten::conv2d": 1,
     "aten::conv3d": 1, "aten::convolution": 1, "aten::_convolution": 1,
 }  # fmt: skip
-_SCHEMA = pl.Schema(
-    {
-        "event": pl.Int64(), "step": pl.Int64(), "phase": pl.String(), "micro_batch": pl.Int64(),
-        "root_op": pl.String(), "shape": pl.List(pl.Int64()), "source": pl.String(), "target": pl.String(),
-        "is_autocast": pl.Boolean(), "is_weight": pl.Boolean(), "duration_ns": pl.Int64(), "start_ns": pl.Int64(),
-        "end_ns": pl.Int64(),
-    }
-)  # fmt: skip
+_SCHEMA = {
+    "event": pl.Int64(), "step": pl.Int64(), "phase": pl.String(), "micro_batch": pl.Int64(),
+    "root_op": pl.String(), "shape": pl.List(pl.Int64()), "source": pl.String(), "target": pl.String(),
+    "is_autocast": pl.Boolean(), "is_weight": pl.Boolean(), "duration_ns": pl.Int64(), "start_ns": pl.Int64(),
+    "end_ns": pl.Int64(),
+}  # fmt: skip
 
 
 def casts(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:

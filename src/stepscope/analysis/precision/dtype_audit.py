@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from stepscope.display import Shown
 
 PHASES = ("forward", "backward", "optimizer")
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -98,69 +100,55 @@ class DtypeAudit(Shown):
     @property
     def modules(self) -> list[ModuleGroup]:
         """Called modules, grouped if they differ only in their block's number."""
-        groups: dict[tuple[Any, ...], int] = {}
-        for row in self.facts["modules"]:
-            dtypes = tuple(tuple(row[name]) for name in ("parameters", "inputs", "outputs"))
-            key = (numberless(row["name"]), row["kind"], *dtypes)
-            groups[key] = groups.get(key, 0) + 1
-        return [
-            ModuleGroup(name, kind, parameters, inputs, outputs, number)
-            for (name, kind, parameters, inputs, outputs), number in groups.items()
-        ]
+
+        def key(row: Row) -> tuple[Any, ...]:
+            dtypes = (tuple(row[name]) for name in ("parameters", "inputs", "outputs"))
+            return (numberless(row["name"]), row["kind"], *dtypes)
+
+        return [ModuleGroup(*alike, len(rows)) for alike, rows in _grouped(self.facts["modules"], key)]
 
     @property
     def ops(self) -> list[OpGroup]:
         """Ops by phase and dtype, the most frequent first."""
-        groups = _summed(
-            self.facts["ops"],
-            lambda row: (row["op"].removeprefix("aten."), row["phase"], tuple(row["inputs"]), row["output"]),
-        )
-        return [OpGroup(op, phase, inputs, output, number) for (op, phase, inputs, output), number in groups]
+
+        def key(row: Row) -> tuple[Any, ...]:
+            return row["op"].removeprefix("aten."), row["phase"], tuple(row["inputs"]), row["output"]
+
+        found = [OpGroup(*alike, _sum(rows, "num_calls")) for alike, rows in _grouped(self.facts["ops"], key)]
+        return sorted(found, key=lambda one: -one.num_calls)
 
     @property
     def stayed(self) -> list[Stayed]:
         """Ops that computed in float32 despite a lower dtype, by reason, the most frequent first."""
         if self.facts["low_dtype"] is None:
             return []
-        groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
-        for row in self.facts["ops"]:
-            if row["reason"] is not None:
-                groups.setdefault((row["reason"], row["detail"]), []).append(row)
+        stayed = [row for row in self.facts["ops"] if row["reason"] is not None]
         found = [
             Stayed(
-                reason=reason,
-                detail=detail,
+                *reason,
                 ops=_distinct(row["op"].removeprefix("aten.") for row in rows),
-                num_calls=sum(row["num_calls"] for row in rows),
+                num_calls=_sum(rows, "num_calls"),
                 places=_distinct(row["caller"] or row["module"] for row in rows),
             )
-            for (reason, detail), rows in groups.items()
+            for reason, rows in _grouped(stayed, itemgetter("reason", "detail"))
         ]
         return sorted(found, key=lambda one: -one.num_calls)
 
     @property
     def casts(self) -> list[CastGroup]:
         """Casts by purpose, the most bytes first."""
-        groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-        for row in self.facts["casts"]:
-            key = tuple(row[name] for name in ("source", "target", "phase", "of", "by", "function"))
-            groups.setdefault(key, []).append(row)
+        purpose = itemgetter("source", "target", "phase", "of", "by", "function")
         found = [
             CastGroup(
-                source,
-                target,
-                phase,
-                of,
-                by,
-                function,
-                tuple(map(sum, zip(*(row["num_by_micro_batch"] for row in rows)))),
-                sum(row["read_bytes"] + row["written_bytes"] for row in rows),
-                sum(row["num_again"] for row in rows),
-                sum(row["again_bytes"] for row in rows),
-                _distinct(numberless(row["module"]) for row in rows if row["module"]),
-                _distinct(row["caller"] for row in rows),
+                *alike,
+                num_by_micro_batch=tuple(map(sum, zip(*(row["num_by_micro_batch"] for row in rows)))),
+                moved_bytes=_sum(rows, "read_bytes") + _sum(rows, "written_bytes"),
+                num_again=_sum(rows, "num_again"),
+                again_bytes=_sum(rows, "again_bytes"),
+                modules=_distinct(numberless(row["module"]) for row in rows if row["module"]),
+                callers=_distinct(row["caller"] for row in rows),
             )
-            for (source, target, phase, of, by, function), rows in groups.items()
+            for alike, rows in _grouped(self.facts["casts"], purpose)
         ]
         return sorted(found, key=lambda one: -one.moved_bytes)
 
@@ -205,10 +193,14 @@ def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name))
 
 
-def _summed(
-    rows: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-) -> Sequence[tuple[tuple[Any, ...], int]]:
-    groups: dict[tuple[Any, ...], int] = {}
+def _grouped(
+    rows: Iterable[Row], key: Callable[[Row], tuple[Any, ...]]
+) -> Iterable[tuple[tuple[Any, ...], list[Row]]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups[key(row)] = groups.get(key(row), 0) + row["num_calls"]
-    return sorted(groups.items(), key=lambda item: -item[1])
+        groups.setdefault(key(row), []).append(row)
+    return groups.items()
+
+
+def _sum(rows: Iterable[Row], name: str) -> int:
+    return sum(row[name] for row in rows)

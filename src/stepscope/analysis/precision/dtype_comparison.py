@@ -103,9 +103,8 @@ def compare_dtypes(
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         others = {name: value for name, value in row["run"].items() if name != "dtype"}
-        groups.setdefault(repr((row["workload"], sorted(row["config"].items()), sorted(others.items()))), []).append(
-            row
-        )
+        key = repr((row["workload"], sorted(row["config"].items()), sorted(others.items())))
+        groups.setdefault(key, []).append(row)
     return [_comparison(group, environments) for group in groups.values()]
 
 
@@ -130,18 +129,15 @@ def _row(row: Mapping[str, Any]) -> DtypeRow:
     deviation = measured.get("deviation") or {}
     loss, loss_fp32 = deviation.get("loss"), deviation.get("loss_fp32")
     gradients, outputs = deviation.get("gradients") or {}, deviation.get("outputs") or {}
-    work = measured.get("work") or []
     return DtypeRow(
         dtype=row["run"]["dtype"],
         status=row["status"],
         reason=row.get("reason"),
         time=describe(samples) if samples else None,
-        phase_ns={
-            name.removesuffix("_ms"): round(value * 1e6) for name, value in (measured.get("phase_ms") or {}).items()
-        },
+        phase_ns={name.removesuffix("_ms"): round(ms * 1e6) for name, ms in (measured.get("phase_ms") or {}).items()},
         peak_bytes=row.get("peak_allocated_bytes"),
         memory_bytes=measured.get("memory_by_owner") or {},
-        class_ns=class_ns(work),
+        class_ns=class_ns(measured.get("work") or []),
         num_casts=measured.get("num_casts"),
         loss=loss if deviation else row.get("loss"),
         loss_difference=None if loss is None or loss_fp32 is None else loss - loss_fp32,

@@ -81,14 +81,14 @@ def across_ranks(accounts: Sequence[RankAccount]) -> AcrossRanks:
 
 def _across_json(across: AcrossRanks, most: int) -> dict[str, Any]:
     return {
-        "gpu_time": rows(across.table),
+        "gpu_time": across.table.to_dicts(),
         "unmatched_collectives": across.matched.unlinked.to_json(),
-        "unmatched_reasons": rows(across.matched.unmatched),
-        "clocks": rows(across.clocks.offsets),
-        "stragglers": rows(across.stragglers.ranks),
+        "unmatched_reasons": across.matched.unmatched.to_dicts(),
+        "clocks": across.clocks.offsets.to_dicts(),
+        "stragglers": across.stragglers.ranks.to_dicts(),
         "num_clamped": across.stragglers.num_clamped,
-        "waits": rows(across.stragglers.pairs.head(most)),
-        "collectives": rows(across.stragglers.calls.sort("wait_ns", descending=True).head(most)),
+        "waits": across.stragglers.pairs.head(most).to_dicts(),
+        "collectives": across.stragglers.calls.sort("wait_ns", descending=True).head(most).to_dicts(),
     }
 
 
@@ -104,30 +104,25 @@ def _rank_json(rank: RankAccount, most: int) -> dict[str, Any]:
         "module_source": rank.module_source,
         "gpu_time": rank.gpu_time.to_json(),
         "gpu_time_by_device": {str(index): time.to_json() for index, time in rank.gpu_time_by_device.items()},
-        "steps": rows(rank.steps),
-        "phases": rows(rank.phases),
-        "idle_causes": rows(rank.idle_causes),
-        "longest_gaps": rows(rank.longest_gaps.head(most)),
-        "kernel_classes": rows(rank.kernel_classes),
-        "top_kernels": rows(rank.top_kernels.head(most)),
-        "gemm_share": rows(rank.gemm_share),
-        "kernel_sizes": rows(rank.kernel_sizes),
+        "steps": rank.steps.to_dicts(),
+        "phases": rank.phases.to_dicts(),
+        "idle_causes": rank.idle_causes.to_dicts(),
+        "longest_gaps": rank.longest_gaps.head(most).to_dicts(),
+        "kernel_classes": rank.kernel_classes.to_dicts(),
+        "top_kernels": rank.top_kernels.head(most).to_dicts(),
+        "gemm_share": rank.gemm_share.to_dicts(),
+        "kernel_sizes": rank.kernel_sizes.to_dicts(),
         "num_kernel_launches_per_step": rank.launches["num_kernel_launches_per_step"],
         "launches": rank.launches,
-        "queue_depth": rows(rank.queue_depth),
-        "ops": rows(rank.ops.head(most)),
-        "modules": rows(rank.modules.head(most)),
-        "copies": rows(rank.copies.head(most)),
-        "roofline": {**rank.roofline_summary.to_json(), "ops": rows(rank.roofline.head(most))},
+        "queue_depth": rank.queue_depth.to_dicts(),
+        "ops": rank.ops.head(most).to_dicts(),
+        "modules": rank.modules.head(most).to_dicts(),
+        "copies": rank.copies.head(most).to_dicts(),
+        "roofline": {**rank.roofline_summary.to_json(), "ops": rank.roofline.head(most).to_dicts()},
         "memory": [summary.to_json() for summary in rank.memory],
-        "memory_timeline": rows(rank.memory_timeline),
-        "syncs": rows(rank.syncs.head(most)),
-        "collectives": rows(collectives_by_size(rank.collectives).head(most)),
+        "memory_timeline": rank.memory_timeline.to_dicts(),
+        "syncs": rank.syncs.head(most).to_dicts(),
+        "collectives": collectives_by_size(rank.collectives).head(most).to_dicts(),
         "unlinked": {name: share.to_json() for name, share in rank.unlinked.items()},
-        "events_by_category": rows(rank.counts),
+        "events_by_category": rank.counts.to_dicts(),
     }
-
-
-def rows(table: pl.DataFrame) -> list[dict[str, Any]]:
-    """Return a table as a list of objects."""
-    return table.to_dicts()

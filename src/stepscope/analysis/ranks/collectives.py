@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import ITEM_BYTES
-from stepscope.analysis.structure.intervals import spans, union
+from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.rates import bandwidth
 
@@ -180,19 +180,8 @@ def _exposed(kernels: pl.DataFrame, compute: pl.DataFrame) -> pl.Series:
     """Return the exposed time of each kernel by start: not covered by an earlier one or by computation."""
     reach = pl.col("end_ns").cum_max().shift(1).fill_null(pl.col("start_ns"))
     start, end = kernels.select(reach.clip("start_ns", "end_ns").alias("start_ns"), "end_ns")
-    hidden = _time_before(end, compute) - _time_before(start, compute)
-    exposed: pl.Series = end - start - hidden
-    return exposed.alias("exposed_ns")
-
-
-def _time_before(times: pl.Series, disjoint: pl.DataFrame) -> pl.Series:
-    """Return how much of disjoint intervals lies before each time."""
-    begun = disjoint["start_ns"].search_sorted(times, side="right")
-    lengths = (disjoint["end_ns"] - disjoint["start_ns"]).cum_sum()
-    length = pl.concat([pl.Series([0], dtype=pl.Int64), lengths.rename("")]).gather(begun)
-    last_end = pl.concat([pl.Series([None], dtype=pl.Int64), disjoint["end_ns"].rename("")]).gather(begun)
-    before: pl.Series = length - (last_end - times).clip(lower_bound=0).fill_null(0)
-    return before
+    hidden = covered_before(compute, end) - covered_before(compute, start)
+    return (end - start - hidden).alias("exposed_ns")
 
 
 def _collective_facts(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:

@@ -22,11 +22,12 @@ from stepscope.analysis.kernels.kernels import (
 from stepscope.analysis.kernels.ops import modules, ops
 from stepscope.analysis.memory.allocator_events import MemorySummary, memory_summary, memory_timeline
 from stepscope.analysis.ranks.collectives import collectives
-from stepscope.analysis.structure.intervals import sweep
+from stepscope.analysis.structure.intervals import last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked, Share, link
+from stepscope.analysis.structure.nesting import last_started
 from stepscope.analysis.structure.steps import Steps, at_times
 from stepscope.analysis.time.gpu_time import GpuTime, gpu_time
-from stepscope.analysis.time.idle import idle_causes, idle_gaps
+from stepscope.analysis.time.idle import idle_causes, idle_gaps, with_next_work
 from stepscope.analysis.time.phases import PHASES
 from stepscope.analysis.time.syncs import syncs, syncs_summary
 from stepscope.errors import UsageError
@@ -105,7 +106,7 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
             "roofline": pool.submit(roofline, linked, name),
             "copies": pool.submit(lambda: copies_summary(copies(linked), linked.steps.num, time.busy_ns)),
             "memory": memory,
-            "memory_timeline": pool.submit(lambda: largest_timeline(linked, memory.result())),
+            "memory_timeline": pool.submit(lambda: _largest_timeline(linked, memory.result())),
             "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
             "modules": pool.submit(modules, linked),
             "collectives": pool.submit(collectives, linked),
@@ -182,7 +183,7 @@ def one_step(linked: Linked, step: int) -> Trace:
     return replace(trace, **{**kept, "host": nest(kept["host"])})
 
 
-def largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl.DataFrame:
+def _largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl.DataFrame:
     """Return the memory timeline of the device with the highest peak, thinned."""
     if not summaries:
         return memory_timeline(linked)
@@ -192,30 +193,18 @@ def largest_timeline(linked: Linked, summaries: tuple[MemorySummary, ...]) -> pl
 def step_table(linked: Linked) -> pl.DataFrame:
     """Return steps: `step`, `start_ns`, `duration_ns`, `num_kernels` launched, and `gpu_busy_ns` while the step
     lasted."""
-    steps: Steps = linked.steps
-    counts = (
-        linked.device.filter(pl.col("kind") == "kernel")
-        .group_by("step")
-        .agg(pl.len().cast(pl.Int64).alias("num_kernels"))
-    )
-    table = steps.table.select("step", "start_ns", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
-    table = table.join(counts, on="step", how="left", maintain_order="left").with_columns(
-        pl.col("num_kernels").fill_null(0)
-    )
-    if table.is_empty() or linked.device.is_empty():
-        return table.with_columns(pl.lit(0, pl.Int64).alias("gpu_busy_ns"))
-    busy = linked.device.select("start_ns", "end_ns")
-    both = sweep({"busy": busy, "step": steps.table}, cuts=steps.table["start_ns"]).filter("busy", "step")
-    owned = both.join_asof(
-        steps.table.select("step", pl.col("start_ns").alias("_start")).rename({"step": "number"}),
-        left_on="start_ns",
-        right_on="_start",
-        check_sortedness=False,
-    )
-    sums = owned.group_by("number").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("gpu_busy_ns"))
-    return table.join(sums, left_on="step", right_on="number", how="left", maintain_order="left").with_columns(
-        pl.col("gpu_busy_ns").fill_null(0)
-    )
+    steps = linked.steps.table
+    length = pl.col("end_ns") - pl.col("start_ns")
+    kernels = linked.device.filter(pl.col("kind") == "kernel").group_by("step")
+    busy = sweep({"busy": spans(linked.device), "within": steps}, cuts=steps["start_ns"]).filter("busy", "within")
+    owned = busy.join_asof(steps.select("step", "start_ns"), on="start_ns", check_sortedness=False).group_by("step")
+    table = steps.select("step", "start_ns", length.alias("duration_ns"))
+    for part in (
+        kernels.agg(pl.len().cast(pl.Int64).alias("num_kernels")),
+        owned.agg(length.sum().alias("gpu_busy_ns")),
+    ):
+        table = table.join(part, on="step", how="left", maintain_order="left")
+    return table.with_columns(pl.col("num_kernels", "gpu_busy_ns").fill_null(0))
 
 
 def phase_table(linked: Linked) -> pl.DataFrame:
@@ -226,24 +215,17 @@ def phase_table(linked: Linked) -> pl.DataFrame:
     """
     phases = linked.steps.phases
     if linked.steps.num and not phases.is_empty():
-        stretches = sweep({"step": linked.steps.table, **{p: phases.filter(pl.col("phase") == p) for p in PHASES}})
-        stretches = stretches.filter("step")
+        host = sweep({"step": linked.steps.table, **{p: phases.filter(pl.col("phase") == p) for p in PHASES}})
         # Before the first and after the last host event, the phase is `other`.
-        owner = pl.lit("other")
-        for phase in PHASES:
-            owner = pl.when(pl.col(phase)).then(pl.lit(phase)).otherwise(owner)
-        host = stretches.with_columns(owner.alias("phase"))
+        host = host.filter("step").with_columns(last_covering(PHASES, "other").alias("phase"))
     else:
         host = phases.with_columns(pl.col("phase").cast(pl.String))
     sums = host.group_by("phase").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("host_ns"))
     table = device_phases(linked).rename({"busy_ns": "device_ns"})
-    table = table.join(sums, on="phase", how="left", maintain_order="left").with_columns(
-        pl.col("host_ns").fill_null(0)
-    )
-    whole = max(1, int(table["host_ns"].sum()))
-    return table.select(
-        "phase", "host_ns", (pl.col("host_ns") / whole).alias("host_share"), "device_ns", "num_kernels"
-    )
+    table = table.join(sums, on="phase", how="left", maintain_order="left")
+    table = table.with_columns(pl.col("host_ns").fill_null(0))
+    share = pl.col("host_ns") / pl.col("host_ns").sum().clip(1)
+    return table.select("phase", "host_ns", share.alias("host_share"), "device_ns", "num_kernels")
 
 
 def longest_gaps(linked: Linked, gaps: pl.DataFrame) -> pl.DataFrame:
@@ -264,48 +246,25 @@ def longest_gaps(linked: Linked, gaps: pl.DataFrame) -> pl.DataFrame:
         .sort("duration_ns", "start_ns", descending=[True, False])
         .head(_NUM_GAPS)
     )
-    ending = (
-        linked.device.select("start_ns", "launch", "launch_start_ns", "step", "name")
-        .filter(pl.col("start_ns").is_in(longest["end_ns"].implode()))
-        .sort("launch_start_ns", nulls_last=True, maintain_order=True)
-        .unique("start_ns", keep="first")
-        .select(pl.col("start_ns").alias("end_ns"), "launch", "step", pl.col("name").alias("next_kernel"))
-    )
-    longest = longest.join(ending, on="end_ns", how="left", maintain_order="left")
-    return longest.select(
-        "start_ns",
-        "duration_ns",
-        "cause",
-        "step",
-        _open_at(linked.host, longest["launch"], longest["middle"]).alias("host"),
-        pl.col("next_kernel").cast(pl.String),
-    )
+    longest = with_next_work(longest, linked.device)
+    host, next_kernel = _open_at(linked.host, longest["launch"], longest["middle"]), pl.col("name").cast(pl.String)
+    return longest.select("start_ns", "duration_ns", "cause", "step", host, next_kernel.alias("next_kernel"))
 
 
 def _open_at(host: pl.DataFrame, launches: pl.Series, times_ns: pl.Series) -> pl.Series:
     """Return the four innermost names open on the launching threads at some moments, outermost first."""
     is_overhead = host["kind"] == "overhead"
-    none = pl.Series([None], dtype=pl.UInt32)
 
-    def seen(row: pl.Series) -> pl.Series:
-        """Return the innermost event at or above each that is open and counts."""
-        while True:
-            passes = ((host["end_ns"].gather(row) <= times_ns) | is_overhead.gather(row)).fill_null(False)
-            if not passes.any():
-                return row
-            row = host["parent"].gather(row).zip_with(passes, row)
+    def passes(row: pl.Series) -> pl.Series:
+        """Return which events are over or do not count."""
+        return ((host["end_ns"].gather(row) <= times_ns) | is_overhead.gather(row)).fill_null(False)
 
-    threads = host["thread"].gather(launches)
-    row = pl.repeat(None, len(launches), dtype=pl.UInt32, eager=True)
-    for thread in threads.unique().drop_nulls():  # a thread's events are contiguous and sorted by time
-        first, last = (int(host["thread"].search_sorted(thread, side=side)) for side in ("left", "right"))
-        place = host["start_ns"].slice(first, last - first).search_sorted(times_ns, side="right")
-        found = (place + first).cast(pl.UInt32).zip_with(place > 0, none) - 1
-        row = found.zip_with((threads == thread).fill_null(False), row)
+    row = last_started(host, host["thread"].gather(launches), times_ns)
     names: list[pl.Series] = []
-    for _ in range(4):
-        row = seen(row)
-        names.append(host["name"].gather(row).cast(pl.String).alias(str(len(names))))
+    for place in range(4):
+        while (passed := passes(row)).any():
+            row = host["parent"].gather(row).zip_with(passed, row)
+        names.append(host["name"].gather(row).cast(pl.String).alias(str(place)))
         row = host["parent"].gather(row)
     joined = pl.concat_str(names[::-1], separator=" > ", ignore_nulls=True)
     return pl.select(pl.when(names[0].is_not_null()).then(joined).alias("host"))["host"]

@@ -5,7 +5,7 @@ Intervals are half open: they include their start but not their end. Tables have
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import polars as pl
 
@@ -41,6 +41,19 @@ def length_ns(intervals: pl.DataFrame) -> int:
     return int((intervals["end_ns"] - intervals["start_ns"]).sum())
 
 
+def covered_before(disjoint: pl.DataFrame, times: pl.Series) -> pl.Series:
+    """Return how much of disjoint, ordered intervals lies before each time.
+
+    >>> covered_before(pl.DataFrame({"start_ns": [0, 6], "end_ns": [4, 9]}), pl.Series([-1, 3, 5, 8])).to_list()
+    [0, 3, 4, 6]
+    """
+    place = pl.Series(disjoint["start_ns"].search_sorted(times, side="right"))
+    none = pl.Series([0], dtype=pl.Int64)
+    lengths = none.append((disjoint["end_ns"] - disjoint["start_ns"]).cum_sum())
+    left = pl.Series([None], dtype=pl.Int64).append(disjoint["end_ns"]).gather(place) - times
+    return lengths.gather(place) - left.clip(0).fill_null(0)
+
+
 def sweep(sets: Mapping[str, pl.DataFrame], cuts: pl.Series | None = None) -> pl.DataFrame:
     """Return the time from the first start to the last end, cut wherever a set begins or ends, and at `cuts`.
 
@@ -63,6 +76,12 @@ def sweep(sets: Mapping[str, pl.DataFrame], cuts: pl.Series | None = None) -> pl
         pl.col("time").shift(-1).alias("end_ns"),
         *((pl.col("covering") & (1 << bit) != 0).alias(name) for bit, name in enumerate(sets)),
     ).head(-1)
+
+
+def last_covering(names: Sequence[str], otherwise: str | None = None) -> pl.Expr:
+    """Return the last of these sets that covers a row of `sweep`."""
+    covering = (pl.when(pl.col(name)).then(pl.lit(name)) for name in reversed(names))
+    return pl.coalesce(*covering, pl.lit(otherwise, pl.String))
 
 
 def _edges(times: pl.Series, covering: int) -> pl.DataFrame:

@@ -14,7 +14,7 @@ from stepscope.analysis.kernels.kernel_classes import classify_kernels
 from stepscope.analysis.structure.compiled_modules import of_graph_kernels, with_compiled_code
 from stepscope.analysis.structure.modules import Modules, find_modules
 from stepscope.analysis.structure.names import matches
-from stepscope.analysis.structure.nesting import ancestor
+from stepscope.analysis.structure.nesting import ancestor, last_started
 from stepscope.analysis.structure.steps import LABELS, Steps, at_times, find_steps
 from stepscope.analysis.time.gpu_time import with_activity
 from stepscope.trace.tables import Trace
@@ -149,8 +149,7 @@ def _device(device: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFr
 def _memory(memory: pl.DataFrame, host: pl.DataFrame, steps: Steps) -> pl.DataFrame:
     """Return the innermost op open on the thread at each allocation and free."""
     ordered = memory.sort("time_ns", "event")
-    before = host.select("thread", pl.col("start_ns").alias("time_ns"), "row").sort("time_ns", maintain_order=True)
-    row = ordered.join_asof(before, on="time_ns", by="thread", check_sortedness=False)["row"]
+    row = last_started(host, ordered["thread"], ordered["time_ns"])
     # The last event to start may be over: then use one around it.
     while (is_over := (host["end_ns"].gather(row) < ordered["time_ns"]).fill_null(False)).any():
         row = host["parent"].gather(row).zip_with(is_over, row)

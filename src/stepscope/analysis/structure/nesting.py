@@ -41,6 +41,13 @@ def outermost(host: pl.DataFrame, rows: pl.Series, is_passed: pl.Series) -> pl.S
     return climb(rows, parent.zip_with(is_passed.gather(parent).fill_null(False), NO_ROW))
 
 
+def last_started(host: pl.DataFrame, threads: pl.Series, times_ns: pl.Series) -> pl.Series:
+    """Return the last event of a thread that started by each time, or null."""
+    asked = pl.DataFrame({"thread": threads, "time_ns": times_ns}).with_row_index("place").sort("time_ns")
+    begun = host.select("thread", pl.col("start_ns").alias("time_ns"), "row").sort("time_ns", maintain_order=True)
+    return asked.join_asof(begun, on="time_ns", by="thread", check_sortedness=False).sort("place")["row"]
+
+
 def is_named(host: pl.DataFrame, names: Collection[str]) -> pl.Series:
     """Return which events have one of the names."""
     return host["name"].is_in(pl.Series(sorted(names), dtype=host.schema["name"]).implode())

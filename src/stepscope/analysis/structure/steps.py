@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope.analysis.structure.intervals import intersect, spans, sweep, union
+from stepscope.analysis.structure.intervals import intersect, last_covering, spans, sweep, union
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor
 from stepscope.analysis.time.phases import PHASES
@@ -192,10 +192,8 @@ def _phases(host: pl.DataFrame, sets: dict[str, pl.DataFrame]) -> pl.DataFrame:
     if bounds.is_empty():
         return pl.DataFrame(schema={"start_ns": pl.Int64, "end_ns": pl.Int64, "phase": pl.Enum(PHASES)})
     whole = pl.DataFrame({"start_ns": [bounds["start_ns"].min()], "end_ns": [bounds["end_ns"].max()]})
-    phase = pl.lit("other")
-    for name in ("forward", "backward", "data", "optimizer"):  # the last one that covers a moment wins
-        phase = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(phase)
-    labeled = sweep({**sets, "whole": whole}).select("start_ns", "end_ns", phase.cast(pl.Enum(PHASES)).alias("phase"))
+    phase = last_covering(("forward", "backward", "data", "optimizer"), "other").cast(pl.Enum(PHASES))
+    labeled = sweep({**sets, "whole": whole}).select("start_ns", "end_ns", phase.alias("phase"))
     return _joined(labeled, (pl.col("phase") != pl.col("phase").shift(1)).fill_null(True), pl.col("phase").first())
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from stepscope.analysis.time.statistics import quantile
 from stepscope.trace.recording import CounterSample
 
+_GAUGES = ("gpu_busy_share", "memory_controller_busy_share", "power_watts", "sm_clock_mhz", "memory_clock_mhz")
+
 
 @dataclass(frozen=True)
 class Gauge:
@@ -52,36 +54,25 @@ def summarize_counters(
         return Gauge(sum(values) / len(values), quantile(values, 0.95)) if values else None
 
     reasons = sorted({reason for sample in inside for reason in sample.throttle if reason != "gpu_idle"})
-    power = gauge("power_watts")
+    gauges = {name: gauge(name) for name in _GAUGES}
     seconds = sum(end - start for start, end in intervals) / 1e9
     watts = _metered_watts(samples, intervals[0][0], intervals[-1][1])
-    joules = None
-    if watts is not None:
-        joules = watts * seconds
-    elif power is not None:
-        joules = power.mean * seconds
+    if watts is None and (power := gauges["power_watts"]) is not None:
+        watts = power.mean
     return CounterSummary(
         num_samples=len(inside),
-        gpu_busy_share=gauge("gpu_busy_share"),
-        memory_controller_busy_share=gauge("memory_controller_busy_share"),
-        power_watts=power,
-        sm_clock_mhz=gauge("sm_clock_mhz"),
-        memory_clock_mhz=gauge("memory_clock_mhz"),
-        throttle_shares=tuple(
-            (reason, sum(reason in s.throttle for s in inside) / len(inside)) for reason in reasons
-        ),
-        joules=joules,
+        **gauges,
+        throttle_shares=tuple((why, sum(why in s.throttle for s in inside) / len(inside)) for why in reasons),
+        joules=None if watts is None else watts * seconds,
     )
 
 
 def _metered_watts(samples: Sequence[CounterSample], start_ns: int, end_ns: int) -> float | None:
     """Return mean power between two moments from the energy counter, if it was read close to both."""
-    slack_ns = (end_ns - start_ns) // 4
     readings = [(s.t_ns, s.energy_joules) for s in samples if s.energy_joules is not None]
-    near_start = [reading for reading in readings if abs(reading[0] - start_ns) <= slack_ns]
-    near_end = [reading for reading in readings if abs(reading[0] - end_ns) <= slack_ns]
-    if not near_start or not near_end:
+    if not readings:
         return None
-    first_ns, first = min(near_start, key=lambda reading: abs(reading[0] - start_ns))
-    last_ns, last = min(near_end, key=lambda reading: abs(reading[0] - end_ns))
-    return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else None
+    first_ns, first = min(readings, key=lambda reading: abs(reading[0] - start_ns))
+    last_ns, last = min(readings, key=lambda reading: abs(reading[0] - end_ns))
+    is_close = max(abs(first_ns - start_ns), abs(last_ns - end_ns)) <= (end_ns - start_ns) // 4
+    return (last - first) / ((last_ns - first_ns) / 1e9) if is_close and last_ns > first_ns else None

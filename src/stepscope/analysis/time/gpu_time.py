@@ -10,6 +10,7 @@ from stepscope.analysis.structure.intervals import spans, sweep
 from stepscope.analysis.structure.names import matches
 
 COMMUNICATION_NAMES = "(?i)nccl|rccl"  # NCCL and RCCL kernels: communication in `docs/accounting.md`
+_ACTIVITIES = ("compute", "communication", "memory")
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,15 @@ class GpuTime:
 
 def with_activity(device: pl.DataFrame) -> pl.DataFrame:
     """Return device events with `activity`: `compute`, `communication` or `memory`."""
-    return device.with_columns(
-        pl.when(pl.col("kind") != "kernel")
-        .then(pl.lit("memory"))
-        .when(matches(device["name"], COMMUNICATION_NAMES))
-        .then(pl.lit("communication"))
-        .otherwise(pl.lit("compute"))
-        .cast(pl.Enum(["compute", "communication", "memory"]))
-        .alias("activity")
-    )
+    is_communication = pl.when(matches(device["name"], COMMUNICATION_NAMES)).then(pl.lit("communication"))
+    activity = pl.when(pl.col("kind") != "kernel").then(pl.lit("memory")).otherwise(is_communication)
+    return device.with_columns(activity.fill_null("compute").cast(pl.Enum(_ACTIVITIES)).alias("activity"))
 
 
 def timeline(device: pl.DataFrame) -> pl.DataFrame:
     """Return the GPU's window cut wherever computing, communicating or copying begins or ends (`intervals.sweep`)."""
     labeled = device if "activity" in device.columns else with_activity(device)
-    return sweep(
-        {name: spans(labeled, pl.col("activity") == name) for name in ("compute", "communication", "memory")}
-    )
+    return sweep({name: spans(labeled, pl.col("activity") == name) for name in _ACTIVITIES})
 
 
 def gpu_time(device: pl.DataFrame) -> GpuTime:
@@ -68,23 +61,15 @@ def account(stretches: pl.DataFrame, device: pl.DataFrame) -> GpuTime:
     window = int(ends.max()) - int(device["start_ns"].min())  # type: ignore[arg-type]
     length = pl.col("end_ns") - pl.col("start_ns")
     compute, communication, memory = pl.col("compute"), pl.col("communication"), pl.col("memory")
-    sums = stretches.select(
-        busy=length.filter(compute | communication | memory).sum(),
-        compute=length.filter(compute).sum(),
-        communication=length.filter(communication).sum(),
-        memory=length.filter(memory).sum(),
-        exposed_communication=length.filter(communication & ~compute).sum(),
-        exposed_memory=length.filter(memory & ~compute & ~communication).sum(),
-        overlapped=length.filter(communication & compute).sum(),
-    ).row(0, named=True)
-    return GpuTime(
-        window_ns=window,
-        busy_ns=sums["busy"],
-        idle_ns=window - sums["busy"],
-        compute_ns=sums["compute"],
-        communication_ns=sums["communication"],
-        memory_ns=sums["memory"],
-        exposed_communication_ns=sums["exposed_communication"],
-        exposed_memory_ns=sums["exposed_memory"],
-        overlapped_communication_ns=sums["overlapped"],
-    )
+    parts = {
+        "busy_ns": compute | communication | memory,
+        "compute_ns": compute,
+        "communication_ns": communication,
+        "memory_ns": memory,
+        "exposed_communication_ns": communication & ~compute,
+        "exposed_memory_ns": memory & ~compute & ~communication,
+        "overlapped_communication_ns": communication & compute,
+    }
+    sums = stretches.select(length.filter(where).sum().alias(name) for name, where in parts.items())
+    figures = sums.row(0, named=True)
+    return GpuTime(window_ns=window, idle_ns=window - figures["busy_ns"], **figures)

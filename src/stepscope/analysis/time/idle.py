@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope.analysis.structure.intervals import complement, spans, sweep
+from stepscope.analysis.structure.intervals import complement, last_covering, spans, sweep
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
 
@@ -53,15 +53,7 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     gaps = complement(spans(device), first, last).with_row_index("gap")
     if gaps.is_empty():
         return pl.DataFrame(schema=_GAPS)
-    # The event that ended the gap: of those that start with it, one with a known launch.
-    ending = (
-        device.select("start_ns", "launch", "launch_start_ns")
-        .filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
-        .sort("launch_start_ns", nulls_last=True)
-        .unique("start_ns", keep="first")
-        .select(pl.col("start_ns").alias("end_ns"), "launch", "launch_start_ns")
-    )
-    gaps = gaps.join(ending, on="end_ns", how="left", maintain_order="left")
+    gaps = with_next_work(gaps, device)
     gaps = gaps.with_columns(
         linked.host["thread"].gather(gaps["launch"]),
         linked.host["end_ns"].gather(gaps["launch"]).alias("launch_end_ns"),
@@ -90,6 +82,17 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     return pl.concat(parts).filter(pl.col("end_ns") > pl.col("start_ns")).cast({"cause": _CAUSE}).sort("start_ns")
 
 
+def with_next_work(gaps: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:
+    """Return gaps with the event that ended each: of those that start with its end, one with a known launch."""
+    ending = (
+        device.filter(pl.col("start_ns").is_in(gaps["end_ns"].implode()))
+        .sort("launch_start_ns", nulls_last=True, maintain_order=True)
+        .unique("start_ns", keep="first")
+        .select(pl.col("start_ns").alias("end_ns"), "launch", "launch_start_ns", "step", "name")
+    )
+    return gaps.join(ending, on="end_ns", how="left", maintain_order="left")
+
+
 def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
     """Return stretches of threads (`gap`, `start_ns`, `end_ns`, `thread`) cut by the thread's activity (`cause`).
 
@@ -114,9 +117,7 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
     is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
     sets["launch"] = host.filter(host["kind"].is_in(_WORK) & ~is_inside.fill_null(False)).select(span)
     stretches = sweep({"late": axis.put(late), **{name: axis.put(found) for name, found in sets.items()}})
-    cause = pl.lit("python")
-    for name in ("launch", "data", "other_ranks", "compile", "allocator", "synchronization"):
-        cause = pl.when(pl.col(name)).then(pl.lit(name)).otherwise(cause)
+    cause = last_covering(("launch", "data", "other_ranks", "compile", "allocator", "synchronization"), "python")
     found = stretches.filter("late").select("start_ns", "end_ns", cause.alias("cause")).sort("start_ns")
     owners = axis.put(late.select("gap", *span)).select("gap", "shift_ns", pl.col("start_ns").alias("_start"))
     found = found.join_asof(owners.sort("_start"), left_on="start_ns", right_on="_start", check_sortedness=False)

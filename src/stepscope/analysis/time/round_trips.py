@@ -12,13 +12,11 @@ from stepscope.analysis.structure.nesting import is_aten_op, outermost
 
 _LEAST_BYTES = 256  # smaller copies are single values, whose sizes match by chance
 _MOST_KERNELS = 8  # with more kernels launched in between, the copies are probably unrelated
-_SCHEMA = pl.Schema(
-    {
-        "start_ns": pl.Int64(), "end_ns": pl.Int64(), "out": pl.Int64(), "back": pl.Int64(), "bytes": pl.Int64(),
-        "num_kernels": pl.Int64(), "step": pl.Int64(), "phase": pl.String(), "module": pl.String(),
-        "caller": pl.String(), "op": pl.String(),
-    }
-)  # fmt: skip
+_SCHEMA = {
+    "start_ns": pl.Int64(), "end_ns": pl.Int64(), "out": pl.Int64(), "back": pl.Int64(), "bytes": pl.Int64(),
+    "num_kernels": pl.Int64(), "step": pl.Int64(), "phase": pl.String(), "module": pl.String(),
+    "caller": pl.String(), "op": pl.String(),
+}  # fmt: skip
 
 
 def round_trips(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:

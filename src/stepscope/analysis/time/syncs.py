@@ -5,8 +5,9 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.kernels.copies import direction
-from stepscope.analysis.structure.intervals import spans, union
+from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import with_answers
 from stepscope.analysis.structure.nesting import is_aten_op, outermost
 
 KINDS = {
@@ -42,7 +43,7 @@ def syncs(linked: Linked) -> pl.DataFrame:
     busy = union(spans(linked.device))
     ends = calls["start_ns"] + calls["duration_ns"]
     calls = calls.with_columns(
-        (_busy_until(busy, ends) - _busy_until(busy, calls["start_ns"])).alias("busy_ns"),
+        (covered_before(busy, ends) - covered_before(busy, calls["start_ns"])).alias("busy_ns"),
         _idle_after(busy, calls),
     )
     waits = pl.concat([_host_waits(linked, calls), _stream_waits(linked, calls)], how="diagonal_relaxed")
@@ -116,22 +117,10 @@ def _host_calls(linked: Linked) -> pl.DataFrame:
 def _copies(linked: Linked) -> pl.DataFrame:
     """Return the memcpy of each call: `row` of the call, `what`, `pageable`, and its kind as `copy_…`."""
     made = linked.device.filter(pl.col("kind") == "memcpy", pl.col("launch").is_not_null())
-    names = made.select("name", "op_name").unique()
-    answers = [direction(name or "", op or "") for name, op in names.cast(pl.String).iter_rows()]
-    names = names.with_columns(
-        pl.Series("what", [what for what, _ in answers], dtype=pl.String),
-        pl.Series("pageable", [pageable for _, pageable in answers], dtype=pl.Boolean),
-    )
-    return (
-        made.join(names, on=["name", "op_name"], how="left", nulls_equal=True, maintain_order="left")
-        .unique("launch", keep="first", maintain_order=True)
-        .select(
-            pl.col("launch").alias("row"),
-            "what",
-            "pageable",
-            pl.col("name", "stream", "start_ns", "end_ns").name.prefix("copy_"),
-        )
-    )
+    made = made.unique("launch", keep="first", maintain_order=True)
+    facts = pl.col("name", "stream", "start_ns", "end_ns").name.prefix("copy_")
+    named = with_answers(made, ["name", "op_name"], direction, {"what": pl.String(), "pageable": pl.Boolean()})
+    return named.select(pl.col("launch").alias("row"), "what", "pageable", facts)
 
 
 def _with_driver(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
@@ -156,50 +145,25 @@ def _with_driver(linked: Linked, calls: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([calls, alone], how="diagonal_relaxed").cast({"kind": pl.Enum(list(KINDS))})
 
 
-def _busy_until(busy: pl.DataFrame, times: pl.Series) -> pl.Series:
-    """Return how long the GPU had been busy by each time."""
-    if busy.is_empty():
-        return pl.zeros(len(times), pl.Int64, eager=True)
-    place, is_after = _place(busy, times)
-    start, end = busy["start_ns"].gather(place), busy["end_ns"].gather(place)
-    before = (busy["end_ns"] - busy["start_ns"]).cum_sum().gather(place) - (end - start)
-    reached = times.zip_with(times < end, end) - start
-    total: pl.Series = (before + reached) * is_after.cast(pl.Int64)
-    return total
-
-
-def _place(busy: pl.DataFrame, times: pl.Series) -> tuple[pl.Series, pl.Series]:
-    """Return the last stretch that starts at or before each time, and whether there is one."""
-    found = pl.Series(busy["start_ns"].search_sorted(times, side="right"), dtype=pl.Int64)
-    return (found - 1).clip(0), found > 0
-
-
 def _idle_after(busy: pl.DataFrame, calls: pl.DataFrame) -> pl.Series:
     """Return each host wait's part of the idle stretch that it ended in; waits in one stretch divide it."""
-    ends = calls["start_ns"] + calls["duration_ns"]
-    if busy.is_empty() or calls.is_empty():
+    if busy.is_empty():
         return pl.repeat(None, calls.height, dtype=pl.Int64, eager=True).alias("idle_after_ns")
-    place, is_after = _place(busy, ends)
-    gaps = pl.DataFrame(
-        {
-            "call": pl.int_range(calls.height, eager=True),
-            "kind": calls["kind"],
-            "gap": place,
-            "start_ns": calls["start_ns"],
-            "gap_start_ns": busy["end_ns"].gather(place),
-            "gap_end_ns": busy["start_ns"].shift(-1).gather(place),
-            "is_idle": is_after & (ends >= busy["end_ns"].gather(place)),
-        }
-    )
-    begin = pl.max_horizontal("start_ns", "gap_start_ns")
+    gaps = pl.DataFrame({"gap_ns": busy["end_ns"].head(-1), "until_ns": busy["start_ns"].tail(-1)})
+    ended = calls.select("kind", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns")).with_row_index("call")
+    begin = pl.max_horizontal("start_ns", "gap_ns").alias("begin")
+    next_begin = pl.when(pl.col("gap_ns") == pl.col("gap_ns").shift(-1)).then(pl.col("begin").shift(-1))
+    idle_ns = pl.coalesce(next_begin, "until_ns") - pl.col("begin")
     pieces = (
-        gaps.filter(pl.col("is_idle"), pl.col("kind") == "host_wait", pl.col("gap_end_ns").is_not_null())
-        .with_columns(begin.alias("begin"))
-        .sort("gap", "begin", "start_ns", "call")
-        .with_columns(pl.when(pl.col("gap") == pl.col("gap").shift(-1)).then(pl.col("begin").shift(-1)).alias("next"))
-        .select("call", (pl.coalesce("next", "gap_end_ns") - pl.col("begin")).alias("idle_after_ns"))
+        ended.filter(pl.col("kind") == "host_wait")
+        .sort("end_ns")
+        .join_asof(gaps, left_on="end_ns", right_on="gap_ns", coalesce=False, check_sortedness=False)
+        .with_columns(begin)
+        .sort("gap_ns", "begin", "start_ns", "call")
+        .filter(pl.col("end_ns") < pl.col("until_ns"))
+        .select("call", idle_ns.alias("idle_after_ns"))
     )
-    idle = gaps.join(pieces, on="call", how="left", maintain_order="left")
+    idle = ended.join(pieces, on="call", how="left", maintain_order="left")
     of_waits = pl.when(pl.col("kind") == "host_wait").then(pl.col("idle_after_ns").fill_null(0))
     return idle.select(of_waits.alias("idle_after_ns"))["idle_after_ns"]
 

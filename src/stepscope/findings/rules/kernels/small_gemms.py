@@ -8,8 +8,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
-from stepscope.analysis.kernels.product_loops import product_loops
-from stepscope.analysis.kernels.tiles import tiled_products
+from stepscope.analysis.kernels.product_loops import product_loops, tiled_products
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, plural, whole_percent
 
 _LEAST_FILL = 0.5  # of the SMs; more tiles than that fill the GPU well enough
@@ -54,11 +53,10 @@ def check(case: Case) -> list[Finding]:
     table = case.grouped(every, "num_calls", "op", "phase", "place", "ordinal", more=means).drop("place", "ordinal")
     loops = "loop" if num_loops == 1 else "loops"
     return one_finding(
-        sentence=f"{plural(every.height / case.num_steps, 'matrix product')} per step run one after the other in "
+        sentence=f"{case.number_text(every, 'matrix product')} per step run one after the other in "
         f"{plural(num_loops, 'loop')}, each with tiles for {whole_percent(fill)} of the GPU's {num_processors} SMs. "
-        f"They take {case.cost_text(case.total_ns(every))} at {tflops:.0f} TFLOP/s. With the other work in it, the "
-        f"{loops} cause {turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches "
-        "per step.",
+        f"They take {case.cost_text(every)} at {tflops:.0f} TFLOP/s. With the other work in it, the {loops} cause "
+        f"{turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches per step.",
         fix="torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)  # one product for the whole loop"
         if varies
         else "torch.bmm(torch.stack(inputs), torch.stack(weights))  # one product for the whole loop",
