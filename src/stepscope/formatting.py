@@ -68,11 +68,11 @@ def whole_percent(share: float) -> str:
 def size(num_bytes: float) -> str:
     """Bytes in binary units.
 
-    >>> size(13_145_000_000), size(512)
-    ('12.2 GiB', '512 B')
+    >>> size(13_145_000_000), size(512), size(1 << 40)
+    ('12.2 GiB', '512 B', '1.00 TiB')
     """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
             return f"{num_bytes:.0f} B" if unit == "B" else f"{significant(num_bytes)} {unit}"
         num_bytes /= 1024
     raise AssertionError

@@ -59,7 +59,7 @@ def test_milliseconds_have_the_digits_the_noise_allows(ns, noise_ns, text):
         (size, 1024, "1.00 KiB"),
         (size, 3 << 20, "3.00 MiB"),
         (size, 80 << 30, "80.0 GiB"),
-        (size, 2 << 40, "2,050 GiB"),
+        (size, 2 << 40, "2.00 TiB"),
         (count, 0, "0"),
         (count, 9_999, "9,999"),
         (count, 10_000, "10.0 k"),

@@ -47,6 +47,18 @@ def test_a_host_error_says_what_was_asked_for():
     assert memory.read_error(MemoryError()) is not None
 
 
+@pytest.mark.parametrize(("mapped", "free"), [(5, 3), (2, 6), (1, 6), (9, 0)])
+def test_what_is_free_is_the_rest_of_what_the_point_may_use(monkeypatch, mapped, free):
+    """GIVEN a process that held 2 GiB when it was given 6 more THEN memory of before is no part of either figure."""
+    monkeypatch.setattr(memory, "_held_bytes", 2 * GIB)
+    monkeypatch.setattr(memory, "data_bytes", lambda: mapped * GIB)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _which: (8 * GIB, 8 * GIB))
+
+    found = memory.read_error(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GiB"))
+
+    assert found == memory.OutOfMemory(9 * GIB, free * GIB, 6 * GIB)
+
+
 def test_more_free_memory_than_was_asked_for_is_not_told():
     """On the way from the failure to who reads it, what the step held has been freed."""
     small = memory.read_error(RuntimeError("DefaultCPUAllocator: you tried to allocate 1 bytes. Error code 12"))

@@ -17,7 +17,7 @@ _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _MOST_CHARACTERS = 2000
 _LABEL = 14
 _GLUE = "\N{NO-BREAK SPACE}"
-_NO_BREAK = re.compile(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMG]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)")
+_NO_BREAK = re.compile(r"(?<=\d) (?=%|(?:ns|µs|ms|s|B|[KMGT]iB)\b)|(?<=\bp) (?=[<=])|(?<=[<=]) (?=\d)")
 
 
 def terminal_text(document: Document, width: int = 100, color: bool = False, num_rows: int | None = None) -> str:
