@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 BUILDERS = {
     "Analysis": "analysis:analysis_document",
+    "AttentionReport": "sections.attention:attention_document",
     "Card": "card:card_document",
     "Comparison": "comparison:comparison_document",
+    "CompilerReport": "sections.compiler:compiler_document",
+    "CopiesReport": "sections.copies:copies_document",
     "Document": "model:itself",
     "DtypeAudit": "audit:audit_document",
     "Diagnosis": "findings:diagnosis_document",
@@ -26,17 +29,16 @@ BUILDERS = {
     "Tuning": "tuning:tuning_document",
     "Verification": "verification:verification_document",
     "WhatIf": "what_if:what_if_document",
-}
-"""Class name → the function in `document/` that makes its document."""
+}  # class name → the function in `document/` that makes its document
 _LONGEST = 160
 
 
-def document_of(result: Any) -> Document:
-    """Return the document of a result."""
+def document_of(result: Any, *options: Any) -> Document:
+    """Return the document of a result; `options` are further arguments of its builder."""
     name = type(result).__name__
     module, _, function = BUILDERS[name].partition(":")
-    build: Callable[[Any], Document] = getattr(import_module(f"stepscope.document.{module}"), function)
-    return build(result.rows if name == "Plan" else result)
+    build: Callable[..., Document] = getattr(import_module(f"stepscope.document.{module}"), function)
+    return build(result.rows if name == "Plan" else result, *options)
 
 
 def verdict_of(result: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.api.axes import axes_of
+from stepscope.api.sweeps import axes_of
 from stepscope.errors import UsageError, need_torch
 
 if TYPE_CHECKING:
@@ -50,11 +50,5 @@ def plan(
     found = find_workload(workload)
     axes = axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer)
     searches = [key for key, is_asked in ((MAX_BATCH, max_batch), (MAX_LENGTH, max_length)) if is_asked]
-    return plan_points(
-        found,
-        grid_points(found, {"device": [CPU], **axes}),
-        devices,
-        fsdp=fsdp,
-        searches=searches,
-        on_line=on_line or (lambda line: None),
-    )
+    points, tell = grid_points(found, {"device": [CPU], **axes}), on_line or (lambda line: None)
+    return plan_points(found, points, devices, fsdp=fsdp, searches=searches, on_line=tell)

@@ -29,14 +29,33 @@ def audit(
     >>> audit(model, tokens, autocast=torch.bfloat16).cast_bytes()  # doctest: +SKIP
     """
     need_torch()
-    from stepscope.analysis.precision.dtype_audit import DtypeAudit
-    from stepscope.recorder.precision.dtype_audit import BadAudit, audit_module
+    import torch
 
+    from stepscope.analysis.precision.dtype_audit import DtypeAudit
+    from stepscope.recorder.precision.dtype_audit import BadAudit, audit_dtypes
+
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(f"audit needs a torch.nn.Module, not {type(module).__name__}")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"autocast={autocast!r} is not supported: use torch.bfloat16, torch.float16, or leave it out"
+        )
+    if micro_batches < 1:
+        raise UsageError(f"micro_batches={micro_batches} must be 1 or more")
+    named = dict(named_inputs or {})
     try:
-        named = dict(named_inputs or {})
-        return DtypeAudit(audit_module(module, inputs, named, autocast, loss, optimizer, micro_batches))
+        facts = audit_dtypes(
+            module,
+            lambda: module(*inputs, **named),
+            inputs=(inputs, named),
+            loss=loss,
+            autocast=autocast,
+            optimizer=optimizer or torch.optim.AdamW,
+            num_micro_batches=micro_batches,
+        )
     except BadAudit as error:
         raise UsageError(str(error)) from None
+    return DtypeAudit({**facts, "workload": type(module).__name__})
 
 
 def configure_precision(
@@ -58,8 +77,11 @@ def configure_precision(
     need_torch()
     from stepscope.recorder.precision.settings import configure_precision as configure
 
-    reductions = (allow_bf16_reduced_precision_reduction, allow_fp16_reduced_precision_reduction)
+    reductions = {
+        "allow_bf16_reduced_precision_reduction": allow_bf16_reduced_precision_reduction,
+        "allow_fp16_reduced_precision_reduction": allow_fp16_reduced_precision_reduction,
+    }
     try:
-        return configure(allow_tf32, *reductions, matmul_precision)
+        return configure(allow_tf32, matmul_precision, reductions)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.api.axes import axes_of
 from stepscope.errors import UsageError, need_torch
 
 if TYPE_CHECKING:
@@ -61,32 +60,42 @@ def bench(
     """
     need_torch()
     from stepscope.analysis.comparison.sweeps import sweep_of
-    from stepscope.sweep.run import Place, bytes_of, default_folder, find_workload
+    from stepscope.sweep.run import bytes_of, find_workload
     from stepscope.sweep.runner import Options
 
     axes = axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer,
                    bf16_reduction=bf16_reduction, warmup=warmup, steps=steps, seed=seed, device=device)  # fmt: skip
     found, limit = find_workload(workload), bytes_of(memory_limit)
     points = bench_points(found, axes, None if grid is None else os.fspath(grid), paired, max_batch, limit)
-    place = Place(
-        folder=default_folder("bench", workload) if output is None else Path(output),
-        command=f"stepscope.bench({workload!r}, …)",
-        resume=resume,
-        resume_command="stepscope.bench(…, resume=True)",
-    )
-    ran = run_sweep(
-        found,
-        points,
-        Options(timeout_s=positive(timeout_s, "timeout_s"), trace=trace, memory_limit_bytes=limit),
-        place,
-        start=start,
-        searches_batch=max_batch,
-        progress=progress,
-        on_line=on_line,
-    )
+    options = Options(timeout_s=positive(timeout_s, "timeout_s"), trace=trace, memory_limit_bytes=limit)
+    place = place_of("bench", workload, output, resume)
+    ran = run_sweep(found, points, options, place, start, max_batch, progress, on_line)
     if ran.is_interrupted:
         raise KeyboardInterrupt
     return sweep_of(ran.rows, ran.environments)
+
+
+def axes_of(preset: Any, set: Mapping[str, Any] | None, **named: Any) -> Axes:
+    """Return the axes: `set`, the preset and the named knobs that are not None; UsageError for a knob named twice."""
+    from stepscope.sweep.grid import listed
+
+    given = {name: value for name, value in {"preset": preset, **named}.items() if value is not None}
+    twice = [name for name in given if name in (set or {})]
+    if twice:
+        raise UsageError(f"{twice[0]} is given twice: as an argument and in set")
+    return listed({**given, **(set or {})})
+
+
+def place_of(verb: str, workload: str, output: str | os.PathLike[str] | None, resume: bool) -> Place:
+    """Return where the rows of a function's call go."""
+    from stepscope.sweep.run import Place, default_folder
+
+    return Place(
+        folder=default_folder(verb, workload) if output is None else Path(output),
+        command=f"stepscope.{verb}({workload!r}, …)",
+        resume=resume,
+        resume_command=f"stepscope.{verb}(…, resume=True)",
+    )
 
 
 def bench_points(
@@ -104,11 +113,9 @@ def bench_points(
 class Ran:
     """A sweep that was run, or interrupted."""
 
-    rows: list[dict[str, Any]]
-    """All rows of the folder, of earlier runs too."""
+    rows: list[dict[str, Any]]  # all rows of the folder, of earlier runs too
     environments: Mapping[str, Any]
-    statuses: tuple[str, ...]
-    """Of the points of this run."""
+    statuses: tuple[str, ...]  # of the points of this run
     is_interrupted: bool
 
 
@@ -117,11 +124,10 @@ def run_sweep(
     points: Sequence[Point],
     options: Options,
     place: Place,
-    *,
-    start: str | None = None,
-    searches_batch: bool = False,
-    progress: Callable[[float], None] | None = None,
-    on_line: Callable[[str], None] | None = None,
+    start: str | None,
+    searches_batch: bool,
+    progress: Callable[[float], None] | None,
+    on_line: Callable[[str], None] | None,
 ) -> Ran:
     """Return the rows of a sweep after running the points that have none yet; its tables are written too."""
     from stepscope.analysis.comparison.sweeps import varying_axes
@@ -144,12 +150,9 @@ def run_sweep(
         )
         write_tables(results, place.command)
     asked = {point.hash for point in points}
-    return Ran(
-        rows=results.rows,
-        environments=results.facts["environments"],
-        statuses=tuple(row["status"] for row in results.rows if row["hash"] in asked),
-        is_interrupted=not is_complete,
-    )
+    statuses = tuple(row["status"] for row in results.rows if row["hash"] in asked)
+    environments = results.facts["environments"]
+    return Ran(rows=results.rows, environments=environments, statuses=statuses, is_interrupted=not is_complete)
 
 
 def write_tables(results: Results, command: str) -> None:

@@ -6,21 +6,17 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.api.axes import axes_of
-from stepscope.api.sweeps import positive, write_tables
+from stepscope.api.sweeps import axes_of, place_of, positive, write_tables
 from stepscope.errors import StepscopeError, UsageError, need_torch
 
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.tuning import Tuning
     from stepscope.sweep.grid import Axes, Point
-    from stepscope.sweep.results import Results
     from stepscope.sweep.run import Place
     from stepscope.sweep.tuning.descent import Search
     from stepscope.sweep.tuning.space import Space
-    from stepscope.sweep.tuning.trials import Clock
 
 TUNE_FILE = "tune.json"
 WARMUP, STEPS = 2, 8
@@ -57,24 +53,16 @@ def tune(
     >>> tuning.best.turned, tuning.gain.speedup  # doctest: +SKIP
     """
     need_torch()
-    from stepscope.sweep.run import Place, bytes_of, default_folder
+    from stepscope.sweep.run import bytes_of
 
-    axes = axes_of(
-        preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer, device=device
-    )
     tuning = run_tuning(
         workload,
-        axes,
+        axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer, device=device),
         [over] if isinstance(over, str) else over,
         bytes_of(memory_budget),
         positive(minutes, "minutes"),
         None if timeout_s is None else positive(timeout_s, "timeout_s"),
-        Place(
-            folder=default_folder("tune", workload) if output is None else Path(output),
-            command=f"stepscope.tune({workload!r}, …)",
-            resume=resume,
-            resume_command="stepscope.tune(…, resume=True)",
-        ),
+        place_of("tune", workload, output, resume),
         start=start,
         progress=progress,
         on_line=on_line,
@@ -98,15 +86,72 @@ def run_tuning(
     on_line: Callable[[str], None] | None = None,
 ) -> Tuning:
     """Return the tuning of a workload; its rows, tables and tune.json are written to the place."""
-    from stepscope.sweep.tuning.trials import Clock
+    from stepscope.analysis.comparison.significance import difference
+    from stepscope.document.tuning import trial_line, tuning_from
+    from stepscope.planner.forecast import Forecaster
+    from stepscope.recorder.files import write_json
+    from stepscope.sweep.results import SWEEP_FILE, read_facts
+    from stepscope.sweep.runner import Options, Runner
+    from stepscope.sweep.server import Server, default_start
+    from stepscope.sweep.tuning.descent import Search
+    from stepscope.sweep.tuning.trials import Clock, Trials
 
     space = _space(workload, axes, over)
     asked = {"defaults": space.base.hash, "budget_bytes": budget_bytes}
-    _check_same(place, asked)
+    is_there = place.resume and (place.folder / SWEEP_FILE).exists()
+    if is_there and read_facts(place.folder).get("tune") != asked:
+        raise UsageError(f"{place.folder} holds a tuning with other values or another budget: name another folder")
+    defaults = {**space.base.config, **space.base.run}
+    # On a CPU the limit would apply to the whole process, and a plan covers tensors only.
+    limit = budget_bytes if space.base.run["device"] == "cuda" else None
     clock = Clock(60 * minutes)
+
+    def is_faster(before: list[float], after: list[float], share: float) -> bool:
+        found = difference(before, after)
+        return found.ratio * (1 + share) < 1 and found.is_significant
+
+    def on_row(row: dict[str, Any]) -> None:
+        if on_line is not None:
+            on_line(f"{_minutes(clock.spent_s)} of {_minutes(clock.whole_s)}  {trial_line(row, defaults)}")
+
+    def on_begin() -> None:
+        if progress is not None:
+            progress(min(1.0, clock.spent_s / clock.whole_s))
+
     with place.open(tune=asked) as results:
-        tuning = _tuned(space, workload, budget_bytes, results, clock, timeout_s, start, progress, on_line)
-        _write(results, tuning)
+        forecaster = Forecaster(space.workload, budget_bytes, results.facts["environments"])
+        with Server(start or default_start()) as server:
+            trials = Trials(
+                space,
+                Runner(space.workload, server, results, Options(memory_limit_bytes=limit)),
+                results,
+                clock,
+                forecast=forecaster,
+                budget_bytes=budget_bytes,
+                timeout_s=timeout_s,
+                on_begin=on_begin,
+                on_row=on_row,
+            )
+            search = Search(space, trials, is_faster)
+            try:
+                search.run()
+            except KeyboardInterrupt:
+                search.interrupt()
+        log = {
+            **search.to_json(),
+            "workload": workload,
+            "preset": space.base.preset,
+            "budget_bytes": budget_bytes,
+            "seconds": round(clock.spent_s, 1),
+            "limit_s": clock.whole_s,
+            "commands": _commands(space, search, workload, budget_bytes),
+            "notes": list(forecaster.notes),
+        }
+        tuning = tuning_from(results.rows, results.facts["environments"], log)
+        with results.writing():
+            write_json(results.folder / TUNE_FILE, asdict(tuning))
+        if results.rows:
+            write_tables(results, str(results.facts["commands"][-1]))
     return tuning
 
 
@@ -124,90 +169,6 @@ def _space(name: str, axes: Axes, over: Sequence[str]) -> Space:
     if not space.axes:
         raise UsageError(f"{workload.name} has no knob to search here: name one with --set knob=v1,v2")
     return space
-
-
-def _tuned(
-    space: Space,
-    workload: str,
-    budget_bytes: int | None,
-    results: Results,
-    clock: Clock,
-    timeout_s: float | None,
-    start: str | None,
-    progress: Callable[[float], None] | None,
-    on_line: Callable[[str], None] | None,
-) -> Tuning:
-    from stepscope.analysis.comparison.significance import difference
-    from stepscope.document.tuning import trial_line, tuning_from
-    from stepscope.planner.forecast import Forecaster
-    from stepscope.sweep.runner import Options, Runner
-    from stepscope.sweep.server import Server, default_start
-    from stepscope.sweep.tuning.descent import Search
-    from stepscope.sweep.tuning.trials import Trials
-
-    defaults = {**space.base.config, **space.base.run}
-    forecaster = Forecaster(space.workload, budget_bytes, results.facts["environments"])
-    # On a CPU the limit would apply to the whole process, and a plan covers tensors only.
-    limit = budget_bytes if space.base.run["device"] == "cuda" else None
-
-    def is_faster(before: list[float], after: list[float], share: float) -> bool:
-        found = difference(before, after)
-        return found.ratio * (1 + share) < 1 and found.is_significant
-
-    def on_row(row: dict[str, Any]) -> None:
-        if on_line is not None:
-            on_line(f"{_minutes(clock.spent_s)} of {_minutes(clock.whole_s)}  {trial_line(row, defaults)}")
-
-    def on_begin() -> None:
-        if progress is not None:
-            progress(min(1.0, clock.spent_s / clock.whole_s))
-
-    with Server(start or default_start()) as server:
-        trials = Trials(
-            space,
-            Runner(space.workload, server, results, Options(memory_limit_bytes=limit)),
-            results,
-            clock,
-            forecast=forecaster,
-            budget_bytes=budget_bytes,
-            timeout_s=timeout_s,
-            on_begin=on_begin,
-            on_row=on_row,
-        )
-        search = Search(space, trials, is_faster)
-        try:
-            search.run()
-        except KeyboardInterrupt:
-            search.interrupt()
-    log = {
-        **search.to_json(),
-        "workload": workload,
-        "preset": space.base.preset,
-        "budget_bytes": budget_bytes,
-        "seconds": round(clock.spent_s, 1),
-        "limit_s": clock.whole_s,
-        "commands": _commands(space, search, workload, budget_bytes),
-        "notes": list(forecaster.notes),
-    }
-    return tuning_from(results.rows, results.facts["environments"], log)
-
-
-def _write(results: Results, tuning: Tuning) -> None:
-    from stepscope.recorder.files import write_json
-
-    with results.writing():
-        write_json(results.folder / TUNE_FILE, asdict(tuning))
-    if results.rows:
-        write_tables(results, str(results.facts["commands"][-1]))
-
-
-def _check_same(place: Place, asked: dict[str, Any]) -> None:
-    """Raise UsageError if the rows of the folder answer another question."""
-    from stepscope.sweep.results import SWEEP_FILE, read_facts
-
-    is_there = place.resume and (place.folder / SWEEP_FILE).exists()
-    if is_there and read_facts(place.folder).get("tune") != asked:
-        raise UsageError(f"{place.folder} holds a tuning with other values or another budget: name another folder")
 
 
 def _commands(space: Space, search: Search, workload: str, budget_bytes: int | None) -> dict[str, str]:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from stepscope.trace.recording import Recording
 
 RESULT_FILE = "verify.json"
-RESTLESS_SHARE = 0.1
-"""A warning is given if the medians of runs without a fix differ by more than this share."""
+RESTLESS_SHARE = 0.1  # a warning is given if the medians of runs without a fix differ by more than this share
 FEWEST_WARMUP = 5
 Say = Callable[[str], None]
 

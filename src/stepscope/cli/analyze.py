@@ -27,32 +27,36 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stepscope.cli import analyze_views
 from stepscope.cli.support.numbers import positive
+from stepscope.cli.support.output import print_document
+from stepscope.cli.support.source import add_source_arguments, opened
 from stepscope.errors import StepscopeError, UsageError
 
 if TYPE_CHECKING:
-    from stepscope.document.model import Document
+    from stepscope.session.memory_growth import MemoryAnalysis
+
+VIEWS = {
+    "memory": "show what filled the memory",
+    "attention": "show attention backends, and why not flash",
+    "copies": "show where copies and casts come from",
+    "compiler": "show what torch.compile did and what it cost",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
-    parser.add_argument(
-        "paths", type=Path, nargs="*", metavar="PATH", help="recording or trace (default: latest run)"
-    )
-    parser.add_argument("--memory", action="store_true", help="show what filled the memory")
-    parser.add_argument("--attention", action="store_true", help="show attention backends, and why not flash")
-    parser.add_argument("--copies", action="store_true", help="show where copies and casts come from")
-    parser.add_argument("--compiler", action="store_true", help="show what torch.compile did and what it cost")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/analyze.md)")
-    parser.add_argument("-o", "--output", type=Path, metavar="SVG", help="with --memory: draw the timeline")
-    parser.add_argument("--step", type=int, metavar="N", help="only this step")
-    parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
-    parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
-    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
+    add = parser.add_argument
+    add("paths", type=Path, nargs="*", metavar="PATH", help="recording or trace (default: latest run)")
+    for name, about in VIEWS.items():
+        add(f"--{name}", action="store_true", help=about)
+    add("--json", action="store_true", help="print JSON instead of text (docs/analyze.md)")
+    add("-o", "--output", type=Path, metavar="SVG", help="with --memory: draw the timeline")
+    add("--step", type=int, metavar="N", help="only this step")
+    add("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
+    add_source_arguments(parser, "only this rank")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -61,34 +65,47 @@ def main(arguments: argparse.Namespace) -> int:
     # reads this when it is loaded.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")
     gc.disable()  # hardly any cycles are made here, and a collection walks all imported modules
-    if (view := analyze_views.asked(arguments)) is not None:
-        return analyze_views.show(arguments, view)
-    if arguments.memory:
-        return _memory(arguments)
-    if arguments.output:
+    views = [name for name in VIEWS if getattr(arguments, name)]
+    if len(views) > 1:
+        raise UsageError(f"--{views[0]} and --{views[1]}: choose one")
+    if arguments.output and views != ["memory"]:
         raise UsageError("-o draws memory over time: use it with --memory")
-    from stepscope.cli.support.output import print_document
-    from stepscope.cli.support.progress import Progress
-    from stepscope.session import open_session
+    from stepscope.api.displays import document_of
 
-    with Progress("reading") as progress:
-        use_cache = not arguments.no_cache
-        session = open_session(arguments.paths, rank=arguments.rank, use_cache=use_cache, progress=progress)
-        analysis = session.analyze(arguments.step)
-
-    def document() -> Document:
-        from stepscope.document.analysis import analysis_document
-
-        return analysis_document(analysis, arguments.top)
-
-    print_document(document, lambda: analysis.to_json(arguments.top), arguments.json)
+    top = arguments.top
+    if views and views[0] != "memory":
+        report = _report(arguments, views[0])
+        print_document(lambda: document_of(report), report.to_json, arguments.json, top)
+        return 0
+    if views:
+        analysis: Any = _memory(arguments)
+    else:
+        with opened(arguments, arguments.paths) as session:
+            analysis = session.analyze(arguments.step)
+    print_document(lambda: document_of(analysis, top), lambda: analysis.to_json(top), arguments.json)
     return 0
 
 
-def _memory(arguments: argparse.Namespace) -> int:
-    from stepscope.cli.support.output import print_document
-    from stepscope.cli.support.progress import Progress
-    from stepscope.session import open_session
+def _report(arguments: argparse.Namespace, view: str) -> Any:
+    if len(arguments.paths) > 1:
+        raise UsageError(f"--{view} reads one path, not {len(arguments.paths)}")
+    if view != "attention" and arguments.step is not None:
+        raise UsageError(f"--step does not go with --{view}, which looks at all typical steps together")
+    with opened(arguments, arguments.paths) as session:
+        case = session.case
+    if view == "compiler":
+        from stepscope.findings.compiler_report import compiler_report
+
+        return compiler_report(case)
+    if view == "attention":
+        from stepscope.session.attention import attention_report
+
+        return attention_report(case, arguments.step)
+    return session.copies
+
+
+def _memory(arguments: argparse.Namespace) -> MemoryAnalysis:
+    """Return what filled the memory; its timeline is drawn if that was asked for."""
     from stepscope.session.memory_growth import analyze_memory
 
     output: Path | None = arguments.output
@@ -100,13 +117,9 @@ def _memory(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{output}: the timeline is an SVG, name it {output.with_suffix('.svg')}")
     if output is not None and output.exists():
         raise UsageError(f"{output} exists: name another file, or remove it")
-    with Progress("reading") as progress:
-        analysis = analyze_memory(
-            [
-                open_session(path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress)
-                for path in arguments.paths or [None]
-            ]
-        )
+    with ExitStack() as stack:
+        paths = arguments.paths or [None]
+        analysis = analyze_memory([stack.enter_context(opened(arguments, path)) for path in paths])
     if output is not None:
         from stepscope.document.memory_charts import allocator_timeline
         from stepscope.render.svg import svg_of
@@ -115,11 +128,4 @@ def _memory(arguments: argparse.Namespace) -> int:
             output.write_text(svg_of(allocator_timeline(analysis.reports[0].account)), encoding="utf-8")
         except OSError as error:
             raise StepscopeError(f"{output} could not be written: {error.strerror or error}") from None
-
-    def document() -> Document:
-        from stepscope.document.sections.memory import memory_document
-
-        return memory_document(analysis, arguments.top)
-
-    print_document(document, lambda: analysis.to_json(arguments.top), arguments.json)
-    return 0
+    return analysis

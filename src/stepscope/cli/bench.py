@@ -25,9 +25,11 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.output import fill_closed_streams, print_document, tell
+from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, print_document, tell
 from stepscope.cli.support.points import RUN_FLAGS, add_point_arguments, add_sweep_arguments, place_of, typed_axes
+from stepscope.cli.support.progress import Progress
 from stepscope.errors import UsageError, need_torch
+from stepscope.formatting import plural
 
 if TYPE_CHECKING:
     from stepscope.api.sweeps import Ran
@@ -36,31 +38,29 @@ if TYPE_CHECKING:
     from stepscope.sweep.runner import Options
     from stepscope.workloads.workload import Workload
 
-    Answer = tuple[Callable[[], Document], Callable[[], Any]]
-    """What is printed: as a document, and as JSON values."""
+    Answer = tuple[Callable[[], Document], Callable[[], Any]]  # what is printed: as a document, and as JSON values
 
 EXIT_NOT_ALL_OK = 1
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     add_point_arguments(parser, "workload to run", RUN_FLAGS)
-    parser.add_argument("--check", metavar="WHAT", help="compile, dtypes, precision: see --check WHAT --help")
-    parser.add_argument("--zip", action="store_true", help="pair values in order instead of combining all")
-    parser.add_argument("--grid", metavar="FILE", help="read points from file.toml or file.py:function")
-    parser.add_argument("--max-batch", nargs="?", const="", metavar="MEMORY", help="find the largest batch that fits")
-    parser.add_argument("--memory-limit", metavar="MEMORY", help="memory limit per point, e.g. 40GiB (default: none)")
-    parser.add_argument("--trace", action="store_true", help="keep a trace of each point")
-    parser.add_argument("--dry-run", action="store_true", help="print the points without running them")
+    add = parser.add_argument
+    add("--check", metavar="WHAT", help="compile, dtypes, precision: see --check WHAT --help")
+    add("--zip", action="store_true", help="pair values in order instead of combining all")
+    add("--grid", metavar="FILE", help="read points from file.toml or file.py:function")
+    add("--max-batch", nargs="?", const="", metavar="MEMORY", help="find the largest batch that fits")
+    add("--memory-limit", metavar="MEMORY", help="memory limit per point, e.g. 40GiB (default: none)")
+    add("--trace", action="store_true", help="keep a trace of each point")
+    add("--dry-run", action="store_true", help="print the points without running them")
     add_sweep_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sweep; 0 if every row is ok."""
     need_torch()
-    from stepscope.api.axes import axes_of
     from stepscope.api.sweeps import bench_points
+    from stepscope.document.sweep_table import grid_document
     from stepscope.sweep.run import bytes_of, find_workload
     from stepscope.sweep.runner import Options
 
@@ -70,10 +70,15 @@ def main(arguments: argparse.Namespace) -> int:
     searches = arguments.max_batch is not None
     limit = bytes_of(arguments.max_batch or arguments.memory_limit)
     workload = find_workload(arguments.workload)
-    axes = axes_of(None, typed_axes(arguments, RUN_FLAGS))
+    axes = typed_axes(arguments, RUN_FLAGS)
     points = bench_points(workload, axes, arguments.grid, arguments.zip, searches, limit)
     if arguments.dry_run:
-        return _dry_run(points, arguments.json)
+        listed = [
+            {"hash": p.hash, "workload": p.workload, "preset": p.preset, "config": dict(p.config), "run": dict(p.run)}
+            for p in points
+        ]
+        print_document(lambda: grid_document(listed), lambda: {"points": listed}, arguments.json)
+        return 0
     options = Options(timeout_s=arguments.timeout, trace=arguments.trace, memory_limit_bytes=limit)
     return run_and_print(workload, points, options, arguments, "bench", _answer, searches_batch=searches)
 
@@ -99,21 +104,11 @@ def run_and_print(
 ) -> int:
     """Run the points that have no row yet and print the answer; 0 if each row's status is `fine`."""
     from stepscope.api.sweeps import run_sweep
-    from stepscope.cli.support.progress import Progress
-    from stepscope.formatting import plural
 
     place = place_of(arguments, verb, arguments.workload)
     with Progress(plural(len(points), "point"), silent_s=0.0, resumes=True) as progress:
-        ran = run_sweep(
-            workload,
-            points,
-            options,
-            place,
-            start=arguments.start,
-            searches_batch=searches_batch,
-            progress=progress,
-            on_line=progress.above(arguments.quiet),
-        )
+        tell_row = progress.above(arguments.quiet)
+        ran = run_sweep(workload, points, options, place, arguments.start, searches_batch, progress, tell_row)
     if ran.rows:
         print_document(*answer(ran), arguments.json, is_wide=True)
     tell(f"stepscope: {plural(len(ran.rows), 'row')} in {place.folder}/results.jsonl, .csv, .md")
@@ -121,14 +116,3 @@ def run_and_print(
         tell(f"stepscope: interrupted; continue with  {place.resume_command}")
         return EXIT_INTERRUPTED
     return 0 if all(status in fine for status in ran.statuses) else EXIT_NOT_ALL_OK
-
-
-def _dry_run(points: list[Point], as_json: bool) -> int:
-    from stepscope.document.sweep_table import grid_document
-
-    listed = [
-        {"hash": p.hash, "workload": p.workload, "preset": p.preset, "config": dict(p.config), "run": dict(p.run)}
-        for p in points
-    ]
-    print_document(lambda: grid_document(listed), lambda: {"points": listed}, as_json)
-    return 0

@@ -17,15 +17,14 @@ import argparse
 import warnings
 
 from stepscope.cli.support.numbers import positive
-from stepscope.cli.support.output import print_document
-from stepscope.cli.support.points import add_point_arguments, typed_axes
+from stepscope.cli.support.output import print_answer
+from stepscope.cli.support.points import add_point_arguments, typed_points
 from stepscope.errors import UsageError, need_torch
 
 FLAGS = ("mode", "dtype", "sdpa", "optimizer", "seed", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     add_point_arguments(parser, "what to audit", FLAGS)
     parser.add_argument("--micro-batches", type=positive, default=1, metavar="N", help="micro-batches (default 1)")
     parser.add_argument("--rows", type=positive, default=12, metavar="N", help="rows of a table (default 12)")
@@ -36,18 +35,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Audit and print."""
     need_torch()
     from stepscope.analysis.precision.dtype_audit import DtypeAudit
-    from stepscope.api.axes import axes_of
-    from stepscope.document.audit import audit_document
     from stepscope.sweep.checks.audit import audit_point
-    from stepscope.sweep.run import find_workload, grid_points
     from stepscope.workloads.users_code import users_code
 
-    workload = find_workload(arguments.workload)
-    points = grid_points(workload, axes_of(None, typed_axes(arguments, FLAGS)))
+    workload, points = typed_points(arguments, FLAGS)
     if len(points) != 1:
         raise UsageError(f"an audit takes one point, not {len(points)}: name one value per knob")
     with users_code(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model's own warnings are not part of the answer
         audit = DtypeAudit(audit_point(workload, points[0], arguments.micro_batches))
-    print_document(lambda: audit_document(audit, arguments.rows), audit.to_json, arguments.json)
+    print_answer(audit, arguments.json, arguments.rows)
     return 0

@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from stepscope.cli.bench import run_and_print
+from stepscope.cli.support.output import fill_closed_streams
 from stepscope.cli.support.points import add_point_arguments, add_sweep_arguments, typed_axes
 from stepscope.errors import need_torch
 
@@ -28,7 +30,6 @@ FLAGS = ("mode", "dtype", "sdpa", "optimizer", "warmup", "steps", "seed", "devic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     add_point_arguments(parser, "what to run", FLAGS)
     add_sweep_arguments(parser)
 
@@ -36,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the dtypes; 0 if each is ok, or not supported here."""
     need_torch()
-    from stepscope.api.axes import axes_of
-    from stepscope.cli.bench import run_and_print
-    from stepscope.cli.support.output import fill_closed_streams
     from stepscope.sweep.grid import renamed
     from stepscope.sweep.run import find_workload, grid_points
     from stepscope.sweep.run_knobs import DTYPES
@@ -46,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     fill_closed_streams()
     workload = find_workload(arguments.workload)
-    axes = axes_of(None, {"dtype": list(DTYPES), **typed_axes(arguments, FLAGS)})
+    axes = {"dtype": list(DTYPES), **typed_axes(arguments, FLAGS)}
     points = [renamed(point, {"compares": "dtypes"}) for point in grid_points(workload, axes)]
     options = Options(timeout_s=arguments.timeout, compares_dtypes=True)
     return run_and_print(workload, points, options, arguments, "precision", _answer, fine=("ok", "skipped"))

@@ -25,49 +25,37 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stepscope.api.reading import compare
 from stepscope.cli.support.numbers import positive, share
+from stepscope.cli.support.output import print_answer, tell, write
+from stepscope.cli.support.progress import Progress
 from stepscope.errors import NotComparableError, StepscopeError, UsageError
-
-if TYPE_CHECKING:
-    from stepscope.analysis.comparison.gates import Comparison
+from stepscope.formatting import safe
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
-    parser.add_argument("paths", nargs="*", type=Path, metavar="BASE NEW", help="two recordings, sweeps or traces")
-    parser.add_argument("--base", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of BASE")
-    parser.add_argument("--new", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of NEW")
-    parser.add_argument(
-        "--fail-on",
-        action="append",
-        default=[],
-        metavar="METRIC:P%",
-        help="exit with 3 if METRIC gets worse by more than P%%",
-    )
-    parser.add_argument(
-        "--allow", action="append", default=[], metavar="WHAT", help="differences to accept, e.g. device,dtype"
-    )
-    parser.add_argument(
-        "--threshold", type=share, default=0.02, metavar="P%", help="treat changes below this as noise (default 2%%)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/compare.md)")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown for a pull request")
-    parser.add_argument("--github-summary", action="store_true", help=f"also append Markdown to ${SUMMARY_VARIABLE}")
-    parser.add_argument("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
-    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
+    add = parser.add_argument
+    add("paths", nargs="*", type=Path, metavar="BASE NEW", help="two recordings, sweeps or traces")
+    add("--base", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of BASE")
+    add("--new", nargs="+", type=Path, metavar="PATH", help="at least three runs instead of NEW")
+    worse = "exit with 3 if METRIC gets worse by more than P%%"
+    add("--fail-on", action="append", default=[], metavar="METRIC:P%", help=worse)
+    add("--allow", action="append", default=[], metavar="WHAT", help="differences to accept, e.g. device,dtype")
+    noise = "treat changes below this as noise (default 2%%)"
+    add("--threshold", type=share, default=0.02, metavar="P%", help=noise)
+    add("--json", action="store_true", help="print JSON instead of text (docs/compare.md)")
+    add("--markdown", action="store_true", help="print Markdown for a pull request")
+    add("--github-summary", action="store_true", help=f"also append Markdown to ${SUMMARY_VARIABLE}")
+    add("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
+    add("--no-cache", action="store_true", help="do not use or write the cache")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare and print; return the exit code."""
     from stepscope.analysis.comparison.gates import EXIT_NOT_COMPARABLE
-    from stepscope.cli.support.output import tell
-    from stepscope.cli.support.progress import Progress
-    from stepscope.formatting import safe
 
     if arguments.json and arguments.markdown:
         raise UsageError("--json and --markdown exclude each other: name one")
@@ -75,7 +63,11 @@ def main(arguments: argparse.Namespace) -> int:
     gates = _words(arguments.fail_on)
     if arguments.fail_on and not gates:
         raise UsageError("--fail-on needs METRIC:P%, such as step_time:3%")
-    summary = _summary_file() if arguments.github_summary else None
+    summary = os.environ.get(SUMMARY_VARIABLE) if arguments.github_summary else None
+    if arguments.github_summary and not summary:
+        raise UsageError(
+            f"--github-summary needs {SUMMARY_VARIABLE}, which GitHub Actions sets. --markdown prints the same"
+        )
     try:
         with Progress("reading") as progress:
             comparison = compare(
@@ -90,9 +82,23 @@ def main(arguments: argparse.Namespace) -> int:
     except NotComparableError as error:
         tell(f"stepscope compare: {safe(error, 1000)}")
         return EXIT_NOT_COMPARABLE
-    if summary is not None:
-        _append(summary, comparison, arguments.top)
-    _print(comparison, arguments)
+    markdown = ""
+    if summary or arguments.markdown:
+        from stepscope.document.comparison import comparison_document
+        from stepscope.render.markdown.markdown import markdown_of
+
+        markdown = markdown_of(comparison_document(comparison, arguments.top))
+    if summary:
+        try:
+            with Path(summary).open("a", encoding="utf-8") as stream:
+                stream.write(markdown + "\n")
+        except OSError as error:
+            reason = error.strerror or error
+            raise StepscopeError(f"{summary} ({SUMMARY_VARIABLE}) cannot be written: {reason}") from None
+    if arguments.markdown:
+        write([markdown])
+    else:
+        print_answer(comparison, arguments.json, arguments.top)
     return comparison.exit_code
 
 
@@ -107,40 +113,6 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
             "name BASE and NEW, or several runs of each: --base runs/a1 runs/a2 … --new runs/b1 runs/b2 …"
         )
     return paths[:1], paths[1:]
-
-
-def _print(comparison: Comparison, arguments: argparse.Namespace) -> None:
-    from stepscope.cli.support.output import print_document, write
-    from stepscope.document.comparison import comparison_document
-
-    if arguments.markdown:
-        write([_markdown(comparison, arguments.top)])
-        return
-    print_document(lambda: comparison_document(comparison, arguments.top), comparison.to_json, arguments.json)
-
-
-def _markdown(comparison: Comparison, num_rows: int) -> str:
-    from stepscope.document.comparison import comparison_document
-    from stepscope.render.markdown.markdown import markdown_of
-
-    return markdown_of(comparison_document(comparison, num_rows))
-
-
-def _summary_file() -> Path:
-    name = os.environ.get(SUMMARY_VARIABLE)
-    if not name:
-        raise UsageError(
-            f"--github-summary needs {SUMMARY_VARIABLE}, which GitHub Actions sets. --markdown prints the same"
-        )
-    return Path(name)
-
-
-def _append(file: Path, comparison: Comparison, num_rows: int) -> None:
-    try:
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(_markdown(comparison, num_rows) + "\n")
-    except OSError as error:
-        raise StepscopeError(f"{file} ({SUMMARY_VARIABLE}) cannot be written: {error.strerror or error}") from None
 
 
 def _words(texts: list[str]) -> list[str]:

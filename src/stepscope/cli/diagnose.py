@@ -25,80 +25,42 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from stepscope.cli.support.output import print_answer
+from stepscope.cli.support.source import add_source_arguments, opened
 from stepscope.errors import UsageError
-
-if TYPE_CHECKING:
-    from stepscope.session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     parser.add_argument("path", type=Path, nargs="?", metavar="PATH", help="recording or trace (default: latest run)")
-    parser.add_argument("--rank", type=int, metavar="R", help="rank to read (default: the first)")
     parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="skip this rule; may be repeated")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/diagnose.md)")
-    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
-    group = parser.add_argument_group("what-if")
-    group.add_argument(
-        "--scale",
-        action="append",
-        default=[],
-        metavar="WORK:FACTOR",
-        help="multiply the time of this GPU work by FACTOR",
-    )
-    group.add_argument(
-        "--drop-launches", action="append", default=[], metavar="WORK", help="drop this GPU work and its launches"
-    )
-    group.add_argument("--host", type=float, metavar="FACTOR", help="multiply the host's own time by FACTOR")
-    group.add_argument("--no-waits", action="store_true", help="remove the host's waits for the GPU within a step")
-    group.add_argument("--clean", action="store_true", help="subtract the profiler's overhead first")
+    add_source_arguments(parser)
+    add = parser.add_argument_group("what-if").add_argument
+    scaled, dropped = "multiply the time of this GPU work by FACTOR", "drop this GPU work and its launches"
+    add("--scale", action="append", default=[], metavar="WORK:FACTOR", help=scaled)
+    add("--drop-launches", action="append", default=[], metavar="WORK", help=dropped)
+    add("--host", type=float, metavar="FACTOR", help="multiply the host's own time by FACTOR")
+    add("--no-waits", action="store_true", help="remove the host's waits for the GPU within a step")
+    add("--clean", action="store_true", help="subtract the profiler's overhead first")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Diagnose or replay, and print."""
-    from stepscope.cli.support.progress import Progress
-    from stepscope.session import open_session
+    with opened(arguments, arguments.path) as session:
+        case = session.case
+    scale, dropped, host = [_scale(word) for word in arguments.scale], arguments.drop_launches, arguments.host
+    if scale or dropped or host is not None or arguments.no_waits or arguments.clean:
+        from stepscope.findings.what_if import what_if
 
-    asks_what_if = bool(
-        arguments.scale or arguments.drop_launches or arguments.host is not None or arguments.no_waits
-    )
-    with Progress("reading") as progress:
-        session = open_session(
-            arguments.path, rank=arguments.rank, use_cache=not arguments.no_cache, progress=progress
-        )
-        _ = session.case
-    return _what_if(session, arguments) if asks_what_if or arguments.clean else _diagnose(session, arguments)
-
-
-def _diagnose(session: Session, arguments: argparse.Namespace) -> int:
-    from stepscope.cli.support.output import print_document
-    from stepscope.cli.support.settings import ignored_rules
-    from stepscope.document.findings import diagnosis_document
+        answer = what_if(case, scale, dropped, host, not arguments.no_waits, arguments.clean)
+        print_answer(answer, arguments.json)
+        return 0
     from stepscope.findings.diagnose import diagnose
 
-    named = [name for names in arguments.ignore for name in names.split(",") if name]
-    diagnosis = diagnose(session.case, {*ignored_rules(Path.cwd()), *named})
-    recording = str(session.path) if session.is_recording else None
-    print_document(lambda: diagnosis_document(diagnosis, recording), diagnosis.to_json, arguments.json)
-    return 0
-
-
-def _what_if(session: Session, arguments: argparse.Namespace) -> int:
-    from stepscope.cli.support.output import print_document
-    from stepscope.document.what_if import what_if_document
-    from stepscope.findings.what_if import what_if
-
-    answer = what_if(
-        session.case,
-        [_scale(word) for word in arguments.scale],
-        arguments.drop_launches,
-        arguments.host,
-        not arguments.no_waits,
-        arguments.clean,
-    )
-    print_document(lambda: what_if_document(answer), answer.to_json, arguments.json)
+    ignored = {name for names in arguments.ignore for name in names.split(",") if name}
+    diagnosis = diagnose(case, ignored)
+    print_answer(diagnosis, arguments.json, str(session.path) if session.is_recording else None)
     return 0
 
 

@@ -41,7 +41,6 @@ INSTALL_TORCH = "pip install torch"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     parser.add_argument("--measure", action="store_true", help="measure the ceilings and keep them")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -62,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
         "stepscope": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "torch": _torch_build(torch) if torch else None,
+        "torch": torch and {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip},
         "torch_problem": torch_problem or cuda_problem,
         "nvml": nvml,
         "nvml_problem": nvml_problem,
@@ -81,10 +80,6 @@ def _import_torch() -> tuple[Any, str | None]:
     except (ImportError, OSError) as error:
         return None, f"cannot be imported: {error}"
     return torch, None
-
-
-def _torch_build(torch: Any) -> dict[str, str | None]:
-    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "hip": torch.version.hip}
 
 
 def _look_at_torch(torch: Any) -> tuple[list[dict[str, Any]], str | None]:
@@ -119,42 +114,28 @@ def _measure_each(found: list[dict[str, Any]]) -> None:
 
     kinds = {device["name"]: device["device"] for device in reversed(found) if device["device"] != "gpu"}
     for name, device in kinds.items():
-        progress = _progress(name)
+
+        def progress(what: str, name: str = name) -> None:
+            print(f"{name}: {what}", file=sys.stderr, flush=True)
+
         measured = measure_ceilings(device, progress=progress)
         for dtype, reason in measured["left_out"].items():
             progress(f"{dtype} left out: {reason}")
-        ceilings = devices.Ceilings(
-            name=name,
-            matmul_flops=measured["matmul_flops"],
-            copy_bytes_per_s=measured["copy_bytes_per_s"],
-            measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            torch_version=measured["torch_version"],
-        )
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        figures = measured["matmul_flops"], measured["copy_bytes_per_s"]
+        ceilings = devices.Ceilings(name, *figures, measured_at=now, torch_version=measured["torch_version"])
         progress(f"kept in {devices.save_ceilings(ceilings)}")
-
-
-def _progress(name: str) -> Any:
-    return lambda what: print(f"{name}: {what}", file=sys.stderr, flush=True)
 
 
 def _knowledge(name: str) -> dict[str, Any]:
     peak, ceilings = devices.find_device(name), devices.load_ceilings(name)
-    return {
-        "peaks": peak
-        and {
-            "flops": dict(peak.peak_flops),
-            "bandwidth_bytes_per_s": peak.bandwidth_bytes_per_s,
-            "source": peak.source,
-            "note": peak.note,
-        },
-        "ceilings": ceilings
-        and {
-            "matmul_flops": dict(ceilings.matmul_flops),
-            "copy_bytes_per_s": ceilings.copy_bytes_per_s,
-            "measured_at": ceilings.measured_at,
-            "torch_version": ceilings.torch_version,
-        },
+    peaks = peak and {
+        "flops": dict(peak.peak_flops),
+        "bandwidth_bytes_per_s": peak.bandwidth_bytes_per_s,
+        "source": peak.source,
+        "note": peak.note,
     }
+    return {"peaks": peaks, "ceilings": ceilings and ceilings.to_json()}
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -19,45 +19,35 @@ import argparse
 import os
 from pathlib import Path
 
+from stepscope.cli.support.output import tell
+from stepscope.cli.support.settings import ignored_rules
+from stepscope.cli.support.source import add_source_arguments, opened
+from stepscope.formatting import plural, safe
+from stepscope.session import need_read_side
+
 FORMS = ("perfetto", "speedscope", "csv", "parquet")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="recording, trace or folder of ranks")
-    parser.add_argument("form", metavar="FORMAT", choices=FORMS, help=", ".join(FORMS))
-    parser.add_argument("--step", type=int, metavar="N", help="only this step")
-    parser.add_argument("--module", metavar="FQN", help="only this module and its backward; * matches a number")
-    parser.add_argument("--rank", type=int, metavar="R", help="rank to read (default: the first)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="a file, or a folder for tables")
-    parser.add_argument("--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
+    add = parser.add_argument
+    add("path", type=Path, metavar="PATH", help="recording, trace or folder of ranks")
+    add("form", metavar="FORMAT", choices=FORMS, help=", ".join(FORMS))
+    add("--step", type=int, metavar="N", help="only this step")
+    add("--module", metavar="FQN", help="only this module and its backward; * matches a number")
+    add("-o", "--output", type=Path, metavar="FILE", help="a file, or a folder for tables")
+    add("--force", action="store_true", help="overwrite existing files")
+    add_source_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the export; say where it is and what it lacks."""
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")  # see cli/analyze.py
-    from stepscope.cli.support.output import tell
-    from stepscope.cli.support.progress import Progress
-    from stepscope.cli.support.settings import ignored_rules
-    from stepscope.formatting import plural, safe
-    from stepscope.session import need_read_side, open_session
-
     need_read_side()
     from stepscope.exporters.export import write_export
 
-    with Progress("reading") as progress:
-        use_cache = not arguments.no_cache
-        session = open_session(arguments.path, rank=arguments.rank, use_cache=use_cache, progress=progress)
-        written = write_export(
-            session,
-            arguments.form,
-            arguments.output,
-            arguments.force,
-            arguments.step,
-            arguments.module,
-            ignored_rules(Path.cwd()),
-        )
+    ignored, part = ignored_rules(Path.cwd()), (arguments.step, arguments.module)
+    with opened(arguments, arguments.path) as session:
+        written = write_export(session, arguments.form, arguments.output, arguments.force, *part, ignored)
     for note in written.notes:
         tell(f"stepscope export: {safe(note, 400)}")
     parts = f"{plural(written.num_host, 'host event')}, {plural(written.num_device, 'GPU event')}"

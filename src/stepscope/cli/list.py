@@ -27,11 +27,9 @@ Entry = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     parser.add_argument("what", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="only these; also your own workload or hf:config.json"
-    )
+    about = "only these; also your own workload or hf:config.json"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=about)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -39,10 +37,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Print one of the lists."""
     entries, lines = LISTS[arguments.what]
     found = entries(arguments.names)
-    if arguments.json:
-        write([json.dumps({arguments.what: found}, indent=2), "\n"])
-    else:
-        write([text_of(found, lines), "\n"])
+    text = json.dumps({arguments.what: found}, indent=2) if arguments.json else text_of(found, lines)
+    write([text, "\n"])
     return 0
 
 
@@ -67,8 +63,8 @@ def _rules(names: Sequence[str]) -> list[Entry]:
     return _wanted(names, rules, "rule")
 
 
-def _rule_lines(entry: Entry, width: int) -> Iterator[str]:
-    yield from _wrap(entry["question"], f"{entry['id']:<{width}}  ", " " * (width + 2))
+def _rule_lines(entry: Entry, width: int) -> list[str]:
+    return _wrap(entry["question"], f"{entry['id']:<{width}}  ", " " * (width + 2))
 
 
 def fixes(names: Sequence[str] = ()) -> list[Entry]:
@@ -81,10 +77,10 @@ def fixes(names: Sequence[str] = ()) -> list[Entry]:
     ]
 
 
-def fix_lines(entry: Entry, width: int) -> Iterator[str]:
+def fix_lines(entry: Entry, width: int) -> list[str]:
     """Return a fix with its values."""
     values = f"; {entry['id']}={'|'.join(entry['values'])}" if entry["values"] else ""
-    yield from _wrap(entry["about"] + values, f"{entry['id']:<{width}}  ", " " * (width + 2))
+    return _wrap(entry["about"] + values, f"{entry['id']:<{width}}  ", " " * (width + 2))
 
 
 def _studies(names: Sequence[str]) -> list[Entry]:
@@ -92,13 +88,8 @@ def _studies(names: Sequence[str]) -> list[Entry]:
     from stepscope.studies.registry import STUDIES, find_study
 
     return [
-        {
-            "name": study.name,
-            "title": study.title,
-            "about": study.about,
-            "questions": [question.title for question in study.questions],
-        }
-        for study in map(find_study, names or STUDIES)
+        {"name": each.name, "title": each.title, "about": each.about, "questions": [q.title for q in each.questions]}
+        for each in map(find_study, names or STUDIES)
     ]
 
 
@@ -124,28 +115,19 @@ def _workloads(names: Sequence[str]) -> list[Entry]:
 def workload_lines(entry: Entry, _: int) -> Iterator[str]:
     """Return a workload for the terminal, no line wider than 110 columns."""
     yield from _wrap(entry["about"], f"{entry['name']}  ", "    ")
-    yield from _table(
-        "presets", [(preset["name"], _count(preset), _settings(preset["sets"])) for preset in entry["presets"]]
-    )
-    yield from _table(
-        "knobs", [(knob["name"], _text(knob["default"]), _values(knob) + knob["about"]) for knob in entry["knobs"]]
-    )
+    presets, knobs = [], []
+    for preset in entry["presets"]:
+        active = preset.get("num_active_parameters")
+        count = f"{preset['num_parameters']:,}" if "num_parameters" in preset else ""
+        sets = " ".join(f"{name}={_text(value)}" for name, value in preset["sets"].items())
+        count += "" if active is None else f" ({active:,} active)"
+        presets.append((preset["name"], count, sets or "all knobs at their defaults"))
+    for knob in entry["knobs"]:
+        values = "" if knob["values"] is None else "|".join(map(_text, knob["values"])) + "  "
+        knobs.append((knob["name"], _text(knob["default"]), values + knob["about"]))
+    yield from _table("presets", presets)
+    yield from _table("knobs", knobs)
     yield ""
-
-
-def _count(preset: Entry) -> str:
-    if "num_parameters" not in preset:
-        return ""
-    active = preset["num_active_parameters"]
-    return f"{preset['num_parameters']:,}" + ("" if active is None else f" ({active:,} active)")
-
-
-def _settings(values: Entry) -> str:
-    return " ".join(f"{name}={_text(value)}" for name, value in values.items()) or "all knobs at their defaults"
-
-
-def _values(knob: Entry) -> str:
-    return "" if knob["values"] is None else "|".join(map(_text, knob["values"])) + "  "
 
 
 def _text(value: object) -> str:
@@ -161,9 +143,7 @@ def _table(title: str, rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
 
 def _wrap(text: str, head: str, indent: str) -> list[str]:
     width = max(60, min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns))
-    return textwrap.wrap(
-        text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False, drop_whitespace=True
-    )
+    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
 
 
 LISTS: dict[str, tuple[Callable[[Sequence[str]], list[Entry]], Callable[[Entry, int], Iterable[str]]]] = {
@@ -171,5 +151,4 @@ LISTS: dict[str, tuple[Callable[[Sequence[str]], list[Entry]], Callable[[Entry, 
     "rules": (_rules, _rule_lines),
     "fixes": (fixes, fix_lines),
     "studies": (_studies, _study_lines),
-}
-"""What can be listed: its entries, and the lines of one entry."""
+}  # what can be listed: its entries, and the lines of one entry

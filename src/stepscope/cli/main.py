@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import NoReturn
 
-from stepscope.cli.support.output import tell
+from stepscope.cli.support.output import EXIT_INTERRUPTED, tell
 from stepscope.errors import StepscopeError
 from stepscope.formatting import safe
 from stepscope.version import __version__
@@ -54,7 +54,6 @@ RENAMED = {
     "precision": "bench --check precision",
 }
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -117,7 +116,7 @@ def verb_parser(name: str, module: ModuleType) -> Parser:
 
 def _find(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
     """Return the verb's name, its module and its arguments; `bench --check X` has a module of its own."""
-    name, rest = arguments[0], arguments[1:]
+    name, *rest = arguments
     for place, word in enumerate(rest if name == "bench" else ()):
         option, equals, value = word.partition("=")
         if option == "--check":
@@ -137,7 +136,7 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, VERBS))
     groups = "\n\n".join(
-        "\n".join([f"{title}", *(f"  {name:<{width}}  {text}" for name, text in verbs.items())])
+        "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in verbs.items())])
         for title, verbs in GROUPS.items()
     )
     parser = Parser(

@@ -18,24 +18,22 @@ from __future__ import annotations
 import argparse
 
 from stepscope.api.planning import DEFAULT_DEVICE, plan
-from stepscope.cli.support.output import print_document
+from stepscope.cli.support.output import print_answer
 from stepscope.cli.support.points import add_point_arguments, typed_axes
-from stepscope.cli.support.progress import Doing
+from stepscope.cli.support.progress import doing
 from stepscope.errors import UsageError, need_torch
 
 FLAGS = ("mode", "dtype", "compile", "sdpa", "optimizer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     add_point_arguments(parser, "workload to plan", FLAGS)
-    parser.add_argument(
-        "--device", metavar="A,B", default=DEFAULT_DEVICE, help=f"GPU names, or cpu (default: {DEFAULT_DEVICE})"
-    )
-    parser.add_argument("--fsdp", metavar="N", help="plan one of N ranks with FSDP2 (fully_shard)")
-    parser.add_argument("--max-batch", action="store_true", help="find the largest batch that fits")
-    parser.add_argument("--max-length", action="store_true", help="find the longest sequence that fits")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/plan.md)")
+    add, about = parser.add_argument, f"GPU names, or cpu (default: {DEFAULT_DEVICE})"
+    add("--device", metavar="A,B", default=DEFAULT_DEVICE, help=about)
+    add("--fsdp", metavar="N", help="plan one of N ranks with FSDP2 (fully_shard)")
+    add("--max-batch", action="store_true", help="find the largest batch that fits")
+    add("--max-length", action="store_true", help="find the longest sequence that fits")
+    add("--json", action="store_true", help="print JSON instead of text (docs/plan.md)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -44,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     ranks = arguments.fsdp
     if ranks is not None and not (ranks.isascii() and ranks.isdigit()):
         raise UsageError(f"--fsdp {ranks}: the number of ranks must be an integer from 2 to 16384")
-    with Doing() as doing:
+    with doing() as show:
         found = plan(
             arguments.workload,
             set=typed_axes(arguments, FLAGS),
@@ -52,9 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
             fsdp=None if ranks is None else int(ranks),
             max_batch=arguments.max_batch,
             max_length=arguments.max_length,
-            on_line=doing,
+            on_line=show,
         )
-    from stepscope.document.plan import plan_document
-
-    print_document(lambda: plan_document(found.rows), found.to_json, arguments.json)
+    print_answer(found, arguments.json)
     return 0

@@ -15,41 +15,36 @@ examples:
 from __future__ import annotations
 
 import argparse
+import webbrowser
 from pathlib import Path
 
+from stepscope.api.files import report_target
+from stepscope.cli.support.output import tell
+from stepscope.cli.support.settings import ignored_rules
+from stepscope.cli.support.source import add_source_arguments, opened
 from stepscope.errors import UsageError
+from stepscope.session import Kind, need_read_side
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
-    parser.add_argument(
-        "path", type=Path, nargs="?", metavar="PATH", help="recording, trace, folder of ranks or sweep"
-    )
-    parser.add_argument("--from", dest="rows", type=Path, metavar="FILE", help="results.jsonl of a sweep")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="report.html, .md, .json or a folder")
-    parser.add_argument("--force", action="store_true", help="overwrite existing files")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    parser.add_argument("--rank", type=int, metavar="R", help="rank to read (default: the first)")
-    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
+    add = parser.add_argument
+    add("path", type=Path, nargs="?", metavar="PATH", help="recording, trace, folder of ranks or sweep")
+    add("--from", dest="rows", type=Path, metavar="FILE", help="results.jsonl of a sweep")
+    add("-o", "--output", type=Path, metavar="FILE", help="report.html, .md, .json or a folder")
+    add("--force", action="store_true", help="overwrite existing files")
+    add("--open", action="store_true", help="open the page in the browser")
+    add_source_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the report and say where it is."""
-    from stepscope.api.files import report_target
-    from stepscope.cli.support.output import tell
-    from stepscope.cli.support.progress import Progress
-    from stepscope.cli.support.settings import ignored_rules
-    from stepscope.session import Kind, need_read_side, open_session
-
     if arguments.path is not None and arguments.rows is not None:
         raise UsageError("PATH and --from both name what to report on: leave one out")
     need_read_side()
     from stepscope.document.build import report_of
     from stepscope.render.write import check_target, write_report
 
-    with Progress("reading") as progress:
-        path, use_cache = arguments.path or arguments.rows, not arguments.no_cache
-        session = open_session(path, rank=arguments.rank, use_cache=use_cache, progress=progress)
+    with opened(arguments, arguments.path or arguments.rows) as session:
         if session.kind is Kind.STUDY:
             from stepscope.studies.write import study_of, write_study
 
@@ -60,9 +55,6 @@ def main(arguments: argparse.Namespace) -> int:
             target = check_target(arguments.output or report_target(session), arguments.force)
             written = write_report(report_of(session, ignored_rules(Path.cwd())), target)
     tell(f"stepscope: {written}")
-    if arguments.open:
-        import webbrowser
-
-        if not webbrowser.open(written.resolve().as_uri()):
-            tell("stepscope: no browser was found")
+    if arguments.open and not webbrowser.open(written.resolve().as_uri()):
+        tell("stepscope: no browser was found")
     return 0

@@ -22,10 +22,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepscope.api.reading import sql
 from stepscope.cli.support.numbers import positive
 from stepscope.cli.support.output import is_terminal, tell, write
-from stepscope.cli.support.progress import Progress
+from stepscope.cli.support.source import add_source_arguments, opened
 from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe, significant
 from stepscope.session import need_read_side
@@ -39,18 +38,14 @@ _LEAST_TEXT = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="recording, trace or folder of ranks")
-    parser.add_argument("query", metavar="QUERY", help="one SQL query, in Polars' dialect")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print all rows as a JSON list of objects")
-    form.add_argument("--csv", action="store_true", help="print all rows as CSV")
-    parser.add_argument("--tables", action=_ListTables, help="list the tables and their columns, and exit")
-    parser.add_argument("--rank", type=int, metavar="R", help="only this rank")
-    parser.add_argument(
-        "--limit", type=positive, metavar="N", help=f"at most N rows (default: {ROWS_SHOWN} on screen)"
-    )
-    parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
+    add, add_form = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("path", type=Path, metavar="PATH", help="recording, trace or folder of ranks")
+    add("query", metavar="QUERY", help="one SQL query, in Polars' dialect")
+    add_form("--json", action="store_true", help="print all rows as a JSON list of objects")
+    add_form("--csv", action="store_true", help="print all rows as CSV")
+    add("--tables", action=_ListTables, help="list the tables and their columns, and exit")
+    add("--limit", type=positive, metavar="N", help=f"at most N rows (default: {ROWS_SHOWN} on screen)")
+    add_source_arguments(parser, "only this rank")
 
 
 class _ListTables(argparse.Action):
@@ -67,15 +62,13 @@ class _ListTables(argparse.Action):
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the query and print its rows."""
-    with Progress("reading") as progress:
-        answer = sql(
-            arguments.path,
-            arguments.query,
-            rank=arguments.rank,
-            use_cache=not arguments.no_cache,
-            progress=progress,
-            warn=lambda text: tell(f"stepscope sql: {text}"),
-        )
+    need_read_side()
+    from stepscope.session.sql import refuse_other_than_query, run_query, tables_of
+
+    refuse_other_than_query(arguments.query)
+    with opened(arguments, arguments.path) as session:
+        tables = tables_of(session, lambda text: tell(f"stepscope sql: {text}"))
+        answer = run_query(tables, arguments.query)
     limit = arguments.limit or (answer.height if arguments.json or arguments.csv else ROWS_SHOWN)
     shown = answer.head(limit)
     if arguments.json:
@@ -111,21 +104,14 @@ def _as_json(frame: pl.DataFrame) -> Iterator[str]:
 def _as_csv(frame: pl.DataFrame) -> Iterator[str]:
     import polars as pl
 
-    is_on_screen = is_terminal(sys.stdout)
     try:
-        yield from (
-            _clean(text) if is_on_screen else text
-            for text in (
-                part.write_csv(include_header=part_number == 0)
-                for part_number, part in enumerate(frame.iter_slices(_ROWS_PER_CHUNK) if frame.height else [frame])
-            )
-        )
+        for number, part in enumerate(frame.iter_slices(_ROWS_PER_CHUNK) if frame.height else [frame]):
+            text = part.write_csv(include_header=number == 0)
+            if is_terminal(sys.stdout):
+                text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+            yield text
     except pl.exceptions.ComputeError:
         raise UsageError("CSV cannot hold lists: use --json") from None
-
-
-def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def _as_table(frame: pl.DataFrame, num_rows: int) -> Iterator[str]:
@@ -136,10 +122,8 @@ def _as_table(frame: pl.DataFrame, num_rows: int) -> Iterator[str]:
     if is_terminal(sys.stdout):
         widths = fit(widths, is_number, shutil.get_terminal_size((100, 24)).columns)
     for row in rows:
-        cells = (
-            f"{safe(cell, width):>{width}}" if right else f"{safe(cell, width):<{width}}"
-            for cell, width, right in zip(row, widths, is_number)
-        )
+        columns = zip(row, widths, is_number)
+        cells = (f"{safe(cell, width):{'>' if right else '<'}{width}}" for cell, width, right in columns)
         yield "  ".join(cells).rstrip() + "\n"
     if len(rows) - 1 < num_rows:
         yield f"({len(rows) - 1:,} of {plural(num_rows, 'row')}: --limit N shows more, --csv and --json give all)\n"

@@ -19,39 +19,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.support.numbers import seconds
+from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, tell, write
+from stepscope.cli.support.points import place_of
+from stepscope.cli.support.progress import Progress
 from stepscope.errors import UsageError, need_torch
+from stepscope.formatting import plural
 
 if TYPE_CHECKING:
     from stepscope.studies.execute import Plan
     from stepscope.studies.study import Measure
 
-EXIT_INTERRUPTED = 130
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
-    parser.add_argument("study", metavar="NAME", help="name of a study, or your own file")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--quick", dest="mode", action="store_const", const="quick", help="small configurations (default)"
-    )
-    mode.add_argument("--full", dest="mode", action="store_const", const="full", help="the whole investigation")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to run (default: cuda if there is one)")
-    parser.add_argument(
-        "--timeout", type=seconds, default=900.0, metavar="S", help="time limit per point in seconds (default: 900)"
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder for the study (default: runs/…)")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted study")
-    parser.add_argument("--no-report", action="store_true", help="measure only; needs only torch")
-    parser.add_argument("--dry-run", action="store_true", help="print the points without running them")
-    parser.add_argument("--quiet", action="store_true", help="suppress progress output")
+    add, add_mode = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("study", metavar="NAME", help="name of a study, or your own file")
+    for mode, about in (("quick", "small configurations (default)"), ("full", "the whole investigation")):
+        add_mode(f"--{mode}", dest="mode", action="store_const", const=mode, help=about)
+    add("--device", choices=("cpu", "cuda"), help="where to run (default: cuda if there is one)")
+    add("--timeout", type=seconds, default=900.0, metavar="S", help="time limit per point in seconds (default: 900)")
+    add("-o", "--output", type=Path, metavar="DIR", help="folder for the study (default: runs/…)")
+    add("--resume", action="store_true", help="continue an interrupted study")
+    add("--no-report", action="store_true", help="measure only; needs only torch")
+    add("--dry-run", action="store_true", help="print the points without running them")
+    add("--quiet", action="store_true", help="suppress progress output")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the study and write its report; 0 if it ran to its end, even if single points failed."""
     need_torch()
-    from stepscope.cli.support.output import fill_closed_streams, tell
-    from stepscope.cli.support.points import place_of
     from stepscope.studies.execute import begin, plan_of, run
     from stepscope.studies.registry import find_study
     from stepscope.sweep.run import default_device
@@ -67,10 +62,9 @@ def main(arguments: argparse.Namespace) -> int:
         return _dry_run(plan)
     place = place_of(arguments, "study", arguments.study)
     folder, command, again = place.folder, place.command, place.resume_command
-    begin(plan, folder, _source(arguments.study), command, arguments.resume, again)
-    from stepscope.cli.support.progress import Progress
-    from stepscope.formatting import plural
-
+    is_own = arguments.study.endswith((".py", ".toml"))
+    source = str(Path(arguments.study).resolve()) if is_own else arguments.study
+    begin(plan, folder, source, command, arguments.resume, again)
     with Progress(f"{study.name}: {plural(plan.num_points, 'point')}", silent_s=0.0) as progress:
 
         def on_row(measure: Measure, row: dict[str, Any] | None, num_done: int) -> None:
@@ -96,10 +90,6 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _source(name: str) -> str:
-    return str(Path(name).resolve()) if name.endswith((".py", ".toml")) else name
-
-
 def _line(measure: Measure, row: dict[str, Any], num_done: int, plan: Plan) -> str:
     from stepscope.analysis.comparison.sweeps import varying_axes
     from stepscope.document.sweep_table import row_line
@@ -110,9 +100,6 @@ def _line(measure: Measure, row: dict[str, Any], num_done: int, plan: Plan) -> s
 
 
 def _dry_run(plan: Plan) -> int:
-    from stepscope.cli.support.output import write
-    from stepscope.formatting import plural
-
     lines = [f"{plan.study.title} ({plan.mode}, {plan.device}): {plural(plan.num_points, 'point')}"]
     for measure in plan.study.measures:
         lines.append(f"  {measure.id:<14} {len(plan.points.get(measure.id, ())):>4}  {measure.about}")

@@ -22,36 +22,30 @@ import argparse
 from dataclasses import asdict
 
 from stepscope.cli.support.numbers import seconds
-from stepscope.cli.support.output import fill_closed_streams, print_document, tell
+from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, print_document, tell
 from stepscope.cli.support.points import add_point_arguments, add_sweep_arguments, place_of, typed_axes
+from stepscope.cli.support.progress import Progress
 from stepscope.errors import need_torch
+from stepscope.formatting import safe
 
 FLAGS = ("mode", "dtype", "compile", "sdpa", "optimizer", "device")
 EXIT_NOTHING_CORRECT = 1
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     add_point_arguments(parser, "workload to tune", FLAGS)
-    parser.add_argument("--over", default="", metavar="A,B", help="search only these knobs")
-    parser.add_argument(
-        "--memory-budget", metavar="MEMORY", help="memory limit per point, e.g. 40GiB (default: none)"
-    )
-    parser.add_argument(
-        "--minutes", type=seconds, default=10.0, metavar="M", help="time budget in minutes (default 10)"
-    )
+    add = parser.add_argument
+    add("--over", default="", metavar="A,B", help="search only these knobs")
+    add("--memory-budget", metavar="MEMORY", help="memory limit per point, e.g. 40GiB (default: none)")
+    add("--minutes", type=seconds, default=10.0, metavar="M", help="time budget in minutes (default 10)")
     add_sweep_arguments(parser, timeout_s=None)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the tuning; 0 if a point is correct."""
     need_torch()
-    from stepscope.api.axes import axes_of
     from stepscope.api.tuning import TUNE_FILE, run_tuning
-    from stepscope.cli.support.progress import Progress
     from stepscope.document.tuning import tuning_document
-    from stepscope.formatting import safe
     from stepscope.sweep.run import bytes_of
     from stepscope.sweep.tuning.descent import INTERRUPTED, TIME
 
@@ -60,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     with Progress(f"tuning {safe(arguments.workload, 40)}", silent_s=0.0) as progress:
         tuning = run_tuning(
             arguments.workload,
-            axes_of(None, typed_axes(arguments, FLAGS)),
+            typed_axes(arguments, FLAGS),
             [name.strip() for name in arguments.over.split(",") if name.strip()],
             bytes_of(arguments.memory_budget),
             arguments.minutes,

@@ -25,45 +25,37 @@ from typing import NoReturn
 
 from stepscope.api.verification import verify
 from stepscope.cli.support.numbers import positive, share
-from stepscope.cli.support.output import print_document, tell, write
-from stepscope.cli.support.progress import Doing
+from stepscope.cli.support.output import print_answer, tell, write
+from stepscope.cli.support.progress import doing
 from stepscope.errors import UsageError
 
 LIST = "list"
-ANYWHERE = ("--fix", "--rounds", "--json")
-"""Options of Stepscope that may also follow a script's name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
     _add_options(parser)
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module as TARGET"
-    )
-    parser.add_argument(
-        "target", nargs=argparse.REMAINDER, metavar="TARGET …", help="a recording, or a script and its arguments"
-    )
+    add = parser.add_argument
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module as TARGET")
+    about = "a recording, or a script and its arguments"
+    add("target", nargs=argparse.REMAINDER, metavar="TARGET …", help=about)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fix", action="append", default=[], metavar="ID", help="a fix to apply; may be repeated")
-    parser.add_argument(
-        "--rounds", type=positive, default=4, metavar="N", help="pairs of runs, without and with the fix (default 4)"
-    )
-    parser.add_argument(
-        "--warmup", type=positive, default=8, metavar="N", help="warm-up steps, not timed (default 8)"
-    )
-    parser.add_argument("--clean", type=positive, default=20, metavar="N", help="timed steps per run (default 20)")
-    parser.add_argument(
-        "--tolerance", type=share, metavar="P%", help="allowed loss difference (default: depends on the fix)"
-    )
-    parser.add_argument(
-        "--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="DIR", help="folder for the runs (default: runs/verify-…)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text (docs/verify.md)")
+    _add_options_anywhere(parser)
+    add, allowed = parser.add_argument, "allowed loss difference (default: depends on the fix)"
+    add("--warmup", type=positive, default=8, metavar="N", help="warm-up steps, not timed (default 8)")
+    add("--clean", type=positive, default=20, metavar="N", help="timed steps per run (default 20)")
+    add("--tolerance", type=share, metavar="P%", help=allowed)
+    add("--timeout", type=positive, default=1800, metavar="S", help="time limit per run in seconds (default 1800)")
+    add("-o", "--output", type=Path, metavar="DIR", help="folder for the runs (default: runs/verify-…)")
+
+
+def _add_options_anywhere(parser: argparse.ArgumentParser) -> None:
+    """Add the options that may also follow a script's name."""
+    add, pairs = parser.add_argument, "pairs of runs, without and with the fix (default 4)"
+    add("--fix", action="append", default=[], metavar="ID", help="a fix to apply; may be repeated")
+    add("--rounds", type=positive, default=4, metavar="N", help=pairs)
+    add("--json", action="store_true", help="print JSON instead of text (docs/verify.md)")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if not words:
         raise UsageError("name a recording or a script: stepscope verify runs/baseline --fix autocast")
-    with Doing() as doing:
+    with doing() as show:
         verification = verify(
             *words,
             fix=arguments.fix,
@@ -87,12 +79,10 @@ def main(arguments: argparse.Namespace) -> int:
             tolerance=arguments.tolerance,
             timeout_s=arguments.timeout,
             output=arguments.output,
-            on_line=doing,
+            on_line=show,
             warn=lambda warning: tell(f"stepscope verify: {warning}"),
         )
-    from stepscope.document.verification import verification_document
-
-    print_document(lambda: verification_document(verification), verification.to_json, arguments.json)
+    print_answer(verification, arguments.json)
     return verification.exit_code
 
 
@@ -107,23 +97,11 @@ def _own_options(arguments: argparse.Namespace) -> list[str]:
     if not words:
         return []
     parser = _Rest(add_help=False, allow_abbrev=False)
-    _add_options(parser)
     if not arguments.module and Path(words[0]).is_dir():
+        _add_options(parser)
         parser.parse_args(words[1:], arguments)  # a recording has no arguments
         return words[:1]
-    ours, theirs, position = [], words[:1], 1
-    while position < len(words):
-        word = words[position]
-        if word == "--":
-            theirs += words[position + 1 :]
-            break
-        name, equals, _ = word.partition("=")
-        length = 1 if equals or name == "--json" else 2
-        if name in ANYWHERE:
-            ours += words[position : position + length]
-        else:
-            length = 1
-            theirs.append(word)
-        position += length
-    parser.parse_args(ours, arguments)
-    return theirs
+    _add_options_anywhere(parser)
+    end = words.index("--") if "--" in words else len(words)
+    _, theirs = parser.parse_known_args(words[1:end], arguments)
+    return [words[0], *theirs, *words[end + 1 :]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,23 @@ class Ceilings:
     measured_at: str  # ISO 8601, UTC
     torch_version: str
 
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields but the name, as they are stored."""
+        return {name: value for name, value in asdict(self).items() if name != "name"}
+
 
 def ceilings_path() -> Path:
     """Return the file of ceilings, in `$STEPSCOPE_CACHE`, `$XDG_CACHE_HOME/stepscope` or `~/.cache/stepscope`."""
-    folder = os.environ.get("STEPSCOPE_CACHE")
+    folder, cache = os.environ.get("STEPSCOPE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if folder:
         return Path(folder) / CEILINGS_FILE
-    cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "stepscope" / CEILINGS_FILE
 
 
 def load_ceilings(name: str) -> Ceilings | None:
     """Return the ceilings stored for exactly this device name, or None."""
+    if name.endswith(" CPU"):  # names of older recordings: any machine of an architecture
+        return None
     entry: Any = _read().get(name)
     try:
         return Ceilings(
@@ -54,17 +59,12 @@ def load_ceilings(name: str) -> Ceilings | None:
 
 def save_ceilings(ceilings: Ceilings) -> Path:
     """Store `ceilings` in place of older ones of the same device, and return the path written."""
-    entry = {
-        "matmul_flops": dict(ceilings.matmul_flops),
-        "copy_bytes_per_s": ceilings.copy_bytes_per_s,
-        "measured_at": ceilings.measured_at,
-        "torch_version": ceilings.torch_version,
-    }
     try:
         path = ceilings_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(_read() | {ceilings.name: entry}, indent=1) + "\n", encoding="utf-8")
+        entries = _read() | {ceilings.name: ceilings.to_json()}
+        temporary.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
         raise StepscopeError(

@@ -66,17 +66,8 @@ def _words(name: str) -> set[str]:
 @cache
 def _devices() -> Mapping[str, Device]:
     table = json.loads(PEAKS_FILE.read_text(encoding="utf-8"))["devices"]
-    return {
-        name: Device(
-            name=name,
-            peak_flops=MappingProxyType(entry["peak_flops"]),
-            memory_bytes=entry["memory_bytes"],
-            bandwidth_bytes_per_s=entry["bandwidth_bytes_per_s"],
-            compute_capability=tuple(entry["compute_capability"]) if "compute_capability" in entry else None,
-            num_processors=entry.get("num_processors"),
-            visible_bytes=entry.get("visible_bytes"),
-            source=entry["source"],
-            note=entry.get("note", ""),
-        )
-        for name, entry in table.items()
-    }
+    for entry in table.values():
+        entry["peak_flops"] = MappingProxyType(entry["peak_flops"])
+        if "compute_capability" in entry:
+            entry["compute_capability"] = tuple(entry["compute_capability"])
+    return {name: Device(name=name, **entry) for name, entry in table.items()}

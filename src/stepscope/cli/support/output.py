@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from stepscope.document.model import Document
 
 
+EXIT_INTERRUPTED = 130
+
+
 def print_card(card: Card, as_json: bool, stream: TextIO | None = None) -> None:
     """Print a card on the terminal, or as JSON."""
     from stepscope.document.card import card_document
@@ -55,6 +58,13 @@ def print_document(
         return terminal_text(document(), whole, color, num_rows)
 
     print_result(to_json, to_text, as_json)
+
+
+def print_answer(result: Any, as_json: bool, *options: Any, is_wide: bool = False) -> None:
+    """Print a result on the terminal as the API shows it, or as JSON; `options` are those of its document."""
+    from stepscope.api.displays import document_of
+
+    print_document(lambda: document_of(result, *options), result.to_json, as_json, is_wide=is_wide)
 
 
 def write(parts: Iterable[str], stream: TextIO | None = None) -> None:

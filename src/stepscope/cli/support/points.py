@@ -7,12 +7,14 @@ import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepscope.cli.support.numbers import seconds
 
 if TYPE_CHECKING:
+    from stepscope.sweep.grid import Axes, Point
     from stepscope.sweep.run import Place
+    from stepscope.workloads.workload import Workload
 
 # Flags for the knobs that are set most; each is also a key of --set.
 RUN_FLAGS = {
@@ -31,40 +33,44 @@ RUN_FLAGS = {
 
 def add_point_arguments(parser: argparse.ArgumentParser, about: str, flags: Iterable[str]) -> None:
     """Add WORKLOAD, --preset, --set and some of RUN_FLAGS."""
-    parser.add_argument("workload", metavar="WORKLOAD", help=about)
-    parser.add_argument("--preset", metavar="A,B", help="presets of the workload")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=V1,V2", help="one or more values for a knob"
-    )
+    add = parser.add_argument
+    add("workload", metavar="WORKLOAD", help=about)
+    add("--preset", metavar="A,B", help="presets of the workload")
+    add("--set", action="append", default=[], metavar="KEY=V1,V2", help="one or more values for a knob")
     for name in flags:
-        parser.add_argument(f"--{name}", metavar="V1,V2", help=RUN_FLAGS[name])
+        add(f"--{name}", metavar="V1,V2", help=RUN_FLAGS[name])
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser, timeout_s: float | None = 600.0) -> None:
     """Add the options of every verb that writes rows to a folder."""
-    default = "see docs/tune.md" if timeout_s is None else f"{timeout_s:g}"
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        default=timeout_s,
-        metavar="S",
-        help=f"time limit per point in seconds (default: {default})",
-    )
-    parser.add_argument("--start", choices=("fork", "spawn"), help="how to start processes (default: fork)")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder for the results (default: runs/…)")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--quiet", action="store_true", help="suppress progress output")
+    add, default = parser.add_argument, "see docs/tune.md" if timeout_s is None else f"{timeout_s:g}"
+    limit = f"time limit per point in seconds (default: {default})"
+    add("--timeout", type=seconds, default=timeout_s, metavar="S", help=limit)
+    add("--start", choices=("fork", "spawn"), help="how to start processes (default: fork)")
+    add("-o", "--output", type=Path, metavar="DIR", help="folder for the results (default: runs/…)")
+    add("--resume", action="store_true", help="continue an interrupted run")
+    add("--json", action="store_true", help="print JSON instead of text")
+    add("--quiet", action="store_true", help="suppress progress output")
 
 
-def typed_axes(arguments: argparse.Namespace, flags: Iterable[str]) -> dict[str, list[str]]:
+def typed_axes(arguments: argparse.Namespace, flags: Iterable[str]) -> Axes:
     """Return what was typed after --preset, --set and those flags, as axes of a grid."""
-    from stepscope.sweep.grid import Grid
+    from stepscope.sweep.grid import Grid, listed
 
     names = [name.replace("-", "_") for name in flags]
     typed = {name: values for name in ("preset", *names) if (values := getattr(arguments, name)) is not None}
     preset = [f"preset={typed.pop('preset')}"] if "preset" in typed else []
-    return Grid.words([*preset, *arguments.set, *(f"{name}={values}" for name, values in typed.items())])
+    return listed(Grid.words([*preset, *arguments.set, *(f"{name}={values}" for name, values in typed.items())]))
+
+
+def typed_points(
+    arguments: argparse.Namespace, flags: Iterable[str], **defaults: Any
+) -> tuple[Workload[Any], list[Point]]:
+    """Return the workload that was typed, and the points of its axes."""
+    from stepscope.sweep.run import find_workload, grid_points
+
+    workload = find_workload(arguments.workload)
+    return workload, grid_points(workload, typed_axes(arguments, flags), **defaults)
 
 
 def place_of(arguments: argparse.Namespace, verb: str, subject: str) -> Place:

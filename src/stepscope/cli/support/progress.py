@@ -5,16 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from stepscope.cli.support.output import is_terminal, tell
 
 _SILENT_S = 1.0
 _EVERY_S = 0.1
 _WIDTH = 24
-_LEAST_SHARE = 0.02
-"""Below this share of the work, the time left cannot be estimated."""
+_LEAST_SHARE = 0.02  # below this share of the work, the time left cannot be estimated
 
 
 class Progress:
@@ -33,9 +32,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.clear()
 
     def clear(self) -> None:
@@ -67,22 +64,17 @@ class Progress:
         return f"{(now - self._start) * (1 - share) / done:.0f} s left" if done > _LEAST_SHARE else ""
 
 
-class Doing:
-    """A line on standard error that says what is being done; it disappears when the work ends."""
+@contextmanager
+def doing() -> Iterator[Callable[[str], None]]:
+    """Yield a function that says on standard error what is being done; the line disappears when the work ends."""
+    is_shown = is_terminal(sys.stderr)
 
-    def __init__(self) -> None:
-        self._is_shown = is_terminal(sys.stderr)
+    def show(what: str) -> None:
+        if is_shown:
+            tell(f"\r{what[: shutil.get_terminal_size().columns - 3]} …\x1b[K", end="")
 
-    def __enter__(self) -> Doing:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._is_shown:
+    try:
+        yield show
+    finally:
+        if is_shown:
             tell("\r\x1b[K", end="")
-
-    def __call__(self, what: str) -> None:
-        if self._is_shown:
-            width = shutil.get_terminal_size().columns
-            tell(f"\r{what[: width - 3]} …\x1b[K", end="")

@@ -25,11 +25,8 @@ SWITCHES = {"flash": "flash_sdp", "efficient": "mem_efficient_sdp", "cudnn": "cu
 """The names in `torch.backends.cuda` that enable each backend."""
 MAX_DIFFERENT = 200  # distinct shapes, modules and places that are recorded
 
-_HEADINGS = {
-    "flash": re.compile(r"(?i)^flash.*not used because"),
-    "efficient": re.compile(r"(?i)^mem\w*[ -]efficient.*not used because"),
-    "cudnn": re.compile(r"(?i)^cudnn.*not used because"),
-}
+_NAMES = {"flash": "flash", "efficient": r"mem\w*[ -]efficient", "cudnn": "cudnn"}  # as torch writes them
+_HEADINGS = {name: re.compile(rf"(?i)^{written}.*not used because") for name, written in _NAMES.items()}
 _ORIGIN = re.compile(r"\s*\(Triggered internally at .*\)\s*$", re.DOTALL)
 
 
@@ -42,8 +39,7 @@ class AttentionCalls:
         self._entries: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._asked: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.num_dropped = 0
-        self.error: str | None = None
-        """The first error of the observer, which must not end a training run."""
+        self.error: str | None = None  # the first error of the observer, which must not end a training run
 
     def start(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")

@@ -76,10 +76,10 @@ def _tested(overload: str, device_type: str, low: torch.dtype) -> str:
         return OTHER
     try:
         wide, narrow, both = (_seen(op, device_type, low, dtypes) for dtypes in ((_WIDE,), (low,), (low, _WIDE)))
-    except _Refused:
-        return REFUSED
     except TypeError:  # an argument of a type that cannot be made up
         return OTHER
+    if wide is None or narrow is None or both is None:
+        return REFUSED
     if low in wide:
         return LOW
     if _WIDE in narrow:
@@ -89,10 +89,6 @@ def _tested(overload: str, device_type: str, low: torch.dtype) -> str:
 
 class _Stop(BaseException):
     """Raised when the op has passed autocast."""
-
-
-class _Refused(Exception):
-    pass
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[misc]  # torch is not type checked here
@@ -113,8 +109,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         raise _Stop
 
 
-def _seen(op: Any, device_type: str, low: torch.dtype, dtypes: Sequence[torch.dtype]) -> set[Any]:
-    """Return the dtypes to which autocast casts arguments of these dtypes."""
+def _seen(op: Any, device_type: str, low: torch.dtype, dtypes: Sequence[torch.dtype]) -> set[Any] | None:
+    """Return the dtypes to which autocast casts arguments of these dtypes; None if it refuses the op."""
     watch = _Watch()
     args, kwargs = _arguments(op._schema, device_type, dtypes)
     try:
@@ -125,7 +121,7 @@ def _seen(op: Any, device_type: str, low: torch.dtype, dtypes: Sequence[torch.dt
         pass
     except RuntimeError as error:
         if "unsafe to autocast" in str(error):
-            raise _Refused from None
+            return None
     except (TypeError, ValueError, IndexError, NotImplementedError):
         pass  # raised by the op, after autocast has cast its arguments
     return watch.targets

@@ -18,7 +18,7 @@ from stepscope.recorder.ledger.storages import tensors_in
 from stepscope.recorder.model import parameter_facts
 from stepscope.recorder.precision import autocast_policy
 from stepscope.recorder.precision.dtype_calls import Functions, ModuleDtypes, NormCall, logits_in, short, tensors_of
-from stepscope.recorder.precision.dtype_ledger import DtypeLedger, OpKey
+from stepscope.recorder.precision.dtype_ledger import DtypeLedger
 from stepscope.recorder.precision.settings import precision_settings
 
 SCHEMA_VERSION = 1
@@ -30,34 +30,6 @@ AUTOCAST_OFF, INPUTS, NORM_MISMATCH = "autocast_off", "inputs", "norm_mismatch"
 
 class BadAudit(ValueError):
     """The request cannot be audited."""
-
-
-def audit_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    autocast: torch.dtype | None,
-    loss: Callable[[Any], torch.Tensor] | None,
-    optimizer: Callable[[Iterable[torch.Tensor]], Any] | None,
-    num_micro_batches: int,
-) -> dict[str, Any]:
-    """Return the audit of a module that is called with these arguments."""
-    if not isinstance(module, nn.Module):
-        raise BadAudit(f"audit needs a torch.nn.Module, not {type(module).__name__}")
-    if autocast is not None and autocast not in (torch.bfloat16, torch.float16):
-        raise BadAudit(f"autocast={autocast!r} is not supported: use torch.bfloat16, torch.float16, or leave it out")
-    if num_micro_batches < 1:
-        raise BadAudit(f"micro_batches={num_micro_batches} must be 1 or more")
-    facts = audit_dtypes(
-        module,
-        lambda: module(*args, **kwargs),
-        inputs=(args, kwargs),
-        loss=loss,
-        autocast=autocast,
-        optimizer=optimizer or torch.optim.AdamW,
-        num_micro_batches=num_micro_batches,
-    )
-    return {**facts, "workload": type(module).__name__}
 
 
 def audit_dtypes(
@@ -84,9 +56,8 @@ def audit_dtypes(
     if contexts is None:
         contexts = (lambda: torch.autocast(device_type, dtype=autocast)) if autocast is not None else nullcontext
     phase: list[str] = [FORWARD]
-    micro_batches = range(num_micro_batches)
     functions, modules = Functions(device_type), ModuleDtypes(module)
-    ledger = DtypeLedger(module, [], lambda: phase[-1], functions, device_type, autocast)
+    ledger = DtypeLedger(module, [], lambda: phase[-1], functions, device_type, autocast, num_micro_batches)
     found: dict[str, Any] = {"logits": None, "loss": None, "gradients": [], "optimizer_state": []}
     found_logits = None
     with _as_it_was(module, inputs):
@@ -97,13 +68,14 @@ def audit_dtypes(
         ledger.start()
         ledger.note_batch(tensors_in(inputs))
         try:
-            for micro_batch in micro_batches:
+            for micro_batch in range(num_micro_batches):
                 ledger.micro_batch = micro_batch
                 phase.append(FORWARD)
                 with functions, contexts():
                     out = forward()
                     out = out if loss is None else loss(out)
-                number = _loss_in(out)
+                scalars = (each for each in tensors_of(out) if each.is_floating_point() and not each.dim())
+                number = next(scalars, None)
                 found["loss"] = None if number is None else short(number.dtype)
                 if has_backward:
                     phase.append(BACKWARD)
@@ -127,6 +99,8 @@ def audit_dtypes(
         finally:
             ledger.stop()
             modules.stop()
+    for row in ledger.ops.values():
+        row["reason"], row["detail"] = _why_float32(row, device_type, autocast)
     made = modules.logits if found_logits is None else found_logits.dtype
     found["logits"] = None if made is None else short(made)
     weights = {parameter.dtype for parameter in module.parameters()}
@@ -142,13 +116,8 @@ def audit_dtypes(
         "parameters": parameter_facts(module.parameters())["bytes_by_dtype"],
         **found,
         "modules": [row for row in modules.rows.values() if row["num_calls"]],
-        "ops": [_op_row(key, count, device_type, autocast) for key, count in ledger.ops.items()],
-        "casts": [
-            {**vars(key), "num_by_micro_batch": [count.num_by_micro_batch.get(n, 0) for n in micro_batches],
-             "read_bytes": count.read_bytes, "written_bytes": count.written_bytes, "num_again": count.num_again,
-             "again_bytes": count.again_bytes}
-            for key, count in ledger.casts.items()
-        ],
+        "ops": list(ledger.ops.values()),
+        "casts": list(ledger.casts.values()),
         "weight_casts": {
             "num_parameters": len(ledger.weights_cast),
             "parameter_bytes": sum(ledger.weights_cast.values()),
@@ -157,31 +126,28 @@ def audit_dtypes(
         "norms": _norm_rows(functions.norms, device_type, autocast),
         "flops_by_dtype": ledger.flops(compiled=False)["model_flops_by_dtype"],
         "error": ledger.error,
-    }  # fmt: skip
+    }
 
 
-def _op_row(key: OpKey, count: Any, device_type: str, autocast: torch.dtype | None) -> dict[str, Any]:
-    reason, detail = _why_float32(key, device_type, autocast)
-    return {**vars(key), "inputs": list(key.inputs), **vars(count), "reason": reason, "detail": detail}
-
-
-def _why_float32(key: OpKey, device_type: str, autocast: torch.dtype | None) -> tuple[str | None, str | None]:
+def _why_float32(
+    row: dict[str, Any], device_type: str, autocast: torch.dtype | None
+) -> tuple[str | None, str | None]:
     """Return why an op of the forward computed in float32, and a related name; (None, None) if it did not."""
-    if key.phase != FORWARD or (key.output != "float32" and key.inputs != ("float32",)):
+    if row["phase"] != FORWARD or (row["output"] != "float32" and row["inputs"] != ["float32"]):
         return None, None
     if autocast is not None:
-        names = [key.op.removeprefix("aten."), *([key.function] if key.function else [])]
+        if not row["autocast"]:
+            return AUTOCAST_OFF, None
+        names = [row["op"].removeprefix("aten."), *([row["function"]] if row["function"] else [])]
         name = autocast_policy.listed_name(device_type, names)
         policy = None if name is None else autocast_policy.policy(device_type, name, autocast)
-        if not key.autocast:
-            return AUTOCAST_OFF, None
         if policy == autocast_policy.FLOAT32:
             return FP32_LIST, name
         if policy == autocast_policy.WIDEST:
             return PROMOTE_LIST, name
-    if key.is_mixed_norm:
-        return NORM_MISMATCH, key.function
-    return (PROMOTION if len(key.inputs) > 1 else INPUTS), key.origin
+    if row["is_mixed_norm"]:
+        return NORM_MISMATCH, row["function"]
+    return (PROMOTION if len(row["inputs"]) > 1 else INPUTS), row["origin"]
 
 
 def _norm_rows(calls: list[NormCall], device_type: str, autocast: torch.dtype | None) -> list[dict[str, Any]]:
@@ -209,10 +175,8 @@ def _norm_rows(calls: list[NormCall], device_type: str, autocast: torch.dtype | 
 def _has_fused(function: str, dtype: torch.dtype, device_type: str) -> bool:
     """Return whether a small norm of one dtype runs as a fused op on this device, by running one."""
     functions = Functions(device_type)
-    norm = nn.Module()
-    ledger = DtypeLedger(norm, [], lambda: FORWARD, functions, device_type, None)
-    x = torch.ones(2, 8, dtype=dtype, device=device_type, requires_grad=True)
-    weight = torch.ones(8, dtype=dtype, device=device_type, requires_grad=True)
+    ledger = DtypeLedger(nn.Module(), [], lambda: FORWARD, functions, device_type, None)
+    x, weight = (torch.ones(*s, 8, dtype=dtype, device=device_type, requires_grad=True) for s in ((2,), ()))
     ledger.start()
     try:
         with functions:
@@ -229,18 +193,11 @@ def _backward(out: Any) -> None:
 
 def _copies(module: nn.Module) -> list[torch.Tensor]:
     """Return copies of the parameters that have a gradient, with the gradient."""
-    copies: list[torch.Tensor] = []
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            copy = nn.Parameter(parameter.detach().clone())
-            copy.grad = parameter.grad
-            copies.append(copy)
+    given = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    copies: list[torch.Tensor] = [nn.Parameter(parameter.detach().clone()) for parameter in given]
+    for copy, parameter in zip(copies, given):
+        copy.grad = parameter.grad
     return copies
-
-
-def _loss_in(out: Any) -> torch.Tensor | None:
-    """Return the first floating-point tensor without dimensions."""
-    return next((tensor for tensor in tensors_of(out) if tensor.is_floating_point() and not tensor.dim()), None)
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ class Functions(TorchFunctionMode):  # type: ignore[misc]  # torch is not type c
         self._open.append((name, bool(torch.is_autocast_enabled(self._device_type))))
         try:
             if name in NORMS:
-                self.norms.append(NormCall.of(name, args, kwargs, self._open[-1][1]))
+                given = kwargs.get("input", args[0] if args else None)
+                weight = kwargs.get("weight", args[NORMS[name]] if len(args) > NORMS[name] else None)
+                dtypes = given.dtype, None if weight is None else weight.dtype
+                self.norms.append(NormCall(name, *dtypes, caller(), self._open[-1][1]))
             return func(*args, **kwargs)
         finally:
             self._open.pop()
@@ -80,12 +84,6 @@ class NormCall:
     module: str | None = None
     ops: list[str] = field(default_factory=list)
 
-    @staticmethod
-    def of(function: str, args: Any, kwargs: Any, autocast: bool) -> NormCall:
-        given = kwargs.get("input", args[0] if args else None)
-        weight = kwargs.get("weight", args[NORMS[function]] if len(args) > NORMS[function] else None)
-        return NormCall(function, given.dtype, None if weight is None else weight.dtype, caller(), autocast)
-
     @property
     def is_mixed(self) -> bool:
         return self.weight is not None and self.weight != self.input
@@ -102,34 +100,28 @@ class ModuleDtypes:
         self._root = root
         self._handles: list[Handle] = []
         self.rows: dict[str, dict[str, Any]] = {}
-        self.logits: torch.dtype | None = None
-        """The dtype of what the root returned besides a loss."""
+        self.logits: torch.dtype | None = None  # the dtype of what the root returned besides a loss
 
     def start(self) -> None:
         for name, module in self._root.named_modules():
             own = {short(parameter.dtype) for parameter in module.parameters(recurse=False)}
             row = {"name": plain_name(name), "kind": type(module).__name__, "parameters": sorted(own)}
             self.rows[plain_name(name)] = {**row, "inputs": [], "outputs": [], "num_calls": 0}
-            self._handles.append(module.register_forward_pre_hook(self._before(plain_name(name)), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(plain_name(name))))
+            enter, leave = (partial(hook, plain_name(name)) for hook in (self._enter, self._leave))
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(leave))
 
     def stop(self) -> None:
         remove_all(self._handles)
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.rows[name]["num_calls"] += 1
-            _add(self.rows[name]["inputs"], (args, kwargs))
+    def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.rows[name]["num_calls"] += 1
+        _add(self.rows[name]["inputs"], (args, kwargs))
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            _add(self.rows[name]["outputs"], output)
-            if not name and (logits := logits_in(output)) is not None:
-                self.logits = logits.dtype
-
-        return hook
+    def _leave(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        _add(self.rows[name]["outputs"], output)
+        if not name and (logits := logits_in(output)) is not None:
+            self.logits = logits.dtype
 
 
 def _add(dtypes: list[str], given: Any) -> None:

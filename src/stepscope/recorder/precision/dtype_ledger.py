@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,57 +28,6 @@ _NO_COMPUTATION = (
 )
 
 
-@dataclass(frozen=True)
-class OpKey:
-    """Calls of an op are counted together if all of these are equal."""
-
-    op: str
-    function: str | None
-    phase: str
-    inputs: tuple[str, ...]
-    output: str | None
-    autocast: bool
-    """Whether the program had autocast on."""
-    origin: str | None
-    """Where its float32 arguments come from."""
-    is_mixed_norm: bool
-
-
-@dataclass
-class OpCount:
-    """How often an op was called with these dtypes, and where first."""
-
-    num_calls: int
-    module: str | None
-    caller: str | None
-
-
-@dataclass(frozen=True)
-class CastKey:
-    """Casts are counted together if all of these are equal."""
-
-    source: str
-    target: str
-    phase: str
-    by: str
-    of: str
-    function: str | None
-    module: str | None
-    caller: str | None
-
-
-@dataclass
-class CastCount:
-    """Casts of one kind: their number by micro-batch, and the bytes they moved."""
-
-    num_by_micro_batch: dict[int, int]
-    read_bytes: int = 0
-    written_bytes: int = 0
-    num_again: int = 0
-    """Casts of an unchanged tensor that the same forward had already cast to the same dtype."""
-    again_bytes: int = 0
-
-
 class DtypeLedger(Ledger):
     """A ledger that also records dtypes. `functions` must be active meanwhile; `micro_batch` is set from outside."""
 
@@ -91,13 +39,15 @@ class DtypeLedger(Ledger):
         functions: Functions,
         device_type: str,
         autocast: torch.dtype | None,
+        num_micro_batches: int = 1,
     ) -> None:
         super().__init__([root], optimizers, phase, callers=True)
         self._functions, self._device_type, self._autocast = functions, device_type, autocast
         self._asked_by = caller()
+        self._num_micro_batches = num_micro_batches
         self.micro_batch = 0
-        self.ops: dict[OpKey, OpCount] = {}
-        self.casts: dict[CastKey, CastCount] = {}
+        self.ops: dict[Any, dict[str, Any]] = {}  # rows of docs/precision.md, by what is equal in the calls of a row
+        self.casts: dict[Any, dict[str, Any]] = {}
         self.weights_cast: dict[int, int] = {}  # parameter index -> its bytes
         self.num_weight_uses = 0
         self._origins: dict[int, str] = {}  # storage -> where its float32 comes from
@@ -127,10 +77,13 @@ class DtypeLedger(Ledger):
         phase = self._phase() or OTHER
         given = list(tensors_in((args, kwargs)))
         made = list(tensors_in(out))
+        is_copy = op.name in ("aten._to_copy", "aten.copy_") and given and made
+        source = given[-1 if op.name == "aten.copy_" else 0] if is_copy else None
+        is_cast = source is not None and source.dtype != made[0].dtype
         if phase == OTHER:
             pass  # the audit's own ops
-        elif op.name in ("aten._to_copy", "aten.copy_") and _is_cast(op, given, made):
-            self._note_cast(op, given, made[0], phase)
+        elif source is not None and is_cast and source.is_floating_point() and made[0].is_floating_point():
+            self._note_cast(source, made[0], phase)
         elif not op.is_view:
             self._note_op(op, given, made, phase)
         super()._count(op, func, args, kwargs, out)
@@ -140,27 +93,31 @@ class DtypeLedger(Ledger):
         who = caller() or self._backward_caller
         return None if who == self._asked_by else who
 
-    def _note_cast(self, op: Op, given: list[torch.Tensor], made: torch.Tensor, phase: str) -> None:
-        source = given[-1] if op.name == "aten.copy_" else given[0]
+    def _note_cast(self, source: torch.Tensor, made: torch.Tensor, phase: str) -> None:
         source_key = storage_key(source)
         (function, autocast), who = self._functions.current(), self._caller()
         is_weight = source_key in self._parameter_of
         by = self._who(function, autocast, phase, is_weight)
         of = WEIGHT if is_weight else GRADIENT if by == BY_BACKWARD else ACTIVATION
-        key = CastKey(short(source.dtype), short(made.dtype), phase, by, of, function, self.module(), who)
-        entry = self.casts.setdefault(key, CastCount({}))
-        entry.num_by_micro_batch[self.micro_batch] = entry.num_by_micro_batch.get(self.micro_batch, 0) + 1
-        num_bytes = source.numel() * source.element_size(), source.numel() * made.element_size()
-        entry.read_bytes += num_bytes[0]
-        entry.written_bytes += num_bytes[1]
+        kind = {
+            "source": short(source.dtype), "target": short(made.dtype), "phase": phase, "by": by, "of": of,
+            "function": function, "module": self.module(), "caller": who,
+        }  # fmt: skip
+        sums = {"read_bytes": 0, "written_bytes": 0, "num_again": 0, "again_bytes": 0}
+        new = {**kind, "num_by_micro_batch": [0] * self._num_micro_batches, **sums}
+        entry = self.casts.setdefault(tuple(kind.values()), new)
+        read_bytes, written_bytes = (source.numel() * tensor.element_size() for tensor in (source, made))
+        entry["num_by_micro_batch"][self.micro_batch] += 1
+        entry["read_bytes"] += read_bytes
+        entry["written_bytes"] += written_bytes
         place = (source_key, source.storage_offset(), source.shape, source._version, made.dtype, self.micro_batch)
-        if phase == FORWARD and place in self._cast_before:
-            entry.num_again += 1
-            entry.again_bytes += sum(num_bytes)
+        if phase == FORWARD and place in self._cast_before:  # unchanged, and already cast to the same dtype
+            entry["num_again"] += 1
+            entry["again_bytes"] += read_bytes + written_bytes
         self._cast_before.add(place)
         if is_weight and by == BY_AUTOCAST:
             assert source_key is not None
-            self.weights_cast[self._parameter_of[source_key]] = source.numel() * source.element_size()
+            self.weights_cast[self._parameter_of[source_key]] = read_bytes
         self._set_origin([made], f"a cast at {who}" if by == BY_CODE and who else None)
 
     def _who(self, function: str | None, autocast: bool, phase: str, is_weight: bool) -> str:
@@ -190,25 +147,27 @@ class DtypeLedger(Ledger):
             norm.ops.append(op.name)
             norm.module = norm.module or self.module()
         origin = self._origin(floating)
-        inputs = tuple(dict.fromkeys(short(tensor.dtype) for tensor in floating))
-        key = OpKey(
-            op=op.name,
-            function=function,
-            phase=phase,
-            inputs=inputs,
-            output=short(results[0].dtype) if results else None,
-            autocast=autocast,
-            origin=origin if phase == FORWARD else None,
-            is_mixed_norm=norm is not None and norm.is_mixed,
-        )
-        entry = self.ops.get(key)
-        if entry is None:
-            entry = self.ops[key] = OpCount(0, self.module(), self._caller())
-        entry.num_calls += 1
+        row = {
+            "op": op.name,
+            "function": function,
+            "phase": phase,
+            "inputs": list(dict.fromkeys(short(tensor.dtype) for tensor in floating)),
+            "output": short(results[0].dtype) if results else None,
+            "autocast": autocast,  # whether the program had it on
+            "origin": origin if phase == FORWARD else None,
+            "is_mixed_norm": norm is not None and norm.is_mixed,
+        }
+        key = tuple(map(str, row.values()))
+        if key not in self.ops:
+            self.ops[key] = {**row, "num_calls": 0, "module": self.module(), "caller": self._caller()}
+        self.ops[key]["num_calls"] += 1
         if phase == FORWARD and self._autocast is not None:
             low = {storage_key(tensor) for tensor in floating if tensor.dtype is self._autocast}
             self.num_weight_uses += len(low & self._parameter_of.keys())
-        self._set_origin(made, self._passed_on(op, function, origin))
+        if self._autocast is not None:
+            name = listed_name(self._device_type, [op.name.removeprefix("aten."), *([function] if function else [])])
+            origin = origin if name is None else f"{name}, which autocast knows"
+        self._set_origin(made, origin)
 
     def _origin(self, floating: list[torch.Tensor]) -> str | None:
         """Return where an op's float32 arguments come from: the batch, a cast, parameters, or an op on a list."""
@@ -220,13 +179,6 @@ class DtypeLedger(Ledger):
             return "float32 parameters"
         return found[0] if found else None
 
-    def _passed_on(self, op: Op, function: str | None, origin: str | None) -> str | None:
-        if self._autocast is not None:
-            name = listed_name(self._device_type, [op.name.removeprefix("aten."), *([function] if function else [])])
-            if name is not None:
-                return f"{name}, which autocast knows"
-        return origin
-
     def _set_origin(self, made: Iterable[torch.Tensor], origin: str | None) -> None:
         for tensor in made:
             key = storage_key(tensor)
@@ -236,10 +188,3 @@ class DtypeLedger(Ledger):
                 self._origins.pop(key, None)
             else:
                 self._origins[key] = origin
-
-
-def _is_cast(op: Op, given: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-    if not made or not given:
-        return False
-    source = given[-1] if op.name == "aten.copy_" else given[0]
-    return bool(source.dtype != made[0].dtype and source.is_floating_point() and made[0].is_floating_point())

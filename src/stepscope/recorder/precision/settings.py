@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,10 +36,8 @@ def precision_settings() -> dict[str, Setting]:
     with _quiet():
         return {
             "float32_matmul_precision": _matmul_precision(),
-            "cuda.matmul.allow_tf32": _is_tf32("cuda", "matmul", lambda: matmul.allow_tf32),
-            "cudnn.allow_tf32": any(
-                _is_tf32(*place, lambda: torch.backends.cudnn.allow_tf32) for place in _OWN["cudnn"]
-            ),
+            "cuda.matmul.allow_tf32": _is_tf32("matmul", ("cuda", "matmul")),
+            "cudnn.allow_tf32": any(_is_tf32("cudnn", place) for place in _OWN["cudnn"]),
             **{f"cuda.matmul.{name}": bool(getattr(matmul, name)) for name in REDUCTIONS},
         }
 
@@ -60,8 +57,7 @@ class PrecisionChange:
         self, before: dict[str, Setting], after: dict[str, Setting], restore: list[Callable[[], None]]
     ) -> None:
         self.changed = {name: Changed(old, after[name]) for name, old in before.items() if old != after[name]}
-        self.settings = after
-        """All settings, as they are after the call."""
+        self.settings = after  # all settings, as they are after the call
         self._restore = restore
 
     def undo(self) -> None:
@@ -74,7 +70,7 @@ class PrecisionChange:
     def __enter__(self) -> PrecisionChange:
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:
@@ -86,37 +82,26 @@ class PrecisionChange:
 
 
 def configure_precision(
-    allow_tf32: bool | None = None,
-    allow_bf16_reduced_precision_reduction: bool | None = None,
-    allow_fp16_reduced_precision_reduction: bool | None = None,
-    matmul_precision: str | None = None,
+    allow_tf32: bool | None, matmul_precision: str | None, reductions: dict[str, bool | None]
 ) -> PrecisionChange:
     """Set torch's precision settings; None leaves one unchanged. Raises ValueError if arguments are contradictory.
 
-    `allow_tf32` applies to matrix products and to cuDNN convolutions, which torch sets separately.
-
-    >>> with configure_precision(allow_tf32=True) as precision:
-    ...     precision_settings()["cuda.matmul.allow_tf32"]
-    True
+    `allow_tf32` applies to matrix products and to cuDNN convolutions, which torch sets separately. `reductions` are
+    values by the names in `REDUCTIONS`.
     """
-    reductions = dict(
-        zip(REDUCTIONS, (allow_bf16_reduced_precision_reduction, allow_fp16_reduced_precision_reduction))
-    )
     _check(allow_tf32, matmul_precision, reductions)
     before, restore = precision_settings(), []
     with _quiet():
         if matmul_precision is not None:
             restore.append(_remembered_matmul())
             torch.set_float32_matmul_precision(matmul_precision)
-        elif allow_tf32 is not None and not _agrees(
-            "matmul", lambda: torch.backends.cuda.matmul.allow_tf32, allow_tf32
-        ):
+        elif allow_tf32 is not None and not _agrees("matmul", allow_tf32):
             restore.append(_remembered_matmul())
             if allow_tf32:
                 torch.backends.cuda.matmul.allow_tf32 = True
             else:  # `allow_tf32 = False` would leave oneDNN at "high", and torch would raise when it is read
                 torch.set_float32_matmul_precision("highest")
-        if allow_tf32 is not None and not _agrees("cudnn", lambda: torch.backends.cudnn.allow_tf32, allow_tf32):
+        if allow_tf32 is not None and not _agrees("cudnn", allow_tf32):
             restore.append(_remembered_cudnn())
             torch.backends.cudnn.allow_tf32 = allow_tf32
             if not allow_tf32:  # the old setting writes "none" here, which inherits torch.backends.fp32_precision
@@ -144,18 +129,23 @@ def _check(allow_tf32: bool | None, matmul_precision: str | None, reductions: di
         )
 
 
-def _is_tf32(backend: str, op: str, by_old_setting: Callable[[], bool]) -> bool:
-    """Return whether a kernel of this op would use TF32 now. The new setting decides if torch has it."""
+def _allows_tf32(what: str) -> bool:
+    """Return the old setting; raises RuntimeError if the new one contradicts it."""
+    return bool((torch.backends.cuda.matmul if what == "matmul" else torch.backends.cudnn).allow_tf32)
+
+
+def _is_tf32(what: str, place: tuple[str, str]) -> bool:
+    """Return whether a kernel of a backend and op would use TF32 now. The new setting decides if torch has it."""
     get = getattr(torch._C, "_get_fp32_precision_getter", None)
-    return get(backend, op) == "tf32" if get is not None else bool(by_old_setting())
+    return get(*place) == "tf32" if get is not None else _allows_tf32(what)
 
 
-def _agrees(what: str, by_old_setting: Callable[[], bool], wanted: bool) -> bool:
+def _agrees(what: str, wanted: bool) -> bool:
     """Return whether the old and the new settings already have this value for every op concerned."""
     places = [place for place in _OWN[what] if place[0] == "cuda"]
     try:
-        return bool(by_old_setting()) == wanted and all(_is_tf32(*p, by_old_setting) == wanted for p in places)
-    except RuntimeError:  # they contradict each other
+        return _allows_tf32(what) == wanted and all(_is_tf32(what, place) == wanted for place in places)
+    except RuntimeError:
         return False
 
 
@@ -208,7 +198,7 @@ def _remembered_matmul() -> Callable[[], None]:
 def _remembered_cudnn() -> Callable[[], None]:
     own = _own(_OWN["cudnn"])
     try:
-        allowed = bool(torch.backends.cudnn.allow_tf32)
+        allowed = _allows_tf32("cudnn")
     except RuntimeError:  # the new setting was used, and `own` has its value
         allowed = own.get(("cuda", "conv")) == "tf32"
 
