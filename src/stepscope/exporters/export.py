@@ -109,7 +109,7 @@ def _write(session: Session, selection: Selection, target: Path, form: str, igno
         return notes
     findings = diagnose(session.case, ignored).findings
     if form in ("csv", "parquet"):
-        write_tables(selection, session.case.rank, findings, target, "csv" if form == "csv" else "parquet")
+        write_tables(selection, session.case.rank, findings, target, form)
         return notes
     write_texts(target, perfetto_texts(selection, findings))
     if not selection.linked.modules.calls.height:

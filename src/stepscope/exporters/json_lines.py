@@ -11,8 +11,6 @@ import polars as pl
 ROWS_A_CHUNK = 50_000
 """Rows that are text at one time: what bounds the memory."""
 
-_as_json = json.dumps
-
 
 def lines_of(frame: pl.DataFrame, line: Callable[[pl.DataFrame], pl.Expr]) -> Iterator[str]:
     """The lines of a table, a chunk at a time, separated by a comma and a new line."""
@@ -20,15 +18,18 @@ def lines_of(frame: pl.DataFrame, line: Callable[[pl.DataFrame], pl.Expr]) -> It
         yield ",\n".join(part.select(line(part).alias("line"))["line"])
 
 
-def event(fields: Mapping[str, pl.Expr | str], args: Mapping[str, pl.Expr] | None = None) -> pl.Expr:
+def event(args: Mapping[str, pl.Expr] | None = None, /, **fields: pl.Expr | str) -> pl.Expr:
     """One object a row from JSON texts by name, constant or not; those that are null are left out."""
-    parts = [pl.concat_str(pl.lit(f'"{name}":'), _expression(value)) for name, value in fields.items()]
+    parts = [_pair(name, pl.lit(value) if isinstance(value, str) else value) for name, value in fields.items()]
     if args is not None:
-        inside = [pl.concat_str(pl.lit(f"{_as_json(name)}:"), value) for name, value in args.items()]
-        together = pl.concat_str(inside, separator=",", ignore_nulls=True) if inside else pl.lit("")
-        parts.append(pl.concat_str(pl.lit('"args":{'), together, pl.lit("}")))
+        inside = pl.concat_str([_pair(name, value) for name, value in args.items()], separator=",", ignore_nulls=True)
+        parts.append(_pair("args", pl.concat_str(pl.lit("{"), inside, pl.lit("}"))))
     whole = pl.concat_str(parts, separator=",", ignore_nulls=True)
     return pl.concat_str(pl.lit("{"), whole, pl.lit("}"))
+
+
+def _pair(name: str, value: pl.Expr) -> pl.Expr:
+    return pl.concat_str(pl.lit(f"{json.dumps(name)}:"), value)
 
 
 def microseconds(ns: pl.Expr) -> pl.Expr:
@@ -36,18 +37,19 @@ def microseconds(ns: pl.Expr) -> pl.Expr:
     return pl.concat_str((ns // 1000).cast(pl.String), pl.lit("."), (ns % 1000).cast(pl.String).str.zfill(3))
 
 
-def number(column: str) -> pl.Expr:
-    return pl.col(column).cast(pl.String)
+def numbers(columns: Mapping[str, str]) -> dict[str, pl.Expr]:
+    """Columns of numbers as JSON, by the name of the argument."""
+    return {name: pl.col(column).cast(pl.String) for name, column in columns.items()}
 
 
-def text(frame: pl.DataFrame, column: str) -> pl.Expr:
-    """Somebody's text as a JSON text, in ASCII."""
-    return _mapped(frame[column], _as_json)
+def texts(frame: pl.DataFrame, columns: Mapping[str, str]) -> dict[str, pl.Expr]:
+    """Columns of somebody's texts as JSON texts, in ASCII, by the name of the argument."""
+    return {name: pl.lit(mapped(frame[column], json.dumps)) for name, column in columns.items()}
 
 
-def recorded(frame: pl.DataFrame, column: str) -> pl.Expr:
+def recorded(frame: pl.DataFrame, columns: Mapping[str, str]) -> dict[str, pl.Expr]:
     """What was JSON when it was recorded as that JSON again; what was none, as a text."""
-    return _mapped(frame[column], _json_or_text)
+    return {name: pl.lit(mapped(frame[column], _json_or_text)) for name, column in columns.items()}
 
 
 def id_of(value: str | None) -> str:
@@ -59,22 +61,20 @@ def id_of(value: str | None) -> str:
     if value is None:
         return '"unknown"'
     is_number = value.isascii() and value.removeprefix("-").isdigit() and str(int(value[:18])) == value
-    return value if is_number else _as_json(value)
+    return value if is_number else json.dumps(value)
 
 
-def _expression(value: pl.Expr | str) -> pl.Expr:
-    return pl.lit(value) if isinstance(value, str) else value
-
-
-def _mapped(column: pl.Series, to: Callable[[str], str]) -> pl.Expr:
-    texts = column.cast(pl.String)
-    different = texts.drop_nulls().unique()
-    return pl.lit(texts.replace_strict(different, [to(one) for one in different], return_dtype=pl.String))
+def mapped(column: pl.Series, to: Callable[[str], str]) -> pl.Series:
+    """A column of texts as other texts; each different one is made once."""
+    values = column.cast(pl.String)
+    different = values.drop_nulls().unique()
+    made: pl.Series = values.replace_strict(different, [to(one) for one in different], return_dtype=pl.String)
+    return made
 
 
 def _json_or_text(value: str) -> str:
     try:
         msgspec.json.decode(value)
     except (ValueError, RecursionError):  # msgspec's DecodeError is a ValueError
-        return _as_json(value)
+        return json.dumps(value)
     return value

@@ -12,10 +12,10 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.exporters.json_lines import event, lines_of, microseconds, number, recorded, text
+from stepscope.exporters.json_lines import event, lines_of, microseconds, numbers, recorded, texts
 from stepscope.exporters.places import OWN_TRACKS, Places
 from stepscope.exporters.selection import Selection
-from stepscope.exporters.tracks import Counter, Track, counters_of, tracks_of
+from stepscope.exporters.tracks import counters_of, tracks_of
 from stepscope.findings.finding import Finding
 from stepscope.trace.schema import CATEGORIES
 from stepscope.version import __version__
@@ -42,44 +42,45 @@ _SYNC_ARGS = {"External id": "external_id", "correlation": "correlation", "devic
 _RANGE_ARGS = {"External id": "external_id", "device": "device", "stream": "stream"}
 _MEMORY_ARGS = {"Device Type": "device_type", "Device Id": "device", "Addr": "address", "Bytes": "bytes",
                 "Total Allocated": "allocated_bytes", "Total Reserved": "reserved_bytes"}  # fmt: skip
-_COLLECTIVE_TEXTS = {"Collective name": "collective", "dtype": "dtype", "Process Group Name": "group",
-                     "Process Group Ranks": "group_ranks"}  # fmt: skip
-_COLLECTIVE_ARGS = {"In msg nelems": "num_in_elements", "Out msg nelems": "num_out_elements",
-                    "Group size": "group_size"}  # fmt: skip
+_DEVICE_TEXTS = {"op": "op_name", "module": "module", "phase": "phase", "class": "class"}
+_COLLECTIVE_TEXTS = {"Collective name": "collective.collective", "dtype": "collective.dtype",
+                     "Process Group Name": "collective.group",
+                     "Process Group Ranks": "collective.group_ranks"}  # fmt: skip
+_COLLECTIVE_ARGS = {"In msg nelems": "collective.num_in_elements", "Out msg nelems": "collective.num_out_elements",
+                    "Group size": "collective.group_size"}  # fmt: skip
 
 
 def perfetto_texts(selection: Selection, findings: Sequence[Finding] = ()) -> Iterator[str]:
     """The file, piece by piece."""
-    yield from _Perfetto(selection, findings).texts()
+    made = _Perfetto(selection, findings)
+    yield f'{json.dumps(made.header())[:-1]}, "traceEvents": [\n'
+    separator = ""
+    for lines in filter(None, made.lines()):
+        yield separator + lines
+        separator = ",\n"
+    yield "\n]}\n"
 
 
 class _Perfetto:
     def __init__(self, selection: Selection, findings: Sequence[Finding]) -> None:
         self.selection = selection
-        self.tracks: list[Track] = tracks_of(selection, findings)
-        self.counters: list[Counter] = list(counters_of(selection))
+        self.tracks = tracks_of(selection, findings)
+        self.counters = list(counters_of(selection))
         self.places = Places(selection)
-        self.shift_ns = _shift_ns(selection)
         self.collectives = selection.linked.trace.collectives
+        # How much earlier the file's clock begins, in whole seconds: 0 where its times can be told as they are.
+        is_exact = selection.start_ns >= 0 and selection.end_ns < LARGEST_EXACT_NS
+        self.shift_ns = 0 if is_exact else selection.start_ns // _SECOND_NS * _SECOND_NS
 
-    def texts(self) -> Iterator[str]:
-        header = json.dumps(self._header())
-        yield f'{header[:-1]}, "traceEvents": [\n'
-        is_first = True
-        for lines in self._lines():
-            if lines:
-                yield lines if is_first else ",\n" + lines
-                is_first = False
-        yield "\n]}\n"
-
-    def _header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
         selection, facts = self.selection, self.selection.linked.trace.facts
         flags = {
             "record_shapes": facts.has_shapes,
             "with_stack": facts.has_stacks,
             "profile_memory": facts.has_memory,
         }
-        header: dict[str, Any] = {
+        ranks = {"distributedInfo": {"rank": facts.rank, "world_size": facts.world_size}}
+        return {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": facts.base_time_ns + self.shift_ns,
@@ -87,83 +88,52 @@ class _Perfetto:
             **{name: int(value) for name, value in flags.items() if value is not None},
             **facts.versions,
             "stepscope": {"version": __version__, "step": selection.step, "module": selection.module},
+            **({} if facts.rank is None else ranks),
         }
-        if facts.rank is not None:
-            header["distributedInfo"] = {"rank": facts.rank, "world_size": facts.world_size}
-        return header
 
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         yield from self._names()
         yield from self._own()
-        yield from self._host()
-        yield from self._device()
-        yield from lines_of(self.places.device_ranges, self._range)
-        yield from lines_of(self.places.syncs, self._sync)
+        yield from lines_of(self._with_collectives(self.selection.host), self._host)
+        yield from lines_of(self._with_collectives(self.places.device), self._device)
+        yield from lines_of(self.places.device_ranges, lambda part: self._placed(part, "gpu_user_annotation"))
+        yield from lines_of(self.places.syncs, lambda part: self._placed(part, "cuda_sync"))
         yield from lines_of(self.selection.memory, self._memory)
         yield from self._flows()
 
     # -- what is on the tracks -----------------------------------------------------------------------------------
 
-    def _host(self) -> Iterator[str]:
-        host = self._with_collectives(self.selection.host)
-        category = self._categories("host")
+    def _host(self, part: pl.DataFrame) -> pl.Expr:
+        args = numbers(_HOST_ARGS) | recorded(part, _HOST_JSON) | texts(part, {"Call stack": "stack"})
+        return event(args | self._collective(part), **self._complete(part, "host"), **self._thread())
 
-        def line(part: pl.DataFrame) -> pl.Expr:
-            args = {name: number(column) for name, column in _HOST_ARGS.items()}
-            args |= {name: recorded(part, column) for name, column in _HOST_JSON.items()}
-            args["Call stack"] = text(part, "stack")
-            return event({**self._complete(part, category), **self._thread()}, args | self._collective(part))
+    def _device(self, part: pl.DataFrame) -> pl.Expr:
+        args = numbers(_DEVICE_ARGS) | recorded(part, {"grid": "grid", "block": "block"}) | texts(part, _DEVICE_TEXTS)
+        return event(args | self._collective(part), **self._complete(part, "device"), **_PLACE)
 
-        yield from lines_of(host, line)
-
-    def _device(self) -> Iterator[str]:
-        device = self._with_collectives(self.places.device)
-        category = self._categories("device")
-
-        def line(part: pl.DataFrame) -> pl.Expr:
-            args = {name: number(column) for name, column in _DEVICE_ARGS.items()}
-            args |= {name: recorded(part, name) for name in ("grid", "block")}
-            args |= {name: text(part, column) for name, column in (("op", "op_name"), ("module", "module"))}
-            args |= {name: text(part, name) for name in ("phase", "class")}
-            where = {"pid": pl.col("pid"), "tid": number("tid")}
-            return event({**self._complete(part, category), **where}, args | self._collective(part))
-
-        yield from lines_of(device, line)
-
-    def _range(self, part: pl.DataFrame) -> pl.Expr:
-        return self._placed(part, "gpu_user_annotation", _RANGE_ARGS)
-
-    def _sync(self, part: pl.DataFrame) -> pl.Expr:
-        return self._placed(part, "cuda_sync", _SYNC_ARGS)
-
-    def _placed(self, part: pl.DataFrame, category: str, args: dict[str, str]) -> pl.Expr:
-        fields: dict[str, pl.Expr | str] = {"ph": '"X"', "cat": json.dumps(category), "name": self._name(part)}
-        fields |= {**self._times(), "pid": pl.col("pid"), "tid": number("tid")}
-        return event(fields, {name: number(column) for name, column in args.items()})
+    def _placed(self, part: pl.DataFrame, category: str) -> pl.Expr:
+        args = numbers(_RANGE_ARGS if category == "gpu_user_annotation" else _SYNC_ARGS)
+        return event(args, ph='"X"', cat=json.dumps(category), name=_name(part), **self._times(), **_PLACE)
 
     def _memory(self, part: pl.DataFrame) -> pl.Expr:
-        fields: dict[str, pl.Expr | str] = {
-            "ph": '"i"',
-            "cat": '"cpu_instant_event"',
-            "s": '"t"',
-            "name": '"[memory]"',
-        }
-        fields |= {"ts": microseconds(pl.col("time_ns") - self.shift_ns), **self._thread()}
-        return event(fields, {name: number(column) for name, column in _MEMORY_ARGS.items()})
+        time, args = self._microseconds("time_ns"), numbers(_MEMORY_ARGS)
+        return event(args, ph='"i"', cat='"cpu_instant_event"', s='"t"', name='"[memory]"', ts=time, **self._thread())
 
-    def _complete(self, part: pl.DataFrame, category: dict[str, str]) -> dict[str, pl.Expr | str]:
-        kinds = pl.col("kind").cast(pl.String).replace_strict(category, return_dtype=pl.String)
-        return {"ph": '"X"', "cat": kinds, "name": self._name(part), **self._times()}
+    def _complete(self, part: pl.DataFrame, table: str) -> dict[str, pl.Expr]:
+        kinds = pl.col("kind").cast(pl.String).replace_strict(self._categories(table), return_dtype=pl.String)
+        return {"ph": pl.lit('"X"'), "cat": kinds, "name": _name(part), **self._times()}
 
-    def _name(self, part: pl.DataFrame) -> pl.Expr:
-        return text(part, "name").fill_null('""')
+    def _microseconds(self, column: str) -> pl.Expr:
+        return microseconds(pl.col(column) - self.shift_ns)
 
     def _times(self) -> dict[str, pl.Expr]:
-        start = microseconds(pl.col("start_ns") - self.shift_ns)
-        return {"ts": start, "dur": microseconds(pl.col("duration_ns"))}
+        return {"ts": self._microseconds("start_ns"), "dur": microseconds(pl.col("duration_ns"))}
 
     def _thread(self) -> dict[str, pl.Expr]:
-        return {name: _looked_up(pl.col("thread"), self.places.threads[name]) for name in ("pid", "tid")}
+        known = self.places.threads
+        if not known["pid"]:
+            return dict.fromkeys(("pid", "tid"), pl.lit('"unknown"'))
+        return {name: pl.lit(pl.Series(ids, dtype=pl.String)).gather("thread") for name, ids in known.items()}
 
     def _categories(self, table: str) -> dict[str, str]:
         """The category of each kind as the trace spells it most often, as JSON."""
@@ -180,100 +150,75 @@ class _Perfetto:
         return events.join(extra, on="event", how="left", maintain_order="left") if extra.height else events
 
     def _collective(self, part: pl.DataFrame) -> dict[str, pl.Expr]:
-        if not self.collectives.height:
-            return {}
-        texts = {name: text(part, f"collective.{column}") for name, column in _COLLECTIVE_TEXTS.items()}
-        return texts | {name: number(f"collective.{column}") for name, column in _COLLECTIVE_ARGS.items()}
+        return texts(part, _COLLECTIVE_TEXTS) | numbers(_COLLECTIVE_ARGS) if self.collectives.height else {}
 
     # -- what links them -----------------------------------------------------------------------------------------
 
     def _flows(self) -> Iterator[str]:
         """From each launch to its work, from each forward op to its backward: two ends with one number."""
-        host, device = self.selection.host, self.places.device
-        threads = {name: _looked_up(pl.col("thread"), self.places.threads[name]) for name in ("pid", "tid")}
-        ends = host.select("row", "parent", "forward", "sequence", "forward_thread", "kind", "start_ns", **threads)
-        begin = ends.select(pl.col("row").alias("from"), *(pl.col(c).alias(f"from.{c}") for c in _END))
-        launches = device.select(pl.col("launch").alias("from"), "start_ns", "pid", number("tid").alias("tid"))
+        end = ("start_ns", "pid", "tid")
+        columns = ("row", "parent", "forward", "sequence", "forward_thread", "kind", "start_ns")
+        ends = self.selection.host.select(*columns, **self._thread())
+        begin = ends.select(pl.col("row").alias("from"), pl.col(*end).name.prefix("from."))
+        launches = self.places.device.select("start_ns", "pid", pl.col("tid").cast(pl.String), **{"from": "launch"})
         yield from self._pairs("ac2g", launches.join(begin, on="from", maintain_order="left"), 1)
         is_back = (pl.col("kind") == "op") & (pl.col("sequence") >= 0) & (pl.col("forward_thread") > 0)
         back = ends.filter(is_back & pl.col("forward").is_not_null())
-        above = back.select(pl.col("row").alias("parent"), "forward")
+        above = back.select("forward", parent="row")
         back = back.join(above, on=["parent", "forward"], how="anti", maintain_order="left")  # the outermost of each
-        pairs = back.select(pl.col("forward").alias("from"), *_END).join(begin, on="from", maintain_order="left")
+        pairs = back.select(*end, **{"from": "forward"}).join(begin, on="from", maintain_order="left")
         yield from self._pairs("fwdbwd", pairs, 1 + launches.height)
 
     def _pairs(self, category: str, pairs: pl.DataFrame, first: int) -> Iterator[str]:
-        numbered = pairs.with_row_index("id", first)
-        name = json.dumps(category)
+        name, number = json.dumps(category), pl.col("id").cast(pl.String)
 
-        def line(part: pl.DataFrame) -> pl.Expr:
-            common: dict[str, pl.Expr | str] = {"cat": name, "name": name, "id": number("id")}
-            starts, finishes = pl.col("from.start_ns") - self.shift_ns, pl.col("start_ns") - self.shift_ns
-            start = {"pid": pl.col("from.pid"), "tid": pl.col("from.tid"), "ts": microseconds(starts)}
-            finish: dict[str, pl.Expr | str] = {
-                "pid": pl.col("pid"),
-                "tid": pl.col("tid"),
-                "ts": microseconds(finishes),
-                "bp": '"e"',
-            }
-            both = event({"ph": '"s"', **common, **start}), event({"ph": '"f"', **common, **finish})
-            return pl.concat_str(both, separator=",\n")
+        def one_end(phase: str, prefix: str, **more: str) -> pl.Expr:
+            place = {key: pl.col(prefix + key) for key in ("pid", "tid")}
+            time = self._microseconds(f"{prefix}start_ns")
+            return event(None, ph=phase, cat=name, name=name, id=number, **place, ts=time, **more)
 
-        yield from lines_of(numbered, line)
+        both = pl.concat_str(one_end('"s"', "from."), one_end('"f"', "", bp='"e"'), separator=",\n")
+        yield from lines_of(pairs.with_row_index("id", first), lambda _: both)
 
     # -- our own tracks, and names -------------------------------------------------------------------------------
 
     def _own(self) -> Iterator[str]:
         pid = self.places.own_pid
         for tid, track in enumerate(self.tracks, 1):
-            spans = track.spans
-            for first in range(0, len(spans), 10_000):
+            for first in range(0, len(track.spans), 10_000):
                 yield ",\n".join(
                     f'{{"ph":"X","cat":"stepscope","name":{json.dumps(span.name)},"pid":{pid},"tid":{tid},'
-                    f'"ts":{self._us(span.start_ns)},"dur":{_us(span.end_ns - span.start_ns)},'
+                    f'"ts":{_us(span.start_ns - self.shift_ns)},"dur":{_us(span.end_ns - span.start_ns)},'
                     f'"args":{json.dumps({k: v for k, v in span.args.items() if v is not None})}}}'
-                    for span in spans[first : first + 10_000]
+                    for span in track.spans[first : first + 10_000]
                 )
         for counter in self.counters:
             yield ",\n".join(
                 f'{{"ph":"C","cat":"stepscope","name":{json.dumps(counter.name)},"pid":{pid},'
-                f'"ts":{self._us(time)},"args":{{"bytes":{value}}}}}'
+                f'"ts":{_us(time - self.shift_ns)},"args":{{"bytes":{value}}}}}'
                 for time, value in zip(counter.times_ns, counter.values)
             )
 
     def _names(self) -> Iterator[str]:
-        pid = str(self.places.own_pid)
-        rows = list(self.places.names())
+        own, rows = str(self.places.own_pid), list(self.places.names())
         if self.tracks or self.counters:
-            rows += [
-                (pid, "0", "process_name", {"name": OWN_TRACKS}),
-                (pid, "0", "process_sort_index", {"sort_index": 0}),
-            ]
+            rows.append((own, "0", "process_name", {"name": OWN_TRACKS}))
+            rows.append((own, "0", "process_sort_index", {"sort_index": 0}))
         for tid, track in enumerate(self.tracks, 1):
-            rows.append((pid, str(tid), "thread_name", {"name": track.name}))
-            rows.append((pid, str(tid), "thread_sort_index", {"sort_index": tid}))
+            rows.append((own, str(tid), "thread_name", {"name": track.name}))
+            rows.append((own, str(tid), "thread_sort_index", {"sort_index": tid}))
         yield ",\n".join(
             f'{{"ph":"M","pid":{pid},"tid":{tid},"ts":0,"name":"{name}","args":{json.dumps(args)}}}'
             for pid, tid, name, args in rows
         )
 
-    def _us(self, time_ns: int) -> str:
-        return _us(time_ns - self.shift_ns)
+
+_PLACE = {"pid": pl.col("pid"), "tid": pl.col("tid").cast(pl.String)}
 
 
-_END = ("start_ns", "pid", "tid")
+def _name(part: pl.DataFrame) -> pl.Expr:
+    return texts(part, {"name": "name"})["name"].fill_null('""')
 
 
 def _us(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
-
-
-def _looked_up(rows: pl.Expr, values: list[str]) -> pl.Expr:
-    return pl.lit(pl.Series(values, dtype=pl.String)).gather(rows) if values else pl.lit('"unknown"')
-
-
-def _shift_ns(selection: Selection) -> int:
-    """How much earlier the file's clock begins, in whole seconds: 0 where its times can be told as they are."""
-    if selection.start_ns >= 0 and selection.end_ns < LARGEST_EXACT_NS:
-        return 0
-    return selection.start_ns // _SECOND_NS * _SECOND_NS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import polars as pl
@@ -36,8 +37,8 @@ class Places:
         for device in devices:  # a process may have the number of a device
             self._pids[device], free = (str(free), free + 1) if str(device) in taken else (str(device), free)
         self.own_pid = free
-        self._streams = [int(stream) for stream in pl.concat([f["stream"] for f in frames]).drop_nulls().unique()]
-        self._next_tid = max([*self._streams, 0]) + 1
+        streams = pl.concat([frame["stream"] for frame in frames]).drop_nulls()
+        self._free_tids = count(max([*map(int, streams.unique()), 0]) + 1)
         self._tids: dict[tuple[int | None, int | None, str, int], int] = {}
         self.device = self._placed(selection.device, _STREAM)
         self.device_ranges = self._placed(selection.device_ranges, _RANGES)
@@ -69,9 +70,8 @@ class Places:
             yield self._pids[device], str(track), "thread_sort_index", {"sort_index": place}
 
     def _used(self) -> pl.DataFrame:
-        return pl.concat(
-            [frame.select("thread") for frame in (self._selection.host, self._selection.memory)]
-        ).unique()
+        frames = (self._selection.host, self._selection.memory)
+        return pl.concat([frame.select("thread") for frame in frames]).unique()
 
     def _placed(self, events: pl.DataFrame, what: str) -> pl.DataFrame:
         """Events with the `pid`, as JSON, and the `tid` of their track."""
@@ -92,11 +92,8 @@ class Places:
     def _tid(self, device: Any, stream: Any, what: str, lane: int) -> int:
         key = (device, stream, what, lane)
         if key not in self._tids:
-            if what == _STREAM and not lane and stream is not None:
-                self._tids[key] = int(stream)
-            else:
-                self._tids[key] = self._next_tid
-                self._next_tid += 1
+            is_stream = what == _STREAM and not lane and stream is not None
+            self._tids[key] = int(stream) if is_stream else next(self._free_tids)
         return self._tids[key]
 
 

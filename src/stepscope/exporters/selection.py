@@ -35,11 +35,11 @@ class Selection:
 
     @cached_property
     def start_ns(self) -> int:
-        return min(self._bounds("start_ns"), default=0)
+        return int(self._times("start_ns").min() or 0)  # type: ignore[arg-type]
 
     @cached_property
     def end_ns(self) -> int:
-        return max(self._bounds("end_ns"), default=0)
+        return int(self._times("end_ns").max() or 0)  # type: ignore[arg-type]
 
     @cached_property
     def steps(self) -> Steps:
@@ -63,13 +63,8 @@ class Selection:
         collectives = trace.collectives.filter(pl.col("event").is_in(events))
         return replace(trace, **{**kept, "host": nest(kept["host"])}, collectives=collectives)
 
-    def _bounds(self, side: str) -> list[int]:
-        tables = [frame[side] for frame in (self.host, self.device) if not frame.is_empty()]
-        pick = pl.Series.min if side == "start_ns" else pl.Series.max
-        found = [int(pick(column)) for column in tables]  # type: ignore[arg-type]
-        if not self.memory.is_empty():
-            found.append(int(pick(self.memory["time_ns"])))  # type: ignore[arg-type]
-        return found
+    def _times(self, side: str) -> pl.Series:
+        return pl.concat([self.host[side], self.device[side], self.memory["time_ns"]])
 
 
 def select(linked: Linked, step: int | None = None, module: str | None = None) -> Selection:
@@ -121,24 +116,24 @@ def _inside(linked: Linked, module: str) -> pl.Series:
     """Of each host event whether it runs in a call of the module, or is the backward of one that does."""
     host, calls = linked.host, linked.modules.calls
     meant = pl.Series(matching(module_names(linked), module), dtype=pl.String).implode()
-    rows = calls.filter(calls["module"].cast(pl.String).is_in(meant))["row"]
-    is_call = pl.zeros(host.height, pl.Boolean, eager=True).scatter(rows, True)
-    inside = ancestor(host, is_call).is_not_null()
+    inside = nearest(host, calls.filter(calls["module"].cast(pl.String).is_in(meant))["row"]).is_not_null()
     return inside | inside.gather(host["forward"]).fill_null(False)
+
+
+def nearest(host: pl.DataFrame, rows: pl.Series) -> pl.Series:
+    """Of each host event the innermost of some rows that it is in, or is."""
+    return ancestor(host, pl.zeros(host.height, pl.Boolean, eager=True).scatter(rows, True))
 
 
 def _around(linked: Linked, inside: pl.Series) -> pl.Series:
     """Of each host event whether it is a label of a step or a phase, or a module call around one that is inside."""
     host = linked.host
     found = (host["kind"] == "annotation") & matches(host["name"], f"{LABELS}|^{re.escape(PHASE_PREFIX)}")
-    is_call = pl.zeros(host.height, pl.Boolean, eager=True).scatter(linked.modules.calls["row"], True)
-    call = ancestor(host, is_call)
-    outer = inside.arg_true().cast(pl.UInt32)
-    while True:
+    call, outer = nearest(host, linked.modules.calls["row"]), inside.arg_true().cast(pl.UInt32)
+    while outer.len():
         outer = call.gather(host["parent"].gather(outer)).drop_nulls().unique()
-        if outer.is_empty():
-            return found
         found = found.scatter(outer, True)
+    return found
 
 
 def _ranges(ranges: pl.DataFrame, host: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import islice
 
 import polars as pl
 
@@ -25,9 +25,6 @@ _EVENTS_A_TEXT = 20_000
 _OUR_LABEL = f"^({re.escape(MODULE_PREFIX)}|{re.escape(PHASE_PREFIX)})"
 """What `stepscope run` writes before a module's or a phase's name: the name alone says it."""
 
-Open = tuple[int, int, tuple[int, ...]]
-"""When a stack of frames begins and ends."""
-
 
 class Speedscope:
     """One file; `num_cut` is known once its texts were taken."""
@@ -41,13 +38,12 @@ class Speedscope:
 
     def texts(self) -> Iterator[str]:
         """The file, piece by piece."""
-        threads = list(self._threads())
-        streams = list(self._streams())
+        profiles = [*self._threads(), *self._streams()]
         head = {"$schema": SCHEMA, "exporter": f"stepscope {__version__}", "name": self._name}
         frames = ",\n".join(f'{{"name":{json.dumps(name)}}}' for name in self._frames)
         yield f'{json.dumps(head)[:-1]}, "shared": {{"frames": [\n{frames}\n]}}, "profiles": [\n'
         length = self._selection.end_ns - self._selection.start_ns
-        for number, (name, events) in enumerate(chain(threads, streams)):
+        for number, (name, events) in enumerate(profiles):
             top = {"type": "evented", "name": name, "unit": "nanoseconds", "startValue": 0, "endValue": length}
             yield f'{"," if number else ""}{json.dumps(top)[:-1]}, "events": [\n'
             yield from _joined(events)
@@ -75,12 +71,12 @@ class Speedscope:
         work = self._selection.device.sort("device", "stream", "start_ns", "event")
         for (device, stream), part in work.group_by("device", "stream", maintain_order=True):
             frames, ops = self._number(part["name"]), self._number(part["op_name"])
-            modules = part["module"].cast(pl.String)
             begins, ends = (part[side] - start for side in ("start_ns", "end_ns"))
-            stacks = (
-                (*numbered.get(module, ()), op, frame) if op_name is not None else (*numbered.get(module, ()), frame)
-                for module, op, op_name, frame in zip(modules, ops, part["op_name"], frames)
-            )
+            inner = [
+                (frame,) if name is None else (op, frame) for name, op, frame in zip(part["op_name"], ops, frames)
+            ]
+            outer = [numbered.get(module, ()) for module in part["module"].cast(pl.String)]
+            stacks = [(*modules, *own) for modules, own in zip(outer, inner)]
             yield f"GPU {device} stream {stream}", self._stacked(zip(begins, ends, stacks))
 
     def _nested(self, bars: Iterable[tuple[int, int, int]]) -> Iterator[str]:
@@ -97,7 +93,7 @@ class Speedscope:
         while opened:
             yield _close(*opened.pop())
 
-    def _stacked(self, bars: Iterable[Open]) -> Iterator[str]:
+    def _stacked(self, bars: Iterable[tuple[int, int, tuple[int, ...]]]) -> Iterator[str]:
         """The same of work that follows one another, each with the frames it is in; frames that stay are kept."""
         opened: tuple[int, ...] = ()
         until = 0
@@ -124,12 +120,7 @@ def _close(at: int, frame: int) -> str:
 
 def _joined(events: Iterator[str]) -> Iterator[str]:
     """Events with commas between, many at a time."""
-    batch: list[str] = []
     separator = ""
-    for event in events:
-        batch.append(event)
-        if len(batch) == _EVENTS_A_TEXT:
-            yield separator + ",\n".join(batch)
-            batch, separator = [], ",\n"
-    if batch:
+    while batch := list(islice(events, _EVENTS_A_TEXT)):
         yield separator + ",\n".join(batch)
+        separator = ",\n"

@@ -6,37 +6,34 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import polars as pl
 import polars.selectors as cs
 
 from stepscope.analysis.ranks.rank_account import RankAccount, account_of
 from stepscope.analysis.structure.links import link
+from stepscope.exporters.json_lines import mapped
 from stepscope.exporters.selection import Selection
 from stepscope.findings.finding import Finding
 from stepscope.render.csv import guarded
 from stepscope.render.files import writing
 from stepscope.trace.schema import TABLES
 
-Form = Literal["csv", "parquet"]
 TRACE, ANALYSIS = "trace", "analysis"
 _LINKS = {"host": ("step", "phase", "module"), "memory": ("step", "phase", "module")}
 _DEVICE_LINKS = ("step", "phase", "module", "class", "op_name")
+_FINDING = ("id", "sentence", "saving_ns", "saving_bytes", "upper_bound", "confidence", "fix", "derived")
 _ROWS_A_CHUNK = 50_000
 
 
-def write_tables(
-    selection: Selection, rank: int, findings: Sequence[Finding], target: Path, form: Form
-) -> list[Path]:
+def write_tables(selection: Selection, rank: int, findings: Sequence[Finding], target: Path, form: str) -> list[Path]:
     """Write every table that has rows: `trace/` as `stepscope sql` has them, `analysis/` as `stepscope analyze`."""
     written = []
     with writing(target):
         target.mkdir(exist_ok=True)
-        for folder, tables in (
-            (TRACE, trace_tables(selection)),
-            (ANALYSIS, analysis_tables(selection, rank, findings)),
-        ):
+        every = {TRACE: trace_tables(selection), ANALYSIS: analysis_tables(selection, rank, findings)}
+        for folder, tables in every.items():
             (target / folder).mkdir(exist_ok=True)
             for name, table in tables:
                 path = target / folder / f"{name}.{form}"
@@ -66,7 +63,7 @@ def analysis_tables(
     linked = selection.linked
     account = account_of(linked if selection.is_whole else link(selection.trace, selection.steps), rank)
     yield from account_tables(account)
-    rows = [_finding(finding) for finding in findings]
+    rows = [{name: getattr(finding, name) for name in _FINDING} for finding in findings]
     yield "findings", pl.DataFrame(rows, infer_schema_length=None)
 
 
@@ -85,12 +82,7 @@ def account_tables(account: RankAccount) -> Iterator[tuple[str, pl.DataFrame]]:
     yield "memory_at_peak", pl.concat(peaks, how="diagonal_relaxed") if peaks else pl.DataFrame()
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    names = ("id", "sentence", "saving_ns", "saving_bytes", "upper_bound", "confidence", "fix", "derived")
-    return {name: getattr(finding, name) for name in names}
-
-
-def _write(table: pl.DataFrame, path: Path, form: Form) -> None:
+def _write(table: pl.DataFrame, path: Path, form: str) -> None:
     plain = table.lazy().with_columns((cs.categorical() | cs.enum()).cast(pl.String))
     if form == "parquet":
         plain.sink_parquet(path, compression="zstd")
@@ -102,21 +94,11 @@ def _write(table: pl.DataFrame, path: Path, form: Form) -> None:
 
 def for_spreadsheets(table: pl.DataFrame) -> pl.DataFrame:
     """A table whose texts no spreadsheet takes for a formula, lists written as JSON."""
-    columns = []
-    for column in table.iter_columns():
-        if isinstance(column.dtype, (pl.Categorical, pl.Enum, pl.String)):
-            columns.append(_mapped(column.cast(pl.String)))
-        elif column.dtype.is_nested():
-            columns.append(pl.Series(column.name, [_as_json(value) for value in column], dtype=pl.String))
-        else:
-            columns.append(column)
-    return pl.DataFrame(columns)
-
-
-def _mapped(column: pl.Series) -> pl.Series:
-    different = column.drop_nulls().unique()
-    made: pl.Series = column.replace_strict(different, [guarded(text) for text in different], return_dtype=pl.String)
-    return made
+    texts, lists = cs.string() | cs.categorical() | cs.enum(), cs.nested()
+    columns = [mapped(column, guarded) for column in table.select(texts).iter_columns()]
+    for column in table.select(lists).iter_columns():
+        columns.append(pl.Series(column.name, [_as_json(value) for value in column], dtype=pl.String))
+    return table.with_columns(columns)
 
 
 def _as_json(value: Any) -> str | None:

@@ -9,8 +9,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devices, memory_timeline
-from stepscope.analysis.structure.nesting import ancestor
-from stepscope.exporters.selection import Selection
+from stepscope.exporters.selection import Selection, nearest
 from stepscope.findings.finding import Finding, saving_texts
 
 MOST_POINTS = 50_000
@@ -65,8 +64,8 @@ def counters_of(selection: Selection) -> Iterator[Counter]:
         levels = levels.filter(pl.col("time_ns").is_between(selection.start_ns, selection.end_ns))
         for what in ("allocated", "reserved"):
             known = levels.drop_nulls(f"{what}_bytes")
-            times, values = known["time_ns"].to_list(), known[f"{what}_bytes"].to_list()
-            if times:
+            if known.height:
+                times, values = known["time_ns"].to_list(), known[f"{what}_bytes"].to_list()
                 yield Counter(f"memory {what} {name}", times, values)
 
 
@@ -116,26 +115,19 @@ def _findings(selection: Selection, findings: Sequence[Finding]) -> Iterator[Tra
     """One track a finding, more where its places overlap."""
     for finding in findings:
         first, last = selection.start_ns, selection.end_ns
-        inside = {
-            (max(first, start), min(last, end)) for start, end in finding.places if start < last and end > first
+        near = [(start, end) for start, end in finding.places if start < last and end > first]
+        places = {(max(first, start), min(last, end)) for start, end in near}
+        args = {
+            "sentence": finding.sentence,
+            "saving": " ".join(saving_texts(finding, None)).rstrip(),
+            **{name: getattr(finding, name) for name in ("saving_ns", "saving_bytes", "confidence", "fix")},
         }
-        places = sorted(inside, key=lambda place: (place[0], -place[1]))
-        args = _about(finding)
-        chosen = lanes(*zip(*places)) if places else []
-        for lane in range(max(chosen, default=-1) + 1):
-            spans = [Span(*place, finding.id, args) for place, own in zip(places, chosen) if own == lane]
-            yield Track(f"finding: {finding.id}{_number(lane)}", spans)
-
-
-def _about(finding: Finding) -> dict[str, Any]:
-    return {
-        "sentence": finding.sentence,
-        "saving": " ".join(saving_texts(finding, None)).rstrip(),
-        "saving_ns": finding.saving_ns,
-        "saving_bytes": finding.saving_bytes,
-        "confidence": finding.confidence,
-        "fix": finding.fix,
-    }
+        by_lane: dict[int, list[Span]] = {}
+        ordered = sorted(places, key=lambda place: (place[0], -place[1]))
+        for place, lane in zip(ordered, lanes(*zip(*ordered)) if ordered else []):
+            by_lane.setdefault(lane, []).append(Span(*place, finding.id, args))
+        for lane, spans in by_lane.items():
+            yield Track(f"finding: {finding.id}{f' ({lane + 1})' if lane else ''}", spans)
 
 
 def _host_modules(selection: Selection) -> Iterator[Track]:
@@ -158,17 +150,15 @@ def _host_modules(selection: Selection) -> Iterator[Track]:
 
 def _device_modules(selection: Selection) -> Iterator[Track]:
     """GPU work by module, stream by stream: kernels that follow one another in one module and phase are one bar."""
-    paths = module_paths(selection)
-    key = ["device", "stream"]
-    work = selection.device.sort(*key, "start_ns", "end_ns").with_columns(
-        pl.col("module").cast(pl.String), pl.col("phase").cast(pl.String)
-    )
+    paths, key = module_paths(selection), ["device", "stream"]
+    texts = pl.col("module", "phase").cast(pl.String)
+    work = selection.device.sort(*key, "start_ns", "end_ns").with_columns(texts)
     is_new = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift(1)) for name in (*key, "module", "phase"))
     runs = work.group_by(is_new.fill_null(True).cum_sum().alias("run"), maintain_order=True).agg(
         pl.col(*key, "module", "phase", "start_ns").first(),
         pl.col("end_ns").max(),
-        pl.len().cast(pl.Int64).alias("num_kernels"),
-        (pl.col("end_ns") - pl.col("start_ns")).sum().alias("work_ns"),
+        num_kernels=pl.len().cast(pl.Int64),
+        work_ns=(pl.col("end_ns") - pl.col("start_ns")).sum(),
     )
     for (device, stream), part in runs.group_by(*key, maintain_order=True):
         # A kernel may begin before the one before it has ended: the bar ends where the next begins.
@@ -203,15 +193,10 @@ def _nested(runs: Iterable[Mapping[str, Any]], paths: Mapping[str, tuple[str, ..
 def module_paths(selection: Selection) -> dict[str, tuple[str, ...]]:
     """Each module with those around it, outermost first, as its first call shows them."""
     host, calls = selection.linked.host, selection.linked.modules.calls
-    is_call = pl.zeros(host.height, pl.Boolean, eager=True).scatter(calls["row"], True)
-    outer = ancestor(host, is_call).gather(host["parent"].gather(calls["row"]))
+    outer = nearest(host, calls["row"]).gather(host["parent"].gather(calls["row"]))
     path_of_row: dict[int, tuple[str, ...]] = {}
     paths: dict[str, tuple[str, ...]] = {}
     for row, name, around in zip(calls["row"], calls["module"].cast(pl.String), outer):  # parents have lower rows
         path_of_row[row] = (*path_of_row.get(around, ()), name)
         paths.setdefault(name, path_of_row[row])
     return paths
-
-
-def _number(lane: int) -> str:
-    return f" ({lane + 1})" if lane else ""
