@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Chart
@@ -12,7 +13,8 @@ from stepscope.studies.stored import Recorded
 if TYPE_CHECKING:
     from stepscope.session import Session
 
-Records = list[dict[str, Any]]
+Records = Iterable[dict[str, Any]]
+"""What a function of Stored returns for a table: a list or a generator."""
 
 
 def step_of(recorded: Recorded) -> dict[str, Any]:

@@ -175,7 +175,10 @@ class Stored:
         if callable(of):
             return Rows(getattr(of, "__name__", "rows"), of(self))
         try:
-            return Rows(of.id, self.rows(of.rows))
+            rows = Rows(of.id, self.rows(of.rows))
+            if not len(rows) and of.if_empty:
+                raise Unavailable(of.if_empty)
+            return rows
         except Unavailable:
             kept = self._kept.get(of.id)
             if kept is None:

@@ -82,6 +82,8 @@ class TableOf:
     num_shown: int = 40
     is_optional: bool = False
     """Left out if it has no rows."""
+    if_empty: str = ""
+    """What the report says if it has no rows."""
 
 
 def table_of(id: str, title: str, columns: str = "", **options: Any) -> Callable[[RowsOf], TableOf]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.analysis.time.warmups import PASSES
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural
-from stepscope.studies.cs336 import note
+from stepscope.studies.cs336.note import note
 from stepscope.studies.cs336.passes import beside, figure, gpu_work_ns, model_of, plain, work_of
 from stepscope.studies.cs336.points import BOTH, FP32
 from stepscope.studies.figures import TIME, listed, ratios, said, span
@@ -43,23 +43,19 @@ def _every_kernel(stored: Stored) -> Records:
     from stepscope.analysis.kernels.kernels import top_kernels
     from stepscope.document.kernel_names import short_name
 
-    found = []
     what = "op" if stored.facts.get("device") == "cpu" else "kernel"
     for record, work in _works(stored):
         for name in ("inference", "forward", "backward", "optimizer"):
             rows = top_kernels(work.filter(pl.col("phase") == name)).iter_rows(named=True)
             for rank, row in enumerate(rows):
                 figures = {key: row[key] for key in ("class", "num_calls", "total_ns", "share")}
-                found.append({**record, "pass": name, "rank": rank, what: short_name(row["name"]), **figures})
-    if not found:
-        raise Unavailable("no pass was traced")
-    return found
+                yield {**record, "pass": name, "rank": rank, what: short_name(row["name"]), **figures}
 
 
 @table_of(
     "kernels-by-pass", "The three longest kernels of each pass",
     "preset seq_len dtype pass kernel op class num_calls total_ns share",
-    num_shown=60,
+    num_shown=60, if_empty="no pass was traced",
 )  # fmt: skip
 def longest(stored: Stored) -> Records:
     return [row for row in stored.rows(_every_kernel) if row["rank"] < 3]
@@ -68,23 +64,23 @@ def longest(stored: Stored) -> Records:
 @table_of(
     "non-gemm", "The longest kernel of each pass that is not a matrix product",
     "preset seq_len dtype pass kernel op num_calls total_ns share",
-    num_shown=60,
+    num_shown=60, if_empty="no pass was traced",
 )  # fmt: skip
 def non_gemm(stored: Stored) -> Records:
     first: dict[Any, dict[str, Any]] = {}
     for row in stored.rows(_every_kernel):
         if row["class"] != "gemm":
             first.setdefault((row["hash"], row["pass"]), row)
-    return list(first.values())
+    return first.values()
 
 
 @question(
     "Which kernels take the time of each pass?",
     longest, non_gemm,
     *(beside(f"longest-{name}", f"longest kernel of {name}", figure(longest, "share", dtype=FP32, **{"pass": name}),
-             theirs, "share") for name, theirs in note.TOP_KERNEL_SHARE.items()),
+             note(f"{name}_top_share"), "share") for name in ("inference", "forward", "backward")),
     beside("longest-other", "longest kernel of inference that is not a product",
-           figure(non_gemm, "share", dtype=FP32, **{"pass": "inference"}), note.TOP_OTHER_SHARE, "share"),
+           figure(non_gemm, "share", dtype=FP32, **{"pass": "inference"}), note("other_top_share"), "share"),
 )  # fmt: skip
 def kernels(tables: Tables) -> str:
     rows = tables["kernels-by-pass"].where(dtype=FP32)
@@ -100,7 +96,7 @@ def kernels(tables: Tables) -> str:
 @table_of(
     "gemm-share", "Matrix products in the work",
     "model dtype inference_share forward_share backward_share training_share step_share ten_largest_share "
-    "nvjet_share",
+    "nvjet_share", if_empty="no model was traced",
 )  # fmt: skip
 def gemm_shares(stored: Stored) -> Records:
     import polars as pl
@@ -119,9 +115,7 @@ def gemm_shares(stored: Stored) -> Records:
         if stored.facts.get("device") != "cpu":
             nvjet = int(trained.filter(pl.col("name").str.starts_with("nvjet"))["duration_ns"].sum())
             entry["nvjet_share"] = nvjet / max(1, int(trained["duration_ns"].sum()))
-    if not found:
-        raise Unavailable("no model was traced")
-    return list(found.values())
+    return found.values()
 
 
 def _gemm_share(work: pl.DataFrame, num_largest: int | None = None) -> float:
@@ -146,11 +140,11 @@ def _charted(table: TableOf) -> Any:
     "How much of the work is products of matrices?",
     *(LinesOf(id, f"Products in {name}, fp32", _charted(gemm_shares), "seq_len", f"{name}_share", "preset")
       for name, id in (("inference", "gemm-share-inference"), ("training", "gemm-share"))), gemm_shares,
-    *(beside(id, what, figure(gemm_shares, name, dtype=FP32), theirs, name) for id, what, name, theirs in (
-        ("inference_share", "share of products in inference", "inference_share", note.INFERENCE_GEMM_SHARE),
-        ("training_share", "share of products in training", "training_share", note.TRAINING_GEMM_SHARE),
-        ("ten-largest", "share of products among the ten largest kernels", "ten_largest_share",
-         note.TRAINING_GEMM_SHARE))),
+    *(beside(id, f"share of products {what}", figure(gemm_shares, name, dtype=FP32), note(column), name)
+      for id, what, name, column in (
+        ("inference_share", "in inference", "inference_share", "inference_gemm_share"),
+        ("training_share", "in training", "training_share", "training_gemm_share"),
+        ("ten-largest", "among the ten largest kernels", "ten_largest_share", "training_gemm_share"))),
     claim="Counts products among the ten largest kernels, and nvjet kernels not as products.",
 )  # fmt: skip
 def products(tables: Tables) -> str:
@@ -172,21 +166,18 @@ def products(tables: Tables) -> str:
     "softmax", "Inside attention, forward",
     "model dtype matmul_ns softmax_ns scale_and_mask_ns copies_ns time_ratio wide_ratio flops_ratio",
     note="time_ratio: softmax ÷ matmul; wide_ratio: softmax ÷ (matmul, scale, mask and copies)",
+    if_empty="no traced step has attention written out",
 )  # fmt: skip
 def in_attention(stored: Stored) -> Records:
     from stepscope.analysis.time.pass_work import MATMUL, SOFTMAX, attention_parts
 
-    found = []
     for row in stored.rows(plain).ok.where(mode="step", dtype=BOTH):
         parts = attention_parts(work_of(stored, row))
         if parts[MATMUL] and parts[SOFTMAX]:
             figures: dict[str, Any] = {f"{name.replace(' ', '_')}_ns": ns for name, ns in parts.items()}
             rest = sum(parts.values()) - parts[SOFTMAX]
             figures |= {"time_ratio": parts[SOFTMAX] / parts[MATMUL], "wide_ratio": parts[SOFTMAX] / rest}
-            found.append({**row, **figures, "flops_ratio": SOFTMAX_FLOPS / (4 * (row["d_model"] // row["heads"]))})
-    if not found:
-        raise Unavailable("no traced step has attention written out")
-    return found
+            yield {**row, **figures, "flops_ratio": SOFTMAX_FLOPS / (4 * (row["d_model"] // row["heads"]))}
 
 
 def _attention_speedup(stored: Stored) -> dict[str, float]:
@@ -199,11 +190,11 @@ def _attention_speedup(stored: Stored) -> dict[str, float]:
     LinesOf("softmax-ratio", "Softmax ÷ products of attention, fp32", _charted(in_attention), "seq_len", "time_ratio",
             "preset"), in_attention,
     beside("softmax", "softmax time ÷ product time", figure(in_attention, "time_ratio", dtype=FP32),
-           note.SOFTMAX_PER_MATMUL, "time_ratio"),
+           note("softmax_per_matmul"), "time_ratio"),
     beside("bf16-attention", "products of attention, fp32 ÷ bf16 autocast; the note's are of the scores",
-           _attention_speedup, note.BF16_ATTENTION_SPEEDUP, "speedup"),
+           _attention_speedup, note("bf16_attention"), "speedup"),
     beside("softmax-wide", "softmax time ÷ the rest of attention", figure(in_attention, "wide_ratio", dtype=FP32),
-           note.SOFTMAX_PER_MATMUL, "wide_ratio"),
+           note("softmax_per_matmul"), "wide_ratio"),
     claim="Its ranges seem to count scaling, masking and copies as products.",
 )  # fmt: skip
 def softmax(tables: Tables) -> str:
@@ -219,12 +210,11 @@ def softmax(tables: Tables) -> str:
 
 @table_of(
     "mixed-precision", "fp32 against bf16 autocast",
-    num_shown=48,
+    num_shown=48, if_empty="no model was trained in both precisions",
     note="steps run freely, their parts are synchronized; work: how long the GPU works in a traced pass",
 )  # fmt: skip
 def in_both(stored: Stored) -> Records:
     steps = stored.rows(plain).ok.where(mode="step")
-    found = []
     for narrow, wide in steps.where(dtype=BOTH).beside(("model",), dtype=FP32):
         works = gpu_work_ns(stored, wide), gpu_work_ns(stored, narrow)
         for name, phases in PASSES.items():
@@ -234,10 +224,7 @@ def in_both(stored: Stored) -> Records:
             if all(works):
                 work = [sum(each[phase] for phase in phases) for each in works]
                 row |= {"fp32_work_ns": work[0], "autocast_work_ns": work[1], "work_speedup": work[0] / work[1]}
-            found.append(row)
-    if not found:
-        raise Unavailable("no model was trained in both precisions")
-    return found
+            yield row
 
 
 def _pass_ns(record: Record, name: str) -> float:
@@ -250,8 +237,7 @@ def _pass_ns(record: Record, name: str) -> float:
     "Is bf16 slower?",
     in_both,
     *(beside(f"bf16-{name}", f"speed-up of {name}", figure(in_both, "speedup", **{"pass": name}),
-             {f"{preset} 128": value for preset, value in theirs.items()}, "speedup")
-      for name, theirs in note.BF16_SPEEDUP.items()),
+             note(f"bf16_{name.replace('+', '_')}"), "speedup") for name in ("forward", "forward+backward")),
     claim="bf16 autocast is slower in 8 of 8 passes: means of host time, without synchronization.",
 )  # fmt: skip
 def mixed_precision(tables: Tables) -> str:
@@ -282,14 +268,12 @@ def running_sums(stored: Stored) -> Records:
 
 @table_of("autocast-dtypes", "What each kind of op returns under autocast", is_optional=True)
 def autocast_dtypes(stored: Stored) -> Records:
-    found = []
     for row in stored.rows("precision").ok.where(experiment="audit"):
         kinds = {}
         for kind in ("linear", "norm", "residual", "softmax", "loss"):
             prefix = f"fact_{kind}_"
             kinds[kind] = ", ".join(name.removeprefix(prefix) for name in row if name.startswith(prefix)) or None
-        found.append({"autocast": row["value_dtype"], **kinds})
-    return found
+        yield {"autocast": row["value_dtype"], **kinds}
 
 
 @question(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -171,30 +172,25 @@ def _at_backward(point: Recorded) -> list[Record]:
     ]  # fmt: skip
 
 
-@table_of("weight-casts", "Copies of weights that autocast keeps")
+@table_of(
+    "weight-casts", "Copies of weights that autocast keeps",
+    if_empty="the recorded step under autocast has no cast copy of a weight",
+)  # fmt: skip
 def weight_casts(stored: Stored) -> Records:
     casts = recorded(stored, "step", AUTOCAST).source.allocations["allocations"]
-    shapes: dict[tuple[int, str], int] = {}
-    for each in casts:
-        if each.get("owner") == CAST:
-            key = each["bytes"], str(each.get("op"))
-            shapes[key] = shapes.get(key, 0) + 1
-    if not shapes:
-        raise Unavailable("the recorded step under autocast has no cast copy of a weight")
+    shapes = Counter((each["bytes"], str(each.get("op"))) for each in casts if each.get("owner") == CAST)
     return [{"each_bytes": size, "op": op, "num_copies": num, "all_bytes": num * size}
             for (size, op), num in shapes.items()]  # fmt: skip
 
 
 @table_of("kept-at-backward", "Alive when the backward begins")
 def kept_at_backward(stored: Stored) -> Records:
-    found = []
     for dtype in BOTH:
         there = _at_backward(recorded(stored, "step", dtype))
         sums = {name: sum(each["bytes"] for each in there if each.get("owner") == owner)
                 for name, owner in (("activation_bytes", ACTIVATION), ("cast_weight_bytes", CAST))}  # fmt: skip
         num = sum(each.get("owner") == CAST for each in there)
-        found.append({"dtype": dtype, **sums, "num_cast_weights": num})
-    return found
+        yield {"dtype": dtype, **sums, "num_cast_weights": num}
 
 
 @table_of(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stepscope.analysis.time.warmups import by_warmup
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural
-from stepscope.studies.cs336 import note
+from stepscope.studies.cs336.note import OUT_OF_MEMORY, PROFILED_OVER_BENCHMARKED, note
 from stepscope.studies.cs336.points import FP32
 from stepscope.studies.figures import BUSY, TIME, is_host_bound, listed, published, ratios, said
 from stepscope.studies.recorded import Records
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WARMUPS = (0, 1, 2, 5)
 MEAN = "mean_ns"
+BOTH_PASSES = ("forward", "forward+backward")
 SIZES = ("preset", "num_parameters", "layers", "d_model", "d_ff", "heads", "vocab", "batch")
 ByModel = Callable[[Stored], Mapping[str, float]]
 
@@ -74,7 +75,6 @@ def gpu_work_ns(stored: Stored, record: Record) -> dict[str, int]:
 
 def every_pass(stored: Stored) -> Records:
     """Return one record per pass and number of warm-up passes. A point that failed has one, with its status."""
-    records = []
     known = {row["hash"]: row for row in stored.rows(plain).where(dtype=FP32)}
     for row in stored.sweep("models").rows:
         base = known.get(row["hash"])
@@ -84,12 +84,12 @@ def every_pass(stored: Stored) -> Records:
         gate = row.get("gate") or {}
         base = {**base, "pass": base["mode"], "is_cold": not gate or bool(gate.get("run_by"))}
         found = list(by_warmup(row.get("samples_phase_ns") or {}, base["steps"], WARMUPS))
-        records += [] if found else [{**base, "num_warmup": max(WARMUPS), MEAN: None, "std_ns": None}]
+        if not found:
+            yield {**base, "num_warmup": max(WARMUPS), MEAN: None, "std_ns": None}
         for each in found:
             name = each.what if base["mode"] != "inference" else "inference"
             figures = {MEAN: each.time.mean, "std_ns": each.time.std, "median_ns": each.time.median}
-            records.append({**base, "pass": name, "num_warmup": each.num_warmup, **figures})
-    return records
+            yield {**base, "pass": name, "num_warmup": each.num_warmup, **figures}
 
 
 @table_of(
@@ -102,7 +102,7 @@ def warm(stored: Stored) -> Rows:
 
 @table_of("sizes", "The models", " ".join(SIZES), note="fp32 is without TF32")
 def sizes(stored: Stored) -> Records:
-    return list({row["preset"]: {name: row[name] for name in SIZES} for row in stored.rows(warm)}.values())
+    return {row["preset"]: {name: row[name] for name in SIZES} for row in stored.rows(warm)}.values()
 
 
 @table_of(
@@ -111,20 +111,19 @@ def sizes(stored: Stored) -> Records:
     note="the forward is synchronized, which takes longer than one inside a step",
 )  # fmt: skip
 def busy(stored: Stored) -> Records:
-    forward, found = figure(warm, MEAN, **{"pass": "forward"})(stored), []
+    forward = figure(warm, MEAN, **{"pass": "forward"})(stored)
     for row in stored.rows(warm).where(**{"pass": "step"}):
         if row["model"] in forward and (work := gpu_work_ns(stored, row)):
             mean = forward[row["model"]]
-            found.append({**row, "forward_ns": mean, "forward_busy_share": work["forward"] / mean})
-    return found
+            yield {**row, "forward_ns": mean, "forward_busy_share": work["forward"] / mean}
 
 
 @question(
     "How long does each pass take, and what does not fit?",
     LinesOf("step-times", "A step by length", warm, "seq_len", MEAN, "preset", {"pass": "step"}), sizes, warm,
-    *(beside(name, name, figure(warm, MEAN, **{"pass": name}), theirs, MEAN)
-      for name, theirs in (("forward", note.FORWARD_NS), ("forward+backward", note.FORWARD_BACKWARD_NS))), busy,
-    claim=f"On an RTX 5090, forward and backward run out of memory for {', '.join(note.OUT_OF_MEMORY)}.",
+    *(beside(name, name, figure(warm, MEAN, **{"pass": name}), note(f"{name.replace('+', '_')}_ns"), MEAN)
+      for name in BOTH_PASSES), busy,
+    claim=f"On an RTX 5090, forward and backward run out of memory for {', '.join(OUT_OF_MEMORY)}.",
 )  # fmt: skip
 def durations(tables: Tables) -> str:
     rows, told = [row for row in tables["durations"] if row[MEAN]], []
@@ -148,10 +147,9 @@ def cold(stored: Stored) -> Records:
 
 @question(
     "What does warm-up change?", cold,
-    *(beside(f"cold-{name}", f"{name}, no warm-up", figure(cold, MEAN, num_warmup=0, **{"pass": name}), theirs, MEAN)
-      for name, theirs in (("forward", note.COLD_FORWARD_NS),
-                           ("forward+backward", note.COLD_FORWARD_BACKWARD_NS))),
-    claim=f"Its profiler averages include the first call: {note.PROFILED_OVER_BENCHMARKED} times its own benchmark.",
+    *(beside(f"cold-{name}", f"{name}, no warm-up", figure(cold, MEAN, num_warmup=0, **{"pass": name}),
+             note(f"cold_{name.replace('+', '_')}_ns"), MEAN) for name in BOTH_PASSES),
+    claim=f"Its profiler averages include the first call: {PROFILED_OVER_BENCHMARKED} times its own benchmark.",
 )  # fmt: skip
 def warm_up(tables: Tables) -> str:
     by_model: dict[str, dict[int, Record]] = {}

@@ -11,9 +11,9 @@ from typing import Any
 
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural
-from stepscope.studies.cs336 import note
 from stepscope.studies.cs336.kernels import exactness, kernels, mixed_precision, products, softmax
 from stepscope.studies.cs336.memory import alive, autocast, peaks
+from stepscope.studies.cs336.note import SQUARE_TENSORS
 from stepscope.studies.cs336.passes import durations, model_of, warm_up
 from stepscope.studies.cs336.points import AUTOCAST, FP32, MEASURES
 from stepscope.studies.figures import PEAK, TIME, compared, listed, said, span
@@ -90,14 +90,12 @@ def squares_kept(stored: Stored) -> Records:
     if not others:
         raise Unavailable("only attention written out was measured")
     width, length = others[0]["head_width"], max(row["seq_len"] for row in others)
-    found = []
     for name in IMPLEMENTATIONS:
         for row in rows.where(implementation=name, head_width=width, seq_len=length):
             head = row["batch"] * row["heads"] * length * ITEM_BYTES[row["dtype"]]
             num = (row[HELD] - 5 * head * width) / (head * length)
-            noted = {"squares": num, "squares_in_the_note": note.SQUARE_TENSORS.get(name)}
-            found.append({**row, THEORY: row.get("fact_theory_bytes"), **noted})
-    return found
+            noted = {"squares": num, "squares_in_the_note": SQUARE_TENSORS.get(name)}
+            yield {**row, THEORY: row.get("fact_theory_bytes"), **noted}
 
 
 def _held(stored: Stored) -> Rows:
@@ -121,20 +119,17 @@ def squares(tables: Tables) -> str:
     "compiled", "Eager against compiled",
     "what mode dtype eager_ns compiled_ns speedup compiling_ns eager_peak_bytes compiled_peak_bytes",
     note="compiling: for attention its first call; torch's cache on disk saves compiling",
+    if_empty="nothing was measured both eager and compiled",
 )  # fmt: skip
 def pairs(stored: Stored) -> Records:
-    found = []
     attention = stored.rows("attention").where(implementation=("naive", "compiled"))
     for fused, eager in attention.beside(("seq_len", "head_width", "mode", "dtype"), implementation="naive"):
-        found.append(_pair(f"attention {fused['seq_len']} × {fused['head_width']}", eager, fused, "first_call_ns"))
+        yield _pair(f"attention {fused['seq_len']} × {fused['head_width']}", eager, fused, "first_call_ns")
     with suppress(Unavailable):  # --quick leaves it out
         same = ("preset", "seq_len", "layers", "mode", "dtype")
         for fused, eager in stored.rows("compiled").beside(same, compile="off"):
             what = f"{model_of(fused)} with {plural(fused['layers'], 'layer')}"
-            found.append(_pair(what, eager, fused, "compile_ns"))
-    if not found:
-        raise Unavailable("nothing was measured both eager and compiled")
-    return found
+            yield _pair(what, eager, fused, "compile_ns")
 
 
 def _pair(what: str, eager: Record, fused: Record, compiling: str) -> dict[str, Any]:

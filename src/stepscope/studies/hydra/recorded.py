@@ -66,7 +66,7 @@ def knobs(stored: Stored) -> Records:
 
 @table_of("parameters", "Parameters by preset", "preset dim blocks num_parameters")
 def parameters(stored: Stored) -> Records:
-    return list({row["preset"]: row for row in [step_of(each) for each in _recorded(stored, "step")]}.values())
+    return {row["preset"]: row for row in map(step_of, _recorded(stored, "step"))}.values()
 
 
 @question(
@@ -138,12 +138,13 @@ def memory(tables: Tables) -> str:
     )
 
 
-@table_of("bottlenecks", "Ops by their own time, per traced step", num_shown=15)
+@table_of(
+    "bottlenecks", "Ops by their own time, per traced step", num_shown=15,
+    if_empty="the trace has no op with a time of its own",
+)  # fmt: skip
 def ops(stored: Stored) -> Records:
     rows, _ = op_times(stored.recording("step").source)
     whole = sum(ns for _, _, ns in rows)
-    if not whole:
-        raise Unavailable("the trace has no op with a time of its own")
     return [{"op": op, "num_calls": calls, "own_ns": ns, "share": ns / whole} for op, calls, ns in rows]
 
 
@@ -158,12 +159,10 @@ def modules(stored: Stored) -> Records:
     where, rank = op_times(source)[1], source.analysis.ranks[0]
     num, named = max(1, rank.steps.height), rank.modules.filter(rank.modules["module"].is_not_null())
     whole = max(1, int(named[f"{where}_self_ns"].sum()))
-    found = []
     for row in module_groups(named).sort(f"{where}_self_ns", descending=True).to_dicts():
         own, inner = row[f"{where}_self_ns"], row[f"{where}_total_ns"]
         figures = {"own_ns": own / num, "own_share": own / whole, "with_inner_ns": inner / num}
-        found.append({"module": row["module"], "num_modules": row["num_modules"], **figures})
-    return found
+        yield {"module": row["module"], "num_modules": row["num_modules"], **figures}
 
 
 def _op_shares(stored: Stored) -> dict[str, float]:
@@ -238,7 +237,6 @@ def presets(stored: Stored) -> Records:
     alike = max(groups.values(), key=len, default=[])
     if len(alike) < 2:
         raise Unavailable("no two presets were recorded at one batch, length and dtype")
-    found = []
     for source, row in ((one.source, step_of(one)) for one in alike):
         (rows, where), rank = op_times(source), source.analysis.ranks[0]
         products = sum(ns for op, _, ns in rows if op in PRODUCTS) / max(1, sum(ns for _, _, ns in rows))
@@ -249,8 +247,7 @@ def presets(stored: Stored) -> Records:
         of_ns = rank.gpu_time.busy_ns if where == "device" else max(1, int(rank.steps["duration_ns"].sum()))
         copied_ns = int(copy_sources(source.case.linked)["duration_ns"].sum())
         row |= {"products_share": products, "copies_share": copied_ns / of_ns, "largest_op": rows[0][0]}
-        found.append(row | {"peak_bytes": source.memory.account.peak_bytes})
-    return found
+        yield row | {"peak_bytes": source.memory.account.peak_bytes}
 
 
 @question("Do the patterns hold for larger models?", presets)
@@ -269,6 +266,7 @@ def sizes(tables: Tables) -> str:
     "data", "Synthetic and real data",
     "batch seq_len data step_ns tokens_per_s data_wait_ns wait_share gpu_idle_share",
     note="the wait is host time; one batch that is already there has none",
+    if_empty="no point was trained on the text",
 )  # fmt: skip
 def pipelines(stored: Stored) -> Records:
     texts = {"text": _recorded(stored, "text"), "text, 2 workers": _recorded(stored, "workers")}
@@ -276,8 +274,6 @@ def pipelines(stored: Stored) -> Records:
     for base in _recorded(stored, "step"):
         arms = [_arm(name, each) for name, found in texts.items() for each in found if each.axes == base.axes]
         groups += [[_arm("one batch", base), *arms]] if arms else []
-    if not groups:
-        raise Unavailable("no point was trained on the text")
     return [row for group in sorted(groups, key=lambda group: group[0]["gpu_idle_share"] or 0.0) for row in group]
 
 

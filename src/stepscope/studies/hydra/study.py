@@ -13,20 +13,72 @@ from typing import Any
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.errors import Unavailable
 from stepscope.studies.figures import BUSY, PEAK, TIME, against, busy_ns, is_host_bound, published, said, span, speeds
-from stepscope.studies.hydra.points import MEASURES
 from stepscope.studies.hydra.recorded import NOTE, bottlenecks, copies, data, memory, model, sizes, step
 from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import REPORT, BarsOf, Study, TableOf, Tables, question, table_of
+from stepscope.studies.study import REPORT, BarsOf, Recordings, Study, Sweep, TableOf, Tables, question, table_of
 
-MICRO = f"implementation mode {TIME} time_p10_ns time_p90_ns speedup num_kernels {BUSY} {PEAK}"
-LOSSES = TableOf(
+WINDOWS = ("--warmup", "3", "--clean", "10", "--trace", "1")
+TINY = {"preset": "tiny", "batch": 1, "seq_len": 32}
+QUICK = {**TINY, "steps": 3, "warmup": 1}
+NOTED = {"preset": "100m", "batch": 4, "seq_len": 1024, "dtype": "autocast_bf16"}
+"""4,096 tokens per step: the note's step time times its tokens/s."""
+LONG = {"preset": "100m", "batch": 4, "seq_len": 4096, "dtype": "autocast_bf16"}
+MICRO = {"batch": 4, "seq_len": 1024, "dtype": "bf16"}
+LOSSES = {"loss": ["full", "chunked", "fused"]}
+CONVOLUTIONS = {"implementation": ["sliced", "contiguous", "padded"], "mode": "forward+backward"}
+SHIFTS = {"implementation": ["cat", "pad", "roll", "copy", "gather"], "mode": "forward"}
+
+MEASURES = (
+    Recordings(
+        "step", "hydra", "steps of the presets", options=WINDOWS,
+        quick=[TINY, {"preset": "debug", "batch": 1, "seq_len": 32, "vocab": 1024}],
+        full=[NOTED, {**LONG, "preset": ["100m", "500m", "1b"]}],
+    ),
+    Recordings(
+        "text", "hydra", "the first two of them on a text, read in the training process", options=WINDOWS,
+        quick=[TINY], full=[NOTED, LONG], loop=("--data", "text"),
+    ),
+    Recordings(
+        "workers", "hydra", "the same, read by two workers", options=WINDOWS, quick=(), full=[NOTED, LONG],
+        loop=("--data", "text", "--workers", "2"),
+    ),
+    Sweep(
+        "losses", "hydra", "the three losses", quick={**QUICK, "vocab": 4096, "chunk_rows": 16, **LOSSES},
+        full={**LONG, **LOSSES},
+    ),
+    Sweep(
+        "routing", "hydra", "static and dynamic depth, one model",
+        quick=[QUICK, {**QUICK, "routing": "dynamic", "dispatch": ["gather", "mask"]}],
+        full=[
+            {**LONG, "preset": ["100m", "500m"], "routing": ["static", "dynamic"]},
+            {**LONG, "routing": "dynamic", "dispatch": "mask"},
+            {**LONG, "capacity": 0.5},
+            {**LONG, "compile": "reduce-overhead"},
+        ],
+    ),
+    Sweep(
+        "contiguity", "contiguity", "convolutions on a slice, a contiguous copy, a padded one",
+        quick={**QUICK, **CONVOLUTIONS}, full={**MICRO, **CONVOLUTIONS},
+    ),
+    Sweep(
+        "value_shift", "value_shift", "half of the value from the token before, five ways",
+        quick={**QUICK, **SHIFTS}, full={**MICRO, **SHIFTS},
+    ),
+    Sweep(
+        "first_call", "hydra", "every layer in the first call of a process and later", layers=True, quick=[QUICK],
+        full=[NOTED],
+    ),
+)  # fmt: skip
+
+ALONE = f"implementation mode {TIME} time_p10_ns time_p90_ns speedup num_kernels {BUSY} {PEAK}"
+LOSS_TABLE = TableOf(
     "losses", "The loss, three ways", "losses",
     f"knob_loss {TIME} tokens_per_s {PEAK} before_backward_bytes loss speedup",
 )  # fmt: skip
 
 
-@question("What does the loss cost?", BarsOf("losses", "Peak by loss", LOSSES, "knob_loss", PEAK), LOSSES)
+@question("What does the loss cost?", BarsOf("losses", "Peak by loss", LOSS_TABLE, "knob_loss", PEAK), LOSS_TABLE)
 def losses(tables: Tables) -> str:
     full = tables["losses"].one(knob_loss="full")
     told = speeds(tables["losses"], "", lambda r, b: f" with {said('share', r[PEAK] / b[PEAK])} of its peak",
@@ -43,8 +95,8 @@ def _sliced(stored: Stored) -> dict[str, float]:
 
 @question(
     "What are contiguous copies and the value shift worth alone?",
-    TableOf("contiguity", "Convolutions on a slice", "contiguity", MICRO),
-    TableOf("value_shift", "The value shift, five ways", "value_shift", MICRO),
+    TableOf("contiguity", "Convolutions on a slice", "contiguity", ALONE),
+    TableOf("value_shift", "The value shift, five ways", "value_shift", ALONE),
     published("published-times_sliced", NOTE, _sliced, {"contiguous first": 1.056}, "what", "times_sliced"),
     published("published-call_ns", NOTE, lambda s: {"value shift": s.rows("value_shift").ok.least(TIME)[TIME]},
               {"value shift": 20_000.0}, "what", "call_ns"),

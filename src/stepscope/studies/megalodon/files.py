@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.model import Table, Value
+from stepscope.document.model import Table
 from stepscope.errors import Unavailable, UsageError
-from stepscope.formatting import cell, safe, title_of
+from stepscope.formatting import cell
+from stepscope.studies.figures import PEAK, TIME, table
+from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Recorded, Stored
 
 SUMMARY = ("dtype", "bf16_reduction", "seq_len", "batch_size", "ms_per_step", "peak_mem_gb")
@@ -42,18 +44,14 @@ def appended(path: Path, content: str) -> str:
 
 def summary(stored: Stored) -> Table:
     """Return one row per point: milliseconds per step and the peak in 10⁹ bytes, or its status."""
-    columns: dict[str, list[Value]] = {name: [] for name in SUMMARY}
+    rows = []
     for record in stored.rows("steps").needed():
-        time_ns, peak = record["time_median_ns"], record["peak_allocated_bytes"]
-        found = {
-            **record,
-            "batch_size": record["batch"],
-            "ms_per_step": record["status"] if time_ns is None else round(time_ns / 1e6, 4),
-            "peak_mem_gb": record["status"] if peak is None else round(peak / 1e9, 6),
-        }
-        for name in SUMMARY:
-            columns[name].append(found[name])
-    return Table("summary", "Steps", columns, 60)
+        time_ns, peak = record[TIME], record[PEAK]
+        row = {**record, "batch_size": record["batch"]}
+        row["ms_per_step"] = record["status"] if time_ns is None else round(time_ns / 1e6, 4)
+        row["peak_mem_gb"] = record["status"] if peak is None else round(peak / 1e9, 6)
+        rows.append({name: row[name] for name in SUMMARY})
+    return table("summary", "Steps", rows, *SUMMARY)
 
 
 def figure_text(name: str) -> Callable[[Stored], str]:
@@ -61,8 +59,8 @@ def figure_text(name: str) -> Callable[[Stored], str]:
 
     def content(stored: Stored) -> str:
         columns = summary(stored).columns
-        points = [" ".join(map(str, point)) for point in zip(*(columns[each] for each in SUMMARY[:4]))]
-        return _text("", {" ".join(SUMMARY[:4]): points, name: [str(value) for value in columns[name]]})
+        return _text("", [dict(zip((*SUMMARY[:4], name), map(str, row)))
+                          for row in zip(*(columns[each] for each in (*SUMMARY[:4], name)))])  # fmt: skip
 
     return content
 
@@ -112,35 +110,32 @@ def windows_of(one: Recorded) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _by_time(one: Recorded) -> str:
     account = one.source.analysis.ranks[0]
-    ops = account.ops.head(_NUM_OPS)
     num_steps = max(1, account.steps.height)
-    on_device = bool(ops["device_self_ns"].sum())
-    names = ["device_self_ns", "device_total_ns"] if on_device else []
-    names += ["host_self_ns", "host_total_ns"]
-    whole = account.ops[names[0]].sum()
-    columns = {"op": [safe(op) if op is not None else "(no op)" for op in ops["op"]]}
-    columns["calls"] = [cell("num_calls", value / num_steps) for value in ops["num_calls"]]
-    columns |= {title_of(name): [cell(name, value / num_steps) for value in ops[name]] for name in names}
-    columns["share"] = [cell("share", value / max(1, whole)) for value in ops[names[0]]]
-    return _text(f"One step by op, {num_steps} steps of the first trace window, {account.ops.height} ops", columns)
+    names = ["host_self_ns", "host_total_ns"]
+    if account.ops.head(_NUM_OPS)["device_self_ns"].sum():
+        names = ["device_self_ns", "device_total_ns", *names]
+    whole = max(1, account.ops[names[0]].sum())
+    rows = [
+        {"op": "(no op)" if row["op"] is None else row["op"],
+         **{name: row[name] / num_steps for name in ("num_calls", *names)}, "share": row[names[0]] / whole}
+        for row in account.ops.head(_NUM_OPS).to_dicts()
+    ]  # fmt: skip
+    return _text(f"One step by op, {num_steps} steps of the first trace window, {account.ops.height} ops", rows)
 
 
 def _by_memory(one: Recorded) -> str:
     from stepscope.analysis.memory.by_op import memory_by_op
 
-    rows = memory_by_op(one.source.allocations)
-    shown = rows[:_NUM_OPS]
-    columns = {"op": [safe(row.op) for row in shown]}
-    columns["allocations"] = [cell("num_", row.num_allocations) for row in shown]
-    for name in ("allocated_bytes", "largest_bytes", "at_peak_bytes"):
-        columns[title_of(name)] = [cell(name, getattr(row, name)) for row in shown]
+    ops = memory_by_op(one.source.allocations)
+    names = ("op", "num_allocations", "allocated_bytes", "largest_bytes", "at_peak_bytes")
+    rows = [{name: getattr(op, name) for name in names} for op in ops[:_NUM_OPS]]
     peak = cell("peak_bytes", one.source.memory.account.peak_bytes)
-    return _text(f"One step by op, by bytes allocated; the peak is {peak}, {len(rows)} ops", columns)
+    return _text(f"One step by op, by bytes allocated; the peak is {peak}, {len(ops)} ops", rows)
 
 
-def _text(title: str, columns: Mapping[str, Sequence[str]]) -> str:
-    """Return columns as aligned text, the first to the left."""
-    rows = [list(columns), *map(list, zip(*columns.values()))]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(columns))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+def _text(title: str, rows: Records) -> str:
+    """Return rows as aligned text, however wide."""
+    from stepscope.render.terminal_tables import table_lines
+
+    lines = table_lines(table("", "", rows, *(rows[0] if rows else ())), len(rows), width=1 << 20)
     return "\n".join([title, "", *lines] if title else lines) + "\n"

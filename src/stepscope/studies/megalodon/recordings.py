@@ -26,7 +26,6 @@ PUBLISHED = {512: 1.25}
     note="speedup_if_free: the most that another way to sum products can bring",
 )  # fmt: skip
 def gemm_share(stored: Stored) -> Records:
-    found = []
     for one in stored.recordings("short"):
         account, step = one.source.analysis.ranks[0], one.source.summary.step_ns
         total, gemm = (int(account.gemm_share[name].sum()) for name in ("total_ns", "gemm_ns"))
@@ -34,25 +33,21 @@ def gemm_share(stored: Stored) -> Records:
             share = min(1.0, gemm / max(1, account.steps.height) / step.median)
             row = {"seq_len": one.axes["seq_len"], "step_ns": step.median, "gpu_work_share": gemm / total}
             row |= {"step_share": share, "speedup_if_free": 1 / max(1e-9, 1 - share)}
-            found.append(row | {"published_speedup": PUBLISHED.get(one.axes["seq_len"])})
-    return found
+            yield row | {"published_speedup": PUBLISHED.get(one.axes["seq_len"])}
 
 
 @table_of("schedules", "Steps asked for and steps traced")
 def schedules(stored: Stored) -> Records:
-    found = []
     for name, one in recorded(stored):
         steps, traced = one.source.recording.facts["windows"], [w["num_steps"] for _, w in windows_of(one)]
         repeat = max(1, steps["trace_warmup"])
         row = {"schedule": name, "wait": steps["warmup"] + steps["clean"], "warm_up": 1}
         row |= {"active": steps["trace"] // repeat, "repeat": repeat, "num_asked": steps["trace"]}
-        found.append(row | {"num_traced": sum(traced), "num_windows": len(traced)})
-    return found
+        yield row | {"num_traced": sum(traced), "num_windows": len(traced)}
 
 
 @table_of("windows", "Every trace window", note="slowdown: traced step ÷ clean step")
 def windows(stored: Stored) -> Records:
-    found = []
     for name, one in recorded(stored):
         clean = one.source.summary.step_ns
         for last_step, window in windows_of(one):
@@ -60,8 +55,7 @@ def windows(stored: Stored) -> Records:
             row = {"schedule": name, "last_step": last_step, "num_steps": num}
             row["num_kernels"] = window["num_kernels"] / num if window["num_kernels"] else None
             row |= {"traced_step_ns": step_ns, "clean_step_ns": clean.median if clean else None}
-            found.append(row | {"slowdown": step_ns / clean.median if clean else None})
-    return found
+            yield row | {"slowdown": step_ns / clean.median if clean else None}
 
 
 @table_of(
@@ -69,12 +63,10 @@ def windows(stored: Stored) -> Records:
     note="it runs wait + warm-up + active · repeat steps; a cycle needs wait + warm-up + active",
 )  # fmt: skip
 def playbook_schedules(_stored: Stored) -> Records:
-    found = []
     for wait, warm_up, active, repeat in PLAYBOOK_SCHEDULES:
         run, cycle = wait + warm_up + active * repeat, wait + warm_up + active
         row = {"wait": wait, "warm_up": warm_up, "active": active, "repeat": repeat, "num_run": run}
-        found.append(row | {"num_needed": cycle * repeat, "num_whole_cycles": min(repeat, run // cycle)})
-    return found
+        yield row | {"num_needed": cycle * repeat, "num_whole_cycles": min(repeat, run // cycle)}
 
 
 @question(

@@ -13,11 +13,91 @@ from stepscope.formatting import heading, listed, plural
 from stepscope.studies.figures import BUSY, PEAK, TIME, against, crossing, published, ratios, said, speeds, told_apart
 from stepscope.studies.lengths import FORMULA, growth_records
 from stepscope.studies.megalodon import files
-from stepscope.studies.megalodon.points import ALL, FFT, MEASURES, MODES, SCAN, SEQUENTIAL
 from stepscope.studies.megalodon.recordings import PUBLISHED, fusion, gemm_share, schedule
 from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import LinesOf, Study, TableOf, Tables, question, table_of
+from stepscope.studies.study import LinesOf, Recordings, Study, Sweep, TableOf, Tables, question, table_of
+
+FFT, SEQUENTIAL, SCAN = ALL = ["fft", "sequential", "scan"]
+MODES = ["forward", "forward+backward"]
+TINY = {"preset": "tiny", "steps": 3, "warmup": 1}
+STEP = {**TINY, "mode": "step"}
+NEXT = {**TINY, "mode": "inference"}
+PROFILE = {"preset": "profile", "batch": 4}
+FULL_STEP = {**PROFILE, "mode": "step"}
+FULL_NEXT = {**PROFILE, "mode": "inference"}
+# Alone, the average has the sizes that it has in the model, so that the two can be compared.
+ALONE_TINY = {**TINY, "batch": 2, "width": 64, "num_states": 4}
+ALONE = {"batch": 4, "width": 384, "num_states": 8}
+# The size above is host-bound on a large GPU; this one is not.
+ALONE_LARGE = {"batch": 8, "width": 1024, "num_states": 16}
+
+MEASURES = (
+    Sweep(
+        "steps", "megalodon", "a training step by length, dtype and bf16 reduction",
+        quick=[
+            {**STEP, "seq_len": [16, 32]},
+            # Too large for any machine: the points after it must run all the same.
+            {**STEP, "seq_len": 32, "batch": 1 << 32},
+            {**STEP, "seq_len": 64},
+            {**STEP, "seq_len": 16, "dtype": "bf16", "bf16_reduction": ["auto", "on", "off"]},
+        ],
+        full=[
+            {**FULL_STEP, "seq_len": [512, 2048, 8192], "dtype": ["fp32", "tf32"]},
+            {**FULL_STEP, "seq_len": 8192, "batch": 512},
+            {**FULL_STEP, "seq_len": [512, 2048, 8192], "dtype": "bf16", "bf16_reduction": ["auto", "on", "off"]},
+            {**FULL_STEP, "seq_len": [2048, 8192], "dtype": "autocast_bf16"},
+            {**FULL_STEP, "seq_len": 32768, "dtype": "bf16"},
+        ],
+    ),
+    Sweep(
+        "average", "ema", "the moving average of one layer alone, by path",
+        quick=[
+            {**ALONE_TINY, "path": ALL, "seq_len": [16, 64], "mode": MODES},
+            {**ALONE_TINY, "path": FFT, "seq_len": 64, "mode": "forward", "last_state": False},
+        ],
+        full=[
+            {**ALONE, "path": [FFT, SCAN], "seq_len": [8, 64, 512, 2048, 8192], "mode": MODES},
+            {**ALONE, "path": SEQUENTIAL, "seq_len": [8, 64, 512], "mode": MODES, "steps": 5},
+            # The model in training does not need the state, which fft computes apart.
+            {**ALONE, "path": FFT, "seq_len": [8, 64, 512, 2048, 8192], "mode": MODES, "last_state": False},
+            {**ALONE_LARGE, "path": [FFT, SCAN], "seq_len": 8192, "mode": MODES},
+        ],
+    ),
+    Sweep(
+        "paths", "megalodon", "the model by the path of its moving average",
+        quick=[{**TINY, "ema": [FFT, SCAN], "seq_len": [16, 64], "mode": MODES},
+               {**TINY, "ema": SEQUENTIAL, "seq_len": 16, "mode": MODES}],
+        full=[
+            {**PROFILE, "ema": [FFT, SCAN], "seq_len": [512, 2048, 8192], "mode": MODES},
+            {**PROFILE, "ema": SEQUENTIAL, "seq_len": [512, 2048], "mode": MODES, "steps": 3, "warmup": 1},
+        ],
+    ),
+    Sweep(
+        "decode", "stepscope.workloads.models.megalodon_decode:WORKLOAD",
+        "the next token, from the state or recomputed",
+        quick=[
+            {**NEXT, "cache": "on", "ema": [FFT, SCAN], "seq_len": [32, 128]},
+            {**NEXT, "cache": "off", "ema": FFT, "seq_len": [32, 128]},
+        ],
+        full=[
+            {**FULL_NEXT, "cache": "on", "ema": ALL, "seq_len": [512, 8192]},
+            {**FULL_NEXT, "cache": "off", "ema": [FFT, SCAN], "seq_len": [512, 8192]},
+        ],
+    ),
+    Recordings(
+        "short", "megalodon", "a short schedule",
+        quick=[{"preset": "tiny", "seq_len": 64}],
+        full=[{**PROFILE, "seq_len": [512, 2048], "dtype": "bf16"}],
+        options=("--warmup", "2", "--clean", "3", "--trace", "1"),
+    ),
+    Recordings(
+        "long", "megalodon", "a longer schedule, traced twice",
+        quick=[{"preset": "tiny", "seq_len": 64}],
+        full=[{**PROFILE, "seq_len": 2048, "dtype": "bf16"}],
+        options=("--warmup", "5", "--clean", "10", "--trace", "2", "--repeat", "2"),
+    ),
+)  # fmt: skip
 
 PLACES = {"average": ("path", "alone"), "paths": ("ema", "in the model")}
 """Measure → the knob that selects the path, and where it runs."""
@@ -68,15 +148,13 @@ def _comparable(stored: Stored, measure: str) -> Rows:
     note="times_faster: at the longest length that both have",
 )  # fmt: skip
 def crossings(stored: Stored) -> Records:
-    found = []
     for measure, (knob, where) in PLACES.items():
         rows = _comparable(stored, measure)
         for mode in rows.values("mode"):
             of = rows.where(mode=mode).ok
             for one, other in ((SEQUENTIAL, FFT), (FFT, SCAN), (SEQUENTIAL, SCAN)):
-                row = meeting(list(of.where(**{knob: one})), list(of.where(**{knob: other})))
-                found += [{"where": where, "mode": mode} | row] if row else []
-    return found
+                if row := meeting(of.where(**{knob: one}), of.where(**{knob: other})):
+                    yield {"where": where, "mode": mode} | row
 
 
 def meeting(one: Records, other: Records) -> dict[str, Any]:
@@ -101,15 +179,13 @@ def meeting(one: Records, other: Records) -> dict[str, Any]:
 
 @table_of("part", "The moving average alone, times the layers, beside the model", is_optional=True)
 def part(stored: Stored) -> Records:
-    found = []
     for whole in stored.rows("paths").ok:
         same = {name: whole[name] for name in ("seq_len", "mode", *SIZE)}
         alone = stored.rows(average).ok.where(path=whole["ema"], **same)
         for row in sorted(alone, key=lambda row: row["variant"] == WITH_STATE)[:1]:
             knobs = {"path": row["variant"], "seq_len": whole["seq_len"], "mode": whole["mode"]}
             figures = {"alone_ns": row[TIME], "num_layers": whole["layers"], "model_ns": whole[TIME]}
-            found.append(knobs | figures | {"alone_over_model": whole["layers"] * row[TIME] / whole[TIME]})
-    return found
+            yield knobs | figures | {"alone_over_model": whole["layers"] * row[TIME] / whole[TIME]}
 
 
 def _by_mode(of: TableOf, y: str, modes: list[str]) -> list[LinesOf]:
@@ -136,11 +212,13 @@ def fastest(tables: Tables) -> str:
 
 @table_of("proofs", "What ran, and how far from float64 the result is")
 def proofs(stored: Stored) -> Records:
-    found = []
     for measure, (knob, where) in PLACES.items():
         for path in ALL:
-            rows = stored.sweep(measure).rows
-            of = [row for row in rows if row["config"][knob] == path and row.get("samples_host_ns")]
+            of = [
+                row
+                for row in stored.sweep(measure).rows
+                if row["config"][knob] == path and row.get("samples_host_ns")
+            ]
             if not of:
                 continue
             proven = [row for row in of if row.get("proofs", {}).get(f"{knob}={path}")]
@@ -155,8 +233,7 @@ def proofs(stored: Stored) -> Records:
             for kind in ("outputs", "gradients"):
                 off = [value for gate in gates if (value := gate.get("deviations", {}).get(kind)) is not None]
                 row[kind] = f"{max(off):.1e}" if off else None
-            found.append(row)
-    return found
+            yield row
 
 
 @question(

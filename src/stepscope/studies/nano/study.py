@@ -7,11 +7,11 @@ with non-causal dense attention in models of different sizes, and took one call 
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
 
 from stepscope.formatting import heading
 from stepscope.studies.figures import BUSY, PEAK, TIME, against, listed, loss_said, ratios, said, speeds, told_apart
 from stepscope.studies.lengths import FORMULA, growth_records
+from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
 from stepscope.studies.study import REPORT, LinesOf, Study, Sweep, TableOf, Tables, question, table_of
 
@@ -54,7 +54,7 @@ MODELS = Sweep(
 
 
 @table_of("attention", "Attention alone", f"mode attention random seq_len batch {TIME} {BUSY} {PEAK} speedup loss")
-def attention(stored: Stored) -> list[dict[str, Any]]:
+def attention(stored: Stored) -> Records:
     rows = stored.rows("attention").needed()
     return [{**r, "path": f"{r['attention']}{' scattered' * (r['random'] == 'scattered')}"} for r in rows]
 
@@ -93,7 +93,7 @@ def _wins(rows: Rows) -> str:
 
 
 @table_of("sparsity", "Pattern and work", f"seq_len attention random {' '.join(PATTERN)}")
-def sparsity(stored: Stored) -> list[dict[str, Any]]:
+def sparsity(stored: Stored) -> Records:
     unique = {(r["seq_len"], r["attention"], r["random"]): r for r in stored.rows(attention).ok}
     return [{**r, **{name: r.get(fact) for name, fact in PATTERN.items()}} for r in unique.values()]
 
@@ -117,7 +117,7 @@ def skipped(tables: Tables) -> str:
 
 
 @table_of("memory-growth", "Peak memory over the length", note=FORMULA)
-def growth(stored: Stored) -> list[dict[str, Any]]:
+def growth(stored: Stored) -> Records:
     blocks = stored.rows("attention").ok.where(random="blocks").needed()
     names = [(mode, name) for mode in blocks.values("mode") for name in blocks.values("attention")]
     groups = {(f"{name} attention", mode): blocks.where(attention=name, mode=mode) for mode, name in names}
@@ -138,16 +138,14 @@ def memory(tables: Tables) -> str:
     f"preset seq_len batch mode attention {TIME} dense_ns speedup {BUSY} alone_would_save_ns",
     note="alone_would_save: what attention alone saves, times layers and batch",
 )  # fmt: skip
-def models_beside(stored: Stored) -> list[dict[str, Any]]:
-    records = []
+def models_beside(stored: Stored) -> Records:
     for row, dense in stored.rows("models").where(random="blocks").beside(SAME.split(), attention=DENSE):
         same = {name: row[name] for name in ALONE_KNOBS} | {"mode": ALONE_MODES[row["mode"]]}
         alone = stored.rows("attention").where(**same, attention=(row["attention"], DENSE), random="blocks")
         for one, other in alone.beside(SAME.split(), attention=DENSE)[:1]:
             row["alone_would_save_ns"] = row["layers"] * row["batch"] / one["batch"] * (other[TIME] - one[TIME])
         figures = {"dense_ns": dense[TIME], "speedup": dense[TIME] / row[TIME]}
-        records.append({**row, **figures, "verdict": against(row, dense, DENSE)})
-    return records
+        yield {**row, **figures, "verdict": against(row, dense, DENSE)}
 
 
 @question("Is sparse attention faster in a whole model too?", models_beside)
@@ -180,7 +178,7 @@ def presets(tables: Tables) -> str:
     "profiled", "Clean calls, and one inside a profiler",
     f"mode path seq_len {TIME} traced_ns traced_more_ns traced_ratio first_call_ns",
 )  # fmt: skip
-def profiled(stored: Stored) -> list[dict[str, Any]]:
+def profiled(stored: Stored) -> Records:
     traced = {row["hash"]: row.get("traced_ns") for row in stored.sweep("attention").rows}
     pairs = [(row, ns) for row in stored.rows(attention).ok if (ns := traced.get(row["hash"]))]
     return [{**r, "traced_ns": ns, "traced_more_ns": ns - r[TIME], "traced_ratio": ns / r[TIME]} for r, ns in pairs]

@@ -8,6 +8,7 @@ leave two questions open: why one dispatch is half as fast, and what grouped pro
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
@@ -16,9 +17,51 @@ from stepscope.formatting import plural, safe
 from stepscope.studies.figures import PEAK, TIME, against, listed, meet, said, speeds, without_folders
 from stepscope.studies.recorded import Records, differences, op_times
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import REPORT, BarsOf, Record, Study, Tables, question, table_of
-from stepscope.studies.tsmoe.points import MEASURES
+from stepscope.studies.study import REPORT, BarsOf, Record, Recordings, Study, Sweep, Tables, question, table_of
 from stepscope.studies.tsmoe.training import amp, mfu, training
+
+BOTH = FP32, AMP = ["fp32", "autocast_bf16"]
+# Short enough for a processor that emulates bfloat16.
+TINY = {"preset": "tiny", "seq_len": 16, "batch": 1}
+# Experts filled as by a trained router; a fifth of the rows of `capacity` and `indexed` are padding.
+EVEN = {"routing": "balanced", "capacity_factor": 1.25}
+# A third of the layers of 538m: layers are alike, and compile time grows with them.
+PART = {"preset": "538m", "layers": 4, **EVEN, "dtype": AMP, "steps": 8, "warmup": 2}
+LEARNED = {"preset": "538m", "layers": 2, "batch": 4, "dtype": AMP, "dispatch": ["loop", "grouped"]}
+QUICK = {**TINY, "steps": 3, "warmup": 1}
+WAYS = ["loop", "capacity", "one_hot", "tile", "grouped", "indexed"]
+MASKS = {"mask": ["causal", "given", "inverted"]}
+
+MEASURES = (
+    Recordings(
+        "training", "tsmoe", "AMP and fp32, a small and a large model, and the small one on few tokens",
+        quick={**TINY, "dtype": BOTH},
+        full=[
+            {"preset": "23m", "batch": 1, "seq_len": 512, "routing": "balanced", "dtype": BOTH},
+            {"preset": "23m", "batch": 4, "routing": "balanced", "dtype": BOTH},
+            {"preset": "538m", "routing": "balanced", "dtype": BOTH},
+        ],
+        options=("--warmup", "2", "--clean", "6", "--trace", "1"),
+    ),
+    Sweep(
+        "dispatch", "tsmoe", "ways to dispatch against the loop", trace=True,
+        quick={**QUICK, **EVEN, "layers": 1, "dtype": AMP, "dispatch": WAYS},
+        full=[
+            {**PART, "dispatch": WAYS},
+            {**PART, "compile": "default", "dispatch": ["loop", "capacity", "grouped"]},
+            {**PART, "compile": "reduce-overhead", "optimizer": "fused", "dispatch": "capacity"},
+        ],
+    ),
+    Sweep(
+        "masks", "tsmoe", "masks against is_causal", trace=True, quick={**QUICK, "dtype": FP32, **MASKS},
+        full={**PART, **MASKS},
+    ),
+    Recordings(
+        "compiled", "tsmoe", "compiled, with a router that learns", quick=(),
+        full=[{**LEARNED, "compile": mode} for mode in ("default", "reduce-overhead")],
+        options=("--warmup", "8", "--clean", "6", "--trace", "1"),
+    ),
+)  # fmt: skip
 
 LOOP, CAPACITY, INDEXED, GROUPED = "loop", "capacity", "indexed", "grouped"
 SAME_SHARE = 0.01
@@ -38,11 +81,9 @@ def _deviations(stored: Stored, measure: str) -> dict[str, dict[str, Any]]:
 )  # fmt: skip
 def masks(stored: Stored) -> Records:
     off = _deviations(stored, "masks")
-    found = []
     for row in stored.rows("masks").needed():
         kinds = {f"{kind}_deviation": off[row["hash"]].get(kind) for kind in ("outputs", "loss", "gradients")}
-        found.append({**row, **kinds, "what": safe(str(row["reason"] or "the same model"), 200)})
-    return found
+        yield {**row, **kinds, "what": safe(str(row["reason"] or "the same model"), 200)}
 
 
 @table_of(
@@ -50,13 +91,11 @@ def masks(stored: Stored) -> Records:
     "mask backend dtype num_calls forward_ns backward_ns beside_ns attention_ns step_ns why_not_flash",
 )  # fmt: skip
 def attention(stored: Stored) -> Records:
-    found = []
     for mask in ("causal", "given"):
         record = stored.rows("masks").one(mask=mask)
         for row in stored.traced("masks", record).attention.rows:
             times = {"attention_ns": float(row.call["total_ns"]), "step_ns": record[TIME]}
-            found.append({**row.call, "mask": mask, **times, "why_not_flash": _why_not_flash(row, record)})
-    return found
+            yield {**row.call, "mask": mask, **times, "why_not_flash": _why_not_flash(row, record)}
 
 
 def _why_not_flash(row: Any, record: Record) -> str:
@@ -103,7 +142,7 @@ def _remarks(rows: Rows) -> str:
     "peak_reserved_bytes num_kernel_launches padded_share dropped_share loss_off_share", note=_remarks,
 )  # fmt: skip
 def ways(stored: Stored) -> Records:
-    rows, off, found = stored.rows("dispatch").needed(), _deviations(stored, "dispatch"), []
+    rows, off = stored.rows("dispatch").needed(), _deviations(stored, "dispatch")
     base = rows.ok.one(dispatch=LOOP, compile="off")
     for row in rows:
         if row["status"] == OK and row.get("loss") is None:
@@ -111,8 +150,7 @@ def ways(stored: Stored) -> Records:
         facts = {name: row.get(f"fact_{name}") for name in ("padded_share", "dropped_share")}
         facts["gradients_deviation"] = off[row["hash"]].get("gradients")
         facts["loss_off_share"] = abs(row["loss"] / base["loss"] - 1) if row["status"] == OK else None
-        found.append({**row, **facts, "name": name_of(row)})
-    return found
+        yield {**row, **facts, "name": name_of(row)}
 
 
 def _same_model(stored: Stored) -> Records:
@@ -151,7 +189,7 @@ def slow_pair(stored: Stored) -> Rows:
 @table_of("indexing", "Ops that differ most, per traced step")
 def indexing(stored: Stored) -> Records:
     rows = stored.rows("dispatch")
-    found: Records = []
+    found = []
     pair = (stored.traced("dispatch", rows.one(dispatch=name, compile="off")) for name in (INDEXED, CAPACITY))
     slow, fast = ({op: (ns, calls) for op, calls, ns in op_times(source)[0]} for source in pair)
     for op in {**slow, **fast}:
@@ -191,35 +229,33 @@ def grouped(tables: Tables) -> str:
     return f"{speeds(tables['grouped-dispatch'], 'compile optimizer', more, dispatch=GROUPED)}."
 
 
-@table_of("compiled", "Compiled", f"dispatch compile {TIME} compile_ns num_break_even_steps {' '.join(COMPILER)}")
+@table_of(
+    "compiled", "Compiled", f"dispatch compile {TIME} compile_ns num_break_even_steps {' '.join(COMPILER)}",
+    if_empty="no point was compiled: --full compiles (on a CPU compiling takes too long)",
+)  # fmt: skip
 def compiled_rows(stored: Stored) -> Records:
     from stepscope.analysis.compiler.compile_summary import break_even
 
-    rows, found = stored.rows(ways), []
+    rows = stored.rows(ways)
     for row in (row for row in rows if row["compile"] != "off" and row.get("compiler_num_graphs")):
         eager = rows.ok.where(dispatch=row["dispatch"], compile="off", optimizer=row["optimizer"])
         steps = None
         if len(eager) and row["status"] == OK and row.get("compile_ns"):
             steps = break_even(row["compile_ns"] / 1e9, row[TIME], eager[0][TIME])
         figures = {name: int(row.get(f"compiler_{name}") or 0) for name in COMPILER}
-        found.append(row | figures | {"num_break_even_steps": steps if steps and math.isfinite(steps) else None})
-    if not found:
-        raise Unavailable("no point was compiled: --full compiles (on a CPU compiling takes too long)")
-    return found
+        yield row | figures | {"num_break_even_steps": steps if steps and math.isfinite(steps) else None}
 
 
-def _summaries(stored: Stored) -> list[tuple[dict[str, Any], Any, Any]]:
-    """Return every compiled training run with its knobs, its session and its compiler summary, also if it crashed."""
+def _summaries(stored: Stored) -> Iterator[tuple[dict[str, Any], Any, Any]]:
+    """Yield every compiled training run with its knobs, its session and its compiler summary, also if it crashed."""
     from stepscope.findings.compiler_report import compiler_report
 
-    found: list[tuple[dict[str, Any], Any, Any]] = []
     for one in stored.recordings("compiled"):
         names = {name: one.axes[name] for name in ("dispatch", "compile", "device")} | {"status": one.status}
         names |= {"what": safe(without_folders(one.reason), 200)} if one.status != OK else {}
         has_recording = one.status == OK or (one.folder is not None and one.folder.exists())
         source = one.opened() if has_recording else None
-        found.append((names, source, compiler_report(source.case).summary if source else None))
-    return found
+        yield names, source, compiler_report(source.case).summary if source else None
 
 
 @table_of(
@@ -228,10 +264,10 @@ def _summaries(stored: Stored) -> list[tuple[dict[str, Any], Any, Any]]:
     "num_cuda_graphs num_cuda_graph_sizes what",
 )  # fmt: skip
 def learned(stored: Stored) -> Records:
-    found = []
     for names, source, summary in _summaries(stored):
         if summary is None:
-            found += [names] if names["status"] != OK else []
+            if names["status"] != OK:
+                yield names
             continue
         # Without GPU clock readings, host time only tells how long launching took.
         is_timed = source.summary.clock == ("device" if names["device"] == "cuda" else "host")
@@ -240,8 +276,7 @@ def learned(stored: Stored) -> Records:
         names |= {name: getattr(summary, name) for name in ("num_graphs", "num_graph_breaks", "num_recompiles")}
         names |= {"num_limit_hits": len(summary.limit_hits), "compile_ns": summary.seconds * 1e9}
         names |= {"num_cuda_graphs": graphs.get("num_recorded")}
-        found.append(names | {"num_cuda_graph_sizes": graphs.get("num_distinct_sizes")})
-    return found
+        yield names | {"num_cuda_graph_sizes": graphs.get("num_distinct_sizes")}
 
 
 @table_of("recompiles", "What was compiled again, and why", is_optional=True)
