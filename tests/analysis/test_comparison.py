@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handmade import MS, cpu_recording, gpu_recording, sample
+from handmade import MS, cpu_recording, flops_facts, gpu_recording, sample
+from memories import a_step, write_memory
 from stepscope.analysis.comparison.compare import Parts, Subject, compare_pair
 from stepscope.analysis.comparison.gates import Comparison, Gate, decide, parse_gate
 from stepscope.analysis.comparison.metrics import METRICS, Measure, neighbors_correlation
@@ -211,6 +212,21 @@ def test_a_recording_without_a_trace_is_held_against_one_with_by_what_both_have(
 
     assert (table.by, table.of) == ("phase", "a clean step, device time")
     assert "idle" not in {row.name for row in table.rows}
+
+
+def test_owners_of_compiled_code_are_not_held_against_those_of_eager_code(tmp_path):
+    folders = {}
+    for name, is_compiled in (("eager", False), ("compiled", True), ("again", True)):
+        folders[name] = cpu_recording(tmp_path / name, flops=flops_facts(compiled=is_compiled))
+        write_memory(folders[name] / "memory.json.gz", a_step())
+
+    one = compare(folders["eager"], folders["compiled"], allow=["flops"]).pairs[0]
+    two = compare(folders["compiled"], folders["again"]).pairs[0]
+
+    told = {each.what: each.reason for each in one.missing}["memory"]
+    assert told.startswith("not comparable: base: peak allocated; new: peak allocated, whose tensors inside compiled")
+    assert "memory" not in {table.by for table in one.tables} and one.change("peak_memory") is not None
+    assert "memory" in {table.by for table in two.tables}
 
 
 def test_what_differs_is_said(tmp_path):

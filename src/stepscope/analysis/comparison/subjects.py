@@ -18,6 +18,7 @@ from stepscope.trace.recording import Recording
 
 GPU_TIME, DEVICE_TIME, HOST_TIME = "a clean step, GPU busy and idle", "a clean step, device time", "a clean step"
 PEAK = "peak allocated"
+PEAK_COMPILED = "peak allocated, whose tensors inside compiled code have no owners"
 UNKNOWN = "unknown"
 # Reported elsewhere, or irrelevant for a comparison.
 _NOT_CONTEXT = ("device", "rank", "variables")
@@ -52,7 +53,8 @@ def recording_subject(
         tables["phase"] = _phase_parts(summary, summary.step_ns.median)
     if memory is not None and peak is not None:
         owners = {part.name or UNKNOWN: float(part.bytes) for part in memory.live_at_peak.by_owner}
-        tables["memory"] = (Parts(PEAK, "bytes", peak, owners),)
+        is_compiled = (recording.facts.get("flops") or {}).get("compiled")
+        tables["memory"] = (Parts(PEAK_COMPILED if is_compiled else PEAK, "bytes", peak, owners),)
     if peak is None:
         lacks["peak_memory"] = lacks.get("memory", "not recorded")
     notes = [] if recording.status == "finished" else [f"the run is {recording.status}"]
