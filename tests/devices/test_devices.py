@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -133,7 +134,7 @@ def test_peaks_cannot_be_changed_by_a_caller():
 
 
 def test_ceilings_round_trip_and_keep_other_devices(cache_folder):
-    other = Ceilings("a CPU", {"fp32": 73_000_000_000}, 20_000_000_000, "2025-01-01T00:00:00+00:00", "2.6.0")
+    other = Ceilings("a CPU, 4 cores", {"fp32": 73_000_000_000}, 20_000_000_000, "2025-01-01T00:00:00+00:00", "2.6.0")
 
     assert load_ceilings("NVIDIA H200") is None
     save_ceilings(other)
@@ -141,9 +142,17 @@ def test_ceilings_round_trip_and_keep_other_devices(cache_folder):
 
     assert path == cache_folder / "ceilings.json"
     assert load_ceilings("NVIDIA H200") == CEILINGS
-    assert load_ceilings("a CPU") == other
+    assert load_ceilings("a CPU, 4 cores") == other
     assert load_ceilings("NVIDIA H100 PCIe") is None
     assert [entry.name for entry in cache_folder.iterdir()] == ["ceilings.json"]
+
+
+def test_ceilings_of_an_architecture_are_not_those_of_a_machine():
+    for name in ("aarch64 CPU", "aarch64 CPU, 8 cores"):
+        save_ceilings(dataclasses.replace(CEILINGS, name=name))
+
+    assert load_ceilings("aarch64 CPU") is None
+    assert load_ceilings("aarch64 CPU, 8 cores") is not None and load_ceilings("aarch64 CPU, 4 cores") is None
 
 
 @pytest.mark.parametrize(
