@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from stepscope.recorder.cpu import cpu_name
+from stepscope.recorder.processes.rank import rank_and_world_size
 
 # Variables that affect the speed of a step. No others are recorded.
 VARIABLE_PREFIXES = ("CUDA_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH", "TOKENIZERS_PARALLELISM")
@@ -20,6 +21,7 @@ VARIABLE_PREFIXES = ("CUDA_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH", "TOK
 
 def environment_facts(device: int | None) -> dict[str, Any]:
     """Return versions, device and settings as JSON values."""
+    rank, world_size = rank_and_world_size()
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -27,8 +29,8 @@ def environment_facts(device: int | None) -> dict[str, Any]:
         "device": "cpu" if device is None else "cuda",
         "device_name": cpu_name() if device is None else torch.cuda.get_device_name(device),
         "num_threads": torch.get_num_threads(),
-        "rank": int(os.environ.get("RANK", "0")),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "rank": rank or 0,
+        "world_size": world_size,
         "float32_matmul": float32_matmul(device),
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLE_PREFIXES)

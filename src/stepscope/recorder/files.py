@@ -31,6 +31,8 @@ OWN_NAMES = (
     *(COUNTERS_FILE, COMPILE_FILE),
 )
 RANK_FOLDER = re.compile(r"rank\d+")
+CHILD_FOLDER = re.compile(r"rank\d+|process\d+(-\d+)?")
+"""A process that the script started and that trained: by rank, else by process id."""
 
 STATUS_INTERRUPTED = "interrupted"
 STATUS_FINISHED = "finished"
@@ -55,7 +57,7 @@ def prepare_folder(folder: Path, force: bool, keep_ranks: bool = False) -> None:
             if not force:
                 raise ValueError(f"{folder} already holds a recording: add --force to replace it, or use -o OTHER")
             for entry in entries:
-                if entry.name not in OWN_NAMES and not RANK_FOLDER.fullmatch(entry.name):
+                if entry.name not in OWN_NAMES and not CHILD_FOLDER.fullmatch(entry.name):
                     continue  # the user keeps own files beside the recording
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         probe = folder / f".{RECORDING_FILE}.tmp"
@@ -73,6 +75,14 @@ def _is_recording(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(facts, dict) and "schema_version" in facts and "status" in facts
+
+
+def num_steps(folder: Path) -> int:
+    """Return the number of steps in a recording; 0 if it cannot be read."""
+    try:
+        return int(json.loads((folder / RECORDING_FILE).read_bytes())["steps"]["num_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -102,16 +112,16 @@ class LineFile:
         self.num_lines = 0
         self.num_dropped = 0
 
-    def append(self, line: str) -> None:
-        """Append one line of JSON. After MAX_SAMPLE_LINES, or on a full disk, lines are only counted."""
+    def append(self, lines: str, num_lines: int = 1) -> None:
+        """Append lines of JSON. After MAX_SAMPLE_LINES, or on a full disk, lines are only counted."""
         if self.num_lines >= MAX_SAMPLE_LINES:
-            self.num_dropped += 1
+            self.num_dropped += num_lines
             return
         try:
-            os.write(self._descriptor, f"{line}\n".encode())
-            self.num_lines += 1
+            os.write(self._descriptor, f"{lines}\n".encode())
+            self.num_lines += num_lines
         except OSError:
-            self.num_dropped += 1
+            self.num_dropped += num_lines
 
     def close(self) -> None:
         if self._descriptor >= 0:

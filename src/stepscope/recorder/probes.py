@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from stepscope.recorder.ledger.memory_window import MemoryProbe
 from stepscope.recorder.model import is_compiled, parameter_facts
 from stepscope.recorder.nvml import NvmlUnavailable
 from stepscope.recorder.precision.settings import precision_settings
+from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.trace import TraceProbe
 
 WINDOW_FACTS = ("memory", "parameters", "roots", "trace", "flops", "attention", "precision")
@@ -35,7 +35,6 @@ class Probes:
         self._clock = clock
         self.facts = facts
         self.device: int | None = None
-        self._rank = int(os.environ.get("RANK", "0"))
         self.compiler = CompilerProbe()
         self.trace: TraceProbe | None = None
         self.memory = MemoryProbe(folder, memory_in_full, self.note, self.guard)
@@ -116,7 +115,7 @@ class Probes:
         # Readers of a recording open the first trace. Repeated traces are in subfolders.
         number = 1 if not traced else 2 + len(traced.get("repeated", ()))
         folder = files.TRACE_FOLDER if number == 1 else f"{files.TRACE_FOLDER}/repeat{number}"
-        name = f"{folder}/rank{self._rank}.json.gz"
+        name = f"{folder}/rank{rank_and_world_size()[0] or 0}.json.gz"
         self.trace = TraceProbe(self._folder, name, roots, self.device)
         self.trace.prepare()
 

@@ -1,0 +1,190 @@
+"""The recording of a child process: opened when it begins to train, closed when it ends.
+
+A process that never trains (a DataLoader's worker, a tokenizer, a launcher) leaves no files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepscope.recorder import current, files, launch
+from stepscope.recorder.processes import rank as ranks
+from stepscope.recorder.processes.adopt import adopt, is_running
+from stepscope.recorder.processes.ending import ending
+from stepscope.recorder.processes.options import Options
+from stepscope.recorder.processes.sentinel import Sentinel
+
+if TYPE_CHECKING:
+    from stepscope.recorder.fixes.applied import AppliedFixes
+    from stepscope.recorder.session import Session
+
+SHARED_FACTS = ("command", "config", "config_hash", "git", "started_at")
+CLOSES_FIRST = 100  # priority among multiprocessing's finalizers
+
+_child: Child | None = None
+_options: Options | None = None
+_fixes: AppliedFixes | None = None
+_watches_forks = False
+
+
+def begin(options: Options) -> None:
+    """Record this process if it trains. Torch is imported."""
+    global _child
+    fixes = None
+    if options.fix is not None:
+        from stepscope.recorder.fixes.applied import AppliedFixes
+
+        fixes = AppliedFixes(options.fix)
+    watch_forks(options, fixes)
+    _child = Child(options, fixes)
+
+
+def watch_forks(options: Options, fixes: AppliedFixes | None) -> None:
+    """Record the forks of this process that train, and not the process itself. Forks inherit its fixes."""
+    global _options, _fixes, _watches_forks
+    _options, _fixes = options, fixes
+    if not _watches_forks:
+        _watches_forks = True
+        os.register_at_fork(after_in_child=_forked)
+
+
+def close(error: BaseException | None = None) -> None:
+    """Close the recording of this process, if it is a child that has one."""
+    if _child is not None:
+        _child.close(error)
+
+
+def cancel() -> None:
+    """Leave this process alone: it is a `stepscope run` of its own."""
+    global _child, _options
+    if _child is not None:
+        _child.sentinel.remove()
+    _child = _options = None
+
+
+def _forked() -> None:
+    global _child
+    if _options is None:
+        return
+    ranks.forget()
+    if _child is None:
+        _child = Child(_options, _fixes, forked_from=_options.folder)
+    elif _child.session is not None:  # else the sentinel waits in this process as well
+        _child = Child(_options, _fixes, forked_from=_child.session.folder)
+
+
+def tell(line: str) -> None:
+    """Print a line of progress on standard error."""
+    try:
+        if sys.stderr is not None:
+            print(f"stepscope: {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):
+        pass  # the script closed or replaced it, or its reader is gone
+
+
+class Child:
+    """One child process, from the import of torch to its end."""
+
+    def __init__(self, options: Options, fixes: AppliedFixes | None, forked_from: Path | None = None) -> None:
+        self._options = options
+        self._fixes = fixes
+        self._forked_from = forked_from
+        self._pid = 0
+        self.session: Session | None = None
+        self.sentinel = Sentinel(self._trains)
+
+    def _trains(self) -> None:
+        if current.session is not None or _is_loader_worker():
+            return
+        try:
+            self._open()
+        except Exception:
+            self.session = None  # the training goes on unmeasured: there is nobody to tell
+
+    def _open(self) -> None:
+        from stepscope.recorder.session import Session
+
+        options = self._options
+        rank, _ = ranks.rank_and_world_size()
+        windows = options.windows
+        if self._forked_from is not None and (self._forked_from / files.TRACE_FOLDER).exists():
+            windows = dataclasses.replace(windows, trace=0)  # Kineto does not survive a fork once it has run
+        folder, is_first = claim(options.folder, None if rank == options.rank else rank)
+        speaks = (is_first if rank is None else rank == 0) and not _has_samples(options.folder)
+        session = Session(
+            folder,
+            windows=windows,
+            facts=shared_facts(options.folder),
+            tokens_per_step=options.tokens_per_step,
+            exit_after=options.exit_after,
+            memory_in_full=options.memory_in_full,
+            is_script=True,
+            on_roots=None if self._fixes is None else self._fixes.use_roots,
+            progress=tell if speaks and not options.is_quiet else None,
+        )
+        self._pid = os.getpid()
+        self.session = session
+        session.start()
+        launch.hide_own_frames(None)
+        atexit.register(self._close_at_exit)
+        if (util := sys.modules.get("multiprocessing.util")) is not None:
+            # Processes of multiprocessing leave without running atexit.
+            util.Finalize(None, self._close_at_exit, exitpriority=CLOSES_FIRST)
+
+    def _close_at_exit(self) -> None:
+        # Multiprocessing runs this while the exception is raised; Python, after it has printed it.
+        raised = sys.exc_info()[1]
+        if raised is not None:
+            launch.remove_own_frames(raised, None)  # multiprocessing prints it after this
+        self.close(raised or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write how the process ended. Only the first call does something."""
+        session, self.session = self.session, None
+        if session is None or os.getpid() != self._pid:
+            return
+        status, facts = ending(error)
+        if self._fixes is not None:
+            facts["fixes"] = self._fixes.finish()
+        session.close(status, error=error, **facts)
+        if status == files.STATUS_FINISHED and not files.num_steps(session.folder):
+            shutil.rmtree(session.folder, ignore_errors=True)  # a gradient, and no training
+        elif not is_running(self._options.pid):
+            adopt(self._options.folder)
+
+
+def claim(folder: Path, rank: int | None) -> tuple[Path, bool]:
+    """Return a new folder for this process inside the recording, and whether it is the first one."""
+    is_first = not any(files.CHILD_FOLDER.fullmatch(entry.name) for entry in folder.iterdir())
+    names = [] if rank is None else [f"rank{rank}"]
+    names += [f"process{os.getpid()}", *(f"process{os.getpid()}-{number}" for number in range(2, 100))]
+    for name in names:
+        try:
+            (folder / name).mkdir()
+            return folder / name, is_first
+        except FileExistsError:
+            continue
+    raise FileExistsError(folder)
+
+
+def shared_facts(folder: Path) -> dict[str, Any]:
+    """Return the facts of the recording that hold for all of its processes."""
+    facts = json.loads((folder / files.RECORDING_FILE).read_bytes())
+    return {name: facts[name] for name in SHARED_FACTS if name in facts}
+
+
+def _has_samples(folder: Path) -> bool:
+    samples = folder / files.SAMPLES_FILE
+    return samples.exists() and samples.stat().st_size > 0
+
+
+def _is_loader_worker() -> bool:
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return worker is not None and worker.get_worker_info() is not None

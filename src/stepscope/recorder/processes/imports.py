@@ -1,0 +1,62 @@
+"""Runs code around the first import of a module. Imports nothing, because every child process loads it."""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # as in `typing`, which takes milliseconds to import
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+class AfterImport:
+    """Calls `before` and `after` around the first import of one module, then removes itself.
+
+    Looking for the module without importing it (`importlib.util.find_spec`) changes nothing.
+    """
+
+    def __init__(self, name: str, after: Callable[[], None], before: Callable[[], None] | None = None) -> None:
+        self._name, self._after, self._before = name, after, before
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that the finders after this one find, with a loader that reports the import."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(fullname, path, target) if find is not None else None
+            if spec is not None:
+                self._watch(spec.loader)
+                return spec
+        return None
+
+    def _watch(self, loader: object) -> None:
+        load = getattr(loader, "exec_module", None)
+        if load is None or isinstance(loader, type) or getattr(load, "watcher", None) is self:
+            return  # a loader that all modules share, or one that was looked up before
+        is_own = "exec_module" in vars(loader)
+
+        def exec_module(module: ModuleType) -> None:
+            if is_own:
+                loader.exec_module = load  # type: ignore[attr-defined]
+            else:
+                vars(loader).pop("exec_module", None)
+            is_first = self in sys.meta_path
+            if is_first and self._before is not None:
+                self._before()
+            load(module)
+            if is_first:
+                self.remove()
+                self._after()
+
+        exec_module.watcher = self  # type: ignore[attr-defined]
+        loader.exec_module = exec_module  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)

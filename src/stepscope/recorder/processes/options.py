@@ -1,0 +1,45 @@
+"""What a child process needs to know to record itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepscope.recorder.windows import Windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `stepscope run` that hold in every process.
+
+    >>> options = Options(folder=Path("runs/x"), windows=Windows(clean=3), pid=1)
+    >>> Options.from_json(options.to_json()) == options
+    True
+    """
+
+    folder: Path
+    """Of the recording: child processes record in folders inside it."""
+    windows: Windows
+    pid: int
+    """The process that was started first, and writes the recording's own files at the end."""
+    rank: int | None = None
+    """Its rank, if it is itself one of several; a child that inherits it is not a rank of its own."""
+    tokens_per_step: int | None = None
+    exit_after: bool = False
+    memory_in_full: bool = False
+    fix: str | None = None
+    """Fixes of `stepscope verify`, as in `AppliedFixes`."""
+    is_quiet: bool = False
+
+    def to_json(self) -> str:
+        """Return the options as one line of JSON."""
+        return json.dumps({**dataclasses.asdict(self), "folder": os.fspath(self.folder)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Options:
+        """Return the options of `to_json`."""
+        fields = json.loads(text)
+        return cls(**{**fields, "folder": Path(fields["folder"]), "windows": Windows(**fields["windows"])})
