@@ -2,18 +2,22 @@
 
 Runs the script as Python would and finds its steps. First come warm-up steps, then timed steps, then a trace window,
 then a memory and FLOPs window; the rest runs unmeasured. Prints a summary, the card, at the end. The output,
-exceptions and exit code are the script's own. --memory also saves the CUDA allocator's history to snapshot.pickle.
+exceptions and exit code are the script's own. Processes that the script starts and that train are measured too: one
+recording has all ranks. SCRIPT can also be a launcher, such as torchrun. --memory also saves the CUDA allocator's
+history to snapshot.pickle.
 
 examples:
   stepscope run train.py --lr 3e-4
   stepscope run -o runs/baseline --exit-after train.py
   stepscope run -m mypackage.train --config small.toml
+  stepscope run -o runs/ddp torchrun --nproc-per-node 8 train.py
   torchrun --nproc-per-node 8 -m stepscope run -o runs/ddp train.py
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 import time
@@ -25,6 +29,7 @@ from stepscope.errors import StepscopeError, UsageError, need_torch
 if TYPE_CHECKING:
     from stepscope.recorder.fixes.applied import AppliedFixes
     from stepscope.recorder.launch import Program
+    from stepscope.recorder.processes.options import Options
     from stepscope.recorder.session import Session
 
 
@@ -53,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the script and print its card; exceptions and the exit code are the script's own."""
     from stepscope.recorder import launch
+    from stepscope.recorder.processes import start
     from stepscope.recorder.windows import Windows
 
     words = arguments.module or arguments.script
@@ -77,28 +83,27 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
 
     run = _Run(arguments, windows)
+    atexit.register(run.end_late)  # before multiprocessing registers the function that waits for its processes
+    start.cancel()
     launch.AfterImport("torch", after=run.torch_is_here)
     try:
         load = launch.load_module if arguments.module else launch.load_script
         program = load(words[0], words[1:])
         run.prepare(program)
+    except launch.NotPython:
+        launch.run_in_plain_python(["-m", *words] if arguments.module else words)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    card_stream = _send_output_to_stderr() if arguments.json else sys.stdout
+    run.card_stream = _send_output_to_stderr() if arguments.json else sys.stdout
     if "torch" in sys.modules:
         run.torch_is_here()
 
     outcome: BaseException | None = None
-    pid = os.getpid()
     try:
         launch.run_program(program)
     except BaseException as error:
         outcome = error
-    if os.getpid() == pid:  # not in a forked child that ends here
-        _flush()
-        run.finish(outcome)
-        if arguments.json or not arguments.quiet:
-            _show(run.folder, arguments.json, card_stream)
+    run.ended(outcome)
     if outcome is not None:
         launch.raise_as_script(outcome, program.code)
     return 0
@@ -114,12 +119,18 @@ class _Run:
         self._session: Session | None = None
         self._fix: str | None = None
         self._fixes: AppliedFixes | None = None
+        self._options: Options | None = None
+        self._pid = os.getpid()
+        self._late: list[BaseException | None] = []
         self.folder = Path()
+        self.card_stream: TextIO = sys.stdout
 
     def prepare(self, program: Program) -> None:
         """Make the folder and write what will run; ValueError if it cannot be written."""
         from stepscope.recorder import files, fixes
         from stepscope.recorder.origin import file_hash, run_facts
+        from stepscope.recorder.processes.inherit import pass_on
+        from stepscope.recorder.processes.options import Options
 
         self._fix = os.environ.pop(fixes.VARIABLE, None)  # set by `stepscope verify`; hidden from the script
         rank = int(os.environ.get("RANK", "0"))
@@ -139,17 +150,34 @@ class _Run:
             sha256=file_hash(Path(program.file)),
         )
         self._write(files.STATUS_INTERRUPTED)
+        self._options = Options(
+            folder=self.folder,
+            windows=self._windows,
+            pid=self._pid,
+            rank=rank if "RANK" in os.environ else None,
+            tokens_per_step=self._arguments.tokens_per_step,
+            exit_after=self._arguments.exit_after,
+            memory_in_full=self._arguments.memory,
+            fix=self._fix,
+            is_quiet=self._arguments.quiet,
+        )
+        pass_on(self._options.to_json())
 
     def torch_is_here(self) -> None:
         """Start recording: the script has just imported torch."""
-        if self._session is not None or not self._facts:
+        if self._session is not None or self._options is None:
             return
+        from stepscope.recorder.processes import child
         from stepscope.recorder.session import Session
 
+        if os.getpid() != self._pid:  # a fork of the script imports torch before the script does
+            child.begin(self._options)
+            return
         if self._fix is not None:
             from stepscope.recorder.fixes.applied import AppliedFixes
 
             self._fixes = AppliedFixes(self._fix)
+        child.watch_forks(self._options, self._fixes)
         self._session = Session(
             self.folder,
             windows=self._windows,
@@ -163,26 +191,30 @@ class _Run:
         )
         self._session.start()
 
-    def finish(self, outcome: BaseException | None) -> None:
-        """Write how the run ended."""
-        from stepscope.recorder import files
+    def ended(self, outcome: BaseException | None) -> None:
+        """Write how the run ended and show the card; later, if Python itself will wait for child processes."""
+        if os.getpid() != self._pid:  # a forked child that ends here
+            if (child := sys.modules.get("stepscope.recorder.processes.child")) is not None:
+                child.close(outcome)
+            return
+        _flush()
+        if _has_processes():
+            self._late.append(outcome)
+        else:
+            self._end(outcome)
 
-        status = files.STATUS_FINISHED
-        facts: dict[str, Any] = {
-            "exit_code": 0,
-            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        if isinstance(outcome, KeyboardInterrupt):
-            status, facts["exit_code"] = files.STATUS_INTERRUPTED, 130
-        elif isinstance(outcome, SystemExit):
-            code = outcome.code
-            facts["exit_code"] = code if isinstance(code, int) else int(code is not None)
-            status = files.STATUS_FAILED if facts["exit_code"] else files.STATUS_FINISHED
-        elif outcome is not None:
-            status, facts["exit_code"] = files.STATUS_FAILED, 1
-            facts["exception"] = f"{type(outcome).__name__}: {outcome}"[:500]
-        processes = sys.modules.get("multiprocessing.process")
-        facts["num_child_processes"] = next(processes._process_counter) - 1 if processes else 0
+    def end_late(self) -> None:
+        """End the run after multiprocessing has waited for its processes."""
+        if self._late and os.getpid() == self._pid:
+            self._end(self._late.pop())
+
+    def _end(self, outcome: BaseException | None) -> None:
+        from stepscope.recorder.processes import inherit
+        from stepscope.recorder.processes.adopt import adopt
+        from stepscope.recorder.processes.ending import ending
+
+        inherit.withdraw()
+        status, facts = ending(outcome)
         if self._fixes is not None:
             facts["fixes"] = self._fixes.finish()
         if self._session is not None:
@@ -190,6 +222,12 @@ class _Run:
         else:
             self._facts.update(facts)
             self._write(status)
+        try:
+            adopt(self.folder)
+        except OSError as error:
+            print(f"stepscope: the recordings of the processes stay apart: {error}", file=sys.__stderr__)
+        if self._arguments.json or not self._arguments.quiet:
+            _show(self.folder, self._arguments.json, self.card_stream)
 
     def _write(self, status: str) -> None:
         from stepscope.recorder import files
@@ -198,18 +236,22 @@ class _Run:
         files.write_json(self.folder / files.RECORDING_FILE, facts)
 
     def _tell(self, line: str) -> None:
-        if self._arguments.quiet or int(os.environ.get("RANK", "0")) or sys.stderr is None:
-            return
-        try:
-            print(f"stepscope: {line}", file=sys.stderr, flush=True)
-        except (OSError, ValueError, AttributeError):
-            pass  # the script closed or replaced it, or its reader is gone
+        from stepscope.recorder.processes.child import tell
+
+        if not self._arguments.quiet and not int(os.environ.get("RANK", "0")):
+            tell(line)
 
 
 def _default_folder(name: str) -> Path:
     if "RANK" in os.environ:  # all ranks need the same name: they share a parent process and a day
         return Path("runs") / f"{name}-{time.strftime('%Y%m%d')}-{os.getppid()}"
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _has_processes() -> bool:
+    """Return whether Python will wait for processes of multiprocessing at its end."""
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is not None and any(each.is_alive() and not each.daemon for each in processes._children)
 
 
 def _send_output_to_stderr() -> TextIO:

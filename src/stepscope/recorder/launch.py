@@ -6,19 +6,28 @@ the allocator configuration) must still take effect.
 
 from __future__ import annotations
 
-import importlib.abc
+import builtins
 import importlib.machinery
-import importlib.util
 import io
 import os
+import pkgutil
 import runpy
+import shutil
+import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, NoReturn
+
+from stepscope.recorder.processes.imports import AfterImport
+
+__all__ = [
+    "AfterImport", "NotPython", "Program", "hide_own_frames", "load_module", "load_script", "raise_as_script",
+    "remove_own_frames", "run_in_plain_python", "run_program",
+]  # fmt: skip
 
 PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
 
@@ -36,25 +45,86 @@ class Program:
     path_entry: str
 
 
+class NotPython(Exception):
+    """A script that Python cannot compile."""
+
+
 def load_script(script: str, arguments: Sequence[str]) -> Program:
-    """Return a compiled script file. Raises ValueError with a one-line message if it cannot be compiled."""
+    """Return a compiled script: a file, a folder or zip file with `__main__.py`, or a command such as `torchrun`.
+
+    Raises ValueError with a one-line message if there is none, NotPython if it cannot be compiled.
+    """
     path = Path(script)
-    file = os.path.abspath(script)  # noqa: PTH100  as Python does: absolute, links not resolved
     if not path.exists():
-        raise ValueError(f"{script} not found")
-    if path.is_dir():
-        raise ValueError(f"{script} is a folder: name a Python script, or use -m for a module")
+        path = _command(script)
+        script = str(path)
+    elif pkgutil.get_importer(os.path.abspath(script)) is not None:  # noqa: PTH100
+        return _load_container(script, arguments)
+    file = os.path.abspath(script)  # noqa: PTH100  as Python does: absolute, links not resolved
     try:
         # Reads the file as bytes, so that the script's encoding declaration applies.
         with io.open_code(str(path.resolve())) as stream:
             code = compile(stream.read(), file, "exec", dont_inherit=True)
     except OSError as error:
         raise ValueError(f"cannot read {script}: {error.strerror}") from None
-    except (SyntaxError, ValueError, UnicodeDecodeError) as error:
-        where = f"{script}, line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else script
-        raise ValueError(f"{where}: not Python: {getattr(error, 'msg', None) or error}") from None
+    except (SyntaxError, ValueError):
+        raise NotPython from None
     loader = importlib.machinery.SourceFileLoader("__main__", file)
     return Program(path.stem, file, code, None, loader, [script, *arguments], str(path.resolve().parent))
+
+
+def _load_container(script: str, arguments: Sequence[str]) -> Program:
+    """Return the `__main__` module of a folder or a zip file, as Python runs it."""
+    path = os.path.abspath(script)  # noqa: PTH100
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is None or spec.loader is None or spec.origin is None:
+        raise ValueError(f"{script} has no __main__.py: name a Python script, or use -m for a module")
+    try:
+        code = spec.loader.get_code("__main__")  # type: ignore[attr-defined]
+    except (SyntaxError, ValueError):
+        raise NotPython from None
+    return Program(Path(path).stem, spec.origin, code, spec, spec.loader, [script, *arguments], path)
+
+
+def _command(name: str) -> Path:
+    """Return the Python script of a command such as `torchrun`: on PATH, else in this Python's environment."""
+    beside = Path(sys.executable).parent / name
+    found = [Path(path) for path in (shutil.which(name), shutil.which(str(beside))) if path]
+    if os.sep in name or not found:
+        raise ValueError(f"{name} not found")
+    pythons = [_interpreter(path) for path in found]
+    for path, python in zip(found, pythons):
+        if python is not None and _is_this_python(python):
+            return path
+    if pythons[0] is None:
+        raise ValueError(f"{found[0]} is not a Python script: name the script that it starts")
+    raise ValueError(f"{found[0]} belongs to {pythons[0]}: install Stepscope there and run it with that Python")
+
+
+def _interpreter(path: Path) -> str | None:
+    """Return the Python that the first lines of a script name; None if they name another program."""
+    try:
+        with path.open("rb") as stream:
+            lines = stream.read(4096).decode(errors="replace").split("\n")
+    except OSError:
+        return None
+    if not lines[0].startswith("#!"):
+        return None
+    # For a long path, pip writes #!/bin/sh, and the path in the second line.
+    line = lines[1] if lines[0].startswith("#!/bin/sh") and len(lines) > 1 else lines[0][2:]
+    words = [word for word in line.replace('"', " ").split() if Path(word).name.startswith("python")]
+    return words[0] if words else None
+
+
+def _is_this_python(python: str) -> bool:
+    """Return whether `python` is in the environment of this one; a bare name is the one on PATH."""
+    return os.sep not in python or Path(python).parent.resolve() == Path(sys.executable).parent.resolve()
+
+
+def run_in_plain_python(words: Sequence[str]) -> NoReturn:
+    """Replace this process with Python alone: a script that cannot be compiled fails in Python's own words."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    os.execv(sys.executable, [sys.executable, *flags, *words])
 
 
 def load_module(module: str, arguments: Sequence[str]) -> Program:
@@ -64,6 +134,8 @@ def load_module(module: str, arguments: Sequence[str]) -> Program:
         _, spec, code = runpy._get_module_details(module)  # type: ignore[attr-defined]
     except ImportError as error:
         raise ValueError(f"cannot run the module: {error}") from None
+    except (SyntaxError, ValueError):
+        raise NotPython from None
     finally:
         sys.path.pop(0)
     name = module.split(".")[-1]
@@ -77,8 +149,8 @@ def run_program(program: Program) -> None:
     main.__spec__ = program.spec
     main.__loader__ = program.loader
     main.__package__ = program.spec.parent if program.spec else None
-    main.__dict__["__builtins__"] = __builtins__
-    main.__dict__["__cached__"] = None
+    main.__dict__["__builtins__"] = builtins
+    main.__dict__["__cached__"] = program.spec.cached if program.spec else None
     if sys.version_info < (3, 14):
         main.__annotations__ = {}
     # It stays in place after the script ends: atexit functions and threads still look it up.
@@ -105,47 +177,26 @@ def script_traceback(traceback: TracebackType | None, code: CodeType | None) -> 
 
 def raise_as_script(error: BaseException, code: CodeType) -> NoReturn:
     """Raise `error` so that Python prints the script's own traceback and exits with its code."""
-    previous = sys.excepthook
-
-    def excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        value.__traceback__ = script_traceback(traceback, code)
-        link = value.__cause__ or value.__context__
-        while link is not None:
-            link.__traceback__ = script_traceback(link.__traceback__, None)
-            link = link.__cause__ or link.__context__
-        previous(kind, value, value.__traceback__)
-
-    sys.excepthook = excepthook
+    hide_own_frames(code)
     raise error
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `before` and `after` around the first import of one module, then removes itself."""
+def hide_own_frames(code: CodeType | None) -> None:
+    """Let Python print an uncaught exception without frames of Stepscope, and from the script's `code` on."""
+    previous = sys.excepthook
 
-    def __init__(self, name: str, after: Callable[[], None], before: Callable[[], None] | None = None) -> None:
-        self._name, self._after, self._before = name, after, before
-        sys.meta_path.insert(0, self)
+    def excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        value.__traceback__ = traceback
+        remove_own_frames(value, code)
+        previous(kind, value, value.__traceback__)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        self.remove()
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
+    sys.excepthook = excepthook
 
-        def exec_module(module: types.ModuleType) -> None:
-            if self._before is not None:
-                self._before()
-            load(module)
-            self._after()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    def remove(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+def remove_own_frames(error: BaseException, code: CodeType | None) -> None:
+    """Remove Stepscope's frames from the tracebacks of an exception and of those it came from."""
+    error.__traceback__ = script_traceback(error.__traceback__, code)
+    link = error.__cause__ or error.__context__
+    while link is not None:
+        link.__traceback__ = script_traceback(link.__traceback__, None)
+        link = link.__cause__ or link.__context__
