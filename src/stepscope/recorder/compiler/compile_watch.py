@@ -15,15 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from stepscope.recorder.compiler.messages import (
-    break_of,
-    first_line,
-    gives_up,
-    guard_of,
-    guard_place,
-    place_of,
-    reasons,
-)
+from stepscope.recorder.compiler import messages
 from stepscope.recorder.compiler.provenance import Provenance, compile_id_text
 
 MAX_ENTRIES = 200
@@ -131,7 +123,7 @@ class CompilerProbe:
         elif name == "dynamo_graph_break_reason":
             self._graph_break(str(payload or ""))
         elif name == "recompile_reasons":
-            self._recompile_reasons[frame] = reasons(payload)
+            self._recompile_reasons[frame] = messages.reasons(payload)
         elif isinstance(name, str) and name.startswith(tuple(CACHES)):
             self._cache(name, payload, frame)
         elif "create_symbol" in metadata:
@@ -147,14 +139,13 @@ class CompilerProbe:
             self._spent(metadata["bwd_compilation_metrics"], BACKWARD_STAGES)
 
     def _graph_break(self, text: str) -> None:
-        reason, place = break_of(text)
-        if (reason, place) not in self._graph_breaks:
-            if len(self._graph_breaks) >= MAX_ENTRIES:
-                return
-            self._graph_breaks[reason, place] = {"reason": reason, "place": place, "count": 0}
-        entry = self._graph_breaks[reason, place]
+        reason, place = messages.break_of(text)
+        if (reason, place) not in self._graph_breaks and len(self._graph_breaks) >= MAX_ENTRIES:
+            return
+        new = {"reason": reason, "place": place, "count": 0}
+        entry = self._graph_breaks.setdefault((reason, place), new)
         entry["count"] += 1
-        if gives_up(text):
+        if messages.gives_up(text):
             entry["runs_eagerly"] = True
 
     def _cache(self, name: str, payload: Any, frame: tuple[Any, Any]) -> None:
@@ -175,19 +166,16 @@ class CompilerProbe:
             compile_id = compile_id_text(frame)
             entry = {"source": source, "symbol": str(facts.get("symbol")), "sizes": [], "compile_id": compile_id}
             self._dynamic[source] = entry
-            place = self._stack_place(facts.get("user_stack"))
-            if place:
+            stack = facts.get("user_stack")
+            lines = [
+                f'File "{self._files.get(at.get("filename"), "?")}", line {at.get("line")}, in {at.get("name")}'
+                for at in (stack if isinstance(stack, list) else ())
+                if isinstance(at, dict)
+            ]
+            if place := messages.place_of("\n".join(lines)):
                 entry["place"] = place
         if value not in entry["sizes"] and len(entry["sizes"]) < MAX_ENTRIES:
             entry["sizes"].append(value)
-
-    def _stack_place(self, stack: Any) -> str | None:
-        lines = [
-            f'File "{self._files.get(frame.get("filename"), "?")}", line {frame.get("line")}, in {frame.get("name")}'
-            for frame in (stack if isinstance(stack, list) else ())
-            if isinstance(frame, dict)
-        ]
-        return place_of("\n".join(lines))
 
     def _spent(self, metrics: dict[str, Any], stages: dict[str, str]) -> None:
         """Add the seconds of each stage, without those of the next stage inside it."""
@@ -212,32 +200,28 @@ class CompilerProbe:
             self._graphs.append({"compile_id": compile_id, "frame": where, **counts})
         failed = self._recompile_reasons.pop(frame, None)
         if failed and len(self._recompiles) < MAX_ENTRIES:
-            entry: dict[str, Any] = {"frame": where, "failed_guards": [guard_of(reason) for reason in failed]}
-            place = guard_place(failed[0])
-            if place:
+            guards = [messages.guard_of(reason) for reason in failed]
+            entry: dict[str, Any] = {"frame": where, "failed_guards": guards}
+            if place := messages.guard_place(failed[0]):
                 entry["place"] = place
             self._recompiles.append(entry)
         if metrics.get("cudagraph_skip_reason"):
-            self._skips[first_line(metrics["cudagraph_skip_reason"])] += 1
+            self._skips[messages.first_line(metrics["cudagraph_skip_reason"])] += 1
         if metrics.get("fail_reason"):
-            self._failed(metrics)
-
-    def _failed(self, metrics: dict[str, Any]) -> None:
-        reason = first_line(metrics["fail_reason"])
-        place, line = metrics.get("fail_user_frame_filename"), metrics.get("fail_user_frame_lineno")
-        entry = self._failures.setdefault(reason, {"reason": reason, "count": 0})
-        entry["count"] += 1
-        if place:
-            entry["place"] = f"{place}:{line}"
+            reason = messages.first_line(metrics["fail_reason"])
+            failure = self._failures.setdefault(reason, {"reason": reason, "count": 0})
+            failure["count"] += 1
+            if metrics.get("fail_user_frame_filename"):
+                failure["place"] = f"{metrics['fail_user_frame_filename']}:{metrics.get('fail_user_frame_lineno')}"
 
     def _warning(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if "recompile_limit" in text or "cache_size_limit" in text:
             match = re.search(r"function: (.*)", text)
-            self._limit_hits[match.group(1).strip() if match else first_line(text)] += 1
+            self._limit_hits[match.group(1).strip() if match else messages.first_line(text)] += 1
         elif "skipping cudagraphs" in text.lower():
-            place = place_of(text)
-            reason = re.sub(r"\.? Found from :.*", "", first_line(text))
+            place = messages.place_of(text)
+            reason = re.sub(r"\.? Found from :.*", "", messages.first_line(text))
             self._skips[reason + (f", {place}" if place else "")] += 1
 
 
@@ -251,23 +235,18 @@ def cuda_graphs() -> dict[str, int] | None:
 
     Also None if this torch version's graph manager has an unknown structure.
     """
-    try:
-        return _held_cuda_graphs()
-    except (AttributeError, RuntimeError, KeyError):
-        return None
-
-
-def _held_cuda_graphs() -> dict[str, int] | None:
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    torch = sys.modules["torch"]
+    trees, torch = sys.modules.get("torch._inductor.cudagraph_trees"), sys.modules["torch"]
     if trees is None or not torch.cuda.is_initialized():
         return None
-    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    if manager is None:
+    try:
+        manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        if manager is None:
+            return None
+        # One function is registered per compiled graph and per set of dynamic sizes.
+        sizes = Counter(id(function.model) for function in manager.ids_to_funcs.values())
+        recorded = re.search(r"\d+", repr(manager.graph_counter))  # reads an itertools.count without advancing it
+    except (AttributeError, RuntimeError, KeyError):
         return None
-    # One function is registered per compiled graph and per set of dynamic sizes.
-    sizes = Counter(id(function.model) for function in manager.ids_to_funcs.values())
-    recorded = re.search(r"\d+", repr(manager.graph_counter))  # reads an itertools.count without advancing it
     return {
         "num_recorded": int(recorded.group()) if recorded else 0,
         "num_compiled_functions": len(sizes),

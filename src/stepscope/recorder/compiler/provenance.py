@@ -77,17 +77,10 @@ def nodes_of(graph: Any) -> dict[str, set[str]]:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if stack:
             path = next(reversed(stack.values()))
-            modules[_source(node)].add(module_path(str(path[0] if isinstance(path, tuple) else path)))
+            origin = (node.meta.get("from_node") or [node])[0]  # in the captured graph; a backward node has none
+            name = str(origin[0] if isinstance(origin, tuple) else origin.name)
+            modules[name].add(module_path(str(path[0] if isinstance(path, tuple) else path)))
     return dict(modules)
-
-
-def _source(node: Any) -> str:
-    """Return the node's name in the captured graph. A backward node only has its own."""
-    origins = node.meta.get("from_node")
-    if not origins:
-        return str(node.name)
-    first = origins[0]
-    return str(first[0] if isinstance(first, tuple) else first.name)
 
 
 def module_path(path: str) -> str:

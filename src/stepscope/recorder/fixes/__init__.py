@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-VARIABLE = "STEPSCOPE_FIX"
-"""Set for a child process, and removed from its environment before the script starts."""
+VARIABLE = "STEPSCOPE_FIX"  # set for a child process, and removed from its environment before the script starts
 
 
 def split(text: str) -> list[tuple[str, str | None]]:

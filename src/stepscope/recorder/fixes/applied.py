@@ -12,7 +12,7 @@ from stepscope.recorder.fixes import split
 from stepscope.recorder.fixes.change import Change
 from stepscope.recorder.fixes.loader import LargerBatch, MoreWorkers, PinnedCopies
 from stepscope.recorder.fixes.optimizer import FusedOptimizers
-from stepscope.recorder.fixes.roots import Autocast, Compiled, CompiledWithGraphs
+from stepscope.recorder.fixes.roots import Autocast, Compiled
 from stepscope.recorder.fixes.settings import AttentionBackend, Tf32
 
 CHANGES: dict[str, Callable[[str | None], Change]] = {
@@ -20,7 +20,7 @@ CHANGES: dict[str, Callable[[str | None], Change]] = {
     "autocast": Autocast,
     "unfused_optimizer": FusedOptimizers,
     "attention_backend": AttentionBackend,
-    "launch_bound": CompiledWithGraphs,
+    "launch_bound": lambda _: Compiled("reduce-overhead"),
     "compile": Compiled,
     "pageable_copies": PinnedCopies,
     "waiting_for_data": MoreWorkers,

@@ -18,10 +18,8 @@ class Change:
 
     def __init__(self, value: str | None) -> None:
         self.value = value
-        self.changed: Counter[str] = Counter()
-        """What was changed, and how often."""
-        self.left: Counter[str] = Counter()
-        """What was left unchanged and why, and how often."""
+        self.changed: Counter[str] = Counter()  # what was changed, and how often
+        self.left: Counter[str] = Counter()  # what was left unchanged and why, and how often
         self.handles: list[Handle] = []
 
     def start(self) -> None:

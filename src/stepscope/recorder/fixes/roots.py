@@ -14,6 +14,7 @@ from stepscope.recorder.fixes.change import Change
 from stepscope.recorder.model import is_compiled, replace_call
 
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Autocast(Change):
@@ -28,7 +29,7 @@ class Autocast(Change):
         for root in roots:
             name = type(root).__name__
             floats = [p for p in root.parameters() if p.is_floating_point()]
-            if floats and all(p.dtype in (torch.bfloat16, torch.float16) for p in floats):
+            if floats and all(p.dtype in _HALF for p in floats):
                 self.left[f"{name} has its weights in {str(floats[0].dtype).removeprefix('torch.')} already"] += 1
             elif floats:
                 replace_call(root, self._under_autocast(floats[0].device.type, name))
@@ -44,7 +45,7 @@ class Autocast(Change):
                 self.changed[counted] += 1
                 with torch.autocast(device, dtype=torch.bfloat16):
                     output = call(*args, **kwargs)
-                return with_tensors(output, _in_float32)
+                return with_tensors(output, lambda each: each.float() if each.dtype in _HALF else each)
 
             return forward
 
@@ -94,20 +95,9 @@ class Compiled(Change):
             self.left[f"compiled without CUDA graphs: {why}"] += 1
 
 
-class CompiledWithGraphs(Compiled):
-    """Runs root modules through torch.compile(mode="reduce-overhead")."""
-
-    def __init__(self, value: str | None) -> None:
-        super().__init__("reduce-overhead")
-
-
 def _num_graphs() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
-
-
-def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _cloning(call: Callable[..., Any]) -> Callable[..., Any]:

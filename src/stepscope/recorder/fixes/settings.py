@@ -14,6 +14,8 @@ from stepscope.recorder.fixes.change import Change
 from stepscope.recorder.patches import Patch, remove_all
 from stepscope.recorder.precision.attention_calls import BACKENDS, SWITCHES
 
+_UNKNOWN = "what torch chose"
+
 
 class Tf32(Change):
     """Calls `torch.set_float32_matmul_precision("high")`, and blocks the script from setting "highest"."""
@@ -61,7 +63,10 @@ class AttentionBackend(Change):
             self.left["an attention call runs where the script sets the backend itself"] += 1
             return original(*args, **kwargs)
         _set_switches(self._before)
-        before = _chosen(*args, **kwargs)
+        try:
+            before = BACKENDS.get(int(torch._fused_sdp_choice(*args, **kwargs)), _UNKNOWN)
+        except (AttributeError, TypeError, RuntimeError):
+            before = _UNKNOWN
         _set_switches(self._wanted)
         result = original(*args, **kwargs)
         wanted = self.value or "flash"
@@ -89,11 +94,3 @@ def _set_switches(states: dict[str, bool]) -> None:
         enable = getattr(torch.backends.cuda, f"enable_{SWITCHES[name]}", None)
         if enable is not None:
             enable(is_on)
-
-
-def _chosen(*args: Any, **kwargs: Any) -> str:
-    """Return the backend that torch chooses for these arguments under the current settings."""
-    try:
-        return BACKENDS.get(int(torch._fused_sdp_choice(*args, **kwargs)), "what torch chose")
-    except (AttributeError, TypeError, RuntimeError):
-        return "what torch chose"

@@ -18,8 +18,7 @@ class FlopTally:
 
     def __init__(self, weights_of: Callable[[Any], set[int]]) -> None:
         self._weights_of = weights_of
-        self.backward_makes_graph = False
-        """Whether the current backward creates a graph to be differentiated again."""
+        self.backward_makes_graph = False  # whether the current backward creates a graph to be differentiated again
         self._known: dict[Any, OpFlops | None] = {}
         self._flops: Counter[tuple[str, str, str, bool]] = Counter()
         self._model_flops: Counter[str] = Counter()

@@ -69,7 +69,10 @@ def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> OpFlops | None:
     model_flops = flops
     if "attention" in name:
         if "backward" in name:
-            model_flops = _without_recomputed_scores(flops, args)
+            # Its arguments are (grad_out, query, key, value, …). Three of its five products are as wide as the
+            # queries, the first of them the recomputed scores, and two are as wide as the values.
+            width, value_width = args[1].shape[-1], args[3].shape[-1]
+            model_flops = int(flops * (2 * width + 2 * value_width) // (3 * width + 2 * value_width))
         if _argument(func, args, kwargs, ("is_causal", "custom_mask_type")):
             flops, model_flops = flops // 2, model_flops // 2
     return OpFlops(flops, model_flops, _dtype(func, args, kwargs))
@@ -84,13 +87,6 @@ def op_name(func: Any) -> str:
     """Return the op's name without its overload: `aten.mm`."""
     packet = getattr(func, "_overloadpacket", None)
     return str(packet) if packet is not None else str(func)
-
-
-def _without_recomputed_scores(flops: int, args: Any) -> int:
-    # An attention backward is (grad_out, query, key, value, …). Three of its five products are as wide as the
-    # queries, the first of them the recomputed scores, and two are as wide as the values.
-    width, value_width = args[1].shape[-1], args[3].shape[-1]
-    return int(flops * (2 * width + 2 * value_width) // (3 * width + 2 * value_width))
 
 
 def _argument(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) -> Any:

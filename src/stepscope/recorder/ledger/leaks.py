@@ -36,12 +36,9 @@ class Variable(NamedTuple):
 
     name: str
     file: str
-    code: types.CodeType | None
-    """The function whose local it is; None for a global."""
-    line: int | None
-    """The current line of its frame."""
-    class_file: str | None = None
-    """For an attribute, the file that defines its class."""
+    code: types.CodeType | None  # the function whose local it is; None for a global
+    line: int | None  # the current line of its frame
+    class_file: str | None = None  # for an attribute, the file that defines its class
 
     def place(self) -> str:
         """Return `train.py:31 losses`: the lines that fill the variable if known, else its frame's current line."""
@@ -55,19 +52,15 @@ class Variable(NamedTuple):
         return f"{Path(file).name}{':' if lines else ''}{','.join(map(str, lines))} {self.name}"
 
 
-Held = tuple[torch.Tensor, "str | None"]
-"""A tensor, and the place of a variable that leads to it."""
+Held = tuple[torch.Tensor, "str | None"]  # a tensor, and the place of a variable that leads to it
 
 
 class LeftAlive(NamedTuple):
     """What graphs of earlier steps keep alive."""
 
-    entries: list[dict[str, Any]]
-    """One for each variable that holds graphs."""
-    held: list[Held]
-    """One tensor for each storage that is counted in them, and its holder."""
-    is_complete: bool
-    """Whether the search finished in time."""
+    entries: list[dict[str, Any]]  # one for each variable that holds graphs
+    held: list[Held]  # one tensor for each storage that is counted in them, and its holder
+    is_complete: bool  # whether the search finished in time
 
 
 def live_tensors() -> list[torch.Tensor]:

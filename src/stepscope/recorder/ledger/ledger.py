@@ -7,6 +7,8 @@ window and never affects timed steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,26 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.recorder.clock import BACKWARD, FORWARD, OTHER
 from stepscope.recorder.frames import caller
+from stepscope.recorder.ledger import storages as owner
 from stepscope.recorder.ledger.flop_tally import FlopTally
 from stepscope.recorder.ledger.nodes import NodeModules, saved_bytes
 from stepscope.recorder.ledger.op_facts import Op
-from stepscope.recorder.ledger.storages import (
-    BEFORE,
-    BUFFER,
-    GRADIENT,
-    INPUT,
-    LEFT_ALIVE,
-    OPTIMIZER_STATE,
-    OTHERS,
-    OUTSIDE,
-    PARAMETER,
-    TEMPORARY,
-    WEIGHT_CAST,
-    Stage,
-    Storages,
-    storage_key,
-    tensors_in,
-)
+from stepscope.recorder.ledger.storages import BEFORE, OUTSIDE, Stage, Storages, storage_key, tensors_in
 from stepscope.recorder.model import CallHooks, named_modules, plain_name
 from stepscope.recorder.patches import Handle, remove_all
 
@@ -99,16 +86,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
                 key = storage_key(parameter)
                 if key is not None and key not in self._parameter_of:
                     self._parameter_of[key] = self._tally.add_weight(parameter)
-                    storages.own((parameter,), PARAMETER, BEFORE, holder)
+                    storages.own((parameter,), owner.PARAMETER, BEFORE, holder)
             for name, buffer in root.named_buffers(prefix):
                 if storage_key(buffer) not in self._parameter_of:
-                    storages.own((buffer,), BUFFER, BEFORE, _holder(name))
+                    storages.own((buffer,), owner.BUFFER, BEFORE, _holder(name))
             for name, module in modules:
                 self._nodes.names.setdefault(id(module), plain_name(name))
-                self._handles.append(CallHooks(module, self._entering(plain_name(name)), self._leaving))
+                self._handles.append(CallHooks(module, partial(self._entering, plain_name(name)), self._leaving))
         # Some parameters have no module, or one that is never called.
-        loose = [p for p in self._optimized() if id(p) not in self._holders]
-        storages.own(loose, PARAMETER, BEFORE)
+        loose = [p for p in optimized(self._optimizers) if id(p) not in self._holders]
+        storages.own(loose, owner.PARAMETER, BEFORE)
         self.note_parameter_gradients()
         self._note_optimizer_state()
         storages.open()
@@ -130,15 +117,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     def note_inputs(self, args: Any, kwargs: Any) -> None:
         """Mark the arguments of the root module as inputs."""
-        self._storages.own(tensors_in((args, kwargs)), INPUT, OUTSIDE)
+        self._storages.own(tensors_in((args, kwargs)), owner.INPUT, OUTSIDE)
 
     def note_before(self, held: Iterable[tuple[torch.Tensor, str | None]], left_alive: bool = False) -> None:
         """Add tensors that exist before `start()`, with their holders. Call this first for those `left_alive`."""
-        owner = LEFT_ALIVE if left_alive else OTHERS
+        whose = owner.LEFT_ALIVE if left_alive else owner.OTHERS
         for tensor, holder in held:
             key = storage_key(tensor)
             if key is not None and key not in self._storages.live:
-                self._storages.born(key, tensor, BEFORE, owner, caller=holder, before=True)
+                self._storages.born(key, tensor, BEFORE, whose, caller=holder, before=True)
 
     def backward_begins(self, create_graph: bool = False, tensors: Any = ()) -> None:
         """Mark what the forward made and is still alive as kept for backward, which starts from `tensors`."""
@@ -149,7 +136,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             saved = saved_bytes(
                 [tensor.grad_fn for tensor in tensors_in(tensors)],
                 self._nodes,
-                lambda key: self._storages.owner_of(key) == PARAMETER,
+                lambda key: self._storages.owner_of(key) == owner.PARAMETER,
             )
             for module, entry in saved.items():
                 self._saved[module] = max(self._saved.get(module, entry), entry)
@@ -157,24 +144,20 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self.saved_error = f"{type(error).__name__}: {error}"
 
     def note_gradients(self, optimizer: Any) -> None:
-        self._note_gradients(p for group in optimizer.param_groups for p in group["params"])
+        self._note_gradients(optimized([optimizer]))
 
     def note_parameter_gradients(self) -> None:
-        self._note_gradients(parameter for root in self._roots for parameter in root.parameters())
-        self._note_gradients(self._optimized())
+        self._note_gradients(chain(*(root.parameters() for root in self._roots), optimized(self._optimizers)))
 
     def _note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
-                self._storages.own((parameter.grad,), GRADIENT, OUTSIDE, self._holders.get(id(parameter)))
+                self._storages.own((parameter.grad,), owner.GRADIENT, OUTSIDE, self._holders.get(id(parameter)))
 
     def _note_optimizer_state(self) -> None:
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                self._storages.own(tensors_in(state), OPTIMIZER_STATE, BEFORE, self._holders.get(id(parameter)))
-
-    def _optimized(self) -> Iterator[torch.Tensor]:
-        return (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+                self._storages.own(tensors_in(state), owner.OPTIMIZER_STATE, BEFORE, self._holders.get(id(parameter)))
 
     # --- ops -----------------------------------------------------------------------------------
 
@@ -228,17 +211,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
         taken = {storage_key(tensor) for tensor in tensors_in((args, kwargs))} if born else set()
         for key, tensor in born.items():
             if op.is_view or key in taken:  # it existed before
-                self._storages.born(key, tensor, BEFORE, OTHERS, before=True)
-            else:
-                self._born(key, tensor, op, args, phase)
-
-    def _born(self, key: int, tensor: torch.Tensor, op: Op, args: Any, phase: str) -> None:
-        owner = TEMPORARY
-        if op.name == "aten._to_copy" and phase == FORWARD and (source := storage_key(args[0])) in self._parameter_of:
-            owner = WEIGHT_CAST
-            self._parameter_of[key] = self._parameter_of[source]
-        who = (caller() or self._backward_caller) if self._callers else None
-        self._storages.born(key, tensor, op.name, owner, phase, self.module(), who)
+                self._storages.born(key, tensor, BEFORE, owner.OTHERS, before=True)
+                continue
+            source = storage_key(args[0]) if op.name == "aten._to_copy" and phase == FORWARD else None
+            is_cast = source is not None and source in self._parameter_of
+            if source is not None and is_cast:
+                self._parameter_of[key] = self._parameter_of[source]
+            whose = owner.WEIGHT_CAST if is_cast else owner.TEMPORARY
+            who = (caller() or self._backward_caller) if self._callers else None
+            self._storages.born(key, tensor, op.name, whose, phase, self.module(), who)
 
     def _weights(self, given: Any) -> set[int]:
         """Return the parameters among an op's arguments."""
@@ -247,12 +228,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
 
     # --- modules -------------------------------------------------------------------------------
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
-            self._modules.append(name)
-            self._nodes.open(name)
-
-        return enter
+    def _entering(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        self._modules.append(name)
+        self._nodes.open(name)
 
     def _leaving(self, _module: nn.Module) -> None:
         if self._modules:
@@ -283,8 +261,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
     def memory(self) -> dict[str, Any]:
         """Return the tables of `memory.json.gz` (docs/recording.md), without those that need a running process."""
         storages = self._storages
-        parameters = [p for root in self._roots for p in root.parameters()]
-        parameters += self._optimized()
+        parameters = [*(p for root in self._roots for p in root.parameters()), *optimized(self._optimizers)]
         return {
             "schema_version": MEMORY_SCHEMA_VERSION,
             "device": str(parameters[0].device) if parameters else "cpu",
@@ -298,6 +275,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             "left_alive": [],
             "allocator": None,
         }
+
+
+def optimized(optimizers: list[Any]) -> Iterator[torch.Tensor]:
+    """Yield the parameters of some optimizers."""
+    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
 
 
 def _holder(name: str) -> str:

@@ -10,14 +10,9 @@ import torch
 from torch import nn
 
 from stepscope.recorder import files
-from stepscope.recorder.ledger.cuda_memory import (
-    AllocatorCounters,
-    AllocatorHistory,
-    is_out_of_memory,
-    write_snapshot,
-)
+from stepscope.recorder.ledger import cuda_memory
 from stepscope.recorder.ledger.leaks import TIME_LIMIT_S, find_holders, find_left_alive, live_tensors
-from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.ledger.ledger import Ledger, optimized
 from stepscope.recorder.ledger.nodes import SHOWS_SAVED_TENSORS, next_sequence_number
 from stepscope.recorder.ledger.storages import MAX_ALLOCATIONS, storage_key, storage_of, tensors_in
 from stepscope.recorder.precision.attention_calls import AttentionCalls
@@ -36,15 +31,12 @@ class MemoryProbe:
         note: Callable[[str, str], None],
         guard: Callable[[str, Callable[[], None]], None],
     ) -> None:
-        self._folder = folder
-        self._in_full = in_full
-        self._report = note
-        self._guard = guard
+        self._folder, self._in_full, self._report, self._guard = folder, in_full, note, guard
         self._notes: list[tuple[str, str]] = []  # reported when the window ends, dropped with it
         self.ledger: Ledger | None = None
         self.attention = AttentionCalls()
-        self._history = AllocatorHistory()
-        self._counters: AllocatorCounters | None = None
+        self._history = cuda_memory.AllocatorHistory()
+        self._counters: cuda_memory.AllocatorCounters | None = None
         self._left_alive: list[dict[str, Any]] = []
         self._step_began = self._next_began = next_sequence_number()
 
@@ -102,7 +94,7 @@ class MemoryProbe:
             self._note("memory", f"{text}: there may be more of them")
 
     def _start_cuda(self, device: int) -> None:
-        self._counters = AllocatorCounters(device)
+        self._counters = cuda_memory.AllocatorCounters(device)
         if self._in_full and not self._history.start():
             self._note(
                 "memory", "the script records the allocator history itself: the snapshot contains that history"
@@ -110,9 +102,13 @@ class MemoryProbe:
 
     def stop(self) -> Ledger | None:
         """End the window, write its results, and return its ledger, or None if there was none."""
-        ledger = self.ledger
+        ledger, attention = self.ledger, self.attention
         if ledger is not None:
-            self._stop_attention()
+            attention.stop()
+            if attention.error:
+                self._note("attention", f"an attention call could not be inspected: {attention.error}")
+            if attention.num_dropped:
+                self._note("attention", f"{attention.num_dropped:,} further attention calls were not recorded")
             ledger.stop()
             memory = {**ledger.memory(), "left_alive": self._left_alive}
             self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
@@ -134,14 +130,7 @@ class MemoryProbe:
         if self._counters.lowered:
             self._note("memory", self._counters.lowered)
         if self._in_full:
-            write_snapshot(self._folder / files.SNAPSHOT_FILE)
-
-    def _stop_attention(self) -> None:
-        self.attention.stop()
-        if self.attention.error:
-            self._note("attention", f"an attention call could not be inspected: {self.attention.error}")
-        if self.attention.num_dropped:
-            self._note("attention", f"{self.attention.num_dropped:,} further attention calls were not recorded")
+            cuda_memory.write_snapshot(self._folder / files.SNAPSHOT_FILE)
 
     def drop(self) -> None:
         """End the window and discard its results."""
@@ -154,8 +143,8 @@ class MemoryProbe:
 
     def script_failed(self, error: BaseException | None) -> None:
         """If the script ran out of CUDA memory, write a snapshot of what filled it."""
-        if is_out_of_memory(error) and torch.cuda.is_initialized():
-            write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
+        if cuda_memory.is_out_of_memory(error) and torch.cuda.is_initialized():
+            cuda_memory.write_snapshot(self._folder / files.OOM_SNAPSHOT_FILE)
             text = f"see what filled it in {files.OOM_SNAPSHOT_FILE}; pytorch.org/memory_viz opens the file"
             self._report("memory", f"CUDA ran out of memory: {text}")
 
@@ -172,8 +161,7 @@ def _with_gradients(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _belonging(roots: list[nn.Module], optimizers: list[Any]) -> Iterator[torch.Tensor]:
     """Yield what the ledger finds by itself: parameters, buffers, gradients and optimizer state."""
-    parameters = [p for root in roots for p in root.parameters()]
-    parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = [*(p for root in roots for p in root.parameters()), *optimized(optimizers)]
     yield from parameters
     yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
     yield from (buffer for root in roots for buffer in root.buffers())

@@ -36,8 +36,7 @@ class NodeModules:
 
     def __init__(self) -> None:
         self._home = threading.get_ident()
-        self.names: dict[int, str] = {}
-        """Id of a module → its name."""
+        self.names: dict[int, str] = {}  # id of a module → its name
         self._marks: dict[int, tuple[list[int], list[str | None]]] = {}
 
     def open(self, name: str | None) -> None:
@@ -55,7 +54,10 @@ class NodeModules:
         """Return the innermost module whose forward made a node, or None if unknown."""
         if not hasattr(node, "_sequence_nr"):
             return None
-        checkpointed = _bound_to(getattr(node, "run_function", None))  # in a reentrant checkpoint
+        checkpointed = getattr(node, "run_function", None)  # in a reentrant checkpoint
+        while isinstance(checkpointed, partial):
+            checkpointed = checkpointed.func
+        checkpointed = getattr(checkpointed, "__self__", checkpointed)  # the module of a bound method
         if id(checkpointed) in self.names:
             return self.names[id(checkpointed)]
         number, thread = int(node._sequence_nr()), threading.get_ident()
@@ -119,13 +121,6 @@ def saved_bytes(
         num_bytes, num = saved.get(module, (0, 0))
         saved[module] = (num_bytes + size, num + 1)
     return saved
-
-
-def _bound_to(function: Any) -> Any:
-    """Return the module behind a checkpointed function: itself, or what a bound or partial call is bound to."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__self__", function)
 
 
 @cache
