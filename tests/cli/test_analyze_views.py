@@ -14,7 +14,7 @@ from stepscope.document.sections.copies import copies_document
 from stepscope.findings.compiler_report import compiler_report
 from stepscope.render.terminal import terminal_text
 from stepscope.session import open_session
-from stepscope.session.attention import attention_report
+from stepscope.session.attention import AttentionReport, AttentionRow, attention_report
 from stepscope.session.copies import copies_report
 from trace_builder import TRACES, TraceBuilder
 
@@ -53,6 +53,19 @@ def test_attention_as_json():
     (call,) = found["calls"]
     assert (call["backend"], call["mask"], call["num_calls"]) == ("cudnn", "[8, 1, 4096, 4096]", 6.0)
     assert [reason["code"] for reason in call["reasons"]] == ["mask"]
+
+
+def test_json_has_all_rows_or_as_many_as_asked_for(tmp_path):
+    trace = TraceBuilder().step(1, 0, 5000)
+    for number, op in enumerate(("aten::contiguous", "aten::clone", "aten::to")):
+        trace.op(op, 1000 * number, 900).op("aten::copy_", 1000 * number + 10, 800)
+    path = trace.write(tmp_path / "trace.json")
+    whole, cut = (json.loads(analyze("--copies", "--json", *top, path).stdout) for top in ((), ("--top", "2")))
+
+    assert len(whole["copies"]) == 3 and cut["copies"] == whole["copies"][:2]
+    row = AttentionRow({"op": "sdpa"}, ())
+    report = AttentionReport("trace.json", None, True, 1, None, (row, row, row), ())
+    assert [len(report.to_json(most)["calls"]) for most in (None, 2)] == [3, 2]
 
 
 def test_copies_of_the_planted_trace_save_what_the_fix_was_measured_to_save():

@@ -39,6 +39,7 @@ from stepscope.errors import StepscopeError, UsageError
 if TYPE_CHECKING:
     from stepscope.session.memory_growth import MemoryAnalysis
 
+NUM_ROWS = 8  # in lists of names on a terminal
 VIEWS = {
     "memory": "show what filled the memory",
     "attention": "show attention backends, and why not flash",
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of text (docs/analyze.md)")
     add("-o", "--output", type=Path, metavar="SVG", help="with --memory: draw the timeline")
     add("--step", type=int, metavar="N", help="only this step")
-    add("--top", type=positive, default=8, metavar="N", help="rows in lists of names (default 8)")
+    add("--top", type=positive, metavar="N", help="rows in lists of names (default 8; in JSON all)")
     add_source_arguments(parser, "only this rank")
 
 
@@ -72,17 +73,18 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError("-o draws memory over time: use it with --memory")
     from stepscope.api.displays import document_of
 
-    top = arguments.top
+    most: int | None = arguments.top
+    top = most or NUM_ROWS
     if views and views[0] != "memory":
         report = _report(arguments, views[0])
-        print_document(lambda: document_of(report), report.to_json, arguments.json, top)
+        print_document(lambda: document_of(report), lambda: report.to_json(most), arguments.json, top)
         return 0
     if views:
         analysis: Any = _memory(arguments)
     else:
         with opened(arguments, arguments.paths) as session:
             analysis = session.analyze(arguments.step)
-    print_document(lambda: document_of(analysis, top), lambda: analysis.to_json(top), arguments.json)
+    print_document(lambda: document_of(analysis, top), lambda: analysis.to_json(most), arguments.json)
     return 0
 
 

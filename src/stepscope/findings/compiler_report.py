@@ -36,13 +36,13 @@ class CompilerReport:
     regions: tuple[Region, ...]
     notes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what `--json` prints (docs/compile.md)."""
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """Return what `--json` prints (docs/compile.md), with at most `most` regions."""
         return {
             "schema_version": SCHEMA_VERSION,
             "path": self.path,
             "compiler": None if self.summary is None else self.summary.to_json(),
-            "regions": [dataclasses.asdict(region) for region in self.regions],
+            "regions": [dataclasses.asdict(region) for region in self.regions[:most]],
             "notes": list(self.notes),
         }
 

@@ -50,7 +50,7 @@ class AttentionReport:
     def to_json(self, most: int | None = None) -> dict[str, Any]:
         """Return what `--json` prints (docs/attention.md)."""
         fields = {**vars(self), "notes": list(self.notes)}
-        calls = [row.to_json() for row in fields.pop("rows")]
+        calls = [row.to_json() for row in fields.pop("rows")[:most]]
         return {"schema_version": SCHEMA_VERSION, **fields, "calls": calls}
 
 

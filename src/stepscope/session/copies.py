@@ -44,7 +44,7 @@ class CopiesReport:
         """Return what `--json` prints (docs/copies.md)."""
         casts = None if self.weight_casts is None else vars(self.weight_casts)
         fields = {**vars(self), "weight_casts": casts, "causes": CAUSES, "notes": list(self.notes)}
-        copies = [dict(row) for row in fields.pop("rows")]
+        copies = [dict(row) for row in fields.pop("rows")[:most]]
         return {"schema_version": SCHEMA_VERSION, **fields, "copies": copies}
 
 

@@ -22,7 +22,8 @@ from stepscope.analysis.ranks.side_by_side import (
 from stepscope.display import Shown
 
 SCHEMA_VERSION = 1
-NUM_ROWS = 8  # default number of rows in lists of names
+NUM_ROWS = 8  # default number of rows in lists of names on a terminal
+_ALL = 2**32
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,9 +45,9 @@ class Analysis(Shown):
         is_one = len(self.ranks) == 1
         return [text if is_one else f"rank {rank.rank}: {text}" for rank in self.ranks for text in rank.warnings]
 
-    def to_json(self, most: int = NUM_ROWS) -> dict[str, Any]:
-        """Return one object of plain values, with `most` rows in each list of names (docs/analyze.md)."""
-        first = self.ranks[0]
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """Return one object of plain values, with at most `most` rows in lists of names (docs/analyze.md)."""
+        first, limit = self.ranks[0], _ALL if most is None else most
         return {
             "schema_version": SCHEMA_VERSION,
             "trace": {
@@ -56,8 +57,8 @@ class Analysis(Shown):
                 "steps": max(rank.steps.height for rank in self.ranks),
                 "warnings": self.warnings,
             },
-            "ranks": [_rank_json(rank, most) for rank in self.ranks],
-            "across_ranks": _across_json(self.across, most) if self.across else None,
+            "ranks": [_rank_json(rank, limit) for rank in self.ranks],
+            "across_ranks": _across_json(self.across, limit) if self.across else None,
         }
 
 
