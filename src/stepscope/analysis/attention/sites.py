@@ -155,7 +155,8 @@ def _joined(table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _rows_of(host: pl.DataFrame, ops: Mapping[str, _Op]) -> pl.Series:
-    return host["row"].filter((host["kind"] == "op") & is_named(host, ops))
+    rows: pl.Series = host["row"].filter((host["kind"] == "op") & is_named(host, ops))
+    return rows
 
 
 def _outer(host: pl.DataFrame, rows: pl.Series, ops: Mapping[str, _Op]) -> dict[int, tuple[int, _Op, int]]:

@@ -12,14 +12,12 @@ from typing import Any
 
 from stepscope.analysis.comparison.metrics import (
     METRICS,
-    STEPS,
     THRESHOLD_SHARE,
     Change,
     Measure,
     change_of,
-    neighbors_correlation,
+    correlation_warning,
 )
-from stepscope.analysis.comparison.significance import MIN_SAMPLES
 from stepscope.analysis.time.phases import UNATTRIBUTED
 
 SCHEMA_VERSION = 1
@@ -29,8 +27,6 @@ TABLES = ("phase", "module", "kernel_class", "op", "memory")
 NO_TRACE = "trace"  # what a side without a trace lacks: the reason for missing modules, classes and ops
 _TOLERANCE = {"tokens": 0.01, "flops": 0.01}
 """Batches of real text vary: means within this share are equal. Everything else must match exactly."""
-# Correlation of neighboring steps that chance exceeds with at most 5 % probability, for 20 or more steps.
-_CORRELATED = 1.645
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,7 @@ def compare_pair(
         notes=tuple(
             f"{side}: {note}"
             for side, subject in (("base", base), ("new", new))
-            for note in (*subject.notes, *_correlation_warning(subject))
+            for note in (*subject.notes, *correlation_warning(subject.measures.get("step_time")))
         ),
     )
 
@@ -232,18 +228,3 @@ def _with_unattributed(parts: Parts) -> dict[str, float]:
     """Return the rows with `unattributed`, so that they add up to the whole."""
     rows = {name: value for name, value in parts.rows.items() if name != UNATTRIBUTED}
     return {**rows, UNATTRIBUTED: parts.whole - sum(rows.values())}
-
-
-def _correlation_warning(subject: Subject) -> list[str]:
-    """Return a warning if neighboring steps are correlated: the machine was not idle."""
-    measure = subject.measures.get("step_time")
-    samples = (measure.samples if measure and measure.of == STEPS else None) or ()
-    if len(samples) < MIN_SAMPLES:
-        return []
-    correlation = neighbors_correlation(samples)
-    if correlation <= _CORRELATED / math.sqrt(len(samples)):
-        return []
-    return [
-        f"neighboring steps are correlated ({correlation:.2f}): the machine was busy, or the work drifts, so "
-        "the interval is too narrow. Record both several times, alternating, and pass all: --base … --new …"
-    ]

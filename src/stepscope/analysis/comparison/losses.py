@@ -45,9 +45,13 @@ class LossCheck:
 
 
 def check_losses(
-    before: Sequence[Losses], after: Sequence[Losses], arithmetic: str, tolerance_share: float | None = None
+    before: Sequence[Losses],
+    after: Sequence[Losses],
+    arithmetic: str,
+    tolerance_share: float | None = None,
+    is_low: bool = False,
 ) -> LossCheck:
-    """Return the comparison of losses (step → loss) of runs with a change and without.
+    """Return the comparison of losses (step → loss) of runs with a change and without; `is_low`: in low precision.
 
     >>> check_losses([{0: 2.0}, {0: 2.0}], [{0: 2.1}], "reordered").verdict
     'differ'
@@ -56,7 +60,9 @@ def check_losses(
         return LossCheck(NOT_COMPARED, "the change affects the training data", arithmetic)
     if not all(before) or not all(after) or not before or not after:
         return LossCheck(NOT_COMPARED, _NO_LOSS, arithmetic)
-    tolerance = TOLERANCE[arithmetic] if tolerance_share is None else tolerance_share
+    # In low precision, reordered sums differ as much as lower precision does.
+    known = TOLERANCE[REDUCED if is_low and arithmetic == REORDERED else arithmetic]
+    tolerance = known if tolerance_share is None else tolerance_share
     pairs = [_distance(first, second) for first, second in product(before, after)]
     num_steps = min(len(set(first) & set(second)) for first, second in product(before, after))
     if not num_steps:

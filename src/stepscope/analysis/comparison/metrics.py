@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from stepscope.analysis.time.statistics import quantile
 THRESHOLD_SHARE = 0.02  # smaller changes are of no practical importance, even if significant (`--threshold`)
 NO_DIFFERENCE, TOO_FEW, SAME = "no difference shown", "too few samples", "same"
 STEPS, RUNS = "steps", "runs"
+# Correlation of neighboring steps that chance exceeds with at most 5 % probability, for 20 or more steps.
+_CORRELATED = 1.645
 FEWEST = {STEPS: MIN_SAMPLES, RUNS: MIN_RUNS}  # samples needed on each side for a verdict
 
 
@@ -147,3 +150,17 @@ def neighbors_correlation(samples: Sequence[float]) -> float:
     ranks = [(bisect_left(ordered, sample) + bisect_right(ordered, sample) - 1) / 2 - middle for sample in samples]
     spread = sum(rank * rank for rank in ranks)
     return sum(one * other for one, other in pairwise(ranks)) / spread if spread else 0.0
+
+
+def correlation_warning(measure: Measure | None) -> list[str]:
+    """Return a warning if neighboring steps are correlated: the machine was not idle."""
+    samples = (measure.samples if measure and measure.of == STEPS else None) or ()
+    if len(samples) < MIN_SAMPLES:
+        return []
+    correlation = neighbors_correlation(samples)
+    if correlation <= _CORRELATED / math.sqrt(len(samples)):
+        return []
+    return [
+        f"neighboring steps are correlated ({correlation:.2f}): the machine was busy, or the work drifts, so "
+        "the interval is too narrow. Record both several times, alternating, and pass all: --base … --new …"
+    ]

@@ -250,6 +250,14 @@ def _compared(
             return False
         return cost(index) * time.ci_low / time.median <= cost(best) * other.ci_high / other.median
 
+    def against(index: int, plainest: int) -> dict[str, Any]:
+        this, other, loss, plain_loss = computed[index], computed[plainest], group[index].loss, group[plainest].loss
+        parts = [f"{this[name]} against {other[name]}" for name in this if this[name] != other.get(name)]
+        deviation = None
+        if this == other and index != plainest and loss is not None and plain_loss:
+            deviation = abs(loss - plain_loss) / abs(plain_loss)
+        return {"loss_deviation": deviation, "differs": "; ".join(parts) or None}
+
     for index in times:
         rivals = [other for other in times if computed[other] == computed[index]]
         best = min(rivals, key=cost)
@@ -258,10 +266,7 @@ def _compared(
             group[index],
             speedup=cost(plainest) / cost(index) if plainest is not None and varied else None,
             break_even_steps=_break_even_steps(group[index], group),
-            loss_deviation=_loss_deviation(group[index], group[plainest])
-            if plainest is not None and computed[index] == computed[plainest]
-            else None,
-            differs=_difference(computed[index], computed[plainest]) if plainest is not None else None,
+            **({} if plainest is None else against(index, plainest)),
             is_best=index == best and len(ways) > 1,
             is_tied=index != best and len(ways) > 1 and meets(index, best),
         )
@@ -280,12 +285,6 @@ def _break_even_steps(point: PointSummary, group: Sequence[PointSummary]) -> flo
     return steps if steps is not None and math.isfinite(steps) else None
 
 
-def _loss_deviation(point: PointSummary, plainest: PointSummary) -> float | None:
-    if point is plainest or point.loss is None or not plainest.loss:
-        return None
-    return abs(point.loss - plainest.loss) / abs(plainest.loss)
-
-
 def _computed(point: PointSummary, alternatives: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, str]:
     """Return the row's result as text, as far as rows of one group can differ in it."""
     found = {}
@@ -296,8 +295,3 @@ def _computed(point: PointSummary, alternatives: Mapping[str, Sequence[Sequence[
         found[name] = f"{name}={' or '.join(map(str, next((same for same in sets if value in same), (value,))))}"
     dropped = point.facts.get("dropped_share", 0) > 0
     return {**found, "dropped": "some dropped" if dropped else "none dropped"}
-
-
-def _difference(this: Mapping[str, str], plainest: Mapping[str, str]) -> str | None:
-    parts = [f"{this[name]} against {plainest[name]}" for name in this if this[name] != plainest.get(name)]
-    return "; ".join(parts) or None

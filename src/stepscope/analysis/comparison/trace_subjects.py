@@ -9,7 +9,7 @@ import polars as pl
 from stepscope.analysis.comparison.compare import ASPECTS, Parts, Subject
 from stepscope.analysis.comparison.metrics import Measure
 from stepscope.analysis.kernels.ops import module_groups
-from stepscope.analysis.memory.allocator_events import MemorySummary, at_peak_by
+from stepscope.analysis.memory.allocator_events import at_peak_by
 from stepscope.analysis.ranks.all_ranks import Analysis
 from stepscope.analysis.ranks.rank_account import RankAccount
 from stepscope.analysis.time.phases import IDLE, UNATTRIBUTED
@@ -42,7 +42,9 @@ def trace_subject(analysis: Analysis, name: str) -> Subject:
     else:
         missing["step_time"] = NO_STEPS
     tables, lacks = time_tables(ranks)
-    memory = [found for rank in ranks if (found := _main_memory(rank.memory)) is not None]
+    # The GPU with the highest peak, else the CPU, if its totals are known.
+    main = [min(rank.memory, key=lambda summary: summary.device_type == "cpu") for rank in ranks if rank.memory]
+    memory = [summary for summary in main if summary.is_start_known]
     if memory:
         largest = max(memory, key=lambda summary: summary.peak_allocated_bytes)
         peak = largest.peak_allocated_bytes
@@ -139,12 +141,6 @@ def _by_step(ranks: Sequence[RankAccount], column: str) -> tuple[float, ...]:
 
 def _median(values: Sequence[float]) -> float:
     return quantile(sorted(values), 0.5)
-
-
-def _main_memory(memory: Sequence[MemorySummary]) -> MemorySummary | None:
-    """Return the memory of the GPU with the highest peak, else of the CPU; None if its totals are unknown."""
-    main = min(memory, key=lambda summary: summary.device_type == "cpu", default=None)
-    return main if main and main.is_start_known else None
 
 
 def _work_outside(ranks: Sequence[RankAccount]) -> list[str]:

@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from stepscope.analysis.comparison.losses import (
-    DIFFER,
-    LOW_DTYPES,
-    NOT_COMPARABLE,
-    REDUCED,
-    REORDERED,
-    TOLERANCE,
-    check_losses,
-)
+from stepscope.analysis.comparison.losses import DIFFER, LOW_DTYPES, NOT_COMPARABLE, check_losses
 from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, TOO_FEW, Change, Measure, change_of
 from stepscope.analysis.comparison.significance import SIGNIFICANCE, mann_whitney
 from stepscope.analysis.comparison.verified import (
@@ -46,7 +38,9 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         return refused or Verified(plan.fix, FAILED, "it left no recording", expected=expected)
     rehearsed = before[0].recording
     changed, left, _ = _applied(first)
-    losses = check_losses(_losses(before), _losses(after), plan.arithmetic, _tolerance(plan, rehearsed))
+    flops = {} if rehearsed is None else rehearsed.facts.get("flops") or {}
+    is_low = any((flops.get("model_flops_by_dtype") or {}).get(dtype) for dtype in LOW_DTYPES)
+    losses = check_losses(_losses(before), _losses(after), plan.arithmetic, plan.tolerance_share, is_low)
     known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
     known["products"] = _products(rehearsed, first)
     unit, reason = _unit(plan, before, after)
@@ -145,14 +139,6 @@ def _products(before: Recording | None, after: Recording) -> dict[str, tuple[flo
         return {}
     first, second = ({name: value / sum(each.values()) for name, value in each.items()} for each in counts)
     return {name: (first.get(name, 0.0), second.get(name, 0.0)) for name in dict.fromkeys([*first, *second])}
-
-
-def _tolerance(plan: Plan, before: Recording | None) -> float | None:
-    if plan.tolerance_share is not None or before is None or plan.arithmetic != REORDERED:
-        return plan.tolerance_share
-    # In low precision, reordered sums differ as much as lower precision does.
-    flops = (before.facts.get("flops") or {}).get("model_flops_by_dtype") or {}
-    return TOLERANCE[REDUCED] if any(flops.get(dtype) for dtype in LOW_DTYPES) else None
 
 
 def _losses(attempts: Sequence[Attempt]) -> list[dict[int, float]]:

@@ -78,7 +78,7 @@ def compiler_summary(
 ) -> CompilerSummary:
     """Return the figures of `compile.json`, compared with compiled and eager step times if given."""
     names = ("seconds_by_stage", "caches", "cuda_graphs")
-    stages, caches, cuda_graphs = (report[name] if isinstance(report.get(name), dict) else None for name in names)
+    stages, caches, cuda_graphs = (report[name] if isinstance(report.get(name), dict) else {} for name in names)
     graphs = entries(report, "graphs")
     called = [graph.get("calls") for graph in entries(report, "compiled_calls")]
     calls = [call for calls in called if isinstance(calls, list) for call in calls if isinstance(call, list)]
@@ -91,14 +91,14 @@ def compiler_summary(
         num_graphs=int(_number(report["num_graphs"])) if "num_graphs" in report else None,
         num_ops=sum(int(_number(graph.get("num_ops"))) for graph in graphs) if graphs else None,
         seconds=seconds,
-        seconds_by_stage={stage: _number(stages[stage]) for stage in STAGES if stage in (stages or {})},
+        seconds_by_stage={stage: _number(stages[stage]) for stage in STAGES if stage in stages},
         graph_breaks=_by_count(breaks),
         recompiles=recompiles,
         limit_hits=_by_count(entries(report, "recompile_limit_hits")),
         dynamic_dimensions=tuple(dynamic),
-        cuda_graphs=cuda_graphs,
+        cuda_graphs=cuda_graphs if isinstance(report.get("cuda_graphs"), dict) else None,
         cuda_graph_skips=_by_count(entries(report, "cuda_graph_skips")),
-        caches={name: counts for name, counts in (caches or {}).items() if isinstance(counts, dict)},
+        caches={name: counts for name, counts in caches.items() if isinstance(counts, dict)},
         failures=_by_count([failure for failure in entries(report, "failures") if not _is_reported(failure, breaks)]),
         frames=tuple(entries(report, "frames")),
         num_calls=len(modules),

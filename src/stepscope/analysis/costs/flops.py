@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,8 @@ def utilization(
     if not total or any(dtype not in limits for dtype in flops_by_dtype) or step_ns <= 0:
         return None
     seconds_at_limit = sum(flops / limits[dtype] for dtype, flops in flops_by_dtype.items())
-    rates = ", ".join(f"{dtype} {limits[dtype] / 1e12:.4g} TFLOP/s" for dtype in _by_size(flops_by_dtype))
+    largest_first = sorted(flops_by_dtype, key=lambda dtype: -flops_by_dtype[dtype])
+    rates = ", ".join(f"{dtype} {limits[dtype] / 1e12:.4g} TFLOP/s" for dtype in largest_first)
     return Utilization(
         share=seconds_at_limit / (step_ns / 1e9),
         flops_per_s=total / (step_ns / 1e9),
@@ -125,7 +126,3 @@ def utilization(
         source=source,
         formula=f"{what} FLOPs ÷ step time ÷ limit",
     )
-
-
-def _by_size(flops: Mapping[str, int]) -> Sequence[str]:
-    return sorted(flops, key=lambda dtype: -flops[dtype])

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.op_calls import Tensor
+from stepscope.analysis.costs.op_calls import Operand, Tensor
 from stepscope.analysis.costs.op_costs import operands
 
 LEAST_LENGTH = 3  # minimum number of kernels; two in a row occur in any model
@@ -82,7 +82,8 @@ def _role(row: dict[str, Any]) -> str:
         return "end"
     if row["class"] == "elementwise":
         return "link"
-    first, second, *_ = (*operands(row["shapes"], row["dtypes"]), None, None)
+    given: list[Operand] = [*operands(row["shapes"], row["dtypes"]), None, None]
+    first, second = given[:2]
     if not isinstance(first, Tensor):
         return "end"
     if row["class"] == "reduction":

@@ -7,13 +7,6 @@ import polars as pl
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import ancestor
 
-_SCHEMA = pl.Schema(
-    {
-        "row": pl.UInt32(), "name": pl.String(), "start_ns": pl.Int64(), "end_ns": pl.Int64(),
-        "allocated_bytes": pl.Int64(), "events": pl.List(pl.Int64()), "duration_ns": pl.Int64(),
-    }
-)  # fmt: skip
-
 
 def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     """Return outermost ops that ran again inside the backward, by time, with their GPU work in `events`.
@@ -23,36 +16,30 @@ def recomputed(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     shapes.
     """
     host = linked.host
-    is_op = host["kind"] == "op"
     is_node = _is_node(host)
     is_inside = ancestor(host, is_node).is_not_null() & ~is_node
     candidates = host.filter(_is_numbered(host) & is_inside, host["shapes"].is_not_null())
     key = ("name", "shapes", "dtypes")
-    ahead = host.filter(is_op & ~is_inside & ~is_node, host["shapes"].is_not_null())
-    again = candidates.join(ahead.select(key).unique(), on=key, how="semi", nulls_equal=True)
-    rows = again["row"]
-    if rows.is_empty():
-        return pl.DataFrame(schema=_SCHEMA)
+    ahead = host.filter((host["kind"] == "op") & ~is_inside & ~is_node, host["shapes"].is_not_null())
+    rows = candidates.join(ahead, on=key, how="semi", nulls_equal=True)["row"]
     is_again = host["row"].is_in(rows.implode())
-    above = ancestor(host, is_again).gather(host["parent"].gather(rows))
-    tops = rows.filter(above.is_null())
-    top_of = pl.DataFrame({"row": host["row"], "top": ancestor(host, host["row"].is_in(tops.implode()))}).drop_nulls()
-    done = work.select(pl.col("call").alias("row"), "event", "duration_ns").join(top_of, on="row")
-    done = done.group_by("top").agg(pl.col("event").alias("events"), pl.col("duration_ns").sum())
-    taken = linked.memory.filter(pl.col("bytes") > 0, pl.col("device_type") != 0).select(
-        pl.col("op").alias("row"), "bytes"
+    tops = rows.filter(ancestor(host, is_again).gather(host["parent"].gather(rows)).is_null())
+    top_of = host.select("row", ancestor(host, host["row"].is_in(tops.implode())).alias("top")).drop_nulls()
+    done = work.select(pl.col("call").alias("row"), pl.col("event").cast(pl.Int64), "duration_ns").join(
+        top_of, on="row"
     )
-    taken = taken.join(top_of, on="row").group_by("top").agg(pl.col("bytes").sum().alias("allocated_bytes"))
-    table = host.select("row", pl.col("name").cast(pl.String), "start_ns", "end_ns").filter(
-        host["row"].is_in(done["top"].implode())
-    )
+    done = done.group_by("top").agg(pl.col("event").cast(pl.Int64).alias("events"), pl.col("duration_ns").sum())
+    taken = linked.memory.filter(pl.col("bytes") > 0, pl.col("device_type") != 0)
+    taken = taken.select(pl.col("op").alias("row"), pl.col("bytes").alias("allocated_bytes")).join(top_of, on="row")
+    taken = taken.group_by("top").agg(pl.col("allocated_bytes").sum())
     return (
-        table.join(taken, left_on="row", right_on="top", how="left", maintain_order="left")
-        .join(done, left_on="row", right_on="top", how="left", maintain_order="left")
-        .with_columns(pl.col("allocated_bytes").fill_null(0))
-        .select(_SCHEMA.names())
-        .cast(_SCHEMA)
-    )
+        host.join(done, left_on="row", right_on="top", maintain_order="left", suffix="_done")
+        .join(taken, left_on="row", right_on="top", how="left", maintain_order="left")
+        .select(
+            "row", pl.col("name").cast(pl.String), "start_ns", "end_ns", pl.col("allocated_bytes").fill_null(0),
+            "events", pl.col("duration_ns_done").alias("duration_ns"),
+        )
+    )  # fmt: skip
 
 
 def is_run_again(host: pl.DataFrame) -> pl.Series:

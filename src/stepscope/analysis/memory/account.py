@@ -145,6 +145,7 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
     known_peak = allocator.get("peak_allocated_bytes")
     peak = levels.peak_bytes if known_peak is None else known_peak
     remainder = None if known_peak is None else known_peak - levels.peak_bytes
+    rest = [(REMAINDER, remainder)] if remainder else []
     start = allocator.get("start_allocated_bytes")
     stages = _stages(levels, memory.get("stages") or [])
     symbols = find_symbols(memory)
@@ -159,7 +160,9 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         remainder_at_start_bytes=None if start is None else start - levels.bytes[0],
         peak_event=levels.peak_event,
         peak_stage=next((stage.name for stage in reversed(stages) if stage.first_event <= levels.peak_event), None),
-        live_at_peak=_live(alive, peak, remainder),
+        live_at_peak=LiveAtPeak(
+            *(parts([(value_of(each, name), size) for each, size in alive], peak, rest) for name in PARTS)
+        ),
         stages=stages,
         activations=most_alive(mine, "activation"),
         saved=rolled_up((each["module"], each["bytes"], each["num_tensors"]) for each in memory.get("saved") or []),
@@ -179,12 +182,6 @@ def account(memory: Mapping[str, Any], sizes: Sequence[int] | None = None) -> Ac
         num_dropped=memory.get("num_dropped") or 0,
         other_devices={name: Levels.of(others).peak_bytes for name, others in by_device.items()},
     )
-
-
-def _live(alive: Sequence[tuple[Mapping[str, Any], int]], peak: int, remainder: int | None) -> LiveAtPeak:
-    rest = [(REMAINDER, remainder)] if remainder else []
-    splits = ([(value_of(each, name), size) for each, size in alive] for name in PARTS)
-    return LiveAtPeak(*(parts(split, peak, rest) for split in splits))
 
 
 def value_of(each: Mapping[str, Any], name: str) -> str | None:
@@ -246,9 +243,9 @@ def _largest(
 def _large(alike: Sequence[Mapping[str, Any]], levels: Levels, symbols: Mapping[str, int]) -> Large:
     first = alike[0]
     module = first.get("module")
-    names = ("bytes", "op", "phase", "owner", "dtype", "caller")
+    named: dict[str, Any] = {name: first.get(name) for name in ("bytes", "op", "phase", "owner", "dtype", "caller")}
     return Large(
-        **{name: first.get(name) for name in names},
+        **named,
         num_allocations=len(alike),
         num_at_peak=sum(levels.is_alive_at_peak(each) for each in alike),
         module=starred(module) if len(alike) > 1 else module,

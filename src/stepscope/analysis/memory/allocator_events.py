@@ -185,7 +185,7 @@ def _summary(linked: Linked, device_type: int, device: int) -> MemorySummary:
     allocations = events.filter(pl.col("bytes") > 0)
     num_in_steps = allocations["step"].count()
     reserved = running["reserved_bytes"].max()
-    op = None if is_at_start else _op_names(linked, running.filter(pl.col("order") == highest["order"])["op"]).item()
+    place = {} if is_at_start else highest  # no event made the peak if it is at the start
     return MemorySummary(
         device_type=_type_name(device_type),
         device=device,
@@ -194,22 +194,20 @@ def _summary(linked: Linked, device_type: int, device: int) -> MemorySummary:
         peak_allocated_bytes=peak_bytes,
         peak_reserved_bytes=int(reserved) if isinstance(reserved, int) else None,
         peak_time_ns=int(events["time_ns"][0]) if is_at_start else highest["time_ns"],
-        peak_step=None if is_at_start else highest["step"],
-        peak_phase=None if is_at_start else highest["phase"],
-        peak_op=op,
-        peak_module=None if is_at_start else highest["module"],
+        peak_step=place.get("step"),
+        peak_phase=place.get("phase"),
+        peak_op=_op_names(linked, pl.Series([place.get("op")], dtype=pl.UInt32)).item(),
+        peak_module=place.get("module"),
         num_allocations=allocations.height,
         num_releases=events.height - allocations.height,
         num_allocations_per_step=num_in_steps / linked.steps.num if linked.steps.num else None,
-        at_peak=_at_peak(
-            linked, alive, peak_bytes, "unknown" if events["address"].null_count() else "before_the_trace"
-        ),
+        at_peak=_at_peak(linked, alive, peak_bytes, has_addresses=not events["address"].null_count()),
     )
 
 
-def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, rest: str) -> pl.DataFrame:
+def _at_peak(linked: Linked, alive: pl.DataFrame, peak_bytes: int, has_addresses: bool) -> pl.DataFrame:
     """Return the blocks alive, and the rest of the peak."""
-    alive = alive.head(0) if rest == "unknown" else alive
+    alive, rest = (alive, "before_the_trace") if has_addresses else (alive.head(0), "unknown")
     seen = (
         alive.with_columns(_op_names(linked, alive["op"]).alias("op"))
         .group_by("op", "module", "phase", maintain_order=True)
@@ -227,7 +225,8 @@ def _op_names(linked: Linked, ops: pl.Series) -> pl.Series:
     host = linked.host
     around = host["op"].gather(host["parent"]).zip_with(is_named(host, ALLOCATING).fill_null(False), NO_ROW)
     ops = outermost(host, climb(ops, around), is_named(host, COPYING | FILLING))
-    return host["name"].gather(ops).cast(pl.String)
+    names: pl.Series = host["name"].gather(ops).cast(pl.String)
+    return names
 
 
 def _thinned(points: pl.DataFrame, max_points: int) -> pl.DataFrame:

@@ -93,4 +93,5 @@ def alive_at_peak(memory: Mapping[str, Any]) -> tuple[Alive, ...]:
         key = (each.get("owner"), value_of(each, "phase"), module, each.get("op"), each.get("dtype"), shape)
         sums[key] += each["bytes"]
         counts[key] += 1
-    return tuple(Alive(*key, num_bytes, counts[key]) for key, num_bytes in sums.most_common())
+    rows = [(*key, num_bytes, counts[key]) for key, num_bytes in sums.most_common()]
+    return tuple(Alive(*row) for row in rows)

@@ -13,7 +13,7 @@ from stepscope.analysis.memory.size_formulas import SYMBOLS, common_formula, fin
 from stepscope.analysis.memory.timeline import on_device
 from stepscope.errors import UsageError
 
-CONSTANT, LINEAR, QUADRATIC, OTHER = GROWTHS = ("constant", "linear", "quadratic", "other")
+GROWTHS = ("constant", "linear", "quadratic", "other")  # the first three by power
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,13 @@ def growth(one: Mapping[str, Any], other: Mapping[str, Any]) -> Growth:
     for place, allocations in places[0].items():
         for pair in zip(allocations, places[1].get(place, ())):
             num_matched += 1
-            kind = _kind(pair[0]["bytes"], pair[1]["bytes"], values)
+            sizes = (pair[0]["bytes"], pair[1]["bytes"])
+            fits = (sizes[0] * values[1] ** power == sizes[1] * values[0] ** power for power in range(3))
+            kind = next((kind for kind, fit in zip(GROWTHS, fits) if fit), "other")
             op, module, phase, *_ = place
             groups[kind, op, starred(module), phase, pair[0].get("owner")].append(pair)
             if levels[0].is_alive_at_peak(pair[0]):
-                at_peak[kind].update({0: pair[0]["bytes"], 1: pair[1]["bytes"]})
+                at_peak[kind].update(dict(enumerate(sizes)))
     rows = [_grown(key, pairs, symbols, values) for key, pairs in groups.items()]
     num_one, num_other = (len(mine) for mine, _ in found)
     return Growth(
@@ -108,22 +110,15 @@ def _places(allocations: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], l
     return places
 
 
-def _kind(one: int, other: int, values: tuple[int, int]) -> str:
-    for kind, power in ((CONSTANT, 0), (LINEAR, 1), (QUADRATIC, 2)):
-        if one * values[1] ** power == other * values[0] ** power:
-            return kind
-    return OTHER
-
-
 def _grown(
     key: tuple[Any, ...],
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]],
     symbols: list[dict[str, int]],
     values: tuple[int, int],
 ) -> Grown:
-    kind, *place = key
+    kind, op, module, phase, owner = key
     sums = (sum(one["bytes"] for one, _ in pairs), sum(other["bytes"] for _, other in pairs))
     exponent = math.log(sums[1] / sums[0]) / math.log(values[1] / values[0]) if all(sums) else 0.0
     largest = max(pairs, key=lambda pair: pair[1]["bytes"])
     formula = common_formula(list(zip(largest, symbols)))
-    return Grown(kind, round(exponent, 3), *place, num_allocations=len(pairs), bytes=sums, formula=formula)
+    return Grown(kind, round(exponent, 3), op, module, phase, owner, len(pairs), sums, formula)

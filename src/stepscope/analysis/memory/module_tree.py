@@ -41,15 +41,11 @@ def alike(names: Iterable[str | None]) -> dict[str | None, str | None]:
     """
     known = list(names)
     outer = {name for each in known for name in ancestors(each)[1:]}
-    return {
-        name: starred(name) if name in outer or not (name or "").rpartition(".")[2].isdigit() else _starred_list(name)
-        for name in known
-    }
-
-
-def _starred_list(name: str | None) -> str | None:
-    around, dot, number = (name or "").rpartition(".")
-    return f"{starred(around)}{dot}{number}"
+    found = {}
+    for name in known:
+        around, dot, last = (name or "").rpartition(".")
+        found[name] = starred(name) if name in outer or not last.isdigit() else f"{starred(around)}{dot}{last}"
+    return found
 
 
 @lru_cache(1 << 16)
@@ -87,19 +83,17 @@ def most_alive(allocations: Iterable[tuple[Mapping[str, Any], int]], owner: str)
             changes.append((-1 if born is None else born, 1, size, each.get("module")))
             if died is not None:
                 changes.append((died, -1, size, each.get("module")))
-    now: dict[bool, Counter[str | None]] = {True: Counter(), False: Counter()}
-    most: dict[bool, Counter[str | None]] = {True: Counter(), False: Counter()}
-    alive: Counter[str | None] = Counter()
-    counts: Counter[str | None] = Counter()
+    now: Counter[tuple[str, str | None]] = Counter()
+    most: Counter[tuple[str, str | None]] = Counter()
     for _, sign, size, module in sorted(changes, key=itemgetter(0, 1)):
-        alive[module] += sign
-        counts[module] = max(counts[module], alive[module])
-        for is_own, names in ((True, (module,)), (False, ancestors(module))):
-            for name in names:
-                now[is_own][name] += sign * size
-                most[is_own][name] = max(most[is_own][name], now[is_own][name])
+        own = [(("num", module), sign), (("own", module), sign * size)]
+        for key, change in [*own, *((("total", name), sign * size) for name in ancestors(module))]:
+            now[key] += change
+            most[key] = max(most[key], now[key])
     return tuple(
-        ModuleBytes(name, most[True][name], whole, counts[name]) for name, whole in most[False].most_common()
+        ModuleBytes(name, most["own", name], whole, most["num", name])
+        for (what, name), whole in most.most_common()
+        if what == "total"
     )
 
 

@@ -37,28 +37,21 @@ def casts(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     rows = []
     copies = work.filter(pl.col("op").cast(pl.String) == "aten::copy_", pl.col("kind") == "kernel")
     copies = copies.filter(pl.col("call").is_not_null()).sort("start_ns")
-    calls, roots = copies["call"], copies["root"]
-    begins, ends = host["start_ns"].gather(calls), host["end_ns"].gather(calls)
-    around = host["shapes"].gather(roots).cast(pl.String)
-    columns = ("event", "step", "phase", "root_op", "shapes", "dtypes", "duration_ns")
-    for row, root_shapes, begin, end in zip(
-        copies.select(columns).with_columns(pl.col("phase", "root_op").cast(pl.String)).iter_rows(named=True),
-        around, begins, ends,
-    ):  # fmt: skip
+    copies = copies.with_columns(
+        *(host[name].gather(copies["call"]) for name in ("start_ns", "end_ns")),
+        pl.col("root_op").cast(pl.String),
+        host["shapes"].gather(copies["root"]).cast(pl.String).alias("root_shapes"),
+    )
+    for row in copies.iter_rows(named=True):
         pair = [one for one in operands(row["shapes"], row["dtypes"])[:2] if isinstance(one, Tensor)]
         if len(pair) < 2 or {"float32"} != {one.dtype for one in pair} - set(LOW) or pair[0].dtype == pair[1].dtype:
             continue
         target, source = pair
-        shape = list(target.shape)
+        row |= {"shape": list(target.shape), "source": source.dtype, "target": target.dtype}
         is_autocast = row["root_op"] not in EXPLICIT
-        rows.append(
-            (
-                row["event"], row["step"], row["phase"], None, row["root_op"], shape, source.dtype, target.dtype,
-                is_autocast, is_autocast and _is_weight(row["root_op"], root_shapes, shape), row["duration_ns"],
-                begin, end,
-            )
-        )  # fmt: skip
-    table = pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+        is_weight = is_autocast and _is_weight(row["root_op"], row["root_shapes"], row["shape"])
+        rows.append({**row, "is_autocast": is_autocast, "is_weight": is_weight})
+    table = pl.DataFrame(rows, schema=_SCHEMA)
     return table.with_columns(_micro_batches(linked, table["start_ns"], table["step"]))
 
 

@@ -105,7 +105,10 @@ class DtypeAudit(Shown):
             dtypes = (tuple(row[name]) for name in ("parameters", "inputs", "outputs"))
             return (numberless(row["name"]), row["kind"], *dtypes)
 
-        return [ModuleGroup(*alike, len(rows)) for alike, rows in _grouped(self.facts["modules"], key)]
+        return [
+            ModuleGroup(name, kind, parameters, inputs, outputs, len(rows))
+            for (name, kind, parameters, inputs, outputs), rows in _grouped(self.facts["modules"], key)
+        ]
 
     @property
     def ops(self) -> list[OpGroup]:
@@ -114,7 +117,10 @@ class DtypeAudit(Shown):
         def key(row: Row) -> tuple[Any, ...]:
             return row["op"].removeprefix("aten."), row["phase"], tuple(row["inputs"]), row["output"]
 
-        found = [OpGroup(*alike, _sum(rows, "num_calls")) for alike, rows in _grouped(self.facts["ops"], key)]
+        found = [
+            OpGroup(op, phase, inputs, output, _sum(rows, "num_calls"))
+            for (op, phase, inputs, output), rows in _grouped(self.facts["ops"], key)
+        ]
         return sorted(found, key=lambda one: -one.num_calls)
 
     @property
@@ -125,22 +131,23 @@ class DtypeAudit(Shown):
         stayed = [row for row in self.facts["ops"] if row["reason"] is not None]
         found = [
             Stayed(
-                *reason,
+                reason,
+                detail,
                 ops=_distinct(row["op"].removeprefix("aten.") for row in rows),
                 num_calls=_sum(rows, "num_calls"),
                 places=_distinct(row["caller"] or row["module"] for row in rows),
             )
-            for reason, rows in _grouped(stayed, itemgetter("reason", "detail"))
+            for (reason, detail), rows in _grouped(stayed, itemgetter("reason", "detail"))
         ]
         return sorted(found, key=lambda one: -one.num_calls)
 
     @property
     def casts(self) -> list[CastGroup]:
         """Casts by purpose, the most bytes first."""
-        purpose = itemgetter("source", "target", "phase", "of", "by", "function")
+        purpose = ("source", "target", "phase", "of", "by", "function")
         found = [
             CastGroup(
-                *alike,
+                **dict(zip(purpose, values)),
                 num_by_micro_batch=tuple(map(sum, zip(*(row["num_by_micro_batch"] for row in rows)))),
                 moved_bytes=_sum(rows, "read_bytes") + _sum(rows, "written_bytes"),
                 num_again=_sum(rows, "num_again"),
@@ -148,7 +155,7 @@ class DtypeAudit(Shown):
                 modules=_distinct(numberless(row["module"]) for row in rows if row["module"]),
                 callers=_distinct(row["caller"] for row in rows),
             )
-            for alike, rows in _grouped(self.facts["casts"], purpose)
+            for values, rows in _grouped(self.facts["casts"], itemgetter(*purpose))
         ]
         return sorted(found, key=lambda one: -one.moved_bytes)
 

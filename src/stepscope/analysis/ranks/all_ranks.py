@@ -8,17 +8,9 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.analysis.ranks import side_by_side
 from stepscope.analysis.ranks.collectives import collectives_by_size
 from stepscope.analysis.ranks.rank_account import RankAccount
-from stepscope.analysis.ranks.side_by_side import (
-    ClockAlignment,
-    Matched,
-    Stragglers,
-    clock_alignment,
-    match_collectives,
-    rank_table,
-    stragglers,
-)
 from stepscope.display import Shown
 
 SCHEMA_VERSION = 1
@@ -66,18 +58,18 @@ class Analysis(Shown):
 class AcrossRanks:
     """Collectives that several ranks took part in."""
 
-    matched: Matched
-    clocks: ClockAlignment
-    stragglers: Stragglers
+    matched: side_by_side.Matched
+    clocks: side_by_side.ClockAlignment
+    stragglers: side_by_side.Stragglers
     table: pl.DataFrame  # each rank's GPU time side by side
 
 
 def across_ranks(accounts: Sequence[RankAccount]) -> AcrossRanks:
     """Return how the ranks affect each other through collectives."""
-    matched = match_collectives({account.rank: account.collectives for account in accounts})
-    clocks = clock_alignment(matched, {account.rank: account.base_time_ns for account in accounts})
-    table = rank_table({account.rank: account.gpu_time for account in accounts})
-    return AcrossRanks(matched, clocks, stragglers(matched, clocks), table)
+    matched = side_by_side.match_collectives({account.rank: account.collectives for account in accounts})
+    clocks = side_by_side.clock_alignment(matched, {account.rank: account.base_time_ns for account in accounts})
+    table = side_by_side.rank_table({account.rank: account.gpu_time for account in accounts})
+    return AcrossRanks(matched, clocks, side_by_side.stragglers(matched, clocks), table)
 
 
 def _across_json(across: AcrossRanks, most: int) -> dict[str, Any]:
@@ -94,35 +86,23 @@ def _across_json(across: AcrossRanks, most: int) -> dict[str, Any]:
 
 
 def _rank_json(rank: RankAccount, most: int) -> dict[str, Any]:
+    whole = ("steps", "phases", "idle_causes", "kernel_classes", "gemm_share", "kernel_sizes", "queue_depth")
+    names = ("longest_gaps", "top_kernels", "ops", "modules", "copies", "syncs")
     return {
         "rank": rank.rank,
         "file": rank.path,
         "device": rank.device_name,
         "events": rank.num_events,
-        "is_cut_off": rank.is_cut_off,
-        "step_source": rank.step_source,
-        "phase_source": rank.phase_source,
-        "module_source": rank.module_source,
+        **{name: getattr(rank, name) for name in ("is_cut_off", "step_source", "phase_source", "module_source")},
         "gpu_time": rank.gpu_time.to_json(),
         "gpu_time_by_device": {str(index): time.to_json() for index, time in rank.gpu_time_by_device.items()},
-        "steps": rank.steps.to_dicts(),
-        "phases": rank.phases.to_dicts(),
-        "idle_causes": rank.idle_causes.to_dicts(),
-        "longest_gaps": rank.longest_gaps.head(most).to_dicts(),
-        "kernel_classes": rank.kernel_classes.to_dicts(),
-        "top_kernels": rank.top_kernels.head(most).to_dicts(),
-        "gemm_share": rank.gemm_share.to_dicts(),
-        "kernel_sizes": rank.kernel_sizes.to_dicts(),
+        **{name: getattr(rank, name).to_dicts() for name in whole},
+        **{name: getattr(rank, name).head(most).to_dicts() for name in names},
         "num_kernel_launches_per_step": rank.launches["num_kernel_launches_per_step"],
         "launches": rank.launches,
-        "queue_depth": rank.queue_depth.to_dicts(),
-        "ops": rank.ops.head(most).to_dicts(),
-        "modules": rank.modules.head(most).to_dicts(),
-        "copies": rank.copies.head(most).to_dicts(),
         "roofline": {**rank.roofline_summary.to_json(), "ops": rank.roofline.head(most).to_dicts()},
         "memory": [summary.to_json() for summary in rank.memory],
         "memory_timeline": rank.memory_timeline.to_dicts(),
-        "syncs": rank.syncs.head(most).to_dicts(),
         "collectives": collectives_by_size(rank.collectives).head(most).to_dicts(),
         "unlinked": {name: share.to_json() for name, share in rank.unlinked.items()},
         "events_by_category": rank.counts.to_dicts(),

@@ -13,6 +13,7 @@ import polars as pl
 from stepscope.analysis.costs.op_calls import ITEM_BYTES
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import with_answers
 from stepscope.analysis.structure.rates import bandwidth
 
 UNKNOWN = "unknown"
@@ -131,13 +132,11 @@ def collectives(linked: Linked) -> pl.DataFrame:
         return pl.DataFrame(schema=SCHEMA)
     compute = union(spans(device.filter(pl.col("activity") == "compute")))
     facts = _collective_facts(linked, kernels)
-    table = (
-        kernels.with_columns(_exposed(kernels, compute))
-        .join(facts, on="kernel", how="left", maintain_order="left")
-        .with_columns(
-            pl.coalesce("group_size", pl.lit(linked.trace.facts.world_size, pl.Int64)),
-        )
+    world_size = pl.lit(linked.trace.facts.world_size, pl.Int64)
+    table = kernels.with_columns(_exposed(kernels, compute)).join(
+        facts, on="kernel", how="left", maintain_order="left"
     )
+    table = table.with_columns(pl.coalesce("group_size", world_size))
     gathered = (pl.col("source") == "annotation") & (pl.col("collective") == "all_gather")
     size = pl.when(gathered).then(pl.col("num_elements") * pl.col("group_size")).otherwise("num_elements")
     item = pl.col("dtype").replace_strict(ITEM_BYTES, default=None, return_dtype=pl.Int64)
@@ -181,15 +180,17 @@ def _exposed(kernels: pl.DataFrame, compute: pl.DataFrame) -> pl.Series:
     reach = pl.col("end_ns").cum_max().shift(1).fill_null(pl.col("start_ns"))
     start, end = kernels.select(reach.clip("start_ns", "end_ns").alias("start_ns"), "end_ns")
     hidden = covered_before(compute, end) - covered_before(compute, start)
-    return (end - start - hidden).alias("exposed_ns")
+    exposed: pl.Series = end - start - hidden
+    return exposed.alias("exposed_ns")
 
 
 def _collective_facts(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:
     """Return the trace's facts about each kernel: from the best source, missing fields from the next."""
     above = _above(linked.host, kernels)
-    rows = linked.trace.collectives.with_columns(
-        _mapped("collective", collective_kind),
-        _mapped("dtype", dtype_name),
+    told = linked.trace.collectives
+    rows = told.with_columns(
+        _mapped(told["collective"], collective_kind),
+        _mapped(told["dtype"], dtype_name),
         pl.max_horizontal("num_in_elements", "num_out_elements").alias("num_elements"),
         pl.col("group", "group_ranks").cast(pl.String).str.strip_chars('"'),
     ).filter(pl.col("collective") != UNKNOWN)
@@ -202,7 +203,8 @@ def _collective_facts(linked: Linked, kernels: pl.DataFrame) -> pl.DataFrame:
         .unique("kernel", keep="first")
         .select("kernel", pl.lit("arguments").alias("source"), *fields)
     )
-    names = kernels.select("kernel", pl.lit("kernel").alias("source"), _mapped("name", collective_kind, "collective"))
+    kinds = _mapped(kernels["name"], collective_kind).alias("collective")
+    names = kernels.select("kernel", pl.lit("kernel").alias("source"), kinds)
     merged = kernels.select("kernel")
     for place, frame in enumerate((arguments, _annotations(above), names)):
         merged = merged.join(frame, on="kernel", how="left", suffix=f"_{place}")
@@ -236,15 +238,15 @@ def _annotations(above: pl.DataFrame) -> pl.DataFrame:
     """Return facts from labels around a launch: `kernel`, `source`, `collective`, `dtype`, `num_elements`."""
     name = pl.col("name").cast(pl.String)
     labels = above.filter(name.str.contains(_ANNOTATION) | (name == _RECORD)).sort("depth")
-    texts = labels.select(pl.col("name", "shapes", "dtypes").cast(pl.String)).rows()
-    sizes = [tensor_sizes(shapes, dtypes, first_only=label == _RECORD) for label, shapes, dtypes in texts]
-    known = labels.with_columns(
-        _mapped("name", collective_kind, "collective"),
-        pl.Series("num_elements", [size for size, _ in sizes], dtype=pl.Int64),
-        pl.Series("dtype", [dtype for _, dtype in sizes], dtype=pl.String),
-    ).with_columns(pl.when(pl.col("collective") != UNKNOWN).then("collective").alias("collective"))
+    schema = {"collective": pl.String(), "num_elements": pl.Int64(), "dtype": pl.String()}
+    known = with_answers(labels, ["name", "shapes", "dtypes"], _label_facts, schema)
     fields = [pl.col(field).drop_nulls().first() for field in ("collective", "dtype", "num_elements")]
     return known.group_by("kernel").agg(pl.lit("annotation").first().alias("source"), *fields)
+
+
+def _label_facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[str | int | None, ...]:
+    kind = collective_kind(name)
+    return (None if kind == UNKNOWN else kind, *tensor_sizes(shapes, dtypes, first_only=name == _RECORD))
 
 
 def tensor_sizes(shapes: str | None, dtypes: str | None, first_only: bool = False) -> tuple[int | None, str | None]:
@@ -257,27 +259,19 @@ def tensor_sizes(shapes: str | None, dtypes: str | None, first_only: bool = Fals
         pairs: list[tuple[Any, Any]] = list(zip(json.loads(shapes or ""), json.loads(dtypes or "")))
     except (ValueError, TypeError, RecursionError):
         return None, None
-    counts: list[int] = []
-    types: list[str | None] = []
+    found: list[tuple[int, str | None]] = []
     for shape, text in pairs[:1] if first_only else pairs:
         dtype = dtype_name(text) if isinstance(text, str) else None
         members = [shape] if dtype else shape  # a list of tensors contains shapes, and has no dtype
         for sizes in members if isinstance(members, list) else ():
             if isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes):
-                counts.append(prod(sizes))
-                types.append(dtype)
-    num = sum(counts)
-    if not counts or num >= 2**60 or len(set(types)) > 1:
-        return None, None
-    return num, types[0]
+                found.append((prod(sizes), dtype))
+    num, types = sum(count for count, _ in found), {dtype for _, dtype in found}
+    return (num, types.pop()) if len(types) == 1 and num < 2**60 else (None, None)
 
 
-def _mapped(column: str, function: Callable[[str], str | None], alias: str | None = None) -> pl.Expr:
-    """Return a column of names, few of them distinct, mapped through a function."""
-
-    def apply(names: pl.Series) -> pl.Series:
-        answers = {name: function(name) for name in names.unique().drop_nulls()}
-        mapped: pl.Series = names.replace_strict(answers, default=None, return_dtype=pl.String)
-        return mapped
-
-    return pl.col(column).cast(pl.String).map_batches(apply, pl.String).alias(alias or column)
+def _mapped(names: pl.Series, function: Callable[[str], str | None]) -> pl.Series:
+    """Return names, few of them distinct, mapped through a function."""
+    answers = {name: function(name) for name in names.cast(pl.String).unique().drop_nulls()}
+    mapped: pl.Series = names.cast(pl.String).replace_strict(answers, default=None, return_dtype=pl.String)
+    return mapped

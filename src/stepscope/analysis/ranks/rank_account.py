@@ -9,16 +9,8 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.costs.roofline import RooflineSummary, roofline, roofline_summary
+from stepscope.analysis.kernels import kernels
 from stepscope.analysis.kernels.copies import copies, copies_summary
-from stepscope.analysis.kernels.kernels import (
-    device_phases,
-    gemm_share_by_phase,
-    kernel_classes,
-    kernel_sizes,
-    launches,
-    queue_depth_over_time,
-    top_kernels,
-)
 from stepscope.analysis.kernels.ops import modules, ops
 from stepscope.analysis.memory.allocator_events import MemorySummary, memory_summary, memory_timeline
 from stepscope.analysis.ranks.collectives import collectives
@@ -110,12 +102,12 @@ def account_of(linked: Linked, rank: int, step: int | None = None) -> RankAccoun
             "syncs": pool.submit(lambda: syncs_summary(syncs(linked), linked.steps.num)),
             "modules": pool.submit(modules, linked),
             "collectives": pool.submit(collectives, linked),
-            "launches": pool.submit(launches, linked),
-            "queue_depth": pool.submit(queue_depth_over_time, linked),
-            "kernel_classes": pool.submit(kernel_classes, device),
-            "top_kernels": pool.submit(top_kernels, device),
-            "gemm_share": pool.submit(gemm_share_by_phase, device),
-            "kernel_sizes": pool.submit(kernel_sizes, device),
+            "launches": pool.submit(kernels.launches, linked),
+            "queue_depth": pool.submit(kernels.queue_depth_over_time, linked),
+            "kernel_classes": pool.submit(kernels.kernel_classes, device),
+            "top_kernels": pool.submit(kernels.top_kernels, device),
+            "gemm_share": pool.submit(kernels.gemm_share_by_phase, device),
+            "kernel_sizes": pool.submit(kernels.kernel_sizes, device),
             "idle_causes": pool.submit(lambda: idle_causes(gaps.result())),
             "longest_gaps": pool.submit(lambda: longest_gaps(linked, gaps.result())),
         }
@@ -195,12 +187,12 @@ def step_table(linked: Linked) -> pl.DataFrame:
     lasted."""
     steps = linked.steps.table
     length = pl.col("end_ns") - pl.col("start_ns")
-    kernels = linked.device.filter(pl.col("kind") == "kernel").group_by("step")
+    launched = linked.device.filter(pl.col("kind") == "kernel").group_by("step")
     busy = sweep({"busy": spans(linked.device), "within": steps}, cuts=steps["start_ns"]).filter("busy", "within")
     owned = busy.join_asof(steps.select("step", "start_ns"), on="start_ns", check_sortedness=False).group_by("step")
     table = steps.select("step", "start_ns", length.alias("duration_ns"))
     for part in (
-        kernels.agg(pl.len().cast(pl.Int64).alias("num_kernels")),
+        launched.agg(pl.len().cast(pl.Int64).alias("num_kernels")),
         owned.agg(length.sum().alias("gpu_busy_ns")),
     ):
         table = table.join(part, on="step", how="left", maintain_order="left")
@@ -221,7 +213,7 @@ def phase_table(linked: Linked) -> pl.DataFrame:
     else:
         host = phases.with_columns(pl.col("phase").cast(pl.String))
     sums = host.group_by("phase").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("host_ns"))
-    table = device_phases(linked).rename({"busy_ns": "device_ns"})
+    table = kernels.device_phases(linked).rename({"busy_ns": "device_ns"})
     table = table.join(sums, on="phase", how="left", maintain_order="left")
     table = table.with_columns(pl.col("host_ns").fill_null(0))
     share = pl.col("host_ns") / pl.col("host_ns").sum().clip(1)

@@ -22,26 +22,14 @@ def host_spans(linked: Linked) -> pl.DataFrame:
     short = {name: starred(name) for name in names}
     module = pl.col("module").cast(pl.String).replace(short)
     phase = pl.col("phase").cast(pl.String)
-    above = host["op"].gather(host["parent"])
-    is_called = (host["kind"] == "op") & above.is_null()
-    on_host = (
-        host.select(module, phase, "self_ns", "step", is_called.alias("is_called"))
-        .filter(pl.col("step").is_not_null())
-        .group_by(_GROUP)
-        .agg(
-            pl.col("is_called").sum().cast(pl.Int64).alias("num_ops"),
-            pl.col("self_ns").sum().alias("host_ns"),
-        )
-    )
-    on_device = (
-        device.select(module, phase, "duration_ns", "step", "kind")
-        .filter(pl.col("step").is_not_null())
-        .group_by(_GROUP)
-        .agg(
-            (pl.col("kind").cast(pl.String) == "kernel").sum().cast(pl.Int64).alias("num_kernels"),
-            pl.col("duration_ns").sum().alias("device_ns"),
-        )
-    )
+
+    def in_steps(events: pl.DataFrame, is_counted: pl.Series, num: str, time: str, total: str) -> pl.DataFrame:
+        counted = events.with_columns(is_counted.alias(num)).filter(pl.col("step").is_not_null())
+        return counted.group_by(module, phase).agg(pl.col(num).sum().cast(pl.Int64), pl.col(time).sum().alias(total))
+
+    is_called = (host["kind"] == "op") & host["op"].gather(host["parent"]).is_null()
+    on_host = in_steps(host, is_called, "num_ops", "self_ns", "host_ns")
+    on_device = in_steps(device, device["kind"] == "kernel", "num_kernels", "duration_ns", "device_ns")
     figures = ("num_ops", "num_kernels", "host_ns", "device_ns")
     table = on_host.join(on_device, on=_GROUP, how="full", coalesce=True, nulls_equal=True)
     return (

@@ -51,7 +51,8 @@ def covered_before(disjoint: pl.DataFrame, times: pl.Series) -> pl.Series:
     none = pl.Series([0], dtype=pl.Int64)
     lengths = none.append((disjoint["end_ns"] - disjoint["start_ns"]).cum_sum())
     left = pl.Series([None], dtype=pl.Int64).append(disjoint["end_ns"]).gather(place) - times
-    return lengths.gather(place) - left.clip(0).fill_null(0)
+    before: pl.Series = lengths.gather(place) - left.clip(0).fill_null(0)
+    return before
 
 
 def sweep(sets: Mapping[str, pl.DataFrame], cuts: pl.Series | None = None) -> pl.DataFrame:

@@ -54,8 +54,11 @@ class Share:
 
 def link(trace: Trace, steps: Steps | None = None) -> Linked:
     """Return a trace with all links; pass `steps` if they are already known."""
+    # Old profilers recorded labels as ops.
+    is_label = (trace.host["kind"] == "op") & matches(trace.host["name"], LABELS)
+    kind = trace.host["kind"].zip_with(~is_label, pl.Series(["annotation"], dtype=trace.host.schema["kind"]))
     end = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
-    events = _labels_apart(trace.host).with_row_index("row").with_columns(end)
+    events = trace.host.with_columns(kind, end).with_row_index("row")
     # Polars releases the GIL, so two links at a time use two cores.
     with ThreadPoolExecutor(2) as pool:
         finding = pool.submit(lambda: steps or find_steps(events))
@@ -67,12 +70,6 @@ def link(trace: Trace, steps: Steps | None = None) -> Linked:
         device = of_graph_kernels(_device(trace.device, host, found), host, trace.compiler)
         memory = linking.result()
     return Linked(trace, host, device, memory, found, modules, _unlinked(host, device, memory, modules, found))
-
-
-def _labels_apart(host: pl.DataFrame) -> pl.DataFrame:
-    """Return host events with labels that old profilers recorded as ops turned into annotations."""
-    is_label = (host["kind"] == "op") & matches(host["name"], LABELS)
-    return host.with_columns(host["kind"].zip_with(~is_label, pl.Series(["annotation"], dtype=host.schema["kind"])))
 
 
 def _ops(host: pl.DataFrame) -> pl.Series:

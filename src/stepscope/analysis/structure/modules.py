@@ -27,7 +27,8 @@ class Modules:
         named = self.calls if self.inlined is None else pl.concat([self.calls, self.inlined])
         names = host.select("row").join(named, on="row", how="left", maintain_order="left")["module"]
         own: pl.Series = names.gather(ancestor(host, names.is_not_null()))
-        return own.zip_with(own.is_not_null(), own.gather(host["forward"]))
+        module: pl.Series = own.zip_with(own.is_not_null(), own.gather(host["forward"]))
+        return module
 
 
 def find_modules(host: pl.DataFrame) -> Modules:

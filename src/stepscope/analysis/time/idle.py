@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import polars as pl
 
 from stepscope.analysis.structure.intervals import complement, last_covering, spans, sweep
@@ -100,12 +98,20 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
     """
     if late.is_empty():
         return late.select("gap", "start_ns", "end_ns", pl.lit("python").alias("cause"))
-    axis = _Axis.of(late)
-    if axis is None:  # a trace that spans centuries
+    # One time axis for all threads, one after the other, so that a single pass handles them.
+    numbers = late["thread"].unique().sort()
+    low_ns, high_ns = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
+    if len(numbers) > 1 and len(numbers) * (high_ns - low_ns + 1) >= _LONGEST_NS:  # a trace that spans centuries
         return pl.concat([by_host(linked, part) for part in late.partition_by("thread")])
-    columns = ("row", "thread", "kind", "name", "start_ns", "duration_ns", "end_ns", "self_ns", "parent")
-    threads = linked.host.select(columns).filter(linked.host["thread"].is_in(axis.threads.implode()))
-    host = threads.filter(pl.col("end_ns") > axis.low_ns, pl.col("start_ns") < axis.high_ns)
+    shifts = pl.DataFrame({"thread": numbers, "shift_ns": pl.int_range(len(numbers), eager=True)})
+    shifts = shifts.with_columns(pl.col("shift_ns") * (high_ns - low_ns + 1))
+
+    def on_axis(spans: pl.DataFrame) -> pl.DataFrame:
+        cut = pl.col("start_ns", "end_ns").clip(low_ns, high_ns)
+        return spans.join(shifts, on="thread", maintain_order="left").with_columns(cut + pl.col("shift_ns"))
+
+    threads = linked.host.filter(linked.host["thread"].is_in(numbers.implode()))
+    host = threads.filter(pl.col("end_ns") > low_ns, pl.col("start_ns") < high_ns)
     special = host.filter(matches(host["name"], "|".join(_NAMES.values())))
     span = ("thread", "start_ns", "end_ns")
     sets = {cause: special.filter(matches(special["name"], name)).select(span) for cause, name in _NAMES.items()}
@@ -116,37 +122,12 @@ def by_host(linked: Linked, late: pl.DataFrame) -> pl.DataFrame:
     parent_end = linked.host["end_ns"].gather(host["parent"])
     is_inside = linked.host["kind"].gather(host["parent"]).is_in(_WORK) & (host["end_ns"] <= parent_end)
     sets["launch"] = host.filter(host["kind"].is_in(_WORK) & ~is_inside.fill_null(False)).select(span)
-    stretches = sweep({"late": axis.put(late), **{name: axis.put(found) for name, found in sets.items()}})
+    stretches = sweep({"late": on_axis(late), **{name: on_axis(found) for name, found in sets.items()}})
     cause = last_covering(("launch", "data", "other_ranks", "compile", "allocator", "synchronization"), "python")
     found = stretches.filter("late").select("start_ns", "end_ns", cause.alias("cause")).sort("start_ns")
-    owners = axis.put(late.select("gap", *span)).select("gap", "shift_ns", pl.col("start_ns").alias("_start"))
+    owners = on_axis(late.select("gap", *span)).select("gap", "shift_ns", pl.col("start_ns").alias("_start"))
     found = found.join_asof(owners.sort("_start"), left_on="start_ns", right_on="_start", check_sortedness=False)
     return found.select("gap", *(pl.col(name) - pl.col("shift_ns") for name in ("start_ns", "end_ns")), "cause")
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """One time axis for many threads, one after the other, so that a single pass handles all."""
-
-    threads: pl.Series
-    low_ns: int
-    high_ns: int
-
-    @classmethod
-    def of(cls, late: pl.DataFrame) -> _Axis | None:
-        """Return the axis for stretches of threads; None if an integer cannot hold it."""
-        threads = late["thread"].unique().sort()
-        low_ns, high_ns = int(late["start_ns"].min()), int(late["end_ns"].max())  # type: ignore[arg-type]
-        is_short = len(threads) == 1 or len(threads) * (high_ns - low_ns + 1) < _LONGEST_NS
-        return cls(threads, low_ns, high_ns) if is_short else None
-
-    def put(self, spans: pl.DataFrame) -> pl.DataFrame:
-        """Return spans of threads on the axis, clipped to its length, with `shift_ns`."""
-        moved = (pl.int_range(len(self.threads), eager=True) * (self.high_ns - self.low_ns + 1)).alias("shift_ns")
-        shifts = pl.DataFrame({"thread": self.threads, "shift_ns": moved})
-        found = spans.join(shifts, on="thread", maintain_order="left")
-        cut = pl.col("start_ns", "end_ns").clip(self.low_ns, self.high_ns)
-        return found.with_columns(cut + pl.col("shift_ns"))
 
 
 def _captures(host: pl.DataFrame) -> pl.DataFrame:
@@ -173,8 +154,6 @@ def _planning(linked: Linked, host: pl.DataFrame) -> pl.DataFrame:
     Copies and graph launches are excluded: their time grows with size.
     """
     long = host.filter(pl.col("self_ns") >= PLANNING_NS)
-    if long.is_empty():
-        return long.select("thread", "start_ns", "end_ns")
     kernels = linked.device.filter(pl.col("kind") == "kernel")["launch"]
     launching = pl.concat([linked.device["op"], kernels]).drop_nulls()
     is_other = matches(long["name"], rf"GraphLaunch|{_NAMES['synchronization']}|{_NAMES['allocator']}")

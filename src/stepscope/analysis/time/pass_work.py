@@ -21,27 +21,15 @@ def pass_work(linked: Linked) -> pl.DataFrame:
 
     With GPU work: kernels and copies. Otherwise ops with their self time, of class `gemm` or `other`.
     """
-    if _has_gpu_work(linked):
-        device = linked.device.sort("start_ns")
-        named = device.select(
-            "name", "class", pl.col("op_name").alias("op"), pl.col("op").alias("op_row"), "phase", "duration_ns"
-        )
-        return named.with_columns(pl.col("name", "class", "op", "phase").cast(pl.String))
-    host = linked.host.filter(pl.col("kind") == "op").sort("start_ns")
-    named = host.select(
-        pl.col("name").cast(pl.String),
-        pl.col("name").cast(pl.String).alias("op"),
-        pl.col("row").alias("op_row"),
-        pl.col("phase").cast(pl.String),
-        pl.col("self_ns").alias("duration_ns"),
-    )
-    product = pl.col("op").is_in(list(PRODUCTS))
-    return named.with_columns(pl.when(product).then(pl.lit(GEMM)).otherwise(pl.lit(OTHER)).alias("class"))
-
-
-def _has_gpu_work(linked: Linked) -> bool:
-    """Return whether the trace has GPU work."""
-    return not linked.device.is_empty()
+    events = linked.device.rename({"op": "op_row", "op_name": "op"})
+    if events.is_empty():
+        is_product = pl.col("name").cast(pl.String).is_in(list(PRODUCTS))
+        kernel_class = pl.when(is_product).then(pl.lit(GEMM)).otherwise(pl.lit(OTHER)).alias("class")
+        op, row, own_ns = pl.col("name").alias("op"), pl.col("row").alias("op_row"), pl.col("self_ns")
+        ops = linked.host.filter(pl.col("kind") == "op")
+        events = ops.with_columns(kernel_class, op, row, own_ns.alias("duration_ns"))
+    texts = pl.col("name", "class", "op", "phase").cast(pl.String)
+    return events.sort("start_ns").select(texts, "op_row", "duration_ns")
 
 
 def attention_parts(work: pl.DataFrame) -> dict[str, int]:

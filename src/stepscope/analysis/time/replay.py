@@ -184,17 +184,23 @@ class Replay:
         self._queue_length = max([_QUEUE_LENGTH, *waiting])
 
     @cached_property
+    def _own(self) -> list[tuple[_Tick, int, int]]:
+        """Each tick with the time of the one before, and when the host's own time since then begins: after a wait."""
+        times = [self.start_ns, *(tick.time_ns for tick in self._ticks)]
+        return [
+            (tick, last_ns, min(max(last_ns, self._released_ns(tick)), tick.time_ns))
+            for tick, last_ns in zip(self._ticks, times)
+        ]
+
+    @cached_property
     def profiler_ns_per_event(self) -> float:
         """What the profiler adds to host time per recorded event, from this trace's host time per event; pauses of a
         millisecond or more are excluded."""
         own_ns = num_events = 0.0
-        last_ns = self.start_ns
-        for tick in self._ticks:
-            since = min(max(last_ns, self._released_ns(tick)), tick.time_ns)
+        for tick, last_ns, since in self._own:
             if last_ns < tick.time_ns and tick.time_ns - since < PLANNING_NS:
                 own_ns += tick.time_ns - since
                 num_events += tick.num_events * (tick.time_ns - since) / (tick.time_ns - last_ns)
-            last_ns = tick.time_ns
         return PROFILER_SHARE * own_ns / num_events if num_events else 0.0
 
     @property
@@ -211,23 +217,23 @@ class Replay:
     def recorded(self) -> Replayed:
         """The window with the trace's own times, not replayed."""
         device_ns = sum(self._ends[self._num_before :]) - sum(self._starts[self._num_before :])
-        host = self.host_stretches()
-        host_ns = int((host["end_ns"] - host["start_ns"]).sum())
-        done_ns = max(max([self.end_ns, *self._ends]) - self._busy_before, host_ns)
-        totals = (self.end_ns - self.start_ns, done_ns, device_ns, host_ns)
+        return self._replayed(
+            self.end_ns, max([self.end_ns, *self._ends]), device_ns, length_ns(self.host_stretches())
+        )
+
+    def _replayed(self, end_ns: float, done_ns: float, device_ns: float, host_ns: float) -> Replayed:
+        totals = (end_ns - self.start_ns, max(done_ns - self._busy_before, host_ns), device_ns, host_ns)
         return Replayed(*(ns / self.num_steps for ns in totals))
 
     def host_stretches(self) -> pl.DataFrame:
         """Return host time by tick: `start_ns`, `end_ns`, and the `call` that ends it (null at the window's end),
         without waits."""
-        rows: list[tuple[int, int, int | None]] = []
-        last_ns = self.start_ns
-        for tick in self._ticks:
-            since = min(max(last_ns, self._released_ns(tick)), tick.time_ns)
-            rows.append((since, tick.time_ns, None if tick.kind == _BORDER or tick.call < 0 else tick.call))
-            last_ns = tick.time_ns
-        schema = {"start_ns": pl.Int64, "end_ns": pl.Int64, "call": pl.Int64}
-        return pl.DataFrame(rows, schema=schema, orient="row").filter(pl.col("end_ns") > pl.col("start_ns"))
+        rows = [
+            (since, tick.time_ns, None if tick.kind == _BORDER or tick.call < 0 else tick.call)
+            for tick, _, since in self._own
+            if tick.time_ns > since
+        ]
+        return pl.DataFrame(rows, schema=dict.fromkeys(("start_ns", "end_ns", "call"), pl.Int64), orient="row")
 
     def _room(self, call: int) -> int | None:
         """Return the GPU work that must start before a launch into the queue returns; None if there is room."""
@@ -254,22 +260,18 @@ class Replay:
         stream_end: dict[int | None, float] = {None: float(self.start_ns)}
         now = host_ns = float(self.start_ns)
         shrunk = _Shrunk(change.host)
-        last_ns = self.start_ns
-        for tick in self._ticks:
+        for tick, last_ns, since in self._own:
             done = 0.0
             if tick.kind == _RETURN and tick.call in self._waits:
                 done = 0.0 if tick.call in change.unwaited else stream_end.get(self._waits[tick.call][1], 0.0)
             elif tick.kind == _RETURN and (room := self._room(tick.call)) is not None:
                 done = starts[room]
-            since = min(max(last_ns, self._released_ns(tick)), tick.time_ns)
             own = tick.time_ns - since - shrunk.between(since, tick.time_ns)
             if own and change.profiler_ns_per_event:
-                whole = tick.time_ns - last_ns
-                written = tick.num_events * change.profiler_ns_per_event * own / whole
+                written = tick.num_events * change.profiler_ns_per_event * own / (tick.time_ns - last_ns)
                 own = max(own * _LEAST_SHARE, own - written)
             now = max(now, done) + own
             host_ns += own
-            last_ns = tick.time_ns
             if tick.kind != _START:
                 continue
             for i in self._work.get(tick.call, ()):
@@ -284,11 +286,8 @@ class Replay:
                 ends[i] = lane_end[lane] = starts[i] + durations[i]
                 for stream in (self._stream[i], None):
                     stream_end[stream] = max(stream_end.get(stream, 0.0), ends[i])
-        host_ns -= self.start_ns
-        done_ns = max(max(now, stream_end[None]) - self._busy_before, host_ns)
         device_ns = sum(durations[self._num_before :])
-        totals = (now - self.start_ns, done_ns, device_ns, host_ns)
-        return Replayed(*(ns / self.num_steps for ns in totals))
+        return self._replayed(now, max(now, stream_end[None]), device_ns, host_ns - self.start_ns)
 
 
 def typical_steps(linked: Linked) -> pl.DataFrame:
@@ -342,12 +341,10 @@ class _Shrunk:
     """Host time removed between two moments."""
 
     def __init__(self, stretches: pl.DataFrame | None) -> None:
-        self._starts: list[int] = [] if stretches is None else stretches["start_ns"].to_list()
-        self._ends: list[int] = [] if stretches is None else stretches["end_ns"].to_list()
-        self._gone: list[float] = [] if stretches is None else (1 - stretches["factor"]).to_list()
-        self._sums = [0.0]
-        for start, end, gone in zip(self._starts, self._ends, self._gone):
-            self._sums.append(self._sums[-1] + (end - start) * gone)
+        columns = ("start_ns", "end_ns", 1 - pl.col("factor"))
+        self._rows: list[tuple[int, int, float]] = [] if stretches is None else stretches.select(columns).rows()
+        self._starts = [start for start, _, _ in self._rows]
+        self._sums = list(accumulate(((end - start) * gone for start, end, gone in self._rows), initial=0.0))
 
     def between(self, start_ns: int, end_ns: int) -> float:
         return self._until(end_ns) - self._until(start_ns) if self._starts else 0.0
@@ -356,5 +353,5 @@ class _Shrunk:
         place = bisect_right(self._starts, time_ns)
         if not place:
             return 0.0
-        inside = max(0, self._ends[place - 1] - max(time_ns, self._starts[place - 1]))
-        return self._sums[place] - inside * self._gone[place - 1]
+        start, end, gone = self._rows[place - 1]
+        return self._sums[place] - max(0, end - max(time_ns, start)) * gone

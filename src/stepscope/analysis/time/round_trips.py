@@ -30,9 +30,8 @@ def round_trips(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
     made = made.join(copies.select("event", "what"), on="event").sort("issued_ns")
     outer = outermost(host, made["op"].zip_with(made["op"].is_not_null(), made["launch"]), is_aten_op(host))
     made = made.select(
-        "event", "what", "bytes", "step", "phase", "module", "issued_ns", "op_name",
-        host["start_ns"].gather(outer).alias("begin_ns"), host["end_ns"].gather(outer).alias("end_ns"),
-        python_callers(host, made["launch"]).alias("caller"),
+        "event", "what", "bytes", "step", "phase", "module", "issued_ns", pl.col("op_name").alias("op"),
+        host["start_ns"].gather(outer), host["end_ns"].gather(outer), python_callers(host, made["launch"]),
     )  # fmt: skip
     launched = device.filter(pl.col("kind") == "kernel")["issued_ns"].sort().to_list()
     taken: dict[tuple[object, ...], list[dict[str, object]]] = {}
@@ -45,8 +44,6 @@ def round_trips(linked: Linked, copies: pl.DataFrame) -> pl.DataFrame:
             out = taken[key].pop()
             between = bisect_left(launched, copy["issued_ns"]) - bisect_left(launched, out["issued_ns"])
             if between <= _MOST_KERNELS:
-                rows.append(
-                    (out["begin_ns"], copy["end_ns"], out["event"], copy["event"], copy["bytes"], between,
-                     *(out[name] for name in ("step", "phase", "module", "caller", "op_name")))
-                )  # fmt: skip
-    return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+                pair = {"end_ns": copy["end_ns"], "out": out["event"], "back": copy["event"], "num_kernels": between}
+                rows.append({**out, **pair})
+    return pl.DataFrame(rows, schema=_SCHEMA)

@@ -34,7 +34,10 @@ def describe(samples: Sequence[float]) -> Distribution:
     ordered = sorted(samples)
     mean = sum(ordered) / len(ordered)
     variance = sum((x - mean) ** 2 for x in ordered) / max(1, len(ordered) - 1)
-    ci_low, ci_high = _bootstrap_median(ordered)
+    # A separate generator: the caller's random state stays untouched, and results repeat.
+    generator = random.Random(len(ordered))
+    resamples = (sorted(generator.choices(ordered, k=len(ordered))) for _ in range(NUM_RESAMPLES))
+    medians = sorted(quantile(resample, 0.5) for resample in resamples)
     return Distribution(
         num_samples=len(ordered),
         median=quantile(ordered, 0.5),
@@ -42,8 +45,8 @@ def describe(samples: Sequence[float]) -> Distribution:
         p90=quantile(ordered, 0.9),
         mean=mean,
         std=variance**0.5,
-        ci_low=ci_low,
-        ci_high=ci_high,
+        ci_low=quantile(medians, 0.025),
+        ci_high=quantile(medians, 0.975),
     )
 
 
@@ -57,10 +60,3 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def _bootstrap_median(ordered: Sequence[float]) -> tuple[float, float]:
-    # A separate generator: the caller's random state stays untouched, and results repeat.
-    generator = random.Random(len(ordered))
-    medians = sorted(quantile(sorted(generator.choices(ordered, k=len(ordered))), 0.5) for _ in range(NUM_RESAMPLES))
-    return quantile(medians, 0.025), quantile(medians, 0.975)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import polars as pl
 
@@ -47,28 +46,22 @@ def _spent_on(linked: Linked, gone: frozenset[int]) -> pl.DataFrame:
     parents = host["parent"].to_list()
     is_op = (host["kind"] == "op").to_list()
     launches = device.select("event", pl.coalesce("launch", "op").alias("row")).drop_nulls("row")
-    num_all: Counter[int] = Counter()
-    num_gone: Counter[int] = Counter()
-    starts: set[int] = set()
-    for event, row in launches.iter_rows():
-        is_gone = event in gone
-        at: int | None = row
-        if is_gone:
-            starts.add(row)
+
+    def upward(row: int | None) -> Iterator[int]:
         for _ in range(_HIGHEST):
-            if at is None:
-                break
-            num_all[at] += 1
-            num_gone[at] += is_gone
-            at = parents[at]
+            if row is None:
+                return
+            yield row
+            row = parents[row]
+
+    kept = {above for event, row in launches.iter_rows() if event not in gone for above in upward(row)}
     rows = set()
-    for row in starts:
+    for row in launches.filter(pl.col("event").is_in(list(gone)))["row"].unique():
         top = None
-        at = row
-        for _ in range(_HIGHEST):
-            if at is None or num_all[at] != num_gone[at] or not (is_op[at] or at == row):
+        for at in upward(row):
+            if at in kept or not (is_op[at] or at == row):
                 break
-            top, at = at, parents[at]
+            top = at
         if top is not None:
             rows.add(top)
     return host.select("start_ns", "end_ns").gather(sorted(rows))
