@@ -192,8 +192,8 @@ def x(name: str, ts: float, dur: float = 1, **fields) -> dict:
 def two_steps() -> list[dict]:
     return [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
-        x("ProfilerStep#0", 100, 50),
-        x("ProfilerStep#1", 150, 50),
+        x("ProfilerStep#4", 100, 50),
+        x("ProfilerStep#5", 150, 50),
         *(x(f"op {i}", 100 + i) for i in range(100)),
         {"ph": "s", "name": "flow", "ts": 110, "id": 1},
         {"ph": "f", "name": "flow", "ts": 111, "id": 1},
@@ -219,7 +219,7 @@ def test_a_large_trace_is_cut_to_its_first_step_and_says_so(tmp_path, monkeypatc
     kept = read_trace(path)
     assert kept["schemaVersion"] == 1
     names = [event["name"] for event in kept["traceEvents"]]
-    assert names[:2] == ["process_name", "ProfilerStep#0"] and "op 0" in names and "op 99" not in names
+    assert names[:2] == ["process_name", "ProfilerStep#4"] and "op 0" in names and "op 99" not in names
     assert "flow" not in names
     assert "first step" in said and "MiB" in said
 
@@ -281,10 +281,8 @@ def test_a_real_window_has_its_steps_phases_and_modules_by_name(real):
     trace, _ = real
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
 
-    assert [name for name in names if name.startswith("ProfilerStep#")] == [
-        "ProfilerStep#0",
-        "ProfilerStep#1",
-    ]
+    # Two steps of warm-up, a clean one, and one that warms the profiler up come first.
+    assert [name for name in names if name.startswith("ProfilerStep#")] == ["ProfilerStep#4", "ProfilerStep#5"]
     phases = [name for name in names if name.startswith("stepscope.phase/")]
     for name in ("forward", "backward", "optimizer"):
         assert phases.count(f"stepscope.phase/{name}") == 2
@@ -361,8 +359,11 @@ def test_every_repetition_of_the_trace_window_comes_and_has_its_file(tmp_path):
     assert [each["num_steps"] for each in traces] == [2, 2, 2]
     names = ["trace/rank0.json.gz", "trace/repeat2/rank0.json.gz", "trace/repeat3/rank0.json.gz"]
     assert [each["file"] for each in traces] == names
+    labels = []
     for name in names:
-        with gzip.open(tmp_path / "run" / name, "rt") as stream:
-            events = json.load(stream)["traceEvents"]
-        assert sum(str(e.get("name")).startswith("ProfilerStep#") and e.get("ph") == "X" for e in events) == 2
-    assert stepscope.analyze(tmp_path / "run").ranks[0].steps.height == 2  # the first is what readers look at
+        events = read_trace(tmp_path / "run" / name)["traceEvents"]
+        labels += [e["name"] for e in events if str(e.get("name")).startswith("ProfilerStep#") and e.get("ph") == "X"]
+    samples = [sample for sample in stepscope.open(tmp_path / "run").recording.samples if sample.window == "trace"]
+    assert labels == [f"ProfilerStep#{sample.step}" for sample in samples] and len(labels) == 6
+    # The first is what readers look at.
+    assert stepscope.analyze(tmp_path / "run").ranks[0].steps["step"].to_list() == [4, 5]

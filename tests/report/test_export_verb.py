@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from stepscope.cli import analyze, export
 from stepscope.cli.main import main
 from stepscope.exporters.export import export_target
 from trace_builder import TraceBuilder
 
+STEP = re.compile(r"--step (\d+)")
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 
 
@@ -26,7 +28,7 @@ def trace(tmp_path, monkeypatch) -> str:
 
 def training(**fields: object) -> TraceBuilder:
     made = TraceBuilder(**fields)
-    for step in (10, 11, 12):
+    for step in (24, 25, 26):
         at = 100 * step
         made.step(step, at, 90).annotation("stepscope.module/blocks.0.mlp", at + 1, 40)
         made.op("aten::mm", at + 2, 20, id=step).launch("gemm", at + 3, (at + 10, 5), id=step)
@@ -43,7 +45,7 @@ def failed(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        (["--step", "99"], "no step 99; the trace has 10 to 12: did you mean 12?"),
+        (["--step", "99"], "no step 99; the trace has 24 to 26: did you mean 26?"),
         (["--module", "blocks.0.mpl"], "no module 'blocks.0.mpl': did you mean blocks.0.mlp?"),
         (["--rank", "7"], "no rank 7"),
         (["-o", "out.txt"], ".json or .json.gz"),
@@ -70,7 +72,7 @@ def test_a_trace_without_modules_says_how_to_have_them(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("form", ["perfetto", "speedscope", "csv", "parquet"])
 def test_a_file_is_written_once_unless_it_is_forced(trace, capsys, form):
     target = export_target(Path(trace), form)
-    assert main(["export", trace, form, "--step", "11"]) == 0
+    assert main(["export", trace, form, "--step", "25"]) == 0
     said = capsys.readouterr().err
     assert str(target) in said and "4 host events, 1 GPU event" in said
     assert target.exists()
@@ -94,7 +96,7 @@ def test_parts_left_out_are_said(trace, capsys):
 
 
 def test_a_star_is_every_number(trace, capsys):
-    assert main(["export", trace, "perfetto", "--module", "blocks.*.mlp", "--step", "12", "-o", "one.json"]) == 0
+    assert main(["export", trace, "perfetto", "--module", "blocks.*.mlp", "--step", "26", "-o", "one.json"]) == 0
     assert "1 GPU event" in capsys.readouterr().err
 
 
@@ -112,3 +114,11 @@ def test_what_the_documentation_types_runs(tmp_path, monkeypatch, capsys):
     for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(code, {})
     assert "blocks.0.mlp" in capsys.readouterr().out
+
+
+def test_steps_that_the_documentation_names_are_those_that_a_run_traces():
+    from stepscope.recorder.windows import TRACE, Windows
+
+    numbers = [int(number) for text in (PAGE, analyze.__doc__, export.__doc__) for number in STEP.findall(text)]
+
+    assert len(numbers) == 3 and {Windows().at(number) for number in numbers} == {TRACE}

@@ -85,7 +85,7 @@ def export(
     select a part. By default it goes into the working folder, named after the trace. `warn` receives what the export
     lacks.
 
-    >>> export("trace.json.gz", "perfetto", step=12)  # doctest: +SKIP
+    >>> export("trace.json.gz", "perfetto", step=26)  # doctest: +SKIP
     PosixPath('trace.perfetto.json.gz')
     """
     from stepscope.session import need_read_side, open_session

@@ -12,7 +12,7 @@ batch sizes, it shows how memory grows.
 examples:
   stepscope analyze trace.json.gz
   stepscope analyze traces/ --rank 3
-  stepscope analyze runs/train-20260101-120000 --step 12 --top 30
+  stepscope analyze runs/train-20260101-120000 --step 26 --top 30
   stepscope analyze trace.json.gz --json | jq .ranks[0].gpu_time
   stepscope analyze --memory runs/train-20260101-120000 -o memory.svg
   stepscope analyze --memory snapshot.pickle

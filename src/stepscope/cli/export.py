@@ -7,7 +7,7 @@ FORMAT is one of:
   parquet     the same tables as Parquet files
 
 examples:
-  stepscope export runs/train-20260101-120000 perfetto --step 12
+  stepscope export runs/train-20260101-120000 perfetto --step 26
   stepscope export trace.json.gz perfetto --module 'blocks.*.mlp' -o mlp.json.gz
   stepscope export trace.json.gz speedscope
   stepscope export traces/ parquet --rank 3 -o tables/

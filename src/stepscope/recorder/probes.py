@@ -116,7 +116,8 @@ class Probes:
         number = 1 if not traced else 2 + len(traced.get("repeated", ()))
         folder = files.TRACE_FOLDER if number == 1 else f"{files.TRACE_FOLDER}/repeat{number}"
         name = f"{folder}/rank{rank_and_world_size()[0] or 0}.json.gz"
-        self.trace = TraceProbe(self._folder, name, roots, self.device)
+        first_step = self.memory.num_steps + 1  # the step before it warms the profiler up
+        self.trace = TraceProbe(self._folder, name, roots, self.device, first_step)
         self.trace.prepare()
 
     def stop_trace(self, step_finished: bool) -> None:
@@ -175,6 +176,7 @@ class Probes:
             self.guard(f"removing {name}", partial((self._folder / name).unlink, missing_ok=True))
         for name in WINDOW_FACTS:
             self.facts.pop(name, None)
+        self.memory.num_steps = 0
         notes = self.facts.get("notes", [])
         notes[:] = [note for note in notes if note["about"] not in WINDOW_FACTS]
 

@@ -39,13 +39,19 @@ def skip_event_parsing(profiler: Any) -> None:
 
 
 class TraceProbe:
-    """Traces a few steps: `prepare()` one step early, `start()`, then `stop()` returns a summary."""
+    """Traces a few steps: `prepare()` one step early, `start()`, then `stop()` returns a summary.
 
-    def __init__(self, folder: Path, name: str, roots: list[nn.Module], device: int | None) -> None:
+    Labels of steps have the numbers of the recording, beginning with `first_step`.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, roots: list[nn.Module], device: int | None, first_step: int = 0
+    ) -> None:
         self._path = folder / name
         self._name = name
         self._roots = roots
         self._device = device
+        self._first_step = first_step
         self._step_range: Any = None
         self._phase_range: Any = None
         self._handles: list[Handle] = []
@@ -85,7 +91,7 @@ class TraceProbe:
         self._open_step()
 
     def _open_step(self) -> None:
-        self._step_range = _enter(f"{STEP_PREFIX}{self._num_steps}")
+        self._step_range = _enter(f"{STEP_PREFIX}{self._first_step + self._num_steps}")
         self._on_range(None)
 
     def stop(self, clock: Clock, step_finished: bool) -> dict[str, Any] | None:
@@ -258,7 +264,8 @@ def trim(path: Path) -> str | None:
         trace = json.load(stream)
     # Flow arrows only repeat the correlation ids.
     events = [event for event in trace["traceEvents"] if event.get("ph") not in ("s", "f")]
-    step = next(e for e in events if e.get("name") == f"{STEP_PREFIX}0" and e.get("ph") == "X")
+    labels = (e for e in events if e.get("ph") == "X" and str(e.get("name")).startswith(STEP_PREFIX))
+    step = min(labels, key=lambda label: float(label["ts"]))  # the label on the host begins before those on the GPU
     kept_share = 1.0
     while True:
         trace["traceEvents"] = _until(events, step["ts"] + step["dur"] * kept_share)

@@ -39,6 +39,8 @@ class MemoryProbe:
         self._counters: cuda_memory.AllocatorCounters | None = None
         self._left_alive: list[dict[str, Any]] = []
         self._step_began = self._next_began = next_sequence_number()
+        self.num_steps = 0
+        """How many steps have ended."""
 
     def await_cuda(self) -> None:
         """If `in_full`, record the allocator history from CUDA's initialization to the end of the warm-up."""
@@ -51,6 +53,7 @@ class MemoryProbe:
 
     def step_ended(self) -> None:
         """Remember which graph nodes belong to the step that just ended."""
+        self.num_steps += 1
         self._step_began, self._next_began = self._next_began, next_sequence_number()
 
     def start(
