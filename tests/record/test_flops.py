@@ -210,6 +210,7 @@ def test_ops_that_only_move_or_fill_data_need_no_formula():
     [
         (ATEN.mv.default, True),
         (ATEN.split_with_sizes_copy.default, False),
+        (ATEN.resize_.default, False),
         (torch.ops.c10d.allreduce_.default, False),
     ],
 )

@@ -39,7 +39,8 @@ class Op:
         self.is_plain_product = self.name in _PRODUCTS
         self.is_view = getattr(func, "is_view", False)
         tags = {tag.name for tag in getattr(func, "tags", ())}
-        self.moves_data = self.is_view or "view_copy" in tags or self.name in _MOVES or _transfers_or_fills(func)
+        is_view = self.is_view or not tags.isdisjoint(("view_copy", "inplace_view"))
+        self.moves_data = is_view or self.name in _MOVES or _transfers_or_fills(func)
         self.may_hide_product = not self.moves_data and not tags & {"pointwise", "reduction"}
         self.is_higher_order = isinstance(func, torch._ops.HigherOrderOperator)
         # It may consist of ops that have formulas.
