@@ -14,7 +14,7 @@ from stepscope.analysis.comparison.compare import Parts, Subject, compare_pair
 from stepscope.analysis.comparison.gates import Comparison, Gate, decide, parse_gate
 from stepscope.analysis.comparison.metrics import METRICS, Measure, neighbors_correlation
 from stepscope.analysis.comparison.subjects import pair_points
-from stepscope.analysis.comparison.sweeps import summarize
+from stepscope.analysis.comparison.sweeps import sweep_of
 from stepscope.analysis.time.statistics import quantile
 from stepscope.api import compare
 from stepscope.errors import UsageError
@@ -252,7 +252,7 @@ def points(*configs):
         }
         for config in configs
     ]
-    return summarize(rows, {}, lambda name: (None, None)).points
+    return sweep_of(rows, {}, lambda name: (None, None)).points
 
 
 def test_points_are_paired_by_hash_and_then_by_what_the_comparison_is_about():

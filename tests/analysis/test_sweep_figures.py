@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.analysis.comparison.sweeps import summarize, varying_axes
+from stepscope.analysis.comparison.sweeps import sweep_of, varying_axes
 from stepscope.devices import find_device
 
 RUN = {
@@ -35,7 +35,7 @@ def row(number, ns, variant="plain", seq_len=64, status="ok", **more):
 
 
 def summary(*rows):
-    return summarize(rows, ENVIRONMENTS, lambda name: (find_device(name), None))
+    return sweep_of(rows, ENVIRONMENTS, lambda name: (find_device(name), None))
 
 
 def test_rates_and_mfu():
@@ -58,7 +58,7 @@ def test_flops_are_held_against_the_peak_of_each_dtype_they_were_counted_in():
 
 
 def test_without_a_known_device_or_flops_there_is_no_mfu():
-    unknown = summarize([row(1, 10, flops_formula=5)], {"e": {"device_name": "x"}}, lambda name: (None, None))
+    unknown = sweep_of([row(1, 10, flops_formula=5)], {"e": {"device_name": "x"}}, lambda name: (None, None))
     assert unknown.points[0].mfu is None and unknown.points[0].flops_per_s is not None
     assert summary(row(1, 10)).points[0].mfu is None
 

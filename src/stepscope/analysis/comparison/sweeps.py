@@ -99,17 +99,13 @@ class SweepSummary(Shown):
     num_by_status: Mapping[str, int]
 
 
-def sweep_of(rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]]) -> SweepSummary:
-    """Return the figures of a sweep's rows, compared with the known limits of their devices."""
-    return summarize(rows, environments, _limits)
-
-
-def _limits(name: str) -> tuple[Device | None, Ceilings | None]:
+def known_limits(name: str) -> tuple[Device | None, Ceilings | None]:
+    """Return a device's limits from its vendor, and as measured."""
     return find_device(name), load_ceilings(name)
 
 
-def summarize(
-    rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]], limits: Limits
+def sweep_of(
+    rows: Iterable[Mapping[str, Any]], environments: Mapping[str, Mapping[str, Any]], limits: Limits = known_limits
 ) -> SweepSummary:
     """Return the figures of a sweep's rows; `environments` by hash, as in sweep.json."""
     rows = list(rows)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepscope.analysis.comparison.significance import MIN_SAMPLES, difference
-from stepscope.analysis.comparison.sweeps import OK, Limits, PointSummary, summarize
+from stepscope.analysis.comparison.sweeps import OK, Limits, PointSummary, sweep_of
 from stepscope.analysis.time.statistics import quantile
 from stepscope.display import Shown
 
@@ -98,7 +98,7 @@ def tuning_of(
 ) -> Tuning:
     """Return the figures of a tuning from its rows and its search's `log`."""
     rows = list(rows)
-    summaries = dict(zip((row["hash"] for row in rows), summarize(rows, environments, limits).points))
+    summaries = dict(zip((row["hash"] for row in rows), sweep_of(rows, environments, limits).points))
     first = [row for row in rows if row["tune"]["role"] not in (AGAIN, BESIDE)]
     base = next((row for row in first if row["hash"] == log["defaults"]), None)
     again = _complete_rounds(rows, log["contenders"])

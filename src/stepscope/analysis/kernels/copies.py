@@ -13,7 +13,6 @@ from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import with_answers
 from stepscope.analysis.structure.nesting import is_named, outermost
-from stepscope.analysis.structure.rates import bandwidth
 
 KINDS = {
     "host_to_device": "A copy from the host's memory.",
@@ -108,6 +107,15 @@ def copies_summary(copies: pl.DataFrame, num_steps: int, busy_ns: int) -> pl.Dat
         )
         .sort("total_ns", descending=True, maintain_order=True)
     )
+
+
+def bandwidth(num_bytes: pl.Expr, duration_ns: pl.Expr) -> pl.Expr:
+    """Return bytes per second as an integer; null if either is unknown or no time passed.
+
+    >>> pl.select(bandwidth(pl.lit(3), pl.lit(2))).item()
+    1500000000
+    """
+    return pl.when(duration_ns > 0).then((num_bytes * 1e9 / duration_ns).round()).cast(pl.Int64, strict=False)
 
 
 def _traffic() -> pl.Expr:

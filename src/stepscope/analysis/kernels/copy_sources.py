@@ -13,7 +13,7 @@ from stepscope.analysis.costs.op_calls import ITEM_BYTES, Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.analysis.kernels.copies import COPYING, classified_copies, copies
 from stepscope.analysis.memory.module_tree import starred
-from stepscope.analysis.precision.casts import EXPLICIT, LOW
+from stepscope.analysis.precision.casts import EXPLICIT, LOW, parameter_shapes
 from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.nesting import ancestor, is_named, outermost
@@ -32,11 +32,6 @@ CAUSES = {
 KEYS = ("what", "cause", "op", "root_op", "phase", "module", "caller")  # the columns that identify a source
 _MOVERS = frozenset(f"aten::{name}" for name in ("copy_", "cat", "_cat", "stack", "_stack", "_foreach_copy_"))
 _CALLED = frozenset(COPYING | set(EXPLICIT))
-# Positions of weight and bias in ops that autocast casts for.
-_PARAMETERS = {
-    "aten::linear": (1, 2), "aten::addmm": (2, 0), "aten::mm": (1,), "aten::matmul": (1,), "aten::conv1d": (1, 2),
-    "aten::conv2d": (1, 2), "aten::conv3d": (1, 2), "aten::convolution": (1, 2), "aten::_convolution": (1, 2),
-}  # fmt: skip
 _FACTS = {
     "cause": pl.String(), "shape": pl.List(pl.Int64()), "source": pl.String(), "target": pl.String(),
     "written_bytes": pl.Int64(),
@@ -156,18 +151,9 @@ def _cause(row: dict[str, Any], shape: list[int] | None, source: str | None, tar
     if root in _CALLED:
         return "called"
     if row["what"] == "cast" and {source, target} & set(LOW) and "float32" in (source, target):
-        if not _is_parameter(root, row["root_shapes"], shape):
+        if shape is None or shape not in parameter_shapes(root, row["root_shapes"]):
             return "mixed_dtypes"
         if target in LOW and not row["is_backward"]:
             return "autocast_weight"
         return "autocast_gradient" if source in LOW and row["is_backward"] else "mixed_dtypes"
     return "inside"
-
-
-def _is_parameter(root: str, root_shapes: str | None, shape: list[int] | None) -> bool:
-    """Return whether a shape is that of the surrounding op's weight or bias, not of its input."""
-    given = operands(root_shapes, None)
-    shapes = [list(one.shape) if isinstance(one, Tensor) else None for one in given]
-    entered = shapes[1 if root == "aten::addmm" else 0] if len(shapes) > 1 else None
-    places = _PARAMETERS.get(root, ())
-    return shape is not None and shape != entered and shape in [shapes[i] for i in places if i < len(shapes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -10,9 +11,8 @@ import polars as pl
 
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import argument_values, operands
+from stepscope.analysis.structure.tensor_sizes import product
 
-_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""Ops and the position of the first factor."""
 _CHOOSING = {"aten::topk": None, "aten::argmax": 1, "aten::max": 1}  # experts per token; None if an argument gives it
 _MOST_EXPERTS = 1024
 
@@ -63,7 +63,7 @@ class Padded:
 
 def routers(work: pl.DataFrame) -> list[Router]:
     """Return the distinct routers in GPU work (`work.py`)."""
-    found = {}
+    found = []
     rows = work.filter(pl.col("op").cast(pl.String).is_in(list(_CHOOSING)), pl.col("phase").ne_missing("backward"))
     for op, shapes, inputs in rows.select("op", "shapes", "inputs").unique().iter_rows():
         given = [one for one in operands(shapes, None)[:1] if isinstance(one, Tensor)]
@@ -74,8 +74,8 @@ def routers(work: pl.DataFrame) -> list[Router]:
             chosen = int(values[1]) if len(values) > 1 and values[1].isdigit() else None
         shape = given[0].shape
         if chosen and chosen < shape[-1] < prod(shape[:-1]):
-            found[(prod(shape[:-1]), shape[-1], chosen)] = Router(prod(shape[:-1]), shape[-1], chosen)
-    return list(found.values())
+            found.append(Router(prod(shape[:-1]), shape[-1], chosen))
+    return list(dict.fromkeys(found))
 
 
 def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
@@ -84,9 +84,8 @@ def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
     They are experts if their tokens add up to the same number in every layer, or to the router's number.
     """
     groups: dict[tuple[object, str, tuple[int, int]], list[tuple[int, int]]] = {}
-    for step, op, call, factors in _products(work):
-        (rows, inner), (_, columns) = factors[0].shape[-2:], factors[1].shape[-2:]
-        if len(factors[0].shape) == 2 and rows:
+    for step, op, call, (_, rows, inner, columns) in _products(work, ("aten::mm", "aten::addmm")):
+        if rows:
             groups.setdefault((step, op, (inner, columns)), []).append((rows, call))
     given = {router.num_tokens * router.num_chosen for router in known}
     found: dict[tuple[str, tuple[int, int]], Looped] = {}
@@ -103,9 +102,8 @@ def looped_experts(work: pl.DataFrame, known: list[Router]) -> list[Looped]:
 def padded_experts(work: pl.DataFrame, known: list[Router]) -> list[Padded]:
     """Return batched products over a router's experts by capacity, with the fullest router that fits."""
     by_size: dict[tuple[int, int], list[int]] = {}
-    for _, _, call, factors in _products(work):
-        if len(factors[0].shape) == 3:
-            by_size.setdefault((factors[0].shape[0], factors[0].shape[1]), []).append(call)
+    for _, _, call, (batch, rows, _, _) in _products(work, ("aten::bmm", "aten::baddbmm")):
+        by_size.setdefault((batch, rows), []).append(call)
     found = []
     for (num_experts, capacity), calls in by_size.items():
         fitting = [router for router in known if router.num_experts == num_experts]
@@ -115,20 +113,16 @@ def padded_experts(work: pl.DataFrame, known: list[Router]) -> list[Padded]:
     return found
 
 
-def _products(work: pl.DataFrame) -> list[tuple[object, str, int, tuple[Tensor, Tensor]]]:
-    """Return matrix products outside the backward in order: step, op, call row, both factors."""
-    rows = work.filter(
-        pl.col("op").cast(pl.String).is_in(list(_PRODUCTS)),
-        pl.col("phase").ne_missing("backward"),
-        pl.col("call").is_not_null(),
-    ).unique("call", keep="first", maintain_order=True)
-    found = []
+def _products(
+    work: pl.DataFrame, ops: Collection[str]
+) -> Iterator[tuple[object, str, int, tuple[int, int, int, int]]]:
+    """Return matrix products outside the backward in order: step, op, call row, sizes as from `product`."""
+    is_product = pl.col("op").cast(pl.String).is_in(list(ops)) & pl.col("phase").ne_missing("backward")
+    rows = work.filter(is_product, pl.col("call").is_not_null()).unique("call", keep="first", maintain_order=True)
     for step, op, call, shapes in rows.sort("call").select("step", "op", "call", "shapes").iter_rows():
-        place = _PRODUCTS[str(op)]
-        factors = operands(shapes, None)[place : place + 2]
-        if len(factors) == 2 and all(isinstance(one, Tensor) and len(one.shape) >= 2 for one in factors):
-            found.append((step, str(op), int(call), factors))
-    return found  # type: ignore[return-value]
+        sizes = product(op, operands(shapes, None))
+        if sizes is not None:
+            yield step, str(op), call, sizes
 
 
 def _layers(loads: list[int], given: set[int]) -> list[tuple[int, ...]] | None:

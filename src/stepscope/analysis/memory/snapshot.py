@@ -12,6 +12,7 @@ from stepscope.trace.snapshot import Block, Entry, Segment, Snapshot
 
 ALLOCATED = "active_allocated"
 AWAITING_FREE = "active_awaiting_free"
+MAX_OOMS = 100  # failures listed individually
 
 
 @dataclass(frozen=True)
@@ -60,88 +61,79 @@ def snapshot_memory(snapshot: Snapshot, device: int) -> tuple[dict[str, Any], Sn
     """
     segments = [segment for segment in snapshot.segments if segment.device == device]
     entries = snapshot.entries[device] if device < len(snapshot.entries) else []
-    history = _History(f"cuda:{device}", entries)
-    history.note_blocks(block for segment in segments for block in segment.blocks if block.state == ALLOCATED)
-    held = sum(segment.bytes for segment in segments)
-    reserved = history.reserved(held)
-    ooms = history.ooms(reserved)
+    used = [block for segment in segments for block in segment.blocks if block.state == ALLOCATED]
+    allocations = _allocations(f"cuda:{device}", entries, used)
+    reserved = _reserved(entries, sum(segment.bytes for segment in segments))
     memory = {
-        "device": history.device,
-        "allocations": history.allocations,
+        "device": f"cuda:{device}",
+        "allocations": allocations,
         "reserved": reserved,
         "allocator": {"peak_reserved_bytes": max(num_bytes for _, num_bytes in reserved)},
     }
-    return memory, _end(segments, len(entries), ooms)
+    return memory, _end(segments, len(entries), _ooms(entries, allocations, reserved))
 
 
-class _History:
-    """Allocations with their lifetimes, from the allocator's history."""
+def _allocations(device: str, entries: list[Entry], used: Iterable[Block]) -> list[dict[str, Any]]:
+    """Return allocations with their lifetimes; `used` are the blocks in use at the end."""
+    began_us = next((entry.time_us for entry in entries if entry.time_us is not None), 0)
+    found: list[dict[str, Any]] = []
+    alive: dict[int, dict[str, Any]] = {}
 
-    def __init__(self, device: str, entries: list[Entry]) -> None:
-        self.device = device
-        self.allocations: list[dict[str, Any]] = []
-        self._entries = entries
-        self._began_us = next((entry.time_us for entry in entries if entry.time_us is not None), 0)
-        self._open: dict[int, int] = {}
-        for event, entry in enumerate(entries):
-            if entry.action == "alloc":
-                self._die(entry, event)  # a free whose allocation is not in the history
-                self._open[entry.address] = len(self.allocations)
-                self._add(entry.bytes, entry.caller, born=event, born_ns=self._time_ns(entry))
-            elif entry.action == "free_requested" and not self._die(entry, event):
-                self._add(entry.bytes, None, died=event, died_ns=self._time_ns(entry))
+    def add(num_bytes: int, caller: str | None, **fields: Any) -> dict[str, Any]:
+        lived = {"born": None, "died": None, "born_ns": None, "died_ns": None, **fields}
+        found.append({"bytes": num_bytes, "device": device, "caller": caller, **lived})
+        return found[-1]
 
-    def note_blocks(self, blocks: Iterable[Block]) -> None:
-        """Add memory in use at the end that was allocated before the history began."""
-        for block in blocks:
-            if block.address not in self._open:
-                self._add(block.requested_bytes, block.caller)
+    for event, entry in enumerate(entries):
+        if entry.action not in ("alloc", "free_requested"):
+            continue
+        time_ns = None if entry.time_us is None else max(0, entry.time_us - began_us) * 1000
+        # At an address in use, the history lacks the free before an allocation.
+        freed = alive.pop(entry.address, None)
+        if freed is not None:
+            freed.update(died=event, died_ns=time_ns)
+        if entry.action == "alloc":
+            alive[entry.address] = add(entry.bytes, entry.caller, born=event, born_ns=time_ns)
+        elif freed is None:
+            add(entry.bytes, None, died=event, died_ns=time_ns)
+    for block in used:
+        if block.address not in alive:  # allocated before the history began
+            add(block.requested_bytes, block.caller)
+    return found
 
-    def reserved(self, at_end: int) -> list[tuple[int, int]]:
-        """Return reserved memory from each event on that changed it, starting before the first."""
-        signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-        changes = [(i, signs[e.action] * e.bytes) for i, e in enumerate(self._entries) if e.action in signs]
-        level = max(0, at_end - sum(change for _, change in changes))
-        levels = [(-1, level)]
-        for event, change in changes:
-            level = max(0, level + change)
-            levels.append((event, level))
-        return levels
 
-    def ooms(self, reserved: list[tuple[int, int]]) -> tuple[OutOfMemory, ...]:
-        found = [(event, entry) for event, entry in enumerate(self._entries) if entry.action == "oom"]
-        return tuple(
-            OutOfMemory(
-                event=event,
-                asked_bytes=entry.bytes,
-                free_bytes=entry.free_bytes,
-                allocated_bytes=sum(
-                    each["bytes"]
-                    for each in self.allocations
-                    if (each["born"] is None or each["born"] < event)
-                    and (each["died"] is None or each["died"] > event)
-                ),
-                reserved_bytes=[num_bytes for at, num_bytes in reserved if at <= event][-1],
-                caller=entry.caller,
-            )
-            for event, entry in found[:MAX_OOMS]
+def _reserved(entries: list[Entry], at_end: int) -> list[tuple[int, int]]:
+    """Return reserved memory from each event on that changed it, starting before the first."""
+    signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    changes = [(event, signs[e.action] * e.bytes) for event, e in enumerate(entries) if e.action in signs]
+    levels = [(-1, max(0, at_end - sum(change for _, change in changes)))]
+    for event, change in changes:
+        levels.append((event, max(0, levels[-1][1] + change)))
+    return levels
+
+
+def _ooms(
+    entries: list[Entry], allocations: list[dict[str, Any]], reserved: list[tuple[int, int]]
+) -> tuple[OutOfMemory, ...]:
+    def allocated(event: int) -> int:
+        return sum(
+            each["bytes"]
+            for each in allocations
+            if (each["born"] is None or each["born"] < event) and (each["died"] is None or each["died"] > event)
         )
 
-    def _add(self, num_bytes: int, caller: str | None, **fields: Any) -> None:
-        lived = {"born": None, "died": None, "born_ns": None, "died_ns": None, **fields}
-        self.allocations.append({"bytes": num_bytes, "device": self.device, "caller": caller, **lived})
-
-    def _die(self, entry: Entry, event: int) -> bool:
-        index = self._open.pop(entry.address, None)
-        if index is not None:
-            self.allocations[index].update(died=event, died_ns=self._time_ns(entry))
-        return index is not None
-
-    def _time_ns(self, entry: Entry) -> int | None:
-        return None if entry.time_us is None else max(0, entry.time_us - self._began_us) * 1000
-
-
-MAX_OOMS = 100  # failures listed individually
+    found = [(event, entry) for event, entry in enumerate(entries) if entry.action == "oom"]
+    return tuple(
+        OutOfMemory(
+            event=event,
+            asked_bytes=entry.bytes,
+            free_bytes=entry.free_bytes,
+            allocated_bytes=allocated(event),
+            reserved_bytes=[num_bytes for at, num_bytes in reserved if at <= event][-1],
+            caller=entry.caller,
+        )
+        for event, entry in found[:MAX_OOMS]
+    )
 
 
 def _end(segments: list[Segment], num_entries: int, ooms: tuple[OutOfMemory, ...]) -> SnapshotEnd:

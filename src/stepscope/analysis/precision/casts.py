@@ -13,10 +13,10 @@ EXPLICIT = (
     "aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten::half", "aten::bfloat16", "aten::copy_",
     "aten::clone", "aten::contiguous", "aten::_autocast_to_reduced_precision",
 )  # fmt: skip
-# Position of the weight in ops that autocast casts for.
-_WEIGHT = {
-    "aten::linear": 1, "aten::addmm": 2, "aten::mm": 1, "aten::matmul": 1, "aten::conv1d": 1, "aten::conv2d": 1,
-    "aten::conv3d": 1, "aten::convolution": 1, "aten::_convolution": 1,
+# Positions of weight and bias in ops that autocast casts for; the input comes before the weight.
+_PARAMETERS = {
+    "aten::linear": (1, 2), "aten::addmm": (2, 0), "aten::mm": (1,), "aten::matmul": (1,), "aten::conv1d": (1, 2),
+    "aten::conv2d": (1, 2), "aten::conv3d": (1, 2), "aten::convolution": (1, 2), "aten::_convolution": (1, 2),
 }  # fmt: skip
 _SCHEMA = {
     "event": pl.Int64(), "step": pl.Int64(), "phase": pl.String(), "micro_batch": pl.Int64(),
@@ -49,7 +49,8 @@ def casts(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
         target, source = pair
         row |= {"shape": list(target.shape), "source": source.dtype, "target": target.dtype}
         is_autocast = row["root_op"] not in EXPLICIT
-        is_weight = is_autocast and _is_weight(row["root_op"], row["root_shapes"], row["shape"])
+        weight = parameter_shapes(row["root_op"], row["root_shapes"])[:1] if is_autocast else []
+        is_weight = row["shape"] in weight and len(row["shape"]) > 1
         rows.append({**row, "is_autocast": is_autocast, "is_weight": is_weight})
     table = pl.DataFrame(rows, schema=_SCHEMA)
     return table.with_columns(_micro_batches(linked, table["start_ns"], table["step"]))
@@ -70,15 +71,14 @@ def repeated(casts: pl.DataFrame) -> pl.DataFrame:
     return again.filter(pl.col("micro_batch") > pl.col("micro_batch").min().over(keys))
 
 
-def _is_weight(root_op: str | None, shapes: str | None, shape: list[int]) -> bool:
-    place = _WEIGHT.get(root_op or "")
-    given = operands(shapes, None)
-    if place is None or len(given) <= place:
-        return False
-    weight, entered = given[place], given[place - 1]
-    if not isinstance(weight, Tensor) or not isinstance(entered, Tensor):
-        return False
-    return len(shape) > 1 and list(weight.shape) == shape != list(entered.shape)
+def parameter_shapes(op: str | None, shapes: str | None) -> list[list[int] | None]:
+    """Return the shapes of the weight and bias passed to an op; None for one of the input's shape."""
+    given = [list(one.shape) if isinstance(one, Tensor) else None for one in operands(shapes, None)]
+    places = _PARAMETERS.get(op or "", ())
+    if not places or len(given) <= places[0]:
+        return []
+    entered = given[places[0] - 1]
+    return [None if given[place] == entered else given[place] for place in places if place < len(given)]
 
 
 def _micro_batches(linked: Linked, times: pl.Series, steps: pl.Series) -> pl.Series:

@@ -11,10 +11,10 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import ITEM_BYTES
+from stepscope.analysis.kernels.copies import bandwidth
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import with_answers
-from stepscope.analysis.structure.rates import bandwidth
 
 UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")

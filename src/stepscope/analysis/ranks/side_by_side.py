@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 import polars as pl
 
+from stepscope.analysis.kernels.copies import bandwidth
 from stepscope.analysis.ranks.collectives import POINT_TO_POINT, SCHEMA, UNKNOWN, bus_factor
 from stepscope.analysis.structure.links import Share
-from stepscope.analysis.structure.rates import bandwidth
 from stepscope.analysis.time.gpu_time import GpuTime
 
 SYNCHRONIZING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")

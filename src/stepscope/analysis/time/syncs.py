@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import polars as pl
 
 from stepscope.analysis.kernels.copies import direction
@@ -74,19 +76,12 @@ def _host_calls(linked: Linked) -> pl.DataFrame:
     """Return host calls that synchronize or that the driver reported, with `wait_on_stream` if known."""
     host = linked.host
     calls = host.filter(pl.col("kind").is_in(["runtime", "driver"]))
-    names = pl.DataFrame({"name": calls["name"].unique()})
-    kind: pl.Expr = pl.lit(None, pl.String)
-    for one, pattern in reversed(_CALLS.items()):
-        kind = pl.when(pl.col("name").cast(pl.String).str.contains(pattern)).then(pl.lit(one)).otherwise(kind)
-    kinds = names.select("name", kind.alias("sort")).drop_nulls()
+    calls = with_answers(calls, ["name"], _sort, {"sort": pl.String()})
     is_reported = (pl.col("correlation") > 0) & pl.col("correlation").is_in(
         linked.trace.syncs["correlation"].drop_nulls().implode()
     )
-    calls = (
-        calls.filter(pl.col("name").is_in(kinds["name"].implode()) | is_reported)
-        .join(kinds, on="name", how="left", maintain_order="left")
-        .join(_copies(linked), on="row", how="left", maintain_order="left")
-    )
+    calls = calls.filter(pl.col("sort").is_not_null() | is_reported)
+    calls = calls.join(_copies(linked), on="row", how="left", maintain_order="left")
     is_copy = pl.col("sort").is_in(["waiting_copy", "copy"])
     # The driver makes the host wait for copies to pageable memory, and from it unless they fit into a small buffer.
     waits_for_pageable = pl.col("pageable") & (
@@ -112,6 +107,10 @@ def _host_calls(linked: Linked) -> pl.DataFrame:
         pl.when(is_copy).then("copy_stream").when(is_stream).then("op_stream").alias("wait_on_stream"),
         *("copy_name", "copy_end_ns"),
     )
+
+
+def _sort(name: str | None) -> tuple[str | None]:
+    return (next((sort for sort, pattern in _CALLS.items() if re.search(pattern, name or "")), None),)
 
 
 def _copies(linked: Linked) -> pl.DataFrame:
