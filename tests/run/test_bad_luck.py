@@ -282,13 +282,16 @@ def test_a_full_disk_costs_the_recording_and_nothing_else(runs):
 
 
 @pytest.mark.long
-def test_forked_workers_are_not_recorded(runs):
+def test_forked_processes_that_train_have_recordings_of_their_own(runs):
     run = runs["forks"]
     assert run.exit_code == 0, run.stderr
     assert run.recording.status == "finished"
     lines = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "wall_ns" in line] == list(range(12))
     assert run.steps == list(range(12))
+    children = [read_recording(folder) for folder in run.folder.glob("process*")]
+    found = sorted((child.status, child.facts["exit_code"], len(child.samples)) for child in children)
+    assert found == [("failed", 9, 3), *[("finished", 0, 5)] * 3]
 
 
 def test_a_forked_child_shows_no_card(runs):
@@ -296,12 +299,13 @@ def test_a_forked_child_shows_no_card(runs):
     assert runs["forks"].stdout.count("About this measurement") == 1
 
 
-def test_spawned_training_processes_are_named(runs):
+def test_spawned_processes_that_train_are_recorded(runs):
     run = runs["spawns"]
     assert run.exit_code == 0, run.stderr
     assert run.stdout.startswith("all trained\n")
-    assert "started 2 other process" in re.sub(r"\s+", " ", run.stdout)
-    assert "torchrun -m stepscope run" in re.sub(r"\s+", " ", run.stdout)
+    assert run.steps == [0, 1, 2]
+    other = next(run.folder.glob("process*"))
+    assert len(read_recording(other).samples) == 3
 
 
 @pytest.mark.long
