@@ -100,14 +100,17 @@ def average(value: float) -> str:
     return text.removesuffix(".0")
 
 
-def plural(number: float, noun: str) -> str:
-    """Return a count with its noun.
+def plural(number: float, noun: str, nouns: str = "") -> str:
+    """Return a count with its noun, or with `nouns` for every other number than 1.
 
     >>> plural(1, "recompile"), plural(1204, "kernel"), plural(4, "stretch")
     ('1 recompile', '1,204 kernels', '4 stretches')
+    >>> plural(1, "cast takes", "casts take"), plural(2, "cast takes", "casts take")
+    ('1 cast takes', '2 casts take')
     """
     text = f"{number:,.0f}"
-    return f"{text} {noun}{'' if text == '1' else 'es' if noun.endswith('ch') else 's'}"
+    many = nouns or f"{noun}{'es' if noun.endswith('ch') else 's'}"
+    return f"{text} {noun if text == '1' else many}"
 
 
 def listed(values: Iterable[Any]) -> str:
