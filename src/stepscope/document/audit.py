@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from stepscope.analysis.precision.dtype_audit import PHASES, CastGroup, DtypeAudit, Stayed
+from stepscope.analysis.precision.dtype_audit import PHASES, CastGroup, DtypeAudit
 from stepscope.document.model import Document, Fact, Facts, Section, Table, Text
 from stepscope.document.tables import columns_of
 from stepscope.formatting import percent, plural, safe, size
@@ -84,19 +84,17 @@ def _ops(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
 
 def _stayed(audit: DtypeAudit, num_rows: int) -> Iterator[Table]:
     if audit.stayed:
+        device = str(audit.facts["device"]).upper()
         columns = columns_of(
             audit.stayed,
             "ops num_calls because at",
             ops=lambda one: f"{', '.join(one.ops[:8])}{' …' * (len(one.ops) > 8)}",
-            because=lambda one: _why(one, str(audit.facts["device"])),
+            because=lambda one: _WHY[one.reason].format(
+                detail=one.detail, origin=f" (from {one.detail})" if one.detail else "", device=device
+            ),
             at=lambda one: _places(one.places),
         )
         yield Table("audit_float32", "Computed in float32", columns, num_rows, below=("because", "at"))
-
-
-def _why(one: Stayed, device: str) -> str:
-    origin = f" (from {one.detail})" if one.detail else ""
-    return _WHY[one.reason].format(detail=one.detail, origin=origin, device=device.upper())
 
 
 def _places(places: Sequence[str], most: int = 1) -> str:

@@ -27,14 +27,12 @@ _OWNERS = {
 
 def dtypes_document(comparisons: Sequence[DtypeComparison]) -> Document:
     """Return all comparisons, a section for each configuration."""
-    titles = [_title(one) for one in comparisons]
-    sections = [Section("dtypes", title, tuple(_parts(one))) for title, one in zip(titles, comparisons)]
-    return Document("Dtypes", titles[0] if len(titles) == 1 else "", tuple(sections))
-
-
-def _title(one: DtypeComparison) -> str:
-    name = " ".join(safe(word) for word in (one.workload, one.preset) if word)
-    return f"{name} · {one.mode} · {safe(one.device_name or one.device)}"
+    sections = []
+    for one in comparisons:
+        name = " ".join(safe(word) for word in (one.workload, one.preset) if word)
+        title = f"{name} · {one.mode} · {safe(one.device_name or one.device)}"
+        sections.append(Section("dtypes", title, tuple(_parts(one))))
+    return Document("Dtypes", sections[0].title if len(sections) == 1 else "", tuple(sections))
 
 
 def _parts(comparison: DtypeComparison) -> Iterator[Part]:

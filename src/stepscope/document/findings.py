@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 
 from stepscope.document.model import Document, FindingCard, Findings, Section, Table
 from stepscope.findings.diagnose import Diagnosis
@@ -56,6 +55,11 @@ def _card(finding: Finding, step_ns: float | None, recording: str | None) -> Fin
     if recording is not None and finding.id in FIXES and finding.is_provable:
         prove = f"stepscope verify {shlex.quote(recording)} --fix {finding.id}"
     saving, saving_of = saving_texts(finding, step_ns)
+    evidence = []
+    for number, found in enumerate(finding.evidence):
+        if found.rows:
+            columns = {name: [row.get(name) for row in found.rows] for name in found.rows[0]}
+            evidence.append(Table(f"{finding.id}-{number}", found.table, columns, num_shown=3))
     return FindingCard(
         id=finding.id,
         sentence=finding.sentence,
@@ -66,13 +70,6 @@ def _card(finding: Finding, step_ns: float | None, recording: str | None) -> Fin
         prove=prove,
         derived=finding.derived,
         how_to_check=finding.falsified_by,
-        evidence=tuple(_evidence(finding)),
+        evidence=tuple(evidence),
         places=finding.places,
     )
-
-
-def _evidence(finding: Finding) -> Iterator[Table]:
-    for number, evidence in enumerate(finding.evidence):
-        if evidence.rows:
-            columns = {name: [row.get(name) for row in evidence.rows] for name in evidence.rows[0]}
-            yield Table(f"{finding.id}-{number}", evidence.table, columns, num_shown=3)

@@ -7,7 +7,6 @@ from typing import Any
 
 from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, REMAINDER, Account
 from stepscope.analysis.memory.by_owner import Alive, LevelsBy, alive_at_peak, known_split, levels_by
-from stepscope.document.memory_facts import NO_TENSOR, in_words
 from stepscope.document.model import Bars, Lines, Mark, Series, Tree
 from stepscope.document.sections.trees import Branch
 from stepscope.formatting import percent, plural, safe, size
@@ -15,6 +14,7 @@ from stepscope.formatting import percent, plural, safe, size
 LEAST_STAGE = 0.04
 """Share of the chart's width: a shorter stage has no name on it."""
 OUTSIDE = "outside every module"
+NO_TENSOR = "in no tensor"
 IN_ORDER = "num_allocations_and_releases"
 _BY = {"owner": "owner", "phase": "the phase that allocated it"}
 
@@ -134,3 +134,10 @@ def _what(each: Alive) -> str:
     op = "" if each.op == BEFORE_THE_WINDOW and each.shape is not None else each.op or "unknown"
     shape = "" if each.shape is None else "×".join(map(str, each.shape)) or "scalar"
     return " ".join(word for word in (op, shape, each.dtype) if word)
+
+
+def in_words(name: str | None) -> str:
+    """Return an owner, a phase or a place for people."""
+    if name is None or name == REMAINDER:
+        return "unknown" if name is None else NO_TENSOR
+    return safe(name if name == BEFORE_THE_WINDOW else name.replace("_", " "))

@@ -50,9 +50,12 @@ def plan_document(rows: Sequence[Mapping[str, Any]]) -> Document:
 
 def _one(row: Mapping[str, Any]) -> Iterator[Part]:
     reserved = "" if row["peak_reserved_bytes"] is None else f", {size(row['peak_reserved_bytes'])} reserved"
+    settles = f"constant from step {row['settles_at_step']} on"
+    if growth := row["growth_bytes_per_step"]:
+        settles = f"at step {row['peak_step']}, and {size(growth)} more with every step"
     facts = [
         Fact("verdict", _verdict(row)),
-        Fact("peak", f"{size(row['peak_allocated_bytes'])} allocated{reserved}; {_settles(row)}"),
+        Fact("peak", f"{size(row['peak_allocated_bytes'])} allocated{reserved}; {settles}"),
     ]
     if row.get("error_bar"):
         facts.append(Fact("error bar", f"±{whole_percent(row['error_bar'])} of the allocated bytes"))
@@ -115,12 +118,6 @@ def _verdict(row: Mapping[str, Any]) -> str:
     if growth and row["peak_reserved_bytes"] < usable:
         full = f", full after {count(row['peak_step'] + (usable - row['peak_reserved_bytes']) // growth)} steps"
     return f"{row['fits']}{retries}; the device has {size(usable)} for tensors{full}"
-
-
-def _settles(row: Mapping[str, Any]) -> str:
-    if row["growth_bytes_per_step"]:
-        return f"at step {row['peak_step']}, and {size(row['growth_bytes_per_step'])} more with every step"
-    return f"constant from step {row['settles_at_step']} on"
 
 
 def _ms(milliseconds: float) -> str:

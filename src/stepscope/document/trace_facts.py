@@ -41,7 +41,9 @@ def trace_facts(analysis: Analysis) -> Iterator[Fact]:
 
 def caveats(analysis: Analysis) -> Iterator[Fact]:
     """Yield what the first rank's trace could not attribute, and what was wrong with the files."""
-    yield from _unattributed(analysis.ranks[0])
+    unlinked = analysis.ranks[0].unlinked
+    if missing := [f"{percent(one.share)} of {_UNLINKED[name]}" for name, one in unlinked.items() if one.num]:
+        yield Fact("not attributed", ", ".join(missing))
     yield from (Fact("warning", safe(text, 400)) for text in analysis.warnings)
 
 
@@ -147,9 +149,3 @@ def _syncs(account: RankAccount) -> Iterator[Fact]:
         text += f", which leaves it idle for {duration(idle)}"
         detail = f"nothing was queued; longest after {safe(most['call'])}{where}"
     yield Fact("synchronization", text, detail)
-
-
-def _unattributed(account: RankAccount) -> Iterator[Fact]:
-    missing = [f"{percent(one.share)} of {_UNLINKED[name]}" for name, one in account.unlinked.items() if one.num]
-    if missing:
-        yield Fact("not attributed", ", ".join(missing))

@@ -94,7 +94,10 @@ def _facts(tuning: Tuning) -> Iterator[Fact]:
             yield Fact("memory", f"{size(best.memory_bytes)}{budget}{plan}")
         yield Fact("loss", _loss(best))
     if tuning.lead is not None and tuning.runner_up is not None:
-        yield Fact("runner-up", _runner_up(tuning.runner_up, tuning.lead))
+        second, lead = tuning.runner_up, tuning.lead
+        slower = f"the best is faster, {_interval(lead)}"
+        how = slower if lead.is_significant else f"not measurably slower than the best ({_interval(lead)})"
+        yield Fact("runner-up", f"{safe(turned_text(second.turned), 300)}, {_memory(second)}: {how}")
     stopped = _STOPPED.get(tuning.stopped, "interrupted")
     spent = f"{plural(tuning.num_rounds, 'round')} in {tuning.seconds:.0f} s of {tuning.limit_s:.0f} s, {stopped}"
     yield Fact("searched", f"{', '.join(tuning.axes)}: {spent}")
@@ -104,13 +107,6 @@ def _facts(tuning: Tuning) -> Iterator[Fact]:
     statuses = [f"{number} {status}" for status, number in counts_by_status.items() if number > 0]
     statuses += [f"{pruned} pruned by their plan"] if pruned else []
     yield Fact("points", f"{len(tuning.points)}: {', '.join(statuses)}")
-
-
-def _runner_up(point: Tried, lead: Gain) -> str:
-    text = f"{safe(turned_text(point.turned), 300)}, {_memory(point)}"
-    if not lead.is_significant:
-        return f"{text}: not measurably slower than the best ({_interval(lead)})"
-    return f"{text}: the best is faster, {_interval(lead)}"
 
 
 def _loss(point: Tried) -> str:

@@ -82,7 +82,9 @@ class Places:
         )
         tids: list[pl.Series] = []
         for (device, stream), part in ordered.group_by(*key, maintain_order=True):
-            chosen = pl.Series(_lanes(part), dtype=pl.Int64)
+            is_apart = not (part["start_ns"] < part["end_ns"].cum_max().shift(1)).any()
+            own = [0] * part.height if is_apart else lanes(part["start_ns"], part["end_ns"])
+            chosen = pl.Series(own, dtype=pl.Int64)
             known = {lane: self._tid(device, stream, what, lane) for lane in sorted(chosen.unique())}
             tids.append(chosen.replace_strict(known, return_dtype=pl.Int64))
         tid = pl.concat(tids) if tids else pl.Series([], dtype=pl.Int64)
@@ -95,11 +97,3 @@ class Places:
             is_stream = what == _STREAM and not lane and stream is not None
             self._tids[key] = int(stream) if is_stream else next(self._free_tids)
         return self._tids[key]
-
-
-def _lanes(part: pl.DataFrame) -> list[int]:
-    """The lane of each event of a stream; 0 for all, at no cost, where none overlaps another."""
-    reach = part["end_ns"].cum_max().shift(1)
-    if not (part["start_ns"] < reach).any():
-        return [0] * part.height
-    return lanes(part["start_ns"], part["end_ns"])

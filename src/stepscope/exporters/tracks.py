@@ -45,8 +45,9 @@ class Counter:
 
 def tracks_of(selection: Selection, findings: Sequence[Finding]) -> list[Track]:
     """Every track that has something on it."""
+    steps = selection.steps.table.select("step", "start_ns", "end_ns")
     found = [
-        Track("steps", list(_steps(selection))),
+        Track("steps", [Span(start, end, f"step {step}", {"step": step}) for step, start, end in steps.iter_rows()]),
         Track("phases", list(_phases(selection))),
         *_findings(selection, findings),
         *_host_modules(selection),
@@ -93,11 +94,6 @@ def _fits(open_ends: list[int], start: int, end: int) -> bool:
     while open_ends and open_ends[-1] <= start:
         open_ends.pop()
     return not open_ends or end <= open_ends[-1]
-
-
-def _steps(selection: Selection) -> Iterator[Span]:
-    for step, start, end in selection.steps.table.select("step", "start_ns", "end_ns").iter_rows():
-        yield Span(start, end, f"step {step}", {"step": step})
 
 
 def _phases(selection: Selection) -> Iterator[Span]:

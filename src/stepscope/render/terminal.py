@@ -69,17 +69,20 @@ class _Terminal:
     def _title(self, title: str) -> list[str]:
         return [self.bold(safe(heading(title)))] if title else []
 
+    def _below(self, text: str) -> list[str]:
+        """Return a remark below something."""
+        return [self.dim(line) for line in wrapped(text, self.width, "  ", "  ")]
+
     def _facts(self, part: Facts) -> Iterator[str]:
         titles = [safe(fact.title) for fact in part.rows]
-        indent = 4 + max(map(len, titles), default=0)
+        indent = " " * (4 + max(map(len, titles), default=0))
         for title, fact in zip(titles, part.rows):
             value, detail = safe(fact.value, _MOST_CHARACTERS), safe(fact.detail, _MOST_CHARACTERS)
-            first = f"  {title:<{indent - 4}}  "
-            lines = wrapped(value, self.width, first, " " * indent)
+            lines = wrapped(value, self.width, f"  {title:<{len(indent) - 4}}  ", indent)
             if detail and len(lines) == 1 and len(lines[0]) + 3 + len(detail) <= self.width:
                 lines = [f"{lines[0]}   {self.dim(detail)}"]
             elif detail:
-                lines += [f"{' ' * indent}{self.dim(line)}" for line in wrapped(detail, self.width - indent)]
+                lines += [f"{indent}{self.dim(line)}" for line in wrapped(detail, self.width - len(indent))]
             yield from lines
 
     def _table(self, table: Table) -> list[str]:
@@ -93,10 +96,8 @@ class _Terminal:
             lines.append(self.dim(f"  … {table.num_rows - num_rows:,} more"))
         if not table.screen and (dropped := dropped_columns(narrow, num_rows, self.width - 2)):
             names = ", ".join(map(title_of, dropped))
-            lines += [self.dim(line) for line in wrapped(f"Too narrow for: {names}", self.width, "  ", "  ")]
-        if table.note:
-            lines += [self.dim(line) for line in wrapped(table.note, self.width, "  ", "  ")]
-        return lines
+            lines += self._below(f"Too narrow for: {names}")
+        return [*lines, *(self._below(table.note) if table.note else [])]
 
     def _rows(self, table: Table, narrow: Table, num_rows: int) -> Iterator[str]:
         """Yield the header and the rows, each with its long texts below it."""
@@ -122,9 +123,9 @@ class _Terminal:
     def _bar_lines(self, chart: Bars, rows: list[tuple[str, float | None]]) -> Iterator[str]:
         whole = chart.whole or sum(value or 0 for _, value in rows)
         texts = [cell(chart.unit, value) for _, value in rows]
-        room = max((len(text) for text in texts), default=0)
+        room = max(map(len, texts), default=0)
         names = fit_names([safe(name) for name, _ in rows], max(16, min(40, self.width - room - BAR_WIDTH - 16)))
-        longest = max((len(name) for name in names), default=0)
+        longest = max(map(len, names), default=0)
         bar_width = max(0, min(BAR_WIDTH, self.width - longest - room - 14))
         for name, text, (_, value) in zip(names, texts, rows):
             share = (value or 0) / whole if whole else 0.0
@@ -141,14 +142,12 @@ class _Terminal:
         for number, card in enumerate(part.cards, 1):
             yield from self._finding(number, card)
             yield ""
-        for line in wrapped(part.summary, self.width):
-            yield self.bold(line)
-        if part.passed:
-            yield from wrapped(f"Passed: {', '.join(part.passed)}.", self.width, "  ", "    ")
-        for reason, ids in part.unchecked:
-            yield from wrapped(f"Not checked: {', '.join(ids)}: {reason}", self.width, "  ", "    ")
-        if part.suppressed:
-            yield from wrapped(f"Ignored: {', '.join(part.suppressed)}.", self.width, "  ", "    ")
+        yield from map(self.bold, wrapped(part.summary, self.width))
+        notes = [f"Passed: {', '.join(part.passed)}."] if part.passed else []
+        notes += [f"Not checked: {', '.join(ids)}: {reason}" for reason, ids in part.unchecked]
+        notes += [f"Ignored: {', '.join(part.suppressed)}."] if part.suppressed else []
+        for note in notes:
+            yield from wrapped(note, self.width, "  ", "    ")
 
     def _finding(self, number: int, card: FindingCard) -> Iterator[str]:
         title = f"{number}  {card.id}"
@@ -158,7 +157,7 @@ class _Terminal:
         yield from wrapped(card.sentence, self.width, "   ", "   ")
         fields = {
             "Fix": card.fix,
-            "Prove it": card.prove or "",
+            "Prove it": card.prove,
             "Derived from": card.derived,
             "How to check": card.how_to_check,
         }
@@ -179,13 +178,6 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]
     >>> wrapped("The GPU waits 84.2 ms per step", 20)
     ['The GPU waits', '84.2 ms per step']
     """
-    glued = _NO_BREAK.sub(_GLUE, safe(text, _MOST_CHARACTERS))
-    lines = textwrap.wrap(
-        glued,
-        max(width, len(rest) + 20),
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_on_hyphens=False,
-        drop_whitespace=True,
-    )
+    glued, width = _NO_BREAK.sub(_GLUE, safe(text, _MOST_CHARACTERS)), max(width, len(rest) + 20)
+    lines = textwrap.wrap(glued, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
     return [line.replace(_GLUE, " ") for line in lines] or [first.rstrip()]

@@ -49,16 +49,16 @@ def dropped_columns(table: Table, num_rows: int, width: int) -> list[str]:
 def _fitting(table: Table, num_rows: int, width: int) -> tuple[dict[str, list[str]], dict[str, bool]]:
     """Return the cells of the columns that fit, and which of them are text."""
     order = [name for name in table.screen if name in table.columns] or list(table.columns)
-    texts = {name: _cells(name, table.columns[name][:num_rows]) for name in table.columns if name in order}
+    texts = {
+        name: [safe(cell(name, value), _MOST_CHARACTERS) for value in values[:num_rows]]
+        for name, values in table.columns.items()
+        if name in order
+    }
     is_text = {name: not is_numeric(table.columns[name]) and not _are_figures(texts[name]) for name in texts}
     first = next(iter(texts), "")
     while len(texts) > 1 and _least(texts, is_text, first) > width:
         del texts[next(name for name in reversed(order) if name in texts and name != first)]
     return texts, is_text
-
-
-def _cells(name: str, values: Sequence[object]) -> list[str]:
-    return [safe(cell(name, value), _MOST_CHARACTERS) for value in values]
 
 
 def _are_figures(cells: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The section `memory`: what filled the memory at the peak, what is largest, and how it grows with the shape."""
+"""The section `memory`: what filled the memory at the peak, what is largest, how it grows with the shape, leaks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepscope.analysis.memory.account import REMAINDER, Account
+from stepscope.analysis.memory.account import BEFORE_THE_WINDOW, REMAINDER, Account
 from stepscope.analysis.memory.account import Part as Live
 from stepscope.analysis.memory.growth import Growth
 from stepscope.analysis.memory.module_tree import ModuleBytes, alike, ancestors, frontier
 from stepscope.analysis.memory.size_formulas import SYMBOLS
-from stepscope.document.memory_charts import memory_charts, module_title
-from stepscope.document.memory_facts import in_words, memory_facts, memory_sentences
-from stepscope.document.model import Document, Facts, Missing, Part, Section, Table, Text, Value
+from stepscope.analysis.memory.snapshot import SnapshotEnd
+from stepscope.document.memory_charts import NO_TENSOR, in_words, memory_charts, module_title
+from stepscope.document.model import Document, Fact, Facts, Missing, Part, Section, Table, Text, Value
 from stepscope.document.tables import columns_of, without_empty
-from stepscope.formatting import safe, size
+from stepscope.formatting import percent, plural, safe, size
 from stepscope.session import Session
 from stepscope.session.memory import SNAPSHOT, TRACE, MemoryReport
 from stepscope.session.memory_growth import MemoryAnalysis
@@ -26,6 +26,7 @@ NUM_MODULES = 8
 MOST_STAGES = 12
 """Stages that a terminal shows: those around the peak."""
 OTHERS = "other modules"
+MOST_HELD = 3
 Columns = dict[str, Sequence[Value]]
 
 
@@ -34,7 +35,7 @@ def parts(session: Session) -> tuple[Part, ...]:
     report = session.memory
     if not report.account.num_allocations:
         return tuple(_tables(report))
-    texts = (Text(text) for text in memory_sentences(report))
+    texts = (Text(text) for text in _sentences(report))
     return (*texts, *memory_charts(report.account, session.allocations), *_tables(report))
 
 
@@ -46,7 +47,7 @@ def memory_document(analysis: MemoryAnalysis, num_rows: int = NUM_MODULES) -> Do
     ]
     if analysis.growth is not None:
         sections.append(_growth(analysis.growth, [Path(each.path).name for each in analysis.reports], num_rows))
-    return Document(f"Memory of {report.path}", " ".join(memory_sentences(report)), tuple(sections))
+    return Document(f"Memory of {report.path}", " ".join(_sentences(report)), tuple(sections))
 
 
 def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int | None = None) -> Iterator[Part]:
@@ -74,7 +75,7 @@ def _tables(report: MemoryReport, num_rows: int = NUM_MODULES, most_stages: int 
     if report.snapshot_end:
         title, at_end = "alive at the end, by line of Python", report.snapshot_end.live_by_caller
         yield from live_table("called_at", title, at_end, num_rows, id="live_at_end")
-    yield Facts(tuple(memory_facts(report)))
+    yield Facts(tuple(_facts(report)))
     if found.left_alive:
         columns = columns_of(found.left_alive, "op module left_bytes:bytes num_tensors held_at:frame")
         title = "Graphs of earlier steps that are still alive"
@@ -201,3 +202,101 @@ def _growth(found: Growth, names: Sequence[str], num_rows: int) -> Section:
 def _sides(names: Sequence[str], rows: Sequence[Any]) -> dict[str, list[Any]]:
     """Return the bytes of both recordings under their names."""
     return {f"{name}_bytes": [row.bytes[side] for row in rows] for side, name in enumerate(names)}
+
+
+def _sentences(report: MemoryReport) -> Iterator[str]:
+    """Yield the leak, if there is one, and what the peak consists of."""
+    if report.account.left_alive:
+        yield _leak(report.account)
+    yield _peak(report)
+
+
+def _peak(report: MemoryReport) -> str:
+    found, live = report.account, report.account.live_at_peak
+    where = f", in {safe(found.peak_stage)}" if found.peak_stage and found.peak_stage != "start" else ""
+    since = ", all of it from before the step" if found.peak_event < 0 else ""
+    groups = {TRACE: live.by_phase, SNAPSHOT: live.by_caller}.get(report.source, live.by_owner)
+    largest = [f"{in_words(part.name)} {percent(part.share)}" for part in groups[:3] if part.bytes > 0]
+    text = f"{size(found.peak_bytes)} is allocated at the peak{where}{since}"
+    return f"{text}: {', '.join(largest)}." if largest else f"{text}."
+
+
+def _leak(found: Account) -> str:
+    first = found.left_alive[0]
+    share = sum(part.share for part in found.live_at_peak.by_owner if part.name == "left_alive")
+    of_peak = f" ({percent(share)} of the peak)" if share else ""
+    num_bytes = sum(left.bytes for left in found.left_alive)
+    text = f"Leak: {size(num_bytes)} of earlier steps' graphs{of_peak} is still alive when this step starts."
+    what = f"{size(first.bytes)} in {plural(first.num_tensors, 'tensor')} and everything their graphs keep"
+    if first.frame is None:
+        return f"{text} No variable of the script holds the largest: {what}."
+    where, _, name = safe(first.frame).partition(" ")
+    return f"{text} {name} ({where}) holds {what}. Fix: store .item() or .detach() of them instead."
+
+
+def _facts(report: MemoryReport) -> Iterator[Fact]:
+    """Yield what no table has: shares by phase and dtype, formulas, the allocator, the end of a snapshot, notes."""
+    found, live = report.account, report.account.live_at_peak
+    for title, parts in (("by phase", live.by_phase), ("by dtype", live.by_dtype)):
+        known = [part for part in parts if part.name != REMAINDER]
+        if [part for part in known if part.name is not None] and report.source != SNAPSHOT:
+            yield Fact(title, ", ".join(f"{in_words(part.name)} {percent(part.share)}" for part in known))
+    if found.symbols:
+        yield Fact("formulas", _symbols(found))
+    if known_owners := [large for large in found.largest_by_owner if large.owner is not None]:
+        texts = [f"{in_words(large.owner)} {size(large.bytes)}" for large in known_owners]
+        held = [large.caller if large.op == BEFORE_THE_WINDOW else None for large in known_owners]
+        largest = ", ".join(f"{text} ({name})" if name else text for text, name in zip(texts, held))
+        yield Fact("largest tensor of", largest)
+    yield from _allocator(found)
+    if report.snapshot_end:
+        yield from _end(report.snapshot_end)
+    for part in [part for part in found.held if part.num_allocations > 1][:MOST_HELD]:
+        yield Fact("held", f"{size(part.bytes)} in {plural(part.num_allocations, 'tensor')} at {part.name}")
+    for device, num_bytes in found.other_devices.items():
+        yield Fact("other device", f"{size(num_bytes)} at most on {device}")
+    yield Fact("recorded", f"{plural(found.num_allocations, 'allocation')} on {safe(found.device, 20)}")
+    for note in report.notes:
+        yield Fact("note", note)
+
+
+def _symbols(found: Account) -> str:
+    text = ", ".join(f"{name} = {value:,} ({SYMBOLS[name]})" for name, value in found.symbols.items())
+    names: dict[int, list[str]] = {}
+    for name, value in found.symbols.items():
+        names.setdefault(value, []).append(name)
+    same = [" = ".join(alike) for alike in names.values() if len(alike) > 1]
+    return f"{text}. Here {', '.join(same)}, so formulas cannot tell them apart" if same else text
+
+
+def _allocator(found: Account) -> Iterator[Fact]:
+    if found.peak_reserved_bytes is not None:
+        text = f"{size(found.peak_reserved_bytes)} reserved at most"
+        if found.fragmentation_bytes is not None:
+            text += f", {size(found.fragmentation_bytes)} of it not allocated"
+        retries = "" if found.num_retries is None else f"retries after releasing the cache: {found.num_retries:,}"
+        yield Fact("allocator", text, retries)
+    if found.remainder_bytes and found.remainder_at_start_bytes:
+        before = f"{size(found.remainder_at_start_bytes)} of it from before the step"
+        yield Fact(NO_TENSOR, size(found.remainder_bytes), before)
+
+
+def _end(end: SnapshotEnd) -> Iterator[Fact]:
+    yield Fact(
+        "at the end",
+        f"{size(end.reserved_bytes)} reserved in {plural(end.num_segments, 'segment')}, {size(end.allocated_bytes)} "
+        f"allocated ({size(end.requested_bytes)} requested), {size(end.inactive_bytes)} inactive in "
+        f"{plural(end.num_inactive_blocks, 'block')}, the largest {size(end.largest_inactive_bytes)}; "
+        f"{size(end.releasable_bytes)} in unused segments",
+    )
+    if end.awaiting_free_bytes:
+        yield Fact("", f"{size(end.awaiting_free_bytes)} freed but still in use by another stream")
+    for oom in end.ooms:
+        where = f" at {oom.caller}" if oom.caller else ""
+        free = f"CUDA had {size(oom.free_bytes)} free, " if oom.free_bytes is not None else ""
+        unused = max(0, oom.reserved_bytes - oom.allocated_bytes)
+        yield Fact(
+            "out of memory",
+            f"{size(oom.asked_bytes)} requested{where}: {free}tensors held {size(oom.allocated_bytes)}, and "
+            f"{size(unused)} more was reserved in pieces too small",
+        )

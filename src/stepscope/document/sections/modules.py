@@ -38,7 +38,9 @@ def parts(session: Session) -> tuple[Part, ...]:
     try:
         account = session.analysis.ranks[0]
         found = list(_time(account))
-        tables = [group_table(account), _module_table(account)]
+        note = "totals include the modules inside; backward work belongs to the module whose forward needed it"
+        every = _table(account, account.modules, "modules", "all modules", "module", note=note)
+        tables = [group_table(account), every]
     except Unavailable as reason:
         found = [Missing(str(reason))]
     try:
@@ -106,11 +108,6 @@ def group_table(account: RankAccount) -> Table:
     title = f"modules, {_SOURCES.get(account.module_source, '')}"
     groups, names = module_groups(account.modules), "module num_modules"
     return _table(account, groups, "module_groups", title, names, note=note, screen=screen)
-
-
-def _module_table(account: RankAccount) -> Table:
-    note = "totals include the modules inside; backward work belongs to the module whose forward needed it"
-    return _table(account, account.modules, "modules", "all modules", "module", note=note)
 
 
 def _table(account: RankAccount, table: pl.DataFrame, id: str, title: str, names: str, **more: Any) -> Table:

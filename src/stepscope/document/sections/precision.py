@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import polars as pl
 
@@ -80,7 +79,7 @@ def _products(session: Session) -> Iterator[Part]:
         return
     table = products_by_dtype(calls, case.num_steps)
     rows = table.to_dicts()
-    names = [_name(row) for row in rows]
+    names = [f"{row['dtype'] or 'an unknown dtype'}{', as tf32' * (row['peak_dtype'] == 'tf32')}" for row in rows]
     if len(rows) > 1:
         caption = f"{percent(rows[0]['time_share'])} of the time in matrix products is in {names[0]}."
         series = tuple(Series(name, [row["time_share"]]) for name, row in zip(names, rows))
@@ -88,11 +87,6 @@ def _products(session: Session) -> Iterator[Part]:
         yield Bars("products_by_dtype", title, ["matrix products"], series, "share", caption=caption)
     note = "per typical traced step, without those inside attention; peak dtype: the unit that the kernel ran on"
     yield table_of(table, "products_by_dtype", "matrix products by dtype", note=note)
-
-
-def _name(row: dict[str, Any]) -> str:
-    dtype, unit = row["dtype"] or "an unknown dtype", row["peak_dtype"]
-    return f"{dtype}, as tf32" if unit == "tf32" else str(dtype)
 
 
 def _casts(session: Session) -> Iterator[Part]:

@@ -41,22 +41,25 @@ def sweep_report(sweep: Sweep) -> Document:
     """Return the report of a sweep's rows."""
     summary = sweep_of(list(sweep.rows), sweep.environments)
     layout = layout_of(summary, sweep.rows)
+    facts = dict.fromkeys(f"fact_{name}" for point in summary.points for name in point.facts)
+    names = (*_varying(summary), "status", *_FIGURES, *facts, "hash")
+    note = f"Only points with status ok have figures. Configuration of all points: {hash_of(summary)}."
     sections = [
         Section("overview", "Overview", _overview(sweep, summary, layout)),
         Section("explore", "Explore", (_explorer(summary, layout),)),
         *(_figure_section(summary, layout, measure) for measure in charts.MEASURES),
-        Section("points", "Points", (_points(summary),)),
+        Section("points", "Points", (Table("points", "All points", _columns(summary.points, names), 30, note),)),
         Section("statuses", "Statuses", _statuses(sweep, summary)),
     ]
     workloads = dict.fromkeys(str(row["workload"]) for row in sweep.rows)
-    facts: dict[str, Value] = {
+    about: dict[str, Value] = {
         "source": str(sweep.folder),
         "stepscope": __version__,
         "configuration": hash_of(summary),
         "num_points": len(summary.points),
     }
     title = f"{safe(sweep.folder.resolve().name)}: a sweep of {safe(' and '.join(workloads), 80)}"
-    return Document(title, _verdict(summary, layout), tuple(sections), facts)
+    return Document(title, _verdict(summary, layout), tuple(sections), about)
 
 
 def _verdict(sweep: SweepSummary, layout: Layout) -> str:
@@ -65,7 +68,12 @@ def _verdict(sweep: SweepSummary, layout: Layout) -> str:
     if not timed:
         return f"{sentences[0]} No point has a valid time."
     best = [point for point in timed if point.is_best]
-    sentences.append(_winners(best, sweep, layout) if best else _range(timed, layout))
+    if best:
+        sentences.append(_winners(best, sweep, layout))
+    else:
+        ordered = sorted(timed, key=lambda point: point.time.median if point.time else 0.0)
+        texts = [f"{time_text(point).rstrip(_MARKS)}{_where(point, layout)}" for point in (ordered[0], ordered[-1])]
+        sentences.append(f"It takes {' to '.join(dict.fromkeys(texts))}.")
     heavy = max(timed, key=lambda point: point.peak_allocated_bytes or 0)
     if heavy.peak_allocated_bytes:
         peak = cell("peak_bytes", heavy.peak_allocated_bytes)
@@ -94,12 +102,6 @@ def _winners(best: Sequence[PointSummary], sweep: SweepSummary, layout: Layout) 
     if len(best) == 1:
         return f"{name} is the fastest: {time_text(best[0]).rstrip(_MARKS)}{gain}{tied}."
     return f"{name} is the fastest in {len(won)} of {plural(len(best), 'comparison')}{gain}{tied}."
-
-
-def _range(timed: Sequence[PointSummary], layout: Layout) -> str:
-    ordered = sorted(timed, key=lambda point: point.time.median if point.time else 0.0)
-    texts = [f"{time_text(point).rstrip(_MARKS)}{_where(point, layout)}" for point in (ordered[0], ordered[-1])]
-    return f"It takes {' to '.join(dict.fromkeys(texts))}."
 
 
 def _where(point: PointSummary, layout: Layout) -> str:
@@ -163,13 +165,6 @@ def _why_no_mfu(sweep: SweepSummary) -> str:
         f"No point has an MFU. It needs the workload's FLOPs and the peak rate of {' and '.join(devices)}: "
         "`stepscope doctor --measure` measures it on a GPU."
     )
-
-
-def _points(sweep: SweepSummary) -> Table:
-    facts = dict.fromkeys(f"fact_{name}" for point in sweep.points for name in point.facts)
-    names = (*_varying(sweep), "status", *_FIGURES, *facts, "hash")
-    note = f"Only points with status ok have figures. Configuration of all points: {hash_of(sweep)}."
-    return Table("points", "All points", _columns(sweep.points, names), num_shown=30, note=note)
 
 
 def _columns(points: Sequence[PointSummary], names: Iterable[str]) -> dict[str, Sequence[Value]]:

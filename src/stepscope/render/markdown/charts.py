@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from stepscope.document.model import Bars, Chart, Heat, Lines, Node, Scatter, Series, Tree
 from stepscope.formatting import cell, fit_names, percent, plural, title_of
+from stepscope.render.axes import finite, totals, why_missing
 from stepscope.render.colors import children_of
 from stepscope.render.markdown.text import bar, escaped, grid, sparkline
 
@@ -28,31 +28,24 @@ def _more(num_all: int, num_shown: int, noun: str) -> list[str]:
     return ["", f"{plural(num_all - num_shown, noun)} not shown"] if num_all > num_shown else []
 
 
-def _finite(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0
+def _title(name: str) -> str:
+    return escaped(title_of(name))
 
 
 def _bars(chart: Bars, most: int, num_letters: int) -> list[str]:
-    shown = range(min(len(chart.labels), most))
-    whole = [math.fsum(_finite(series.y[at]) for series in chart.series) for at in range(len(chart.labels))]
+    whole = totals(chart)
     if not whole:
         return []
     longest = max(*whole, 0.0) or 1.0
     parts = chart.series[:_MOST_COLUMNS] if len(chart.series) > 1 else ()
-    labels = _names([chart.labels[at] for at in shown], num_letters)
     rows = []
-    for label, at in zip(labels, shown):
-        figures = [_bar_text(chart, at, whole[at]), *(cell(chart.unit, part.y[at]) for part in parts)]
-        rows.append([label, *figures, bar(whole[at] / longest)])
-    titles = ["", escaped(title_of(chart.unit)), *_names([part.name for part in parts], num_letters), ""]
+    for at, label in enumerate(_names(chart.labels[:most], num_letters)):
+        figure = escaped(why_missing(chart, at), 30) or cell(chart.unit, whole[at])
+        rows.append([label, figure, *(cell(chart.unit, part.y[at]) for part in parts), bar(whole[at] / longest)])
+    titles = ["", _title(chart.unit), *_names([part.name for part in parts], num_letters), ""]
     lines = grid(titles, rows, [":--", *["--:"] * (1 + len(parts)), ":--"])
-    lines += _more(len(chart.series), len(parts), "more part") if len(chart.series) > 1 else []
-    return lines + _more(len(chart.labels), len(shown), "more bar")
-
-
-def _bar_text(chart: Bars, at: int, whole: float) -> str:
-    gaps = [series.gaps[at] for series in chart.series if series.gaps and series.gaps[at]]
-    return escaped(gaps[0], 30) if gaps else cell(chart.unit, whole)
+    lines += _more(len(chart.series), len(parts), "more part") if parts else []
+    return lines + _more(len(chart.labels), len(rows), "more bar")
 
 
 def _lines(chart: Lines, most: int, num_letters: int) -> list[str]:
@@ -63,17 +56,17 @@ def _lines(chart: Lines, most: int, num_letters: int) -> list[str]:
     names = _names([series.name for series in shown], num_letters)
     if len(places) <= _MOST_COLUMNS:
         rows = [[name, *_at(series, places, chart.y)] for name, series in zip(names, shown)]
-        titles = [escaped(title_of(chart.x)), *(escaped(cell(chart.x, x)) for x in places)]
+        titles = [_title(chart.x), *(escaped(cell(chart.x, x)) for x in places)]
         lines = grid(titles, rows, [":--", *["--:"] * len(places)])
     else:
         rows = []
         for name, series in zip(names, shown):
-            found = [y for y in series.y if y is not None and math.isfinite(y)]
+            found = finite(series.y)
             ends = [cell(chart.y, end) for end in ((min(found), max(found), found[-1]) if found else (None,) * 3)]
             rows.append([name, *ends, f"`{sparkline(series.y)}`"])
-        lines = grid([escaped(title_of(chart.y)), "min", "max", "last", ""], rows, [":--", *["--:"] * 3, ":--"])
-        first, last = cell(chart.x, places[0]), cell(chart.x, places[-1])
-        lines += ["", f"over {escaped(title_of(chart.x))} from {escaped(first)} to {escaped(last)}"]
+        lines = grid([_title(chart.y), "min", "max", "last", ""], rows, [":--", *["--:"] * 3, ":--"])
+        first, last = (escaped(cell(chart.x, place)) for place in (places[0], places[-1]))
+        lines += ["", f"over {_title(chart.x)} from {first} to {last}"]
     marks = [f"{escaped(mark.name, num_letters)} at {escaped(cell(chart.x, mark.x))}" for mark in chart.marks[:most]]
     lines += ["", "; ".join(marks)] if marks else []
     return lines + _more(len(chart.series), len(shown), "more line")
@@ -81,11 +74,10 @@ def _lines(chart: Lines, most: int, num_letters: int) -> list[str]:
 
 def _at(series: Series, places: Sequence[float], name: str) -> list[str]:
     """Return the figure at each x, or why there is none."""
-    texts = {}
-    for at, (x, y) in enumerate(zip(series.x, series.y)):
-        gap = series.gaps[at] if series.gaps else ""
-        texts[x] = escaped(gap, 30) if gap and y is None else cell(name, y)
-    return [texts.get(x, "") for x in places]
+    gaps = series.gaps or [""] * len(series.y)
+    texts = [escaped(gap, 30) if gap and y is None else cell(name, y) for gap, y in zip(gaps, series.y)]
+    by_place = dict(zip(series.x, texts))
+    return [by_place.get(x, "") for x in places]
 
 
 def _scatter(chart: Scatter, most: int, num_letters: int) -> list[str]:
@@ -94,11 +86,12 @@ def _scatter(chart: Scatter, most: int, num_letters: int) -> list[str]:
         return []
     has_shares = any(dot.weight > 0 for dot in dots)
     names = _names([dot.name for dot in dots], num_letters)
-    rows = [
-        [name, escaped(dot.group.replace("_", " "), 40), escaped(cell(chart.x, dot.x)), escaped(cell(chart.y, dot.y)),
-         *([percent(dot.weight)] if has_shares else [])] for name, dot in zip(names, dots)
-    ]  # fmt: skip
-    titles = ["", "", escaped(title_of(chart.x)), escaped(title_of(chart.y)), *(["share"] if has_shares else [])]
+    rows = []
+    for name, dot in zip(names, dots):
+        place = [escaped(cell(chart.x, dot.x)), escaped(cell(chart.y, dot.y))]
+        share = [percent(dot.weight)] if has_shares else []
+        rows.append([name, escaped(dot.group.replace("_", " "), 40), *place, *share])
+    titles = ["", "", _title(chart.x), _title(chart.y), *(["share"] if has_shares else [])]
     lines = grid(titles, rows, [":--", ":--", *["--:"] * (len(titles) - 2)])
     limits = [escaped(limit.name, 80) for limit in chart.limits]
     lines += ["", f"Limits: {'; '.join(limits)}"] if limits else []
@@ -126,16 +119,15 @@ def _tree(chart: Tree, most: int, num_letters: int) -> list[str]:
     for name, (node, depth) in zip(names, found):
         share = node.value / total
         rows.append(["&emsp;" * min(depth, 8) + name, cell(chart.unit, node.value), percent(share), bar(share)])
-    lines = grid(["", escaped(title_of(chart.unit)), "share", ""], rows, [":--", "--:", "--:", ":--"])
+    lines = grid(["", _title(chart.unit), "share", ""], rows, [":--", "--:", "--:", ":--"])
     return lines + _more(len(chart.nodes), len(found), "smaller part")
 
 
 def _heat(chart: Heat, most: int, num_letters: int) -> list[str]:
     num_rows, num_columns = min(len(chart.y_labels), most), min(len(chart.x_labels), _MOST_COLUMNS)
     labels = _names(chart.y_labels[:num_rows], num_letters)
-    rows = [
-        [label, *(escaped(text, 30) for text in chart.texts[at][:num_columns])] for at, label in enumerate(labels)
-    ]
+    cells = [[escaped(text, 30) for text in row[:num_columns]] for row in chart.texts]
+    rows = [[label, *row] for label, row in zip(labels, cells)]
     head = escaped(f"{chart.y_title} ↓ {chart.x_title} →", 80)
     lines = grid([head, *_names(chart.x_labels[:num_columns], 30)], rows, [":--", *["--:"] * num_columns])
     lines += _more(len(chart.y_labels), num_rows, "more row")

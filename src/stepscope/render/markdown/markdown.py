@@ -65,31 +65,25 @@ def _blocks(report: Document, detail: Detail, in_folder: bool) -> Iterator[str]:
     """Yield the heading, one block per section, what is missing, and the footer."""
     yield f"## Stepscope: {escaped(report.title)}"
     yield f"**{escaped(report.verdict, 1000).strip()}**"
-    charts, tables = report.parts(Chart), report.parts(Table)
-    # Two parts may be equal, so they are identified by id().
-    files = {id(part): f"charts/{name}.png" for part, name in zip(charts, file_names([part.id for part in charts]))}
-    files |= {id(part): f"tables/{name}.csv" for part, name in zip(tables, file_names([part.id for part in tables]))}
+    files: dict[int, str] = {}  # by id(): two parts may be equal
+    for kind, form in ((Chart, "charts/{}.png"), (Table, "tables/{}.csv")):
+        parts = report.parts(kind)
+        files |= {id(part): form.format(name) for part, name in zip(parts, file_names([part.id for part in parts]))}
     missing = []
     for number, section in enumerate(report.sections):
         is_folded = number > 0 and not in_folder
-        writer = _Writer(detail, files if in_folder else {}, is_folded)
-        lines = writer.section(section)
-        missing += [f"- {escaped(section.title)}: {prose(part.text)}" for part in _missing(section)]
-        if not lines:
-            continue
-        if is_folded:
-            head = [f"<details><summary><b>{in_summary(section.title)}</b></summary>", ""]
-            yield "\n".join([*head, *lines, "", "</details>"])
-        else:
+        lines = _Writer(detail, files if in_folder else {}, is_folded).section(section)
+        absent = [part for part in section.parts if isinstance(part, Missing)]
+        missing += [f"- {escaped(section.title)}: {prose(part.text)}" for part in absent]
+        if lines and is_folded:
+            head = f"<details><summary><b>{in_summary(section.title)}</b></summary>"
+            yield "\n".join([head, "", *lines, "", "</details>"])
+        elif lines:
             yield "\n".join([f"### {escaped(section.title)}", "", *lines])
     if missing:
         yield "\n".join(["**Not in this report:**", "", *missing])
     if report.facts:
         yield f"<sub>{' · '.join(escaped(f'{name} {value}', 300) for name, value in report.facts.items())}</sub>"
-
-
-def _missing(section: Section) -> list[Missing]:
-    return [part for part in section.parts if isinstance(part, Missing)]
 
 
 @dataclass(frozen=True)
@@ -107,48 +101,42 @@ class _Writer:
         return lines
 
     def _part(self, part: Any, following: Any) -> list[str]:
-        if isinstance(part, Facts):
-            return _facts(part, self.detail)
-        if isinstance(part, Text):
-            return [prose(part.text, 2 * self.detail.num_text)]
-        if isinstance(part, Findings):
-            return list(_findings(part, self.detail))
-        if isinstance(part, Table):
-            return self._table(part)
-        if isinstance(part, Chart):
-            return self._chart(part, following)
+        match part:
+            case Facts():
+                return _facts(part, self.detail)
+            case Text():
+                return [prose(part.text, 2 * self.detail.num_text)]
+            case Findings():
+                return list(_findings(part, self.detail))
+            case Table():
+                return self._table(part)
+            case Chart():
+                return self._chart(part, following)
         return []  # only a page can show it
 
     def _chart(self, chart: Chart, following: Any) -> list[str]:
         is_repeated = isinstance(chart, Lines) and isinstance(following, Heat) and following.unit == chart.y
         if is_repeated and id(chart) not in self.files:
             return []  # the heat map that follows has the same figures
-        head = [
-            f"**{escaped(heading(chart.title))}**",
-            *(["", prose(chart.caption, self.detail.num_text)] if chart.caption else []),
-        ]
+        head = [f"**{escaped(heading(chart.title))}**"]
+        head += ["", prose(chart.caption, self.detail.num_text)] if chart.caption else []
         if id(chart) in self.files:
             return [*head, "", f"![{escaped(chart.title)}]({self.files[id(chart)]})"]
         drawn = chart_lines(chart, self.detail.num_parts, self.detail.num_letters)
         return [*head, "", *drawn] if drawn else head
 
     def _table(self, table: Table) -> list[str]:
-        most = max(1, round(table.num_shown * self.detail.share_of_rows))
+        num_shown = min(max(1, round(table.num_shown * self.detail.share_of_rows)), table.num_rows)
         names = list(table.columns)[: self.detail.num_columns]
-        num_shown = min(most, table.num_rows)
         columns = [_cells(name, table.columns[name][:num_shown], self.detail.num_letters) for name in names]
         aligned = ["--:" if is_numeric(table.columns[name]) else ":--" for name in names]
         lines = grid([escaped(title_of(name)) for name in names], list(zip(*columns)), aligned)
-        left = [
-            *([plural(table.num_rows - num_shown, "more row")] if table.num_rows > num_shown else []),
-            *([plural(len(table.columns) - len(names), "more column")] if len(table.columns) > len(names) else []),
-        ]
-        if id(table) in self.files:
-            file = self.files[id(table)]
-            left = [f"{' and '.join(left)} in " if left else "all rows in ", f"[{escaped(file)}]({file})"]
-            lines += ["", "".join(left)]
+        hidden = {"more row": table.num_rows - num_shown, "more column": len(table.columns) - len(names)}
+        left = " and ".join(plural(num, noun) for noun, num in hidden.items() if num)
+        if file := self.files.get(id(table)):
+            lines += ["", f"{left or 'all rows'} in [{escaped(file)}]({file})"]
         elif left:
-            lines += ["", f"{' and '.join(left)} in the CSV that `stepscope report … -o DIR` writes"]
+            lines += ["", f"{left} in the CSV that `stepscope report … -o DIR` writes"]
         lines += ["", prose(table.note)] if table.note else []
         if self.is_folded or num_shown < _LONG:
             return [f"**{escaped(heading(table.title))}**", "", *lines]
@@ -158,8 +146,7 @@ class _Writer:
 
 def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:
     """Return a column's texts; long ones are cut so that different ones stay different."""
-    texts = fit_names([cell(name, value) for value in values], most)
-    return [escaped(text, most) for text in texts]
+    return [escaped(text, most) for text in fit_names([cell(name, value) for value in values], most)]
 
 
 def _facts(part: Facts, detail: Detail) -> list[str]:
@@ -173,16 +160,13 @@ def _facts(part: Facts, detail: Detail) -> list[str]:
 def _findings(part: Findings, detail: Detail) -> Iterator[str]:
     yield "**Findings**"
     for warning in part.warnings[: detail.num_items]:
-        yield ""
-        yield f"Note: {prose(warning, detail.num_text)}."
+        yield from ("", f"Note: {prose(warning, detail.num_text)}.")
     if not part.cards:
-        yield ""
-        yield prose(part.summary)
+        yield from ("", prose(part.summary))
     for number, card in enumerate(part.cards[: detail.num_items], 1):
-        yield ""
         saving = escaped(f"saves {card.saving} {card.saving_of}".rstrip())
         name, sentence = escaped(card.id.replace("_", " ")), escaped(card.sentence, detail.num_text)
-        yield f"{number}. **{name}** {saving}, {card.confidence} confidence: {sentence}"
+        yield from ("", f"{number}. **{name}** {saving}, {card.confidence} confidence: {sentence}")
         yield f"   <br>Fix: {code(card.fix, detail.num_text)}"
         if card.prove is not None:
             yield f"   <br>Prove it: {code(card.prove, 400)}"

@@ -91,12 +91,11 @@ def sparkline(values: Sequence[float | None], width: int = 32) -> str:
     '▁▃ ▅█'
     """
     size = max(1, -(-len(values) // width))
-    found = [
+    stretches = [
         [value for value in values[at : at + size] if value is not None and value == value]
         for at in range(0, len(values), size)
     ]
-    highest = [max(stretch) if stretch else None for stretch in found]
-    top = max((value for value in highest if value is not None), default=0.0)
-    low = min(0.0, *(value for value in highest if value is not None)) if any(highest) else 0.0
-    room = (top - low) or 1.0
-    return "".join(" " if v is None else _LEVELS[round((len(_LEVELS) - 1) * (v - low) / room)] for v in highest)
+    known = [max(stretch) for stretch in stretches if stretch]
+    low = min(0.0, *known) if known else 0.0
+    room = (max(known, default=0.0) - low) or 1.0
+    return "".join(_LEVELS[round((len(_LEVELS) - 1) * (max(s) - low) / room)] if s else " " for s in stretches)

@@ -34,7 +34,8 @@ def page_of(report: Document) -> str:
     """Return the page."""
     body = _Body(report)
     sections = "".join(body.section(section) for section in report.sections)
-    scripts = [_asset("early.js"), *(_wrapped("".join(map(_asset, names))) for names in (_SCRIPTS, _TIMELINE))]
+    sources = ["".join(map(_asset, names)) for names in (_SCRIPTS, _TIMELINE)]
+    scripts = [_asset("early.js"), *(f'(() => {{\n"use strict";\n{source}}})();' for source in sources)]
     plotly = _plotly() if body.data["charts"] or body.data["explorers"] else ""
     policy = _policy([*scripts, plotly] if plotly else scripts)
     facts = " · ".join(f"{escape(name)} {escape(value)}" for name, value in report.facts.items())
@@ -134,10 +135,6 @@ def _json(value: Any) -> str:
 @cache
 def _asset(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
-
-
-def _wrapped(source: str) -> str:
-    return f'(() => {{\n"use strict";\n{source}}})();'
 
 
 @cache

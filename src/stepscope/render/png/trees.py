@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from stepscope.document.model import Node, Tree
@@ -30,27 +31,32 @@ class Tile(NamedTuple):
 
 def draw_tree(axes: Any, chart: Tree) -> None:
     """The tiles with as much of their names as fits; what is too small to be seen is counted."""
+    from matplotlib.patches import Rectangle
+
     axes.axis("off")
     axes.set(xlim=(0, 1), ylim=(1, 0))
     if not chart.nodes:
         return
-    children = children_of(chart.nodes)
+    children, colors, root = children_of(chart.nodes), colors_of_nodes(chart.nodes), chart.nodes[0]
     is_icicle = chart.shape == "icicle"  # it keeps its order: forward before backward, layers as they run
-    for nodes in children.values() if not is_icicle else ():
-        nodes.sort(key=lambda node: -node.value)
-    colors = colors_of_nodes(chart.nodes)
-    root = chart.nodes[0]
     depth = min(_DEPTH, depth_of(chart.nodes))
-    whole = Tile(0, 0, 1, min(1.0, 0.16 * depth) if is_icicle else 1)
-    placed = [(root, whole if not is_icicle else whole._replace(height=whole.height / depth), 0)]
+    placed = [(root, Tile(0, 0, 1, min(1.0, 0.16 * depth) / depth if is_icicle else 1), 0)]
     num_drawn = 0
     while placed:
         node, tile, level = placed.pop()
         inner = children.get(node.id, []) if level + 1 < _DEPTH else []
+        inner = inner if is_icicle else sorted(inner, key=lambda child: -child.value)
         is_group = bool(inner) and not is_icicle
-        _fill(axes, tile, _face(colors[node.id], is_group, level))
-        if not is_group or _has_line(tile):  # else its parts lie over its name
-            _write(axes, chart, node, tile, _face(colors[node.id], is_group, level), is_group, root.value)
+        # Lighter the deeper it is; what has parts is lighter than them.
+        share = min(0.75, 0.28 + 0.09 * level) if is_group else min(0.5, 0.06 * level)
+        face = _lighter(colors[node.id], share)
+        axes.add_patch(Rectangle(tile[:2], *tile[2:], facecolor=face, edgecolor="#ffffff", linewidth=1.0))
+        lines = _lines(chart, node, tile, is_group)
+        if lines and (not is_group or _has_line(tile)):  # else its parts lie over its name
+            axes.text(
+                tile.x + 0.004, tile.y + 0.006, "\n".join(lines), ha="left", va="top", fontsize=8.5,
+                color=ink_on(face), linespacing=1.15, clip_on=True,
+            )  # fmt: skip
         num_drawn += 1
         places = _icicle(node, inner, tile) if is_icicle else _treemap(node, inner, tile)
         placed += [(n, t, level + 1) for n, t in zip(inner, places) if t.width >= _LEAST and t.height >= _LEAST]
@@ -59,37 +65,16 @@ def draw_tree(axes: Any, chart: Tree) -> None:
         axes.text(1, 1.02, said, ha="right", va="top", fontsize=8, color="#555555")
 
 
-def _face(color: str, is_group: bool, level: int) -> str:
-    """Lighter the deeper it is; what has parts is lighter than them."""
-    return _lighter(color, min(0.75, 0.28 + 0.09 * level) if is_group else min(0.5, 0.06 * level))
-
-
-def _fill(axes: Any, tile: Tile, face: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    axes.add_patch(
-        Rectangle((tile.x, tile.y), tile.width, tile.height, facecolor=face, edgecolor="#ffffff", linewidth=1.0)
-    )
-
-
-def _write(axes: Any, chart: Tree, node: Node, tile: Tile, face: str, is_group: bool, total: float) -> None:
-    letters = int((tile.width - 0.008) / _LETTER)
+def _lines(chart: Tree, node: Node, tile: Tile, is_group: bool) -> list[str]:
+    """As much of the name and of the figures as fits into a tile."""
+    letters, total = int((tile.width - 0.008) / _LETTER), chart.nodes[0].value
     if letters < 3 or tile.height < _LINE:
-        return
+        return []
     name = shortened(drawn(node.name, 300), letters)
     figures = f"{cell(chart.unit, node.value)} · {percent(node.value / total)}" if total else ""
-    lines = [name]
     if is_group or tile.height < 2 * _LINE:
-        if len(name) + len(figures) + 2 <= letters:
-            lines = [f"{name}  {figures}"]
-    elif len(figures) <= letters:
-        lines.append(figures)
-    if tile.height < _LINE * len(lines):
-        lines = lines[:1]
-    axes.text(
-        tile.x + 0.004, tile.y + 0.006, "\n".join(lines), ha="left", va="top", fontsize=8.5, color=ink_on(face),
-        linespacing=1.15, clip_on=True,
-    )  # fmt: skip
+        return [f"{name}  {figures}" if len(name) + len(figures) + 2 <= letters else name]
+    return [name, figures] if len(figures) <= letters else [name]
 
 
 def _icicle(node: Node, children: Sequence[Node], tile: Tile) -> list[Tile]:
@@ -97,11 +82,8 @@ def _icicle(node: Node, children: Sequence[Node], tile: Tile) -> list[Tile]:
     if not node.value:
         return []
     scale = tile.width / max(node.value, math.fsum(child.value for child in children))
-    places, x = [], tile.x
-    for child in children:
-        places.append(Tile(x, tile.y + tile.height, child.value * scale, tile.height))
-        x += child.value * scale
-    return places
+    starts = accumulate((child.value * scale for child in children), initial=tile.x)
+    return [Tile(x, tile.y + tile.height, child.value * scale, tile.height) for x, child in zip(starts, children)]
 
 
 def _treemap(node: Node, children: Sequence[Node], tile: Tile) -> list[Tile]:
@@ -159,24 +141,14 @@ def _worst(areas: Sequence[float], side: float) -> float:
 
 def _strip(areas: Sequence[float], tile: Tile) -> tuple[list[Tile], Tile]:
     """Tiles along the shorter side, and what is left of the place."""
-    total = math.fsum(areas)
-    stands = tile.width >= tile.height
-    side = tile.height if stands else tile.width
-    thick = min(total / side if side else 0.0, tile.width if stands else tile.height)
-    places, at = [], 0.0
-    for area in areas:
-        length = area / thick if thick else 0.0
-        if stands:
-            places.append(Tile(tile.x, tile.y + at, thick, length))
-        else:
-            places.append(Tile(tile.x + at, tile.y, length, thick))
-        at += length
-    rest = (
-        Tile(tile.x + thick, tile.y, tile.width - thick, tile.height)
-        if stands
-        else Tile(tile.x, tile.y + thick, tile.width, tile.height - thick)
-    )
-    return places, rest
+    x, y, width, height = tile
+    side, across = min(width, height), max(width, height)
+    thick = min(math.fsum(areas) / side if side else 0.0, across)
+    lengths = [area / thick if thick else 0.0 for area in areas]
+    places = list(zip(accumulate(lengths, initial=0.0), lengths))
+    if width >= height:
+        return [Tile(x, y + at, thick, length) for at, length in places], Tile(x + thick, y, width - thick, height)
+    return [Tile(x + at, y, length, thick) for at, length in places], Tile(x, y + thick, width, height - thick)
 
 
 def _lighter(color: str, share: float) -> str:
