@@ -83,7 +83,9 @@ def test_an_outlier_says_which_how_much_where_and_what_was_special(tmp_path):
     assert table.columns["duration_ns"] == [70 * MS]
 
 
-@pytest.mark.parametrize(("num", "said"), [(7, "7 clean steps are too few"), (8, "No outliers")])
+@pytest.mark.parametrize(
+    ("num", "said"), [(1, "1 clean step is too few"), (7, "7 clean steps are too few"), (8, "No outliers")]
+)
 def test_without_outliers_a_sentence_says_so(tmp_path, num, said):
     lines = [sample(i, host_ns={"forward": (40 if num == 7 and i == 3 else 10) * MS}) for i in range(num)]
     parts = steps.parts(open_session(write_recording(tmp_path / "run", cpu_facts(), lines)))

@@ -166,12 +166,13 @@ def test_a_difference_within_the_noise_is_said_to_be_none():
     assert "not significant" in sentence
 
 
-def test_results_that_are_not_finite_are_told_of_fp32_too():
-    asked = {**FP32["precision"], "deviation": {"gradients": {"num_not_finite": 3}}}
+@pytest.mark.parametrize(("number", "said"), [(1, "1 element of the fp32 results is"), (3, "3 elements of the fp32")])
+def test_results_that_are_not_finite_are_told_of_fp32_too(number, said):
+    asked = {**FP32["precision"], "deviation": {"gradients": {"num_not_finite": number}}}
     (comparison,) = compare_dtypes([{**FP32, "precision": asked}], {})
 
     (sentence,) = sentences(comparison)
-    assert sentence.startswith("3 elements") and "fp32" in sentence and "not finite" in sentence
+    assert sentence.startswith(said) and "not finite" in sentence
 
 
 def test_as_fast_is_neither_faster_nor_slower():

@@ -133,15 +133,16 @@ def _sentences(audit: DtypeAudit) -> Iterator[str]:
         )
     if weights.num_repeated:
         yield (
-            f"{plural(weights.num_repeated, 'cast')} of them repeat what an earlier micro-batch did and move "
-            f"{size(weights.repeated_bytes)} per step."
+            f"{plural(weights.num_repeated, 'cast of them repeats', 'casts of them repeat')} what an earlier "
+            f"micro-batch did: {size(weights.repeated_bytes)} moved again per step."
         )
     elif weights.num_casts and facts["num_micro_batches"] == 1:
         yield "Each further micro-batch casts them again (see --micro-batches 2)."
     if again := [one for one in audit.casts if one.num_again]:
         number, moved = sum(one.num_again for one in again), sum(one.again_bytes for one in again)
         yield (
-            f"{plural(number, 'cast')} in forward repeat an earlier cast and move {size(moved)} per step. "
+            f"{plural(number, 'cast in forward repeats', 'casts in forward repeat')} an earlier cast: "
+            f"{size(moved)} moved again per step. "
             "Autocast caches its casts of weights, not of activations."
         )
     for norm in facts["norms"]:

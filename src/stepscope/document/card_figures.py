@@ -53,7 +53,8 @@ def step_facts(summary: Summary) -> Iterator[Fact]:
         spread = percent((step.p90 - step.p10) / step.median)
         yield Fact("noise", f"p10 to p90 spans {spread} of the median", "look at samples.jsonl, or add --clean steps")
     if summary.num_compiling:
-        yield Fact("compiling", f"{plural(summary.num_compiling, 'clean step')} compiled and are excluded")
+        compiled = plural(summary.num_compiling, "clean step compiled and is", "clean steps compiled and are")
+        yield Fact("compiling", f"{compiled} excluded")
     if (throughput := summary.throughput) is None:
         yield Fact("throughput", "unknown", "no model input was found: pass --tokens-per-step N")
     else:

@@ -86,7 +86,8 @@ def sentences(comparison: DtypeComparison) -> Iterator[str]:
         return
     for row in comparison.rows:
         if row.num_not_finite:
-            yield f"{plural(row.num_not_finite, 'element')} of the {row.dtype} results are not finite."
+            of = f"of the {row.dtype} results"
+            yield f"{plural(row.num_not_finite, f'element {of} is', f'elements {of} are')} not finite."
         ratio = comparison.slowdown(row)
         if row is reference or ratio is None:
             continue

@@ -146,7 +146,7 @@ def _distribution(samples: Sequence[int], step: Distribution) -> Bars:
 
 def _outliers(found: Sequence[Outlier], summary: Summary, recording: Recording) -> Iterator[Part]:
     if not found:
-        text = f"{plural(summary.num_clean, 'clean step')} are too few to find outliers."
+        text = f"{plural(summary.num_clean, 'clean step is', 'clean steps are')} too few to find outliers."
         if summary.num_clean >= step_samples.FEWEST:
             text = (
                 f"No outliers: no step is more than {step_samples.FENCE:.0f} interquartile ranges above the third "

@@ -143,7 +143,8 @@ def _note(linked: Linked, lanes: Lanes, kept: Kept, num_near: int, curves: list[
     if lanes.left_out:
         sentences.append(f"Not shown: {'; '.join(lanes.left_out)}")
     if num_far := num_all - num_near:
-        sentences.append(f"{plural(num_far, 'event')} not drawn because they are far away from all others in time")
+        far = plural(num_far, "event not drawn because it is", "events not drawn because they are")
+        sentences.append(f"{far} far away from all others in time")
     if thinned := [(curve.points.height, curve.num_all) for curve in curves if curve.points.height < curve.num_all]:
         num_shown, num_changes = map(sum, zip(*thinned))
         sentences.append(f"Memory shows {num_shown:,} of {num_changes:,} changes, with the extremes of every stretch")
