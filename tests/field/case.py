@@ -45,7 +45,7 @@ class Case:
     needs: tuple[str, ...] = ()
     """Packages without which the script cannot run."""
     in_make_test: bool = False
-    """Whether `make test` runs it; `make test-all` runs every one."""
+    """Whether `make test` runs it, in a process that has torch; `make test-all` runs every one as users do."""
     environment: tuple[tuple[str, str], ...] = ()
 
     @property

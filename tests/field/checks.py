@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,10 +34,9 @@ class Ended:
         return card
 
 
-def run(command: list[str], folder: Path, environment: tuple[tuple[str, str], ...] = ()) -> Ended:
-    """Run a command in a new folder, with nothing to find there, on one thread and without a GPU or a network."""
-    folder.mkdir(parents=True)
-    settings = {
+def _settings() -> dict[str, str]:
+    """Return what every run has: one thread, no GPU, no network."""
+    return {
         "PYTHONPATH": os.pathsep.join([str(SOURCE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -44,16 +44,46 @@ def run(command: list[str], folder: Path, environment: tuple[tuple[str, str], ..
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def run(command: list[str], folder: Path, environment: tuple[tuple[str, str], ...] = ()) -> Ended:
+    """Run a command as a user does, in a new folder."""
+    folder.mkdir(parents=True)
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | settings | dict(environment),
+        env=os.environ | _settings() | dict(environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     return Ended(done.returncode, done.stdout, done.stderr, folder / "recording")
+
+
+class Forks:
+    """Runs the same commands in forks of one process that has torch: a second instead of ten on a busy machine."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forks.py"))],
+            env=os.environ | _settings(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, command: list[str], folder: Path, environment: tuple[tuple[str, str], ...] = ()) -> Ended:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        folder.mkdir(parents=True)
+        request = {"words": command[1:], "folder": str(folder), "environment": dict(environment)}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        exit_code = int(self._process.stdout.readline())
+        stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
+        return Ended(exit_code, stdout, stderr, folder / "recording")
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def bare_command(case: Case, num_steps: int | None = None) -> list[str]:
@@ -74,6 +104,13 @@ def both(case: Case, folder: Path) -> tuple[Ended, Ended]:
         bare = pool.submit(run, bare_command(case), folder / "bare", case.environment)
         recorded = pool.submit(run, stepscope_command(case), folder / "recorded", case.environment)
         return bare.result(), recorded.result()
+
+
+def both_in_forks(case: Case, folder: Path, forks: Forks) -> tuple[Ended, Ended]:
+    return (
+        forks.run(bare_command(case), folder / "bare", case.environment),
+        forks.run(stepscope_command(case), folder / "recorded", case.environment),
+    )
 
 
 def differences(case: Case, bare: Ended, recorded: Ended) -> list[str]:

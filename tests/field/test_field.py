@@ -7,32 +7,48 @@ import importlib.util
 import pytest
 from case import SCRIPTS
 from cases import CASES
-from checks import both, differences, mistakes, run, stepscope_command
+from checks import Forks, both, both_in_forks, differences, mistakes, stepscope_command
 
 NUM_ENDLESS = 100_000
+FORKED = [pytest.param(case, id=case.id) for case in CASES if case.in_make_test]
 
 
-def _parameters():
-    return [pytest.param(case, id=case.id, marks=() if case.in_make_test else pytest.mark.long) for case in CASES]
+def _alone(case):
+    # How torch is found and imported is tested by every run of its own, and `make test` has one.
+    return pytest.param(case, id=case.id, marks=() if case.id == "sorted_imports" else pytest.mark.long)
 
 
-@pytest.mark.parametrize("case", _parameters())
-def test_the_script_is_not_changed_and_the_card_is_right(case, tmp_path):
-    for package in case.needs:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install --constraint constraints.txt '.[field]'")
-    bare, recorded = both(case, tmp_path)
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+def _check(case, bare, recorded):
     assert differences(case, bare, recorded) == []
     assert mistakes(case, recorded.card()) == []
     for rank in range(1, case.ranks):
         assert (recorded.recording / f"rank{rank}" / "recording.json").is_file()
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("case", FORKED)
+def test_a_script_in_a_process_that_has_torch(case, forks, tmp_path):
+    _check(case, *both_in_forks(case, tmp_path, forks))
+
+
+@pytest.mark.parametrize("case", map(_alone, CASES))
+def test_a_script_as_a_user_runs_it(case, tmp_path):
+    for package in case.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install --constraint constraints.txt '.[field]'")
+    _check(case, *both(case, tmp_path))
+
+
 @pytest.mark.parametrize("name", ["evaluation_first", "hand_data_add", "rollout_no_grad", "rollout_with_grad"])
-def test_exit_after_ends_when_training_was_measured(name, tmp_path):
+def test_exit_after_ends_when_training_was_measured(name, forks, tmp_path):
     (case,) = (case for case in CASES if case.id == name)
-    ended = run(stepscope_command(case, NUM_ENDLESS, ("--quiet", "--exit-after")), tmp_path / "run")
+    ended = forks.run(stepscope_command(case, NUM_ENDLESS, ("--quiet", "--exit-after")), tmp_path / "run")
     assert ended.exit_code == 0, ended.stderr
     num_steps = ended.card()["num_steps"]
     assert 20 <= num_steps < NUM_ENDLESS

@@ -1,0 +1,86 @@
+"""Runs commands in forks of a process that has imported torch, which takes seconds and is the same for all.
+
+    python forks.py < requests > answers
+
+A request is a line of JSON: `words` (as after `python`: a script, or `-m` and a module, and its arguments), `folder`
+(the working directory, where `stdout` and `stderr` are written) and `environment`. The answer is its exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    import torch._dynamo
+    import torch.distributions
+    import torch.func
+    import torch.profiler
+    import torch.utils.data  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if not child:
+            _run(request)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _run(request: dict[str, Any]) -> None:
+    """Do what Python does from start to exit. Does not return."""
+    signal.alarm(TIMEOUT_S)
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
+    _replace(0, os.open(os.devnull, os.O_RDONLY))
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        _replace(number, os.open(name, os.O_WRONLY | os.O_CREAT))
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+        setattr(sys, f"__{name}__", getattr(sys, name))
+    exit_code = 0
+    try:
+        _run_words(request["words"])
+    except SystemExit as error:
+        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        exit_code = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(exit_code)
+
+
+def _replace(number: int, other: int) -> None:
+    os.dup2(other, number)
+    os.close(other)
+
+
+def _run_words(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0] = os.fspath(Path.cwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[0] = os.fspath(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
