@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepscope.analysis.time.loop_time import LoopTime
 from stepscope.analysis.time.summary import Summary
 from stepscope.display import Shown
 from stepscope.document.card_figures import figures
@@ -24,6 +25,7 @@ _EXACT = "for exact step boundaries, call stepscope.step() at the end of your lo
 _STEP_SOURCES = {
     "step()": ("the script calls stepscope.step()", ""),
     "optimizer": ("each ends with optimizer.step()", _EXACT),
+    "update": ("each ends when parameters have changed after a backward", _EXACT),
     "forward": ("each ends with the root module's forward, because no optimizer stepped", _EXACT),
 }
 
@@ -85,8 +87,17 @@ def card_document(card: Card) -> Document:
         title, names = f"where a step goes ({how_split(summary)})", [row.name for row in summary.rows]
         series = (Series("step", [row.ns for row in summary.rows]),)
         parts.append(Bars(id="step_parts", title=title, labels=names, series=series, unit="time_ns"))
+    if summary.loop is not None and len(summary.loop.rows) > 1:
+        parts.append(_loop_rows(summary.loop))
     parts.append(Facts((*card.measurement, *last), "about this measurement"))
     return Document(str(shown), card.verdict, (Section("overview", "Overview", tuple(parts)),))
+
+
+def _loop_rows(loop: LoopTime) -> Bars:
+    names = [f"{row.name} ({row.num}×)" if row.num else row.name for row in loop.rows]
+    title = f"where the loop's wall-clock time goes ({plural(loop.num_steps, 'step')})"
+    series = (Series("loop", [row.ns for row in loop.rows]),)
+    return Bars(id="loop_rows", title=title, labels=names, series=series, unit="time_ns")
 
 
 def how_split(summary: Summary) -> str:
@@ -127,7 +138,9 @@ def _steps(recording: Recording, summary: Summary) -> Iterator[Fact]:
         if source == "optimizer":
             text += f" ({plural(steps.get('num_sources', 1), 'optimizer')})"
         skipped = f"; the GradScaler skipped {summary.num_skipped}" if summary.num_skipped else ""
-        yield Fact("steps", f"{summary.num_steps} recorded, {text}{skipped}", detail)
+        earlier = steps.get("num_earlier") or 0
+        before = f"; {plural(earlier, 'step')} before them trained something else" if earlier else ""
+        yield Fact("steps", f"{summary.num_steps} recorded, {text}{skipped}{before}", detail)
     if summary.warmup_ns:
         first = f"the first took {milliseconds(summary.warmup_ns[0])}"
         yield Fact("warm-up", f"{plural(len(summary.warmup_ns), 'step')} excluded from timing, {first}")

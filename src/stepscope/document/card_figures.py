@@ -17,6 +17,7 @@ from stepscope.trace.recording import Recording
 MAX_NAMES = 4
 NOISY_SPREAD = 0.20
 """If p10 to p90 spans more of the median than this, the median alone does not describe the steps."""
+MEAN_NOISE = 0.05
 _REASON_WIDTH = 110
 _LEAST_IDLE_SHARE = 0.05
 
@@ -48,7 +49,7 @@ def step_facts(summary: Summary) -> Iterator[Fact]:
     )
     clock = "CUDA events" if summary.clock == "device" else "host clock"
     how = f"median of {plural(step.num_samples, 'clean step')}, 95 % CI {low} to {high}, {clock}"
-    yield Fact("step", f"{median}, p10 {p10}, p90 {p90}", how)
+    yield Fact("typical step", f"{median}, p10 {p10}, p90 {p90}", how)
     if step.p90 - step.p10 > NOISY_SPREAD * step.median:
         spread = percent((step.p90 - step.p10) / step.median)
         yield Fact("noise", f"p10 to p90 spans {spread} of the median", "look at samples.jsonl, or add --clean steps")
@@ -61,6 +62,24 @@ def step_facts(summary: Summary) -> Iterator[Fact]:
         micro = f" in {summary.num_micro_batches} micro-batches" if summary.num_micro_batches > 1 else ""
         per_step = f"{throughput.per_step:,.0f} {throughput.unit} per step{micro}"
         yield Fact("throughput", f"{significant(throughput.per_s)} {throughput.unit}/s", per_step)
+    yield from _loop(summary)
+
+
+def _loop(summary: Summary) -> Iterator[Fact]:
+    """Yield how long a step takes on average, with what lies between steps."""
+    if (loop := summary.loop) is None:
+        return
+    steps = f"mean of {plural(loop.num_measured, 'undisturbed step')}"
+    parts = "".join(f" + {name} {_rounded(ns)}" for name, ns in loop.between_ns.items())
+    alone = _rounded(loop.step_ns - sum(loop.between_ns.values()))
+    text = f"{_rounded(loop.step_ns)} of wall-clock time" + (f" = {alone}{parts}" if parts else "")
+    yield Fact("average step", text, f"{steps}; {loop.caveat}" if loop.caveat else steps)
+    yield Fact("goodput", percent(loop.goodput), "training ÷ wall-clock time of the loop, without measuring")
+
+
+def _rounded(ns: float) -> str:
+    """Return a mean of few steps with the digits it is worth."""
+    return milliseconds(ns, MEAN_NOISE * ns)
 
 
 def _flops(recording: Recording, summary: Summary) -> Iterator[Fact]:

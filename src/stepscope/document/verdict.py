@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 WORTH_SAYING = 0.10
 """A smaller share is not worth a clause of the sentence."""
+DIFFERS = 0.05
+"""If the average step differs by more of the typical one than this, the sentence says why."""
 MUCH_SHORTER = 0.9
 """If the GPU's window is a smaller part of the steps, it leaves out idle time before its first event or after its
 last."""
@@ -35,9 +37,14 @@ def verdict(recording: Recording, summary: Summary) -> str:
     if summary.step_ns is None:
         return _without_samples(recording, summary)
     noise = summary.step_ns.ci_high - summary.step_ns.ci_low
-    sentence = f"A step takes {milliseconds(summary.step_ns.median, noise)}"
+    typical = milliseconds(summary.step_ns.median, noise)
+    what_else = what_adds(summary)
+    step = _rounded(summary.loop.step_ns) if summary.loop is not None and what_else else typical
+    sentence = f"A step takes {step}"
     if summary.throughput is not None:
         sentence += f" ({significant(summary.throughput.per_s)} {summary.throughput.unit}/s)"
+    if what_else:
+        sentence += f" of wall-clock time, a typical step {typical}: {what_else}. Of the typical step"
     clauses = []
     shares = {row.name: row.share for row in summary.rows}
     if IDLE in shares:
@@ -60,6 +67,25 @@ def verdict(recording: Recording, summary: Summary) -> str:
     return sentence + (": " + "; ".join(clauses) if clauses else "") + "."
 
 
+def what_adds(summary: Summary) -> str:
+    """Return what makes a step take longer on average than a typical step; empty if they differ by less than 5 %."""
+    loop, typical = summary.loop, summary.step_ns
+    if loop is None or typical is None or abs(loop.step_ns - typical.median) <= DIFFERS * typical.median:
+        return ""
+    added = sorted(loop.between_ns.items(), key=lambda item: -item[1])
+    texts = [f"{name} adds {_rounded(ns)}" for name, ns in added if ns > DIFFERS * typical.median]
+    rest = loop.step_ns - sum(loop.between_ns.values()) - typical.median
+    if abs(rest) > DIFFERS * typical.median:
+        texts.append(f"slower steps add {_rounded(rest)}" if rest > 0 else f"faster steps save {_rounded(-rest)}")
+    if not texts:
+        return "what lies between steps adds up"
+    return f"{', '.join(texts)} to each step on average"
+
+
+def _rounded(ns: float) -> str:
+    return milliseconds(ns, DIFFERS * ns)
+
+
 def _without_samples(recording: Recording, summary: Summary) -> str:
     if summary.num_steps:
         windows, seen = recording.facts.get("windows") or {}, plural(summary.num_steps, "step")
@@ -77,7 +103,7 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
             "training runs: use torchrun -m stepscope run, or stepscope.record() in the worker."
         )
     return (
-        "No step was found in the main thread: no torch optimizer stepped and no module was called. "
+        "No step was found: no optimizer stepped, no parameter changed after a backward, and no module was called. "
         "Call stepscope.step() at the end of your loop."
     )
 

@@ -7,7 +7,7 @@ a CUDA event on the current stream. Events are read many steps later: nothing he
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,76 @@ BEFORE_FORWARD = "before_forward"
 BEFORE_BACKWARD = "before_backward"
 PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER)
 
+# What a loop does between its training steps.
+LOADER_START = "loader_start"  # making a DataLoader's iterator and waiting for its first batch
+EVALUATION = "evaluation"
+ROLLOUT = "rollout"
+CHECKPOINT = "checkpoint"
+LOGGING = "logging"
+GARBAGE = "garbage_collection"
+BETWEEN_STEPS = (LOADER_START, EVALUATION, ROLLOUT, CHECKPOINT, LOGGING, GARBAGE)
+# A forward in evaluation mode with gradients on: training if a backward follows, else an evaluation.
+FORWARD_IN_EVAL_MODE = "forward_in_eval_mode"
+# A forward without gradients of a model that is not trained: a teacher's, unless a batch is fetched after it.
+FORWARD_OF_ANOTHER = "forward_of_another_model"
+UNATTRIBUTED = "unattributed"  # outside the windows only BETWEEN_STEPS and data are told apart
+
+_FETCHES = (DATA, LOADER_START)
+_UNTRAINED = (EVALUATION, ROLLOUT)
+_SHOWS_NOTHING = (None, *_FETCHES, LOGGING, GARBAGE)
+
 
 def name_between(following: str | None) -> str:
     """Return the name of the time between two phases, given the phase that follows."""
     return {FORWARD: BEFORE_FORWARD, BACKWARD: BEFORE_BACKWARD}.get(following or "", OTHER)
+
+
+def name_stretches(labels: Sequence[str | None], rest: str = OTHER) -> list[str]:
+    """Return the name of each consecutive stretch of a step; None stands for the time between two phases.
+
+    What surrounds a stretch decides: data that an evaluation fetches belongs to the evaluation, and so does the time
+    between two of its forwards. `rest` names the time that nothing explains.
+
+    >>> name_stretches(["data", None, "evaluation", None, "evaluation", None, "data", None, "forward", "backward"])
+    ... # doctest: +NORMALIZE_WHITESPACE
+    ['evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'data', 'before_forward',
+     'forward', 'backward']
+    """
+    known = list(labels)
+    followed_by: list[str | None] = [None] * len(known)  # the next stretch that shows what the loop was doing
+    following = following_pass = None
+    is_fetched_after = False
+    for i in range(len(known) - 1, -1, -1):
+        followed_by[i] = following
+        is_fetched_after |= known[i] in _FETCHES
+        if known[i] == FORWARD_IN_EVAL_MODE:
+            known[i] = FORWARD if following_pass == BACKWARD else EVALUATION
+        elif known[i] == FORWARD_OF_ANOTHER:
+            known[i] = EVALUATION if is_fetched_after or following_pass == EVALUATION else FORWARD
+        if known[i] not in _SHOWS_NOTHING:
+            following = known[i]
+            if following != CHECKPOINT:
+                following_pass, is_fetched_after = following, False
+    names: list[str] = []
+    previous: str | None = None
+    for i, label in enumerate(known):
+        following, adjacent = followed_by[i], known[i + 1] if i + 1 < len(known) else None
+        is_fetch = label in _FETCHES
+        if label is not None and not is_fetch:
+            name = label
+            previous = label if label not in _SHOWS_NOTHING else previous
+        elif following in _UNTRAINED and (is_fetch or previous in _UNTRAINED or adjacent not in _FETCHES):
+            name = following or rest
+        elif label is not None:
+            name = label
+        elif previous in _UNTRAINED and adjacent in _FETCHES:
+            name = previous or rest
+        elif previous == following == CHECKPOINT:
+            name = CHECKPOINT
+        else:
+            name = name_between(adjacent) if rest == OTHER else rest
+        names.append(name)
+    return names
 
 
 @dataclass
@@ -39,15 +105,17 @@ class TimedStep:
     start_ns: int
     wall_ns: int
     host_ns: dict[str, int]
+    num_times: dict[str, int] = field(default_factory=dict)
+    """How many separate times the loop did each of BETWEEN_STEPS."""
     first_event: Any = None
     events: list[tuple[str, Any]] = field(default_factory=list)
     loss: Any = None
 
     def joined(self, following: TimedStep) -> TimedStep:
         """Return this step and the next one as a single step, with host times only."""
-        names = {**self.host_ns, **following.host_ns}
-        host_ns = {name: self.host_ns.get(name, 0) + following.host_ns.get(name, 0) for name in names}
-        return TimedStep(self.index, self.start_ns, self.wall_ns + following.wall_ns, host_ns)
+        parts = (self.host_ns, following.host_ns), (self.num_times, following.num_times)
+        host_ns, num_times = ({name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}} for a, b in parts)
+        return TimedStep(self.index, self.start_ns, self.wall_ns + following.wall_ns, host_ns, num_times)
 
 
 class Clock:
@@ -61,50 +129,62 @@ class Clock:
         self.label: str | None = None  # None between two phases
         self._cut_ns = now()
         self._start_ns = self._cut_ns
-        self._host_ns: dict[str, int] = {}
+        self._stretches: list[tuple[str | None, int, Any]] = []
         self._device: int | None = None
-        self._events: list[tuple[str, Any]] = []
         self._first_event: Any = None
         self._pool: list[Any] = []
+        self._is_cutting = False
         self.on_range: Callable[[str | None], None] | None = None
 
-    def use_device(self, device_index: int) -> None:
-        """Record CUDA events on this device, starting with the next step."""
+    def use_device(self, device_index: int | None) -> None:
+        """Record CUDA events on this device, or none, starting with the next step."""
         self._device = device_index
 
     def switch(self, label: str | None) -> None:
         """End the current phase and begin `label`."""
         current = self.label
-        if label == current:
+        # A garbage collection can begin at any line, also at one of ours.
+        if label == current or self._is_cutting:
             return
-        self._cut(current or name_between(label))
+        self._cut(current)
         self.label = label
         if self.on_range is not None:
             self.on_range(label)
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._host_ns = {}
-        self._events = []
+        self._stretches = []
         self._first_event = None if self._device is None else self._record()
         self._cut_ns = self._start_ns = self._now()
 
-    def end_step(self, index: int) -> TimedStep:
-        """End the current phase and return the step."""
-        if not self._cut(self.label or OTHER):
-            self._first_event = None  # a step that ends inside a graph capture has no device time
+    def end_step(self, index: int, rest: str = OTHER) -> TimedStep:
+        """End the current phase and return the step. `rest` names time between phases that nothing explains."""
+        self._cut(self.label)
+        stretches = self._stretches
+        first_event = self._first_event
+        if first_event is not None and stretches[-1][2] is None:
+            first_event = None  # a step that ends inside a graph capture has no device time
+        names = name_stretches([label for label, _, _ in stretches], rest)
+        host_ns: dict[str, int] = {}
+        num_times: dict[str, int] = {}
+        before = None
+        for name, (_, ns, _) in zip(names, stretches):
+            host_ns[name] = host_ns.get(name, 0) + ns
+            if name != before and name in BETWEEN_STEPS:
+                num_times[name] = num_times.get(name, 0) + 1
+            before = name
+        events = [(name, event) for name, (_, _, event) in zip(names, stretches) if event is not None]
         wall_ns = self._cut_ns - self._start_ns
-        return TimedStep(index, self._start_ns, wall_ns, self._host_ns, self._first_event, self._events)
+        return TimedStep(index, self._start_ns, wall_ns, host_ns, num_times, first_event, events)
 
-    def _cut(self, name: str) -> bool:
-        """Add the time since the last cut to `name`, and return whether the device's clock was cut too."""
+    def _cut(self, label: str | None) -> None:
+        """End the current stretch here."""
+        self._is_cutting = True
         now = self._now()
-        self._host_ns[name] = self._host_ns.get(name, 0) + now - self._cut_ns
-        self._cut_ns = now
         event = None if self._first_event is None else self._record()
-        if event is not None:
-            self._events.append((name, event))
-        return event is not None
+        self._stretches.append((label, now - self._cut_ns, event))
+        self._cut_ns = now
+        self._is_cutting = False
 
     def _record(self) -> Any:
         if torch.cuda.is_current_stream_capturing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,54 +13,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.recorder.clock import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, Clock
+from stepscope.recorder.between import Between
+from stepscope.recorder.clock import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    FORWARD_IN_EVAL_MODE,
+    LOADER_START,
+    OPTIMIZER,
+    PHASES,
+    Clock,
+)
 from stepscope.recorder.ledger.ledger import Ledger
-from stepscope.recorder.model import batch_size
 from stepscope.recorder.roots import Roots
-from stepscope.recorder.steps import EXPLICIT, Boundary, StepFinder
+from stepscope.recorder.step_facts import StepFacts
+from stepscope.recorder.steps import EXPLICIT, UPDATE, Boundary, StepFinder
 from stepscope.recorder.steps import FORWARD as BY_FORWARD
 from stepscope.recorder.steps import OPTIMIZER as BY_OPTIMIZER
+from stepscope.recorder.updates import UpdateWatch
 
 OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
-
-
-class StepFacts:
-    """What is known about the open step besides its times."""
-
-    def __init__(self) -> None:
-        self.batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
-        self.given_tokens: int | None = None
-        self.loss: Any = None
-        self.num_skipped = 0
-        self.counted: set[int] = set()  # roots whose batch has been counted since the last backward
-
-    @property
-    def batch(self) -> tuple[int, int, int]:
-        """Tokens, samples and micro-batches of the root with the most: a teacher repeats the student's tokens."""
-        return max(self.batches.values(), default=(0, 0, 0))
 
 
 class Loop:
     """Receives the hooks' events, switches the clock between phases, and calls `ended(boundary)` after each step.
 
-    While `is_free` is set, only the ends of steps are processed.
+    While `is_free` is set, only data, ends of steps, and what lies between them is told apart.
     """
 
     def __init__(self, clock: Clock, ended: Callable[[Boundary], None]) -> None:
         self._clock = clock
         self._ended = ended
         self.roots = Roots(self.forward_begins, self.forward_ended)
-        self._thread = threading.get_ident()
-        self._listens_on: int | None = None  # the thread that runs the loop; None while not listening
+        self._is_listening = False
+        self._thread: int | None = None  # the thread that trains, or the first that calls a model
+        self.other_thread_trains = False
         self.finder = StepFinder()
         self.facts = StepFacts()
-        self.optimizers: dict[int, Any] = {}
+        self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.observer: Ledger | None = None
         self.is_free = False
         self.is_open = False
-        self.is_plain = True
-        """True while no optimizer step was nested in another or called by a loss scaler."""
-
+        self.between = Between(self.optimizers)
+        self._updates = UpdateWatch()
         self._optimizer_stack: list[int] = []
         self._manual_depth = 0
         self._root_depth = 0
@@ -70,17 +66,31 @@ class Loop:
         self._backward_seen = False
         self._awaits_backward = False
         self._gradients_unused = False
+        self._asides: list[str | None] = []  # the label around what is going on beside training
+        self._called_in_eval_mode = False
+        self._trains_in_eval_mode = False
 
     def listen(self) -> None:
-        self._listens_on = self._thread
+        self._is_listening = True
 
     def stop_listening(self) -> None:
         """Ignore all hooks from now on. The open step is not counted."""
-        self._listens_on = None
+        self._is_listening = False
         self.is_open = False
 
-    def listens(self) -> bool:
-        return threading.get_ident() == self._listens_on
+    def listens(self, trains: bool = False) -> bool:
+        """Return whether to take an event of this thread. The first thread that `trains` is the loop's."""
+        if not self._is_listening:
+            return False
+        thread = threading.get_ident()
+        if thread == self._thread:
+            return True
+        if self._thread is None or (trains and not self.finder.trains):
+            self._thread = thread
+            self._root_depth = self._data_depth = self._backward_depth = 0
+            return True
+        self.other_thread_trains |= trains
+        return False
 
     def _open(self) -> None:
         if not self.is_open:
@@ -93,6 +103,8 @@ class Loop:
 
     def _outer_label(self) -> str | None:
         """Return the phase that encloses the one that has just ended."""
+        if self.is_free:
+            return None
         if self._backward_depth:
             return BACKWARD  # a reentrant checkpoint
         if self._root_depth:
@@ -106,14 +118,35 @@ class Loop:
         else:
             self._ended(boundary)
 
+    def look_for_update(self) -> None:
+        """End the step here if the parameters have changed since the last backward."""
+        if self._updates.is_pending and not self._backward_depth and self._updates.changed():
+            self._ended(self.finder.saw(UPDATE, UPDATE))
+
+    # --- what lies between training steps ---------------------------------------------------------
+
+    def aside_begins(self, label: str) -> bool:
+        """Label the time from here: a checkpoint, a line for a log. Return whether `aside_ended` is to be called."""
+        outer = self._clock.label
+        if not self.listens() or not self.is_open or self._manual_depth or self._asides or outer == label:
+            return False
+        self.between.note_place(label)
+        self._asides.append(outer)
+        self._clock.switch(label)
+        return True
+
+    def aside_ended(self) -> None:
+        self._clock.switch(self._asides.pop())
+
     # --- data -----------------------------------------------------------------------------------
 
-    def data_begins(self) -> None:
+    def data_begins(self, starts: bool = False) -> None:
+        self.look_for_update()
         self._open()
         self._data_depth += 1
         if self._data_depth == 1:
             self._label_around_data = self._clock.label
-            self._switch(DATA)
+            self._switch(LOADER_START if starts else DATA)
 
     def data_ended(self) -> None:
         self._data_depth -= 1
@@ -123,36 +156,45 @@ class Loop:
     # --- forward --------------------------------------------------------------------------------
 
     def forward_begins(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.listens() or self._clock.label == BACKWARD:
+        if not self.listens() or self._clock.label == BACKWARD or self._backward_depth:
             return  # another thread, or a checkpointed forward that backward runs again
         self._root_depth += 1
-        if self._root_depth > 1 or self.is_free:
+        if self._root_depth > 1:
             return
+        self.look_for_update()
         self._open()
-        self._gradients_unused |= self._awaits_backward
-        self._switch(FORWARD)
+        has_gradients = torch.is_grad_enabled()
+        self._switch(self._label_of_forward(root, has_gradients))
         # In training, a forward without gradients is an evaluation or a teacher and not part of the batch. Calls
-        # that share a backward (an unrolled cell, two views of an image) are one micro-batch.
-        is_training = torch.is_grad_enabled() or self.finder.source != BY_OPTIMIZER
-        if is_training and id(root) not in self.facts.counted:
-            self.facts.counted.add(id(root))
-            size = batch_size(args, kwargs)
-            tokens, samples, calls = self.facts.batches.get(id(root), (0, 0, 0))
-            tokens, samples = tokens + (size.num_tokens or 0), samples + (size.num_samples or 0)
-            self.facts.batches[id(root)] = (tokens, samples, calls + 1)
+        # that share a backward (an unrolled cell, two views of an image) are one micro-batch, and calls with the
+        # same input (a closure that an optimizer calls again) have one batch.
+        if has_gradients or not self.finder.trains:
+            self._gradients_unused |= self._awaits_backward
+            self.facts.count_batch(root, args, kwargs)
         if self.observer is not None:
             self.observer.note_inputs(args, kwargs)
 
+    def _label_of_forward(self, root: nn.Module, has_gradients: bool) -> str | None:
+        if self.finder.trains and not has_gradients:
+            return self.between.label_without_gradients(root)
+        is_training = root.training or not self.finder.trains or self._trains_in_eval_mode
+        self._called_in_eval_mode = not is_training
+        if is_training:
+            return None if self.is_free else FORWARD
+        return FORWARD_IN_EVAL_MODE
+
     def forward_ended(self, root: nn.Module) -> None:
-        if not self.listens() or self._root_depth == 0:
+        if not self.listens() or self._root_depth == 0 or self._backward_depth:
             return
         self._root_depth -= 1
         if self._root_depth:
             return
         # A forward that is followed by a backward lasts until the backward begins: it includes the loss.
-        loss_follows = self._backward_seen and torch.is_grad_enabled()
-        if not loss_follows and not self.is_free:
+        loss_follows = self._backward_seen and self._clock.label == FORWARD and torch.is_grad_enabled()
+        if not loss_follows:
             self._switch(self._outer_label())
+        if self.finder.trains:
+            return
         # With gradients on, a forward ends a step only if an earlier forward was not followed by a backward.
         self._awaits_backward = torch.is_grad_enabled() and not self._gradients_unused
         if not self._awaits_backward:
@@ -160,15 +202,25 @@ class Loop:
 
     # --- backward -------------------------------------------------------------------------------
 
-    def backward_begins(self, tensors: Any, create_graph: bool = False) -> None:
+    def backward_begins(self, tensors: Any, inputs: Any = None, create_graph: bool = False) -> None:
+        if not self._backward_depth:
+            self.look_for_update()
         self._open()
-        self._switch(BACKWARD)
+        if not self.is_free:
+            self._switch(BACKWARD)
         self._backward_depth += 1
         if self._backward_depth > 1:
             return
+        self.finder.trains = True
+        self.between.training_goes_on()
         self.facts.counted.clear()
         self._backward_seen = True
         self._awaits_backward = False
+        self._trains_in_eval_mode |= self._called_in_eval_mode
+        if self.watches_updates:
+            self._updates.backward_begins(tensors, inputs)
+        if self.is_free:
+            return
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
             self.facts.loss = _kept(tensors)
         if self.observer is not None:
@@ -177,15 +229,22 @@ class Loop:
     def backward_ended(self) -> None:
         self._backward_depth -= 1
         self._switch(self._outer_label())
-        if not self._backward_depth and self._deferred is not Boundary.NONE:
+        if self._backward_depth:
+            return
+        if self.watches_updates:
+            self._updates.backward_ended()
+        if self._deferred is not Boundary.NONE:
             boundary, self._deferred = self._deferred, Boundary.NONE
             self._ended(boundary)
+
+    @property
+    def watches_updates(self) -> bool:
+        """Whether parameters that change after a backward end a step: no optimizer and no step() was seen."""
+        return self.finder.source not in (BY_OPTIMIZER, EXPLICIT)
 
     # --- optimizer ------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        if self._optimizer_stack and self._optimizer_stack[-1] >= 0:
-            self.is_plain = False
         if id(optimizer) in self._optimizer_stack:
             # Either a subclass's step calls its parent's, or an exception that the script caught ended an earlier
             # step without notice. The stack frames show which.
@@ -203,6 +262,7 @@ class Loop:
         if self.is_free:
             return
         self._open()
+        self._updates.is_pending = False
         self.optimizers[id(optimizer)] = optimizer
         if len(self._optimizer_stack) == 1:
             self._switch(OPTIMIZER)
@@ -216,8 +276,9 @@ class Loop:
             self._optimizer_stack.pop()
         if self._optimizer_stack:
             return  # an optimizer inside an optimizer: the outer one ends the step
+        self._open()
+        self.between.training_goes_on()
         if not self.is_free:
-            self._open()
             self._switch(self._outer_label())
         self._end(self.finder.saw(BY_OPTIMIZER, _owner(optimizer)))
 
@@ -234,13 +295,13 @@ class Loop:
         if not self.listens():
             yield
             return
-        self._listens_on = None
+        self._is_listening = False
         self.roots.detach()
         try:
             yield
         finally:
             self.roots.attach()
-            self._listens_on = self._thread
+            self._is_listening = True
 
     def explicit_step(self, tokens: int | None = None, loss: Any = None) -> None:
         """End the step here, for `stepscope.step()`."""

@@ -13,14 +13,27 @@ from typing import Any
 from torch import nn
 
 from stepscope.recorder import current, files, hooks, windows
-from stepscope.recorder.clock import Clock, TimedStep, read_device_ns
-from stepscope.recorder.loop import Loop, StepFacts
+from stepscope.recorder.clock import (
+    BETWEEN_STEPS,
+    EVALUATION,
+    OTHER,
+    UNATTRIBUTED,
+    Clock,
+    TimedStep,
+    read_device_ns,
+)
+from stepscope.recorder.loop import Loop
 from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.probes import Probes
-from stepscope.recorder.steps import EXPLICIT, FORWARD, OPTIMIZER, Boundary
+from stepscope.recorder.step_facts import StepFacts
+from stepscope.recorder.steps import EXPLICIT, FORWARD, Boundary
 from stepscope.recorder.windows import Windows
 
 PROGRESS_INTERVAL_NS = 10_000_000_000
+FLUSH_NS = 250_000_000
+# How long a run with --exit-after goes on after its windows: the windows hold up prefetching and periodic work.
+LEAST_FREE_STEPS, LEAST_FREE_NS = 20, 1_000_000_000
+MOST_FREE_STEPS, MOST_FREE_NS = 300, 15_000_000_000
 
 
 def _leave_in_child() -> None:
@@ -53,6 +66,7 @@ class Session:
         optimizer: Any = None,
         tokens_per_step: int | None = None,
         exit_after: bool = False,
+        inference: bool = False,
         memory_in_full: bool = False,
         is_script: bool = False,
         on_roots: Callable[[list[nn.Module]], None] | None = None,
@@ -66,12 +80,12 @@ class Session:
         self._model = model
         self._tokens_per_step = tokens_per_step
         self._exit_after = exit_after
+        self._inference = inference
         self._on_roots = on_roots
         self._progress_line = progress or (lambda _line: None)
 
         self._pid = os.getpid()
         self._handles: list[Handle] = []
-        self._phase_handles: list[Handle] = []
         self._trace_handles: list[Handle] = []
         self._clock = Clock()
         self._probes = Probes(folder, self._clock, facts, memory_in_full)
@@ -85,7 +99,11 @@ class Session:
         self._step = 0
         self._window = self._windows.at(0)
         self._free_ns = 0
-        self._free_source: str | None = None
+        self._forwards_ns: list[int] = []  # forwards that ended a step: the steps of inference, or an evaluation
+        self._source: str | None = None  # what ended the first step
+        self._lines: list[str] = []
+        self._flushed_ns = 0
+        self._is_closed = False
         self._last: tuple[TimedStep, StepFacts] | None = None
         self._num_compiles = 0
         self._last_progress_ns = time.perf_counter_ns()
@@ -111,18 +129,8 @@ class Session:
             return
         self._loop.listen()
         current.session = self
-        self._handles = self._install_boundaries()
-        if not self._loop.is_free:
-            self._phase_handles = hooks.install_phases(self._loop, self._probes)
+        self._handles = hooks.install(self._loop, self._probes)
         self._roots.attach()
-
-    def _install_boundaries(self) -> list[Handle]:
-        loop, finder = self._loop, self._loop.finder
-        if loop.is_free and finder.source == EXPLICIT:
-            return []
-        if loop.is_free and finder.source == OPTIMIZER and finder.num_sources == 1 and loop.is_plain:
-            return [hooks.install_free_step(loop, self._free_step)]
-        return hooks.install_boundaries(loop)
 
     def suspend(self) -> None:
         """Remove every hook. The open step is not counted."""
@@ -130,14 +138,15 @@ class Session:
         current.session = None
         self._roots.detach()
         remove_all(self._trace_handles)
-        remove_all(self._phase_handles)
         remove_all(self._handles)
 
     def close(self, status: str, error: BaseException | None = None, **facts: Any) -> None:
         """Remove every hook and write the recording. `error` is the exception that ended the script."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._is_closed:
             return
+        self._is_closed = True
         probes = self._probes
+        probes.guard("ending the last step", self._end_loop)
         probes.guard("writing the out-of-memory snapshot", lambda: probes.memory.script_failed(error))
         probes.guard("ending the window", probes.stop_windows)
         self.suspend()
@@ -148,26 +157,39 @@ class Session:
             lambda: probes.read_facts(self._roots.modules, self._loop.optimizers.values()),
         )
         self._roots.forget()
+        self._flush_lines()
         self._samples.close()
         probes.facts.update(facts)
         probes.guard("writing the recording", lambda: self._write_recording(status))
 
+    def _end_loop(self) -> None:
+        """Count an update by hand that no later event has shown, and write what the loop did after its last step."""
+        self._loop.look_for_update()
+        if not self._loop.is_open or not self._step:
+            return
+        tail = self._clock.end_step(self._step, UNATTRIBUTED)
+        if tail.num_times:
+            # What comes after the last evaluation or checkpoint is the rest of the script, not of the loop.
+            tail.host_ns = {name: ns for name, ns in tail.host_ns.items() if name in BETWEEN_STEPS}
+            tail.wall_ns = sum(tail.host_ns.values())
+            self._write_aside("tail", tail)
+
+    def _write_aside(self, which: str, step: TimedStep) -> None:
+        """Write what the loop did before its first step or after its last one."""
+        times = {"start_ns": step.start_ns, "wall_ns": step.wall_ns, "host_ns": step.host_ns}
+        self._append(json.dumps({which: {**times, "num_times": step.num_times}}))
+
     def _step_ended(self, boundary: Boundary) -> None:
         if boundary is Boundary.NONE:
             return
-        if self._loop.is_free:
-            if boundary is Boundary.RESTART and self._loop.finder.source != self._free_source:
-                self._leave_free_running()
-            else:
-                self._free_step()
-            return
-        step = self._clock.end_step(self._step)
+        step = self._clock.end_step(self._step, UNATTRIBUTED if self._window == windows.FREE else OTHER)
         if boundary is Boundary.RESTART:
             step = self._restart(step)
         finished = self._window
         self._write_step(step)
         self._last = (step, self._loop.facts) if self._step == 0 else None  # keeping more would keep losses alive
-        self._probes.memory.step_ended()
+        if finished != windows.FREE:
+            self._probes.memory.step_ended()
         self._step += 1
         self._window = self._windows.at(self._step)
         if self._window != finished or self._step <= 2:
@@ -178,18 +200,30 @@ class Session:
         self._progress(step.wall_ns, entered=self._window != finished)
         self._loop.facts = StepFacts()
         self._num_compiles = self._probes.compiler.num_compiles
-        if self._window == windows.FREE:
-            self._free_ns = time.perf_counter_ns()
-            if self._exit_after:
-                raise WindowsDone
-        else:
-            self._clock.begin_step()  # the recorder's own work since the step ended belongs to no step
+        if self._exit_after and self._window == windows.FREE and self._has_settled(step):
+            raise WindowsDone
+        self._clock.begin_step()  # the recorder's own work since the step ended belongs to no step
+
+    def _has_settled(self, step: TimedStep) -> bool:
+        """Return whether enough steps ran freely to tell the throughput, for --exit-after."""
+        if self._loop.finder.source == FORWARD and not self._infers():
+            return False  # this may be an evaluation before the training
+        num_free = self._step - self._windows.num_steps
+        free_ns = step.start_ns + step.wall_ns - self._free_ns
+        return num_free >= MOST_FREE_STEPS or free_ns >= MOST_FREE_NS or (
+            num_free >= LEAST_FREE_STEPS and free_ns >= LEAST_FREE_NS
+        )  # fmt: skip
+
+    def _infers(self) -> bool:
+        return self._inference or not any(p.requires_grad for root in self._roots.modules for p in root.parameters())
 
     def _restart(self, step: TimedStep) -> TimedStep:
         """Discard all steps so far and return the step that ends now as the first one."""
         self._probes.guard("restarting", self._probes.stop_windows)
         remove_all(self._trace_handles)
         self._loop.observer = None
+        self._loop.is_free = False
+        self._clock.use_device(self._probes.device)
         self._pending.clear()
         if self._step == 1 and self._loop.finder.source == EXPLICIT and self._last is not None:
             # The optimizer ended the first step before stepscope.step() was called: both halves are one step.
@@ -199,50 +233,38 @@ class Session:
                 facts.loss = self._loop.facts.loss
             self._loop.facts = facts
             step = before.joined(step)
-        self._forget_steps()
-        step.index = 0
-        return step
-
-    def _leave_free_running(self) -> None:
-        """Start over: training began after a long evaluation whose steps had been counted."""
-        self.suspend()
-        self._loop.is_free = False
-        self._forget_steps()
-        self.resume()
-
-    def _forget_steps(self) -> None:
-        self._samples.append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
+        self._append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
+        if self._source == FORWARD:
+            # Forwards before the first backward are no steps but an evaluation, which the loop began with.
+            wall_ns = sum(self._forwards_ns)
+            lead = TimedStep(0, step.start_ns - wall_ns, wall_ns, {EVALUATION: wall_ns}, {EVALUATION: 1})
+            self._write_aside("lead", lead)
         self._probes.forget_windows()
         self._step = 0
         self._window = self._windows.at(0)
-
-    def _free_step(self) -> None:
-        """Record a step outside every window: one clock reading and one line."""
-        now = time.perf_counter_ns()
-        if self._loop.is_open:
-            wall_ns = now - self._free_ns
-            self._samples.append(
-                f'{{"step": {self._step}, "window": "free", "start_ns": {self._free_ns}, "wall_ns": {wall_ns}}}'
-            )
-            self._step += 1
-            if now - self._last_progress_ns > PROGRESS_INTERVAL_NS:
-                self._progress(wall_ns, entered=False)
-        self._loop.is_open = True
-        self._free_ns = now
+        step.index = 0
+        return step
 
     def _write_step(self, step: TimedStep) -> None:
         facts = self._loop.facts
         num_tokens, num_samples, num_micro_batches = facts.batch
         num_tokens = facts.given_tokens or self._tokens_per_step or num_tokens
         host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
+        times = f'"num_times": {json.dumps(step.num_times)}, ' if step.num_times else ""
         line = (  # formatted by hand: this runs between two timed steps, and json.dumps takes four times as long
             f'{{"step": {step.index}, "window": "{self._window}", "start_ns": {step.start_ns}, '
-            f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, '
+            f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, {times}'
             f'"num_tokens": {num_tokens or "null"}, "num_samples": {num_samples or "null"}, '
             f'"num_micro_batches": {num_micro_batches}, "num_skipped": {facts.num_skipped}, '
             f'"num_compiles": {self._probes.compiler.num_compiles - self._num_compiles}}}'
         )
-        self._samples.append(line)
+        if not step.index:
+            self._source = self._loop.finder.source
+        if self._source == FORWARD:
+            # Probed forwards take longer: the ones before them stand for them.
+            is_timed = self._window in (windows.WARMUP, windows.CLEAN, windows.FREE)
+            self._forwards_ns.append(step.wall_ns if is_timed else self._forwards_ns[-1])
+        self._append(line)
         step.loss = facts.loss
         if step.first_event is not None or step.loss is not None:
             self._pending.append(step)
@@ -258,8 +280,22 @@ class Session:
                 self._clock.recycle(step)
             if step.loss is not None:
                 self._probes.guard("reading a loss", partial(_read_loss, step, line))
-            self._samples.append(json.dumps(line))
+            self._append(json.dumps(line))
         self._pending.clear()
+        self._flush_lines()
+
+    def _append(self, line: str) -> None:
+        """Write a line of samples.jsonl, in free running together with those of the last quarter of a second."""
+        self._lines.append(line)
+        now = time.perf_counter_ns()
+        if self._window != windows.FREE or now - self._flushed_ns > FLUSH_NS:
+            self._flushed_ns = now
+            self._flush_lines()
+
+    def _flush_lines(self) -> None:
+        if self._lines:
+            self._samples.append("\n".join(self._lines), len(self._lines))
+            self._lines.clear()
 
     def _enter(self, finished: str) -> None:
         """Switch from the `finished` window to the current one. No step is timed while this runs."""
@@ -300,15 +336,10 @@ class Session:
         self._write_recording(files.STATUS_INTERRUPTED)
 
     def _start_free_running(self) -> None:
-        """Keep only the hooks that detect the end of a step."""
+        """Keep to the host's clock and to what is cheap."""
         self._loop.is_free = True
-        self._free_source = self._loop.finder.source
-        self._loop.optimizers.clear()
-        remove_all(self._phase_handles)
-        if self._free_source != FORWARD:
-            self._roots.forget()
-        remove_all(self._handles)
-        self._handles = self._install_boundaries()
+        self._clock.use_device(None)
+        self._free_ns = time.perf_counter_ns()
 
     def _progress(self, wall_ns: int, entered: bool) -> None:
         is_new = entered and self._window not in (windows.WARMUP, windows.TRACE)
@@ -339,8 +370,10 @@ class Session:
                 "source": finder.source,
                 "num_sources": finder.num_sources,
                 "num_steps": self._step,
+                "num_earlier": finder.num_earlier,
                 "num_lines_dropped": self._samples.num_dropped,
             },
+            "between": {kind: dict(places) for kind, places in self._loop.between.places.items()},
             "windows": self._windows.counts(),
             "environment": probes.environment_facts(),
         }

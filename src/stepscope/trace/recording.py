@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -39,8 +39,11 @@ class RecordingFacts(TypedDict, total=False):
     """Versions, device name, threads, float32 matmul setting, environment variables that affect speed."""
     precision: dict[str, Any]  # torch's precision settings at the end of the clean window (docs/precision.md)
     steps: dict[str, Any]
-    """`source` of the step boundaries (`step()`, `optimizer`, `forward`), `num_sources`, `num_steps`, and
-    `num_lines_dropped` beyond the limit or on a full disk."""
+    """`source` of the step boundaries (`step()`, `optimizer`, `update`, `forward`), `num_sources`, `num_steps`,
+    `num_earlier` steps of models that were trained before, and `num_lines_dropped` beyond the limit or on a full
+    disk."""
+    between: dict[str, dict[str, int]]
+    """What the loop does between steps (`evaluation`, `checkpoint`, …): lines of the script, and how often each."""
     windows: dict[str, int]  # requested steps of each window
     roots: list[str]  # classes of the modules that the script calls itself
     parameters: dict[str, Any]  # `num_total`, `num_trainable`, `bytes_by_dtype`; shared parameters count once
@@ -77,7 +80,9 @@ class StepSample:
     window: str  # `warmup`, `clean`, `trace_warmup`, `trace`, `memory` or `free`
     start_ns: int  # on the process's monotonic clock, like the counters
     wall_ns: int
-    host_ns: Mapping[str, int]  # by phase; adds up to `wall_ns`. Free-running steps have only `unattributed`.
+    host_ns: Mapping[str, int]
+    """By phase and by what lies between steps; adds up to `wall_ns`. The passes of free-running steps are
+    `unattributed`."""
     device_ns: Mapping[str, int] | None
     """By phase, between CUDA events on the stream; adds up to the step on the device. None without a GPU."""
     num_tokens: int | None
@@ -86,6 +91,21 @@ class StepSample:
     num_skipped: int  # optimizer steps that a GradScaler skipped
     num_compiles: int
     loss: float | None  # as passed to `backward`, including a scaler's factor
+    num_times: Mapping[str, int] = field(default_factory=dict)  # how often each thing between steps was done
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.wall_ns
+
+
+@dataclass(frozen=True)
+class Aside:
+    """What a loop did before its first step, or after its last one."""
+
+    start_ns: int
+    wall_ns: int
+    host_ns: Mapping[str, int]
+    num_times: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -114,6 +134,8 @@ class Recording:
     counters: tuple[CounterSample, ...]
     compiler: Mapping[str, Any] | None
     warnings: tuple[str, ...]
+    lead: Aside | None = None
+    tail: Aside | None = None
 
     def window(self, name: str) -> tuple[StepSample, ...]:
         """Return the samples of one window, in order."""
@@ -138,15 +160,28 @@ def read_recording(folder: Path) -> Recording:
             f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
         )
     warnings: list[str] = []
+    lines = _lines(folder / SAMPLES_FILE, warnings)
     return Recording(
         folder=folder,
         status=status,
         facts=facts,
-        samples=_samples(_lines(folder / SAMPLES_FILE, warnings), warnings),
+        samples=_samples(lines, warnings),
         counters=_counters(_lines(folder / COUNTERS_FILE, warnings), warnings),
         compiler=_compiler(folder / COMPILE_FILE, warnings),
         warnings=tuple(warnings),
+        lead=_aside(lines, "lead"),
+        tail=_aside(lines, "tail"),
     )
+
+
+def _aside(lines: list[dict[str, Any]], which: str) -> Aside | None:
+    found = [line[which] for line in lines if which in line]
+    try:
+        last = found[-1]
+        times = _nanoseconds(last["host_ns"]), _nanoseconds(last.get("num_times") or {})
+        return Aside(_integer(last["start_ns"]), _integer(last["wall_ns"]), *times)
+    except (IndexError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
@@ -206,7 +241,8 @@ def _sample(line: dict[str, Any]) -> StepSample:
         window=window,
         start_ns=_integer(line["start_ns"]),
         wall_ns=wall_ns,
-        host_ns=_nanoseconds(line["host_ns"]) if window != "free" else {"unattributed": wall_ns},
+        # Free-running steps of older recordings have only their duration.
+        host_ns=_nanoseconds(line["host_ns"] if window != "free" else line.get("host_ns", {"unattributed": wall_ns})),
         device_ns=_nanoseconds(device_ns) if device_ns is not None else None,
         num_tokens=_integer_or_none(line.get("num_tokens")),
         num_samples=_integer_or_none(line.get("num_samples")),
@@ -214,6 +250,7 @@ def _sample(line: dict[str, Any]) -> StepSample:
         num_skipped=_integer(line.get("num_skipped", 0)),
         num_compiles=_integer(line.get("num_compiles", 0)),
         loss=float(loss) if loss is not None else None,
+        num_times=_nanoseconds(line.get("num_times") or {}),
     )
 
 

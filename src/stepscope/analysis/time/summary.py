@@ -8,6 +8,7 @@ from typing import Any
 
 from stepscope.analysis.costs.flops import StepFlops, Utilization, step_flops, utilization
 from stepscope.analysis.time.counters import CounterSummary, summarize_counters
+from stepscope.analysis.time.loop_time import LoopTime, loop_time
 from stepscope.analysis.time.phases import (
     UNATTRIBUTED,
     Phase,
@@ -32,7 +33,7 @@ class ObserverEffect:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Units per second at the median clean step."""
+    """Units of work per second of wall-clock time, with what lies between steps."""
 
     unit: str  # `tokens` or `samples`
     per_step: float
@@ -56,6 +57,7 @@ class Summary:
     data_is_named: bool
     """Whether `data` is time in a DataLoader or `stepscope.phase("data")`; else it is the time before the forward."""
     throughput: Throughput | None  # null if no model input was seen
+    loop: LoopTime | None  # the wall-clock time of the loop; null if no step ended undisturbed
     phases: tuple[Phase, ...]  # of the mean of the middle half of clean steps, by step time
     rows: tuple[Row, ...]  # the step's time; on a GPU with `idle` and `unattributed`
     flops: StepFlops | None  # null if the run ended before the memory and FLOPs window
@@ -85,7 +87,8 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
     counters = None
     if clean:
         counters = summarize_counters(recording.counters, [(s.start_ns, s.start_ns + s.wall_ns) for s in clean])
-    throughput = _throughput(clean, step_ns.median, counters) if step_ns is not None else None
+    loop = loop_time(recording, on_device)
+    throughput = _throughput(recording, clean, loop.step_ns, counters) if loop is not None else None
     flops = _flops(recording, trace)
     phases: list[Phase] = []
     unattributed = 0.0
@@ -112,6 +115,7 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
         num_skipped=sum(sample.num_skipped for sample in recording.samples),
         data_is_named=data_is_named(clean),
         throughput=throughput,
+        loop=loop,
         phases=tuple(phases),
         rows=tuple(rows(phases, unattributed)) if phases else (),
         flops=flops,
@@ -154,16 +158,20 @@ def _middle_half(samples: Sequence[StepSample], on_device: bool) -> Sequence[Ste
     return ordered[cut : len(ordered) - cut]
 
 
-def _throughput(clean: Sequence[StepSample], median_ns: float, counters: CounterSummary | None) -> Throughput | None:
-    for unit, counts in (
-        ("tokens", [sample.num_tokens for sample in clean]),
-        ("samples", [sample.num_samples for sample in clean]),
-    ):
-        if counts and all(counts) and median_ns:
-            total = sum(count or 0 for count in counts)
-            joules = counters.joules / total if counters is not None and counters.joules is not None else None
-            per_step = total / len(counts)
-            return Throughput(unit, per_step, per_step / (median_ns / 1e9), joules)
+def _throughput(
+    recording: Recording, clean: Sequence[StepSample], step_ns: float, counters: CounterSummary | None
+) -> Throughput | None:
+    # Old recordings have no batch of the steps after the windows.
+    steps = [*clean, *(sample for sample in recording.window("free") if sample.num_samples)]
+    for unit, count in (("tokens", lambda s: s.num_tokens), ("samples", lambda s: s.num_samples)):
+        counts, timed = ([count(sample) or 0 for sample in some] for some in (steps, clean))
+        if any(counts) and step_ns:
+            total = sum(timed)
+            joules = (
+                counters.joules / total if total and counters is not None and counters.joules is not None else None
+            )
+            per_step = sum(counts) / len(counts)
+            return Throughput(unit, per_step, per_step / (step_ns / 1e9), joules)
     return None
 
 

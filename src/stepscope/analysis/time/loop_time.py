@@ -1,0 +1,213 @@
+"""The training loop as a whole: the wall-clock time of a step, and what lies between steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, pvariance
+
+from stepscope.analysis.time.statistics import quantile
+from stepscope.trace.recording import Recording, StepSample
+
+TRAINING = "training"
+DATA = "data"
+WARMUP = "warm-up"
+MEASURING = "measuring"
+OTHER = "other"
+BETWEEN = {
+    "loader_start": DATA,
+    "evaluation": "evaluation",
+    "rollout": "rollout",
+    "checkpoint": "checkpoint",
+    "logging": "logging",
+    "garbage_collection": "garbage collection",
+}
+"""What a loop does between steps, as recorded, and the row that shows it."""
+ROWS = (
+    TRAINING,
+    DATA,
+    "evaluation",
+    "rollout",
+    "checkpoint",
+    "logging",
+    "garbage collection",
+    WARMUP,
+    MEASURING,
+    OTHER,
+)
+UNTIMED = "warmup"
+FENCE = 3.0  # inter-quartile ranges above the third quartile, from where the excess of a step is unexplained
+LEAST_EXCESS = 1.5  # of the median
+MEANS_DIFFER = 0.05
+STANDARD_ERRORS = 3.0
+FEWEST = 8
+
+
+@dataclass(frozen=True)
+class LoopRow:
+    """One row of the loop's wall-clock time."""
+
+    name: str
+    """`training`, `data`, `evaluation`, `rollout`, `checkpoint`, `logging`, `garbage collection`, `warm-up` (what the
+    first steps took longer), `measuring` (Stepscope's own work and what probed steps took longer), `other` (what
+    slow steps took longer than the rest, for no known reason)."""
+    ns: int
+    share: float
+    num: int  # how many times; 0 for what is part of a step
+    places: tuple[str, ...]  # the lines of the script that did it, most often first
+
+
+@dataclass(frozen=True)
+class LoopTime:
+    """The wall-clock time of a training loop."""
+
+    wall_ns: int  # from the beginning of the first step, or what led to it, to the end of the last
+    num_steps: int
+    rows: tuple[LoopRow, ...]  # add up to `wall_ns`
+    goodput: float  # the share of training in `wall_ns` without `measuring`
+    step_ns: (
+        float  # wall-clock time per step, with its part of what lies between steps; without warm-up and measuring
+    )
+    num_measured: int  # the undisturbed steps behind `step_ns`
+    between_ns: Mapping[str, float]  # the part of `step_ns` that lies between steps, by row
+    caveat: str | None  # why `step_ns` may not hold for a longer run; null if nothing speaks against it
+
+
+def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
+    """Return the time of a recorded loop; None if no step ended undisturbed.
+
+    `on_device` takes the clean steps by the GPU's clock.
+    """
+    samples = recording.samples
+    undisturbed = [s for s in samples if s.window in ("clean", "free") and not s.num_compiles]
+    if not undisturbed:
+        return None
+    settled = _settled([_step_only_ns(sample, on_device) for sample in undisturbed])
+    between = dict.fromkeys(BETWEEN.values(), 0.0)
+    unknown = []
+    for kind, row in BETWEEN.items():
+        ns, is_known = _per_step(recording, kind)
+        between[row] += ns
+        unknown += [row] if not is_known else []
+    rows, wall_ns = _rows(recording, undisturbed)
+    measuring = next((row.ns for row in rows if row.name == MEASURING), 0)
+    training = next(row.ns for row in rows if row.name == TRAINING)
+    return LoopTime(
+        wall_ns=wall_ns,
+        num_steps=len(samples),
+        rows=rows,
+        goodput=training / max(1, wall_ns - measuring),
+        step_ns=fmean(settled) + sum(between.values()),
+        num_measured=len(settled),
+        between_ns={row: ns for row, ns in between.items() if ns},
+        caveat=_caveat(settled, unknown),
+    )
+
+
+def _between_ns(times: Mapping[str, int]) -> int:
+    return sum(ns for name, ns in times.items() if name in BETWEEN)
+
+
+def _step_only_ns(sample: StepSample, on_device: bool) -> int:
+    if on_device and sample.device_ns is not None:
+        return sum(sample.device_ns.values()) - _between_ns(sample.device_ns)
+    return sample.wall_ns - _between_ns(sample.host_ns)
+
+
+def _settled(times: Sequence[int]) -> Sequence[int]:
+    """Return the steps after which times no longer change: a queue of prefetched batches drains, clocks fall.
+
+    >>> len(_settled([3] * 20 + [9] * 60)), len(_settled([9, 3] * 40))
+    (40, 80)
+    """
+    while len(times) >= 2 * FEWEST and _differ(times):
+        times = times[len(times) // 2 :]
+    return times
+
+
+def _differ(times: Sequence[int]) -> bool:
+    """Return whether the two halves differ by more than chance and by more than matters."""
+    first, second = times[: len(times) // 2], times[len(times) // 2 :]
+    difference = abs(fmean(first) - fmean(second))
+    error = (pvariance(first) / len(first) + pvariance(second) / len(second)) ** 0.5
+    return difference > MEANS_DIFFER * fmean(times) and difference > STANDARD_ERRORS * error
+
+
+def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
+    """Return what a kind of work between steps takes per step, and whether that is known.
+
+    If the script ran to its end, everything it did counts. Else the distance from the first time to the last tells
+    how often it happens.
+    """
+    num_steps = len(recording.samples)
+    times = [(sample.step, sample.host_ns[kind]) for sample in recording.samples if sample.host_ns.get(kind)]
+    if recording.lead is not None and kind in recording.lead.host_ns:
+        times.insert(0, (0, recording.lead.host_ns[kind]))
+    stopped_early = (recording.facts.get("command") or {}).get("exit_after")
+    if recording.status == "finished" and not stopped_early:
+        tail = recording.tail.host_ns.get(kind, 0) if recording.tail is not None else 0
+        return (sum(ns for _, ns in times) + tail) / num_steps, True
+    distance = times[-1][0] - times[0][0] if times else 0
+    if distance:
+        return sum(ns for _, ns in times[1:]) / distance, True
+    if times and times[0][0] > 0:
+        return times[0][1] / num_steps, True
+    return 0.0, not times or kind == "loader_start"
+
+
+def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tuple[LoopRow, ...], int]:
+    """Return the rows of the wall-clock time, and their sum."""
+    ns: Counter[str] = Counter()
+    num: Counter[str] = Counter()
+    usual = sorted(float(_pass_ns(sample.host_ns)) for sample in undisturbed)
+    middle = round(median(usual))
+    third = quantile(usual, 0.75)
+    limit = max(third + FENCE * (third - quantile(usual, 0.25)), LEAST_EXCESS * middle)
+    end_ns = None
+    for sample in recording.samples:
+        passes = _pass_ns(sample.host_ns)
+        excess = WARMUP if sample.window == UNTIMED else OTHER if sample.window in ("clean", "free") else MEASURING
+        # A compiling step is a warm-up whenever it comes.
+        excess = WARMUP if sample.num_compiles and excess == OTHER else excess
+        regular = passes if excess == OTHER and passes <= limit else min(passes, middle)
+        ns[TRAINING] += regular
+        ns[excess] += passes - regular
+        if end_ns is not None:
+            ns[MEASURING] += max(0, sample.start_ns - end_ns)
+        end_ns = sample.end_ns
+        _add(sample.host_ns, sample.num_times, ns, num)
+    for aside in (recording.lead, recording.tail):
+        if aside is not None:
+            _add(aside.host_ns, aside.num_times, ns, num)
+    wall_ns = sum(ns.values())
+    places = recording.facts.get("between") or {}
+    rows = []
+    for name in ROWS:
+        if ns[name] or name == TRAINING:
+            where = Counter({place: n for kind, row in BETWEEN.items() if row == name
+                             for place, n in places.get(kind, {}).items()})  # fmt: skip
+            found = tuple(place for place, _ in where.most_common())
+            rows.append(LoopRow(name, ns[name], ns[name] / max(1, wall_ns), num[name], found))
+    return tuple(rows), wall_ns
+
+
+def _add(times: Mapping[str, int], num_times: Mapping[str, int], ns: Counter[str], num: Counter[str]) -> None:
+    for kind, row in BETWEEN.items():
+        ns[row] += times.get(kind, 0)
+        num[row] += num_times.get(kind, 0)
+    ns[DATA] += times.get("data", 0)
+
+
+def _pass_ns(times: Mapping[str, int]) -> int:
+    return sum(ns for name, ns in times.items() if name not in BETWEEN and name != "data")
+
+
+def _caveat(settled: Sequence[int], unknown: Sequence[str]) -> str | None:
+    if len(settled) < FEWEST:
+        return f"only {len(settled)} steps ran undisturbed"
+    if _differ(settled):
+        return "step times were still changing"
+    if unknown:
+        return f"{' and '.join(unknown)} happened only before the first step: how often is unknown"
+    return None

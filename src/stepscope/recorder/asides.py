@@ -1,0 +1,95 @@
+"""Hooks on what a loop does beside training: checkpoints, log lines, garbage collections."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stepscope.recorder.clock import CHECKPOINT, GARBAGE, LOGGING
+from stepscope.recorder.launch import AfterImport
+from stepscope.recorder.loop import Loop
+from stepscope.recorder.patches import Handle, Patch, remove_all
+
+# Module, what in it, label. Modules that are not imported yet are patched when they are.
+_FUNCTIONS = (
+    ("torch", "save", CHECKPOINT),
+    ("torch.serialization", "save", CHECKPOINT),
+    ("torch.distributed.checkpoint.state_dict_saver", "save", CHECKPOINT),
+    ("torch.distributed.checkpoint.state_dict_saver", "async_save", CHECKPOINT),
+    ("safetensors.torch", "save_file", CHECKPOINT),
+    ("safetensors.torch", "save_model", CHECKPOINT),
+    ("torch.utils.tensorboard.writer", "FileWriter.add_event", LOGGING),
+    ("wandb.sdk.wandb_run", "Run.log", LOGGING),
+    ("mlflow.tracking.client", "MlflowClient.log_batch", LOGGING),
+    ("mlflow.tracking.client", "MlflowClient.log_metric", LOGGING),
+)
+
+
+def install_asides(loop: Loop) -> list[Handle]:
+    """Label the time inside checkpoints, log calls and full garbage collections."""
+    return [*_Patches.of_modules(loop), Patch(logging.Logger, "callHandlers", _around(loop, LOGGING)), _Garbage(loop)]
+
+
+def _around(loop: Loop, label: str) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_labeled = loop.aside_begins(label)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if is_labeled:
+                loop.aside_ended()
+
+    return around
+
+
+class _Patches:
+    """Patches functions of one module, now or as soon as the script imports it."""
+
+    def __init__(self, loop: Loop, module: str) -> None:
+        self._loop, self._module = loop, module
+        self._handles: list[Handle] = []
+        if module in sys.modules:
+            self._install()
+        else:
+            self._handles.append(AfterImport(module, after=self._install))
+
+    @classmethod
+    def of_modules(cls, loop: Loop) -> list[_Patches]:
+        """Patch every module of the table."""
+        return [cls(loop, module) for module in dict.fromkeys(module for module, _, _ in _FUNCTIONS)]
+
+    def _install(self) -> None:
+        for module, name, label in _FUNCTIONS:
+            *owners, function = name.split(".")
+            owner = functools.reduce(lambda at, one: getattr(at, one, None), owners, sys.modules.get(self._module))
+            if module == self._module and hasattr(owner, function):
+                self._handles.append(Patch(owner, function, _around(self._loop, label)))
+
+    def remove(self) -> None:
+        remove_all(self._handles)
+
+
+class _Garbage:
+    """Labels full garbage collections. The young generations are collected too often and too fast to be worth it."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._is_labeled = False
+        gc.callbacks.append(self._collects)
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            self._is_labeled = self._loop.aside_begins(GARBAGE)
+        elif self._is_labeled:
+            self._is_labeled = False
+            self._loop.aside_ended()
+
+    def remove(self) -> None:
+        if self._collects in gc.callbacks:
+            gc.callbacks.remove(self._collects)
