@@ -15,20 +15,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from stepscope.recorder.asides import install_asides
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.model import drop_hooks
 from stepscope.recorder.patches import Handle, Patch
 from stepscope.recorder.probes import Probes
 
 
-def install_boundaries(loop: Loop) -> list[Handle]:
-    """Hook what ends a step: optimizers and loss scalers. Also pause for TorchScript and skip replicas."""
-    return [*_optimizer_hooks(loop), _scaler_patch(loop), *_script_patches(loop), _replica_patch()]
+def install(loop: Loop, probes: Probes) -> list[Handle]:
+    """Hook what shows a step and its parts, and what lies between steps. The hooks stay until the recording ends.
 
-
-def install_phases(loop: Loop, probes: Probes) -> list[Handle]:
-    """Hook the parts of a step (autograd, the DataLoader) and the script's own profiler."""
-    return [*_backward_patches(loop), *_data_patches(loop), *_profiler_patches(loop, probes)]
+    PyTorch iterates over its global hooks while it calls them, so none may be added or removed from inside one.
+    """
+    return [
+        *_optimizer_hooks(loop),
+        _scaler_patch(loop),
+        *_backward_patches(loop),
+        *_data_patches(loop),
+        *_profiler_patches(loop, probes),
+        *_script_patches(loop),
+        _replica_patch(),
+        *install_asides(loop),
+    ]
 
 
 def _optimizer_hooks(loop: Loop) -> list[Handle]:
@@ -41,16 +49,10 @@ def _optimizer_hooks(loop: Loop) -> list[Handle]:
 
 def _while_listening(loop: Loop, action: Callable[[Any], None]) -> Callable[[Any, Any, Any], None]:
     def hook(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and loop.listens():
+        if not torch.compiler.is_compiling() and loop.listens(trains=True):
             action(optimizer)
 
     return hook
-
-
-def install_free_step(loop: Loop, ended: Callable[[], None]) -> Handle:
-    """Report only optimizer steps, for loops in which one optimizer step is one step."""
-    handle: Handle = register_optimizer_step_post_hook(_while_listening(loop, lambda _optimizer: ended()))
-    return handle
 
 
 def surround_optimizers(loop: Loop, optimizers: Iterable[Any]) -> list[Handle]:
@@ -79,7 +81,6 @@ def _scaler_patch(loop: Loop) -> Handle:
     def scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not loop.listens():
             return original(scaler, optimizer, *args, **kwargs)
-        loop.is_plain = False
         stepped = False
 
         def mark(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -103,11 +104,12 @@ def _scaler_patch(loop: Loop) -> Handle:
 def _backward_patches(loop: Loop) -> list[Handle]:
     # Tensor.backward looks up torch.autograd.backward at each call, so this sees every backward.
     def around(position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not loop.listens():
+        if not loop.listens(trains=True):
             return original(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+        inputs = (args[1] if len(args) > 1 else kwargs.get("inputs")) if position == 4 else None
         create_graph = kwargs.get("create_graph") or (len(args) > position and args[position])
-        loop.backward_begins(tensors, bool(create_graph))
+        loop.backward_begins(tensors, inputs, bool(create_graph))
         try:
             return original(*args, **kwargs)
         finally:
@@ -121,16 +123,21 @@ def _backward_patches(loop: Loop) -> list[Handle]:
 
 
 def _data_patches(loop: Loop) -> list[Handle]:
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(starts: Callable[[Any], bool], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not loop.listens():
             return original(*args, **kwargs)
-        loop.data_begins()
+        loop.data_begins(starts(args[0]))
         try:
             return original(*args, **kwargs)
         finally:
             loop.data_ended()
 
-    return [Patch(_BaseDataLoaderIter, "__next__", around), Patch(DataLoader, "__iter__", around)]
+    # Making an iterator and waiting for its first batch happens once an epoch: with workers, it can take seconds.
+    first = functools.partial(around, lambda iterator: iterator._num_yielded == 0)
+    return [
+        Patch(_BaseDataLoaderIter, "__next__", first),
+        Patch(DataLoader, "__iter__", functools.partial(around, lambda _loader: True)),
+    ]
 
 
 def _profiler_patches(loop: Loop, probes: Probes) -> list[Handle]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from stepscope.recorder.ledger.nodes import backward_runs
 from stepscope.recorder.patches import Handle, remove_all
 
+MAX_INPUTS = 32  # tensors of a call that are looked at for the size of its batch
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 End = Callable[[nn.Module], None]
 
@@ -88,20 +91,29 @@ class _CallChain:
 
     def __init__(self, module: nn.Module) -> None:
         self.inner = module.__dict__.get("_compiled_call_impl")
-        self._call = self.inner or module._call_impl
+        self.call: Callable[..., Any] | None = self.inner
         self.hooks: list[CallHooks] = []
+        self._module = weakref.ref(module)  # a cycle would keep the module alive until the next garbage collection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        call = self.call or module._call_impl  # type: ignore[union-attr]
         if torch.compiler.is_compiling():  # folded by Dynamo, so that a compiled caller is unaffected
-            return self._call(*args, **kwargs)
-        hooks = tuple(self.hooks)
-        for hook in hooks:
-            hook.begin(hook.module, args, kwargs)
+            return call(*args, **kwargs)
+        begun: list[CallHooks] = []
+        # A hook may end a step, and with it begin or end a window that hooks this module too.
+        while (hook := next((one for one in self.hooks if one not in begun), None)) is not None:
+            begun.append(hook)
+            hook.begin(module, args, kwargs)
         try:
-            return self._call(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
-            for hook in reversed(hooks):
-                hook.end(hook.module)
+            for hook in reversed(begun):
+                hook.end(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Modules with a `__getstate__` of their own keep it, nn.LSTM among them. Their copies get None.
+        return type(None), ()
 
 
 class CallHooks:
@@ -111,7 +123,8 @@ class CallHooks:
     """
 
     def __init__(self, module: nn.Module, begin: Begin, end: End) -> None:
-        self.module, self.begin, self.end = module, begin, end
+        self.begin, self.end = begin, end
+        self._module = weakref.ref(module)
         chain = module.__dict__.get("_compiled_call_impl")
         if not isinstance(chain, _CallChain):
             chain = _CallChain(module)
@@ -119,14 +132,21 @@ class CallHooks:
         self._chain = chain
         chain.hooks.append(self)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None if the script has released it."""
+        return self._module()
+
     def remove(self) -> None:
         if self in self._chain.hooks:
             self._chain.hooks.remove(self)
-        if not self._chain.hooks and self.module.__dict__.get("_compiled_call_impl") is self._chain:
-            if self._chain.inner is None:
-                del self.module.__dict__["_compiled_call_impl"]
-            else:
-                self.module.__dict__["_compiled_call_impl"] = self._chain.inner
+        module = self._module()
+        if module is None or self._chain.hooks or module.__dict__.get("_compiled_call_impl") is not self._chain:
+            return
+        if self._chain.inner is None:
+            del module.__dict__["_compiled_call_impl"]
+        else:
+            module.__dict__["_compiled_call_impl"] = self._chain.inner
 
 
 def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Any], compiles: bool = False) -> None:
@@ -135,9 +155,9 @@ def replace_call(module: nn.Module, around: Callable[[Callable[..., Any]], Any],
     `compiles` marks it as torch.compile: the module's children are hidden from then on.
     """
     chain = CallHooks(module, lambda *_: None, lambda _: None)._chain
-    chain._call = around(chain._call)
+    chain.call = around(chain.call or module._call_impl)
     if compiles:
-        chain.inner = chain._call
+        chain.inner = chain.call
 
 
 def drop_hooks(module: nn.Module) -> None:
@@ -176,26 +196,39 @@ class BatchSize(NamedTuple):
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSize:
-    """Return tokens from the first integer input, and samples from the first tensor's first dimension.
+    """Return samples from the first tensor's first dimension, and tokens if the model reads integers.
 
     >>> batch_size((torch.zeros(8, 128, dtype=torch.long),), {})
     BatchSize(num_tokens=1024, num_samples=8)
     >>> batch_size((torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)), {})
     BatchSize(num_tokens=None, num_samples=8)
+    >>> batch_size((), {"labels": torch.zeros(8, dtype=torch.long), "ids": torch.zeros(8, 16, dtype=torch.long)})
+    BatchSize(num_tokens=128, num_samples=8)
+    >>> batch_size((torch.zeros(4),), {})  # one state of a simulation
+    BatchSize(num_tokens=None, num_samples=1)
     """
     if len(args) == 1 and type(args[0]) is torch.Tensor and args[0].dtype == torch.int64 and args[0].dim() > 1:
         return BatchSize(args[0].numel(), args[0].shape[0])  # fast path for language models: this runs at every step
-    num_tokens = num_samples = None
-    for tensor in _tensors((*args, *kwargs.values())):
-        is_first = num_samples is None
-        if is_first:
-            num_samples = int(tensor.shape[0]) if tensor.dim() else 1
-        is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-        # A vector of integers beside a float input is one label or time step per sample, not text.
-        if is_integer and (tensor.dim() >= 2 or (is_first and tensor.dim() == 1)):
-            num_tokens = tensor.numel()
-            break
-    return BatchSize(num_tokens, num_samples)
+    named = kwargs.get("input_ids")
+    if isinstance(named, torch.Tensor) and named.dim() > 1:
+        return BatchSize(named.numel(), int(named.shape[0]))
+    tensors = list(islice(_tensors((*args, *kwargs.values())), MAX_INPUTS))
+    if not tensors:
+        return BatchSize(None, None)
+    first = tensors[0]
+    is_vector_of_floats = first.dim() == 1 and not _has_integers(first)  # one state of a simulation, not a batch
+    num_samples = int(first.shape[0]) if first.dim() and not is_vector_of_floats else 1
+    # Labels may come before the text, and a table of edges or a mask of pixels is not one row of text per sample.
+    max_dimensions = 9 if _has_integers(first) else 2
+    for one in tensors:
+        if _has_integers(one) and 2 <= one.dim() <= max_dimensions and one.shape[0] == num_samples:
+            return BatchSize(one.numel(), num_samples)
+    is_text = len(tensors) == 1 and first.dim() == 1 and _has_integers(first)
+    return BatchSize(first.numel() if is_text else None, num_samples)
+
+
+def _has_integers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _tensors(values: Iterable[Any], depth: int = 2) -> Iterator[torch.Tensor]:

@@ -28,12 +28,13 @@ class Roots:
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [hooks.module for hooks in self._hooks.values()]
+        return [module for hooks in self._hooks.values() if (module := hooks.module) is not None]
 
     def add(self, module: nn.Module) -> None:
         """Hook one root module."""
         self._first_call = None
-        if id(module) not in self._hooks:
+        known = self._hooks.get(id(module))
+        if known is None or known.module is not module:  # a released module's id may be used again
             self._hooks[id(module)] = CallHooks(module, self._begin, self._end)
 
     def await_first_call(self) -> None:

@@ -1,0 +1,78 @@
+"""What a loop does between its training steps: evaluations, rollouts, and where in the script they are."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from stepscope.recorder.clock import EVALUATION, FORWARD_OF_ANOTHER, ROLLOUT
+from stepscope.recorder.frames import place, script_frames
+
+MAX_PLACES = 16
+# Functions that call the trained model without gradients. The innermost that matches decides.
+_EVALUATES = re.compile(r"eval|valid|test|predict|estimate|infer")
+_COLLECTS = re.compile(r"rollout|collect|explor|episode|play|select_action|sample_action|choose_action|\bact\b")
+
+
+class Between:
+    """Names forwards without gradients, and keeps the places in the script that cause time between steps."""
+
+    def __init__(self, optimizers: Mapping[int, Any]) -> None:
+        self.places: dict[str, Counter[str]] = {}
+        """What -> `train.py:42 evaluate` -> times."""
+        self._optimizers = optimizers
+        self._num_optimizers = 0
+        self._trained: dict[int, bool] = {}  # root -> whether the optimizers have parameters of it
+        self._kind: str | None = None  # what forwards without gradients are, until training goes on
+
+    def training_goes_on(self) -> None:
+        """Look again at who calls the next forward without gradients."""
+        self._kind = None
+
+    def label_without_gradients(self, root: nn.Module) -> str:
+        """Return what a forward without gradients is: of a teacher, an evaluation, or a rollout."""
+        if not self._is_trained(root):
+            return FORWARD_OF_ANOTHER
+        if self._kind is None:
+            self._kind = _kind(frame.f_code.co_name.lower() for frame in script_frames())
+            self.note_place(self._kind)
+        return self._kind
+
+    def note_place(self, label: str) -> None:
+        """Remember which line of the script does this."""
+        frame = next(script_frames(), None)
+        found = self.places.setdefault(label, Counter())
+        name = f"{place(frame)} {frame.f_code.co_name}" if frame is not None else None
+        if name is not None and (name in found or len(found) < MAX_PLACES):
+            found[name] += 1
+
+    def _is_trained(self, root: nn.Module) -> bool:
+        if self._num_optimizers != len(self._optimizers):
+            self._num_optimizers = len(self._optimizers)
+            self._trained.clear()
+        if id(root) not in self._trained:
+            groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+            trained = {id(parameter) for group in groups for parameter in group["params"]}
+            parameters = root.parameters()
+            self._trained[id(root)] = any(id(p) in trained if trained else p.requires_grad for p in parameters)
+        return self._trained[id(root)]
+
+
+def _kind(names: Iterable[str]) -> str:
+    """Return EVALUATION or ROLLOUT, from the names of the functions on the stack, innermost first.
+
+    >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["collect_rollouts", "learn"])
+    ('evaluation', 'rollout')
+    """
+    generates = False
+    for name in names:
+        if _EVALUATES.search(name):
+            return EVALUATION
+        if _COLLECTS.search(name):
+            return ROLLOUT
+        generates |= "generat" in name  # an evaluation may generate too
+    return ROLLOUT if generates else EVALUATION
