@@ -1,7 +1,6 @@
 """Bad input is one line and exit code 2; bad luck leaves a readable recording and the script's own ending."""
 
 import json
-import re
 
 import pytest
 
