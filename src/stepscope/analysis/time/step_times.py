@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
+from stepscope.analysis.time.loop_time import BETWEEN
 from stepscope.analysis.time.phases import phase_of
 from stepscope.analysis.time.statistics import quantile
 from stepscope.trace.recording import Recording, StepSample
@@ -16,6 +19,7 @@ _IN_ONE_PHASE = 0.8  # share of the excess that must be in one phase to name it
 _FEWEST_STEPS, _FEWEST_UNSETTLED = 8, 3
 _UNSETTLED = 1.1
 _LATE_SHARE = 0.15
+_MOST_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def slow_steps(recording: Recording) -> SlowSteps | None:
     if not clean:
         return None
     on_device = any(sample.device_ns is not None for sample in clean)
-    # The first free step still writes the results of the windows.
+    # The first free step of older recordings still writes the results of the windows.
     samples = clean if on_device else [*clean, *recording.window("free")[1:]]
     times = {sample.step: _step_ns(sample, on_device) for sample in samples}
     if len(times) < _FEWEST_STEPS or None in times.values():
@@ -88,22 +92,24 @@ def settling(recording: Recording) -> Settling | None:
 
 
 def _step_ns(sample: StepSample, on_device: bool) -> int | None:
-    if not on_device:
-        return sample.wall_ns
-    return None if sample.device_ns is None else sum(sample.device_ns.values())
+    """Return the time of the step without what lies between steps, which has owners of its own."""
+    times = sample.device_ns if on_device else sample.host_ns
+    return None if times is None else sum(ns for name, ns in times.items() if name not in BETWEEN)
 
 
 def _period(outliers: set[int], steps: set[int]) -> tuple[int | None, set[int]]:
     """Return the shortest period whose steps are all slow, and those steps; None if it may be chance."""
-    num_tried = 0
-    for period in range(2, (max(steps) - min(steps)) // 2 + 1):
-        num_tried += period
-        for rest in {step % period for step in outliers}:
+    distances = Counter(later - earlier for earlier, later in pairwise(sorted(outliers)))
+    for period in sorted(distance for distance, _ in distances.most_common(_MOST_TRIED)):
+        if not 2 <= period <= (max(steps) - min(steps)) // 2:
+            continue
+        num_possible = period * (period + 1) / 2  # every shorter period could have been found instead
+        for rest, _ in Counter(step % period for step in outliers).most_common(_MOST_TRIED):
             members = {step for step in steps if step % period == rest}
             if len(members) < 2 or not members <= outliers:
                 continue
             rate = (len(outliers - members) + 1) / len(steps)
-            if num_tried * rate ** len(members) <= _BY_CHANCE:
+            if num_possible * rate ** len(members) <= _BY_CHANCE:
                 return period, members
     return None, set()
 
@@ -116,6 +122,8 @@ def _phase(clean: Sequence[StepSample], slow: set[int]) -> str | None:
         sums: dict[str, float] = {}
         for sample in samples:
             for label, ns in sample.host_ns.items():
+                if label in BETWEEN:
+                    continue
                 name = belongs.get(label, "other")
                 sums[name] = sums.get(name, 0.0) + ns / len(samples)
         return sums
