@@ -25,8 +25,7 @@ BY = {
     "memory": "by what is alive at the peak",
     "trace": "where it comes from in a trace",
 }
-_LEAST_SHARE_OF_LARGEST = 0.01
-"""Rows that moved less than this share of the one that moved most are shown as one."""
+_LEAST_SHARE_OF_LARGEST = 0.01  # rows that moved less than this share of the one that moved most are shown as one
 
 
 def comparison_document(comparison: Comparison, num_rows: int = 8) -> Document:

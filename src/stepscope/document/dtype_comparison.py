@@ -10,8 +10,7 @@ from stepscope.document.tables import columns_of
 from stepscope.formatting import duration, plural, safe, significant
 
 NUM_CLASSES = 4
-BUSY_SHARE = 0.85
-"""A GPU that is busy for less of a step than this waits for its host."""
+BUSY_SHARE = 0.85  # a GPU that is busy for less of a step than this waits for its host
 _CLASSES = {
     "gemm": "products", "attention_forward": "attention forward", "attention_backward": "attention backward",
     "elementwise": "elementwise ops", "reduction": "reductions", "copy_cast": "copies", CAST: "casts",

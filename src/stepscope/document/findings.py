@@ -10,8 +10,7 @@ from stepscope.findings.finding import Finding, saving_texts
 from stepscope.findings.fixes import FIXES
 from stepscope.formatting import duration, percent, plural
 
-LOW_BUSY_SHARE = 0.5
-"""A GPU that is busy for less of the step than this has a problem, even if no rule names it."""
+LOW_BUSY_SHARE = 0.5  # a GPU that is busy for less of the step than this has a problem, even if no rule names it
 
 
 def diagnosis_document(diagnosis: Diagnosis, recording: str | None = None) -> Document:

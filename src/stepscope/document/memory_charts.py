@@ -11,8 +11,7 @@ from stepscope.document.model import Bars, Lines, Mark, Series, Tree
 from stepscope.document.sections.trees import Branch
 from stepscope.formatting import percent, plural, safe, size
 
-LEAST_STAGE = 0.04
-"""Share of the chart's width: a shorter stage has no name on it."""
+LEAST_STAGE = 0.04  # share of the chart's width: a shorter stage has no name on it
 OUTSIDE = "outside every module"
 NO_TENSOR = "in no tensor"
 IN_ORDER = "num_allocations_and_releases"

@@ -20,8 +20,7 @@ Value = float | int | str | bool | None
 class Part:
     """What every part of a section has."""
 
-    page_only: bool = False
-    """Left out of the terminal and the notebook: too long, or only worth a look on the page."""
+    page_only: bool = False  # left out of the terminal and the notebook: too long, or only worth a look on the page
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class Facts(Part):
     """Facts, one below the other."""
 
     rows: tuple[Fact, ...]
-    title: str = ""
-    """A heading for all of them; empty if the section's title is enough."""
+    title: str = ""  # a heading for all of them; empty if the section's title is enough
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,10 @@ class Missing(Part):
 class Table(Part):
     """Rows under named columns. CSV and JSON have all rows; other renderers show the first and say how many more."""
 
-    id: str
-    """The name of its CSV file."""
+    id: str  # the name of its CSV file
     title: str
-    columns: Mapping[str, Sequence[Value]]
-    """Values by column name; the name ends in the unit."""
-    num_shown: int = 12
-    """Rows shown in Markdown and on a terminal."""
+    columns: Mapping[str, Sequence[Value]]  # values by column name; the name ends in the unit
+    num_shown: int = 12  # rows shown in Markdown and on a terminal
     note: str = ""
     screen: tuple[str, ...] = ()
     """Columns shown on a terminal, most important first: the last are dropped on a narrow one. Empty: all columns."""
@@ -85,38 +80,30 @@ class FindingCard:
 
     id: str
     sentence: str
-    saving: str
-    """What the fix saves: `up to 3.43 ms`, `1.20 GiB`, `unknown`."""
-    saving_of: str
-    """What that is of: `per step (5.1 %) and 1.20 GiB of the peak`, `of the peak`."""
+    saving: str  # what the fix saves: `up to 3.43 ms`, `1.20 GiB`, `unknown`
+    saving_of: str  # what that is of: `per step (5.1 %) and 1.20 GiB of the peak`, `of the peak`
     confidence: str
     fix: str
-    prove: str | None
-    """The command that tries the fix; None if it cannot be applied from outside."""
+    prove: str | None  # the command that tries the fix; None if it cannot be applied from outside
     derived: str
     how_to_check: str
     evidence: tuple[Table, ...]
-    places: tuple[tuple[int, int], ...] = ()
-    """Where to look on the timeline: `start_ns` and `end_ns`, the best first."""
+    places: tuple[tuple[int, int], ...] = ()  # where to look on the timeline: `start_ns` and `end_ns`, the best first
 
 
 @dataclass(frozen=True)
 class Findings(Part):
     """Everything that a diagnosis found, and what it could not check."""
 
-    headline: str
-    """How long a step takes and what limits it; what the verdict of the document does not say already."""
-    cards: tuple[FindingCard, ...]
-    """Those that save most first."""
-    summary: str
-    """`No problems found. 35 checks passed, 1 could not run.`"""
+    headline: str  # how long a step takes and what limits it; what the verdict of the document does not say already
+    cards: tuple[FindingCard, ...]  # those that save most first
+    summary: str  # `No problems found. 35 checks passed, 1 could not run.`
     passed: tuple[str, ...]
     unchecked: tuple[tuple[str, tuple[str, ...]], ...]
     """Reasons, each with the ids of the rules that could not run for it."""
     suppressed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """The diagnosis as `diagnose --json` prints it."""
+    values: Mapping[str, Any] = field(default_factory=dict)  # the diagnosis as `diagnose --json` prints it
 
 
 @dataclass(frozen=True)
@@ -125,8 +112,7 @@ class Series:
 
     name: str
     y: Sequence[float | None]
-    x: Sequence[float] = ()
-    """Of a line; bars have the chart's labels."""
+    x: Sequence[float] = ()  # of a line; bars have the chart's labels
     color: str | None = None
     """A name of `document/colors.py` (a phase, a class of kernels, an owner of memory); None: the next one free."""
     low: Sequence[float | None] = ()
@@ -148,11 +134,9 @@ class Mark:
 class Chart(Part):
     """What every chart has."""
 
-    id: str
-    """The name of its PNG file."""
+    id: str  # the name of its PNG file
     title: str
-    caption: str = field(default="", kw_only=True)
-    """What is seen on it, in a sentence made from its figures."""
+    caption: str = field(default="", kw_only=True)  # what is seen on it, in a sentence made from its figures
 
 
 @dataclass(frozen=True)
@@ -161,18 +145,15 @@ class Bars(Chart):
 
     labels: Sequence[str]
     series: tuple[Series, ...]
-    unit: str
-    """A column's name, for its unit: `total_ns`."""
-    whole: float | None = None
-    """What shares on a terminal are of; None: the sum of all values."""
+    unit: str  # a column's name, for its unit: `total_ns`
+    whole: float | None = None  # what shares on a terminal are of; None: the sum of all values
 
 
 @dataclass(frozen=True)
 class Lines(Chart):
     """Lines over x, or areas on top of one another."""
 
-    x: str
-    """What x is, as a column's name: `time_ns`, `num_tokens`."""
+    x: str  # what x is, as a column's name: `time_ns`, `num_tokens`
     y: str
     series: tuple[Series, ...]
     marks: tuple[Mark, ...] = ()
@@ -189,8 +170,7 @@ class Scatter(Chart):
     x: str
     y: str
     points: tuple[Dot, ...]
-    limits: tuple[Series, ...] = ()
-    """Lines that nothing can be above."""
+    limits: tuple[Series, ...] = ()  # lines that nothing can be above
     log_x: bool = True
     log_y: bool = True
 
@@ -199,11 +179,9 @@ class Scatter(Chart):
 class Dot:
     x: float
     y: float
-    weight: float
-    """Its area: a share of all; 0 of all dots: they have none, and are of one size."""
+    weight: float  # its area: a share of all; 0 of all dots: they have none, and are of one size
     name: str
-    group: str
-    """For its color."""
+    group: str  # for its color
 
 
 @dataclass(frozen=True)
@@ -212,18 +190,15 @@ class Tree(Chart):
 
     shape: Literal["icicle", "treemap"]
     unit: str
-    nodes: tuple[Node, ...]
-    """A parent comes before its children; the first is the whole."""
+    nodes: tuple[Node, ...]  # a parent comes before its children; the first is the whole
 
 
 @dataclass(frozen=True)
 class Node:
     id: str
-    parent: str
-    """"" of the first."""
+    parent: str  # "" of the first
     name: str
-    value: float
-    """With everything in it: no less than what its children have together."""
+    value: float  # with everything in it: no less than what its children have together
     color: str | None = None
 
 
@@ -236,10 +211,8 @@ class Heat(Chart):
     x_labels: Sequence[str]
     y_labels: Sequence[str]
     unit: str
-    values: Sequence[Sequence[float | None]]
-    """By row of y, then x."""
-    texts: Sequence[Sequence[str]]
-    """What stands in each cell: the figure, or its status."""
+    values: Sequence[Sequence[float | None]]  # by row of y, then x
+    texts: Sequence[Sequence[str]]  # what stands in each cell: the figure, or its status
 
 
 @dataclass(frozen=True)
@@ -249,22 +222,18 @@ class Axis:
     name: str
     values: tuple[Value, ...]
     """Each once: numbers from the smallest, else in the order of the sweep. None: the knob does not apply."""
-    is_numeric: bool
-    """All values are numbers: it can be an x of its own scale, else its values stand side by side."""
-    is_log: bool
-    """Numbers that grow by factors (128, 256, 512): an x axis of it is logarithmic."""
+    is_numeric: bool  # all values are numbers: it can be an x of its own scale, else its values stand side by side
+    is_log: bool  # numbers that grow by factors (128, 256, 512): an x axis of it is logarithmic
 
 
 @dataclass(frozen=True)
 class Figure:
     """One figure that may be drawn."""
 
-    name: str
-    """A key of `Explorer.figures`, the unit at its end: `formatting.py` writes it."""
+    name: str  # a key of `Explorer.figures`, the unit at its end: `formatting.py` writes it
     is_log: bool
     """The largest is ten times the smallest or more: its axis is logarithmic unless the reader says otherwise."""
-    low: str | None = None
-    """The figure that is the lower end of its 95 % interval; None where it has no interval."""
+    low: str | None = None  # the figure that is the lower end of its 95 % interval; None where it has no interval
     high: str | None = None
 
 
@@ -283,34 +252,25 @@ class Explorer(Part):
     id: str
     title: str
     axes: tuple[Axis, ...]
-    places: tuple[tuple[int, ...], ...]
-    """By axis, then by point: which of the axis' values the point has."""
-    figures: Mapping[str, Sequence[float | None]]
-    """By name; also the ends of intervals, which are not in `shown`."""
-    shown: tuple[Figure, ...]
-    """What the reader may choose, the time first."""
+    places: tuple[tuple[int, ...], ...]  # by axis, then by point: which of the axis' values the point has
+    figures: Mapping[str, Sequence[float | None]]  # by name; also the ends of intervals, which are not in `shown`
+    shown: tuple[Figure, ...]  # what the reader may choose, the time first
     statuses: tuple[str, ...]
-    reasons: tuple[str, ...]
-    """"" of an `ok` point."""
-    names: tuple[str, ...]
-    """What tells a point from the others: `seq_len=128 attention=sdpa`."""
+    reasons: tuple[str, ...]  # "" of an `ok` point
+    names: tuple[str, ...]  # what tells a point from the others: `seq_len=128 attention=sdpa`
     marks: tuple[str, ...]
     """`best`, `tied` or "": of the rows that compute the same thing. Only `ok` points have one."""
     is_noisy: tuple[bool, ...]
-    x: int | None
-    """The axis to begin with on x; None where nothing varies."""
-    series: int | None
-    """The axis to begin with as series; None where only one axis varies."""
+    x: int | None  # the axis to begin with on x; None where nothing varies
+    series: int | None  # the axis to begin with as series; None where only one axis varies
 
 
 @dataclass(frozen=True)
 class Timeline(Part):
     """Every event of a trace at every zoom; only a page can draw it."""
 
-    meta: Mapping[str, Any]
-    """Plain JSON: tracks, colors, where each column is in the blob, and what was left out."""
-    blob: bytes
-    """Columns of numbers (`timeline/bytes.py`), gzip."""
+    meta: Mapping[str, Any]  # plain JSON: tracks, colors, where each column is in the blob, and what was left out
+    blob: bytes  # columns of numbers (`timeline/bytes.py`), gzip
 
 
 @dataclass(frozen=True)
@@ -326,10 +286,8 @@ class Section:
 class Document(Shown):
     """Everything there is to show about one result, whatever shows it."""
 
-    title: str
-    """What was looked at."""
-    verdict: str
-    """The answer in one or two sentences."""
+    title: str  # what was looked at
+    verdict: str  # the answer in one or two sentences
     sections: tuple[Section, ...]
     facts: Mapping[str, Value] = field(default_factory=dict)
     """About the document itself: its source's path, the version that made it."""

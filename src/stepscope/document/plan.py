@@ -26,10 +26,8 @@ OWNERS = {
     "allocator_rounding": "allocator rounding",
 }
 SEARCHED = {"max_batch": "largest batch", "max_seq_len": "longest sequence"}
-SHOWN = ("preset", "batch", "seq_len", "dtype", "mode", "compile", "sdpa", "optimizer")
-"""Knobs that the title names."""
-DEFAULTS = {"compile": "off", "sdpa": "free", "optimizer": "adamw"}
-"""Values that the title leaves out."""
+SHOWN = ("preset", "batch", "seq_len", "dtype", "mode", "compile", "sdpa", "optimizer")  # knobs that the title names
+DEFAULTS = {"compile": "off", "sdpa": "free", "optimizer": "adamw"}  # values that the title leaves out
 NUM_MODULES = 6
 
 

@@ -26,12 +26,9 @@ class Exported:
     """What an export wrote."""
 
     path: Path
-    num_host: int
-    """Number of host events."""
-    num_device: int
-    """Number of GPU events."""
-    notes: tuple[str, ...]
-    """What it lacks."""
+    num_host: int  # number of host events
+    num_device: int  # number of GPU events
+    notes: tuple[str, ...]  # what it lacks
 
 
 def write_export(

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 import polars as pl
 
-ROWS_A_CHUNK = 50_000
-"""Rows that are text at one time: what bounds the memory."""
+ROWS_A_CHUNK = 50_000  # rows that are text at one time: what bounds the memory
 
 
 def lines_of(frame: pl.DataFrame, line: Callable[[pl.DataFrame], pl.Expr]) -> Iterator[str]:

@@ -33,8 +33,7 @@ class Speedscope:
         self._selection = selection
         self._name = name
         self._frames: dict[str, int] = {}
-        self.num_cut = 0
-        """Events that were made shorter because another overlaps them in part."""
+        self.num_cut = 0  # events that were made shorter because another overlaps them in part
 
     def texts(self) -> Iterator[str]:
         """The file, piece by piece."""

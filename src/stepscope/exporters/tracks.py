@@ -12,8 +12,7 @@ from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devi
 from stepscope.exporters.selection import Selection, nearest
 from stepscope.findings.finding import Finding, saving_texts
 
-MOST_POINTS = 50_000
-"""Of a memory counter; of more the lowest and the highest of each stretch are kept."""
+MOST_POINTS = 50_000  # of a memory counter; of more the lowest and the highest of each stretch are kept
 
 
 @dataclass

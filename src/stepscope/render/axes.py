@@ -9,14 +9,10 @@ from dataclasses import replace
 from stepscope.document.model import Bars, Lines, Scatter, Series
 from stepscope.formatting import cell, safe, scale, significant, title_of
 
-_TITLE = 44
-"""Characters of an axis title without its unit."""
-_MOST_TICKS = 12
-"""An axis with at most this many values has a tick at each."""
-_MOST_LEVELS = 200
-"""With more levels, the last is too narrow to be seen."""
-_ROOM_FOR_MARKS = 1.25
-"""How far an axis goes above its largest value, for three lines of names."""
+_TITLE = 44  # characters of an axis title without its unit
+_MOST_TICKS = 12  # an axis with at most this many values has a tick at each
+_MOST_LEVELS = 200  # with more levels, the last is too narrow to be seen
+_ROOM_FOR_MARKS = 1.25  # how far an axis goes above its largest value, for three lines of names
 
 
 def finite(values: Iterable[float | None]) -> list[float]:

@@ -12,8 +12,7 @@ from typing import Any
 from stepscope.document.model import Table
 from stepscope.formatting import safe
 
-_LONGEST_CELL = 32_000
-"""Spreadsheets limit a cell to 32,767 characters."""
+_LONGEST_CELL = 32_000  # spreadsheets limit a cell to 32,767 characters
 # What starts a formula: also full-width characters, after spaces or quotes, and after a semicolon, which many
 # locales read as a separator.
 _FORMULA = re.compile(r"""(?:^|(?<=;))(?=[\s"'`]*[=+\-@＝＋－＠])""")

@@ -12,12 +12,9 @@ from pathlib import Path
 
 from stepscope.errors import MissingDependencyError, StepscopeError, UsageError
 
-_LEVEL = 5
-"""gzip level: half the time of the default for 5 % more bytes."""
-_TRACES = (".gz", ".json", ".trace", ".pt")
-"""Suffixes that are dropped from a trace's name."""
-_EXTRAS = {"matplotlib": "'stepscope[png]'"}
-"""What to install for an optional package."""
+_LEVEL = 5  # gzip level: half the time of the default for 5 % more bytes
+_TRACES = (".gz", ".json", ".trace", ".pt")  # suffixes that are dropped from a trace's name
+_EXTRAS = {"matplotlib": "'stepscope[png]'"}  # what to install for an optional package
 
 
 def stem_of(path: Path) -> str:

@@ -14,10 +14,8 @@ WIDTH, HEIGHT = 960, 380
 LEFT, RIGHT, TOP, BOTTOM = 78, 18, 52, 46
 TEXT = "#808080"
 _NUM_TICKS = 4
-_CHARACTER = 6.6
-"""Pixels of a character of the labels, about."""
-_LINE = 14
-"""Pixels between two lines of text."""
+_CHARACTER = 6.6  # pixels of a character of the labels, about
+_LINE = 14  # pixels between two lines of text
 
 
 def svg_of(chart: Lines) -> str:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from stepscope.document.model import Table
 from stepscope.formatting import cell, fit_names, is_numeric, safe, shortened, title_of
 
-NAME_WIDTH = 24
-"""Characters that the first column keeps before other columns are dropped for it."""
-TEXT_WIDTH = 16
-"""Characters that other text columns keep before columns are dropped."""
+NAME_WIDTH = 24  # characters that the first column keeps before other columns are dropped for it
+TEXT_WIDTH = 16  # characters that other text columns keep before columns are dropped
 _LEAST_WIDTH = 6
 _MOST_CHARACTERS = 400
 

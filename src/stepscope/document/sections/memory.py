@@ -23,8 +23,7 @@ from stepscope.session.memory import SNAPSHOT, TRACE, MemoryReport
 from stepscope.session.memory_growth import MemoryAnalysis
 
 NUM_MODULES = 8
-MOST_STAGES = 12
-"""Stages that a terminal shows: those around the peak."""
+MOST_STAGES = 12  # stages that a terminal shows: those around the peak
 OTHERS = "other modules"
 MOST_HELD = 3
 Columns = dict[str, Sequence[Value]]

@@ -19,8 +19,7 @@ from stepscope.formatting import cell, duration, percent, plural, safe
 from stepscope.session import Session
 
 MOST_DOTS = 300
-LEAST_SHARE = 0.0005
-"""Ops with a smaller share of the GPU work have no dot: they would only stretch the axes."""
+LEAST_SHARE = 0.0005  # ops with a smaller share of the GPU work have no dot: they would only stretch the axes
 _NO_OP = "launched by no op in the trace"
 _IN_CACHE = "data that is still in the cache is not read from memory"
 

@@ -8,8 +8,7 @@ from typing import Any
 from stepscope.analysis.memory.timeline import thinned_indices
 from stepscope.document.model import Fact, Series
 
-MOST_POINTS = 2000
-"""Points of a line: more cannot be told apart on a page."""
+MOST_POINTS = 2000  # points of a line: more cannot be told apart on a page
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

@@ -10,8 +10,7 @@ from stepscope.analysis.comparison.sweeps import IMPLEMENTATION_KNOBS, PointSumm
 from stepscope.document.model import Axis
 from stepscope.formatting import cell, safe
 
-MOST_SERIES = 8
-"""As many as there are distinguishable colors."""
+MOST_SERIES = 8  # as many as there are distinguishable colors
 _LENGTHS = ("seq_len", "tokens", "context", "batch")
 _REPETITIONS = ("seed", "warmup", "steps")
 _LOG_FACTOR = 4
@@ -22,16 +21,11 @@ _LONGEST_VALUE = 60
 class Layout:
     """Axes by their role; each independent axis is in one of the first three."""
 
-    x: Axis | None
-    """The axis on x; None if nothing varies."""
-    series: tuple[str, ...]
-    """Axes that distinguish lines; several if they have few combinations."""
-    facets: tuple[str, ...]
-    """Axes with one chart per value."""
-    follows: Mapping[str, str]
-    """Redundant axes → the axis that determines them."""
-    ways: tuple[str, ...]
-    """Axes that choose an implementation."""
+    x: Axis | None  # the axis on x; None if nothing varies
+    series: tuple[str, ...]  # axes that distinguish lines; several if they have few combinations
+    facets: tuple[str, ...]  # axes with one chart per value
+    follows: Mapping[str, str]  # redundant axes → the axis that determines them
+    ways: tuple[str, ...]  # axes that choose an implementation
 
     @property
     def names(self) -> tuple[str, ...]:

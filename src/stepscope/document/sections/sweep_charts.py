@@ -16,8 +16,7 @@ from stepscope.formatting import cell, duration, listed, plural, safe, title_of,
 MOST_FACETS = 6
 MOST_BARS = 24
 LOG_FACTOR = 10
-_NUM_LISTED = 4
-"""Points that a caption lists."""
+_NUM_LISTED = 4  # points that a caption lists
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from stepscope.document.model import Node
 
-LEAST_SHARE = 0.002
-"""Parts with a smaller share of the whole are merged with their siblings."""
-MAX_DEPTH = 24
-"""Levels of a module name; deeper ones keep their dots."""
+LEAST_SHARE = 0.002  # parts with a smaller share of the whole are merged with their siblings
+MAX_DEPTH = 24  # levels of a module name; deeper ones keep their dots
 _NUMBER = re.compile(r"\d{1,9}$")
 
 
@@ -19,10 +17,8 @@ class Branch:
     """A part with the parts inside it."""
 
     def __init__(self, is_ordered: bool = False) -> None:
-        self.is_ordered = is_ordered
-        """Whether the parts inside stay in the order in which they were added."""
-        self.own = 0
-        """What is in none of the parts inside."""
+        self.is_ordered = is_ordered  # whether the parts inside stay in the order in which they were added
+        self.own = 0  # what is in none of the parts inside
         self.total = 0
         self.color: str | None = None
         self.inner: dict[str, Branch] = {}

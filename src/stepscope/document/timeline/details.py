@@ -21,8 +21,7 @@ KINDS = (
 )  # fmt: skip
 TEXTS = ("name", "module", "op", "shapes", "dtypes", "step", "phase", "caller", "more")
 """Columns of text, each an index into the list of strings."""
-MOST_CHARACTERS = 600
-"""Longest name: a C++ template can have thousands of characters."""
+MOST_CHARACTERS = 600  # longest name: a C++ template can have thousands of characters
 _MOST_LABEL = 80
 
 

@@ -9,10 +9,8 @@ import polars as pl
 
 from stepscope.formatting import plural
 
-MOST_LANES = 96
-"""Lanes of a track; deeper events are only counted."""
-_MOST_BESIDE = 24
-"""Lanes of a stream whose work runs in parallel."""
+MOST_LANES = 96  # lanes of a track; deeper events are only counted
+_MOST_BESIDE = 24  # lanes of a stream whose work runs in parallel
 
 LANE = {"lane": pl.UInt32, "table": pl.UInt8, "place": pl.UInt32, "start_ns": pl.Int64, "end_ns": pl.Int64,
         "color": pl.UInt8, "weight_ns": pl.Int64}  # fmt: skip
@@ -26,12 +24,10 @@ class Track:
 
     kind: str
     title: str
-    detail: str
-    """What the track shows."""
+    detail: str  # what the track shows
     first_lane: int
     num_lanes: int
-    is_copy: bool = False
-    """Whether another track shows the same events."""
+    is_copy: bool = False  # whether another track shows the same events
 
 
 @dataclass
@@ -40,12 +36,9 @@ class Lanes:
 
     tracks: list[Track] = field(default_factory=list)
     events: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=LANE))
-    runs: pl.DataFrame = field(default_factory=pl.DataFrame)
-    """Modules on the GPU (`runs.py`)."""
-    left_out: list[str] = field(default_factory=list)
-    """Sentences about what is on no track."""
-    num_left_out: int = 0
-    """Events that are on no track."""
+    runs: pl.DataFrame = field(default_factory=pl.DataFrame)  # modules on the GPU
+    left_out: list[str] = field(default_factory=list)  # sentences about what is on no track
+    num_left_out: int = 0  # events that are on no track
 
     @property
     def num(self) -> int:

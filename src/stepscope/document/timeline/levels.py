@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 import polars as pl
 
-FACTOR = 4
-"""The width of a level's cells, in cells of the level below."""
-_COARSEST = 256
-"""Cells of the last level."""
-_FINE_ENOUGH = 4096
-"""Cells of the first level if every event is kept."""
+FACTOR = 4  # the width of a level's cells, in cells of the level below
+_COARSEST = 256  # cells of the last level
+_FINE_ENOUGH = 4096  # cells of the first level if every event is kept
 _FINEST = 1 << 18
 
 Level = tuple[int, pl.DataFrame]
@@ -29,10 +26,8 @@ class Kept:
     """Which events are drawn individually."""
 
     is_kept: pl.Series
-    steps: list[int]
-    """Steps of which all events are kept."""
-    least_ns: int | None
-    """The shortest event kept elsewhere; None: no others, or all."""
+    steps: list[int]  # steps of which all events are kept
+    least_ns: int | None  # the shortest event kept elsewhere; None: no others, or all
 
 
 def keep(events: pl.DataFrame, typical: pl.DataFrame, in_step: pl.Series, most: int) -> Kept:

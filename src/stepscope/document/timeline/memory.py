@@ -10,8 +10,7 @@ from stepscope.analysis.memory.allocator_events import DEVICE_TYPES, memory_devi
 from stepscope.analysis.structure.links import Linked
 from stepscope.document.timeline.bytes import Clock
 
-MOST_POINTS = 16_000
-"""Points of all curves together."""
+MOST_POINTS = 16_000  # points of all curves together
 _MOST_CURVES = 8
 _LEAST_BYTES = 1 << 20
 """A second curve needs at least this: a host that only feeds its GPU has no curve worth drawing."""
@@ -23,13 +22,10 @@ class Curve:
     """One device's memory."""
 
     title: str
-    points: pl.DataFrame
-    """`time` in ticks, `allocated` and `reserved` in units of `unit_bytes`."""
-    unit_bytes: int
-    """1, or the smallest power of two with which all values fit into 32 bits."""
+    points: pl.DataFrame  # `time` in ticks, `allocated` and `reserved` in units of `unit_bytes`
+    unit_bytes: int  # 1, or the smallest power of two with which all values fit into 32 bits
     has_reserved: bool
-    num_all: int
-    """Points before thinning."""
+    num_all: int  # points before thinning
 
 
 def memory_curves(linked: Linked, clock: Clock) -> list[Curve]:

@@ -22,16 +22,12 @@ from stepscope.document.timeline.memory import Curve, memory_curves
 from stepscope.document.timeline.tracks import lanes_of
 from stepscope.formatting import duration, listed, plural
 
-MOST_EVENTS = 150_000
-"""Events drawn one by one."""
-MOST_BLOCKS = 30_000
-"""Blocks on a level."""
-MOST_BYTES = 1_500_000
-"""Size of the compressed blob: 2 MB as base64."""
+MOST_EVENTS = 150_000  # events drawn one by one
+MOST_BLOCKS = 30_000  # blocks on a level
+MOST_BYTES = 1_500_000  # size of the compressed blob: 2 MB as base64
 _FAR, _MINUTE_NS = 1000, 60 * 10**9
 _LENGTH = pl.col("end") - pl.col("start")
-_DELTAS = ("start", "end", "launch", "time", "allocated", "reserved")
-"""Columns whose neighbors are similar."""
+_DELTAS = ("start", "end", "launch", "time", "allocated", "reserved")  # columns whose neighbors are similar
 
 
 def timeline_of(linked: Linked, most_events: int = MOST_EVENTS, most_bytes: int = MOST_BYTES) -> Timeline:

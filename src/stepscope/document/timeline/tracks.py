@@ -12,13 +12,15 @@ from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor
 from stepscope.document.timeline.colors import host_colors, kernel_colors, module_colors, phase_colors, range_colors
 from stepscope.document.timeline.lanes import Lanes, depths, events_of
-from stepscope.document.timeline.runs import module_runs
 from stepscope.formatting import plural, safe
 
 MOST_TRACKS = {"modules": 4, "communication": 16, "host": 32, "ranges": 16, "gpu": 48}
 """Tracks per kind: the busiest are shown, the rest are counted."""
 _COLLECTIVES = "^(nccl|gloo|mpi|ucc):"
 _STREAM = ["device", "stream"]
+_MOST_DEPTH = 12
+RUN = {"device": pl.Int32, "stream": pl.Int64, "depth": pl.UInt32, "module": pl.String, "phase": pl.String,
+       "step": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64}  # fmt: skip
 
 
 def lanes_of(linked: Linked) -> Lanes:
@@ -61,7 +63,7 @@ def _add_modules(lanes: Lanes, linked: Linked) -> None:
 
 def _add_gpu_modules(lanes: Lanes, linked: Linked) -> None:
     """Add one stretch per module and run of kernels; unlike the calls on the host it shows the backward too."""
-    lanes.runs = module_runs(linked)
+    lanes.runs = _module_runs(linked)
     placed = lanes.runs.with_row_index("place").with_columns(color=module_colors(lanes.runs["module"]))
     for (number, stream), events in _busiest(lanes, placed, _STREAM, "modules", "stream with modules"):
         title = f"Modules on GPU{f' {number}' if number else ''} · stream {stream}"
@@ -157,3 +159,46 @@ def _thread_titles(linked: Linked) -> dict[int, str]:
     for thread in linked.host["thread"].unique():
         titles.setdefault(thread, f"thread {thread}")
     return titles
+
+
+def _module_runs(linked: Linked) -> pl.DataFrame:
+    """Return runs of consecutive kernels of one module, at every depth of the module tree (`RUN`).
+
+    A new module, phase or step begins another run, as does a kernel of none. A number belongs to the word before it:
+    `blocks.3.mlp` is `mlp` in `blocks.3`, never in `3`.
+    """
+    # A collective would belong to the module that happened to wait for it.
+    device = linked.device.filter(pl.col("activity") != "communication")
+    names = device["module"].cast(pl.String)
+    paths = {name: _prefixes(name) for name in names.unique().drop_nulls()}
+    texts = pl.col("phase", "step").cast(pl.String)
+    work = device.select(pl.col(*_STREAM).fill_null(0), texts, "start_ns", "end_ns")
+    found = [pl.DataFrame(schema=RUN)]
+    for depth in range(min(_MOST_DEPTH, max(map(len, paths.values()), default=0))):
+        known = [name for name, path in paths.items() if len(path) > depth]
+        module = names.replace_strict(known, [paths[name][depth] for name in known], default=None)
+        found.append(_runs(work.with_columns(module=module.cast(pl.String)), depth))
+    return pl.concat(found)
+
+
+def _runs(work: pl.DataFrame, depth: int) -> pl.DataFrame:
+    same = (*_STREAM, "module", "phase", "step")
+    is_new = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift(1)) for name in same)
+    ordered = work.sort(*_STREAM, "start_ns", maintain_order=True).with_columns(run=is_new.cum_sum())
+    runs = ordered.group_by("run", maintain_order=True).agg(
+        pl.col(*same).first(), pl.col("start_ns").min(), pl.col("end_ns").max()
+    )
+    end = pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).over(_STREAM))
+    named = runs.filter(pl.col("module").is_not_null())
+    return named.with_columns(depth=pl.lit(depth, pl.UInt32), end_ns=end).select(RUN.keys())
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return a module and those around it.
+
+    >>> _prefixes("model.blocks.3.mlp")
+    ['model', 'model.blocks.3', 'model.blocks.3.mlp']
+    """
+    words = name.split(".")
+    ends = [at for at in range(1, len(words) + 1) if at == len(words) or not words[at].isdigit()]
+    return [".".join(words[:end]) for end in ends]

@@ -11,8 +11,7 @@ from stepscope.render.axes import finite, totals, why_missing
 from stepscope.render.colors import children_of
 from stepscope.render.markdown.text import bar, escaped, grid, sparkline
 
-_MOST_COLUMNS = 8
-"""Columns of one table: x values, or parts of a bar."""
+_MOST_COLUMNS = 8  # columns of one table: x values, or parts of a bar
 
 
 def chart_lines(chart: Chart, most: int, num_letters: int) -> list[str]:

@@ -12,10 +12,8 @@ from stepscope.render.files import file_names
 from stepscope.render.markdown.charts import chart_lines
 from stepscope.render.markdown.text import code, escaped, grid, in_summary, prose
 
-MOST_CHARACTERS = 60_000
-"""GitHub allows 65,536 in a comment."""
-_LONG = 8
-"""Tables with at least this many rows are collapsed."""
+MOST_CHARACTERS = 60_000  # GitHub allows 65,536 in a comment
+_LONG = 8  # tables with at least this many rows are collapsed
 
 
 @dataclass(frozen=True)
@@ -23,15 +21,11 @@ class Detail:
     """How much is shown. If the result is too long, the next smaller one is tried."""
 
     share_of_rows: float
-    num_letters: int
-    """Characters of a name in a table."""
+    num_letters: int  # characters of a name in a table
     num_columns: int
-    num_parts: int
-    """Bars, lines or tiles of a chart."""
-    num_items: int
-    """Facts and findings."""
-    num_text: int
-    """Characters of a sentence."""
+    num_parts: int  # bars, lines or tiles of a chart
+    num_items: int  # facts and findings
+    num_text: int  # characters of a sentence
 
 
 _DETAILS = (
@@ -89,8 +83,7 @@ def _blocks(report: Document, detail: Detail, in_folder: bool) -> Iterator[str]:
 @dataclass(frozen=True)
 class _Writer:
     detail: Detail
-    files: dict[int, str]
-    """File of each chart and table, by its id(); empty if there are no files."""
+    files: dict[int, str]  # file of each chart and table, by its id(); empty if there are no files
     is_folded: bool
 
     def section(self, section: Section) -> list[str]:

@@ -17,8 +17,7 @@ from stepscope.render import axes
 from stepscope.render.axes import Axis, log_ticks, tick_text
 
 LABEL, NARROW_LABEL = 44, 18
-_ROOM = 1.6
-"""How far a logarithmic axis goes beyond its outermost values."""
+_ROOM = 1.6  # how far a logarithmic axis goes beyond its outermost values
 
 
 def words(text: object, most: int = LABEL) -> str:

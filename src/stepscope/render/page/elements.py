@@ -10,8 +10,7 @@ from stepscope.document.model import Chart, Facts, Table
 from stepscope.formatting import cell, is_numeric, safe, title_of
 from stepscope.render.csv import csv_cell, guarded
 
-NUM_ROWS, MOST_ROWS = 50, 2000
-"""Rows that a table shows at first, and rows that the page contains at most."""
+NUM_ROWS, MOST_ROWS = 50, 2000  # rows that a table shows at first, and rows that the page contains at most
 
 
 def escape(text: object, most: int = 10_000) -> str:

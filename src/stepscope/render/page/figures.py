@@ -14,12 +14,10 @@ from stepscope.render.page import axes
 from stepscope.render.page.axes import lines_of_words, on, texts_of, words
 from stepscope.render.page.trees import tree_figure
 
-_DOT_PIXELS = 64
-"""Diameter of a dot with a share of 100 %."""
+_DOT_PIXELS = 64  # diameter of a dot with a share of 100 %
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _LIMIT_COLOR = "#8a8f98"
-_NOTE = 0.08
-"""Distance between two notes, as a share of the chart's height."""
+_NOTE = 0.08  # distance between two notes, as a share of the chart's height
 _MOST_MARKERS = 40
 
 

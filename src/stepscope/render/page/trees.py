@@ -9,8 +9,7 @@ from stepscope.document.model import Node, Tree
 from stepscope.formatting import cell, percent, safe
 from stepscope.render.colors import colors_of_nodes, depth_of, ink_on
 
-MOST_NODES = 1200
-"""Plotly draws each as an element, so the smallest are left out and counted in the caption."""
+MOST_NODES = 1200  # Plotly draws each as an element, so the smallest are left out and counted in the caption
 _DEPTH = 7
 _LETTERS = {"icicle": 150, "treemap": 80}
 """Characters across an icicle, and across a square tile that fills a treemap."""

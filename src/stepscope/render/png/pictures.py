@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_AN_INCH = 12.0, 7.0, 100
-_CAPTION = 145
-"""Characters a line below the title."""
+_CAPTION = 145  # characters a line below the title
 _STYLE = {
     "text.parse_math": False,  # a name with two $ in it is no formula
     "font.family": ["DejaVu Sans"],  # the one that comes with matplotlib

@@ -13,10 +13,8 @@ from stepscope.render.colors import children_of, colors_of_nodes, depth_of, ink_
 from stepscope.render.png.drawing import drawn
 
 _DEPTH = 8
-_LETTER, _LINE = 0.0063, 0.030
-"""Of the picture: how wide a letter is, how high a line of text."""
-_LEAST = 0.0015
-"""A narrower tile cannot be seen."""
+_LETTER, _LINE = 0.0063, 0.030  # of the picture: how wide a letter is, how high a line of text
+_LEAST = 0.0015  # a narrower tile cannot be seen
 _NOTHING = 1e-9
 
 
