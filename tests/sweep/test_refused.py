@@ -12,7 +12,6 @@ from stepscope.sweep.checks.refused_backends import recorded_warnings, refusal
 
 torch = pytest.importorskip("torch")
 from stepscope.workloads.ops import attention  # noqa: E402
-from stepscope.workloads.ops.attention_bytes import Given, held_bytes  # noqa: E402
 
 FREE = {"sdpa": "free", "device": "cuda"}
 SAID = ["Flash attention kernel not used because:", "Expected query, key and value to all be of dtype: {Half}."]
@@ -62,7 +61,8 @@ def test_a_refusal_without_words_says_that_too():
 @pytest.mark.parametrize("implementation", ["naive", "builtin", "flash", "math"])
 def test_held_bytes_are_what_autograd_keeps(implementation, causal, dtype):
     sizes = {"seq_len": 64, "batch": 2, "heads": 2, "head_width": 16}
-    built = attention.build(attention.WORKLOAD.configure(implementation=implementation, causal=causal, **sizes))
+    config = attention.WORKLOAD.configure(implementation=implementation, causal=causal, **sizes)
+    built = attention.build(config)
     batch = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in built.batch().items()}
     kept = {}
 
@@ -74,7 +74,7 @@ def test_held_bytes_are_what_autograd_keeps(implementation, causal, dtype):
         out = built.module(**batch)
     for tensor in (*batch.values(), out):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    held = held_bytes(Given(implementation=implementation, item_bytes=dtype.itemsize, causal=causal, **sizes))
+    held = attention.held_bytes(config, dtype.itemsize)
 
     assert sum(kept.values()) + held["output_gradient"] == sum(held.values())
 

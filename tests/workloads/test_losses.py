@@ -164,7 +164,7 @@ def test_one_chunk_of_logits_is_alive_at_a_time(dtype, num_chunks_alive):
     # The custom op hides what is inside it from a dispatch mode, so the function itself is watched.
     hidden, weight, targets = inputs(getattr(torch, dtype), rows=512, width=4, vocab=1000)
     with Alive() as alive:
-        losses._total_loss_and_gradients(hidden, weight, targets, 16, hidden.dtype)
+        losses._loss_and_gradients(hidden, weight, targets, 16, hidden.dtype)
 
     # float32: logits and log-probabilities; bfloat16: logits (1), their float32 copy (2), log-probabilities (2).
     chunk = 16 * 1000 * hidden.element_size()
@@ -177,7 +177,7 @@ def test_fused_removes_most_of_the_memory_of_full():
     with Alive() as full:
         loss_and_gradients(hidden, weight, targets, "full", 16)
     with Alive() as fused:
-        losses._total_loss_and_gradients(hidden, weight, targets, 16, torch.float32)
+        losses._loss_and_gradients(hidden, weight, targets, 16, torch.float32)
 
     assert full.peak >= 3 * 512 * 1000 * 4
     assert fused.peak < 0.1 * full.peak

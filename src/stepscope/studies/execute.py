@@ -16,7 +16,7 @@ from stepscope.recorder.files import write_json
 from stepscope.render.write import write_sweep_tables
 from stepscope.studies.stored import FULL, TOML_FILE, read_facts
 from stepscope.studies.study import Measure, Recordings, Study, Sweep
-from stepscope.sweep.grid import Grid, Point
+from stepscope.sweep.grid import Grid, Point, listed
 from stepscope.sweep.recorded import record_point
 from stepscope.sweep.results import Results
 from stepscope.sweep.run import Place
@@ -27,6 +27,7 @@ from stepscope.version import __version__
 from stepscope.workloads.registry import find
 
 SCHEMA_VERSION = 1
+OnRow = Callable[[Measure, dict[str, Any] | None, int], None]
 _FOLDER = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -52,11 +53,8 @@ def plan_of(study: Study, mode: str, device: str) -> Plan:
         if not _FOLDER.fullmatch(measure.id) or measure.id in (*points, "report"):
             raise UsageError(f"{study.name}: id={measure.id!r} must be a folder name that no other measure has")
         grids = measure.full if mode == FULL else measure.quick
-        listed = [
-            {name: value if isinstance(value, (list, tuple)) else [value] for name, value in axes.items()}
-            for axes in ([grids] if isinstance(grids, Mapping) else grids)
-        ]
-        points[measure.id] = Grid(find(measure.workload), {"device": device}).points(listed)
+        axes = [listed(each) for each in ([grids] if isinstance(grids, Mapping) else grids)]
+        points[measure.id] = Grid(find(measure.workload), {"device": device}).points(axes)
     if not any(points.values()):
         raise UsageError(f"{study.name} measures nothing with --{mode}: no measure has points")
     return Plan(study=study, mode=mode, device=device, points={id: found for id, found in points.items() if found})
@@ -100,7 +98,7 @@ def run(
     command: str,
     resume_command: str,
     timeout_s: float,
-    on_row: Callable[[Measure, dict[str, Any] | None, int], None],
+    on_row: OnRow,
 ) -> None:
     """Measure every point that has no row yet. `on_row` gets each row and the number of points done in total."""
     num_before = 0
@@ -111,18 +109,18 @@ def run(
             with place.open() as results:
                 on_row(measure, None, num_before + sum(point.hash in results.hashes for point in points))
                 try:
-                    run_points(
-                        points,
-                        results,
-                        _runner(measure, server, results, timeout_s),
-                        lambda row, num_done, of=measure, base=num_before: on_row(of, row, base + num_done),
-                    )
+                    measuring = _runner(measure, server, results, timeout_s)
+                    run_points(points, results, measuring, _after(num_before, measure, on_row))
                 finally:
                     if results.rows and isinstance(measure, Sweep):
                         with results.writing():
                             sweep = sweep_of(results.rows, results.facts["environments"])
                             write_sweep_tables(place.folder, sweep_document(sweep, command), records_table(sweep))
             num_before += len(points)
+
+
+def _after(num_before: int, measure: Measure, on_row: OnRow) -> Callable[[dict[str, Any], int], None]:
+    return lambda row, num_done: on_row(measure, row, num_before + num_done)
 
 
 def _runner(

@@ -18,6 +18,8 @@ from stepscope.studies.study import Record, TableOf
 if TYPE_CHECKING:
     from stepscope.studies.stored import Rows, Stored
 
+said = cell
+"""Returns a figure with the unit that its name ends in."""
 TIME, PEAK, BUSY = "time_median_ns", "peak_allocated_bytes", "gpu_busy_share"
 LOG_FACTOR, LOG_FACTOR_ALONE = 4, 30
 """An axis whose ends are this far apart is logarithmic. The second is for y over a linear x: over a logarithmic x,
@@ -206,11 +208,6 @@ def crossing(first: Sequence[Record], second: Sequence[Record], x: str, y: str) 
         return float(shared[0])
     share = gaps[end - 1] / (gaps[end - 1] - gaps[end])
     return float(shared[end - 1] * (shared[end] / shared[end - 1]) ** share)
-
-
-def said(name: str, value: Any) -> str:
-    """Return a figure with the unit that its name ends in."""
-    return cell(name, value)
 
 
 def span(name: str, values: Collection[float]) -> str:

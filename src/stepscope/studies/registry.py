@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from pathlib import Path
 
 from stepscope.errors import UsageError
 from stepscope.studies.study import Study
 from stepscope.workloads.knobs import nearest
+from stepscope.workloads.users_code import module_from_file
 
 STUDIES = ("cs336", "megalodon", "hydra", "nano", "tsmoe")
 
@@ -21,22 +20,12 @@ def find_study(name: str) -> Study:
         assert isinstance(study, Study)
         return study
     if name.endswith(".py"):
-        return _from_python(Path(name))
+        study = getattr(module_from_file(Path(name)), "STUDY", None)
+        if not isinstance(study, Study):
+            raise UsageError(f"{name} has no STUDY: STUDY = Study(name=…, …), see docs/studies.md")
+        return study
     if name.endswith(".toml"):
         from stepscope.studies.toml_study import study_from_toml
 
         return study_from_toml(Path(name))
     raise UsageError(f"there is no study {name!r}: {nearest(name, STUDIES)} You can also name a file.py or file.toml")
-
-
-def _from_python(path: Path) -> Study:
-    spec = importlib.util.spec_from_file_location(f"stepscope_study_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise UsageError(f"{path} not found")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    study = getattr(module, "STUDY", None)
-    if not isinstance(study, Study):
-        raise UsageError(f"{path} has no STUDY: STUDY = Study(name=…, …), see docs/studies.md")
-    return study

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stepscope.workloads.custom_op import custom_op
 from stepscope.workloads.workload import HAS_TRITON, Evidence, Proof, ran
 
 Path = Literal["fft", "sequential", "scan"]
@@ -121,28 +122,22 @@ def _sequential(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tu
 
 def _scan(x: Tensor, c: Coefficients, state: Tensor | None, _: bool) -> tuple[Tensor, Tensor | None]:
     """Compute in parallel: one Triton kernel on a GPU, matmuls over chunks of tokens elsewhere."""
-    return _scan_kernel(x, c, state) if _is_fused(x) else _scan_products(x, c, state)
-
-
-def _is_fused(x: Tensor) -> bool:
-    return x.is_cuda and HAS_KERNELS
-
-
-def _scan_kernel(x: Tensor, c: Coefficients, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    y, last = ema_scan(x, torch.view_as_real(torch.polar(c.decay, c.angle)), c.weight, c.skip, state)
-    return y, last
-
-
-def _scan_products(x: Tensor, c: Coefficients, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    if _is_fused(x):
+        y, last = ema_scan(x, torch.view_as_real(torch.polar(c.decay, c.angle)), c.weight, c.skip, state)
+        return y, last
     values = x.to(torch.promote_types(x.dtype, torch.float32))
-    length = values.shape[1]
-    whole = length - length % CHUNK
+    rest = values.shape[1] % CHUNK
+    whole = values.shape[1] - rest
     parts = []
-    for part, chunk in ((values[:, :whole], CHUNK), (values[:, whole:], length % CHUNK)):
+    for part, chunk in ((values[:, :whole], CHUNK), (values[:, whole:], rest)):
         if part.shape[1]:
             y, state = _scan_chunks(part, c, state, chunk)
             parts.append(y)
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), state
+
+
+def _is_fused(x: Tensor) -> bool:
+    return x.is_cuda and HAS_KERNELS
 
 
 _PATHS = {"fft": _fft, "sequential": _sequential, "scan": _scan}
@@ -261,53 +256,21 @@ def _last_state(x: Tensor, c: Coefficients, state: Tensor | None) -> Tensor:
     return _leaving((re, im))
 
 
-# To PyTorch the Triton kernels are one op with its own backward, so torch.compile has no graph break there. Triton is
-# imported only when the op first runs.
-
-
 def _run_scan(x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    from stepscope.workloads import ema_triton
+    from stepscope.workloads import ema_triton  # needs Triton, which only a GPU has
 
     return ema_triton.forward(x, q, w, skip, state)
 
 
-def _run_scan_backward(
-    grad_y: Tensor, grad_last: Tensor, x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _run_scan_backward(grad_y: Tensor, grad_last: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     from stepscope.workloads import ema_triton
 
-    return ema_triton.backward(grad_y, grad_last, x, q, w, skip, state)
+    return ema_triton.backward(grad_y, grad_last, *inputs)
 
 
-ema_scan = torch.library.custom_op(
-    "stepscope::ema_scan",
-    _run_scan,
-    mutates_args=(),
-    schema="(Tensor x, Tensor q, Tensor w, Tensor skip, Tensor? state) -> (Tensor, Tensor)",
-)
-ema_scan_backward = torch.library.custom_op(
-    "stepscope::ema_scan_backward",
-    _run_scan_backward,
-    mutates_args=(),
-    schema="(Tensor grad_y, Tensor grad_last, Tensor x, Tensor q, Tensor w, Tensor skip, Tensor? state)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-def _fake_scan(x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), q.new_empty(x.shape[0], *q.shape)
-
-
-def _fake_scan_backward(
-    grad_y: Tensor, grad_last: Tensor, x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shapes = q.shape, w.shape, skip.shape, (x.shape[0], *q.shape)
-    grad_q, grad_w, grad_skip, grad_state = (q.new_empty(shape) for shape in shapes)
-    return x.new_empty(x.shape), grad_q, grad_w, grad_skip, grad_state
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+def _fake_gradients(grad_y: Tensor, grad_last: Tensor, x: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    w, skip, _ = rest
+    return x.new_empty(x.shape), *(q.new_empty(of.shape) for of in (q, w, skip, grad_last))
 
 
 def _scan_gradients(ctx: Any, grad_y: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
@@ -315,9 +278,18 @@ def _scan_gradients(ctx: Any, grad_y: Tensor, grad_last: Tensor) -> tuple[Tensor
     return *grads, None if ctx.saved_tensors[-1] is None else grad_state
 
 
-ema_scan.register_fake(_fake_scan)
-ema_scan_backward.register_fake(_fake_scan_backward)
-ema_scan.register_autograd(_scan_gradients, setup_context=_save_inputs)
+_INPUTS = "Tensor x, Tensor q, Tensor w, Tensor skip, Tensor? state"
+ema_scan = custom_op(
+    f"ema_scan({_INPUTS}) -> (Tensor, Tensor)",
+    _run_scan,
+    lambda x, q, w, skip, state: (x.new_empty(x.shape), q.new_empty(x.shape[0], *q.shape)),
+    _scan_gradients,
+)
+ema_scan_backward = custom_op(
+    f"ema_scan_backward(Tensor grad_y, Tensor grad_last, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_scan_backward,
+    _fake_gradients,
+)
 
 
 def proofs(knob: str, path: Path, seq_len: int, num_layers: int = 1) -> tuple[Proof, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertKnobs:
-    """The knobs of a mixture-of-experts layer."""
-
     experts: int = knob(8, "routed experts, not counting the shared one")
     top_k: int = knob(2, "experts per token")
     d_expert: int = knob(3072, "hidden width of a routed expert")
@@ -62,13 +60,12 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, width: int, shared_width: int, knobs: ExpertKnobs) -> None:
         super().__init__()
-        self.top_k, self.dispatch, self.capacity_factor = knobs.top_k, knobs.dispatch, knobs.capacity_factor
-        self.routing, self.gelu = knobs.routing, knobs.gelu
+        self.knobs, self.top_k = knobs, knobs.top_k
         num_experts, expert_width = knobs.experts, knobs.d_expert
         if not 1 <= self.top_k <= num_experts:
             raise UsageError(f"top_k={self.top_k}: must be between 1 and the number of experts ({num_experts})")
-        if self.capacity_factor <= 0:
-            raise UsageError(f"capacity_factor={self.capacity_factor}: must be positive")
+        if knobs.capacity_factor <= 0:
+            raise UsageError(f"capacity_factor={knobs.capacity_factor}: must be positive")
         self.router = nn.Linear(width, num_experts, bias=False)
         self.w1 = nn.Parameter(torch.randn(num_experts, width, expert_width) * width**-0.5)
         self.w2 = nn.Parameter(torch.randn(num_experts, expert_width, width) * expert_width**-0.5)
@@ -92,14 +89,14 @@ class MixtureOfExperts(nn.Module):
         balance = num_experts * (shares * probabilities.mean(0)).sum()
 
         routed = self._routed(tokens, weights, experts.reshape(-1), chosen, counts)
-        shared = self.shared_w2(gelu_by(self.gelu, self.shared_w1(tokens)))
+        shared = self.shared_w2(gelu_by(self.knobs.gelu, self.shared_w1(tokens)))
         out = routed + gate.sigmoid() * shared
         self.slots_per_expert.copy_(counts)
         return out.reshape(x.shape), balance
 
     def _gates(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of the router and of the shared expert's gate."""
-        if self.dispatch not in _GATHERED:
+        if self.knobs.dispatch not in _GATHERED:
             return self.router(tokens), self.shared_gate(tokens)
         # One matmul of aligned width for both: a matmul of width 1 is just as slow, and its backward slower.
         num_experts = self.w1.shape[0]
@@ -108,7 +105,7 @@ class MixtureOfExperts(nn.Module):
         return both[:, :num_experts], both[:, num_experts : num_experts + 1]
 
     def _route(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        if self.routing == "learned":
+        if self.knobs.routing == "learned":
             weights, experts = probabilities.topk(self.top_k, dim=-1)
             return weights, experts
         # The first expert is a multiplicative hash of the position (Knuth, vol. 3, 6.4), the others follow it. The
@@ -120,28 +117,28 @@ class MixtureOfExperts(nn.Module):
         return probabilities.gather(1, experts), experts
 
     def _routed(self, x: Tensor, weights: Tensor, experts: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-        if self.dispatch == "loop":
+        dispatch, num_experts = self.knobs.dispatch, counts.shape[0]
+        if dispatch == "loop":
             return self._loop(x, weights, experts)
-        if self.dispatch == "one_hot":
+        if dispatch == "one_hot":
             return self._one_hot(x, weights, chosen, counts)
-        if self.dispatch == "capacity":
-            num_experts = counts.shape[0]
-            capacity = rows_per_expert(experts.numel(), num_experts, self.capacity_factor)
+        if dispatch in ("capacity", "indexed"):
+            capacity = rows_per_expert(experts.numel(), num_experts, self.knobs.capacity_factor)
+            if dispatch == "indexed":
+                return self._indexed(x, weights, experts, counts, capacity)
             starts = torch.arange(num_experts, device=x.device) * capacity
             placement = _padded(experts, counts, starts, num_experts * capacity, capacity)
             return self._gathered(x, weights, placement, torch.bmm, (num_experts, capacity, x.shape[1]))
-        if self.dispatch == "indexed":
-            return self._indexed(x, weights, experts, counts)
-        if self.dispatch == "tile":
+        if dispatch == "tile":
             tiled = (counts + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
             ends = tiled.cumsum(0)
             # Enough rows for any routing; the last expert's tail is computed but never read.
-            num_rows = math.ceil((experts.numel() + counts.shape[0] * (TILE_ROWS - 1)) / TILE_ROWS) * TILE_ROWS
+            num_rows = math.ceil((experts.numel() + num_experts * (TILE_ROWS - 1)) / TILE_ROWS) * TILE_ROWS
             placement = _padded(experts, counts, ends - tiled, num_rows, None)
             ends = torch.cat((ends[:-1], ends.new_full((1,), num_rows)))
         else:
-            placement = _sorted(experts)
-            ends = counts.cumsum(0)
+            order = experts.argsort(stable=True)
+            placement, ends = _Placement(_inverse(order), order), counts.cumsum(0)
         return self._gathered(x, weights, placement, self._grouped(ends))
 
     def _grouped(self, ends: Tensor) -> Product:
@@ -152,22 +149,19 @@ class MixtureOfExperts(nn.Module):
     def _loop(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         order = experts.argsort(stable=True)
         token = order // self.top_k
-        counts = self._counts(torch.bincount(experts, minlength=self.w1.shape[0]), experts.numel())
+        even, rest = divmod(experts.numel(), self.w1.shape[0])
+        balanced = [even + (expert < rest) for expert in range(self.w1.shape[0])]
+        counts = torch.bincount(experts, minlength=self.w1.shape[0])
         rows = x[token]
         y = torch.empty_like(rows)
         begin = 0
-        for count, w1, w2 in zip(counts, self.w1, self.w2):
+        for count, w1, w2 in zip(numbers(counts, balanced, "experts are filled evenly"), self.w1, self.w2):
             end = begin + count
             if count:
-                y[begin:end] = gelu_by(self.gelu, rows[begin:end] @ w1) @ w2
+                y[begin:end] = gelu_by(self.knobs.gelu, rows[begin:end] @ w1) @ w2
             begin = end
         y = y * weights.reshape(-1)[order][:, None].to(y.dtype)
         return y.new_zeros(x.shape).index_add(0, token, y)
-
-    def _counts(self, counts: Tensor, num_slots: int) -> list[int]:
-        even, rest = divmod(num_slots, counts.shape[0])
-        balanced = [even + (expert < rest) for expert in range(counts.shape[0])]
-        return numbers(counts, balanced, "experts are filled evenly")
 
     def _one_hot(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0)
@@ -179,8 +173,7 @@ class MixtureOfExperts(nn.Module):
         y = y * weights.reshape(-1).index_select(0, slot_of_row)[:, None].to(y.dtype)
         return y.new_zeros(x.shape).index_add(0, token, y)
 
-    def _indexed(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
-        capacity = rows_per_expert(experts.numel(), counts.shape[0], self.capacity_factor)
+    def _indexed(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, capacity: int) -> Tensor:
         num_rows = counts.shape[0] * capacity
         rank = _inverse(experts.argsort(stable=True)) - (counts.cumsum(0) - counts)[experts]
         kept = rank < capacity
@@ -204,7 +197,7 @@ class MixtureOfExperts(nn.Module):
         return (slots * weights[..., None].to(slots.dtype)).sum(1)
 
     def _experts(self, rows: Tensor, product: Product) -> Tensor:
-        return product(gelu_by(self.gelu, product(rows, self.w1)), self.w2)
+        return product(gelu_by(self.knobs.gelu, product(rows, self.w1)), self.w2)
 
 
 def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -238,8 +231,7 @@ def rows_per_expert(num_slots: int, num_experts: int, capacity_factor: float) ->
     return min(math.ceil(wanted / 8) * 8, num_slots)
 
 
-@dataclass(frozen=True, slots=True)
-class _Placement:
+class _Placement(NamedTuple):
     """Which row each slot has, and which slot each row."""
 
     row_of_slot: Tensor
@@ -248,11 +240,6 @@ class _Placement:
     """Which slots have a row; None: all."""
     filled: Tensor | None = None
     """Which rows have a slot; None: all."""
-
-
-def _sorted(experts: Tensor) -> _Placement:
-    order = experts.argsort(stable=True)
-    return _Placement(_inverse(order), order)
 
 
 def _padded(experts: Tensor, counts: Tensor, starts: Tensor, num_rows: int, capacity: int | None) -> _Placement:
@@ -315,15 +302,15 @@ def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:
     """
     counts = torch.stack([layer.slots_per_expert for layer in layers]).cpu()
     ends = torch.stack([layer.last_rows for layer in layers]).cpu()
-    layer, num_slots = layers[0], int(counts[0].sum())
+    layer, knobs, num_slots = layers[0], layers[0].knobs, int(counts[0].sum())
     found = {"load_max_over_mean": float((counts.max(1).values / counts.double().mean(1)).max())}
     dropped, num_rows, every = 0, num_slots, max(1, num_slots * len(layers))
-    if layer.dispatch in ("capacity", "indexed"):
-        capacity = rows_per_expert(num_slots, counts.shape[1], layer.capacity_factor)
+    if knobs.dispatch in ("capacity", "indexed"):
+        capacity = rows_per_expert(num_slots, counts.shape[1], knobs.capacity_factor)
         dropped, num_rows = int((counts - capacity).clamp(min=0).sum()), counts.shape[1] * capacity
-    elif layer.dispatch == "tile":
+    elif knobs.dispatch == "tile":
         num_rows = int(ends[0, -1])
-    if layer.dispatch in ("tile", "grouped", "one_hot"):
+    if knobs.dispatch in ("tile", "grouped", "one_hot"):
         found["unaligned_experts"] = float((ends % TILE_ROWS != 0).sum())
     return found | {
         "dropped_slots": float(dropped),
@@ -347,23 +334,22 @@ def with_experts(built: Built, layers: Sequence[MixtureOfExperts], knobs: Expert
 
 def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
     """Return proof that tokens were dispatched this way."""
-    claim = f"dispatch={dispatch}"
     num_layers = max(1, num_layers)
+    # A matmul and its calls per layer, an op that runs once per layer, and ops that only other ways write. The math
+    # backend of attention calls bmm too, so an op that only `capacity` and `tile` call must have run as well.
+    matmul, num_matmuls, op, others = {
+        "loop": ("aten::mm", 2 * num_experts, "aten::bincount", ()),
+        "capacity": ("aten::bmm", 2, "searchsorted", ("tensor_split", "bincount")),
+        "indexed": ("aten::bmm", 2, "index_put", ("searchsorted", "tensor_split", "bincount")),
+    }.get(dispatch, ("", 0, "", ()))
 
-    def matmuls_and(evidence: Evidence, matmul: str, num_matmuls: int, op: str, calls: int) -> str | None:
-        products = evidence.calls(matmul)
-        enough = products >= num_matmuls and calls >= num_layers
-        return f"{matmul} ×{products}, {op} ×{calls}" if enough else None
-
-    def capacity(evidence: Evidence) -> str | None:
-        if evidence.calls("grouped_mm") or evidence.written("tensor_split", "bincount"):
+    def matmuls(evidence: Evidence) -> str | None:
+        if evidence.calls("grouped_mm") or evidence.written(*others):
             return None
-        # The math backend of attention calls bmm too, so an op that only this and `tile` call must have run as well.
-        return matmuls_and(evidence, "aten::bmm", 2 * num_layers, "searchsorted", evidence.written("searchsorted"))
-
-    def loop(evidence: Evidence) -> str | None:
-        waits = evidence.written("bincount")
-        return matmuls_and(evidence, "aten::mm", 2 * num_experts * num_layers, "aten::bincount", waits)
+        calls = evidence.calls(op) if dispatch == "indexed" else evidence.written(op.removeprefix("aten::"))
+        products = evidence.calls(matmul)
+        enough = products >= num_matmuls * num_layers and calls >= num_layers
+        return f"{matmul} ×{products}, {op} ×{calls}" if enough else None
 
     def one_hot(evidence: Evidence) -> str | None:
         # Compiled in bfloat16, index_add becomes an accumulating index_put.
@@ -381,10 +367,5 @@ def proof(dispatch: Dispatch, num_layers: int, num_experts: int) -> Proof:
             return None
         return f"{' or '.join(parts)} ×{calls}" + (f", all rows by {TILE_ROWS}" if dispatch == "tile" else "")
 
-    def indexed(evidence: Evidence) -> str | None:
-        if evidence.calls("grouped_mm") or evidence.written("searchsorted", "tensor_split", "bincount"):
-            return None
-        return matmuls_and(evidence, "aten::bmm", 2 * num_layers, "index_put", evidence.calls("index_put"))
-
-    shows = {"loop": loop, "one_hot": one_hot, "capacity": capacity, "indexed": indexed}.get(dispatch, grouped)
-    return Proof(claim=claim, shows=shows)
+    shows = {"one_hot": one_hot, "tile": grouped, "grouped": grouped}.get(dispatch, matmuls)
+    return Proof(claim=f"dispatch={dispatch}", shows=shows)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import sys
@@ -19,12 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
+from torch import Tensor, nn
+
 from stepscope.errors import UsageError
 from stepscope.workloads.knobs import nearest
-from stepscope.workloads.workload import Batch, Built, Value, WholeStep, Workload, knob
-
-if typing.TYPE_CHECKING:
-    import torch
+from stepscope.workloads.users_code import check_python_file, module_from_file
+from stepscope.workloads.workload import Batch, Built, WholeStep, Workload, knob
 
 SHAPES = "(module, batch function), or a function that runs one complete step"
 
@@ -35,7 +34,7 @@ def user_factory(name: str) -> Workload[Any]:
     if not place or not function_name:
         raise UsageError(f"{name!r}: write my.module:build or path/to/file.py:build")
     is_file = place.endswith(".py") or "/" in place or "\\" in place
-    module = _from_file(Path(place)) if is_file else _from_module(place)
+    module = module_from_file(Path(place)) if is_file else _from_module(place)
     function = getattr(module, function_name, None)
     if isinstance(function, Workload):  # has its own presets, reference, gate and proofs
         return dataclasses.replace(function, name=name)
@@ -47,43 +46,18 @@ def user_factory(name: str) -> Workload[Any]:
         about=(inspect.getdoc(function) or "a user-defined workload").splitlines()[0],
         config=_config_of(function, name),
         presets={"default": {}},
-        build=lambda config: normalized(function(**vars_of(config)), name),
+        build=lambda config: normalized(
+            function(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)}), name
+        ),
     )
 
 
 def refuse_file(name: str) -> NoReturn:
     """Raise UsageError: the function is missing after the file name, or the file does not exist."""
-    _check_file(Path(name))
+    check_python_file(Path(name))
     raise UsageError(
         f"{name} is a file. Add the function that builds the workload, {name}:build. It must return {SHAPES}."
     )
-
-
-def vars_of(config: Any) -> dict[str, Value]:
-    """Return the knobs of a configuration with their values."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        folder = path.parent
-        beside = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
-        where = f"in {folder.resolve()}" if folder.is_dir() else f"(no folder {folder})"
-        raise UsageError(f"{path.name} not found {where}: {nearest(path.name, beside)}")
-
-
-def _from_file(path: Path) -> ModuleType:
-    _check_file(path)
-    # Files in the same folder can be imported, as when Python runs the file.
-    folder_text = str(path.resolve().parent)
-    if folder_text not in sys.path:
-        sys.path.insert(0, folder_text)
-    spec = importlib.util.spec_from_file_location(f"stepscope_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module by name
-    spec.loader.exec_module(module)
-    return module
 
 
 def _from_module(name: str) -> ModuleType:
@@ -123,14 +97,12 @@ def _config_of(function: Callable[..., Any], name: str) -> type[Any]:
 
 def normalized(made: object, name: str) -> Built | WholeStep:
     """Return a factory's result in the form a sweep runs; UsageError for anything else."""
-    from torch import nn
-
     if isinstance(made, Built | WholeStep):
         return made
     if isinstance(made, tuple) and len(made) in (2, 3):
         module, batch, *rest = made
         if isinstance(module, nn.Module) and callable(batch) and all(isinstance(n, int) for n in rest):
-            return Built(module=_wrapped(module), batch=lambda: _named(batch(), name), num_tokens=sum(rest))
+            return Built(module=UserModule(module), batch=lambda: _named(batch(), name), num_tokens=sum(rest))
     elif callable(made) and not isinstance(made, nn.Module):
         return WholeStep(made)
     raise UsageError(f"{name} returned {_types(made)}. It must return {SHAPES}.")
@@ -144,51 +116,34 @@ def _types(made: object) -> str:
 
 def _named(given: object, name: str) -> Batch:
     """Return a batch as named tensors; unnamed ones are `0`, `1`, …"""
-    import torch
-
-    batch: Mapping[Any, Any] | None = None
-    if isinstance(given, torch.Tensor):
-        batch = {"0": given}
-    elif isinstance(given, Mapping):
-        batch = dict(given)
-    elif isinstance(given, tuple | list):
-        batch = {str(index): value for index, value in enumerate(given)}
-    if batch is None or not all(isinstance(value, torch.Tensor) for value in batch.values()):
+    unnamed = given if isinstance(given, tuple | list) else (given,)
+    batch = dict(given) if isinstance(given, Mapping) else {str(at): value for at, value in enumerate(unnamed)}
+    if not all(isinstance(value, Tensor) for value in batch.values()):
         raise UsageError(f"{name}: a batch must be a tensor, or a tuple or dict of tensors, not {_types(given)}")
     return batch
 
 
-def _wrapped(module: torch.nn.Module) -> torch.nn.Module:
-    from torch import nn
+class UserModule(nn.Module):
+    """The user's module, called with a named batch; returns a loss or tensors."""
 
-    class UserModule(nn.Module):
-        """The user's module, called with a named batch; returns a loss or tensors."""
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
+    def forward(self, **batch: Tensor) -> Any:
+        out = self.module(*batch.values()) if "0" in batch else self.module(**batch)
+        named = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+        loss = out if isinstance(out, Tensor) else named
+        if isinstance(loss, Tensor):
+            return _scalar(loss)
+        parts = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple | list) else ()
+        tensors = tuple(part for part in parts if isinstance(part, Tensor))
+        if not tensors:
+            raise UsageError(
+                f"The module returned {_types(out)}. It must return a loss, tensors, or an output with a loss."
+            )
+        return _scalar(tensors[0]) if tensors[0].numel() == 1 else tensors
 
-        def forward(self, **batch: torch.Tensor) -> Any:
-            if "0" in batch:
-                return _loss_or_tensors(self.module(*batch.values()))
-            return _loss_or_tensors(self.module(**batch))
 
-    return UserModule()
-
-
-def _loss_or_tensors(out: Any) -> Any:
-    """Return a scalar loss if there is one, else the tensors of the output."""
-    import torch
-
-    if isinstance(out, torch.Tensor):
-        return out.reshape(()) if out.numel() == 1 else out
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss.reshape(()) if loss.numel() == 1 else loss
-    parts = list(out.values()) if isinstance(out, Mapping) else list(out) if isinstance(out, tuple | list) else []
-    tensors = tuple(part for part in parts if isinstance(part, torch.Tensor))
-    if not tensors:
-        raise UsageError(
-            f"The module returned {_types(out)}. It must return a loss, tensors, or an output with a loss."
-        )
-    return tensors[0].reshape(()) if tensors[0].numel() == 1 else tensors
+def _scalar(tensor: Tensor) -> Tensor:
+    return tensor.reshape(()) if tensor.numel() == 1 else tensor

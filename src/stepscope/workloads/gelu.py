@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stepscope.workloads.custom_op import custom_op
 from stepscope.workloads.workload import HAS_TRITON, Evidence, Proof
 
 Gelu = Literal["torch", "kept"]
@@ -20,50 +21,37 @@ Gelu = Literal["torch", "kept"]
 
 def gelu_by(way: Gelu, x: Tensor) -> Tensor:
     """Return GELU of x, computed this way in both directions."""
-    y: Tensor = kept_gelu(x) if way == "kept" else functional.gelu(x)
-    return y
+    return kept_gelu(x) if way == "kept" else functional.gelu(x)
 
 
-def _is_fused(x: Tensor) -> bool:
-    # The polynomial is only as precise as float32.
-    return x.is_cuda and HAS_TRITON and x.dtype is not torch.float64
+def _kernels(x: Tensor) -> Any:
+    """Return the Triton kernels if they can run; their polynomial is only as precise as float32."""
+    if not x.is_cuda or not HAS_TRITON or x.dtype is torch.float64:
+        return None
+    from stepscope.workloads import gelu_triton
+
+    return gelu_triton
 
 
 def _run(x: Tensor) -> Tensor:
-    if not _is_fused(x):
-        return functional.gelu(x)
-    from stepscope.workloads import gelu_triton
-
-    return gelu_triton.forward(x)
+    kernels = _kernels(x)
+    return functional.gelu(x) if kernels is None else kernels.forward(x)
 
 
 def _run_backward(grad_y: Tensor, x: Tensor) -> Tensor:
-    if not _is_fused(x):
-        plain: Tensor = torch.ops.aten.gelu_backward(grad_y, x)
-        return plain
-    from stepscope.workloads import gelu_triton
-
-    return gelu_triton.backward(grad_y, x)
+    kernels = _kernels(x)
+    return torch.ops.aten.gelu_backward(grad_y, x) if kernels is None else kernels.backward(grad_y, x)
 
 
-kept_gelu = torch.library.custom_op("stepscope::gelu", _run, mutates_args=(), schema="(Tensor x) -> Tensor")
-kept_gelu_backward = torch.library.custom_op(
-    "stepscope::gelu_backward", _run_backward, mutates_args=(), schema="(Tensor grad_y, Tensor x) -> Tensor"
+kept_gelu_backward = custom_op(
+    "gelu_backward(Tensor grad_y, Tensor x) -> Tensor", _run_backward, lambda grad_y, x: x.new_empty(x.shape)
 )
-
-
-def _save_input(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _gradient(ctx: Any, grad_y: Tensor) -> Tensor:
-    gradient: Tensor = kept_gelu_backward(grad_y, *ctx.saved_tensors)
-    return gradient
-
-
-kept_gelu.register_fake(lambda x: x.new_empty(x.shape))
-kept_gelu_backward.register_fake(lambda grad_y, x: x.new_empty(x.shape))
-kept_gelu.register_autograd(_gradient, setup_context=_save_input)
+kept_gelu = custom_op(
+    "gelu(Tensor x) -> Tensor",
+    _run,
+    lambda x: x.new_empty(x.shape),
+    lambda ctx, grad_y: kept_gelu_backward(grad_y, *ctx.saved_tensors),
+)
 
 
 def proofs(way: Gelu, num_calls: int) -> tuple[Proof, ...]:

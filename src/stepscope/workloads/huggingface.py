@@ -8,14 +8,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
 
 from stepscope.errors import MissingDependencyError, UsageError
 from stepscope.workloads.knobs import nearest
-from stepscope.workloads.workload import Batch, Built, Proof, Workload, knob, ran, wrote
-
-if TYPE_CHECKING:
-    import torch
+from stepscope.workloads.workload import Batch, Built, Workload, knob, ran, wrote
 
 CONFIG_FILE = "config.json"
 # Classes whose `labels` have the shape of their `input_ids`.
@@ -36,6 +36,18 @@ class HuggingFaceConfig:
     )
 
 
+class HuggingFaceModel(nn.Module):
+    """Tokens → logits or hidden states; with targets, which the model shifts itself, the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        out = self.model(input_ids=tokens) if targets is None else self.model(input_ids=tokens, labels=targets)
+        return out[0]  # with labels the loss comes first
+
+
 def hugging_face(path: str) -> Workload[HuggingFaceConfig]:
     """Return the workload of a config.json, or of a folder with one."""
     given = _read(Path(path))
@@ -54,8 +66,6 @@ def hugging_face(path: str) -> Workload[HuggingFaceConfig]:
 
 def build(given: Mapping[str, Any], config: HuggingFaceConfig) -> Built:
     """Return the model of a configuration (as read from JSON), with random tokens as its batch."""
-    import torch
-
     settings = _settings(given, config)
     text = settings.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -78,18 +88,14 @@ def build(given: Mapping[str, Any], config: HuggingFaceConfig) -> Built:
         tokens = torch.randint(text.vocab_size, (config.batch, config.seq_len))
         return {"tokens": tokens, "targets": tokens.clone()} if has_loss else {"tokens": tokens}
 
-    return Built(
-        module=_wrapped(model),
-        batch=batch,
-        num_tokens=config.batch * config.seq_len,
-        proofs=(_proof(config.attn),),
+    proof = (
+        ran("attn=sdpa", "scaled_dot_product")
+        if config.attn == "sdpa"
+        else wrote("attn=eager", "softmax", without=("scaled_dot_product",), note=", no fused attention")
     )
-
-
-def _proof(attn: str) -> Proof:
-    if attn == "sdpa":
-        return ran("attn=sdpa", "scaled_dot_product")
-    return wrote("attn=eager", "softmax", without=("scaled_dot_product",), note=", no fused attention")
+    return Built(
+        module=HuggingFaceModel(model), batch=batch, num_tokens=config.batch * config.seq_len, proofs=(proof,)
+    )
 
 
 def _transformers() -> Any:
@@ -149,42 +155,19 @@ def _shorter(given: Mapping[str, Any], count: str, num_layers: int) -> dict[str,
     """
     if count not in given:
         raise UsageError(f"layers={num_layers}: the configuration has no {count}")
-    num_given = given[count]
-    return {
-        key: min(value, num_layers)
-        if key == count
-        else value[:num_layers]
-        if isinstance(value, list) and len(value) == num_given
-        else value
-        for key, value in given.items()
-    }
+    by_layer = {key: value for key, value in given.items() if isinstance(value, list) and len(value) == given[count]}
+    shorter = {key: value[:num_layers] for key, value in by_layer.items()}
+    return {**given, **shorter, count: min(given[count], num_layers)}
 
 
 def _class_of(given: Mapping[str, Any], settings: Any) -> Any:
     transformers = _transformers()
-    for name in given.get("architectures") or ():
-        found = getattr(transformers, name, None)
+    if names := given.get("architectures"):
+        found = getattr(transformers, names[0], None)
         if found is None:
-            raise UsageError(f"transformers has no class {name!r}, named in architectures")
+            raise UsageError(f"transformers has no class {names[0]!r}, named in architectures")
         return found
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(settings) not in causal:
         raise UsageError(f"{given['model_type']} has no causal LM. Name the class in architectures.")
     return causal[type(settings)]
-
-
-def _wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    from torch import nn
-
-    class HuggingFaceModel(nn.Module):
-        """Tokens → logits or hidden states; with targets, which the model shifts itself, the loss."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-            out = self.model(input_ids=tokens) if targets is None else self.model(input_ids=tokens, labels=targets)
-            return out[0]  # with labels the loss comes first
-
-    return HuggingFaceModel()

@@ -12,6 +12,7 @@ Both are custom ops: the compiler sees one node without a graph break, and a tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from stepscope.workloads.custom_op import custom_op
 from stepscope.workloads.workload import Proof, ran, wrote
 
 Loss = Literal["full", "chunked", "fused"]
+Pair = tuple[Tensor, Tensor]
+"""Gradients of the hidden states and of the weight."""
 CHUNK_ROWS = 1024
 """Rows of logits in memory at once: 206 MB in float32 for a vocabulary of 50,257; still fills a large GPU."""
 
@@ -72,99 +76,91 @@ def _product_dtype(hidden: Tensor) -> Any:
     return hidden.dtype
 
 
-def _rows(num_rows: int, chunk_rows: int) -> list[slice]:
-    return [slice(start, start + chunk_rows) for start in range(0, num_rows, chunk_rows)]
+def _chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor, gradients: Pair | None) -> Tensor:
+    """Return the summed loss of one chunk; write its gradient of hidden, and add to that of weight, if asked for.
 
-
-def _chunk_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed loss of one chunk; its logits are freed here."""
-    log_p = functional.log_softmax(hidden @ weight.t(), dim=-1, dtype=_wide(weight.dtype))
-    return -log_p.gather(1, targets[:, None]).sum()
-
-
-def _chunk_gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, grad_hidden: Tensor, grad_weight: Tensor
-) -> Tensor:
-    """Return the summed loss of one chunk, write `grad_hidden` and add to `grad_weight`."""
+    The chunk's logits are freed here.
+    """
     logits = hidden @ weight.t()
     log_p = functional.log_softmax(logits, dim=-1, dtype=_wide(weight.dtype))
     log_p_target = log_p.gather(1, targets[:, None])
-    # The target's entry is computed separately: p − 1 of a rounded p would be 0 for a confident prediction.
-    grad_logits = torch.exp(log_p, out=logits)
-    grad_logits.scatter_(1, targets[:, None], torch.expm1(log_p_target).to(logits.dtype))
-    del log_p
-    grad_hidden.copy_(grad_logits @ weight)
-    if grad_weight.dtype == weight.dtype:
-        grad_weight.addmm_(grad_logits.t(), hidden)
-    else:
-        grad_weight += grad_logits.t() @ hidden
+    if gradients is not None:
+        grad_hidden, grad_weight = gradients
+        # The target's entry is computed separately: p − 1 of a rounded p would be 0 for a confident prediction.
+        grad_logits = torch.exp(log_p, out=logits)
+        grad_logits.scatter_(1, targets[:, None], torch.expm1(log_p_target).to(logits.dtype))
+        del log_p
+        grad_hidden.copy_(grad_logits @ weight)
+        if grad_weight.dtype == weight.dtype:
+            grad_weight.addmm_(grad_logits.t(), hidden)
+        else:
+            grad_weight += grad_logits.t() @ hidden
     return -log_p_target.sum()
 
 
-def _total_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
-) -> Tensor:
-    with torch.autocast(hidden.device.type, enabled=False):
-        total = hidden.new_zeros((), dtype=_wide(product_dtype))
-        narrow = weight.to(product_dtype)
-        for rows in _rows(len(hidden), chunk_rows):
-            total += _chunk_loss(hidden[rows].to(product_dtype), narrow, targets[rows])
-    return total
-
-
-def _total_loss_and_gradients(
+def _loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     chunk_rows: int,
     product_dtype: torch.dtype,
-    gradients: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss, the gradient of hidden in its dtype, and that of weight in float32 or wider."""
-    if not gradients:
-        total = _total_loss(hidden, weight, targets, chunk_rows, product_dtype)
-        return total, hidden.new_empty(0), hidden.new_empty(0)
-    wide = _wide(product_dtype)
+    gradients: Pair | None = None,
+) -> Tensor:
+    """Return the summed loss and fill the gradients, if given, chunk by chunk."""
     with torch.autocast(hidden.device.type, enabled=False):
-        total = hidden.new_zeros((), dtype=wide)
-        grad_hidden = hidden.new_empty(hidden.shape)
-        grad_weight = weight.new_zeros(weight.shape, dtype=wide)
+        total = hidden.new_zeros((), dtype=_wide(product_dtype))
         narrow = weight.to(product_dtype)
-        for rows in _rows(len(hidden), chunk_rows):
-            chunk = hidden[rows].to(product_dtype)
-            total += _chunk_gradients(chunk, narrow, targets[rows], grad_hidden[rows], grad_weight)
-    return total, grad_hidden, grad_weight
+        for begin in range(0, len(hidden), chunk_rows):
+            rows = slice(begin, begin + chunk_rows)
+            wanted = None if gradients is None else (gradients[0][rows], gradients[1])
+            total += _chunk_loss(hidden[rows].to(product_dtype), narrow, targets[rows], wanted)
+    return total
 
 
-def _gradients(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return _total_loss_and_gradients(hidden, weight, targets, chunk_rows, product_dtype)[1:]
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype, wanted: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss and, if wanted, both gradients: of weight in float32 or wider."""
+    if not wanted:
+        total = _loss(hidden, weight, targets, chunk_rows, product_dtype)
+        return total, hidden.new_empty(0), hidden.new_empty(0)
+    gradients = hidden.new_empty(hidden.shape), weight.new_zeros(weight.shape, dtype=_wide(product_dtype))
+    return _loss(hidden, weight, targets, chunk_rows, product_dtype, gradients), *gradients
 
 
-def _scaled(grad: Tensor, gradients: tuple[Tensor, Tensor], weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _fake(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int, product_dtype: torch.dtype, wanted: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors shaped like the loss and both gradients."""
+    total = hidden.new_empty((), dtype=_wide(product_dtype))
+    if not wanted:
+        return total, hidden.new_empty(0), hidden.new_empty(0)
+    return total, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=_wide(product_dtype))
+
+
+def _scaled(grad: Tensor, gradients: Pair, weight_dtype: torch.dtype) -> Pair:
     grad_hidden, grad_weight = gradients
     return grad_hidden * grad, (grad_weight * grad).to(weight_dtype)
 
 
-def _chunked_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.options = inputs[3:]
 
 
-def _chunked_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _recompute(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     hidden, weight, targets = ctx.saved_tensors
     return *_scaled(grad, _chunked_gradients(hidden, weight, targets, *ctx.options), weight.dtype), None, None, None
 
 
-def _fused_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # Otherwise the gradients of the two gradients arrive as full-size zeros.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[1:])
     ctx.weight_dtype = inputs[1].dtype
 
 
-def _fused_grad(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[Tensor | None, ...]:
+def _scale_kept(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[Tensor | None, ...]:
     if any(tensor is not None for tensor in second):
         raise RuntimeError("The fused loss has no second derivative. Use loss=full.")
     if grad is None:
@@ -172,58 +168,33 @@ def _fused_grad(ctx: Any, grad: Tensor | None, *second: Tensor | None) -> tuple[
     return *_scaled(grad, ctx.saved_tensors, ctx.weight_dtype), None, None, None, None
 
 
-def _fake(hidden: Tensor, weight: Tensor, dtype: torch.dtype, gradients: bool = True) -> tuple[Tensor, ...]:
-    """Return empty tensors shaped like the loss and both gradients."""
-    total = hidden.new_empty((), dtype=_wide(dtype))
-    if not gradients:
-        return total, hidden.new_empty(0), hidden.new_empty(0)
-    return total, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=_wide(dtype))
-
-
 _ARGUMENTS = "Tensor hidden, Tensor weight, Tensor targets, int chunk_rows, ScalarType product_dtype"
-
-
-def _op(name: str, function: Any, schema: str, fake: Any) -> Any:
-    op = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
-    op.register_fake(fake)
-    return op
-
-
-_chunked = _op(
-    CHUNKED_OP,
-    _total_loss,
-    f"({_ARGUMENTS}) -> Tensor",
-    lambda hidden, weight, targets, rows, dtype: _fake(hidden, weight, dtype)[0],
+_chunked = custom_op(
+    f"chunked_cross_entropy({_ARGUMENTS}) -> Tensor", _loss, lambda *given: _fake(*given)[0], _recompute, _keep_inputs
 )
-_chunked_gradients = _op(
-    f"{CHUNKED_OP}_backward",
-    _gradients,
-    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
-    lambda hidden, weight, targets, rows, dtype: _fake(hidden, weight, dtype)[1:],
+_chunked_gradients = custom_op(
+    f"chunked_cross_entropy_backward({_ARGUMENTS}) -> (Tensor, Tensor)",
+    lambda *given: _loss_and_gradients(*given)[1:],
+    lambda *given: _fake(*given)[1:],
 )
-_fused = _op(
-    FUSED_OP,
-    _total_loss_and_gradients,
-    f"({_ARGUMENTS}, bool gradients) -> (Tensor, Tensor, Tensor)",
-    lambda hidden, weight, targets, rows, dtype, gradients: _fake(hidden, weight, dtype, gradients),
+_fused = custom_op(
+    f"fused_cross_entropy({_ARGUMENTS}, bool wanted) -> (Tensor, Tensor, Tensor)",
+    _loss_and_gradients,
+    _fake,
+    _scale_kept,
+    _keep_gradients,
 )
-_chunked.register_autograd(_chunked_grad, setup_context=_chunked_context)
-_fused.register_autograd(_fused_grad, setup_context=_fused_context)
 
 
-def _head_flops(hidden: tuple[int, int], weight: tuple[int, int]) -> int:
-    return 2 * hidden[0] * hidden[1] * weight[0]
+def _count_products(op: Any, num_products: Callable[..., int]) -> None:
+    """Tell the FLOP counter, which sees the op and not the matmuls inside it."""
+
+    def flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: Any) -> int:
+        return num_products(*rest) * 2 * hidden[0] * hidden[1] * weight[0]
+
+    register_flop_formula(op)(flops)
 
 
-# The FLOP counter sees the op, not the matmuls inside it.
-register_flop_formula(torch.ops.stepscope.chunked_cross_entropy)(
-    lambda hidden, weight, *_, **__: _head_flops(hidden, weight)
-)
-register_flop_formula(torch.ops.stepscope.chunked_cross_entropy_backward)(
-    lambda hidden, weight, *_, **__: 3 * _head_flops(hidden, weight)
-)
-register_flop_formula(torch.ops.stepscope.fused_cross_entropy)(
-    lambda hidden, weight, targets, rows, dtype, gradients, **__: (
-        (3 if gradients else 1) * _head_flops(hidden, weight)
-    )
-)
+_count_products(torch.ops.stepscope.chunked_cross_entropy, lambda *_: 1)
+_count_products(torch.ops.stepscope.chunked_cross_entropy_backward, lambda *_: 3)
+_count_products(torch.ops.stepscope.fused_cross_entropy, lambda targets, rows, dtype, wanted: 3 if wanted else 1)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.workloads.knobs import nearest
 
 OURS = str(Path(__file__).parent.parent)
 
@@ -29,6 +32,29 @@ def users_code() -> Iterator[None]:
         if os.environ.get("STEPSCOPE_DEBUG"):
             traceback.print_exception(error)
         raise UsageError(_in_one_line(error)) from None
+
+
+def check_python_file(path: Path) -> None:
+    """Raise UsageError with a suggestion if there is no such file."""
+    if not path.is_file():
+        folder = path.parent
+        beside = sorted(p.name for p in folder.glob("*.py")) if folder.is_dir() else []
+        where = f"in {folder.resolve()}" if folder.is_dir() else f"(no folder {folder})"
+        raise UsageError(f"{path.name} not found {where}: {nearest(path.name, beside)}")
+
+
+def module_from_file(path: Path) -> ModuleType:
+    """Return a user's file as a module. Files in the same folder can be imported, as when Python runs the file."""
+    check_python_file(path)
+    folder_text = str(path.resolve().parent)
+    if folder_text not in sys.path:
+        sys.path.insert(0, folder_text)
+    spec = importlib.util.spec_from_file_location(f"stepscope_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module by name
+    spec.loader.exec_module(module)
+    return module
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -182,20 +182,14 @@ class Workload(Generic[Config]):
 
 @functools.cache
 def _knobs(config: typing.Any) -> tuple[Knob, ...]:
-    kinds = typing.get_type_hints(config)
-    return tuple(_knob(declared, kinds[declared.name]) for declared in dataclasses.fields(config))
-
-
-def _knob(declared: dataclasses.Field[Any], hint: Any) -> Knob:
-    literal = typing.get_origin(hint) is Literal
-    values: Iterable[Value] | None = typing.get_args(hint) if literal else (True, False) if hint is bool else None
-    return Knob(
-        name=declared.name,
-        kind=type(declared.default) if literal else hint,
-        default=typing.cast(Value, declared.default),
-        values=None if values is None else tuple(values),
-        about=declared.metadata["about"],
-    )
+    hints, knobs = typing.get_type_hints(config), []
+    for declared in dataclasses.fields(config):
+        hint, default = hints[declared.name], typing.cast(Value, declared.default)
+        literal = typing.get_origin(hint) is Literal
+        kind, about = type(default) if literal else hint, declared.metadata["about"]
+        values = typing.get_args(hint) if literal else (True, False) if hint is bool else None
+        knobs.append(Knob(name=declared.name, kind=kind, default=default, values=values, about=about))
+    return tuple(knobs)
 
 
 def numbers(tensor: Any, assumed: list[int], why: str) -> list[int]:

@@ -12,7 +12,6 @@ from stepscope.document.model import Table
 from stepscope.errors import Unavailable, UsageError
 from stepscope.formatting import cell
 from stepscope.studies.figures import PEAK, TIME, table
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Recorded, Stored
 
 SUMMARY = ("dtype", "bf16_reduction", "seq_len", "batch_size", "ms_per_step", "peak_mem_gb")
@@ -133,7 +132,7 @@ def _by_memory(one: Recorded) -> str:
     return _text(f"One step by op, by bytes allocated; the peak is {peak}, {len(ops)} ops", rows)
 
 
-def _text(title: str, rows: Records) -> str:
+def _text(title: str, rows: list[dict[str, Any]]) -> str:
     """Return rows as aligned text, however wide."""
     from stepscope.render.terminal_tables import table_lines
 

@@ -189,7 +189,7 @@ def slow_pair(stored: Stored) -> Rows:
 @table_of("indexing", "Ops that differ most, per traced step")
 def indexing(stored: Stored) -> Records:
     rows = stored.rows("dispatch")
-    found = []
+    found: list[dict[str, Any]] = []
     pair = (stored.traced("dispatch", rows.one(dispatch=name, compile="off")) for name in (INDEXED, CAPACITY))
     slow, fast = ({op: (ns, calls) for op, calls, ns in op_times(source)[0]} for source in pair)
     for op in {**slow, **fast}:

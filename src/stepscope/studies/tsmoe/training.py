@@ -87,33 +87,32 @@ def _dense_peak(device_name: str) -> float | None:
 
 
 def _formulas(run: str, device_name: str, tokens_per_s: float, flops: Mapping[str, tuple[float, float]]) -> Records:
-    """Return one row per formula: FLOPs per token, and which multiple of the dense peak MFU is of."""
-    dense, rows = _dense_peak(device_name), []
+    """Yield one row per formula: FLOPs per token, and which multiple of the dense peak MFU is of."""
+    dense = _dense_peak(device_name)
     for formula, (token_flops, times_dense) in flops.items():
         rate, peak = token_flops * tokens_per_s, dense and dense * times_dense
         row = {"run": run, "formula": formula, "token_flops": token_flops, "flops_per_s": rate}
-        rows.append(row | {"peak_flops_per_s": peak, "mfu_share": rate / peak if peak else None})
-    return rows
+        yield row | {"peak_flops_per_s": peak, "mfu_share": rate / peak if peak else None}
 
 
 @table_of("mfu", "Both computations")
 def formulas(stored: Stored) -> Records:
     main = stored.rows(runs.rows)[-1]
-    right, rows = _token_flops(NUM_ACTIVE, LAYERS, LENGTH, WIDTH), []
+    right = _token_flops(NUM_ACTIVE, LAYERS, LENGTH, WIDTH)
     ways: dict[str, tuple[float, float]]
     ways = {"12·N, peak with sparsity": (12 * NUM_ACTIVE, 2), "6·N, dense peak": (6 * NUM_ACTIVE, 1),
             "6·N + attention, dense peak": (right, 1)}  # fmt: skip
-    rows += _formulas(f"the note's run on {SXM.device}", SXM.device, SXM.tokens_per_s, ways)
+    yield from _formulas(f"the note's run on {SXM.device}", SXM.device, SXM.tokens_per_s, ways)
     for line in (MASKED, FLASH):
         typed = line.peak_tflops * 1e12 / (_dense_peak(line.device) or 1.0)
         ways = {"12·N, peak as typed": (12 * NUM_ACTIVE, typed), "6·N + attention, dense peak": (right, 1)}
         run = f"the note's run on {line.device}, {line.attention}"
-        rows += _formulas(run, line.device, line.tokens_per_s, ways)
+        yield from _formulas(run, line.device, line.tokens_per_s, ways)
     active, counted = main["num_active_parameters"], main["model_flops"] / (main["batch"] * main["seq_len"])
     ours = _token_flops(active, main["layers"], main["seq_len"], main["d_model"])
     ways = {"12·N, peak with sparsity": (12 * active, 2), "6·N, dense peak": (6 * active, 1),
             "6·N + attention, dense peak": (ours, 1), "counted op by op": (counted, 1)}  # fmt: skip
-    return rows + _formulas(f"this run on {main['device_name']}", main["device_name"], main["tokens_per_s"], ways)
+    yield from _formulas(f"this run on {main['device_name']}", main["device_name"], main["tokens_per_s"], ways)
 
 
 @table_of("kernel-classes", "GPU time of a traced step by kernel class", is_optional=True)

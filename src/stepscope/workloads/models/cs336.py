@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,8 +13,8 @@ from stepscope.errors import UsageError
 from stepscope.workloads.models.layers import (
     RMSNorm,
     attention_proof,
+    language_model,
     logits_or_loss,
-    next_token_batch,
     rope,
     rope_tables,
     run_blocks,
@@ -130,13 +130,6 @@ class TransformerLM(nn.Module):
         return logits_or_loss(logits, targets)
 
 
-def num_parameters(config: Cs336Config) -> int:
-    """Return the parameters: embedding and head vocab·d each, 4d² + 3·d·d_ff + 2d per layer, last norm d."""
-    d_model = config.d_model
-    layer = 4 * d_model**2 + 3 * d_model * config.d_ff + 2 * d_model
-    return 2 * config.vocab * d_model + config.layers * layer + d_model
-
-
 def forward_flops(config: Cs336Config) -> int:
     """Return the FLOPs: 2 per token and matmul weight, and 2·seq_len²·d per layer for causal attention."""
     d_model = config.d_model
@@ -149,19 +142,12 @@ def build(config: Cs336Config) -> Built:
     """Return the model, with random tokens and the next token as target."""
     if config.d_model % config.heads:
         raise UsageError(f"cs336: d_model={config.d_model} must be a multiple of heads={config.heads}")
-
-    return Built(
-        module=TransformerLM(config),
-        batch=lambda: next_token_batch(config.vocab, config.batch, config.seq_len),
-        num_tokens=config.batch * config.seq_len,
-        forward_flops=forward_flops(config),
-        proofs=(attention_proof(config.attention, config.layers),),
-        phases_apart=True,
-    )
+    proof = attention_proof(config.attention, config.layers)
+    return replace(language_model(TransformerLM(config), config, forward_flops(config), proof), phases_apart=True)
 
 
-def _sizes(d_model: int, d_ff: int, layers: int, heads: int) -> dict[str, Value]:
-    return {"d_model": d_model, "d_ff": d_ff, "layers": layers, "heads": heads}
+def _sizes(*values: int) -> dict[str, Value]:
+    return dict(zip(("d_model", "d_ff", "layers", "heads"), values))
 
 
 TINY = {**_sizes(64, 128, 2, 4), "vocab": 256}

@@ -41,8 +41,6 @@ ROPE_BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HydraConfig:
-    """Every knob of hydra."""
-
     dim: int = knob(768, "width of the residual stream; attention uses a quarter of it")
     blocks: int = knob(8, "blocks")
     recursions: int = knob(4, "runs of each block's MLP")
@@ -157,11 +155,9 @@ class Block(nn.Module):
         return rows
 
     def _gathered(self, rows: Tensor, weight: Tensor, num_runs: Tensor, num_kept: int) -> Tensor:
-        if self.routing == "dynamic":
-            counts = _counts(self, num_runs)
-        else:
-            counts = [num_kept] * self.recursions
-            self.executed_rows = sum(counts)
+        dynamic = self.routing == "dynamic"
+        counts = _counts(num_runs, self.recursions) if dynamic else [num_kept] * self.recursions
+        self.executed_rows = sum(counts)
         if counts[-1] == len(rows):
             for recursion in range(self.recursions):
                 rows = self._update(rows, weight, recursion)
@@ -185,18 +181,12 @@ def _router(dim: int, bias: bool) -> nn.Linear:
     return router
 
 
-def _count_rows(block: Block, num_runs: Tensor) -> list[int]:
-    """Return how many tokens run each recursion: the only synchronization, hidden from the compiler."""
-    recursions = torch.arange(block.recursions, device=num_runs.device)
-    depth = block.recursions
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the only synchronization
+def _counts(num_runs: Tensor, depth: int) -> list[int]:
+    """Return how many tokens run each recursion."""
     even = [num_runs.shape[0] * (depth - recursion) // depth for recursion in range(depth)]
-    going = (num_runs[:, None] > recursions).sum(dim=0)
-    counts = numbers(going, even, "tokens stop evenly over the recursions")
-    block.executed_rows = sum(counts)
-    return counts
-
-
-_counts = torch.compiler.disable(_count_rows)
+    going = (num_runs[:, None] > torch.arange(depth, device=num_runs.device)).sum(dim=0)
+    return numbers(going, even, "tokens stop evenly over the recursions")
 
 
 class Hydra(nn.Module):
@@ -234,29 +224,17 @@ class Hydra(nn.Module):
         return executed / every
 
 
-def num_parameters(config: HydraConfig) -> int:
-    """Return the parameters by formula, counting the tied head once.
-
-    >>> num_parameters(HydraConfig())
-    85125136
-    """
-    dim, latent = config.dim, config.dim // 4
-    kv = latent // config.heads * config.kv_heads
-    attention = dim * (latent + 2 * kv) + latent * dim + _conv_weights(config) + 1
-    recursions = 2 * config.recursions * dim
-    block = attention + 3 * dim * mlp_width(dim) + recursions + 3 * dim + (dim + 1)
-    return config.vocab * dim + config.blocks * block + _num_routed(config) * dim + dim
-
-
 def forward_flops(config: HydraConfig) -> int | None:
     """Return the FLOPs of a forward pass by formula; None if tokens choose their depth."""
     if config.routing == "dynamic":
         return None
     tokens, dim, latent = config.batch * config.seq_len, config.dim, config.dim // 4
-    kv = latent // config.heads * config.kv_heads
+    head = latent // config.heads
+    kv = head * config.kv_heads
+    convolutions = CausalConvs.TAPS * (latent * head + latent * latent + kv * head + kv * kv)
+    weights_per_token = dim * (latent + 2 * kv) + latent * dim + convolutions + dim
     num_kept = config.batch * max(1, round(config.capacity * config.seq_len))
     num_routed = _num_routed(config) if num_kept < tokens else 0
-    weights_per_token = dim * (latent + 2 * kv) + latent * dim + _conv_weights(config) + dim
     attention = 2 * config.batch * config.seq_len**2 * latent  # 4·S²·latent, and causal: half
     mlp_rows = config.recursions * (num_routed * num_kept + (config.blocks - num_routed) * tokens)
     return (
@@ -267,18 +245,11 @@ def forward_flops(config: HydraConfig) -> int | None:
     )
 
 
-def _conv_weights(config: HydraConfig) -> int:
-    latent = config.dim // 4
-    head = latent // config.heads
-    kv = head * config.kv_heads
-    return CausalConvs.TAPS * (latent * head + latent * latent + kv * head + kv * kv)
-
-
 def _num_routed(config: HydraConfig) -> int:
     return max(0, config.blocks - 2)
 
 
-def _check(config: HydraConfig) -> None:
+def build(config: HydraConfig) -> Built:
     if config.dim % (8 * config.heads):
         raise UsageError(
             f"dim={config.dim}: must be a multiple of 8 × heads ({8 * config.heads}), because RoPE needs pairs"
@@ -289,42 +260,30 @@ def _check(config: HydraConfig) -> None:
         raise UsageError(f"capacity={config.capacity}: must be above 0 and at most 1")
     if config.chunk_rows < 1:
         raise UsageError(f"chunk_rows={config.chunk_rows}: must be at least 1")
-
-
-def _proofs(config: HydraConfig) -> tuple[Proof, ...]:
+    module = Hydra(config)
     proofs = [loss_proof(f"loss={config.loss}", config.loss)]
     if config.routing == "dynamic" and config.dispatch == "gather":
         proofs.append(Proof(claim="routing=dynamic", shows=_fewer_rows))
     if config.capacity < 1 and _num_routed(config):
         proofs.append(ran(f"capacity={config.capacity}", "topk", at_least=_num_routed(config)))
-    return tuple(proofs)
-
-
-def _fewer_rows(evidence: Evidence) -> str | None:
-    fraction, sorts = evidence.facts.get("executed_fraction", 1.0), evidence.calls("sort")
-    return f"executed fraction {fraction:.3f}, sort ×{sorts}" if sorts and fraction < 1 else None
-
-
-def build(config: HydraConfig) -> Built:
-    """Return the model and its batches."""
-    _check(config)
-    module = Hydra(config)
 
     def batch() -> Batch:
         words = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
         return {"tokens": words[:, :-1], "targets": words[:, 1:]}
-
-    def facts() -> Mapping[str, float]:
-        return {"executed_fraction": module.executed_fraction()}
 
     return Built(
         module=module,
         batch=batch,
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops(config),
-        proofs=_proofs(config),
-        facts=facts,
+        proofs=tuple(proofs),
+        facts=lambda: {"executed_fraction": module.executed_fraction()},
     )
+
+
+def _fewer_rows(evidence: Evidence) -> str | None:
+    fraction, sorts = evidence.facts.get("executed_fraction", 1.0), evidence.calls("sort")
+    return f"executed fraction {fraction:.3f}, sort ×{sorts}" if sorts and fraction < 1 else None
 
 
 TINY: Mapping[str, int] = {

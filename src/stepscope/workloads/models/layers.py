@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from stepscope.workloads.workload import Batch, Proof, wrote
+from stepscope.workloads.custom_op import custom_op
+from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, wrote
 
 
 class RMSNorm(nn.Module):
@@ -39,22 +40,15 @@ def _make_tables(
     return angles.cos(), angles.sin()
 
 
-def _fake_tables(
-    length: int, head_width: int, base: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    cos = torch.empty(length, head_width // 2, dtype=dtype, device=device)
-    return cos, torch.empty_like(cos)
-
-
 # One op for the compiler. Otherwise it is fused into every use, and a power, a cosine and a sine for each element of
 # queries and keys took 17 % of a compiled step of tsmoe.
-_rope_tables = torch.library.custom_op(
-    "stepscope::rope_tables",
+_rope_tables = custom_op(
+    "rope_tables(int length, int head_width, float base, ScalarType dtype, Device device) -> (Tensor, Tensor)",
     _make_tables,
-    mutates_args=(),
-    schema="(int length, int head_width, float base, ScalarType dtype, Device device) -> (Tensor, Tensor)",
+    lambda length, head_width, base, dtype, device: tuple(
+        torch.empty(length, head_width // 2, dtype=dtype, device=device) for _ in range(2)
+    ),
 )
-_rope_tables.register_fake(_fake_tables)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -73,15 +67,26 @@ def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *more: Any, checkpoint_ev
     return x
 
 
-def next_token_batch(vocab: int, batch: int, seq_len: int) -> Batch:
-    """Return random tokens [batch, seq_len], each with the next one as its target."""
-    tokens = torch.randint(vocab, (batch, seq_len + 1))
-    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+def language_model(module: nn.Module, config: Any, forward_flops: int, *proofs: Proof) -> Built:
+    """Return the workload of a language model over random tokens, each with the next one as its target."""
+
+    def batch() -> Batch:
+        tokens = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
+        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+    num_tokens = config.batch * config.seq_len
+    return Built(module=module, batch=batch, num_tokens=num_tokens, forward_flops=forward_flops, proofs=proofs)
 
 
 def logits_or_loss(logits: Tensor, targets: Tensor | None) -> Tensor:
     """Return the logits, or with targets their mean cross entropy."""
     return logits if targets is None else functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def num_masks(evidence: Evidence) -> int:
+    """Return how many masks attention was given. Eager it converts each to numbers; captured, it is an argument."""
+    made = sum(evidence.ops.get(f"aten::{name}", 0) for name in ("where", "masked_fill", "masked_fill_"))
+    return max(made, evidence.ops.get(f"{CAPTURED}attn_mask", 0))
 
 
 def attention_proof(attention: str, layers: int) -> Proof:

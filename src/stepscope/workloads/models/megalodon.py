@@ -14,8 +14,8 @@ from stepscope.workloads import ema as moving_average
 from stepscope.workloads.models.layers import (
     RMSNorm,
     attention_proof,
+    language_model,
     logits_or_loss,
-    next_token_batch,
     rope,
     rope_tables,
     run_blocks,
@@ -184,8 +184,7 @@ class GatedAttention(nn.Module):
         query, key, value = (
             t.unflatten(2, (num_chunks, -1)).transpose(1, 2).flatten(0, 1) for t in (query, key, value)
         )
-        past = key.shape[2] - query.shape[2]
-        mask = None
+        past, mask = key.shape[2] - query.shape[2], None
         if past or self.attention == "builtin":
             mask = torch.ones(chunk, past + chunk, dtype=torch.bool, device=query.device).tril(past)
         if self.attention == "sdpa":
@@ -273,30 +272,15 @@ class Megalodon(nn.Module):
         return functional.linear(x, self.embedding.weight)
 
 
-def num_parameters(config: MegalodonConfig) -> int:
-    """Return the parameters of embedding (vocab·d), layers and last norm (2d)."""
-    width = config.width
-    norms, average, scales = 5 * width, (4 * config.num_states + 2) * width, 4 * config.z_width
-    layer = sum(_matrices(config)) + norms + average + scales
-    return config.vocab * width + config.layers * layer + 2 * width
-
-
-def _matrices(config: MegalodonConfig) -> tuple[int, int]:
-    """Return the number of weights and of biases in a layer's linear maps."""
-    width, z_width, value_width, ffn_width = config.width, config.z_width, config.value_width, config.ffn_width
-    attention = width * (z_width + 3 * value_width + width)
-    biases = z_width + 2 * value_width + width
-    if config.ffn == "plain":
-        return attention + 2 * width * ffn_width, biases + ffn_width + width
-    return attention + 3 * width * ffn_width, biases
-
-
 def forward_flops(config: MegalodonConfig) -> int:
     """Return the FLOPs: 2 per token and matmul weight, causal attention in each chunk, and the recurrence."""
     num_tokens = config.batch * config.seq_len
     whole, rest = divmod(config.seq_len, config.chunk)
     pairs = config.batch * (whole * config.chunk**2 + rest**2)
-    layer = 2 * num_tokens * _matrices(config)[0] + pairs * (config.z_width + config.value_width)
+    num_matrices = 2 if config.ffn == "plain" else 3
+    weights = config.width * (config.z_width + 3 * config.value_width + config.width)
+    weights += num_matrices * config.width * config.ffn_width
+    layer = 2 * num_tokens * weights + pairs * (config.z_width + config.value_width)
     layer += ema_flops(num_tokens, config.width, config.num_states)
     return config.layers * layer + 2 * num_tokens * config.vocab * config.width
 
@@ -308,48 +292,30 @@ def build(config: MegalodonConfig) -> Built:
         if value % (factor * of):
             times = "2 × " if factor == 2 else ""
             raise UsageError(f"megalodon: {name}={value} must be a multiple of {times}{unit}={of}")
-
-    return Built(
-        module=Megalodon(config),
-        batch=lambda: next_token_batch(config.vocab, config.batch, config.seq_len),
-        num_tokens=config.batch * config.seq_len,
-        forward_flops=forward_flops(config),
-        proofs=(
-            *moving_average.proofs("ema", config.ema, config.seq_len, config.layers),
-            attention_proof(config.attention, config.layers),
-        ),
-    )
+    proofs = moving_average.proofs("ema", config.ema, config.seq_len, config.layers)
+    attention = attention_proof(config.attention, config.layers)
+    return language_model(Megalodon(config), config, forward_flops(config), *proofs, attention)
 
 
-TINY: dict[str, Value] = {
-    "vocab": 256, "width": 64, "layers": 2, "heads": 2, "z_width": 32, "value_width": 64, "ffn_width": 128,
-    "chunk": 32, "num_states": 4, "groups": 8, "seq_len": 64, "batch": 2,
-}  # fmt: skip
+def _sizes(*values: int) -> dict[str, Value]:
+    names = "vocab width layers heads z_width value_width ffn_width chunk num_states groups"
+    return dict(zip(names.split(), values))
+
+
+TINY = {**_sizes(256, 64, 2, 2, 32, 64, 128, 32, 4, 8), "seq_len": 64, "batch": 2}
 
 WORKLOAD = Workload(
     name="megalodon",
     about="a language model with complex moving averages and gated attention within chunks",
     config=MegalodonConfig,
     presets={
-        "profile": {
-            "vocab": 256, "width": 384, "layers": 6, "heads": 3, "z_width": 192, "value_width": 384,
-            "ffn_width": 1024, "chunk": 512, "num_states": 8,
-        },
-        "forward": {
-            "vocab": 32_000, "width": 512, "layers": 4, "heads": 8, "z_width": 1024, "value_width": 1024,
-            "ffn_width": 2048, "chunk": 256, "num_states": 16,
-        },
-        "200m": {
-            "vocab": 32_000, "width": 1024, "layers": 12, "heads": 1, "z_width": 256, "value_width": 2048,
-            "ffn_width": 2560, "chunk": 2048, "num_states": 16, "groups": 32,
-        },
-        "1.3b": {
-            "vocab": 32_000, "width": 2048, "layers": 24, "heads": 2, "z_width": 512, "value_width": 4096,
-            "ffn_width": 4864, "chunk": 2048, "num_states": 16, "groups": 64,
-        },
+        "profile": _sizes(256, 384, 6, 3, 192, 384, 1024, 512, 8),
+        "forward": _sizes(32_000, 512, 4, 8, 1024, 1024, 2048, 256, 16),
+        "200m": _sizes(32_000, 1024, 12, 1, 256, 2048, 2560, 2048, 16, 32),
+        "1.3b": _sizes(32_000, 2048, 24, 2, 512, 4096, 4864, 2048, 16, 64),
         "tiny": TINY,
     },
     build=build,
     reference={"ema": "sequential", "attention": "builtin"},
     gate={**TINY, "seq_len": 80},
-)  # fmt: skip
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,14 +14,15 @@ from stepscope.errors import UsageError
 from stepscope.workloads import sparse_patterns as patterns
 from stepscope.workloads.models.layers import (
     RMSNorm,
+    language_model,
     logits_or_loss,
-    next_token_batch,
+    num_masks,
     rope,
     rope_tables,
     run_blocks,
 )
 from stepscope.workloads.ops.attention import causal_mask, naive_attention
-from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Value, Workload, knob
+from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Value, Workload, knob
 
 ROPE_BASE = 10_000.0
 
@@ -110,6 +111,7 @@ class PatternAttention(nn.Module):
         self.config, self.rule = config, rule
         self.fused = config.attention == "sparse_flex" and not config.written_out
         self.device = torch.empty(0).device
+        self.grouped = config.num_kv_heads != config.heads
         if config.sparse and config.dynamic:
             first = torch.arange(config.num_chosen).repeat(config.batch, 1)
             self.register_buffer("chosen", first, persistent=False)
@@ -140,8 +142,7 @@ class PatternAttention(nn.Module):
             mask = causal_mask(query.shape[2], query.device) if mask is None else mask
             return naive_attention(query, self.repeat(key), self.repeat(value), mask)
         if mask is None:
-            grouped = config.num_kv_heads != config.heads
-            return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
         return self.masked(query, key, value, mask)
 
     def choose(self, importance: Tensor, value: Tensor) -> Tensor:
@@ -152,8 +153,7 @@ class PatternAttention(nn.Module):
         return value * scale[:, None, :, None].to(value.dtype)
 
     def repeat(self, x: Tensor) -> Tensor:
-        groups = self.config.heads // self.config.num_kv_heads
-        return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+        return x.repeat_interleave(self.config.heads // self.config.num_kv_heads, dim=1) if self.grouped else x
 
     def masked(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         # Backends with a mask do not support groups. Heads are repeated, else SDPA falls back to the math backend.
@@ -172,8 +172,7 @@ class PatternAttention(nn.Module):
             # Autocast covers SDPA but not FlexAttention.
             narrow = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
-        grouped = self.config.num_kv_heads != self.config.heads
-        return self.flex_attention(query, key, value, block_mask=self.block_mask, enable_gqa=grouped)
+        return self.flex_attention(query, key, value, block_mask=self.block_mask, enable_gqa=self.grouped)
 
     def num_pairs(self) -> float:
         """Return the pairs per sequence that the last pass needed, averaged over the batch."""
@@ -284,9 +283,7 @@ def forward_flops(config: NanoConfig) -> int:
 def _proof(config: NanoConfig) -> Proof:
     def shows(evidence: Evidence) -> str | None:
         fused = evidence.written("scaled_dot_product_attention")
-        # Eager attention converts a mask to numbers; captured, the mask is an argument.
-        made = (evidence.ops.get(name, 0) for name in ("aten::where", "aten::masked_fill", "aten::masked_fill_"))
-        masks = sum(made) + evidence.ops.get(f"{CAPTURED}attn_mask", 0)
+        masks = num_masks(evidence)
         if config.attention != "sparse_flex":
             if fused < (1 if config.part == "attention" else max(1, config.layers)):
                 return None
@@ -300,16 +297,12 @@ def _proof(config: NanoConfig) -> Proof:
     return Proof(claim=f"attention={config.attention}", shows=shows)
 
 
-def _check(config: NanoConfig) -> None:
+def build(config: NanoConfig) -> Built:
+    """Return the model with random tokens, or its attention with random queries, keys and values."""
     if config.heads % config.num_kv_heads:
         raise UsageError(f"nano: heads={config.heads} must be a multiple of kv_heads={config.kv_heads}")
     if config.dynamic and not config.num_chosen:
         raise UsageError("nano: pattern=dynamic needs global_tokens ≥ 1 and seq_len ≥ 5")
-
-
-def build(config: NanoConfig) -> Built:
-    """Return the model with random tokens, or its attention with random queries, keys and values."""
-    _check(config)
     alone = config.part == "attention"
     module = PatternAttention(config, pattern_rule(config)) if alone else Nano(config)
     cores = [module] if alone else module.cores()
@@ -336,32 +329,25 @@ def build(config: NanoConfig) -> Built:
             "attention_executed_flops": executed * flops_per_pair,
         }
 
-    return Built(
-        module=module,
-        batch=heads if alone else lambda: next_token_batch(config.vocab, config.batch, config.seq_len),
-        num_tokens=config.batch * config.seq_len,
-        forward_flops=forward_flops(config),
-        proofs=() if config.written_out else (_proof(config),),
-        facts=facts,
-    )
+    proofs = () if config.written_out else (_proof(config),)
+    built = language_model(module, config, forward_flops(config), *proofs)
+    return replace(built, batch=heads if alone else built.batch, facts=facts)
 
 
-def _sizes(layers: int, heads: int, seq_len: int, pattern: tuple[int, int, int]) -> dict[str, Value]:
-    window, global_tokens, random_keys = pattern
-    sparse: dict[str, Value] = {"window": window, "global_tokens": global_tokens, "random_keys": random_keys}
-    return {"layers": layers, "heads": heads, "seq_len": seq_len, **sparse}
+def _sizes(*values: int) -> dict[str, Value]:
+    return dict(zip(("layers", "heads", "seq_len", "window", "global_tokens", "random_keys"), values))
 
 
-TINY: dict[str, Value] = {**_sizes(2, 4, 512, (128, 16, 16)), "head_width": 16, "vocab": 256, "batch": 2}
+TINY: dict[str, Value] = {**_sizes(2, 4, 512, 128, 16, 16), "head_width": 16, "vocab": 256, "batch": 2}
 
 WORKLOAD = Workload(
     name="nano",
     about="a GPT with dense attention, or sparse attention by a mask or by skipped blocks",
     config=NanoConfig,
     presets={
-        "decoder_tiny": _sizes(6, 8, 1024, (256, 32, 16)),
-        "decoder_small": _sizes(12, 12, 2048, (512, 64, 32)),
-        "decoder_medium": _sizes(24, 16, 4096, (1024, 128, 64)),
+        "decoder_tiny": _sizes(6, 8, 1024, 256, 32, 16),
+        "decoder_small": _sizes(12, 12, 2048, 512, 64, 32),
+        "decoder_medium": _sizes(24, 16, 4096, 1024, 128, 64),
         "tiny": TINY,
     },
     build=build,

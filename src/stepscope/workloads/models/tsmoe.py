@@ -13,9 +13,9 @@ from torch.nn import functional
 from stepscope.errors import UsageError
 from stepscope.workloads import experts
 from stepscope.workloads.experts import ExpertKnobs, MixtureOfExperts
-from stepscope.workloads.models.layers import RMSNorm, rope, rope_tables, run_blocks
+from stepscope.workloads.models.layers import RMSNorm, num_masks, rope, rope_tables, run_blocks
 from stepscope.workloads.ops.attention import causal_mask
-from stepscope.workloads.workload import CAPTURED, Built, Evidence, Proof, Workload, knob
+from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 HORIZONS = (1, 8, 32, 64)
 HUBER_DELTA = 2.0
@@ -25,8 +25,6 @@ ROPE_BASE = 10_000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ExpertKnobs):
-    """The knobs of tsmoe."""
-
     d_model: int = knob(768, "width of the model")
     layers: int = knob(12, "blocks")
     heads: int = knob(12, "attention heads")
@@ -114,9 +112,7 @@ def given_mask(series: Tensor, is_inverted: bool) -> Tensor:
 
 def _mask_proof(config: Config) -> Proof:
     def shows(evidence: Evidence) -> str | None:
-        # Eager attention converts a mask to numbers; captured, the mask is an argument.
-        made = sum(evidence.ops.get(name, 0) for name in ("aten::where", "aten::masked_fill", "aten::masked_fill_"))
-        masks = max(made, evidence.ops.get(f"{CAPTURED}attn_mask", 0))
+        masks = num_masks(evidence)
         return f"attention with masks ×{masks}" if masks >= config.layers else None
 
     return Proof(claim=f"mask={config.mask}", shows=shows)

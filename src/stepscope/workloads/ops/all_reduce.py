@@ -14,8 +14,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -38,8 +38,6 @@ NUM_TIMED_CALLS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceConfig:
-    """The knobs of all_reduce."""
-
     world_size: int = knob(2, "processes; each has its own GPU, if on GPUs")
     elements: int = knob(6_553_600, "elements of the message; default: 25 MiB in fp32, a DDP bucket")
 
@@ -56,7 +54,10 @@ class Group:
         timeout = timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore(HOST, 0, None, True, timeout=timeout, wait_for_workers=False)
         words = [sys.executable, "-m", __name__, str(store.port), str(world_size), backend]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **_loopback()}
+        # Without an interface, gloo resolves the host's name, which may fail.
+        for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._peers = [
             subprocess.Popen([*words, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
             for rank in range(1, world_size)
@@ -64,8 +65,7 @@ class Group:
         self.close = weakref.finalize(self, _close, self._peers)
         try:
             self._wait(store)
-            with _environment(_loopback()):
-                dist.init_process_group(backend, store=store, rank=0, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=0, world_size=world_size, timeout=timeout)
         except BaseException:
             self.close()
             raise
@@ -85,9 +85,7 @@ class Group:
 
     def seconds(self) -> float | None:
         """Return the median seconds of the last collectives, without the copy before each; None before any call."""
-        if not self._times:
-            return None
-        return median(_seconds_between(begin, end) for begin, end in self._times)
+        return median(_seconds_between(begin, end) for begin, end in self._times) if self._times else None
 
     def _announce(self, message: str) -> None:
         if self._message == message:
@@ -176,26 +174,6 @@ def _check(world_size: int, backend: str) -> None:
         raise UsageError(f"world_size={world_size}: NCCL needs one GPU per rank, found {torch.cuda.device_count()}")
     if dist.is_initialized():
         raise UsageError("all_reduce: this process already belongs to a process group")
-
-
-def _loopback() -> dict[str, str]:
-    """Return gloo's loopback setting: otherwise it resolves the host's name, which may fail."""
-    found = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    return {} if found is None else {"GLOO_SOCKET_IFNAME": found}
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _close(peers: list[subprocess.Popen[bytes]]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stepscope.workloads.ops.attention_bytes import Given, gradient_bytes, held_bytes
 from stepscope.workloads.ops.softmax import handwritten_softmax
 from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Workload, knob, ran, wrote
 
@@ -21,7 +20,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-FUSED_ATTENTION = ("_flash_attention", "_efficient_attention", "_cudnn_attention")
+FUSED = ("flash", "efficient", "cudnn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +123,7 @@ def math_attention_ran(evidence: Evidence) -> str | None:
     if called:
         return f"_scaled_dot_product_attention_math ×{called}"
     captured = evidence.ops.get(f"{CAPTURED}aten::scaled_dot_product_attention", 0)
-    if not captured or evidence.calls(*FUSED_ATTENTION):
+    if not captured or evidence.calls(*(f"_{name}_attention" for name in FUSED)):
         return None
     return f"scaled_dot_product_attention ×{captured} compiled, no fused attention ran"
 
@@ -136,10 +135,8 @@ PROOFS = {
     ),
     "custom": ran("implementation=custom", KeptWeights.__name__),
     "compiled": ran("implementation=compiled", "Torch-Compiled Region"),
-    "flash": ran("implementation=flash", "scaled_dot_product_flash_attention"),
-    "efficient": ran("implementation=efficient", "scaled_dot_product_efficient_attention"),
     "math": Proof(claim="implementation=math", shows=math_attention_ran),
-    "cudnn": ran("implementation=cudnn", "scaled_dot_product_cudnn_attention"),
+    **{name: ran(f"implementation={name}", f"scaled_dot_product_{name}_attention") for name in FUSED},
 }
 
 
@@ -149,20 +146,50 @@ def forward_flops(config: AttentionConfig) -> int:
     return full // 2 if config.causal else full
 
 
+def held_bytes(config: AttentionConfig, item_bytes: int) -> dict[str, int] | None:
+    """Return bytes by tensor at the beginning of the backward; None if a compiler decides what is kept.
+
+    All hold the inputs, the output and its gradient. Flash, memory-efficient and cuDNN attention add one number per
+    query. Handwritten attention keeps seq_len² tensors. PyTorch's math backend computes half precision in float32 and
+    keeps its own scaled or cast copies of query, key and value.
+
+    >>> held = held_bytes(AttentionConfig(implementation="flash", seq_len=16384), item_bytes=2)
+    >>> held["logsumexp"], sum(held.values())
+    (524288, 84410368)
+    """
+    how, length = config.implementation, config.seq_len
+    if how == "compiled":
+        return None
+    rows = config.batch * config.heads * length
+    operand = rows * config.head_width * item_bytes
+    held = dict.fromkeys(("query", "key", "value", "output", "output_gradient"), operand)
+    if how in FUSED:
+        if how == "efficient":  # padded to a multiple of 32 per sequence
+            rows = config.batch * config.heads * -(-length // 32) * 32
+        return {**held, "logsumexp": rows * torch.float32.itemsize}
+    if how == "math":
+        item = max(item_bytes, torch.float32.itemsize)
+        copies = ("scaled_query", "scaled_key", *(("cast_value",) if item != item_bytes else ()))
+        held |= dict.fromkeys(copies, rows * config.head_width * item)
+        return {**held, "probabilities": rows * length * item}
+    held["probabilities"] = rows * length * item_bytes
+    if config.causal and how != "custom":
+        held["mask"] = length * length
+    if how == "naive":
+        held |= dict.fromkeys(("scores", "exponentials"), rows * length * item_bytes)
+        held |= dict.fromkeys(("maxima", "sums"), rows * item_bytes)
+    return held
+
+
 def byte_facts(config: AttentionConfig, item_bytes: int | None) -> Mapping[str, float]:
     """Return the bytes held when the backward begins, by tensor (`tensor_query_bytes` …) and in total
     (`theory_bytes`), and those of the gradients; empty if a compiler decides."""
-    if item_bytes is None:
-        return {}
-    given = Given(
-        implementation=config.implementation, batch=config.batch, heads=config.heads, seq_len=config.seq_len,
-        head_width=config.head_width, item_bytes=item_bytes, causal=config.causal,
-    )  # fmt: skip
-    held = held_bytes(given)
+    held = None if item_bytes is None else held_bytes(config, item_bytes)
     if held is None:
         return {}
     tensors = {f"tensor_{name}_bytes": float(num_bytes) for name, num_bytes in held.items()}
-    return {"theory_bytes": float(sum(held.values())), **tensors, "tensor_gradients_bytes": gradient_bytes(given)}
+    # The gradients of query, key and value, each as large as the query.
+    return {"theory_bytes": float(sum(held.values())), **tensors, "tensor_gradients_bytes": 3 * held["query"]}
 
 
 def build(config: AttentionConfig) -> Built:

@@ -22,8 +22,6 @@ from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContiguityConfig:
-    """Every knob of contiguity."""
-
     batch: int = knob(4, "sequences per batch")
     seq_len: int = knob(4096, "tokens per sequence")
     dim: int = knob(768, "width of the model; the convolutions use a quarter of it")
@@ -51,11 +49,11 @@ class SlicedConvs(nn.Module):
         reach = 2 * (CausalConvs.TAPS - 1)
         if self.implementation == "padded":
             x = functional.pad(x, (reach, 0))
-            self.input_contiguous = x.is_contiguous()
-            return second(first(x))
-        if self.implementation == "contiguous":
+        elif self.implementation == "contiguous":
             x = x.contiguous()
         self.input_contiguous = x.is_contiguous()
+        if self.implementation == "padded":
+            return second(first(x))
         # The convolution pads both ends; the far end would see the future and is removed.
         widened = functional.conv1d(x, first.weight, padding=reach, groups=first.groups)
         return second(widened[..., : x.shape[-1] + CausalConvs.TAPS - 1])
@@ -72,7 +70,6 @@ def _proof(implementation: str) -> Proof:
 
 
 def build(config: ContiguityConfig) -> Built:
-    """Return the convolutions and their batches."""
     if config.dim % (4 * config.heads):
         raise UsageError(f"dim={config.dim}: must be a multiple of 4 × heads ({4 * config.heads})")
     latent = config.dim // 4

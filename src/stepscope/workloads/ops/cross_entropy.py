@@ -16,8 +16,6 @@ from stepscope.workloads.workload import Batch, Built, Workload, knob
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrossEntropyConfig:
-    """Every knob of cross_entropy."""
-
     tokens: int = knob(16384, "rows of hidden states")
     width: int = knob(768, "width of a hidden state")
     vocab: int = knob(50257, "vocabulary size; the logits are tokens × vocab")
@@ -45,7 +43,6 @@ class CrossEntropy(nn.Module):
 
 
 def build(config: CrossEntropyConfig) -> Built:
-    """Return the head and its batches."""
     if config.chunk_rows < 1:
         raise UsageError(f"chunk_rows={config.chunk_rows}: must be at least 1")
 

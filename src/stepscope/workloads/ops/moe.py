@@ -14,8 +14,6 @@ from stepscope.workloads.workload import Built, Workload, knob
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeConfig(ExpertKnobs):
-    """The knobs of one layer."""
-
     width: int = knob(768, "width of a token")
     d_shared: int = knob(3072, "hidden width of the shared expert")
     seq_len: int = knob(4096, "tokens per sequence")

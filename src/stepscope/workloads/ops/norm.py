@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,32 +46,28 @@ def handwritten_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return (centered * scale * weight + bias).to(x.dtype)
 
 
+def torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return torch's own norm: layer norm with a bias, RMS norm without."""
+    weight = weight.to(x.dtype)
+    if bias is None:
+        return functional.rms_norm(x, weight.shape, weight, EPS)
+    return functional.layer_norm(x, weight.shape, weight, bias.to(x.dtype), EPS)
+
+
 class Norm(nn.Module):
     """The norm of one kind and implementation; parameters `weight` and, for layer norm, `bias`."""
 
     def __init__(self, config: NormConfig) -> None:
         super().__init__()
-        self.kind, self.implementation = config.kind, config.implementation
         self.weight = nn.Parameter(torch.ones(config.width))
-        if config.kind == "layer":
-            self.bias = nn.Parameter(torch.zeros(config.width))
+        self.bias = nn.Parameter(torch.zeros(config.width)) if config.kind == "layer" else None
+        handwritten: Callable[..., Tensor] = handwritten_rms_norm if config.kind == "rms" else handwritten_layer_norm
+        self.norm = torch_norm if config.implementation == "torch" else handwritten
         if config.implementation == "compiled":
-            self.compiled = torch.compile(self.written_out, dynamic=False)
-
-    def written_out(self, x: Tensor) -> Tensor:
-        if self.kind == "rms":
-            return handwritten_rms_norm(x, self.weight)
-        return handwritten_layer_norm(x, self.weight, self.bias)
+            self.norm = torch.compile(handwritten, dynamic=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.implementation == "handwritten":
-            return self.written_out(x)
-        if self.implementation == "compiled":
-            return self.compiled(x)
-        weight = self.weight.to(x.dtype)
-        if self.kind == "rms":
-            return functional.rms_norm(x, weight.shape, weight, EPS)
-        return functional.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), EPS)
+        return self.norm(x, self.weight) if self.bias is None else self.norm(x, self.weight, self.bias)
 
 
 PROOFS = {

@@ -26,8 +26,6 @@ SLICE = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """The knobs of precision."""
-
     experiment: Literal["accumulate", "matmul", "norm", "reduction", "audit"] = knob(
         "accumulate",
         "accumulate: adds 0.01 repeatedly; matmul: adds up partial matmuls; norm: x ÷ √mean x²; reduction: sum; "
@@ -141,7 +139,6 @@ def build_audit(config: PrecisionConfig) -> Built:
 
 
 def build(config: PrecisionConfig) -> Built:
-    """Return the experiment and its inputs."""
     if config.experiment == "audit":
         return build_audit(config)
     module = Experiment(config)

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepscope.workloads.workload import Built, Proof
 
 
-class RowKnobs(Protocol):
-    """The sizes of a batch [batch, seq_len, width]."""
+class Function(nn.Module):
+    """A function of one tensor as a module without parameters."""
 
-    @property
-    def batch(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def width(self) -> int: ...
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
-def built_over_rows(
-    module: nn.Module, config: RowKnobs, *proofs: Proof, name: str = "x", forward_flops: int | None = None
-) -> Built:
-    """Return the workload of a module over normally distributed rows that require a gradient."""
+def built_over_rows(module: nn.Module, config: Any, *proofs: Proof, forward_flops: int | None = None) -> Built:
+    """Return the workload of a module over normally distributed rows, as many as the configuration's knobs say."""
     shape = (config.batch, config.seq_len, config.width)
     return Built(
         module=module,
-        batch=lambda: {name: torch.randn(shape).requires_grad_()},
+        batch=lambda: {"x": torch.randn(shape).requires_grad_()},
         num_tokens=config.batch * config.seq_len,
         forward_flops=forward_flops,
         proofs=proofs,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stepscope.workloads.ops.random_rows import built_over_rows
+from stepscope.workloads.ops.random_rows import Function, built_over_rows
 from stepscope.workloads.workload import Built, Workload, knob, ran, wrote
 
 
@@ -35,21 +36,6 @@ def handwritten_softmax(x: Tensor) -> Tensor:
     return exponentials / exponentials.sum(dim=-1, keepdim=True)
 
 
-class Softmax(nn.Module):
-    """The softmax of one implementation."""
-
-    def __init__(self, config: SoftmaxConfig) -> None:
-        super().__init__()
-        self.implementation = config.implementation
-        if config.implementation == "compiled":
-            self.compiled = torch.compile(handwritten_softmax, dynamic=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.implementation == "torch":
-            return torch.softmax(x, dim=-1)
-        return self.compiled(x) if self.implementation == "compiled" else handwritten_softmax(x)
-
-
 PROOFS = {
     "handwritten": wrote(
         "implementation=handwritten", "amax", unless_written=("softmax",), note=", no fused softmax"
@@ -61,7 +47,10 @@ PROOFS = {
 
 def build(config: SoftmaxConfig) -> Built:
     """Return the softmax, with normally distributed inputs."""
-    return built_over_rows(Softmax(config), config, PROOFS[config.implementation])
+    softmax = partial(torch.softmax, dim=-1) if config.implementation == "torch" else handwritten_softmax
+    if config.implementation == "compiled":
+        softmax = torch.compile(handwritten_softmax, dynamic=False)
+    return built_over_rows(Function(softmax), config, PROOFS[config.implementation])
 
 
 WORKLOAD = Workload(

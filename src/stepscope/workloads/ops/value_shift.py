@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.ops.random_rows import built_over_rows
+from stepscope.workloads.ops.random_rows import Function, built_over_rows
 from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 
@@ -58,26 +58,12 @@ _TRACES = {"pad": "constant_pad_nd", "roll": "roll", "gather": "index_select"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueShiftConfig:
-    """Every knob of value_shift."""
-
     batch: int = knob(4, "sequences per batch")
     seq_len: int = knob(4096, "tokens per sequence")
     width: int = knob(48, "channels of the value; the second half is shifted")
     implementation: Literal["cat", "pad", "roll", "copy", "gather"] = knob(
         "cat", "cat with zeros, pad and crop, roll and clear, copy into an empty tensor, or index_select"
     )
-
-
-class ValueShift(nn.Module):
-    """The shift, without parameters."""
-
-    def __init__(self, config: ValueShiftConfig) -> None:
-        super().__init__()
-        self.shift = IMPLEMENTATIONS[config.implementation]
-
-    def forward(self, v: Tensor) -> Tensor:
-        """v [batch, seq_len, width] → the same shape."""
-        return self.shift(v)
 
 
 def _proof(implementation: str) -> Proof:
@@ -97,10 +83,10 @@ def _proof(implementation: str) -> Proof:
 
 
 def build(config: ValueShiftConfig) -> Built:
-    """Return the shift and its batches."""
     if config.width % 2:
         raise UsageError(f"width={config.width}: must be even, because half of it is shifted")
-    return built_over_rows(ValueShift(config), config, _proof(config.implementation), name="v", forward_flops=0)
+    shift = Function(IMPLEMENTATIONS[config.implementation])
+    return built_over_rows(shift, config, _proof(config.implementation), forward_flops=0)
 
 
 WORKLOAD = Workload(
