@@ -31,9 +31,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.numbers import positive
 from stepscope.cli.support.output import print_document
 from stepscope.cli.support.source import add_source_arguments, opened
+from stepscope.cli.support.values import positive
 from stepscope.errors import StepscopeError, UsageError
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Analyze and print."""
     # Polars' allocator keeps freed memory for half a second; returning it sooner lowers the peak by a sixth. Polars
     # reads this when it is loaded.
     os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:100,muzzy_decay_ms:0")

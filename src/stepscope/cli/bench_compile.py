@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import argparse
 
-from stepscope.cli.support.numbers import positive, seconds
 from stepscope.cli.support.output import print_document
 from stepscope.cli.support.points import add_point_arguments, typed_points
 from stepscope.cli.support.progress import Progress
+from stepscope.cli.support.values import positive, seconds
 from stepscope.errors import need_torch
 from stepscope.formatting import plural
 

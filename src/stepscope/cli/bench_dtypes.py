@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import warnings
 
-from stepscope.cli.support.numbers import positive
 from stepscope.cli.support.output import print_answer
 from stepscope.cli.support.points import add_point_arguments, typed_points
+from stepscope.cli.support.values import positive
 from stepscope.errors import UsageError, need_torch
 
 FLAGS = ("mode", "dtype", "sdpa", "optimizer", "seed", "device")
@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Audit and print."""
     need_torch()
     from stepscope.analysis.precision.dtype_audit import DtypeAudit
     from stepscope.sweep.checks.audit import audit_point

@@ -27,9 +27,9 @@ import os
 from pathlib import Path
 
 from stepscope.api.reading import compare
-from stepscope.cli.support.numbers import positive, share
 from stepscope.cli.support.output import print_answer, tell, write
 from stepscope.cli.support.progress import Progress
+from stepscope.cli.support.values import positive, share, words
 from stepscope.errors import NotComparableError, StepscopeError, UsageError
 from stepscope.formatting import safe
 
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json and arguments.markdown:
         raise UsageError("--json and --markdown exclude each other: name one")
     base, new = _sides(arguments)
-    gates = _words(arguments.fail_on)
+    gates = words(arguments.fail_on)
     if arguments.fail_on and not gates:
         raise UsageError("--fail-on needs METRIC:P%, such as step_time:3%")
     summary = os.environ.get(SUMMARY_VARIABLE) if arguments.github_summary else None
@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
                 base,
                 new,
                 threshold=arguments.threshold,
-                allow=_words(arguments.allow),
+                allow=words(arguments.allow),
                 fail_on=gates,
                 use_cache=not arguments.no_cache,
                 progress=progress,
@@ -113,8 +113,3 @@ def _sides(arguments: argparse.Namespace) -> tuple[list[Path], list[Path]]:
             "name BASE and NEW, or several runs of each: --base runs/a1 runs/a2 … --new runs/b1 runs/b2 …"
         )
     return paths[:1], paths[1:]
-
-
-def _words(texts: list[str]) -> list[str]:
-    """Return values of an option that may be repeated or separated by commas."""
-    return [word.strip() for text in texts for word in text.split(",") if word.strip()]

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from stepscope.cli.support.output import print_answer
 from stepscope.cli.support.source import add_source_arguments, opened
+from stepscope.cli.support.values import words
 from stepscope.errors import UsageError
 
 
@@ -46,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Diagnose or replay, and print."""
     with opened(arguments, arguments.path) as session:
         case = session.case
     scale, dropped, host = [_scale(word) for word in arguments.scale], arguments.drop_launches, arguments.host
@@ -58,8 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     from stepscope.findings.diagnose import diagnose
 
-    ignored = {name for names in arguments.ignore for name in names.split(",") if name}
-    diagnosis = diagnose(case, ignored)
+    diagnosis = diagnose(case, set(words(arguments.ignore)))
     print_answer(diagnosis, arguments.json, str(session.path) if session.is_recording else None)
     return 0
 

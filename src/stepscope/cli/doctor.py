@@ -57,6 +57,15 @@ def main(arguments: argparse.Namespace) -> int:
         found.append({"device": "cpu", "name": cpu_name(), "memory_bytes": None})
     if arguments.measure:
         _measure_each(found)
+    for device in found:
+        peak, ceilings = devices.find_device(device["name"]), devices.load_ceilings(device["name"])
+        device["peaks"] = peak and {
+            "flops": dict(peak.peak_flops),
+            "bandwidth_bytes_per_s": peak.bandwidth_bytes_per_s,
+            "source": peak.source,
+            "note": peak.note,
+        }
+        device["ceilings"] = ceilings and ceilings.to_json()
     report = {
         "stepscope": __version__,
         "python": platform.python_version(),
@@ -65,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
         "torch_problem": torch_problem or cuda_problem,
         "nvml": nvml,
         "nvml_problem": nvml_problem,
-        "devices": [device | _knowledge(device["name"]) for device in found],
+        "devices": found,
     }
     print(json.dumps(report, indent=1) if arguments.json else "\n".join(_lines(report)))
     return 0
@@ -125,17 +134,6 @@ def _measure_each(found: list[dict[str, Any]]) -> None:
         figures = measured["matmul_flops"], measured["copy_bytes_per_s"]
         ceilings = devices.Ceilings(name, *figures, measured_at=now, torch_version=measured["torch_version"])
         progress(f"kept in {devices.save_ceilings(ceilings)}")
-
-
-def _knowledge(name: str) -> dict[str, Any]:
-    peak, ceilings = devices.find_device(name), devices.load_ceilings(name)
-    peaks = peak and {
-        "flops": dict(peak.peak_flops),
-        "bandwidth_bytes_per_s": peak.bandwidth_bytes_per_s,
-        "source": peak.source,
-        "note": peak.note,
-    }
-    return {"peaks": peaks, "ceilings": ceilings and ceilings.to_json()}
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

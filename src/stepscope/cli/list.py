@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print one of the lists."""
     entries, lines = LISTS[arguments.what]
     found = entries(arguments.names)
     text = json.dumps({arguments.what: found}, indent=2) if arguments.json else text_of(found, lines)

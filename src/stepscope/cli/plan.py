@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the predictions."""
     need_torch()
     ranks = arguments.fsdp
     if ranks is not None and not (ranks.isascii() and ranks.isdigit()):

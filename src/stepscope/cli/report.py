@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the report and say where it is."""
     if arguments.path is not None and arguments.rows is not None:
         raise UsageError("PATH and --from both name what to report on: leave one out")
     need_read_side()

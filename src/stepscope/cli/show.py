@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Open the path and print its view."""
     with Progress("reading") as progress:
         session = open_session(arguments.path, progress=progress)
         result = _result(session)

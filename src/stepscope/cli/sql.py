@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepscope.cli.support.numbers import positive
 from stepscope.cli.support.output import is_terminal, tell, write
 from stepscope.cli.support.source import add_source_arguments, opened
+from stepscope.cli.support.values import positive
 from stepscope.errors import UsageError
 from stepscope.formatting import plural, safe, significant
 from stepscope.session import need_read_side
@@ -61,7 +61,6 @@ class _ListTables(argparse.Action):
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the query and print its rows."""
     need_read_side()
     from stepscope.session.sql import refuse_other_than_query, run_query, tables_of
 

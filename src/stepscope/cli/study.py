@@ -18,10 +18,10 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.numbers import seconds
 from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, tell, write
 from stepscope.cli.support.points import place_of
 from stepscope.cli.support.progress import Progress
+from stepscope.cli.support.values import seconds
 from stepscope.errors import UsageError, need_torch
 from stepscope.formatting import plural
 
@@ -59,7 +59,10 @@ def main(arguments: argparse.Namespace) -> int:
         study = find_study(arguments.study)
         plan = plan_of(study, arguments.mode or "quick", arguments.device or default_device())
     if arguments.dry_run:
-        return _dry_run(plan)
+        write([f"{plan.study.title} ({plan.mode}, {plan.device}): {plural(plan.num_points, 'point')}\n"])
+        for measure in plan.study.measures:
+            write([f"  {measure.id:<14} {len(plan.points.get(measure.id, ())):>4}  {measure.about}\n"])
+        return 0
     place = place_of(arguments, "study", arguments.study)
     folder, command, again = place.folder, place.command, place.resume_command
     is_own = arguments.study.endswith((".py", ".toml"))
@@ -97,11 +100,3 @@ def _line(measure: Measure, row: dict[str, Any], num_done: int, plan: Plan) -> s
     points = plan.points[measure.id]
     names = varying_axes([{"preset": p.preset, **p.config, **p.run} for p in points])[0]
     return f"{num_done}/{plan.num_points}  {measure.id:<12} {row_line(row, names)}"
-
-
-def _dry_run(plan: Plan) -> int:
-    lines = [f"{plan.study.title} ({plan.mode}, {plan.device}): {plural(plan.num_points, 'point')}"]
-    for measure in plan.study.measures:
-        lines.append(f"  {measure.id:<14} {len(plan.points.get(measure.id, ())):>4}  {measure.about}")
-    write(["\n".join(lines), "\n"])
-    return 0

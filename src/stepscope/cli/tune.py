@@ -21,10 +21,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from stepscope.cli.support.numbers import seconds
 from stepscope.cli.support.output import EXIT_INTERRUPTED, fill_closed_streams, print_document, tell
 from stepscope.cli.support.points import add_point_arguments, add_sweep_arguments, place_of, typed_axes
 from stepscope.cli.support.progress import Progress
+from stepscope.cli.support.values import seconds, words
 from stepscope.errors import need_torch
 from stepscope.formatting import safe
 
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         tuning = run_tuning(
             arguments.workload,
             typed_axes(arguments, FLAGS),
-            [name.strip() for name in arguments.over.split(",") if name.strip()],
+            words([arguments.over]),
             bytes_of(arguments.memory_budget),
             arguments.minutes,
             arguments.timeout,

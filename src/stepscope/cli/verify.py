@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from stepscope.api.verification import verify
-from stepscope.cli.support.numbers import positive, share
 from stepscope.cli.support.output import print_answer, tell, write
 from stepscope.cli.support.progress import doing
+from stepscope.cli.support.values import positive, share
 from stepscope.errors import UsageError
 
 LIST = "list"

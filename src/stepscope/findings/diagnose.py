@@ -108,6 +108,10 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
     for place, finding in enumerate(findings):
         if step_ns is not None and finding.saving_ns is not None:  # no saving exceeds the step
             findings[place] = replace(finding, saving_ns=min(finding.saving_ns, step_ns))
+    try:
+        warnings = (*case.notes, *case.account.warnings)
+    except Unavailable as reason:
+        warnings = (str(reason),)
     findings.sort(key=lambda finding: (-(finding.saving_ns or 0.0), -(finding.saving_bytes or 0), finding.id))
     return Diagnosis(
         step_ns=step_ns,
@@ -118,7 +122,7 @@ def diagnose(case: Case, suppressed: Collection[str] = ()) -> Diagnosis:
         suppressed=tuple(sorted(suppressed)),
         binds=_binds(case, busy_share),
         gpu_busy_share=busy_share,
-        warnings=_warnings(case),
+        warnings=warnings,
     )
 
 
@@ -139,11 +143,3 @@ def _binds(case: Case, busy_share: float | None) -> str:
         f"The GPU is the bottleneck: it is busy for {whole_percent(busy_share)} of the step, and "
         f"{whole_percent(most / known)} of its known work is {name}."
     )
-
-
-def _warnings(case: Case) -> tuple[str, ...]:
-    try:
-        account = case.account
-    except Unavailable as reason:
-        return (str(reason),)
-    return (*case.notes, *account.warnings)

@@ -24,5 +24,4 @@ def _listed(make: Callable[P, Finding]) -> Callable[P, list[Finding]]:
     return lambda *fields, **named: [make(*fields, **named)]
 
 
-one_finding = _listed(Finding)
-"""Return a list of one finding, from the fields of `Finding`."""
+one_finding = _listed(Finding)  # makes a list of one finding, from its fields

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,17 @@ from stepscope.analysis.time.waits import waits
 from stepscope.analysis.time.whatif import stretches, without
 from stepscope.devices import Device, find_device
 from stepscope.errors import Unavailable
-from stepscope.formatting import duration, whole_percent
+from stepscope.formatting import duration, plural, whole_percent
 from stepscope.session.places import Places, places_of_stretches, places_of_work
 from stepscope.trace.recording import Recording
 from stepscope.trace.tables import Trace
 
-WORTH_SHARE = 0.03
-"""The share of a step that a finding must save to be reported."""
+WORTH_SHARE = 0.03  # the share of a step that a finding must save to be reported
 LENGTH = (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
 _MOST_PROFILER_NS = 20_000.0
 
 
+@dataclass(eq=False, repr=False)
 class Case:
     """One rank's trace, with the recording and the other ranks' accounts where there are any.
 
@@ -57,19 +57,13 @@ class Case:
     one rule needs is made there, with `within`. Unavailable says what to run to get what is missing.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        trace: Trace | None,
-        rank: int = 0,
-        recording: Recording | None = None,
-        ranks: tuple[RankAccount, ...] = (),
-        notes: tuple[str, ...] = (),
-        window: Callable[[], dict[str, Any]] | None = None,
-    ) -> None:
-        self.path, self.rank = path, rank
-        self._trace, self._notes, self._window = trace, notes, window
-        self._recording, self._ranks = recording, ranks
+    path: Path
+    _trace: Trace | None
+    rank: int = 0
+    _recording: Recording | None = None
+    _window: Callable[[], dict[str, Any]] | None = None  # reads the recording's memory window
+    _ranks: tuple[RankAccount, ...] = ()
+    _notes: tuple[str, ...] = ()
 
     # -- the recording --------------------------------------------------------------------------------------------
 
@@ -368,8 +362,13 @@ class Case:
         )
         return rows.sort(time.meta.output_name(), descending=True)
 
-    def cost_text(self, ns: float) -> str:
-        """Return a time per step with its share of the step: `15.7 ms per step (25 % of 61.7 ms)`."""
+    def number_text(self, table: pl.DataFrame, noun: str) -> str:
+        """Return the number of a table's rows per step with their noun: `24 kernels`."""
+        return plural(table.height / self.num_steps, noun)
+
+    def cost_text(self, cost: float | pl.DataFrame) -> str:
+        """Return a time, or that of a table, per step: `15.7 ms per step (25 % of 61.7 ms)`."""
+        ns = self.total_ns(cost) if isinstance(cost, pl.DataFrame) else cost
         share = f" ({whole_percent(ns / self.step_ns)} of {duration(self.step_ns, 3)})" if self.step_ns else ""
         return f"{duration(ns, 3)} per step{share}"
 

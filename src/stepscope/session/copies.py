@@ -12,8 +12,7 @@ from stepscope.analysis.kernels.copy_sources import CAUSES, copy_sources, copy_s
 from stepscope.session.case import Case
 
 SCHEMA_VERSION = 1
-MOST_REPLAYED = 40
-"""Sources whose saving is computed, most time first: each takes a replay of the step."""
+MOST_REPLAYED = 40  # sources whose saving is computed, most time first: each takes a replay of the step
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,8 @@ import polars as pl
 
 from stepscope.analysis.structure.intervals import union
 
-MOST_PLACES = 20
-"""More stretches than anyone looks at."""
-_JOINED_NS = 1_000_000
-"""Consecutive work is one stretch, unless the GPU is idle for longer than this in between."""
+MOST_PLACES = 20  # more stretches than anyone looks at
+_JOINED_NS = 1_000_000  # consecutive work is one stretch, unless the GPU is idle for longer than this in between
 
 Places = tuple[tuple[int, int], ...]
 

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 Progress = Callable[[float], None]
 
-RUNS_FOLDER = Path("runs")
-"""Where `stepscope run` writes when nobody names a folder."""
+RUNS_FOLDER = Path("runs")  # where `stepscope run` writes when nobody names a folder
 
 
 def open_session(
@@ -195,7 +194,7 @@ class Session:
         window = (lambda: self.allocations) if self.has_memory_window else None
         files = if_available(lambda: self.trace_files)
         if files is None:  # a recording without a trace still answers some rules
-            return Case(self.path, None, 0, recording, window=window)
+            return Case(self.path, None, 0, recording, window)
         first: RankTrace | None = None
         accounts, notes, is_known = [], [], True
         for opened in self._ranks():
@@ -210,7 +209,7 @@ class Session:
         if accounts and not is_known:
             unknown = "neither the traces nor their names say their ranks"
             notes.append(f"{unknown}: of different runs, name one file at a time")
-        return Case(self.path, first.trace, first.rank, recording, tuple(accounts), tuple(notes), window)
+        return Case(self.path, first.trace, first.rank, recording, window, tuple(accounts), tuple(notes))
 
     @cached_property
     def linked(self) -> Linked:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.cli.support.numbers import seconds
+from stepscope.cli.support.values import seconds
 
 if TYPE_CHECKING:
     from stepscope.sweep.grid import Axes, Point

@@ -29,8 +29,8 @@ def _breaks(case: Case, breaks: list[dict[str, Any]]) -> list[Finding]:
     if not case.is_worth(saving_ns):
         return []
     seen = (
-        f"Each step calls {plural(regions.height / case.num_steps, 'compiled region')}, and entering the later ones "
-        f"takes the host {case.cost_text(case.total_ns(entries))}"
+        f"Each step calls {case.number_text(regions, 'compiled region')}, and entering the later ones "
+        f"takes the host {case.cost_text(entries)}"
     )
     return _broken(case, breaks, saving_ns, seen, case.host_places(entries))
 

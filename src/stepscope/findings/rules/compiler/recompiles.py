@@ -12,7 +12,7 @@ from stepscope.analysis.compiler.compile_summary import split_guard
 from stepscope.analysis.costs.op_calls import Tensor
 from stepscope.analysis.costs.op_costs import operands
 from stepscope.findings.compile_log import compile_entries, compile_report, count_of
-from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, one_finding, plural
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, one_finding
 from stepscope.session.case import WORTH_SHARE
 
 
@@ -49,7 +49,7 @@ def _planning(case: Case) -> list[Finding]:
     rows = planning.select("step", "phase", "op", "shapes", LENGTH).head(8).to_dicts()
     return one_finding(
         sentence=f"Compiling or planning{' in ' + ' and '.join(ops) if ops else ''} takes {case.cost_text(per_step)} "
-        f"of host time, {plural(planning.height / case.num_steps, 'time')} per step: {why}.",
+        f"of host time, {case.number_text(planning, 'time')} per step: {why}.",
         fix=fix,
         saving_ns=saving_ns,
         derived="the step replayed without this time; the cost of running eagerly instead is not counted",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.analysis.kernels.nan_checks import stack_writing_ops
-from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, duration, one_finding, plural, stretches
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, duration, one_finding, stretches
 from stepscope.findings.waiting import repeated_checks, starts_within
 
 
@@ -30,16 +30,11 @@ def check(case: Case) -> list[Finding]:
     who = "torch.autograd.detect_anomaly" if is_autograd else "The program"
     table = case.grouped(checks, "num_checks", "phase", "module", "is_autograd", time=LENGTH.alias("host_ns"))
     stacks_ns = case.total_ns(traced, LENGTH * (1 - pl.col("factor")))
-    stacks = (
-        f", plus {duration(stacks_ns, 3)} to record a stack trace at "
-        f"{plural(traced.height / case.num_steps, 'forward op')}"
-        if traced.height
-        else ""
-    )
+    stacks = f", plus {duration(stacks_ns, 3)} to record a stack trace at {case.number_text(traced, 'forward op')}"
+    stacks = stacks if traced.height else ""
     return one_finding(
-        sentence=f"{who} runs {plural(checks.height / case.num_steps, 'NaN check')} per step and waits for each "
-        f"result: {duration(case.total_ns(spent, LENGTH), 3)} of host time in a "
-        f"{duration(case.step_ns, 3)} step{stacks}.",
+        sentence=f"{who} runs {case.number_text(checks, 'NaN check')} per step and waits for each result: "
+        f"{duration(case.total_ns(spent, LENGTH), 3)} of host time in a {duration(case.step_ns, 3)} step{stacks}.",
         fix="torch.autograd.set_detect_anomaly(False)" if is_autograd else "check only the loss, every 100 steps",
         saving_ns=saving_ns,
         derived="the step replayed without the checks, their kernels and the waits for them"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, one_finding, plural, size, stretches
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, one_finding, size, stretches
 from stepscope.findings.waiting import place, waits_of
 
 
@@ -29,7 +29,7 @@ def check(case: Case) -> list[Finding]:
         return []
     table = case.grouped(trips, "num_trips", "op", "bytes", "phase", "module", "caller", time=LENGTH.alias("host_ns"))
     return one_finding(
-        sentence=f"Copying {plural(trips.height / case.num_steps, 'tensor')} of up to "
+        sentence=f"Copying {case.number_text(trips, 'tensor')} of up to "
         f"{size(int(trips['bytes'].max()))} to the CPU and back to the GPU takes "  # type: ignore[arg-type]
         f"{case.cost_text(float(table['host_ns'].sum()))}, including the time between the two copies. "
         f"Most of it is in {place(table.row(0, named=True))}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.time.stalls import quiet_stretches
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, one_finding, plural
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, one_finding
 from stepscope.findings.waiting import place
 
 _LEAST_SHARE_OF_STEPS = 0.5  # an occasional checkpoint is intended
@@ -40,7 +40,7 @@ def check(case: Case) -> list[Finding]:
     once = " Only one step was traced, so this may be a one-time cost." if case.num_steps == 1 else ""
     return one_finding(
         sentence=f"The host launches nothing for {case.cost_text(float(table['duration_ns'].sum()))}, in "
-        f"{plural(quiet.height / case.num_steps, 'pause')}, mostly {where}. The GPU has only "
+        f"{case.number_text(quiet, 'pause')}, mostly {where}. The GPU has only "
         f"{duration(case.step.device_ns, 3)} of work.{once}",
         fix=fix,
         saving_ns=saving_ns,

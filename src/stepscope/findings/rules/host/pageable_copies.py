@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.errors import if_available
-from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, one_finding, plural, size
+from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, one_finding, size
 from stepscope.findings.waiting import STAGED_BYTES, waits_of
 
 # Attainable bytes per second from pinned memory, by compute capability: PCIe 5, 4 and 3 (peaks: 64, 32, 16 GB/s).
@@ -39,7 +39,7 @@ def check(case: Case) -> list[Finding]:
     )  # fmt: skip
     return one_finding(
         sentence=f"Copying {size(num_bytes / case.num_steps)} from pageable (not pinned) memory to the GPU takes "
-        f"{case.cost_text(copied_ns / case.num_steps)}, in {plural(copies.height / case.num_steps, 'transfer')} at "
+        f"{case.cost_text(copied_ns / case.num_steps)}, in {case.number_text(copies, 'transfer')} at "
         f"{num_bytes / copied_ns:.1f} GB/s. The host waits {duration(case.total_ns(waits, pl.col('wait_ns')), 3)} "
         "of that.",
         fix="DataLoader(dataset, pin_memory=True, num_workers=4); then batch.to(device, non_blocking=True)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, one_finding, plural, size
+from stepscope.findings.rule import Case, Change, Evidence, Finding, duration, one_finding, size
 
 _SHORT_NS = 10_000  # shorter kernels spend most of their time starting and ending
 _SHORT_SHARE = 0.5
@@ -34,10 +34,9 @@ def check(case: Case) -> list[Finding]:
     median_ns = float(kernels["duration_ns"].median() or 0.0)  # type: ignore[arg-type]
     return one_finding(
         sentence=f"The batch is too small for {case.device.name}: kernels shorter than {duration(_SHORT_NS, 3)} take "
-        f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and would take "
-        f"hardly longer with more data. Half of {plural(kernels.height / case.num_steps, 'kernel')} per step "
-        f"are shorter than {duration(median_ns, 3)}, and "
-        f"{size(memory_bytes - peak_bytes)} of {size(memory_bytes)} of memory is free.",
+        f"{duration(short_ns / case.num_steps, 3)} of the {duration(case.step_ns, 3)} step, and would take hardly "
+        f"longer with more data. Half of {case.number_text(kernels, 'kernel')} per step are shorter than "
+        f"{duration(median_ns, 3)}, and {size(memory_bytes - peak_bytes)} of {size(memory_bytes)} of memory is free.",
         fix="double batch_size as long as tokens per second increase; the learning rate may need to change too",
         saving_ns=saving_ns,
         derived="time per batch at twice the batch size: the step replayed with these kernels half as long, since "

@@ -65,7 +65,7 @@ def check(case: Case) -> list[Finding]:
     by_mask = ""
     if masks.height:
         by_mask = (
-            f" Indexing with a mask, {plural(masks.height / case.num_steps, 'time')} per step, keeps the host busy "
+            f" Indexing with a mask, {case.number_text(masks, 'time')} per step, keeps the host busy "
             f"for {duration(case.total_ns(masks, LENGTH), 3)} under the profiler."
         )
     return one_finding(

@@ -56,7 +56,7 @@ def check(case: Case) -> list[Finding]:
     return one_finding(
         sentence=f"scaled_dot_product_attention runs on the {worst['backend']} backend instead of flash attention in "
         f"{plural(num_calls, 'call')} per step, because {why}. This takes "
-        f"{case.cost_text(case.total_ns(calls))} for {worst['num_queries']:,} × {worst['num_keys']:,} scores in "
+        f"{case.cost_text(calls)} for {worst['num_queries']:,} × {worst['num_keys']:,} scores in "
         f"{worst['num_heads']} heads of size {worst['head_size']}.",
         fix=next(fix for code, fix in _FIXES.items() if code in codes),
         saving_ns=saving_ns,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import attention_ns
-from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding
 
 _PEAKS = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -33,9 +33,8 @@ def check(case: Case) -> list[Finding]:
     keys = ("backend", "direction", "mask", "dtype", "num_queries", "head_size")
     return one_finding(
         sentence=f"scaled_dot_product_attention gets a mask of shape {one['mask']} in "
-        f"{plural(forward.height / case.num_steps, 'call')} per step, which rules out flash attention. "
-        f"The {one['backend']} backend takes {case.cost_text(case.total_ns(calls))} for all "
-        f"{one['num_queries']:,} × {one['num_keys']:,} scores.",
+        f"{case.number_text(forward, 'call')} per step, which rules out flash attention. The {one['backend']} "
+        f"backend takes {case.cost_text(calls)} for all {one['num_queries']:,} × {one['num_keys']:,} scores.",
         fix="F.scaled_dot_product_attention(q, k, v, is_causal=True)  # if the mask is causal; for other "
         "patterns: torch.nn.attention.flex_attention with a block mask",
         saving_ns=saving_ns,

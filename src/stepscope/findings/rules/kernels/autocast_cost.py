@@ -7,7 +7,7 @@ import polars as pl
 from stepscope.analysis.costs.attainable_rates import LEAST_KERNEL_NS, attention_ns, gemm_ns, traffic_ns
 from stepscope.analysis.precision.casts import repeated
 from stepscope.findings.gemms import gemm_calls
-from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, one_finding, plural
+from stepscope.findings.rule import LENGTH, Case, Evidence, Finding, Unavailable, duration, one_finding
 
 _LOW_PEAKS = ("bf16", "fp16")
 _LOW_TEXT = r"c10::(BFloat16|Half)"
@@ -34,13 +34,10 @@ def check(case: Case) -> list[Finding]:
     saving_ns = case.saving_ns(case.without(casts["event"], in_float32))
     if not case.is_worth(saving_ns):
         return []
-    table = (
-        casts.group_by("root_op", "phase", "source", "target")
-        .agg((pl.len() / case.num_steps).alias("num_casts"), pl.col("duration_ns").sum() / case.num_steps)
-        .sort("num_casts", "duration_ns", descending=True)
-    )
+    table = case.grouped(casts, "num_casts", "root_op", "phase", "source", "target")
+    table = table.sort("num_casts", "duration_ns", descending=True)
     return one_finding(
-        sentence=f"Autocast costs more than it saves: {plural(casts.height / case.num_steps, 'cast')} per step take "
+        sentence=f"Autocast costs more than it saves: {case.number_text(casts, 'cast')} per step take "
         f"{duration(cast_ns, 3)} of GPU time and {duration(case.total_ns(casts, LENGTH), 3)} of host time (under "
         f"the profiler), and lower precision saves only {duration(gained_ns, 3)} of GPU time elsewhere in the "
         f"{duration(case.step_ns, 3)} step.",

@@ -25,15 +25,12 @@ _BALANCE = "loss = loss + 0.01 * num_experts * (share_of_tokens * mean_router_pr
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
     known = routers(case.work)
-    padded = [one for one in padded_experts(case.work, known) if one.filled_share < 1]
-    dropping = [one for one in padded_experts(case.work, known) if one.filled_share > 1 / (1 - _DROPPED_SHARE)]
-    return [*_padding(case, padded), *_dropped(case, dropping), *_uneven(case, looped_experts(case.work, known))]
+    padded = padded_experts(case.work, known)
+    return [*_padding(case, padded), *_dropped(case, padded), *_uneven(case, looped_experts(case.work, known))]
 
 
 def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
     empty = [one for one in padded if one.filled_share < _FILLED_SHARE]
-    if not empty:
-        return []
     durations: dict[int, float] = {}
     for one in empty:
         size = (one.router.num_experts, one.capacity)
@@ -69,7 +66,8 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
     )
 
 
-def _dropped(case: Case, dropping: Sequence[Padded]) -> list[Finding]:
+def _dropped(case: Case, padded: Sequence[Padded]) -> list[Finding]:
+    dropping = [one for one in padded if one.filled_share > 1 / (1 - _DROPPED_SHARE)]
     if not dropping:
         return []
     worst = max(dropping, key=lambda one: one.filled_share)

@@ -9,7 +9,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding, plural
+from stepscope.findings.rule import Case, Change, Evidence, Finding, Unavailable, one_finding
 
 _FASTER = {
     "tf32": ("TF32", 'torch.set_float32_matmul_precision("high")  # further: torch.autocast("cuda", torch.bfloat16)'),
@@ -38,8 +38,8 @@ def check(case: Case) -> list[Finding]:
     tflops = float(slow["flops"].sum()) / max(1, int(slow["duration_ns"].sum())) / 1e3
     name, fix = _FASTER[faster]
     return one_finding(
-        sentence=f"{plural(slow.height / case.num_steps, 'matrix product')} per step run in float32 without tensor "
-        f"cores and take {case.cost_text(case.total_ns(slow))} at {tflops:.0f} TFLOP/s. The device's peak is "
+        sentence=f"{case.number_text(slow, 'matrix product')} per step run in float32 without tensor "
+        f"cores and take {case.cost_text(slow)} at {tflops:.0f} TFLOP/s. The device's peak is "
         f"{peak['fp32'] / 1e12:.0f} TFLOP/s in float32 and {peak[faster] / 1e12:.0f} TFLOP/s in {name}.",
         fix=fix,
         saving_ns=saving_ns,

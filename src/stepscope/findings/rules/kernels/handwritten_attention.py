@@ -36,8 +36,8 @@ def check(case: Case) -> list[Finding]:
     table = case.grouped(work, "num_kernels", "op", "phase", "num_queries", "num_keys")
     return one_finding(
         sentence=f"Attention is written by hand: {plural(num_softmax, 'softmax call')} per step over "
-        f"{one['num_queries']:,} × {one['num_keys']:,} scores, with {plural(work.height / case.num_steps, 'kernel')} "
-        f"in total including products, masks and scaling, take {case.cost_text(case.total_ns(work))}{held}.",
+        f"{one['num_queries']:,} × {one['num_keys']:,} scores, with {case.number_text(work, 'kernel')} "
+        f"in total including products, masks and scaling, take {case.cost_text(work)}{held}.",
         fix=f"F.scaled_dot_product_attention(q, k, v{', is_causal=True' if is_masked else ''})"
         f"{'  # if the mask is causal' if is_masked else ''}",
         saving_ns=saving_ns,

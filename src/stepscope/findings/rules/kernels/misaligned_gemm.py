@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import gemm_ns
 from stepscope.findings.gemms import LOADED_BYTES, by_shape, gemm_calls
-from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, plural, whole_percent
+from stepscope.findings.rule import Case, Change, Evidence, Finding, one_finding, whole_percent
 
 
 def check(case: Case) -> list[Finding]:
@@ -25,9 +25,9 @@ def check(case: Case) -> list[Finding]:
     sizes = sorted(set(calls["odd_sizes"].explode().drop_nulls()), reverse=True)[:3]
     share = float(calls["flops"].sum()) / float(calls["duration_ns"].sum()) * 1e9 / peaks[calls["peak_dtype"][0]]
     return one_finding(
-        sentence=f"{plural(calls.height / case.num_steps, 'matrix product')} per step have a dimension "
+        sentence=f"{case.number_text(calls, 'matrix product')} per step have a dimension "
         f"({', '.join(map(str, sizes))}) that is not a multiple of {LOADED_BYTES} bytes. They take "
-        f"{case.cost_text(case.total_ns(calls))} at {whole_percent(share)} of the device's peak.",
+        f"{case.cost_text(calls)} at {whole_percent(share)} of the device's peak.",
         fix=f"pad the dimension to a multiple of 64: {sizes[0]} -> {-(-sizes[0] // 64) * 64}",
         saving_ns=saving_ns,
         derived="the step replayed with each of these products at 60 % of the peak",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding
 
 _COPYING = ["aten::contiguous", "aten::clone", "aten::copy_"]
 _CASTING = ["aten::to", "aten::_to_copy", "aten::type_as", "aten::float", "aten::half", "aten::bfloat16"]
@@ -37,8 +37,8 @@ def check(case: Case) -> list[Finding]:
     names = table.group_by("root_op").agg(pl.col("duration_ns").sum()).sort("duration_ns", descending=True)
     called = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
     return one_finding(
-        sentence=f"{plural(needless.height / case.num_steps, 'kernel')} per step only copy tensors, because the "
-        f"program calls {called}. They take {case.cost_text(case.total_ns(needless))}"
+        sentence=f"{case.number_text(needless, 'kernel')} per step only copy tensors, because the "
+        f"program calls {called}. They take {case.cost_text(needless)}"
         f"{', including their backward,' if has_backward else ''} and compute nothing.",
         fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) if the next op accepts the "
         "strides and dtype as they are: linear layers, matmul and SDPA do",

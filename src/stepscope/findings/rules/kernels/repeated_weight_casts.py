@@ -17,8 +17,8 @@ def check(case: Case) -> list[Finding]:
     table = case.grouped(again, "num_casts", "root_op", "shape", "target")
     return one_finding(
         sentence=f"{plural(num_weights, 'weight')} are cast to {again['target'][0]} in each of {num_micro_batches} "
-        f"micro-batches per step. {plural(again.height / case.num_steps, 'cast')} repeat earlier ones and take "
-        f"{case.cost_text(case.total_ns(again))}.",
+        f"micro-batches per step. {case.number_text(again, 'cast')} repeat earlier ones and take "
+        f"{case.cost_text(again)}.",
         fix='with torch.autocast("cuda", torch.bfloat16): around the loop over micro-batches, so that inner regions '
         "reuse the casts; or weights in bfloat16 with float32 copies in the optimizer",
         saving_ns=saving_ns,

@@ -12,6 +12,8 @@ from stepscope.analysis.kernels.product_loops import product_loops, tiled_produc
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, plural, whole_percent
 
 _LEAST_FILL = 0.5  # of the SMs; more tiles than that fill the GPU well enough
+_GROUPED = "torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)"
+_BATCHED = "torch.bmm(torch.stack(inputs), torch.stack(weights))"
 _ALIKE = ["loop", "phase", "op", "place", "ordinal"]  # work of several iterations that one kernel could do
 
 
@@ -57,9 +59,7 @@ def check(case: Case) -> list[Finding]:
         f"{plural(num_loops, 'loop')}, each with tiles for {whole_percent(fill)} of the GPU's {num_processors} SMs. "
         f"They take {case.cost_text(every)} at {tflops:.0f} TFLOP/s. With the other work in it, the {loops} cause "
         f"{turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches per step.",
-        fix="torch._grouped_mm(rows_sorted_by_expert, weights, offs=offsets)  # one product for the whole loop"
-        if varies
-        else "torch.bmm(torch.stack(inputs), torch.stack(weights))  # one product for the whole loop",
+        fix=f"{_GROUPED if varies else _BATCHED}  # one product for the whole loop",
         saving_ns=saving_ns,
         upper_bound=True,
         derived="the step replayed with one iteration of each loop, whose products do the work of all (at 60 % of "

@@ -52,10 +52,9 @@ def check(case: Case) -> list[Finding]:
     )
     longest = table.row(0, named=True)
     return one_finding(
-        sentence=f"{plural(num_kernels, 'elementwise kernel')} per step, in "
-        f"{plural(found.height / case.num_steps, 'chain')}, take {case.cost_text(total_ns)}. Fused, they would move "
-        f"{size(fused)} instead of {size(moved)}. The longest chain, over {list(longest['shape'])}: "
-        f"{_short(longest['ops'])}.",
+        sentence=f"{plural(num_kernels, 'elementwise kernel')} per step, in {case.number_text(found, 'chain')}, take "
+        f"{case.cost_text(total_ns)}. Fused, they would move {size(fused)} instead of {size(moved)}. The longest "
+        f"chain, over {list(longest['shape'])}: {_short(longest['ops'])}.",
         fix=known or "model = torch.compile(model)  # or torch.compile of the function with the chain",
         saving_ns=saving_ns,
         derived="the step replayed with one kernel per chain, which reads the chain's inputs and writes its result "

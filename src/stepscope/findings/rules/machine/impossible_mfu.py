@@ -7,7 +7,7 @@ import polars as pl
 from stepscope.analysis.costs.flops import Utilization
 from stepscope.devices import find_device
 from stepscope.findings.gemms import by_shape, gemm_calls
-from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, one_finding, plural, whole_percent
+from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, duration, one_finding, whole_percent
 
 _IMPOSSIBLE = 1.02  # of the limit; clocks and rounding may bring a figure just above it
 _SURE_NS = 50_000  # shorter kernels are timed too coarsely
@@ -102,7 +102,7 @@ def _of_kernels(case: Case) -> list[Finding]:
         return []
     worst = above.sort("share", descending=True).row(0, named=True)
     return one_finding(
-        sentence=f"{plural(above.height / case.num_steps, 'matrix product')} per step appear faster than "
+        sentence=f"{case.number_text(above, 'matrix product')} per step appear faster than "
         f"{case.device.name} allows: {worst['op']} in {worst['peak_dtype']} at {whole_percent(worst['share'])} of "
         f"its {peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace or the peak is wrong.",
         fix="the kernel's name in the evidence shows its real dtype; compare with the peak of that dtype",

@@ -33,7 +33,13 @@ def check(case: Case) -> list[Finding]:
     delayed = across.matched.calls.filter(pl.col("rank") == case.rank).select("call", "start_ns")
     delayed = delayed.join(late.select("call", "last_rank", "lead_ns"), on="call").drop("call")
     own = case.account.collectives.join(delayed, on="start_ns")
-    saving_ns = _saving_ns(case, late, own, num_steps)
+    # What is saved if the last rank arrives together with the second to last.
+    waiting = own.filter(pl.col("last_rank") != case.rank)
+    saving_ns = float(late["lead_ns"].sum()) / num_steps  # for the late rank, which waits for no other
+    if waiting.height:
+        waiting = waiting.filter(pl.col("event").is_in(case.replay.events))
+        shorter = waiting.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
+        saving_ns = case.saving_ns(Change(duration_ns={event: float(ns) for event, ns in shorter.iter_rows()}))
     if not case.is_worth(saving_ns):
         return []
     others = ranks.filter(pl.col("rank") != worst["rank"])
@@ -59,16 +65,6 @@ def check(case: Case) -> list[Finding]:
             Evidence("GPU time by rank", gpu_times),
         ),
     )
-
-
-def _saving_ns(case: Case, late: pl.DataFrame, own: pl.DataFrame, num_steps: int) -> float:
-    """Return the time saved per step if the last rank arrives together with the second to last."""
-    waiting = own.filter(pl.col("last_rank") != case.rank)
-    if waiting.is_empty():  # this is the late rank, which waits for no other
-        return float(late["lead_ns"].sum()) / num_steps
-    found = waiting.filter(pl.col("event").is_in(case.replay.events))
-    shorter = found.select("event", pl.max_horizontal(pl.col("duration_ns") - pl.col("lead_ns"), 0))
-    return case.saving_ns(Change(duration_ns={event: float(ns) for event, ns in shorter.iter_rows()}))
 
 
 def _cause(table: pl.DataFrame, rank: int, path: Path) -> tuple[str, str]:

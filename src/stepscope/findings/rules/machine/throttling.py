@@ -12,10 +12,7 @@ _REASONS = {
     "hw_thermal_slowdown": ("heat", _COOLING),
     "hw_power_brake_slowdown": ("the power supply", "check the machine's power supply: it makes the GPU slow down"),
     "hw_slowdown": ("the hardware (heat or power)", "nvidia-smi -q -d TEMPERATURE,POWER"),
-    "sw_power_cap": (
-        "its power limit",
-        "sudo nvidia-smi -pl WATTS  # see nvidia-smi -q -d POWER",
-    ),
+    "sw_power_cap": ("its power limit", "sudo nvidia-smi -pl WATTS  # see nvidia-smi -q -d POWER"),
     "applications_clocks_setting": ("a clock setting", "sudo nvidia-smi -rac; sudo nvidia-smi -rgc"),
     "sync_boost": ("the slowest GPU of its group", "nvidia-smi -q -d CLOCK,PERFORMANCE  # on every GPU of the group"),
 }
@@ -45,15 +42,17 @@ def check(case: Case) -> list[Finding]:
         return []
     if is_power and limit and default and not is_lowered:
         return []  # this is the default limit, so only the load slows the GPU down
-    saving_ns = _saving_ns(case, mean_mhz / highest_mhz)
+    ratio = mean_mhz / highest_mhz
+    saving_ns = case.step_ns * (1 - ratio)
+    if case.has_gpu_work:
+        kernels = case.work.filter(pl.col("kind") == "kernel").select("event", "duration_ns")
+        saving_ns = case.saving_ns(Change(duration_ns={event: ns * ratio for event, ns in kernels.iter_rows()}))
     if not case.is_worth(saving_ns):
         return []
     why, fix = _REASONS[reason]
     if is_power and is_lowered:
-        why, fix = (
-            f"its power limit of {limit:.0f} W (default: {default:.0f} W)",
-            f"sudo nvidia-smi -pl {default:.0f}",
-        )
+        why = f"its power limit of {limit:.0f} W (default: {default:.0f} W)"
+        fix = f"sudo nvidia-smi -pl {default:.0f}"
     of = "the device's" if limits.get("max_sm_clock_mhz") else "the highest observed,"
     watts = f" at {counters.power_watts.mean:.0f} W" if counters.power_watts else ""
     powers = {name: limits.get(name) for name in ("power_limit_watts", "default_power_limit_watts")}
@@ -74,10 +73,3 @@ def check(case: Case) -> list[Finding]:
             Evidence("reasons", [{"reason": name, "share": share} for name, share in counters.throttle_shares]),
         ),
     )
-
-
-def _saving_ns(case: Case, ratio: float) -> float:
-    if not case.has_gpu_work:
-        return case.step_ns * (1 - ratio)
-    kernels = case.work.filter(pl.col("kind") == "kernel").select("event", "duration_ns")
-    return case.saving_ns(Change(duration_ns={event: ns * ratio for event, ns in kernels.iter_rows()}))

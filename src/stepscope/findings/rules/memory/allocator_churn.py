@@ -45,7 +45,7 @@ def _calls(case: Case, retries: Retries | None) -> list[Finding]:
     return one_finding(
         sentence=f"Each step allocates memory from the driver "
         f"{plural((calls.height - given_back.height) / case.num_steps, 'time')} and returns it "
-        f"{plural(given_back.height / case.num_steps, 'time')}. This takes "
+        f"{case.number_text(given_back, 'time')}. This takes "
         f"{case.cost_text(float(table['duration_ns'].sum()))}, mostly in {table['name'][0]}.{told}",
         fix=fix,
         saving_ns=saving_ns,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import polars as pl
 
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, stretches
-from stepscope.formatting import plural, size, whole_percent
+from stepscope.formatting import size, whole_percent
 
 _USABLE_SHARE = 0.85  # of the device's memory; beyond it, fragmentation causes failures
 
@@ -15,8 +15,6 @@ _USABLE_SHARE = 0.85  # of the device's memory; beyond it, fragmentation causes 
 def check(case: Case) -> list[Finding]:
     case.with_shapes()
     again = case.recomputed
-    if again.is_empty():
-        return []
     events = again["events"].explode().drop_nulls()
     saving_ns = case.saving_ns(replace(case.without(events), host=stretches(again)))
     if not case.is_worth(saving_ns):
@@ -40,22 +38,20 @@ def check(case: Case) -> list[Finding]:
         )
         .sort("duration_ns", descending=True)
     )
-    part = "" if share == 1 else f" for about {whole_percent(share)} of the layers"
+    part = of_it = ""
+    if share < 1:
+        part = f" for about {whole_percent(share)} of the layers"
+        fits = f"as much as fits into {whole_percent(_USABLE_SHARE)} of the memory"
+        of_it = f"; {whole_percent(share)} of it, {fits}"
     return one_finding(
-        sentence=f"Recomputing {plural(again.height / case.num_steps, 'forward op')} in the backward takes "
-        f"{case.cost_text(case.total_ns(again))}, although the results would fit in memory: they "
-        f"need at most {size(more_bytes)}, and the peak of {size(peak_bytes)} leaves {size(usable - peak_bytes)} of "
-        f"{case.device.name} free.",
+        sentence=f"Recomputing {case.number_text(again, 'forward op')} in the backward takes "
+        f"{case.cost_text(again)}, although the results would fit in memory: they need at most {size(more_bytes)}, "
+        f"and the peak of {size(peak_bytes)} leaves {size(usable - peak_bytes)} of {case.device.name} free.",
         fix=f"remove torch.utils.checkpoint / model.gradient_checkpointing_disable(){part}",
         saving_ns=saving_ns * share,
-        derived="the step replayed without the recomputed ops and the host's time for them"
-        + (
-            ""
-            if share == 1
-            else f"; {whole_percent(share)} of it, as much as fits into {whole_percent(_USABLE_SHARE)} of the memory"
-        ),
-        falsified_by="turn checkpointing off; the finding is wrong if the run then runs out of "
-        "memory or is not faster",
+        derived=f"the step replayed without the recomputed ops and the host's time for them{of_it}",
+        falsified_by="turn checkpointing off; the finding is wrong if the run then runs out of memory or is not "
+        "faster",
         places=case.places(events),
         evidence=(Evidence("recomputed ops", table.head(8).to_dicts()),),
     )

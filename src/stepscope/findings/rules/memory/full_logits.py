@@ -6,7 +6,7 @@ import polars as pl
 
 from stepscope.analysis.costs.attainable_rates import loss_ns
 from stepscope.findings.memory_figures import alive_bytes, is_worth_bytes
-from stepscope.findings.rule import Case, Evidence, Finding, one_finding, plural, size
+from stepscope.findings.rule import Case, Evidence, Finding, one_finding, size
 
 _ONE_PASS = 1.5  # a loss faster than this many times a fused one is fused
 _NUM_CHUNKS = 8
@@ -67,9 +67,8 @@ def check(case: Case) -> list[Finding]:
     )
     return one_finding(
         sentence=f"The full logits ({one['num_tokens']:,} tokens × {one['vocabulary']:,} vocabulary) take "
-        f"{size(logits_bytes)}{holding}. Besides the matrix products, "
-        f"{plural(passes.height / case.num_steps, 'kernel')} that read or write them take "
-        f"{case.cost_text(total_ns / case.num_steps)}.",
+        f"{size(logits_bytes)}{holding}. Besides the matrix products, {case.number_text(passes, 'kernel')} that read "
+        f"or write them take {case.cost_text(total_ns / case.num_steps)}.",
         fix=_IN_CHUNKS if is_fused else _COMPILED,
         saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
         saving_bytes=saving_bytes,
