@@ -74,10 +74,13 @@ def _forked() -> None:
     if _options is None:
         return
     ranks.forget()
-    if _child is None:
-        _child = Child(_options, _fixes, forked_from=_options.folder)
-    elif _child.session is not None:  # else the sentinel waits in this process as well
-        _child = Child(_options, _fixes, forked_from=_child.session.folder)
+    try:
+        if _child is None:
+            _child = Child(_options, _fixes, forked_from=_options.folder)
+        elif _child.session is not None:  # else the sentinel waits in this process as well
+            _child = Child(_options, _fixes, forked_from=_child.session.folder)
+    except Exception:
+        pass  # Python would print it
 
 
 def tell(line: str) -> None:

@@ -78,6 +78,8 @@ def run_next() -> None:
 
 if __name__ == "sitecustomize":
     found = restore()
-    if found is not None:
+    if found is not None and "torch" in sys.modules:  # imported by a .pth file
+        begin(found)
+    elif found is not None:
         sys.meta_path.insert(0, Await(found))
     run_next()
