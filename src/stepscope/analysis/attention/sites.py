@@ -5,7 +5,7 @@ They are read from host ops, so a trace without GPU work has them too. `backends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -65,6 +65,7 @@ _BACKWARD = {
     "aten::_efficient_attention_backward": _Op("efficient", 1),
     "aten::_cudnn_attention_backward": _Op("cudnn", 1, 8, 13, 14),
 }
+_MATH = [name for name, op in _FORWARD.items() if op.backend == "math"]
 _PACKED = ("aten::_flash_attention_", "aten::_efficient_attention_")
 """Ops with the sequence axis before the heads, or with packed sequences of different lengths."""
 
@@ -78,27 +79,24 @@ def attention_sites(linked: Linked) -> pl.DataFrame:
     """
     host = linked.host
     is_on_gpu = linked.device.height > 0
-    forward, backward = _rows_of(host, _FORWARD), _rows_of(host, _BACKWARD)
-    sites = _outer(host, forward, _FORWARD)
-    orphans = _outer(host, backward, _BACKWARD)
+    forward, backward = _calls(host, _FORWARD), _calls(host, _BACKWARD)
     pieces = (
         linked.device.select(pl.col("op").alias("row"), "duration_ns").drop_nulls("row")
         if is_on_gpu
         else host.filter(pl.col("kind") == "op").select("row", pl.col("self_ns").alias("duration_ns"))
     )
-    innermost = ancestor(host, host["row"].is_in(forward.implode()))
-    inside = innermost.gather(pieces["row"])
-    of_forward = innermost.gather(host["forward"].gather(pieces["row"]))
-    in_backward = ancestor(host, host["row"].is_in(backward.implode())).gather(pieces["row"])
-    is_kernel = host["name"].gather(inside).cast(pl.String) != DISPATCHER
-    is_math = pl.Series(
-        [sites.get(row) is not None and sites[row][1].backend == "math" for row in inside.to_list()], dtype=pl.Boolean
-    )
+
+    def inside(calls: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
+        around = ancestor(host, host["row"].is_in(calls["row"].implode())).gather(rows)
+        return pl.DataFrame({"row": around}).join(calls, on="row", how="left", maintain_order="left")
+
+    here = inside(forward, pieces["row"])
+    is_dispatcher = host["name"].gather(here["row"]).cast(pl.String) == DISPATCHER
     pieces = pieces.with_columns(
-        _site(inside, sites).alias("site"),
-        _site(of_forward, sites).alias("backward_of"),
-        _site(in_backward, orphans).alias("orphan"),
-        (is_kernel | is_math).fill_null(False).alias("is_kernel"),
+        here["site"],
+        inside(forward, host["forward"].gather(pieces["row"]))["site"].alias("backward_of"),
+        inside(backward, pieces["row"])["site"].alias("orphan"),
+        (~is_dispatcher | here["op"].is_in(_MATH)).fill_null(False).alias("is_kernel"),
     )
     inner = pieces.filter(pl.col("site").is_not_null())
     forward_ns = _sums(inner.filter("is_kernel"), "site")
@@ -107,14 +105,14 @@ def attention_sites(linked: Linked) -> pl.DataFrame:
     backward_ns = _sums(rest, "backward_of")
     orphan_ns = _sums(rest.filter(pl.col("backward_of").is_null()), "orphan")
     rows = []
-    for site, op, kernel in _distinct(sites):
+    for site, kernel, op in forward.select("site", "kernel", "op").unique().iter_rows():
         times = (forward_ns.get(site, 0), backward_ns.get(site, 0), beside_ns.get(site, 0))
-        rows.append((*_place(host, site, "forward"), op.backend, *_facts(host, site, kernel, op), *times))
-    for site, op, kernel in _distinct(orphans):
+        rows.append((*_place(host, site, "forward"), *_facts(host, site, kernel, _FORWARD[op]), *times))
+    for site, kernel, op in backward.select("site", "kernel", "op").unique().iter_rows():
         if site in orphan_ns:
-            facts = _facts(host, site, kernel, op)
-            rows.append((*_place(host, site, "backward"), op.backend, *facts, 0, orphan_ns[site], 0))
-    rows += _flex(linked, sites) if is_on_gpu else []
+            facts = _facts(host, site, kernel, _BACKWARD[op])
+            rows.append((*_place(host, site, "backward"), *facts, 0, orphan_ns[site], 0))
+    rows += _flex(linked, set(forward["row"])) if is_on_gpu else []
     callers = python_callers(host, pl.Series([row[0] for row in rows], dtype=pl.UInt32))
     table = pl.DataFrame(rows, schema=_CALLS, orient="row")
     return table.with_columns(callers.alias("caller")).sort("row")
@@ -154,28 +152,13 @@ def _joined(table: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([with_forward.select(table.columns), left])
 
 
-def _rows_of(host: pl.DataFrame, ops: Mapping[str, _Op]) -> pl.Series:
-    rows: pl.Series = host["row"].filter((host["kind"] == "op") & is_named(host, ops))
-    return rows
-
-
-def _outer(host: pl.DataFrame, rows: pl.Series, ops: Mapping[str, _Op]) -> dict[int, tuple[int, _Op, int]]:
-    """Return by op row the outermost op around it, and that call's kernel op and row."""
-    outer = outermost(host, rows, is_named(host, ops)).to_list()
-    names = host["name"].gather(rows).cast(pl.String).to_list()
-    kernels: dict[int, tuple[str, int]] = {}
-    for row, site, name in zip(rows.to_list(), outer, names):  # parents have lower rows, so they come first
-        if site not in kernels or (kernels[site][0] == DISPATCHER and name != DISPATCHER):
-            kernels[site] = (name, row)
-    return {row: (site, ops[kernels[site][0]], kernels[site][1]) for row, site in zip(rows.to_list(), outer)}
-
-
-def _distinct(sites: Mapping[int, tuple[int, _Op, int]]) -> Iterable[tuple[int, _Op, int]]:
-    return {found[0]: found for found in sites.values()}.values()
-
-
-def _site(rows: pl.Series, sites: Mapping[int, tuple[int, _Op, int]]) -> pl.Series:
-    return pl.Series([sites[row][0] if row in sites else None for row in rows.to_list()], dtype=pl.Int64)
+def _calls(host: pl.DataFrame, ops: Mapping[str, _Op]) -> pl.DataFrame:
+    """Return attention ops: `row`, `site` (the outermost around it), row and name of that call's `kernel` op."""
+    rows = host["row"].filter((host["kind"] == "op") & is_named(host, ops))
+    names = host["name"].gather(rows).cast(pl.String)
+    calls = pl.DataFrame({"row": rows, "site": outermost(host, rows, is_named(host, ops)), "op": names})
+    kernels = calls.sort(pl.col("op") == DISPATCHER, "row").unique("site", keep="first", maintain_order=True)
+    return calls.drop("op").join(kernels.rename({"row": "kernel"}), on="site", maintain_order="left")
 
 
 def _sums(pieces: pl.DataFrame, key: str) -> dict[int, int]:
@@ -188,14 +171,14 @@ def _place(host: pl.DataFrame, row: int, direction: str) -> tuple[Any, ...]:
 
 
 def _facts(host: pl.DataFrame, site: int, kernel: int, op: _Op) -> tuple[Any, ...]:
-    """Return dtype to is_dense from the kernel's op; mask, causal, dropout and layout from the program's call."""
+    """Return backend to is_dense from the kernel's op; mask, causal, dropout and layout from the program's call."""
     name, shapes, dtypes, _, _ = _texts(host, kernel)
     tensors = operands(shapes, dtypes)
     query, key, value = (at(tensors, op.query + i) for i in range(3))
     if name.startswith(_PACKED):
-        return (query.dtype if isinstance(query, Tensor) else None, *(None,) * 11)
+        return (op.backend, query.dtype if isinstance(query, Tensor) else None, *(None,) * 11)
     if not all(isinstance(one, Tensor) and len(one.shape) >= 3 for one in (query, key, value)):
-        return (None,) * 12
+        return (op.backend, *(None,) * 12)
     given = _FORWARD.get(_texts(host, site)[0]) or op
     _, shapes, dtypes, strides, inputs = _texts(host, site if given is not op else kernel)
     passed, values = operands(shapes, dtypes, strides), argument_values(inputs) or ()
@@ -205,8 +188,8 @@ def _facts(host: pl.DataFrame, site: int, kernel: int, op: _Op) -> tuple[Any, ..
     except ValueError:
         rate = None
     return (
-        query.dtype, query.shape[0] if len(query.shape) > 3 else 1, query.shape[-3], key.shape[-3], query.shape[-2],
-        key.shape[-2], query.shape[-1], value.shape[-1], mask_shape(passed, given.mask),
+        op.backend, query.dtype, query.shape[0] if len(query.shape) > 3 else 1, query.shape[-3], key.shape[-3],
+        query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1], mask_shape(passed, given.mask),
         None if causal not in ("True", "False") else causal == "True", rate, is_dense(passed, given.query),
     )  # fmt: skip
 
@@ -215,7 +198,7 @@ def _texts(host: pl.DataFrame, row: int) -> tuple[Any, ...]:
     return host.select(pl.col(COLUMNS).cast(pl.String)).row(row)
 
 
-def _flex(linked: Linked, sites: Mapping[int, Any]) -> list[tuple[Any, ...]]:
+def _flex(linked: Linked, sites: Collection[int]) -> list[tuple[Any, ...]]:
     """Return FlexAttention kernels without an op in the trace, recognized by name."""
     kernels = linked.device.filter(matches(linked.device["name"], _FLEX_KERNEL))
     rows: list[tuple[Any, ...]] = []
@@ -224,5 +207,5 @@ def _flex(linked: Linked, sites: Mapping[int, Any]) -> list[tuple[Any, ...]]:
             continue
         facts = _facts(linked.host, row, row, _Op(FLEX))
         direction, times = ("backward", (0, duration_ns)) if "backward" in name else ("forward", (duration_ns, 0))
-        rows.append((*_place(linked.host, row, direction), FLEX, *facts, *times, 0))
+        rows.append((*_place(linked.host, row, direction), *facts, *times, 0))
     return rows

@@ -91,27 +91,22 @@ class Change:
 def change_of(metric: Metric, base: Measure, new: Measure, threshold_share: float) -> Change:
     """Return one metric's change and its verdict."""
     share = new.value / base.value - 1 if base.value else None
+    is_large = new.value != base.value and (share is None or abs(share) > threshold_share)
     fell, rose = metric.words
-    word = rose if new.value > base.value else fell
+    verdict = (rose if new.value > base.value else fell) if is_large else SAME
     found: Difference | None = None
     num_samples: tuple[int, int] | None = None
+    ends: tuple[float | None, float | None] = (None, None)
     if base.samples is not None and new.samples is not None:
         num_samples = len(base.samples), len(new.samples)
         if min(num_samples) < FEWEST[base.of]:
             verdict = TOO_FEW
         else:
-            if base.of == RUNS:
-                found = difference_of_runs(base.samples, new.samples)
-            else:
-                found = difference(_costs(metric, base), _costs(metric, new))
-            is_large = share is not None and abs(share) > threshold_share
-            verdict = word if found.is_significant and is_large else NO_DIFFERENCE
-    else:
-        is_large = new.value != base.value and (share is None or abs(share) > threshold_share)
-        verdict = word if is_large else SAME
-    ends: tuple[float | None, float | None] = (None, None)
-    if found is not None:
-        ends = (1 / found.high - 1, 1 / found.low - 1) if metric.is_rate else (found.low - 1, found.high - 1)
+            is_of_runs = base.of == RUNS
+            sides = [side.samples or () if is_of_runs else _costs(metric, side) for side in (base, new)]
+            found = (difference_of_runs if is_of_runs else difference)(*sides)
+            ends = (1 / found.high - 1, 1 / found.low - 1) if metric.is_rate else (found.low - 1, found.high - 1)
+            verdict = verdict if found.is_significant and is_large else NO_DIFFERENCE
     return Change(
         metric=metric.name,
         unit=metric.unit,

@@ -27,6 +27,7 @@ from stepscope.analysis.time.summary import clean_step_ns
 from stepscope.formatting import whole_percent
 from stepscope.trace.recording import Recording
 
+_Runs = tuple[list[Recording], list[Recording]]  # the timed runs without and with the fix
 _SAME_WORK = 0.01  # batches of real text vary: units per step within this share are equal
 
 
@@ -38,17 +39,18 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         return refused or Verified(plan.fix, FAILED, "it left no recording", expected=expected)
     rehearsed = before[0].recording
     changed, left, _ = _applied(first)
-    flops = {} if rehearsed is None else rehearsed.facts.get("flops") or {}
-    is_low = any((flops.get("model_flops_by_dtype") or {}).get(dtype) for dtype in LOW_DTYPES)
+    is_low = any(_flops(rehearsed).get(dtype) for dtype in LOW_DTYPES)
     losses = check_losses(_losses(before), _losses(after), plan.arithmetic, plan.tolerance_share, is_low)
     known: dict[str, Any] = {"changed": changed, "left": left, "expected": expected, "losses": losses}
     known["products"] = _products(rehearsed, first)
-    unit, reason = _unit(plan, before, after)
+    runs = (_timed(before), _timed(after))
+    unit, reason = _unit(plan, runs)
     if unit is None:
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
-    change, rounds = _change(plan, unit, before, after)
+    change = _change(plan, unit, runs)
+    rounds = tuple(Round(*pair) for pair in zip(medians_ns(before), medians_ns(after)))
     status, reason = change.verdict, None
-    p_value = _runs_p_value(rounds, status, unit, before, after)
+    p_value = _runs_p_value(rounds, status, unit, runs)
     if status != TOO_FEW and len(rounds) < MIN_ROUNDS:
         outcome = "show no difference" if status == NO_DIFFERENCE else f"say {status}"
         reason = f"the steps {outcome}, but fewer than {MIN_ROUNDS} rounds cannot rule out chance"
@@ -58,7 +60,8 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         reason = "runs with and without it overlap: the difference between steps is not reproducible"
     if losses.verdict == DIFFER:
         status, reason = WRONG, "the losses differ"
-    extra = _warmup_ns(after) - _warmup_ns(before)
+    first_ns, second_ns = ([sum(s.wall_ns for s in each.window("warmup")) for each in side] for side in runs)
+    extra = float(median(second_ns)) - float(median(first_ns))
     saving = change.base - change.new if unit == "step" else None
     return Verified(
         plan.fix,
@@ -70,7 +73,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         runs_p_value=p_value,
         warmup_extra_ns=extra,
         pays_after_steps=round(extra / saving) if status == FASTER and saving and extra > 0 else None,
-        peak_bytes=_peaks(before, after),
+        peak_bytes=_peaks(runs),
         **known,
     )
 
@@ -131,14 +134,16 @@ def _applied(recording: Recording | None) -> tuple[dict[str, int], dict[str, int
 
 def _products(before: Recording | None, after: Recording) -> dict[str, tuple[float, float]]:
     """Return shares of a step's FLOPs by dtype; empty unless counted in both."""
-    counts = []
-    for recording in (before, after):
-        flops = (recording.facts.get("flops") if recording is not None else None) or {}
-        counts.append(flops.get("model_flops_by_dtype") or {})
+    counts = (_flops(before), _flops(after))
     if not all(sum(each.values()) for each in counts):
         return {}
     first, second = ({name: value / sum(each.values()) for name, value in each.items()} for each in counts)
     return {name: (first.get(name, 0.0), second.get(name, 0.0)) for name in dict.fromkeys([*first, *second])}
+
+
+def _flops(recording: Recording | None) -> dict[str, float]:
+    flops = {} if recording is None else recording.facts.get("flops") or {}
+    return flops.get("model_flops_by_dtype") or {}
 
 
 def _losses(attempts: Sequence[Attempt]) -> list[dict[int, float]]:
@@ -146,13 +151,13 @@ def _losses(attempts: Sequence[Attempt]) -> list[dict[int, float]]:
     return [{s.step: s.loss for s in recording.samples if s.loss is not None} for recording in recordings]
 
 
-def _unit(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt]) -> tuple[str | None, str | None]:
+def _unit(plan: Plan, runs: _Runs) -> tuple[str | None, str | None]:
     """Return what is compared: a `step`, or `tokens` or `samples` per second; None and why if impossible."""
-    if not all(map(clean_step_ns, _timed(after))):
-        num = min(len(recording.samples) for recording in _timed(after))
+    if not all(map(clean_step_ns, runs[1])):
+        num = min(len(recording.samples) for recording in runs[1])
         return None, f"the script ended after {num} steps with it, before any was timed: let it run longer"
     for unit in ("tokens", "samples"):
-        counts = [_per_step(_timed(attempts), unit) for attempts in (before, after)]
+        counts = [_per_step(side, unit) for side in runs]
         if counts[0] and counts[1]:
             if plan.arithmetic == NOT_COMPARABLE:
                 return unit, None
@@ -169,41 +174,30 @@ def _per_step(recordings: Sequence[Recording], unit: str) -> float | None:
     return sum(counts) / len(counts) if counts and all(counts) else None
 
 
-def _change(
-    plan: Plan, unit: str, before: Sequence[Attempt], after: Sequence[Attempt]
-) -> tuple[Change, tuple[Round, ...]]:
+def _change(plan: Plan, unit: str, runs: _Runs) -> Change:
     metric = METRICS["step_time" if unit == "step" else f"{unit}_per_second"]
     measures = []
-    for attempts in (before, after):
-        samples = tuple(float(ns) for recording in _timed(attempts) for ns in clean_step_ns(recording))
+    for side in runs:
+        samples = tuple(float(ns) for recording in side for ns in clean_step_ns(recording))
         value = median(samples)
         if unit != "step":
-            value = (_per_step(_timed(attempts), unit) or 0.0) / (value / 1e9)
+            value = (_per_step(side, unit) or 0.0) / (value / 1e9)
         measures.append(Measure(value, samples))
-    rounds = tuple(Round(*pair) for pair in zip(medians_ns(before), medians_ns(after)))
-    return change_of(metric, measures[0], measures[1], plan.threshold_share), rounds
+    return change_of(metric, measures[0], measures[1], plan.threshold_share)
 
 
-def _runs_p_value(
-    rounds: Sequence[Round], status: str, unit: str, before: Sequence[Attempt], after: Sequence[Attempt]
-) -> float:
+def _runs_p_value(rounds: Sequence[Round], status: str, unit: str, runs: _Runs) -> float:
     """Return the rank test's p-value for whole runs by their medians; 1 if these contradict the steps."""
     scale = 1.0
     if unit != "step":
-        scale = (_per_step(_timed(before), unit) or 1.0) / (_per_step(_timed(after), unit) or 1.0)
+        scale = (_per_step(runs[0], unit) or 1.0) / (_per_step(runs[1], unit) or 1.0)
     first, second = [each.before_ns for each in rounds], [each.after_ns * scale for each in rounds]
     if (median(second) < median(first)) != (status == FASTER):
         return 1.0
     return mann_whitney(first, second)
 
 
-def _warmup_ns(attempts: Sequence[Attempt]) -> float:
-    return float(median(sum(sample.wall_ns for sample in each.window("warmup")) for each in _timed(attempts)))
-
-
-def _peaks(before: Sequence[Attempt], after: Sequence[Attempt]) -> tuple[int, int] | None:
-    peaks = []
-    for attempts in (before, after):
-        found = [(each.facts.get("memory") or {}).get("peak_allocated_bytes") for each in _timed(attempts)]
-        peaks.append(max((int(peak) for peak in found if peak is not None), default=0))
-    return (peaks[0], peaks[1]) if all(peaks) else None
+def _peaks(runs: _Runs) -> tuple[int, int] | None:
+    memory = [[each.facts.get("memory") or {} for each in side] for side in runs]
+    first, second = (max((facts.get("peak_allocated_bytes") or 0 for facts in side), default=0) for side in memory)
+    return (first, second) if first and second else None

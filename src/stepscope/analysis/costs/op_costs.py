@@ -72,18 +72,12 @@ def op_cost(
     # Checked before the cache, which would keep them.
     if _is_too_long(name, shapes, dtypes, strides, inputs):
         return UNKNOWN
-    return _op_cost(name, shapes, dtypes, strides, inputs, parameter_dtype)
+    return _op_cost(name, parameter_dtype, shapes, dtypes, strides, inputs)
 
 
 @lru_cache(maxsize=1024)
-def _op_cost(
-    name: str,
-    shapes: str | None,
-    dtypes: str | None,
-    strides: str | None,
-    inputs: str | None,
-    parameter_dtype: str | None,
-) -> OpCost:
+def _op_cost(name: str, parameter_dtype: str | None, *texts: str | None) -> OpCost:
+    shapes, dtypes, strides, inputs = texts
     base = name.removeprefix("aten::")
     if base in FREE:
         return OpCost(0, 0, 0, None)

@@ -131,15 +131,7 @@ def classified_copies(moved: pl.DataFrame) -> pl.DataFrame:
 
 
 def _judge(
-    kind: str,
-    name: str | None,
-    kernel_class: str,
-    op_name: str | None,
-    outer_op: str | None,
-    shapes: str | None,
-    dtypes: str | None,
-    strides: str | None,
-    inputs: str | None,
+    kind: str, name: str | None, kernel_class: str, op_name: str | None, outer_op: str | None, *texts: str | None
 ) -> tuple[str, bool | None, int | None]:
     name, op = name or "", op_name or ""
     if kind == "memset":
@@ -147,14 +139,14 @@ def _judge(
     if kind == "memcpy":
         return *direction(name, op), None
     if op in COPYING | FILLING:
-        num_bytes = moved_bytes(op_cost(op, shapes, dtypes, strides, inputs), name, shapes)
+        num_bytes = moved_bytes(op_cost(op, *texts), name, texts[0])
     else:
-        num_bytes = touched_bytes(shapes, dtypes, strides) if fused_ops(name) else None
+        num_bytes = touched_bytes(*texts[:3]) if fused_ops(name) else None
     if kernel_class == "memset_memcpy":
         return "fill", None, num_bytes
     if _CONCATENATING.match(op):
         return "concatenate", None, num_bytes
-    what = _by_operands(shapes, dtypes, strides) if op == "aten::copy_" else None
+    what = _by_operands(*texts[:3]) if op == "aten::copy_" else None
     return what or _by_names(name, outer_op or ""), None, num_bytes
 
 

@@ -205,8 +205,7 @@ def _class_of_fused(category: str, ops: Iterable[str]) -> str:
         order = ("norm", "softmax", "optimizer", "embedding_index", "elementwise", "copy_cast", "memset_memcpy")
         return next((name for name in order if name in classes), "elementwise")
     order = ("norm", "softmax", "sort_scan", "attention_backward", "attention_forward", "gemm", "reduction")
-    found = next((name for name in order if name in classes), None)
-    return found or ("embedding_index" if "embedding_index" in classes else "reduction")
+    return next((name for name in (*order, "embedding_index") if name in classes), "reduction")
 
 
 def _is_norm(ops: set[str]) -> bool:

@@ -130,8 +130,6 @@ def device_phases(linked: Linked) -> pl.DataFrame:
     """
     device = linked.device
     every = pl.DataFrame({"phase": [*PHASES, UNATTRIBUTED]})
-    if device.is_empty():
-        return every.with_columns(busy_ns=pl.lit(0, pl.Int64), num_kernels=pl.lit(0, pl.Int64))
     # Phases cover all host time, so every launch has one.
     is_owned = pl.col("step" if linked.steps.num else "phase").is_not_null()
     phase = pl.when(is_owned).then(pl.col("phase").cast(pl.String)).otherwise(pl.lit(UNATTRIBUTED))

@@ -22,8 +22,6 @@ def union(intervals: pl.DataFrame) -> pl.DataFrame:
     >>> union(pl.DataFrame({"start_ns": [5, 0, 2], "end_ns": [7, 3, 4]})).rows()
     [(0, 4), (5, 7)]
     """
-    if intervals.is_empty():
-        return intervals.select("start_ns", "end_ns")
     ordered = intervals.filter(pl.col("end_ns") > pl.col("start_ns")).select("start_ns", "end_ns").sort("start_ns")
     start, reach = ordered["start_ns"], ordered["end_ns"].cum_max()
     # A start after all earlier ends begins a new interval.

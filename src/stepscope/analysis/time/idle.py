@@ -48,10 +48,7 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
     if device.is_empty():
         return pl.DataFrame(schema=_GAPS)
     first, last = int(device["start_ns"].min()), int(device["end_ns"].max())  # type: ignore[arg-type]
-    gaps = complement(spans(device), first, last).with_row_index("gap")
-    if gaps.is_empty():
-        return pl.DataFrame(schema=_GAPS)
-    gaps = with_next_work(gaps, device)
+    gaps = with_next_work(complement(spans(device), first, last).with_row_index("gap"), device)
     gaps = gaps.with_columns(
         linked.host["thread"].gather(gaps["launch"]),
         linked.host["end_ns"].gather(gaps["launch"]).alias("launch_end_ns"),
@@ -66,18 +63,16 @@ def idle_gaps(linked: Linked) -> pl.DataFrame:
         .then(pl.col("launch_end_ns").clip("start_ns", "end_ns"))
         .otherwise(pl.max_horizontal("launch_start_ns", "start_ns"))
     )
-    known = pl.col("launch").is_not_null()
-    waiting = (
-        pl.when(pl.col("launch_start_ns") < pl.col("start_ns")).then(pl.lit("queued")).otherwise(pl.lit("launch"))
-    )
+    is_queued = pl.col("launch_start_ns") < pl.col("start_ns")
+    waiting = pl.when(is_queued).then(pl.lit("queued")).otherwise(pl.lit("launch")).alias("cause")
+    has_length = pl.col("end_ns") > pl.col("start_ns")
+    known, unknown = gaps.filter(pl.col("launch").is_not_null()), gaps.filter(pl.col("launch").is_null())
     parts = [
-        gaps.filter(~known).select("gap", "start_ns", "end_ns", pl.lit("unknown").alias("cause")),
-        gaps.filter(known).select("gap", launch.alias("start_ns"), "end_ns", waiting.alias("cause")),
+        unknown.select("gap", "start_ns", "end_ns", pl.lit("unknown").alias("cause")),
+        known.select("gap", launch.alias("start_ns"), "end_ns", waiting),
+        by_host(linked, known.select("gap", "start_ns", launch.alias("end_ns"), "thread").filter(has_length)),
     ]
-    late = gaps.filter(known).select("gap", "start_ns", launch.alias("end_ns"), "thread")
-    late = late.filter(pl.col("end_ns") > pl.col("start_ns"))
-    parts.append(by_host(linked, late))
-    return pl.concat(parts).filter(pl.col("end_ns") > pl.col("start_ns")).cast({"cause": _CAUSE}).sort("start_ns")
+    return pl.concat(parts).filter(has_length).cast({"cause": _CAUSE}).sort("start_ns")
 
 
 def with_next_work(gaps: pl.DataFrame, device: pl.DataFrame) -> pl.DataFrame:

@@ -107,12 +107,8 @@ class Replay:
         self._num_before = before.height
         self._busy_before = _busy_until(before, self.start_ns)
         inside = work.with_columns(pl.col("given").clip(self.start_ns))
-        self._events: list[int] = inside["event"].to_list()
-        self._lane: list[int] = inside["lane"].to_list()
-        self._stream: list[int] = inside["stream"].to_list()
-        self._starts: list[int] = inside["start_ns"].to_list()
-        self._ends: list[int] = inside["end_ns"].to_list()
-        self._issued: list[int] = inside["given"].to_list()
+        columns = (inside[name].to_list() for name in ("event", "lane", "stream", "start_ns", "end_ns", "given"))
+        self._events, self._lane, self._stream, self._starts, self._ends, self._issued = columns
         calls = linked.host["event"].gather(inside["launch"]).to_list()
         returned = linked.host["end_ns"].gather(inside["launch"]).fill_null(inside["given"])
         self._returned: list[int] = returned.clip(self.start_ns).to_list()

@@ -38,8 +38,6 @@ def stalls(linked: Linked, replay: Replay) -> pl.DataFrame:
     """
     host = linked.host
     found = replay.host_stretches().filter(pl.col("end_ns") - pl.col("start_ns") >= STALL_NS)
-    if found.is_empty():
-        return pl.DataFrame(schema=_SCHEMA)
     threads = host.select(pl.col("event").alias("call"), "thread")
     found = found.with_row_index("gap").join(threads, on="call", how="left", maintain_order="left")
     found = found.with_columns(pl.col("thread").fill_null(pl.lit(linked.steps.main_thread, host.schema["thread"])))
