@@ -37,8 +37,7 @@ def plan_document(rows: Sequence[Mapping[str, Any]]) -> Document:
     bounds = {} if len(rows) == 1 else {row["device"]: why for row in rows for why in row["bounded_by"].values()}
     if bounds:
         parts.append(Facts(tuple(Fact(device, why) for device, why in bounds.items()), "what else limits the search"))
-    notes = dict.fromkeys(note for row in rows for note in row["unmodelled"])
-    if notes:
+    if notes := dict.fromkeys(note for row in rows for note in row["unmodelled"]):
         parts.append(Facts(tuple(Fact("", note) for note in notes), "not modeled, or assumed"))
     device = f" on {rows[0]['device']}" if len(rows) == 1 else ""
     axes = _axes(rows[0]) if len(rows) == 1 else varying_axes([_axes(row) for row in rows])[1]

@@ -123,19 +123,11 @@ def limit_facts(account: RankAccount) -> Iterator[Fact]:
     found = account.roofline_summary
     if found.limit_share is None:
         return
-    parts = {
-        "compute": found.compute_ns,
-        "memory": found.memory_ns,
-        "neither": found.neither_ns,
-        "unknown": found.unknown_ns,
-    }
+    parts = {name: getattr(found, f"{name}_ns") for name in ("compute", "memory", "neither", "unknown")}
     shares = ", ".join(f"{name} {percent(ns / max(1, found.total_ns))}" for name, ns in parts.items())
-    yield Fact(
-        "limited by",
-        f"{shares} of {duration(found.total_ns)}",
-        f"GPU work without communication and host copies; on average, kernels run at {percent(found.limit_share)} of "
-        "the hardware limit",
-    )
+    reached = f"on average, kernels run at {percent(found.limit_share)} of the hardware limit"
+    detail = f"GPU work without communication and host copies; {reached}"
+    yield Fact("limited by", f"{shares} of {duration(found.total_ns)}", detail)
 
 
 def _syncs(account: RankAccount) -> Iterator[Fact]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.document.model import Document, Fact, Facts, Part, Section, Table, Value
+from stepscope.document.model import Document, Fact, Facts, Part, Section, Table
+from stepscope.document.tables import columns_of
 from stepscope.findings.what_if import WhatIf
 from stepscope.formatting import duration, percent, plural
 
@@ -17,13 +18,8 @@ def what_if_document(answer: WhatIf) -> Document:
         share = abs(saved) / answer.before.done_ns if answer.before.done_ns else 0.0
         word = "saves" if saved >= 0 else "costs"
         verdict = f"The change {word} {duration(abs(saved), 3)} per step ({percent(share)})."
-    columns: dict[str, list[Value]] = {
-        "step": [*replays],
-        "step_time_ns": [one.step_ns for one in replays.values()],
-        "until_gpu_is_done_ns": [one.done_ns for one in replays.values()],
-        "gpu_work_ns": [one.device_ns for one in replays.values()],
-        "host_ns": [one.host_ns for one in replays.values()],
-    }
+    names = "step_time_ns:step_ns until_gpu_is_done_ns:done_ns gpu_work_ns:device_ns host_ns"
+    columns = {"step": [*replays], **columns_of(replays.values(), names)}
     work = f"Mean over {plural(answer.num_steps, 'step')} with {plural(answer.num_work, 'piece')} of GPU work."
     parts: list[Part] = [Table("replay", "Time per step", columns, note=work)]
     parts += [Facts(tuple(Fact("note", note) for note in answer.notes))] if answer.notes else []

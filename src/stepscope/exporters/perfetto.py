@@ -76,18 +76,14 @@ class _Perfetto:
 
     def header(self) -> dict[str, Any]:
         selection, facts = self.selection, self.selection.linked.trace.facts
-        flags = {
-            "record_shapes": facts.has_shapes,
-            "with_stack": facts.has_stacks,
-            "profile_memory": facts.has_memory,
-        }
+        had = {"record_shapes": facts.has_shapes, "with_stack": facts.has_stacks, "profile_memory": facts.has_memory}
         ranks = {"distributedInfo": {"rank": facts.rank, "world_size": facts.world_size}}
         return {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": facts.base_time_ns + self.shift_ns,
             "deviceProperties": [{"id": index, "name": name} for index, name in enumerate(facts.devices)],
-            **{name: int(value) for name, value in flags.items() if value is not None},
+            **{name: int(value) for name, value in had.items() if value is not None},
             **facts.versions,
             "stepscope": {"version": __version__, "step": selection.step, "module": selection.module},
             **({} if facts.rank is None else ranks),
@@ -194,11 +190,11 @@ class _Perfetto:
                     f'"args":{json.dumps({k: v for k, v in span.args.items() if v is not None})}}}'
                     for span in track.spans[first : first + 10_000]
                 )
-        for counter in self.counters:
+        for name, levels in self.counters:
             yield ",\n".join(
-                f'{{"ph":"C","cat":"stepscope","name":{json.dumps(counter.name)},"pid":{pid},'
+                f'{{"ph":"C","cat":"stepscope","name":{json.dumps(name)},"pid":{pid},'
                 f'"ts":{_us(time - self.shift_ns)},"args":{{"bytes":{value}}}}}'
-                for time, value in zip(counter.times_ns, counter.values)
+                for time, value in levels
             )
 
     def _names(self) -> Iterator[str]:

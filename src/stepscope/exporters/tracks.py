@@ -33,15 +33,6 @@ class Track:
     spans: Sequence[Span]
 
 
-@dataclass(frozen=True)
-class Counter:
-    """A level over time."""
-
-    name: str
-    times_ns: Sequence[int]
-    values: Sequence[int]
-
-
 def tracks_of(selection: Selection, findings: Sequence[Finding]) -> list[Track]:
     """Every track that has something on it."""
     steps = selection.steps.table.select("step", "start_ns", "end_ns")
@@ -55,8 +46,8 @@ def tracks_of(selection: Selection, findings: Sequence[Finding]) -> list[Track]:
     return [track for track in found if track.spans]
 
 
-def counters_of(selection: Selection) -> Iterator[Counter]:
-    """Allocated and reserved memory of each device, while the selection lasts."""
+def counters_of(selection: Selection) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Allocated and reserved memory of each device while the selection lasts: a name, then times and bytes."""
     for device_type, index in memory_devices(selection.linked):
         kind = DEVICE_TYPES.get(device_type, str(device_type))
         name = kind if kind == "cpu" else f"{kind}:{index}"
@@ -65,8 +56,7 @@ def counters_of(selection: Selection) -> Iterator[Counter]:
         for what in ("allocated", "reserved"):
             known = levels.drop_nulls(f"{what}_bytes")
             if known.height:
-                times, values = known["time_ns"].to_list(), known[f"{what}_bytes"].to_list()
-                yield Counter(f"memory {what} {name}", times, values)
+                yield f"memory {what} {name}", known.select("time_ns", f"{what}_bytes").rows()
 
 
 def lanes(starts: Iterable[int], ends: Iterable[int]) -> list[int]:

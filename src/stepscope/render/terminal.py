@@ -155,13 +155,8 @@ class _Terminal:
         first, *rest = wrapped(f"{title}   {saving}   {card.confidence} confidence", self.width, "", "   ")
         yield from [f"{self.bold(title)}{first[len(title) :]}", *rest]
         yield from wrapped(card.sentence, self.width, "   ", "   ")
-        fields = {
-            "Fix": card.fix,
-            "Prove it": card.prove,
-            "Derived from": card.derived,
-            "How to check": card.how_to_check,
-        }
-        for label, text in fields.items():
+        fields = {"Fix": card.fix, "Prove it": card.prove, "Derived from": card.derived}
+        for label, text in {**fields, "How to check": card.how_to_check}.items():
             if text:
                 first, *rest = wrapped(text, self.width, f"   {label:<{_LABEL}}", " " * (3 + _LABEL))
                 yield from [f"   {self.dim(first[3 : 3 + _LABEL])}{first[3 + _LABEL :]}", *rest]

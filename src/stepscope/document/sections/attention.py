@@ -46,8 +46,7 @@ def _verdict(report: AttentionReport) -> str:
     mean = f" (mean of {report.num_steps})" if report.num_steps > 1 else ""
     per = f" per step{mean}" if report.num_steps else ""
     text = f"Attention calls{per}: {average(calls.total())} ({where})"
-    total = [row.call["total_ns"] for row in report.rows if row.call["total_ns"] is not None]
-    if total:
+    if total := [row.call["total_ns"] for row in report.rows if row.call["total_ns"] is not None]:
         of = f", {percent(sum(total) / report.step_ns)} of a traced step" if report.step_ns else ""
         device = f" on {safe(report.device)}" if report.device else ""
         text += f". They take {duration(sum(total))} of {_whose(report)} time{device}{of}"

@@ -144,8 +144,6 @@ def _copies_and_syncs(account: RankAccount) -> Iterator[Part]:
     if account.syncs.is_empty():
         yield Text("The trace has no call that waits for the GPU.")
     else:
-        syncs, note = (
-            with_titles(account, account.syncs, "waited_for"),
-            "idle after: how long the GPU then had no work",
-        )
+        syncs = with_titles(account, account.syncs, "waited_for")
+        note = "idle after: how long the GPU then had no work"
         yield table_of(syncs, "syncs", "synchronization", _SYNCS, note=note)

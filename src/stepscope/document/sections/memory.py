@@ -26,6 +26,9 @@ NUM_MODULES = 8
 MOST_STAGES = 12  # stages that a terminal shows: those around the peak
 OTHERS = "other modules"
 MOST_HELD = 3
+_LARGEST = (
+    "op", "each_bytes", "num_allocations", "formula", "module", "owner", "shape", "phase", "called_at", "dtype",
+)  # fmt: skip
 Columns = dict[str, Sequence[Value]]
 
 
@@ -98,20 +101,8 @@ def largest(found: Account, most: int | None = None, num_shown: int = 12) -> Tab
         "op module each_bytes:bytes num_allocations num_at_peak formula shape dtype phase owner called_at:caller",
         shape=lambda large: None if large.shape is None else "×".join(map(str, large.shape)),
     )
-    screen = (
-        "op",
-        "each_bytes",
-        "num_allocations",
-        "formula",
-        "module",
-        "owner",
-        "shape",
-        "phase",
-        "called_at",
-        "dtype",
-    )
     title = "Largest allocations, by the place that makes them"
-    return Table("largest_allocations", title, without_empty(columns), num_shown, screen=screen)
+    return Table("largest_allocations", title, without_empty(columns), num_shown, screen=_LARGEST)
 
 
 def _stages(found: Account, most: int | None) -> Iterator[Table]:

@@ -17,10 +17,7 @@ from stepscope.findings.gemms import gemm_calls
 from stepscope.formatting import average, duration, percent, size
 from stepscope.session import Session
 
-_MATMUL = {
-    "fp32": "in float32, without TF32",
-    "tf32": "may run in TF32, on tensor cores",
-}
+_MATMUL = {"fp32": "in float32, without TF32", "tf32": "may run in TF32, on tensor cores"}
 
 
 def parts(session: Session) -> tuple[Part, ...]:

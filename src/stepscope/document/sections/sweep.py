@@ -67,8 +67,7 @@ def _verdict(sweep: SweepSummary, layout: Layout) -> str:
     timed = [point for point in sweep.points if point.status == OK and point.time is not None]
     if not timed:
         return f"{sentences[0]} No point has a valid time."
-    best = [point for point in timed if point.is_best]
-    if best:
+    if best := [point for point in timed if point.is_best]:
         sentences.append(_winners(best, sweep, layout))
     else:
         ordered = sorted(timed, key=lambda point: point.time.median if point.time else 0.0)
@@ -113,8 +112,7 @@ def _overview(sweep: Sweep, summary: SweepSummary, layout: Layout) -> tuple[Part
     parts += [Text(safe(warning, 500)) for warning in sweep.warnings]
     if layout.follows:
         parts.append(Text("; ".join(f"{name} is determined by {of}" for name, of in layout.follows.items()) + "."))
-    best = [point for point in summary.points if point.is_best and point.status == OK]
-    if best:
+    if best := [point for point in summary.points if point.is_best and point.status == OK]:
         names = (*_varying(summary), "time_median_ns", "tokens_per_s", "speedup", "differs", "peak_allocated_bytes")
         columns = _columns(best, names)
         note = "speedup: over the plainest variant." if "speedup" in columns else ""

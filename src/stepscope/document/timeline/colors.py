@@ -19,27 +19,16 @@ _CLASSES = tuple(name for name in KERNEL_CLASSES if name not in PHASES)
 _MODULES = tuple(f"module {number}" for number in range(len(PALETTE)))
 NAMES = (*PHASES, *_OWN, *_CLASSES, *_MODULES)
 _NUMBER = {name: number for number, name in enumerate(NAMES)}
-_LEGEND = {
-    "call": "CUDA calls",
-    "python": "Python",
-    "overhead": "profiler",
-    "step": "",
-    **dict.fromkeys(_MODULES, ""),
-}
+_LEGEND = {"call": "CUDA calls", "python": "Python", "overhead": "profiler"} | dict.fromkeys(("step", *_MODULES), "")
 _KINDS = {"runtime": "call", "driver": "call", "python": "python", "overhead": "overhead"}
 
 
 def colors() -> list[dict[str, str]]:
     """Return every color in order: `name` in the legend ("" if it is not in it), `color` and `group`."""
     own = {**NAMED, **_OWN, **dict(zip(_MODULES, PALETTE))}
-    return [
-        {
-            "name": _LEGEND.get(name, name.replace("_", " ")),
-            "color": own.get(name, GREY),
-            "group": "gpu" if name in _CLASSES else "host",
-        }
-        for name in NAMES
-    ]
+    titles = {name: _LEGEND.get(name, name.replace("_", " ")) for name in NAMES}
+    groups = {name: "gpu" if name in _CLASSES else "host" for name in NAMES}
+    return [{"name": titles[name], "color": own.get(name, GREY), "group": groups[name]} for name in NAMES]
 
 
 def phase_colors(phases: pl.Series) -> pl.Series:

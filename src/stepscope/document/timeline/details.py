@@ -50,16 +50,12 @@ def details(linked: Linked, drawn: pl.DataFrame, runs: pl.DataFrame) -> pl.DataF
 def strings(described: pl.DataFrame) -> tuple[list[str], list[str], pl.DataFrame]:
     """Return every text once, "" and then the most frequent first; a shorter label for each ("": itself); and the
     columns of `TEXTS` as indices into the list."""
-    every = pl.concat([described[name].alias("text") for name in TEXTS]).drop_nulls()
-    counts = every.value_counts(sort=False).sort("count", "text", descending=[True, False])
-    known = counts["text"].to_list()
-    codes = described.select(
-        pl.col(name).replace_strict(known, list(range(1, len(known) + 1)), default=0, return_dtype=pl.UInt32)
-        if known
-        else pl.zeros(pl.len(), pl.UInt32).alias(name)
-        for name in TEXTS
-    )
-    texts = ["", *(_shown(text) for text in known)]
+    every = pl.concat([described[name].alias("text") for name in TEXTS])
+    counts = every.filter(every != "").value_counts(sort=False).sort("count", "text", descending=[True, False])
+    known = ["", *counts["text"]]
+    numbers = list(range(len(known)))
+    codes = described.select(pl.col(*TEXTS).replace_strict(known, numbers, default=0, return_dtype=pl.UInt32))
+    texts = [_shown(text) for text in known]
     names = set(codes["name"].unique().to_list())
     kernels = set(codes["name"].filter(described["kind"] == KINDS.index("kernel")).unique().to_list())
     labels = [_label(text, number in kernels) if number in names else "" for number, text in enumerate(texts)]

@@ -39,8 +39,7 @@ def _add_steps(lanes: Lanes, linked: Linked) -> None:
     of_steps = phase_colors(pl.repeat(None, steps.height, dtype=pl.String, eager=True))
     tables = {"steps": (steps, of_steps), "phases": (phases, phase_colors(phases["phase"]))}
     known = {name: frame.with_columns(color=color) for name, (frame, color) in tables.items() if frame.height}
-    parts = [events_of(frame, name, lane) for lane, (name, frame) in enumerate(known.items())]
-    if parts:
+    if parts := [events_of(frame, name, lane) for lane, (name, frame) in enumerate(known.items())]:
         lanes.add("steps", "Steps and phases" if steps.height else "Phases", "on the host", parts, len(parts))
 
 

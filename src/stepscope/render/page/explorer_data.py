@@ -32,9 +32,7 @@ def explorer_data(part: Explorer) -> dict[str, Any]:
 def _axis(axis: Axis) -> dict[str, Any]:
     return {
         "title": safe(axis.name.replace("_", " ")),
-        "labels": [
-            str(value) if isinstance(value, int) else safe(cell(axis.name, value), 60) for value in axis.values
-        ],
+        "labels": [str(v) if isinstance(v, int) else safe(cell(axis.name, v), 60) for v in axis.values],
         "values": list(axis.values) if axis.is_numeric else None,
         "is_log": axis.is_log,
     }

@@ -17,7 +17,7 @@ _LETTERS = {"icicle": 150, "treemap": 80}
 
 def tree_figure(chart: Tree) -> dict[str, Any]:
     """Return the figure, with `left_out`: how many parts were too small to draw."""
-    nodes = _largest(chart.nodes)
+    nodes, is_icicle = _largest(chart.nodes), chart.shape == "icicle"
     values = _whole(nodes)
     total = values[nodes[0].id] if nodes else 0.0
     shares = [values[node.id] / total if total else 0.0 for node in nodes]
@@ -41,26 +41,17 @@ def tree_figure(chart: Tree) -> dict[str, Any]:
             for node, text, share in zip(nodes, texts, shares)
         ],
         "maxdepth": _DEPTH,
-        "sort": chart.shape == "treemap",  # an icicle keeps its order: forward before backward, layers as they run
+        "sort": not is_icicle,  # an icicle keeps its order: forward before backward, layers as they run
     }
-    depth = min(_DEPTH, depth_of(nodes))
-    if chart.shape == "icicle":
+    if is_icicle:
         trace |= {"tiling": {"orientation": "v"}, "pathbar": {"visible": False}, "leaf": {"opacity": 1}}
-        height = max(200, 54 * depth + 20)
+        height = max(200, 54 * min(_DEPTH, depth_of(nodes)) + 20)
     else:
         trace |= {"tiling": {"pad": 1}, "pathbar": {"visible": True}}
         height = 460
     layout = {"margin": {"t": 8, "l": 4, "r": 4, "b": 4}, "uniformtext": {"minsize": 10, "mode": "hide"}}
-    width = 700 if chart.shape == "icicle" else 0
-    left_out = len(chart.nodes) - len(nodes)
-    return {
-        "data": [trace],
-        "layout": layout,
-        "narrow": {},
-        "height": height,
-        "min_width": width,
-        "left_out": left_out,
-    }
+    figure = {"data": [trace], "layout": layout, "narrow": {}, "height": height}
+    return figure | {"min_width": 700 if is_icicle else 0, "left_out": len(chart.nodes) - len(nodes)}
 
 
 def _inside(name: str, text: str, share: float, shape: str) -> str:
