@@ -82,12 +82,11 @@ def differences(
     ]
 
 
-def memory_chart(recorded: Recorded, id: str) -> Any:
+def memory_chart(recorded: Recorded, id: str) -> Chart:
     """Return a chart of the memory section of a recording."""
     from stepscope.document.sections.memory import parts
 
-    found = (part for part in parts(recorded.source) if isinstance(part, Chart) and part.id == id)
-    chart = next(found, None)
-    if chart is None:
-        raise Unavailable(f"the recording has no chart {id}")
-    return chart
+    for part in parts(recorded.source):
+        if isinstance(part, Chart) and part.id == id:
+            return part
+    raise Unavailable(f"the recording has no chart {id}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def _made(declared: TableOf | ChartOf, stored: Stored) -> Iterator[Table | Chart
         )
     else:
         assert isinstance(declared, Drawn)
-        yield declared.draw(stored)
+        yield replace(declared.draw(stored), id=declared.id, title=declared.title)
 
 
 def host_bound(rows: Rows, names: Collection[str]) -> str:

@@ -102,7 +102,7 @@ class ChartOf:
 
 @dataclass(frozen=True)
 class Drawn(ChartOf):
-    """A chart drawn by a function of Stored."""
+    """A chart drawn by a function of Stored, shown under this id and title."""
 
     draw: Callable[[Stored], Chart]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stepscope.document.model import Chart
@@ -62,17 +63,14 @@ def residual(stored: Stored) -> Records:
     ]  # fmt: skip
 
 
-def timeline_of(mode: str, dtype: str) -> Callable[[Stored], Chart]:
-    """Return a function that draws memory over a pass."""
-    title = f"Memory of {mode}, {dtype}"
-    return lambda stored: replace(
-        memory_chart(recorded(stored, mode, dtype), "memory_timeline"), id=f"memory-{mode}-{dtype}", title=title
-    )
+def timeline(mode: str, dtype: str, stored: Stored) -> Chart:
+    """Return memory over a pass."""
+    return memory_chart(recorded(stored, mode, dtype), "memory_timeline")
 
 
 @question(
     "How high is the peak of memory?",
-    *(Drawn(f"memory-{mode}-{dtype}", f"Memory of {mode}, {dtype}", timeline_of(mode, dtype))
+    *(Drawn(f"memory-{mode}-{dtype}", f"Memory of {mode}, {dtype}", partial(timeline, mode, dtype))
       for mode, dtype in (("inference", FP32), ("step", FP32), ("step", AUTOCAST))), in_both, residual,
     claim="Reads reserved segments as the peak; its inference keeps the graph.",
 )  # fmt: skip

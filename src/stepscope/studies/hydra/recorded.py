@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
+from stepscope.document.model import Chart
 from stepscope.errors import Unavailable
 from stepscope.studies.figures import published, said, shares, span
 from stepscope.studies.recorded import Records, memory_chart, op_times, step_of
@@ -114,7 +115,7 @@ def _bytes(stored: Stored) -> dict[str, float]:
     return dict(zip(BYTES, sizes))
 
 
-def _memory_chart(id: str, stored: Stored) -> Any:
+def _memory_chart(id: str, stored: Stored) -> Chart:
     return memory_chart(stored.recording("step"), id)
 
 
