@@ -142,7 +142,9 @@ def safe(text: object, most: int = 200) -> str:
     >>> safe("evil\x1b[31m\nname")
     'evil?[31m?name'
     """
-    cleaned = "".join(c if c.isprintable() else "?" for c in str(text))
+    cleaned = str(text)
+    if not cleaned.isprintable():
+        cleaned = "".join(c if c.isprintable() else "?" for c in cleaned)
     return cleaned if len(cleaned) <= most else cleaned[: most - 1] + "…"
 
 

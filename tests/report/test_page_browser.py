@@ -16,7 +16,7 @@ from report_samples import EVIL, SHOWN, sample_report, table
 from stepscope import report
 from stepscope.analysis.time import statistics
 from stepscope.document.model import Document, Section, Table
-from stepscope.document.timeline.timeline import timeline_of
+from stepscope.document.sections.timeline import timeline_of
 from stepscope.formatting import cell
 from stepscope.render.csv import csv_of
 from stepscope.render.write import write_report

@@ -12,7 +12,7 @@ import pytest
 
 import stepscope.render.page
 from stepscope.document.model import Timeline
-from stepscope.document.timeline.timeline import timeline_of
+from stepscope.document.sections.timeline import timeline_of
 from trace_builder import TraceBuilder
 
 FOLDER = Path(stepscope.render.page.__file__).parent

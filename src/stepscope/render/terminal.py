@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from stepscope.document import model
-from stepscope.document.model import Bars, Document, Facts, FindingCard, Findings, Part, Section, Table
+from stepscope.document.model import Bars, Document, Facts, FindingCard, Findings, Part, Table
 from stepscope.formatting import cell, fit_names, heading, percent, safe, title_of
 from stepscope.render.terminal_tables import dropped_columns, table_lines
 
@@ -33,14 +33,11 @@ class _Terminal:
     def document(self, document: Document) -> str:
         blocks = [[self.bold(line) for line in wrapped(document.verdict, self.width)]] if document.verdict else []
         for section in document.sections:
-            blocks += self._section(section, is_alone=len(document.sections) == 1)
+            own = [block for part in section.parts if not part.page_only and (block := self._part(part))]
+            if own and len(document.sections) > 1:
+                own[0] = [*self._title(section.title), *own[0]]
+            blocks += own
         return "\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks if block)
-
-    def _section(self, section: Section, is_alone: bool) -> list[list[str]]:
-        blocks = [block for part in section.parts if not part.page_only and (block := self._part(part))]
-        if blocks and not is_alone and section.title:
-            blocks[0] = [self.bold(safe(heading(section.title))), *blocks[0]]
-        return blocks
 
     def _part(self, part: Part) -> list[str]:
         match part:

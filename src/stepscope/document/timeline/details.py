@@ -55,16 +55,11 @@ def strings(described: pl.DataFrame) -> tuple[list[str], list[str], pl.DataFrame
     known = ["", *counts["text"]]
     numbers = list(range(len(known)))
     codes = described.select(pl.col(*TEXTS).replace_strict(known, numbers, default=0, return_dtype=pl.UInt32))
-    texts = [_shown(text) for text in known]
+    texts = [safe(text, MOST_CHARACTERS) for text in known]
     names = set(codes["name"].unique().to_list())
     kernels = set(codes["name"].filter(described["kind"] == KINDS.index("kernel")).unique().to_list())
     labels = [_label(text, number in kernels) if number in names else "" for number, text in enumerate(texts)]
     return texts, labels, codes
-
-
-def _shown(text: str) -> str:
-    cut = text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 1] + "…"
-    return cut if cut.isprintable() else safe(cut, MOST_CHARACTERS)
 
 
 def _label(name: str, is_kernel: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,9 @@ class _Writer:
     def _table(self, table: Table) -> list[str]:
         num_shown = min(max(1, round(table.num_shown * self.detail.share_of_rows)), table.num_rows)
         names = list(table.columns)[: self.detail.num_columns]
-        columns = [_cells(name, table.columns[name][:num_shown], self.detail.num_letters) for name in names]
+        most = self.detail.num_letters  # long texts are cut so that different ones stay different
+        cells = [[cell(name, value) for value in table.columns[name][:num_shown]] for name in names]
+        columns = [[escaped(text, most) for text in fit_names(column, most)] for column in cells]
         aligned = ["--:" if is_numeric(table.columns[name]) else ":--" for name in names]
         lines = grid([escaped(title_of(name)) for name in names], list(zip(*columns)), aligned)
         hidden = {"more row": table.num_rows - num_shown, "more column": len(table.columns) - len(names)}
@@ -135,11 +137,6 @@ class _Writer:
             return [f"**{escaped(heading(table.title))}**", "", *lines]
         head = f"<details><summary>{in_summary(heading(table.title))} ({plural(table.num_rows, 'row')})</summary>"
         return [head, "", *lines, "", "</details>"]
-
-
-def _cells(name: str, values: Sequence[Any], most: int) -> list[str]:
-    """Return a column's texts; long ones are cut so that different ones stay different."""
-    return [escaped(text, most) for text in fit_names([cell(name, value) for value in values], most)]
 
 
 def _facts(part: Facts, detail: Detail) -> list[str]:
