@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memories import a_step
 from stepscope.analysis.memory.account import account
-from stepscope.analysis.memory.by_op import OpBytes, memory_by_op
+from stepscope.analysis.memory.by_owner import OpBytes, memory_by_op
 
 
 def test_each_op_has_what_it_allocated_in_the_step_most_first():

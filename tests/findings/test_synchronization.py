@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from host_cases import H200, case_of, copy, kernel, steps
 
-from stepscope.analysis.kernels.masked_ops import mask_indexing
+from stepscope.analysis.time.waits import mask_indexing
 from stepscope.errors import Unavailable
 from stepscope.findings.rules.host import synchronization as synchronization
 from trace_builder import TraceBuilder

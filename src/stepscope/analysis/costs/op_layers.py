@@ -106,10 +106,7 @@ def _index_select(call: Call) -> Work:
     return Work(0, [index, _rows(table, shape)], [table.like(shape=shape)], table.dtype)
 
 
-@formula("""
-    gather (self dim index)
-    take (self index)
-""")
+@formula("gather (self dim index) take (self index)")
 def _gather(call: Call) -> Work:
     table, index = call.tensor("self"), call.tensor("index")
     return Work(0, [index, _rows(table, index.shape)], [table.like(shape=index.shape)], table.dtype)

@@ -125,6 +125,8 @@ for _name in _ARITY:
 
 # Copies and fills
 
+_BESIDE = {"native_dropout": "bool", "_fused_dropout": "bool", "sort": "int64", "cummax": "int64", "cummin": "int64"}
+
 
 @formula("copy_ (self src)")
 def _copy(call: Call) -> Work:
@@ -148,14 +150,8 @@ def _same_shape(call: Call) -> Work:
         dtype = "int64"
     if "half_to_float" in call.arguments and call.values is not None and call.flag("half_to_float"):
         dtype = "float32"
-    writes = [source.like(dtype)]
-    if call.name in ("native_dropout", "_fused_dropout"):
-        writes.append(source.like("bool"))
-    elif call.name in ("sort", "cummax", "cummin"):
-        writes.append(source.like("int64"))
-    elif call.name == "argsort":
-        writes = [source.like("int64")]
-    return Work(0, [source], writes, source.dtype)
+    results = ["int64" if call.name == "argsort" else dtype, *filter(None, [_BESIDE.get(call.name)])]
+    return Work(0, [source], [source.like(result) for result in results], source.dtype)
 
 
 @formula("to ()")
@@ -169,20 +165,13 @@ def _to(call: Call) -> Work:
     return Work(0, [source], [source.like(wanted)], wanted)
 
 
-@formula("""
-    contiguous (self memory_format)
-    reshape (self)
-""")
+@formula("contiguous (self memory_format) reshape (self)")
 def _contiguous(call: Call) -> Work:
     source = call.tensor("self")
     if source.strides is None or (call.name == "contiguous" and call.text("memory_format") not in ("", "0")):
         raise NotKnown
-    expected = 1
-    for size, stride in zip(reversed(source.shape), reversed(source.strides)):
-        if size != 1 and stride != expected:
-            break
-        expected *= size
-    else:
+    dense = [prod(source.shape[place + 1 :]) for place in range(len(source.shape))]
+    if all(size == 1 or stride == step for size, stride, step in zip(source.shape, source.strides, dense)):
         return Work(0, [], [], source.dtype)
     if call.name == "reshape":
         raise NotKnown

@@ -1,4 +1,4 @@
-"""Allocator levels over time and memory alive at the peak, in exact bytes from a trace's `[memory]` events."""
+"""The allocator from a trace: levels over time and memory alive at the peak, and calls of the driver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.kernels.copies import COPYING, FILLING
+from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
+from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import NO_ROW, climb, is_named, outermost
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 15: "hpu", 19: "mtia", 20: "privateuseone"}
@@ -25,6 +27,11 @@ _ALLOCATING = """
     empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_ resize_as_ set_
 """
 ALLOCATING = frozenset("aten::" + name for name in _ALLOCATING.split())
+
+_TAKING = (
+    r"(?i)^((cuda|hip)(Malloc|HostAlloc|HostMalloc|HostRegister)|cuMem(Alloc|Create|Map|AddressReserve|HostAlloc))"
+)
+_GIVING_BACK = r"(?i)^((cuda|hip)(Free|HostFree|HostUnregister)|cuMem(Free|Unmap|Release|AddressFree))"
 
 
 @dataclass(frozen=True)
@@ -248,3 +255,17 @@ def _thinned(points: pl.DataFrame, max_points: int) -> pl.DataFrame:
 
 def _type_name(device_type: int) -> str:
     return DEVICE_TYPES.get(device_type, str(device_type))
+
+
+def allocator_calls(linked: Linked) -> pl.DataFrame:
+    """Return calls that allocate from the driver or return memory to it, by time, without nested ones."""
+    host = linked.host
+    gives_back = matches(host["name"], _GIVING_BACK)
+    is_call = host["kind"].is_in(["runtime", "driver"]) & (gives_back | matches(host["name"], _TAKING))
+    is_call = is_call & ~is_call.gather(host["parent"]).fill_null(False)
+    calls = host.with_columns(gives_back.alias("gives_back")).filter(is_call)
+    return calls.select(
+        "event", pl.col("name").cast(pl.String), "start_ns", "end_ns", "gives_back",
+        host["name"].gather(calls["op"]).cast(pl.String).alias("op"), pl.col("module").cast(pl.String),
+        python_callers(host, calls["row"]), "step", pl.col("phase").cast(pl.String),
+    ).sort("start_ns")  # fmt: skip

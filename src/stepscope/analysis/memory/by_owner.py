@@ -1,4 +1,4 @@
-"""Memory by owner after each allocation and free, and memory alive at the peak by op and shape.
+"""Memory by owner after each allocation and free, alive at the peak by op and shape, and allocated by op.
 
 Works on the structure of `memory.json.gz` (docs/memory.md) like `account`, with the same totals. Uses only the
 standard library.
@@ -40,6 +40,17 @@ class Alive:
     shape: tuple[int, ...] | None
     bytes: int  # total of all of them
     num_allocations: int
+
+
+@dataclass(frozen=True)
+class OpBytes:
+    """The allocations of one op on one device."""
+
+    op: str
+    num_allocations: int
+    allocated_bytes: int  # total of all allocations
+    largest_bytes: int
+    at_peak_bytes: int  # of those alive at the peak
 
 
 def known_split(memory: Mapping[str, Any]) -> str:
@@ -95,3 +106,28 @@ def alive_at_peak(memory: Mapping[str, Any]) -> tuple[Alive, ...]:
         counts[key] += 1
     rows = [(*key, num_bytes, counts[key]) for key, num_bytes in sums.most_common()]
     return tuple(Alive(*row) for row in rows)
+
+
+def memory_by_op(memory: Mapping[str, Any]) -> tuple[OpBytes, ...]:
+    """Return allocations by op, the most bytes first, without memory from before the step.
+
+    >>> made = {"device": "cpu", "op": "aten::mm", "born": 0, "died": None, "bytes": 12}
+    >>> memory_by_op({"device": "cpu", "allocations": [made]})
+    (OpBytes(op='aten::mm', num_allocations=1, allocated_bytes=12, largest_bytes=12, at_peak_bytes=12),)
+    """
+    mine, levels = on_device(memory)
+    by_op: dict[str, list[Mapping[str, Any]]] = {}
+    for each in mine:
+        if each["born"] is not None:
+            by_op.setdefault(str(each.get("op")), []).append(each)
+    rows = [
+        OpBytes(
+            op=op,
+            num_allocations=len(made),
+            allocated_bytes=sum(each["bytes"] for each in made),
+            largest_bytes=max(each["bytes"] for each in made),
+            at_peak_bytes=sum(each["bytes"] for each in made if levels.is_alive_at_peak(each)),
+        )
+        for op, made in by_op.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.allocated_bytes, row.op)))

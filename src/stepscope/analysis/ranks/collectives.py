@@ -18,21 +18,8 @@ from stepscope.analysis.structure.names import with_answers
 
 UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")
-# Letters-only names to collectives; the first match wins.
-_KINDS = {
-    "barrier": "barrier",
-    "allreduce": "all_reduce",
-    "reducescatter": "reduce_scatter",
-    "allgather": "all_gather",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "sendrecv": "send_recv",
-    "send": "send",
-    "recv": "recv",
-    "scatter": "scatter",
-    "gather": "gather",
-    "reduce": "reduce",
-}
+# The first whose letters are in a name.
+_KINDS = "barrier all_reduce reduce_scatter all_gather all_to_all broadcast send_recv send recv scatter gather reduce"
 _DTYPES = {
     "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "long": "int64",
     "longint": "int64", "int": "int32", "short": "int16", "shortint": "int16", "char": "int8", "signedchar": "int8",
@@ -44,29 +31,16 @@ _RECORD = "record_param_comms"
 _DEEPEST = 512
 _SPLIT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
-SCHEMA = pl.Schema(
-    {
-        "event": pl.UInt32,
-        "device": pl.Int32,
-        "stream": pl.Int64,
-        "start_ns": pl.Int64,
-        "end_ns": pl.Int64,
-        "duration_ns": pl.Int64,
-        "step": pl.Int64,
-        "phase": pl.String,
-        "collective": pl.String,
-        "source": pl.String,
-        "dtype": pl.String,
-        "num_elements": pl.Int64,
-        "bytes": pl.Int64,
-        "group": pl.String,
-        "group_ranks": pl.String,
-        "group_size": pl.Int64,
-        "algorithm_bandwidth_bytes_per_s": pl.Int64,
-        "bus_bandwidth_bytes_per_s": pl.Int64,
-        "exposed_ns": pl.Int64,
-    }
-)
+_BANDWIDTHS = ("algorithm_bandwidth_bytes_per_s", "bus_bandwidth_bytes_per_s")
+SCHEMA: dict[str, pl.DataType] = {
+    "event": pl.UInt32(),
+    "device": pl.Int32(),
+    **dict.fromkeys(("stream", "start_ns", "end_ns", "duration_ns", "step"), pl.Int64()),
+    **dict.fromkeys(("phase", "collective", "source", "dtype"), pl.String()),
+    **dict.fromkeys(("num_elements", "bytes"), pl.Int64()),
+    **dict.fromkeys(("group", "group_ranks"), pl.String()),
+    **dict.fromkeys(("group_size", *_BANDWIDTHS, "exposed_ns"), pl.Int64()),
+}
 
 
 def collective_kind(name: str) -> str:
@@ -76,7 +50,7 @@ def collective_kind(name: str) -> str:
     ['all_gather', 'all_to_all', 'send_recv']
     """
     letters = re.sub("[^a-z]", "", name.partition("(")[0].lower())
-    return next((kind for part, kind in _KINDS.items() if part in letters), UNKNOWN)
+    return next((kind for kind in _KINDS.split() if kind.replace("_", "") in letters), UNKNOWN)
 
 
 def dtype_name(name: str) -> str | None:

@@ -123,7 +123,7 @@ def _by_time(one: Recorded) -> str:
 
 
 def _by_memory(one: Recorded) -> str:
-    from stepscope.analysis.memory.by_op import memory_by_op
+    from stepscope.analysis.memory.by_owner import memory_by_op
 
     ops = memory_by_op(one.source.allocations)
     names = ("op", "num_allocations", "allocated_bytes", "largest_bytes", "at_peak_bytes")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import polars as pl
 
-from stepscope.analysis.kernels.masked_ops import mask_indexing
+from stepscope.analysis.time.waits import mask_indexing
 from stepscope.findings.rule import LENGTH, Case, Change, Evidence, Finding, duration, one_finding, plural
 from stepscope.findings.waiting import place, starts_within, waits_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepscope.analysis.memory.allocator_calls import allocator_calls
+from stepscope.analysis.memory.allocator_events import allocator_calls
 from stepscope.findings.memory_figures import Retries, retries_of
 from stepscope.findings.rule import Case, Evidence, Finding, Unavailable, one_finding, plural, size
 
