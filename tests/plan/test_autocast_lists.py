@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -23,7 +25,7 @@ def cuda():
 @pytest.mark.parametrize("join", [torch.ops.aten.cat.default, torch.ops.aten.stack.default])
 def test_tensors_of_a_list_are_widened_first(cuda, join):
     low, wide = (torch.zeros(2, 8, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
-    kernel = autocast._in_widest(join)
+    kernel = partial(autocast._changed, join, autocast._in_widest)
     cuda.clear()
 
     assert kernel([low, wide]).dtype is torch.float32

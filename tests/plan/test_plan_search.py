@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from stepscope.cli.main import main
 from stepscope.errors import UsageError
 from stepscope.planner import tracing
-from stepscope.planner.largest import Search
+from stepscope.planner.fit_search import Search
 from stepscope.planner.prediction import FITS, GROWS, NOT_KNOWN, TOO_LARGE
 from stepscope.sweep.tuning.largest_passing import HIGHEST, largest
 

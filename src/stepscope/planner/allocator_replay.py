@@ -40,17 +40,13 @@ class Events:
     def __init__(self, allocations: Sequence[Allocation], step_begins: Sequence[int], period: int = 1) -> None:
         self.sizes = [entry["bytes"] for entry in allocations]
         self.streams = [entry.get("stream", 0) for entry in allocations]
-        order: list[tuple[int, int, bool]] = []
-        for index, entry in enumerate(allocations):
-            order.append((-1 if entry["born"] is None else entry["born"], index, True))
-            if entry["died"] is not None:
-                order.append((entry["died"], index, False))
-        order.sort()
-        self.build = [(index, is_birth) for at, index, is_birth in order if at < step_begins[0]]
-        steps = [
+        born = [(-1 if entry["born"] is None else entry["born"], i, True) for i, entry in enumerate(allocations)]
+        died = [(entry["died"], i, False) for i, entry in enumerate(allocations) if entry["died"] is not None]
+        order = sorted(born + died)
+        self.build, *steps = (
             [(index, is_birth) for at, index, is_birth in order if begin <= at < end]
-            for begin, end in pairwise(step_begins)
-        ]
+            for begin, end in pairwise((-1, *step_begins))
+        )
         self._period = period
         self.num_steps = len(steps)
         self._num_first = (len(steps) - 1) % period + 1  # steps in the first cycle
@@ -59,9 +55,9 @@ class Events:
             [event for step in steps[max(0, end - period) : end] for event in step]
             for end in range(self._num_first, len(steps) + 1, period)
         ]
-        born = {index for index, is_birth in self.cycles[-1] if is_birth}
+        made = {index for index, is_birth in self.cycles[-1] if is_birth}
         gone = {index for index, is_birth in self.cycles[-1] if not is_birth}
-        self._left, self._let_go = sorted(born - gone), sorted(gone - born)
+        self._left, self._let_go = sorted(made - gone), sorted(gone - made)
         self.inherited = self._inherited()
         self.without_heir = [index for index in self._left if index not in set(self.inherited.values())]
 

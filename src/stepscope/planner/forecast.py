@@ -41,8 +41,7 @@ class Forecaster:
         """Return the forecast of a point; device and scale come from the row of the defaults."""
         if defaults is None or point.run[COMPILE] != "off" or self._num_failures >= MOST_FAILURES:
             return None  # planning a compiled program takes as long as compiling it
-        device: Device | None = None
-        room_bytes = self._budget_bytes
+        device, room_bytes = None, self._budget_bytes
         if point.run["device"] == "cuda":
             name = self._environments.get(defaults.get("environment_hash", ""), {}).get("device_name")
             device = find_device(str(name))
@@ -56,7 +55,9 @@ class Forecaster:
         elif room_bytes is None:
             available = available_bytes()
             room_bytes = None if available is None else int(available * (1 - SPARE_SHARE))
-        if room_bytes is None or not _is_near(point, defaults, room_bytes):
+        peak = memory_bytes(defaults) if defaults["status"] == "ok" else None
+        share = point.config[BATCH] / defaults["config"][BATCH] if BATCH in point.config else 1.0
+        if room_bytes is None or (peak is not None and NEAR * peak * max(1.0, float(share)) <= room_bytes):
             return None
         return self._planned(point, device, room_bytes)
 
@@ -72,11 +73,3 @@ class Forecaster:
         fits = peak <= room_bytes if device is None else found.fits != TOO_LARGE
         reason = f"its plan needs {size(peak)}, and {size(room_bytes)} are available"
         return Forecast(peak_bytes=peak, fits=fits, reason=None if fits else reason)
-
-
-def _is_near(point: Point, defaults: Mapping[str, Any], room_bytes: int) -> bool:
-    peak = memory_bytes(defaults)
-    if peak is None or defaults["status"] != "ok":
-        return True
-    share = point.config[BATCH] / defaults["config"][BATCH] if BATCH in point.config else 1.0
-    return NEAR * peak * max(1.0, float(share)) > room_bytes

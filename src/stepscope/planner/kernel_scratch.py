@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -65,8 +67,8 @@ def unknown_bytes(func: Any, args: Any, out: Any) -> int:
     """
     if func not in CONVOLUTIONS:
         return 0
-    tensors = [value for value in (*args, *(out if isinstance(out, tuple) else (out,))) if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    values = (*args, *(out if isinstance(out, tuple) else (out,)))
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def _is_smooth(length: int) -> bool:
@@ -99,11 +101,8 @@ def _reduction(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[in
     reduced = {dim % tensor.dim() for dim in dims} if dims else set(range(tensor.dim()))
     # Merge neighbors of one kind in memory order: these are the dimensions that the kernel works on.
     order = sorted((d for d in range(tensor.dim()) if tensor.shape[d] != 1), key=lambda d: -tensor.stride(d))
-    kinds = [dim in reduced for dim in order]
-    runs = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
-    num_inputs = 1
-    for dim in reduced:
-        num_inputs *= tensor.shape[dim]
+    runs = [is_reduced for is_reduced, _ in groupby(dim in reduced for dim in order)]
+    num_inputs = math.prod(tensor.shape[dim] for dim in reduced)
     accumulator = WIDE.get(tensor.dtype, 4 if tensor.is_floating_point() else 8)
     sizes = buffer_bytes(
         num_outputs=max(1, tensor.numel() // max(1, num_inputs)),
@@ -138,8 +137,7 @@ def _converted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[in
 
 def _copied(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
     """logsumexp computes exp(x − max(x)) in a copy. A transform to real numbers overwrites a copy of its input."""
-    tensor: Tensor = args[0]
-    return [tensor.numel() * tensor.element_size()]
+    return [args[0].nbytes]
 
 
 def _weighted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
@@ -177,7 +175,7 @@ def _sort(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
 def _products(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
     """Copies of matrices whose layout the library cannot read."""
     matrices = [value for value in args if isinstance(value, Tensor)][-2:]
-    return [matrix.numel() * matrix.element_size() for matrix in matrices if not _is_readable(matrix)]
+    return [matrix.nbytes for matrix in matrices if not _is_readable(matrix)]
 
 
 def _is_readable(matrix: Tensor) -> bool:

@@ -16,7 +16,7 @@ from stepscope.workloads.users_code import users_code
 from stepscope.workloads.workload import Workload
 
 with this_torch():
-    from stepscope.planner.largest import Search
+    from stepscope.planner.fit_search import Search
     from stepscope.planner.prediction import Planner, Prediction
 
 CPU = "cpu"

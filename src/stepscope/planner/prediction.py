@@ -94,15 +94,12 @@ class Planner:
         events = Events(traced.memory["allocations"], traced.step_begins, traced.period)
         rounds = hardware is not None
         found = replay(events, rounds=rounds)
-        usable = None if device is None else usable_bytes(device)
-        margin = max(MARGIN, traced.error_bar or 0.0)
-        verdict, retries = (None, 0)
-        if usable is not None:
-            verdict, retries = _verdict(events, found, (usable[0] - traced.unknown_bytes, usable[1]), margin)
-        if traced.num_idle_optimizers and verdict in (FITS, TOO_CLOSE):
-            verdict = NOT_KNOWN
+        verdict, retries, bound = None, 0, None
+        notes: list[str] = []
+        if device is not None:
+            verdict, retries = _verdict(events, found, traced, usable_bytes(device))
+            bound, notes = lower_bound(traced, device, point.run)
         owners, modules = _live(traced.memory["allocations"], live_at_peak(events, found, rounds))
-        bound, notes = (None, []) if device is None else lower_bound(traced, device, point.run)
         return Prediction(
             device="cpu" if device is None else device.name,
             parameters=traced.num_parameters,
@@ -114,7 +111,7 @@ class Planner:
             peak_step=events.step_at(*found.peak_at),
             growth_bytes_per_step=events.growth_bytes(rounded if rounds else int),
             settles_at_step=found.settles_at_step,
-            usable_bytes=None if usable is None else usable[0],
+            usable_bytes=None if device is None else usable_bytes(device)[0],
             fits=verdict,
             num_retries=retries,
             lower_bound=bound,
@@ -150,9 +147,10 @@ class Planner:
         return traced
 
 
-def _verdict(events: Events, free: Replay, usable: tuple[int, int], margin: float) -> tuple[str, int]:
+def _verdict(events: Events, free: Replay, traced: Traced, usable: tuple[int, int]) -> tuple[str, int]:
     """Return whether it fits with a margin in both directions, and how often memory must be released for it."""
-    least, most = int(usable[0] * (1 - margin)), int(usable[1] * (1 + margin))
+    margin, surely_usable = max(MARGIN, traced.error_bar or 0.0), usable[0] - traced.unknown_bytes
+    least, most = int(surely_usable * (1 - margin)), int(usable[1] * (1 + margin))
     if free.peak_reserved_bytes <= least:
         verdict, retries = FITS, 0
     elif (tight := replay(events, least)).out_of_memory is None:
@@ -161,8 +159,9 @@ def _verdict(events: Events, free: Replay, usable: tuple[int, int], margin: floa
         verdict, retries = TOO_CLOSE, loose.num_retries
     else:
         return TOO_LARGE, 0
-    is_growing = events.growth_bytes(rounded) * LONG_RUN_STEPS > margin * usable[0]
-    return (GROWS, 0) if is_growing else (verdict, retries)
+    if events.growth_bytes(rounded) * LONG_RUN_STEPS > margin * surely_usable:
+        return GROWS, 0
+    return NOT_KNOWN if traced.num_idle_optimizers else verdict, retries
 
 
 def _live(
@@ -189,8 +188,7 @@ def _unmodelled(traced: Traced, events: Events, point: Point) -> list[str]:
         )
     if traced.flops["error"]:
         found.append(f"FLOPs and the least time include only what ran before this error: {traced.flops['error']}")
-    hidden = traced.flops["hidden_products"]
-    found += [f"{op}: its FLOPs have no formula" for op in hidden]
+    found += [f"{op}: its FLOPs have no formula" for op in traced.flops["hidden_products"]]
     if point.run["dtype"] == "autocast_fp16":
         found.append("the gradient scaler's checks for infinities")
     num_steps = events.num_steps

@@ -124,11 +124,10 @@ def trace(
     memory = ledger.memory()
     num_calls, period = (num_steps, 1) if num_steps else periods.cycle(calls, groups)
     begins = begins[: num_calls + 1]
-    memory["allocations"] = _until(begins[-1], _on(dispatch.device, memory["allocations"]))
+    allocations = _until(begins[-1], _on(dispatch.device, memory["allocations"]))
     if sharding is not None:  # parameters were never on the device before they were sharded
-        memory["allocations"] = [
-            entry for entry in memory["allocations"] if entry["died"] is None or entry["died"] >= begins[0]
-        ]
+        allocations = [entry for entry in allocations if entry["died"] is None or entry["died"] >= begins[0]]
+    memory["allocations"] = allocations
     return Traced(
         memory=memory,
         step_begins=begins,
@@ -137,11 +136,7 @@ def trace(
         num_parameters=sum(parameters.values()),
         num_tokens=built.num_tokens,
         assumed=sorted(mode.assumptions),
-        unseen=recorder.unseen
-        | dispatch.unseen
-        | mode.unseen
-        | compiler.notes
-        | (sharding.notes if sharding else {}),
+        unseen=recorder.unseen | dispatch.unseen | mode.unseen | compiler.notes | getattr(sharding, "notes", {}),
         error_bar=compiler.error_bar if sharding is None else sharding.error_bar,
         fsdp=fsdp,
         unknown_bytes=recorder.unknown_bytes,
@@ -173,34 +168,34 @@ class _Recorder:
         self._phase = FORWARD if roots else BUILD
         self._in_backward = False
         self.stepped = set()
-        ledger = Ledger(roots, optimizers, self._current_phase, storages=self.storages, is_passive=True)
+        ledger = self._ledger = Ledger(
+            roots, optimizers, self._current_phase, storages=self.storages, is_passive=True
+        )
 
         def enter(_module: Any, args: Any, kwargs: Any) -> None:
             ledger.note_inputs(args, kwargs)
 
         self._hooks = [root.register_forward_pre_hook(enter, with_kwargs=True) for root in roots]
-        self._ledger = ledger
         ledger.start()
 
     def end(self) -> Ledger:
         """End the step and return its ledger."""
-        ledger = self._ledger
-        assert ledger is not None
-        ledger.note_parameter_gradients()
-        self._leave()
-        return ledger
+        assert self._ledger is not None
+        self._ledger.note_parameter_gradients()
+        return self._leave(self._ledger)
 
     def close(self) -> None:
         """Stop following storages, whatever happened."""
         self.storages.close()
-        self._leave()
+        if self._ledger is not None:
+            self._leave(self._ledger)
 
-    def _leave(self) -> None:
+    def _leave(self, ledger: Ledger) -> Ledger:
         while self._hooks:
             self._hooks.pop().remove()
-        if self._ledger is not None:
-            self._ledger.stop()
-            self._ledger = None
+        ledger.stop()
+        self._ledger = None
+        return ledger
 
     def optimizer_hooks(self) -> list[Any]:
         """Return hooks that note every optimizer step."""
@@ -305,11 +300,9 @@ def _found(live: Mapping[int, int]) -> tuple[list[nn.Module], list[Any]]:
     # because that would trigger garbage collection.
     kinds = (nn.Module, torch.optim.Optimizer)
     things = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-    modules = [thing for thing in things if issubclass(type(thing), nn.Module) and is_ours(thing.parameters())]
+    modules = [thing for thing in things if issubclass(type(thing), nn.Module)]
+    others = [thing for thing in things if not issubclass(type(thing), nn.Module)]
+    modules = [module for module in modules if is_ours(module.parameters())]
     inside = {id(child) for module in modules for child in module.children()}
-    optimizers = [
-        thing
-        for thing in things
-        if not issubclass(type(thing), nn.Module) and is_ours(p for g in thing.param_groups for p in g["params"])
-    ]
+    optimizers = [one for one in others if is_ours(p for group in one.param_groups for p in group["params"])]
     return [module for module in modules if id(module) not in inside], optimizers

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 
 from stepscope.devices.peaks import Device
+from stepscope.planner.emulation.torch_support import replaced
 from stepscope.recorder.environment import products_in_tf32
 
 DECIDERS = ("_should_pad", "should_pad_bench")
@@ -35,16 +35,15 @@ class Padding:
         from torch._inductor.fx_passes import pad_mm
 
         device = self._device
-        for owner, name, value in (
+        replacement = replaced(
             *((pad_mm, name, self._is_padded) for name in DECIDERS),
             (pad_mm, "check_device", lambda first, second: True),
             (pad_mm, "has_triton", lambda: True),
             (pad_mm.utils, "get_device_tflops", lambda dtype: device.peak_flops[HALVES.get(dtype, "tf32")] / 1e12),
             (pad_mm.utils, "get_gpu_dram_gbps", lambda: device.bandwidth_bytes_per_s / 1e9),
             (torch.cuda, "get_device_capability", lambda index=None: device.compute_capability),
-        ):
-            if hasattr(owner, name):
-                self._stack.enter_context(mock.patch.object(owner, name, value))
+        )
+        self._stack.enter_context(replacement)
         return self
 
     def __exit__(self, *_: object) -> None:

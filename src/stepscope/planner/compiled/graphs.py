@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.errors import UsageError
 from stepscope.planner.compiled.gemm_padding import Padding
-from stepscope.planner.compiled.inductor import CPU, CUDA, AfterOp, Names, cuda_device, like, loaded, lowered
+from stepscope.planner.compiled.inductor import AfterOp, Names, cuda_device, like, loaded, lowered
 from stepscope.planner.emulation.dataless import DatalessMode, DataNeeded
+from stepscope.planner.emulation.planned_tensor import CPU, CUDA
 from stepscope.planner.hardware import Hardware
 
 ERROR_BAR = 0.03
@@ -78,14 +79,13 @@ class Compiler:
         if backend != "inductor":
             raise UsageError(f"compile: a plan supports only the backend inductor, not {backend}")
         if isinstance(model, nn.Module):
-            return _CompiledModule(model, self._program(model, model.forward))
+            return _CompiledModule(model, _Program(model, model.forward, self._build))
         owner = getattr(model, "__self__", None)
-        if isinstance(owner, nn.Module) and getattr(model, "__name__", "") == "_call_impl":  # nn.Module.compile()
-            return _CompiledModule(owner, self._program(owner, owner.forward)).forward
-        return self._program(owner if isinstance(owner, nn.Module) else None, model)
-
-    def _program(self, owner: nn.Module | None, function: Callable[..., Any]) -> _Program:
-        return _Program(owner, function, self._build)
+        if not isinstance(owner, nn.Module):
+            return _Program(None, model, self._build)
+        if getattr(model, "__name__", "") == "_call_impl":  # nn.Module.compile()
+            return _CompiledModule(owner, _Program(owner, owner.forward, self._build)).forward
+        return _Program(owner, model, self._build)
 
     def _build(self, function: _Function, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Return what Inductor compiles a function of tensors to."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import ast
 import builtins
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepscope.planner.emulation.planned_tensor import PlannedTensor
+from stepscope.planner.emulation.planned_tensor import CPU, CUDA, PlannedTensor
+from stepscope.planner.emulation.torch_support import replaced
 from stepscope.planner.hardware import Hardware
 
 aten = torch.ops.aten
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 RNG_STATE_BYTES = 16
 AfterOp = Callable[[Any, Any, Any, Any], None]
 
@@ -37,7 +36,7 @@ def lowered(
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    is_inference, is_backward = options.get("is_inference", False), options.get("is_backward", False)
+    is_inference, is_backward = (options.get(name, False) for name in ("is_inference", "is_backward"))
     compile_fx.view_to_reshape(module)
     with torch.no_grad():
         fakes = compile_fx.fake_tensor_prop(module, inputs)
@@ -53,17 +52,12 @@ def lowered(
         with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
             graph.run(*inputs)
             code = graph.codegen()[0]
-        _report_strides(graph.graph_outputs)
+        # AOTAutograd needs the strides of a graph's outputs, because the backward uses saved tensors as they are.
+        reported: Any = getattr(torch._guards.TracingContext.try_get(), "output_strides", None)
+        for output in graph.graph_outputs if reported is not None else ():
+            has_strides = getattr(output, "has_tensor_output", bool)()
+            reported.append(tuple(map(int, output.get_stride())) if has_strides else None)
     return str(getattr(code, "value", code)), graph.constants
-
-
-def _report_strides(outputs: Sequence[Any]) -> None:
-    """Report the strides of a graph's outputs to AOTAutograd, because the backward uses saved tensors as they are."""
-    reported = getattr(torch._guards.TracingContext.try_get(), "output_strides", None)
-    if reported is not None:
-        has_strides = [getattr(output, "has_tensor_output", bool)() for output in outputs]
-        strides = [tuple(map(int, output.get_stride())) if has else None for output, has in zip(outputs, has_strides)]
-        reported.extend(strides)
 
 
 def _moved(module: Any, inputs: Sequence[Any], device: torch.device) -> list[Any]:
@@ -81,9 +75,8 @@ def _moved(module: Any, inputs: Sequence[Any], device: torch.device) -> list[Any
     return [moved(value) for value in inputs]
 
 
-@contextmanager
-def cuda_device(hardware: Hardware) -> Iterator[None]:
-    """Emulate a CUDA device for Inductor, and skip the text of kernels."""
+def cuda_device(hardware: Hardware) -> AbstractContextManager[None]:
+    """Return a context that emulates a CUDA device for Inductor, and skips the text of kernels."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import scheduler
     from torch._inductor.codecache import CacheBase
@@ -108,25 +101,21 @@ def cuda_device(hardware: Hardware) -> Iterator[None]:
         kernel.inductor_meta, kernel.triton_meta = {}, {}
         return ""
 
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (scheduler, "has_triton", lambda: True),
-            (TritonKernel, "codegen_kernel", no_text),
-            (DeviceProperties, "create", lambda device: copied),
-            (CacheBase, "get_system", lambda: {"hash": ""}),
-            (CudaInterface, "get_device_properties", lambda device=None: properties),
-            (CudaInterface, "get_compute_capability", lambda device=None: 10 * major + minor),
-            (torch.cuda, "get_device_properties", lambda device=None: properties),
-            (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
-            (torch.cuda, "current_device", lambda: 0),
-            (fake_tensor, "init_gpu_context", lambda *args: None),
-            # These look for a real device, which a build without CUDA does not have.
-            (torch.Tensor, "copy_", lambda tensor, *args, **kwargs: aten.copy_(tensor, *args, **kwargs)),
-            (torch.Tensor, "__invert__", lambda tensor: aten.bitwise_not(tensor)),
-        ):
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, value))
-        yield
+    return replaced(
+        (scheduler, "has_triton", lambda: True),
+        (TritonKernel, "codegen_kernel", no_text),
+        (DeviceProperties, "create", lambda device: copied),
+        (CacheBase, "get_system", lambda: {"hash": ""}),
+        (CudaInterface, "get_device_properties", lambda device=None: properties),
+        (CudaInterface, "get_compute_capability", lambda device=None: 10 * major + minor),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
+        (torch.cuda, "get_device_capability", lambda device=None: (major, minor)),
+        (torch.cuda, "current_device", lambda: 0),
+        (fake_tensor, "init_gpu_context", lambda *args: None),
+        # These look for a real device, which a build without CUDA does not have.
+        (torch.Tensor, "copy_", lambda tensor, *args, **kwargs: aten.copy_(tensor, *args, **kwargs)),
+        (torch.Tensor, "__invert__", lambda tensor: aten.bitwise_not(tensor)),
+    )
 
 
 # --- Inductor's Python, on planned tensors ---
@@ -134,19 +123,16 @@ def cuda_device(hardware: Hardware) -> Iterator[None]:
 
 def loaded(text: str, names: Names) -> Callable[[list[Any]], Any]:
     """Return the function that calls the kernels, from a module that imports and compiles nothing."""
-    kept = [
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) or _assigns(node) & {"runner", "call"}
-    ]
+
+    def is_kept(node: ast.stmt) -> bool:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        is_call = any(isinstance(target, ast.Name) and target.id in ("runner", "call") for target in targets)
+        return is_call or isinstance(node, ast.FunctionDef | ast.ClassDef)
+
+    kept = [node for node in ast.parse(text).body if is_kept(node)]
     exec(compile(ast.Module(kept, []), "<inductor>", "exec"), names)
     call: Callable[[list[Any]], Any] = names["call"]
     return call
-
-
-def _assigns(node: ast.stmt) -> set[str]:
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 class Names(dict[str, Any]):
@@ -155,7 +141,10 @@ class Names(dict[str, Any]):
     def __init__(self, after_op: AfterOp, constants: Mapping[str, Any]) -> None:
         super().__init__(
             __name__="inductor", torch=_Torch(), aten=aten, device=torch.device, inf=float("inf"), nan=float("nan"),
-            inductor_ops=torch.ops.inductor, extern_kernels=_Externs(after_op), reinterpret_tensor=_reinterpret,
+            inductor_ops=torch.ops.inductor, extern_kernels=_Externs(after_op),
+            reinterpret_tensor=lambda tensor, size, stride, offset: torch.as_strided(
+                tensor, size, stride, tensor.storage_offset() + offset
+            ),
             empty_strided=torch.empty_strided, empty_strided_cpu=_empty(CPU), empty_strided_cuda=_empty(CUDA),
         )  # fmt: skip
         self._constants = constants
@@ -177,10 +166,6 @@ _kernel.run = _kernel  # type: ignore[attr-defined]  # Triton kernels are called
 
 def _empty(device: torch.device) -> Callable[..., torch.Tensor]:
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
 def _run_and_save(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:

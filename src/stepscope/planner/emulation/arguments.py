@@ -8,7 +8,6 @@ import torch
 from torch.nn import Parameter
 
 from stepscope.planner.emulation.planned_tensor import META, PlannedTensor
-from stepscope.recorder.ledger.storages import tensors_in
 
 PLANNED, HOSTED, NUMBER, REAL = 1, 2, 4, 8
 """Flags for an op's arguments: planned tensors on the device, on the host, on the host without dimensions; and
@@ -58,11 +57,6 @@ def meta_like(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([meta_like(part) for part in value])
     return value
-
-
-def has_weight(args: Any) -> bool:
-    """Return whether a tensor with data and a gradient is among the arguments."""
-    return any(tensor.requires_grad for tensor in tensors_in(args) if not tensor.is_meta)
 
 
 def without_data(value: Any) -> Any:

@@ -1,14 +1,15 @@
-"""Which backend `scaled_dot_product_attention` uses on a device, and the op that it runs.
+"""Which kernel attention uses on a device, and the memory of that kernel.
 
-Follows PyTorch's rules: what each backend supports, and the order in which they are tried. Forced, disabled and
-ordered backends (`sdpa_kernel`, `torch.backends.cuda.enable_…_sdp`) are respected.
+For `scaled_dot_product_attention`, it follows PyTorch's rules: what each backend supports, and the order in which
+they are tried. Forced, disabled and ordered backends (`sdpa_kernel`, `torch.backends.cuda.enable_…_sdp`) count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -50,30 +51,26 @@ def kernel(compute_capability: tuple[int, int] | None) -> Callable[..., Tensor]:
             # The value to add to the scores.
             zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
+        common = (dropout_p, is_causal)
         if name == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
+            op = aten._scaled_dot_product_flash_attention_for_cpu
+            return op(*tensors, *common, attn_mask=attn_mask, scale=scale)[0]
         if name == "flash":
             width = query.shape[-1]
-            query, key, value = (_padded(tensor, 8) for tensor in tensors)
+            rest = -width % 8
+            padded = [functional.pad(tensor, (0, rest)) if rest else tensor for tensor in tensors]
             scale = width**-0.5 if scale is None else scale
-            out = aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )
-            return out[0] if out[0].shape[-1] == width else out[0][..., :width]
+            out = aten._scaled_dot_product_flash_attention(*padded, *common, False, scale=scale)[0]
+            return out[..., :width] if rest else out
         if name == "efficient":
             mask = None if attn_mask is None else _aligned(attn_mask, query, key)
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, _needs_gradient(*tensors), dropout_p, is_causal, scale=scale
-            )[0]
+            op = aten._scaled_dot_product_efficient_attention
+            return op(*tensors, mask, _needs_gradient(*tensors), *common, scale=scale)[0]
         if name == "cudnn":
-            return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, attn_mask, _needs_gradient(*tensors), dropout_p, is_causal, False, scale=scale
-            )[0]
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
+            op = aten._scaled_dot_product_cudnn_attention
+            return op(*tensors, attn_mask, _needs_gradient(*tensors), *common, False, scale=scale)[0]
+        op = aten._scaled_dot_product_attention_math
+        return op(*tensors, attn_mask, *common, None, scale=scale, enable_gqa=enable_gqa)[0]
 
     return attend
 
@@ -90,33 +87,18 @@ def choose(
 ) -> str:
     """Return `cudnn`, `flash`, `efficient` or `math`."""
     tensors = (query, key, value)
-    needs_gradient = _needs_gradient(*tensors)
-    is_fusible = _is_fusible(*tensors, enable_gqa) and compute_capability <= LARGEST_CAPABILITY
+    capability, dropout = compute_capability, dropout_p if _needs_gradient(*tensors) else None
+    is_fusible = _is_fusible(*tensors, enable_gqa) and capability <= LARGEST_CAPABILITY
     is_dense = all(tensor.stride(-1) == 1 for tensor in tensors)
     is_mask_dense = mask is None or mask.stride(-1) == 1
-    is_low = query.dtype in HALF and compute_capability >= (8, 0)
+    is_low = query.dtype in HALF and capability >= (8, 0) and (is_dense or query.shape[-1] == 1)
     possible: dict[str, Callable[[], bool]] = {
-        "cudnn": lambda: (
-            is_low
-            and (is_dense or query.shape[-1] == 1)
-            and is_mask_dense
-            and _can_use_cudnn(*tensors, mask, dropout_p, compute_capability)
-        ),
-        "flash": lambda: (
-            is_low
-            and (is_dense or query.shape[-1] == 1)
-            and mask is None
-            and _can_use_flash(*tensors, is_causal, dropout_p if needs_gradient else None, compute_capability)
-        ),
-        "efficient": lambda: (
-            is_dense
-            and is_mask_dense
-            and query.shape[1] == key.shape[1]
-            and _can_use_efficient(*tensors, compute_capability)
-        ),
+        "cudnn": lambda: is_low and is_mask_dense and _can_use_cudnn(*tensors, mask, dropout_p, capability),
+        "flash": lambda: is_low and mask is None and _can_use_flash(*tensors, is_causal, dropout, capability),
+        "efficient": lambda: is_dense and is_mask_dense and _can_use_efficient(*tensors, capability),
         "math": lambda: True,
     }
-    for name in _order(compute_capability):
+    for name in _order(capability):
         is_allowed = getattr(torch.backends.cuda, f"{SWITCHES[name]}_enabled")()
         if is_allowed and (name == "math" or is_fusible) and possible[name]():
             return name
@@ -142,9 +124,10 @@ def _is_fusible(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
     tensors = (query, key, value)
     if any(tensor.dim() != 4 or tensor.dtype is not query.dtype or not tensor.shape[2] for tensor in tensors):
         return False
-    if not query.shape[0] == key.shape[0] == value.shape[0] or key.shape[1] != value.shape[1]:
+    (batch, heads), shared = query.shape[:2], key.shape[1]
+    if key.shape[0] != batch or value.shape[:2] != key.shape[:2]:
         return False
-    return query.shape[1] == key.shape[1] or (enable_gqa and query.shape[1] % key.shape[1] == 0)
+    return heads == shared or (enable_gqa and heads % shared == 0)
 
 
 def _can_use_flash(
@@ -165,8 +148,9 @@ def _can_use_efficient(query: Tensor, key: Tensor, value: Tensor, capability: tu
     if not (is_half or query.dtype is torch.float32) or (query.dtype is torch.bfloat16 and capability < (8, 0)):
         return False
     multiple = (8 if is_half else 4) if capability >= (8, 0) else 8 if is_half and capability >= (7, 0) else 1
-    width = query.shape[-1]
-    return bool(width == key.shape[-1] and width % multiple == 0 and value.shape[-1] % multiple == 0)
+    (_, heads, _, width), (_, key_heads, _, key_width) = query.shape, key.shape
+    is_same = heads == key_heads and width == key_width
+    return bool(is_same and width % multiple == 0 and value.shape[-1] % multiple == 0)
 
 
 def _can_use_cudnn(
@@ -210,11 +194,6 @@ def _is_plain_mask(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     return all(size in (1, wanted) for size, wanted in zip(mask.shape, full))
 
 
-def _padded(tensor: Tensor, multiple: int) -> Tensor:
-    rest = -tensor.shape[-1] % multiple
-    return functional.pad(tensor, (0, rest)) if rest else tensor
-
-
 def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return the mask for every head, with rows padded in memory to 16 elements."""
     rest = -mask.shape[-1] % 16
@@ -243,3 +222,41 @@ def workspace_bytes(func: Any, query: Tensor, key: Tensor, num_processors: int) 
         wide = -(-width // 64) * 64 if width <= 64 or width > 128 else 128
         return [[4 * rows, product, 4 * rows], [4 * rows, 4 * rows * wide + 256 * batch * heads]]
     return []
+
+
+# --- flex_attention: planned with the memory of the kernel that it compiles to ---
+
+FLEX_NOTE = "planned as the fused kernel that it compiles to; the kernel's scratch memory and FLOPs are not counted"
+
+
+def flex_patches(note: Callable[[str], None]) -> Iterator[Any]:
+    """Yield patches of the op behind `flex_attention` that call `note` when it is used."""
+    from torch.nn.attention import flex_attention
+
+    def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        note(FLEX_NOTE)
+        out, sums = _FlexAttention.apply(query, key, value)
+        return out, sums, torch.empty_like(sums)
+
+    yield mock.patch.object(flex_attention, "flex_attention_hop", attend)
+    # Skips its own call of torch.compile.
+    yield mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, create=True)
+
+
+class _FlexAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is not type checked here
+    """Returns outputs of the right size, and keeps one float32 row sum per query for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+        out = torch.empty_like(query) if query.shape == value.shape else _rows(query, value.shape[-1], query.dtype)
+        sums = _rows(query, None, torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out, sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def _rows(query: torch.Tensor, width: int | None, dtype: torch.dtype) -> torch.Tensor:
+    return query.new_empty((*query.shape[:-1], *(() if width is None else (width,))), dtype=dtype)

@@ -40,7 +40,7 @@ def patches() -> Iterator[Any]:
     """Yield patches that redirect CUDA's autocast functions to the CPU's."""
     yield mock.patch.object(torch.autocast, "__init__", _anywhere(torch.autocast.__init__))
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
-        yield mock.patch.object(torch, name, _of_cpu(getattr(torch, name)))
+        yield mock.patch.object(torch, name, partial(_on_cpu, getattr(torch, name)))
     yield mock.patch.object(torch, "get_autocast_gpu_dtype", partial(torch.get_autocast_dtype, "cpu"))
     yield mock.patch.object(torch, "set_autocast_gpu_dtype", partial(torch.set_autocast_dtype, "cpu"))
 
@@ -61,14 +61,11 @@ def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(value, str) for value in (*args, *kwargs.values())):
-            args = ("cuda", *args)  # without a device, these functions refer to CUDA
-        plain = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
-        return function(*("cpu" if value == "cuda" else value for value in args), **plain)
-
-    return redirected
+def _on_cpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(value, str) for value in (*args, *kwargs.values())):
+        args = ("cuda", *args)  # without a device, these functions refer to CUDA
+    plain = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
+    return function(*("cpu" if value == "cuda" else value for value in args), **plain)
 
 
 def kernels() -> Iterator[tuple[str, Any]]:
@@ -77,15 +74,18 @@ def kernels() -> Iterator[tuple[str, Any]]:
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
         if name.startswith("aten::") and name.removeprefix("aten::") not in of_cuda:
             yield name.removeprefix("aten::"), torch.library.fallthrough_kernel
-    for macro, kernel in zip(LISTS[1:], (_in_float32, _with_float32, _in_widest)):
+    for macro, change in zip(LISTS[1:], (_in_float32, _with_float32, _in_widest)):
         for name in autocast_list(macro):
-            if (op := _op(name)) is not None:
-                yield name, kernel(op)
+            packet, _, overload = name.partition(".")
+            if (op := getattr(getattr(aten, packet, None), overload or "default", None)) is not None:
+                yield name, partial(_changed, op, change)
 
 
-def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet, None), overload or "default", None)
+def _changed(op: Any, change: Callable[..., tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+    """Run an op outside of autocast, with arguments changed as autocast would."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        args, kwargs = change(op, args, kwargs)
+        return op(*args, **kwargs)
 
 
 def is_low(value: Any) -> bool:
@@ -100,32 +100,18 @@ def _mapped(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _in_float32(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            return op(*_mapped(args, torch.float32), **{k: _mapped(v, torch.float32) for k, v in kwargs.items()})
-
-    return kernel
+def _in_float32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _mapped(args, torch.float32), {k: _mapped(v, torch.float32) for k, v in kwargs.items()}
 
 
-def _with_float32(op: Any) -> Callable[..., Any]:
+def _with_float32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     places = [argument.name for argument in op._schema.arguments]
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            named = {**dict(zip(places, args)), **kwargs}
-            if is_low(args[0]) and named.get("dtype") is None:
-                named["dtype"] = torch.float32
-            given = [named.pop(place) for place in places[: len(args)]]
-            return op(*given, **named)
-
-    return kernel
+    named = {**dict(zip(places, args)), **kwargs}
+    if is_low(args[0]) and named.get("dtype") is None:
+        named["dtype"] = torch.float32
+    return [named.pop(place) for place in places[: len(args)]], named
 
 
-def _in_widest(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            is_wide = any(tensor.dtype is torch.float32 for tensor in tensors_in(args))
-            return op(*_mapped(args, torch.float32) if is_wide else args, **kwargs)
-
-    return kernel
+def _in_widest(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    is_wide = any(tensor.dtype is torch.float32 for tensor in tensors_in(args))
+    return _mapped(args, torch.float32) if is_wide else args, kwargs

@@ -11,8 +11,10 @@ import textwrap
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,14 +27,14 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from stepscope.devices.peaks import Device
 from stepscope.errors import UsageError
-from stepscope.planner import host_memory as host
 from stepscope.planner.emulation import attention_backend as attention
-from stepscope.planner.emulation import autocast, cuda_calls, flex, refusals
+from stepscope.planner.emulation import autocast, cuda_calls, refusals
 from stepscope.planner.emulation.device_moves import DeviceMoves
 from stepscope.planner.emulation.planned_tensor import CPU, CUDA, assume
 from stepscope.planner.emulation.triton_launches import launching_nothing
 
 aten = torch.ops.aten
+MIB = 1 << 20
 RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 NOT_COMPILED = "compiled before the plan began, so planned op by op as it is written"
 
@@ -56,12 +58,12 @@ class CudaDispatch:
         if self._is_cuda:
             self.kernels |= {
                 aten.dropout.default: _dropout,
-                aten.softmax.int: _widening(aten._softmax),
-                aten.log_softmax.int: _widening(aten._log_softmax),
+                aten.softmax.int: partial(_widen, aten._softmax),
+                aten.log_softmax.int: partial(_widen, aten._log_softmax),
             }
             for name in RECURRENCES:
                 for op in (getattr(aten, name).input, getattr(aten, name).data):
-                    self.kernels[op] = self._step_by_step(op)
+                    self.kernels[op] = partial(self._run_step_by_step, op)
         self._stack = ExitStack()
         self._failed_threads: list[str] = []
 
@@ -100,16 +102,14 @@ class CudaDispatch:
                 "began it: let that one do the work"
             )
 
-    def _noting_threads(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def failed(facts: Any) -> Any:
-            frames = traceback.extract_tb(facts.exc_traceback)
-            theirs = [frame for frame in frames if frame.filename != threading.__file__]
-            where = f"{Path(theirs[0].filename).name}:{theirs[0].lineno}: " if theirs else ""
-            said = textwrap.shorten(str(facts.exc_value), 150, placeholder=" …")
-            self._failed_threads.append(f"{where}{facts.exc_type.__name__}: {said}")
-            return original(facts)
-
-        return failed
+    def _note_thread(self, original: Callable[[Any], Any], facts: Any) -> Any:
+        """Replaces `threading.excepthook`."""
+        frames = traceback.extract_tb(facts.exc_traceback)
+        theirs = [frame for frame in frames if frame.filename != threading.__file__]
+        where = f"{Path(theirs[0].filename).name}:{theirs[0].lineno}: " if theirs else ""
+        said = textwrap.shorten(str(facts.exc_value), 150, placeholder=" …")
+        self._failed_threads.append(f"{where}{facts.exc_type.__name__}: {said}")
+        return original(facts)
 
     def _patches(self) -> Iterator[Any]:
         from torch._dynamo import eval_frame
@@ -118,34 +118,27 @@ class CudaDispatch:
         yield from cuda_calls.patches(self._facts if self._is_cuda else None)
         if self._is_cuda:
             yield from autocast.patches()
-            yield from flex.patches(lambda why: self.unseen.update(flex_attention=why))
-            yield host.patch(lambda why: self.unseen.update(save_on_cpu=why))
+            yield from attention.flex_patches(lambda why: self.unseen.update(flex_attention=why))
+            yield _save_on_cpu_patch(lambda why: self.unseen.update(save_on_cpu=why))
         yield mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_in_any_case)
-        yield mock.patch.object(threading, "excepthook", self._noting_threads(threading.excepthook))
+        yield mock.patch.object(threading, "excepthook", partial(self._note_thread, threading.excepthook))
         yield mock.patch.object(DataLoader, "_get_iterator", _in_this_process)
         callback = getattr(eval_frame, "_callback_from_stance", None)
         if callback is not None:
-            yield mock.patch.object(eval_frame, "_callback_from_stance", self._noting_compilation(callback))
+            yield mock.patch.object(eval_frame, "_callback_from_stance", partial(self._note_compilation, callback))
         yield torch.compiler.set_stance("force_eager")
         yield launching_nothing(may_import=False)
 
-    def _noting_compilation(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def asked(callback: Any) -> Any:
-            if callback is not None and callback is not False:
-                self.unseen["torch.compile"] = NOT_COMPILED
-            return original(callback)
+    def _note_compilation(self, original: Callable[[Any], Any], callback: Any) -> Any:
+        if callback is not None and callback is not False:
+            self.unseen["torch.compile"] = NOT_COMPILED
+        return original(callback)
 
-        return asked
-
-    def _step_by_step(self, op: Any) -> Callable[..., Any]:
-        """Return a kernel that runs a recurrence as the ops of its steps, and notes that cuDNN's is one op."""
-        name = op._schema.name.removeprefix("aten::")
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            self.unseen[name] = "planned as the ops of its steps; the memory that cuDNN uses instead is not counted"
-            return op.decompose(*args, **kwargs)
-
-        return kernel
+    def _run_step_by_step(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a recurrence as the ops of its steps, and note that cuDNN's is one op."""
+        why = "planned as the ops of its steps; the memory that cuDNN uses instead is not counted"
+        self.unseen[op._schema.name.removeprefix("aten::")] = why
+        return op.decompose(*args, **kwargs)
 
 
 @contextmanager
@@ -198,15 +191,11 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return aten.native_dropout(x, p, True)[0]
 
 
-def _widening(op: Any) -> Callable[..., torch.Tensor]:
-    """Return a kernel for a softmax that reads half precision and writes float32 without a converted copy."""
-
-    def kernel(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if autocast.is_low(x) and dtype is torch.float32:
-            return op(x, dim, True)
-        return op(x if dtype is None else x.to(dtype), dim, False)
-
-    return kernel
+def _widen(op: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Run a softmax that reads half precision and writes float32 without a converted copy."""
+    if autocast.is_low(x) and dtype is torch.float32:
+        return op(x, dim, True)
+    return op(x if dtype is None else x.to(dtype), dim, False)
 
 
 def _prefer_foreach(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -216,3 +205,31 @@ def _prefer_foreach(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = not group.get("differentiable", False)
+
+
+def _save_on_cpu_patch(note: Callable[[str], None]) -> Any:
+    """Return a patch of `torch.autograd.graph.save_on_cpu` that calls `note` whenever its host memory peaks."""
+    original = torch.autograd.graph.save_on_cpu.__init__
+    live_bytes = most_bytes = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal live_bytes, most_bytes
+        live_bytes += num_bytes
+        if live_bytes > most_bytes:
+            most_bytes = live_bytes
+            note(f"keeps up to {most_bytes / MIB:,.1f} MiB in host memory, in addition to the device's")
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        pack = self.pack_hook
+
+        def counted(tensor: torch.Tensor) -> Any:
+            device, packed = pack(tensor)
+            num_bytes = packed.numel() * packed.element_size()
+            count(num_bytes)
+            weakref.finalize(packed, count, -num_bytes).atexit = False
+            return device, packed
+
+        self.pack_hook = counted
+
+    return mock.patch.object(torch.autograd.graph.save_on_cpu, "__init__", __init__)

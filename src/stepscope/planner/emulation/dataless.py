@@ -14,18 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stepscope.errors import UsageError
+from stepscope.planner.emulation import arguments
 from stepscope.planner.emulation import known_values as values
-from stepscope.planner.emulation.arguments import (
-    DATALESS,
-    HOSTED,
-    PLANNED,
-    REAL,
-    has_weight,
-    meta_like,
-    unwrapped,
-    without_data,
-    wrapped,
-)
+from stepscope.planner.emulation.arguments import DATALESS, HOSTED, PLANNED, REAL, meta_like, unwrapped, wrapped
 from stepscope.planner.emulation.known_values import known_values
 from stepscope.planner.emulation.op_kinds import Kind, kind_of
 from stepscope.planner.emulation.output_shapes import SHAPES, Shapes
@@ -33,6 +24,7 @@ from stepscope.planner.emulation.planned_tensor import HOST, META, PlannedTensor
 from stepscope.planner.emulation.triton_launches import launching_nothing
 from stepscope.planner.emulation.unknown_values import DataNeeded, users_place
 from stepscope.recorder.ledger.nodes import backward_runs
+from stepscope.recorder.ledger.storages import tensors_in
 
 __all__ = ["DataNeeded", "DatalessMode", "PlannedTensor"]
 
@@ -110,11 +102,12 @@ class DatalessMode(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
                 raise DataNeeded("a value of a tensor (if, while, int(), .item(), torch.equal)")
             with _disable_current_modes():
                 return func(*known)
-        if seen & REAL and seen & DATALESS and has_weight(inner_args):
+        is_mixed = seen & REAL and seen & DATALESS
+        if is_mixed and any(tensor.requires_grad for tensor in tensors_in(inner_args) if not tensor.is_meta):
             raise made_before("is used")
         device = self._place(kind, args, kwargs, seen)
-        if seen & REAL and seen & DATALESS:
-            inner_args, inner_kwargs = without_data(inner_args), without_data(inner_kwargs)
+        if is_mixed:
+            inner_args, inner_kwargs = arguments.without_data(inner_args), arguments.without_data(inner_kwargs)
         if kind.device_at is not None:
             inner_args, inner_kwargs = kind.without_device(inner_args, inner_kwargs)
             if device is META:
@@ -220,14 +213,11 @@ def _is_engine_sum(args: Any) -> bool:
 
     For a plain tensor it adds in place, but for a subclass it makes a new tensor.
     """
-    if not _is_formula():
-        return False
-    if torch._C._current_autograd_node() is not None or len(args) != 2:
+    if not _is_formula() or torch._C._current_autograd_node() is not None or len(args) != 2:
         return False
     first, second = args
-    if type(first) is not PlannedTensor or type(second) is not PlannedTensor:
+    if not type(first) is type(second) is PlannedTensor:
         return False
     if first.shape != second.shape or first.dtype is not second.dtype:
         return False
-    storage = first._stepscope_inner.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)
+    return bool(torch._C._storage_Use_Count(first._stepscope_inner.untyped_storage()._cdata) <= 2)

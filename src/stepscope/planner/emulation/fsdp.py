@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stepscope.errors import UsageError
 from stepscope.planner.emulation import cuda_calls
 from stepscope.planner.emulation.dataless import DatalessMode, PlannedTensor
+from stepscope.planner.emulation.torch_support import replaced
 from stepscope.recorder.ledger.storages import OUTSIDE, WEIGHT_CAST, Storages, storage_key, storage_of
 
 UNSHARDED_PARAMETER, UNSHARDED_GRADIENT = "unsharded_parameter", "unsharded_gradient"
@@ -58,15 +58,6 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
             yield from _listed(child)
 
 
-def _refuse_shared(found: list[nn.Module]) -> None:
-    *blocks, whole = found
-    inside = {part for block in blocks for part in block.modules()}
-    rest = {p for part in whole.modules() if part not in inside for p in part.parameters(recurse=False)}
-    num_owned = len(rest) + sum(len(set(block.parameters())) for block in blocks)
-    if num_owned != len(set(whole.parameters())):
-        raise UsageError("--fsdp: blocks share a parameter with other modules, which fully_shard does not support")
-
-
 class Sharding:
     """While the context is active, `shard` makes a module one of `num_ranks` that train it together.
 
@@ -95,13 +86,17 @@ class Sharding:
             stack.callback(dist.destroy_process_group)
             # PyTorch treats planned tensors as CPU tensors. FSDP2, which asks in Python, sees the planned device.
             self._mesh = init_device_mesh("cpu", (self._num_ranks,))
-            for part in _parts():
-                _replace(stack, part, "_get_device_handle", lambda *_: self._streams)
-                _replace(stack, part, "_get_device_from_mesh", lambda *_: self._device)
-            for name in COLLECTIVES:
-                _replace(stack, dist, name, lambda *args, **kwargs: None)
-            _replace(stack, FSDPParam, "alloc_all_gather_outputs", lambda parameter: self._fill(parameter))
-            _replace(stack, FSDPParam, "free_unsharded_param", lambda parameter: self._empty(parameter))
+            # FSDP2's modules import names from each other.
+            package = FSDPParam.__module__.rpartition(".")[0]
+            modules = [module for name, module in list(sys.modules.items()) if name.startswith(package)]
+            replacement = replaced(
+                *((module, "_get_device_handle", lambda *_: self._streams) for module in modules),
+                *((module, "_get_device_from_mesh", lambda *_: self._device) for module in modules),
+                *((dist, name, lambda *args, **kwargs: None) for name in COLLECTIVES),
+                (FSDPParam, "alloc_all_gather_outputs", lambda parameter: self._fill(parameter)),
+                (FSDPParam, "free_unsharded_param", lambda parameter: self._empty(parameter)),
+            )
+            stack.enter_context(replacement)
             self._stack = stack.pop_all()
         return self
 
@@ -115,14 +110,19 @@ class Sharding:
     def shard(self, module: nn.Module) -> None:
         """Apply `fully_shard` to the elements of the module's lists, which are its blocks, and to the rest."""
         found = units(module)
-        _refuse_shared(found)
+        *blocks, whole = found
+        inside = {part for block in blocks for part in block.modules()}
+        rest = {p for part in whole.modules() if part not in inside for p in part.parameters(recurse=False)}
+        if len(rest) + sum(len(set(block.parameters())) for block in blocks) != len(set(whole.parameters())):
+            raise UsageError(
+                "--fsdp: blocks share a parameter with other modules, which fully_shard does not support"
+            )
         for unit in found:
             try:
                 fsdp.fully_shard(unit, mesh=self._mesh)
             except (NotImplementedError, ValueError, AssertionError) as error:
                 raise UsageError(f"--fsdp: fully_shard rejects {type(unit).__name__}: {error}") from None
-        num_blocks = len(found) - 1
-        what = f"each of {num_blocks} blocks and the rest" if num_blocks else "the model, which has no list of blocks"
+        what = f"each of {len(blocks)} blocks and the rest" if blocks else "the model, which has no list of blocks"
         self.notes = {
             "FSDP2": f"an approximation, ±{ERROR_BAR:.0%} of allocated memory and more of reserved memory: one of "
             f"{self._num_ranks} ranks with its own batch; fully_shard with its defaults on {what}; the model is not "
@@ -191,18 +191,6 @@ class _LocalDatalessMode(DatalessMode):
 
 def _local(value: Any) -> Any:
     return getattr(value, "_local_tensor", value)
-
-
-def _parts() -> list[Any]:
-    """Return the modules of FSDP2, which import names from each other."""
-    package = FSDPParam.__module__.rpartition(".")[0]
-    return [module for name, module in list(sys.modules.items()) if name.startswith(package)]
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Patch a name until the stack is closed, if this PyTorch has it."""
-    if hasattr(owner, name):
-        stack.enter_context(mock.patch.object(owner, name, value))
 
 
 # --- streams: only their numbers matter, because freed memory returns to the stream that allocated it ---

@@ -7,16 +7,16 @@ the storage is marked, and no tensor of it has a value any more.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.planner.emulation.op_kinds import Kind
-from stepscope.planner.emulation.planned_tensor import PlannedTensor, value_of
+from stepscope.planner.emulation.planned_tensor import CPU, PlannedTensor, value_of
 from stepscope.recorder.ledger.storages import storage_of, tensors_in
 
-CPU = torch.device("cpu")
 MOST_INTEGERS, MOST_FLOATS = 1 << 20, 1 << 12  # larger tensors keep no value
 
 
@@ -28,15 +28,12 @@ def keep(out: Any, func: Any, kind: Kind, args: Any, kwargs: Any, is_host: bool)
     known = _inputs(out, kind, args, kwargs, is_host)
     real = None
     if known is not None:
-        try:
+        with suppress(RuntimeError):  # the host may have no kernel for this dtype
             real = run(func, kind, known, kwargs)
-        except (RuntimeError, NotImplementedError):  # the host has no kernel for this dtype
-            real = None
-    if real is None:
-        if kind.written:
-            forget(kind, args, kwargs)
-    else:
+    if real is not None:
         give(out, real)
+    elif kind.written:
+        forget(kind, args, kwargs)
 
 
 def give(out: Any, real: Any) -> None:
@@ -93,21 +90,18 @@ def _inputs(out: Any, kind: Kind, args: Any, kwargs: Any, is_host: bool) -> list
         return None
     if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return None
-    is_whole = kind.overwrites and storage_of(out).nbytes() == out.numel() * out.element_size()
-    if is_whole:
+    if kind.overwrites and storage_of(out).nbytes() == out.numel() * out.element_size():
         rest = known_values(args[1:])
-        return None if rest is None else [_cleared(out), *rest]
+        if rest is None:
+            return None
+        # Written into the old value, which views share, or into a new one.
+        out._stepscope_inner.untyped_storage()._stepscope_is_unknown = False
+        value = out._stepscope_value
+        if value is None:
+            with _disable_current_modes():
+                value = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=CPU)
+        return [value, *rest]
     return known_values(args)
-
-
-def _cleared(tensor: Any) -> torch.Tensor:
-    """Return a tensor to write a value into: the old value, which views share, or a new one."""
-    tensor._stepscope_inner.untyped_storage()._stepscope_is_unknown = False
-    value: torch.Tensor | None = tensor._stepscope_value
-    if value is None:
-        with _disable_current_modes():
-            value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
-    return value
 
 
 def is_small(tensor: torch.Tensor) -> bool:

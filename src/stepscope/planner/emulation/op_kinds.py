@@ -59,9 +59,8 @@ class Kind:
 
     def device(self, args: Any, kwargs: Any) -> torch.device | None:
         """Return the device that is requested by name, if any."""
-        if self.device_at is None:
-            return None
-        found: torch.device | None = args[self.device_at] if self.device_at < len(args) else kwargs.get("device")
+        place = len(args) if self.device_at is None else self.device_at
+        found: torch.device | None = args[place] if place < len(args) else kwargs.get("device")
         return found
 
     def makes_tensors(self, args: Any, kwargs: Any) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from stepscope.planner.emulation.arguments import meta_like
 from stepscope.planner.emulation.op_kinds import Kind
 from stepscope.planner.emulation.planned_tensor import META
 from stepscope.planner.emulation.unknown_values import DataNeeded
@@ -17,10 +18,6 @@ aten = torch.ops.aten
 
 def _widened(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.float32 if half_to_float else x.dtype)
-
-
-def _counted(x: torch.Tensor, weights: Any = None, minlength: int = 0) -> torch.Tensor:
-    return torch.empty(minlength, dtype=torch.int64, device=META)
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, ends: Any = None, bias: Any = None, dtype: Any = None) -> torch.Tensor:
@@ -35,7 +32,9 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: _widened,
     aten._log_softmax.default: _widened,
     # As many bins as requested: more would depend on data.
-    aten.bincount.default: _counted,
+    aten.bincount.default: lambda x, weights=None, minlength=0: torch.empty(
+        minlength, dtype=torch.int64, device=META
+    ),
     aten._amp_foreach_non_finite_check_and_unscale_.default: lambda *args: None,  # scales and checks in place
     aten._amp_update_scale_.default: lambda scale, *args: scale,
 }
@@ -60,17 +59,17 @@ class Shapes:
             if not kind.is_new or kwargs:
                 return SHAPES.get(func, func)(*args, **kwargs)
             key = (func, *map(_look, args))
-            seen = self._seen.get(key)
-            if seen is not None:
-                return _made(seen)
+            if key in self._seen:
+                return meta_like(self._seen[key])
             out = SHAPES.get(func, func)(*args)
         except NotImplementedError as error:
             raise DataNeeded(
                 f"the op {func}, whose output shape is unknown unless it runs",
                 "torch.library.register_fake defines one",
             ) from error
-        if not _is_part(out, args):
-            self._seen[key] = _made_like(out)
+        outputs, inputs = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in (out, args))
+        if not outputs & inputs:  # the schema of `_unsafe_view` does not say that it shares its input's memory
+            self._seen[key] = meta_like(out)
         return out
 
 
@@ -81,28 +80,3 @@ def _look(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return (type(value), *map(_look, value))
     return (type(value), str(value))
-
-
-class _Shape(NamedTuple):
-    size: Any
-    stride: Any
-    dtype: torch.dtype
-
-
-def _made_like(out: Any) -> Any:
-    """Return what is needed to make such tensors again."""
-    if isinstance(out, torch.Tensor):
-        return _Shape(out.shape, out.stride(), out.dtype)
-    return type(out)([_made_like(part) for part in out]) if isinstance(out, list | tuple) else out
-
-
-def _made(like: Any) -> Any:
-    if isinstance(like, _Shape):
-        return torch.empty_strided(like.size, like.stride, dtype=like.dtype, device=META)
-    return type(like)([_made(part) for part in like]) if isinstance(like, list | tuple) else like
-
-
-def _is_part(out: Any, args: Any) -> bool:
-    """Return whether an output shares an input's memory. The schema of `_unsafe_view` does not say so."""
-    outputs, inputs = ({t.untyped_storage()._cdata for t in tensors_in(values)} for values in (out, args))
-    return bool(outputs & inputs)

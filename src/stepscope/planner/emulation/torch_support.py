@@ -1,4 +1,4 @@
-"""Reports when this PyTorch version lacks one of the private parts that a plan uses."""
+"""Replaces parts of PyTorch, and reports when this version lacks one of the private parts that a plan uses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,6 +15,16 @@ from stepscope.errors import UsageError
 
 HERE = Path(__file__).parents[1]
 _PASSED_THROUGH = ("contextlib.py", "mock.py")
+
+
+@contextlib.contextmanager
+def replaced(*parts: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes while the context is active, as far as this PyTorch version has them."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in parts:
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 @contextlib.contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
+
+from stepscope.planner.emulation.torch_support import replaced
 
 
 @contextmanager
@@ -21,11 +22,7 @@ def launching_nothing(may_import: bool) -> Iterator[None]:
         return
     from triton.runtime import autotuner, jit
 
-    with ExitStack() as stack:
-        for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
-            stack.enter_context(mock.patch.object(kind, "run", _nothing))
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    with replaced(*((kind, "run", nothing) for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics))):
         yield
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
