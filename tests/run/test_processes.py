@@ -56,7 +56,7 @@ if __name__ == "__main__":
 """
 MODULE = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")
-ACCELERATE = ("accelerate", "launch", "--cpu", "--num_processes", "2", "--main_process_port", "0")
+ACCELERATE = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
 LAUNCHES = {
     "module": (DDP, MODULE, ()),
     "spawn": (STARTS, (), ("spawn",)),
@@ -294,7 +294,7 @@ L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet).f
 def test_lightning_starts_its_second_rank_itself(lab):
     pytest.importorskip("lightning")
     script = lab.script(LIGHTNING)
-    bare, run = script.bare(), script.run(options=(*SHORT, "--quiet"))
+    bare, run = script.both()
     assert (run.exit_code, run.stdout) == (0, bare.stdout), run.stderr
     for rank, folder in enumerate((run.folder, run.folder / "rank1")):
         recording = read_recording(folder)
