@@ -42,7 +42,7 @@ def gemm_calls(case: Case) -> pl.DataFrame:
         pl.col("event").alias("events"),
     )
     calls = calls.filter(pl.col("flops") > 0)
-    if calls.is_empty() and gemms.height:
+    if calls.is_empty():
         raise Unavailable("The trace does not contain the shapes of its matrix products.")
     found = [_alignment(*texts) for texts in calls.select("op", "shapes", "dtypes").iter_rows()]
     return calls.with_columns(
@@ -51,19 +51,12 @@ def gemm_calls(case: Case) -> pl.DataFrame:
     ).select(_SCHEMA.names())
 
 
-def by_shape(calls: pl.DataFrame, num_steps: int, most: int = 8) -> list[dict[str, Any]]:
+def by_shape(case: Case, calls: pl.DataFrame) -> list[dict[str, Any]]:
     """Return rows of evidence per step by op and shapes, the longest first."""
-    return (
-        calls.group_by("op", "shapes", "dtype", "kernel")
-        .agg(
-            (pl.len() / num_steps).alias("num_calls"),
-            (pl.col("duration_ns").sum() / num_steps).alias("duration_ns"),
-            (pl.col("flops").sum() * 1e9 / pl.col("duration_ns").sum()).alias("flops_per_s"),
-        )
-        .sort("duration_ns", descending=True)
-        .head(most)
-        .to_dicts()
-    )
+    keys = ("op", "shapes", "dtype", "kernel")
+    rate = (pl.col("flops").sum() * 1e9 / pl.col("duration_ns").sum()).alias("flops_per_s")
+    table = case.grouped(calls, "num_calls", *keys, more=[rate])
+    return table.select(*keys, "num_calls", "duration_ns", "flops_per_s").head(8).to_dicts()
 
 
 def _alignment(op: str, shapes: str | None, dtypes: str | None) -> tuple[int, list[int]]:

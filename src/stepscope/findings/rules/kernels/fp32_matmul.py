@@ -38,8 +38,8 @@ def check(case: Case) -> list[Finding]:
     tflops = float(slow["flops"].sum()) / max(1, int(slow["duration_ns"].sum())) / 1e3
     name, fix = _FASTER[faster]
     return one_finding(
-        sentence=f"{case.number_text(slow, 'matrix product')} per step run in float32 without tensor "
-        f"cores and take {case.cost_text(slow)} at {tflops:.0f} TFLOP/s. The device's peak is "
+        sentence=f"{case.number_text(slow, 'matrix product per step runs', 'matrix products per step run')} in "
+        f"float32 without tensor cores. This takes {case.cost_text(slow)} at {tflops:.0f} TFLOP/s. The device's peak is "
         f"{peak['fp32'] / 1e12:.0f} TFLOP/s in float32 and {peak[faster] / 1e12:.0f} TFLOP/s in {name}.",
         fix=fix,
         saving_ns=saving_ns,
@@ -52,5 +52,5 @@ def check(case: Case) -> list[Finding]:
         f"{name} changes the loss too much",
         places=case.places(slow["events"].explode()),
         is_provable=faster == "tf32",
-        evidence=(Evidence("matrix products in float32", by_shape(slow, case.num_steps)),),
+        evidence=(Evidence("matrix products in float32", by_shape(case, slow)),),
     )

@@ -25,8 +25,8 @@ def check(case: Case) -> list[Finding]:
     sizes = sorted(set(calls["odd_sizes"].explode().drop_nulls()), reverse=True)[:3]
     share = float(calls["flops"].sum()) / float(calls["duration_ns"].sum()) * 1e9 / peaks[calls["peak_dtype"][0]]
     return one_finding(
-        sentence=f"{case.number_text(calls, 'matrix product')} per step have a dimension "
-        f"({', '.join(map(str, sizes))}) that is not a multiple of {LOADED_BYTES} bytes. They take "
+        sentence=f"{case.number_text(calls, 'matrix product per step has', 'matrix products per step have')} a "
+        f"dimension ({', '.join(map(str, sizes))}) that is not a multiple of {LOADED_BYTES} bytes. This takes "
         f"{case.cost_text(calls)} at {whole_percent(share)} of the device's peak.",
         fix=f"pad the dimension to a multiple of 64: {sizes[0]} -> {-(-sizes[0] // 64) * 64}",
         saving_ns=saving_ns,
@@ -34,5 +34,5 @@ def check(case: Case) -> list[Finding]:
         confidence="high" if share < 0.3 else "medium",
         falsified_by="pad the dimension; the finding is wrong if the products are not faster",
         places=case.places(calls["events"].explode()),
-        evidence=(Evidence("misaligned matrix products", by_shape(calls, case.num_steps)),),
+        evidence=(Evidence("misaligned matrix products", by_shape(case, calls)),),
     )

@@ -40,16 +40,10 @@ def check(case: Case) -> list[Finding]:
         return []
     per_step = found.select(pl.col("num_kernels", "bytes", "fused_bytes", "duration_ns").sum() / case.num_steps)
     num_kernels, moved, fused, total_ns = per_step.row(0)
-    table = (
-        found.with_columns(pl.col("ops").list.join(", ").str.replace_all("aten::", "", literal=True))
-        .group_by("phase", "shape", "dtype", "ops")
-        .agg(
-            (pl.len() / case.num_steps).alias("num_chains"),
-            pl.col("num_kernels", "bytes", "fused_bytes").first(),
-            pl.col("duration_ns", "fused_ns").sum() / case.num_steps,
-        )
-        .sort("duration_ns", descending=True)
-    )
+    named = found.with_columns(pl.col("ops").list.join(", ").str.replace_all("aten::", "", literal=True))
+    sizes = [pl.col("num_kernels", "bytes", "fused_bytes").first(), pl.col("fused_ns").sum() / case.num_steps]
+    table = case.grouped(named, "num_chains", "phase", "shape", "dtype", "ops", more=sizes)
+    table = table.select(pl.exclude("fused_ns"), "fused_ns")
     longest = table.row(0, named=True)
     return one_finding(
         sentence=f"{plural(num_kernels, 'elementwise kernel')} per step, in {case.number_text(found, 'chain')}, take "

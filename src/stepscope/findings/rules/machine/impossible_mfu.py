@@ -102,7 +102,8 @@ def _of_kernels(case: Case) -> list[Finding]:
         return []
     worst = above.sort("share", descending=True).row(0, named=True)
     return one_finding(
-        sentence=f"{case.number_text(above, 'matrix product')} per step appear faster than "
+        sentence=f"{case.number_text(above, 'matrix product per step appears', 'matrix products per step appear')} "
+        "faster than "
         f"{case.device.name} allows: {worst['op']} in {worst['peak_dtype']} at {whole_percent(worst['share'])} of "
         f"its {peaks[worst['peak_dtype']] / 1e12:,.0f} TFLOP/s. The dtype in the trace or the peak is wrong.",
         fix="the kernel's name in the evidence shows its real dtype; compare with the peak of that dtype",
@@ -110,5 +111,5 @@ def _of_kernels(case: Case) -> list[Finding]:
         confidence="medium",
         falsified_by="look at the kernel's name; the finding is wrong if it shows the same dtype as the trace",
         places=case.places(above["events"].explode()),
-        evidence=(Evidence("matrix products above the peak", by_shape(above, case.num_steps)),),
+        evidence=(Evidence("matrix products above the peak", by_shape(case, above)),),
     )

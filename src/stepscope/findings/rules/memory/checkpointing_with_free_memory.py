@@ -30,14 +30,9 @@ def check(case: Case) -> list[Finding]:
     share = min(1.0, (usable - peak_bytes) / more_bytes)
     if not case.is_worth(saving_ns * share):
         return []
-    table = (
-        again.group_by("name")
-        .agg(
-            (pl.len() / case.num_steps).alias("num_calls"),
-            pl.col("duration_ns", "allocated_bytes").sum() / case.num_steps,
-        )
-        .sort("duration_ns", descending=True)
-    )
+    allocated = pl.col("allocated_bytes").sum() / case.num_steps
+    table = case.grouped(again, "num_calls", "name", more=[allocated])
+    table = table.select("name", "num_calls", "duration_ns", "allocated_bytes")
     part = of_it = ""
     if share < 1:
         part = f" for about {whole_percent(share)} of the layers"
