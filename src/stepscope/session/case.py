@@ -362,9 +362,9 @@ class Case:
         )
         return rows.sort(time.meta.output_name(), descending=True)
 
-    def number_text(self, table: pl.DataFrame, noun: str) -> str:
-        """Return the number of a table's rows per step with their noun: `24 kernels`."""
-        return plural(table.height / self.num_steps, noun)
+    def number_text(self, table: pl.DataFrame, noun: str, nouns: str = "") -> str:
+        """Return the number of a table's rows per step with their noun, as `plural` does: `24 kernels`."""
+        return plural(table.height / self.num_steps, noun, nouns)
 
     def cost_text(self, cost: float | pl.DataFrame) -> str:
         """Return a time, or that of a table, per step: `15.7 ms per step (25 % of 61.7 ms)`."""
