@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stepscope.analysis.comparison.sweeps import MIN_INTERVAL_SAMPLES, OK
-from stepscope.document.model import Lines, Series, Table, Value
+from stepscope.document.model import Bars, Lines, Series, Table, Value
 from stepscope.errors import Unavailable
-from stepscope.formatting import cell, safe
+from stepscope.formatting import cell, safe, title_of
 from stepscope.formatting import listed as listed  # for authors of studies
-from stepscope.studies.study import Record, TableOf
+from stepscope.studies.study import BarsOf, Record, TableOf
 
 if TYPE_CHECKING:
     from stepscope.studies.stored import Rows, Stored
@@ -57,6 +57,21 @@ def lines(id: str, title: str, rows: Iterable[Record], x: str, y: str, by: Seque
     log_x = _spans([float(record[x]) for record in records], LOG_FACTOR)
     log_y = _spans([v for r in records if (v := _valid(r, y))], LOG_FACTOR if log_x else LOG_FACTOR_ALONE)
     return Lines(id=id, title=title, x=x, y=y, series=tuple(series), log_x=log_x, log_y=log_y)
+
+
+def bars(declared: BarsOf, rows: Iterable[Record]) -> Bars:
+    """Return one bar per row with one part per value."""
+    sort, names = declared.sort, declared.values.split()
+    records = sorted(rows, key=lambda row: -(row[sort] or 0)) if sort else list(rows)
+    shown = records[: declared.num_shown]
+    return Bars(
+        id=declared.id,
+        title=declared.title,
+        unit=names[0],
+        labels=[", ".join(str(row[name]) for name in declared.label.split()) for row in shown],
+        series=tuple(Series(title_of(name), [row.get(name) for row in shown]) for name in names),
+        caption=f"The first {len(shown)} of {len(records)}." if len(shown) < len(records) else "",
+    )
 
 
 def _valid(record: Record, name: str) -> Any:

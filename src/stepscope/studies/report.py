@@ -14,23 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import NOISY_SHARE, OK
-from stepscope.document.model import (
-    Bars,
-    Chart,
-    Document,
-    Fact,
-    Facts,
-    Findings,
-    Missing,
-    Section,
-    Series,
-    Table,
-    Text,
-    Value,
-)
+from stepscope.document.model import Chart, Document, Fact, Facts, Findings, Missing, Section, Table, Text, Value
 from stepscope.errors import RecordingError, TraceError, Unavailable
-from stepscope.formatting import plural, safe, title_of, whole_percent
-from stepscope.studies.figures import HOST_PACED, lines, table, without_folders
+from stepscope.formatting import plural, safe, whole_percent
+from stepscope.studies.figures import HOST_PACED, bars, lines, table, without_folders
 from stepscope.studies.stored import Rows, Stored
 from stepscope.studies.study import BarsOf, ChartOf, Drawn, LinesOf, Question, Recordings, Study, TableOf
 from stepscope.version import __version__
@@ -118,18 +105,7 @@ def _made(declared: TableOf | ChartOf, stored: Stored) -> Iterator[Table | Chart
         rows = stored.rows(declared.of).where(**declared.where).needed()
         yield lines(declared.id, declared.title, rows, declared.x, declared.y, declared.by.split())
     elif isinstance(declared, BarsOf):
-        records = list(stored.rows(declared.of).ok.needed())
-        if declared.sort:
-            records.sort(key=lambda row: -(row[declared.sort] or 0))
-        shown, values = records[: declared.num_shown], declared.values.split()
-        yield Bars(
-            id=declared.id,
-            title=declared.title,
-            unit=values[0],
-            labels=[", ".join(str(row[name]) for name in declared.label.split()) for row in shown],
-            series=tuple(Series(title_of(name), [row.get(name) for row in shown]) for name in values),
-            caption=f"The first {len(shown)} of {len(records)}." if len(shown) < len(records) else "",
-        )
+        yield bars(declared, stored.rows(declared.of).ok.needed())
     else:
         assert isinstance(declared, Drawn)
         yield replace(declared.draw(stored), id=declared.id, title=declared.title)

@@ -19,6 +19,7 @@ by = "attention"
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from stepscope.studies.study import LinesOf, Measure, Question, Recordings, Stud
 from stepscope.sweep.toml_file import read_toml
 from stepscope.workloads.knobs import nearest
 
-_OF_A_MEASURE = {"id", "workload", "about", "quick", "full"}
 _OF_A_QUESTION = {"title", "of", "x", "y", "by"}
 _TABLES = {"sweep", "recordings", "question"}
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -48,11 +48,10 @@ def study_from_toml(path: Path, name: str | None = None) -> Study:
     measures: list[Measure] = []
     for kind, made in (("sweep", Sweep), ("recordings", Recordings)):
         for entry in _tables(path, declared, kind):
-            extra = {"trace", "layers"} if made is Sweep else {"options", "loop"}
-            _check(path, f"[[{kind}]]", entry, _OF_A_MEASURE | extra, {"id", "workload", "quick"})
-            fields: dict[str, Any] = {"about": "", "full": entry["quick"], **entry}
-            fields |= {name: tuple(map(str, entry[name])) for name in ("options", "loop") if name in entry}
-            measures.append(made(**fields))
+            _check(path, f"[[{kind}]]", entry, {field.name for field in fields(made)}, {"id", "workload", "quick"})
+            values: dict[str, Any] = {"about": "", "full": entry["quick"], **entry}
+            values |= {name: tuple(map(str, entry[name])) for name in ("options", "loop") if name in entry}
+            measures.append(made(**values))
     if not measures:
         raise UsageError(f"{path} measures nothing. Add a [[sweep]] or [[recordings]]")
     questions = []
@@ -98,10 +97,10 @@ def _question(entry: Mapping[str, Any]) -> Question:
 
     def rows(stored: Stored) -> Rows:
         found = stored.rows(entry["of"]).needed()
-        fields = {name: None for record in found for name in record}
+        known = {name: None for record in found for name in record}
         for key, name in (("x", x), ("y", y), ("by", by)):
-            if name and name not in fields:
-                raise Unavailable(f"{key} = {name!r} is in no row: {nearest(name, fields)} Correct it and --resume")
+            if name and name not in known:
+                raise Unavailable(f"{key} = {name!r} is in no row: {nearest(name, known)} Correct it and --resume")
         return found
 
     shown = TableOf(f"{entry['of']}-{y}", f"{title_of(y)} by {x}", rows, f"{x} {by} {y}")
