@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from stepscope.recorder.clock import CHECKPOINT, GARBAGE, LOGGING
 from stepscope.recorder.launch import AfterImport
 from stepscope.recorder.loop import Loop
@@ -31,7 +33,18 @@ _FUNCTIONS = (
 
 def install_asides(loop: Loop) -> list[Handle]:
     """Label the time inside checkpoints, log calls and full garbage collections."""
-    return [*_Patches.of_modules(loop), Patch(logging.Logger, "callHandlers", _around(loop, LOGGING)), _Garbage(loop)]
+
+    def sample(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if loop.listens():
+            loop.between.outputs_are_sampled()
+        return original(*args, **kwargs)
+
+    return [
+        *_Patches.of_modules(loop),
+        Patch(logging.Logger, "callHandlers", _around(loop, LOGGING)),
+        *[Patch(torch, name, sample) for name in ("multinomial", "normal")],  # what torch.distributions calls
+        _Garbage(loop),
+    ]
 
 
 def _around(loop: Loop, label: str) -> Callable[..., Any]:

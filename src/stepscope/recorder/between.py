@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from stepscope.recorder.clock import EVALUATION, FORWARD_OF_ANOTHER, ROLLOUT
+from stepscope.recorder.clock import EVALUATION, FORWARD_OF_ANOTHER, FORWARD_WITHOUT_GRADIENTS, ROLLOUT
 from stepscope.recorder.frames import place, script_frames
 
 MAX_PLACES = 16
@@ -27,6 +27,7 @@ class Between:
         self._optimizers = optimizers
         self._num_optimizers = 0
         self._trained: dict[int, bool] = {}  # root -> whether the optimizers have parameters of it
+        self._samples = False
         self._kind: str | None = None  # what forwards without gradients are, until training goes on
 
     def training_goes_on(self) -> None:
@@ -38,9 +39,16 @@ class Between:
         if not self._is_trained(root):
             return FORWARD_OF_ANOTHER
         if self._kind is None:
-            self._kind = _kind(frame.f_code.co_name.lower() for frame in script_frames())
+            said = _kind(frame.f_code.co_name.lower() for frame in script_frames())
+            unnamed = ROLLOUT if self._samples else FORWARD_WITHOUT_GRADIENTS
+            self._kind = said or (unnamed if root.training else EVALUATION)
             self.note_place(self._kind)
         return self._kind
+
+    def outputs_are_sampled(self) -> None:
+        """Forwards without gradients whose outputs are sampled choose actions or words: a rollout."""
+        if self._kind == FORWARD_WITHOUT_GRADIENTS:
+            self._kind, self._samples = ROLLOUT, True
 
     def note_place(self, label: str) -> None:
         """Remember which line of the script does this."""
@@ -62,8 +70,8 @@ class Between:
         return self._trained[id(root)]
 
 
-def _kind(names: Iterable[str]) -> str:
-    """Return EVALUATION or ROLLOUT, from the names of the functions on the stack, innermost first.
+def _kind(names: Iterable[str]) -> str | None:
+    """Return EVALUATION, ROLLOUT or None, from the names of the functions on the stack, innermost first.
 
     >>> _kind(["forward", "predict", "evaluate_policy", "collect_rollouts"]), _kind(["collect_rollouts", "learn"])
     ('evaluation', 'rollout')
@@ -75,4 +83,4 @@ def _kind(names: Iterable[str]) -> str:
         if _COLLECTS.search(name):
             return ROLLOUT
         generates |= "generat" in name  # an evaluation may generate too
-    return ROLLOUT if generates else EVALUATION
+    return ROLLOUT if generates else None

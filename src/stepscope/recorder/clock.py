@@ -37,7 +37,9 @@ BETWEEN_STEPS = (LOADER_START, EVALUATION, ROLLOUT, CHECKPOINT, LOGGING, GARBAGE
 FORWARD_IN_EVAL_MODE = "forward_in_eval_mode"
 # A forward without gradients of a model that is not trained: a teacher's, unless a batch is fetched after it.
 FORWARD_OF_ANOTHER = "forward_of_another_model"
-UNATTRIBUTED = "unattributed"  # outside the windows only BETWEEN_STEPS and data are told apart
+# A forward without gradients in training mode: one of a rollout if what it gave was sampled, else an evaluation.
+FORWARD_WITHOUT_GRADIENTS = "forward_without_gradients"
+UNATTRIBUTED = "unattributed"  # in free running: from the first forward of a step to its end
 
 _FETCHES = (DATA, LOADER_START)
 _UNTRAINED = (EVALUATION, ROLLOUT)
@@ -46,21 +48,23 @@ _SHOWS_NOTHING = (None, *_FETCHES, LOGGING, GARBAGE)
 
 def name_between(following: str | None) -> str:
     """Return the name of the time between two phases, given the phase that follows."""
-    return {FORWARD: BEFORE_FORWARD, BACKWARD: BEFORE_BACKWARD}.get(following or "", OTHER)
+    names = {FORWARD: BEFORE_FORWARD, UNATTRIBUTED: BEFORE_FORWARD, BACKWARD: BEFORE_BACKWARD}
+    return names.get(following or "", OTHER)
 
 
-def name_stretches(labels: Sequence[str | None], rest: str = OTHER) -> list[str]:
+def name_stretches(labels: Sequence[str | None]) -> list[str]:
     """Return the name of each consecutive stretch of a step; None stands for the time between two phases.
 
     What surrounds a stretch decides: data that an evaluation fetches belongs to the evaluation, and so does the time
-    between two of its forwards. `rest` names the time that nothing explains.
+    between two of its forwards.
 
     >>> name_stretches(["data", None, "evaluation", None, "evaluation", None, "data", None, "forward", "backward"])
     ... # doctest: +NORMALIZE_WHITESPACE
     ['evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'data', 'before_forward',
      'forward', 'backward']
     """
-    known = list(labels)
+    unnamed = ROLLOUT if ROLLOUT in labels else EVALUATION
+    known = [unnamed if label == FORWARD_WITHOUT_GRADIENTS else label for label in labels]
     followed_by: list[str | None] = [None] * len(known)  # the next stretch that shows what the loop was doing
     following = following_pass = None
     is_fetched_after = False
@@ -84,15 +88,15 @@ def name_stretches(labels: Sequence[str | None], rest: str = OTHER) -> list[str]
             name = label
             previous = label if label not in _SHOWS_NOTHING else previous
         elif following in _UNTRAINED and (is_fetch or previous in _UNTRAINED or adjacent not in _FETCHES):
-            name = following or rest
+            name = following or OTHER
         elif label is not None:
             name = label
         elif previous in _UNTRAINED and adjacent in _FETCHES:
-            name = previous or rest
+            name = previous or OTHER
         elif previous == following == CHECKPOINT:
             name = CHECKPOINT
         else:
-            name = name_between(adjacent) if rest == OTHER else rest
+            name = name_between(adjacent)
         names.append(name)
     return names
 
@@ -157,14 +161,14 @@ class Clock:
         self._first_event = None if self._device is None else self._record()
         self._cut_ns = self._start_ns = self._now()
 
-    def end_step(self, index: int, rest: str = OTHER) -> TimedStep:
-        """End the current phase and return the step. `rest` names time between phases that nothing explains."""
+    def end_step(self, index: int) -> TimedStep:
+        """End the current phase and return the step."""
         self._cut(self.label)
         stretches = self._stretches
         first_event = self._first_event
         if first_event is not None and stretches[-1][2] is None:
             first_event = None  # a step that ends inside a graph capture has no device time
-        names = name_stretches([label for label, _, _ in stretches], rest)
+        names = name_stretches([label for label, _, _ in stretches])
         host_ns: dict[str, int] = {}
         num_times: dict[str, int] = {}
         before = None

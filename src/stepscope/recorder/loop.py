@@ -22,6 +22,7 @@ from stepscope.recorder.clock import (
     LOADER_START,
     OPTIMIZER,
     PHASES,
+    UNATTRIBUTED,
     Clock,
 )
 from stepscope.recorder.ledger.ledger import Ledger
@@ -103,8 +104,6 @@ class Loop:
 
     def _outer_label(self) -> str | None:
         """Return the phase that encloses the one that has just ended."""
-        if self.is_free:
-            return None
         if self._backward_depth:
             return BACKWARD  # a reentrant checkpoint
         if self._root_depth:
@@ -121,7 +120,17 @@ class Loop:
     def look_for_update(self) -> None:
         """End the step here if the parameters have changed since the last backward."""
         if self._updates.is_pending and not self._backward_depth and self._updates.changed():
-            self._ended(self.finder.saw(UPDATE, UPDATE))
+            self._updated()
+
+    def end_last_step(self) -> None:
+        """End the step of an update that no later event can show."""
+        self.look_for_update()
+        if self._updates.is_pending and self._updates.replaces:
+            self._updated()
+
+    def _updated(self) -> None:
+        self._clock.switch(None)
+        self._ended(self.finder.saw(UPDATE, UPDATE))
 
     # --- what lies between training steps ---------------------------------------------------------
 
@@ -174,13 +183,13 @@ class Loop:
         if self.observer is not None:
             self.observer.note_inputs(args, kwargs)
 
-    def _label_of_forward(self, root: nn.Module, has_gradients: bool) -> str | None:
+    def _label_of_forward(self, root: nn.Module, has_gradients: bool) -> str:
         if self.finder.trains and not has_gradients:
             return self.between.label_without_gradients(root)
         is_training = root.training or not self.finder.trains or self._trains_in_eval_mode
         self._called_in_eval_mode = not is_training
         if is_training:
-            return None if self.is_free else FORWARD
+            return UNATTRIBUTED if self.is_free else FORWARD
         return FORWARD_IN_EVAL_MODE
 
     def forward_ended(self, root: nn.Module) -> None:
@@ -190,8 +199,8 @@ class Loop:
         if self._root_depth:
             return
         # A forward that is followed by a backward lasts until the backward begins: it includes the loss.
-        loss_follows = self._backward_seen and self._clock.label == FORWARD and torch.is_grad_enabled()
-        if not loss_follows:
+        is_training = self._clock.label in (FORWARD, UNATTRIBUTED)
+        if not (self._backward_seen and is_training and torch.is_grad_enabled()):
             self._switch(self._outer_label())
         if self.finder.trains:
             return
@@ -205,8 +214,10 @@ class Loop:
     def backward_begins(self, tensors: Any, inputs: Any = None, create_graph: bool = False) -> None:
         if not self._backward_depth:
             self.look_for_update()
+            if self.watches_updates and self._updates.backward_begins(tensors, inputs):
+                self._updated()
         self._open()
-        if not self.is_free:
+        if self._clock.label != UNATTRIBUTED:
             self._switch(BACKWARD)
         self._backward_depth += 1
         if self._backward_depth > 1:
@@ -217,8 +228,6 @@ class Loop:
         self._backward_seen = True
         self._awaits_backward = False
         self._trains_in_eval_mode |= self._called_in_eval_mode
-        if self.watches_updates:
-            self._updates.backward_begins(tensors, inputs)
         if self.is_free:
             return
         if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and not self._root_depth:
@@ -228,7 +237,8 @@ class Loop:
 
     def backward_ended(self) -> None:
         self._backward_depth -= 1
-        self._switch(self._outer_label())
+        if self._clock.label != UNATTRIBUTED:
+            self._switch(self._outer_label())
         if self._backward_depth:
             return
         if self.watches_updates:
@@ -278,8 +288,7 @@ class Loop:
             return  # an optimizer inside an optimizer: the outer one ends the step
         self._open()
         self.between.training_goes_on()
-        if not self.is_free:
-            self._switch(self._outer_label())
+        self._switch(self._outer_label())
         self._end(self.finder.saw(BY_OPTIMIZER, _owner(optimizer)))
 
     def optimizer_failed(self) -> None:

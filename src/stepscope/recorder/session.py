@@ -16,8 +16,6 @@ from stepscope.recorder import current, files, hooks, windows
 from stepscope.recorder.clock import (
     BETWEEN_STEPS,
     EVALUATION,
-    OTHER,
-    UNATTRIBUTED,
     Clock,
     TimedStep,
     read_device_ns,
@@ -164,10 +162,10 @@ class Session:
 
     def _end_loop(self) -> None:
         """Count an update by hand that no later event has shown, and write what the loop did after its last step."""
-        self._loop.look_for_update()
+        self._loop.end_last_step()
         if not self._loop.is_open or not self._step:
             return
-        tail = self._clock.end_step(self._step, UNATTRIBUTED)
+        tail = self._clock.end_step(self._step)
         if tail.num_times:
             # What comes after the last evaluation or checkpoint is the rest of the script, not of the loop.
             tail.host_ns = {name: ns for name, ns in tail.host_ns.items() if name in BETWEEN_STEPS}
@@ -182,7 +180,7 @@ class Session:
     def _step_ended(self, boundary: Boundary) -> None:
         if boundary is Boundary.NONE:
             return
-        step = self._clock.end_step(self._step, UNATTRIBUTED if self._window == windows.FREE else OTHER)
+        step = self._clock.end_step(self._step)
         if boundary is Boundary.RESTART:
             step = self._restart(step)
         finished = self._window
@@ -225,7 +223,8 @@ class Session:
         self._loop.is_free = False
         self._clock.use_device(self._probes.device)
         self._pending.clear()
-        if self._step == 1 and self._loop.finder.source == EXPLICIT and self._last is not None:
+        self._append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
+        if self._step == 1 and self._last is not None and self._loop.finder.source == EXPLICIT:
             # The optimizer ended the first step before stepscope.step() was called: both halves are one step.
             before, facts = self._last
             facts.given_tokens = self._loop.facts.given_tokens
@@ -233,8 +232,9 @@ class Session:
                 facts.loss = self._loop.facts.loss
             self._loop.facts = facts
             step = before.joined(step)
-        self._append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
-        if self._source == FORWARD:
+        elif self._step == 1 and self._last is not None and self._source == FORWARD:
+            step = self._last[0].joined(step)  # a single forward before the first backward: a teacher's
+        elif self._source == FORWARD:
             # Forwards before the first backward are no steps but an evaluation, which the loop began with.
             wall_ns = sum(self._forwards_ns)
             lead = TimedStep(0, step.start_ns - wall_ns, wall_ns, {EVALUATION: wall_ns}, {EVALUATION: 1})

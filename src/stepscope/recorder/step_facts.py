@@ -39,15 +39,27 @@ class StepFacts:
         Calls that share a backward (an unrolled cell, two views of an image) are one micro-batch. Calls with the
         same input (a closure that an optimizer calls again) have one batch.
         """
-        if id(root) in self.counted:
+        size = batch_size(args, kwargs)
+        is_first = id(root) not in self.counted
+        # Single samples that share a backward are the steps of an episode: each is one more.
+        if not is_first and (size.num_samples or 0) != 1:
             return
         self.counted.add(id(root))
         given = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(given, torch.Tensor):
-            if any(seen() is given for seen, by in self.inputs if by == id(root)):
+            if any(by == id(root) and _is_same(seen(), given) for seen, by in self.inputs):
                 return
             self.inputs.append((weakref.ref(given), id(root)))
-        size = batch_size(args, kwargs)
         tokens, samples, calls = self.batches.get(id(root), (0, 0, 0))
         tokens, samples = tokens + (size.num_tokens or 0), samples + (size.num_samples or 0)
-        self.batches[id(root)] = (tokens, samples, calls + 1)
+        self.batches[id(root)] = (tokens, samples, calls + is_first)
+
+
+def _is_same(seen: torch.Tensor | None, given: torch.Tensor) -> bool:
+    """Return whether an input that is still alive has the same data: itself, or detached from its graph."""
+    if seen is None or seen.shape != given.shape:
+        return False
+    try:
+        return seen is given or (seen.data_ptr() == given.data_ptr() and seen.stride() == given.stride())
+    except RuntimeError:
+        return False  # a tensor without storage

@@ -61,6 +61,12 @@ class StepFinder:
             self.source = source
             self._num_replaced = 0
             return self._begin_again({who}, Boundary.RESTART if had_source else Boundary.END)
+        if who not in self._known and self._num_ended > MAX_STEPS_OF_ONE:
+            # A partner would have shown itself by now: another model is trained after the first.
+            self._known = {who}
+            self._stepped.clear()
+            self._num_ended = 1
+            return Boundary.END
         if who not in self._known:
             self._num_replaced = self._num_ended
             return self._begin_again(self._known | {who}, Boundary.RESTART)

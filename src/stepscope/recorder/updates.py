@@ -29,6 +29,8 @@ class UpdateWatch:
     def __init__(self) -> None:
         self.is_pending = False
         """Whether a backward has run and no update has been seen since."""
+        self.replaces = False
+        """Whether updates make new parameters, which only the next backward shows."""
         self._watched: list[weakref.ref[torch.Tensor]] = []
         self._probed: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         self._state: list[tuple[int, int]] = []
@@ -36,10 +38,21 @@ class UpdateWatch:
         self._counters_show = False
         self._num_by_value = 0
 
-    def backward_begins(self, tensors: Any, inputs: Any = None) -> None:
-        """Find the parameters, from the graph or from the `inputs` of torch.autograd.grad."""
-        if not self._watched or any(one() is None for one in self._watched):
-            self._watched = [weakref.ref(leaf) for leaf in _parameters(_leaves(tensors, inputs))]
+    def backward_begins(self, tensors: Any, inputs: Any = None) -> bool:
+        """Find the parameters, from the graph or from the `inputs` of torch.autograd.grad.
+
+        Return whether they replace those of the last backward: an update that changes nothing in place.
+        """
+        known = [one() for one in self._watched]
+        if inputs is None and known and all(leaf is not None for leaf in known):
+            return False
+        leaves = _parameters(_leaves(tensors, inputs))
+        known_ids = {id(leaf) for leaf in known if leaf is not None}
+        is_replaced = self.is_pending and bool(leaves) and not any(id(leaf) in known_ids for leaf in leaves)
+        self._watched = [weakref.ref(leaf) for leaf in leaves]
+        self.replaces |= is_replaced
+        self.is_pending &= not is_replaced
+        return is_replaced
 
     def backward_ended(self) -> None:
         """Remember the parameters as they are now."""

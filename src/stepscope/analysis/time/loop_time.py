@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, pvariance
 
 from stepscope.analysis.time.statistics import quantile
+from stepscope.formatting import plural
 from stepscope.trace.recording import Recording, StepSample
 
 TRAINING = "training"
@@ -36,8 +37,10 @@ ROWS = (
     MEASURING,
     OTHER,
 )
+GAPS = ("before_forward", "before_backward", "other")  # between the passes of a step
+LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however much they differ
 UNTIMED = "warmup"
-FENCE = 3.0  # inter-quartile ranges above the third quartile, from where the excess of a step is unexplained
+FENCE = 7.0  # distances from the first quartile to the median: Tukey's outer fence of a symmetric distribution
 LEAST_EXCESS = 1.5  # of the median
 MEANS_DIFFER = 0.05
 STANDARD_ERRORS = 3.0
@@ -75,12 +78,13 @@ class LoopTime:
 
 
 def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
-    """Return the time of a recorded loop; None if no step ended undisturbed.
+    """Return the time of a recorded loop; None if no step ended.
 
     `on_device` takes the clean steps by the GPU's clock.
     """
     samples = recording.samples
     undisturbed = [s for s in samples if s.window in ("clean", "free") and not s.num_compiles]
+    undisturbed = undisturbed or list(samples[1:] or samples)  # a run of a few steps has only warm-up
     if not undisturbed:
         return None
     settled = _settled([_step_only_ns(sample, on_device) for sample in undisturbed])
@@ -160,19 +164,20 @@ def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tupl
     """Return the rows of the wall-clock time, and their sum."""
     ns: Counter[str] = Counter()
     num: Counter[str] = Counter()
-    usual = sorted(float(_pass_ns(sample.host_ns)) for sample in undisturbed)
-    middle = round(median(usual))
-    third = quantile(usual, 0.75)
-    limit = max(third + FENCE * (third - quantile(usual, 0.25)), LEAST_EXCESS * middle)
+    middle, limit = _usual([_pass_ns(sample.host_ns) for sample in undisturbed])
+    usual_gap, gap_limit = _usual([_gap_ns(sample.host_ns) for sample in undisturbed])
+    gap_limit = max(gap_limit, round(LEAST_GAP * middle))
     end_ns = None
     for sample in recording.samples:
-        passes = _pass_ns(sample.host_ns)
+        passes, gap = _pass_ns(sample.host_ns), _gap_ns(sample.host_ns)
         excess = WARMUP if sample.window == UNTIMED else OTHER if sample.window in ("clean", "free") else MEASURING
         # A compiling step is a warm-up whenever it comes.
         excess = WARMUP if sample.num_compiles and excess == OTHER else excess
         regular = passes if excess == OTHER and passes <= limit else min(passes, middle)
-        ns[TRAINING] += regular
+        regular_gap = min(gap, usual_gap) if gap > gap_limit else gap
+        ns[TRAINING] += regular + regular_gap
         ns[excess] += passes - regular
+        ns[WARMUP if sample is recording.samples[0] else OTHER] += gap - regular_gap
         if end_ns is not None:
             ns[MEASURING] += max(0, sample.start_ns - end_ns)
         end_ns = sample.end_ns
@@ -192,6 +197,15 @@ def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tupl
     return tuple(rows), wall_ns
 
 
+def _usual(times: Sequence[int]) -> tuple[int, int]:
+    """Return the median, and the limit above which a time is unusual."""
+    ordered = sorted(map(float, times))
+    middle = median(ordered)
+    # By the spread below the median: as many as half of the steps may be slow.
+    fence = middle + FENCE * (middle - quantile(ordered, 0.25))
+    return round(middle), round(max(fence, LEAST_EXCESS * middle))
+
+
 def _add(times: Mapping[str, int], num_times: Mapping[str, int], ns: Counter[str], num: Counter[str]) -> None:
     for kind, row in BETWEEN.items():
         ns[row] += times.get(kind, 0)
@@ -200,12 +214,16 @@ def _add(times: Mapping[str, int], num_times: Mapping[str, int], ns: Counter[str
 
 
 def _pass_ns(times: Mapping[str, int]) -> int:
-    return sum(ns for name, ns in times.items() if name not in BETWEEN and name != "data")
+    return sum(ns for name, ns in times.items() if name not in BETWEEN and name not in (DATA, *GAPS))
+
+
+def _gap_ns(times: Mapping[str, int]) -> int:
+    return sum(times.get(name, 0) for name in GAPS)
 
 
 def _caveat(settled: Sequence[int], unknown: Sequence[str]) -> str | None:
     if len(settled) < FEWEST:
-        return f"only {len(settled)} steps ran undisturbed"
+        return f"only {plural(len(settled), 'step')} to go by"
     if _differ(settled):
         return "step times were still changing"
     if unknown:

@@ -104,14 +104,14 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
         mfu = utilization(flops.model_flops_by_dtype, step_ns.median, device, ceilings, "model")
         hfu = utilization(flops.hardware_flops_by_dtype, step_ns.median, device, ceilings, "executed")
     return Summary(
-        num_steps=len(recording.samples),
+        num_steps=len(recording.samples) + ((recording.facts.get("steps") or {}).get("num_earlier") or 0),
         num_clean=len(clean),
         num_compiling=len(timed) - len(clean),
         clock=("device" if on_device else "host") if clean else None,
         step_ns=step_ns,
         host_step_ns=describe([sample.wall_ns for sample in clean]) if clean else None,
         warmup_ns=tuple(sample.wall_ns for sample in recording.window("warmup")),
-        num_micro_batches=max((sample.num_micro_batches for sample in clean), default=0),
+        num_micro_batches=max((sample.num_micro_batches for sample in clean or recording.samples), default=0),
         num_skipped=sum(sample.num_skipped for sample in recording.samples),
         data_is_named=data_is_named(clean),
         throughput=throughput,
@@ -162,7 +162,8 @@ def _throughput(
     recording: Recording, clean: Sequence[StepSample], step_ns: float, counters: CounterSummary | None
 ) -> Throughput | None:
     # Old recordings have no batch of the steps after the windows.
-    steps = [*clean, *(sample for sample in recording.window("free") if sample.num_samples)]
+    free = [sample for sample in recording.window("free") if sample.num_samples]
+    steps = [*clean, *free] or recording.samples[1:] or recording.samples
     for unit, count in (("tokens", lambda s: s.num_tokens), ("samples", lambda s: s.num_samples)):
         counts, timed = ([count(sample) or 0 for sample in some] for some in (steps, clean))
         if any(counts) and step_ns:
