@@ -19,7 +19,7 @@ PART_SHARES = " ".join(f"{name}_share" for name in PARTS)
 PUBLISHED_SHARES = {"forward": 0.35, "backward": 0.62, "optimizer": 0.03}
 BYTES = {"weights": 135e6, "activations of a layer": 645e6, "head and loss": 1.2e9, "peak": 5.4e9}
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_addmm_activation")
-COPIED = ("phase", "what", "cause", "op", "root_op", "num_calls", "bytes", "total_ns", "saving_ns", "share", "module")
+COPIED = ("phase", "what", "cause", "op", "num_calls", "bytes", "total_ns", "saving_ns", "share", "module")
 
 
 def _recorded(stored: Stored, measure: str) -> list[Recorded]:
@@ -193,16 +193,14 @@ def all_copies(stored: Stored) -> Records:
 
 
 @table_of(
-    "copy_sources", "Where copies come from", note="saving: how much shorter a step is without it, by the replay"
-)
+    "copy_sources", "Where copies come from", note="saving: how much shorter a step is without it, by the replay",
+    if_empty="the trace has no copies",
+)  # fmt: skip
 def copy_sources(stored: Stored) -> Records:
-    rows = [{name: row[name] for name in COPIED} for row in stored.recording("step").source.copies.rows]
-    if not rows:
-        raise Unavailable("the trace has no copies")
-    for row in rows:
-        row["called_for"] = str(row.pop("root_op")).removeprefix("aten::")
-        row |= {name: str(row[name]).removeprefix("aten::").replace("_", " ") for name in ("what", "cause", "op")}
-    return rows
+    for row in stored.recording("step").source.copies.rows:
+        texts = {name: str(row[name]).removeprefix("aten::").replace("_", " ") for name in ("what", "cause", "op")}
+        called_for = str(row["root_op"]).removeprefix("aten::")
+        yield {**{name: row[name] for name in COPIED}, **texts, "called_for": called_for}
 
 
 @question(
