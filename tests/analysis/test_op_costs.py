@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from stepscope.analysis.costs.op_calls import _SCALAR_TYPES, FORMULAS, ITEM_BYTES
-from stepscope.analysis.costs.op_costs import _DTYPES, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
+from stepscope.analysis.costs.op_costs import DTYPES, UNKNOWN, OpCost, op_cost, op_costs, touched_bytes
 from stepscope.analysis.costs.op_traffic import FREE
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
@@ -597,7 +597,7 @@ def test_dtype_numbers_and_names_are_torchs(tmp_path):
         assert _SCALAR_TYPES[int(event["args"]["Concrete Inputs"][1])] == name
         assert cost_of(event).written_bytes == 2 * dtype.itemsize == 2 * ITEM_BYTES[name]
         assert cost_of(copied) == OpCost(0, 0, 2 * dtype.itemsize, name)
-    assert set(_DTYPES.values()) <= ITEM_BYTES.keys()
+    assert set(DTYPES.values()) <= ITEM_BYTES.keys()
 
 
 # Any text
@@ -607,7 +607,7 @@ NAMES = st.sampled_from(sorted(FORMULAS)).map(lambda name: name if "::" in name 
 SIZE = st.one_of(st.integers(-2, 9), st.integers(2**31, 2**70), st.floats(), st.none(), st.text(max_size=2))
 SHAPE = st.one_of(st.lists(st.integers(0, 5), max_size=5), st.lists(SIZE, max_size=5))
 OPERANDS = st.lists(st.one_of(SHAPE, st.lists(SHAPE, max_size=4), SIZE), max_size=12)
-TYPES = st.lists(st.sampled_from([*_DTYPES, "Scalar", "ScalarList", "TensorList", "", "GenericList"]), max_size=12)
+TYPES = st.lists(st.sampled_from([*DTYPES, "Scalar", "ScalarList", "TensorList", "", "GenericList"]), max_size=12)
 VALUE_TEXT = st.sampled_from(
     ["", "0", "-1", "1", "2.", "True", "False", "[1, 1]", "[]", "[True, False]", "9" * 40, "["]
 )

@@ -115,12 +115,10 @@ def _decide(gate: Gate, pair: Pair) -> GateResult:
     if change.share is None:
         worse = change.is_worse
         return result(FAILED if worse else PASSED, "it was 0 before" if worse else "no worse")
-    if change.is_significant is False and (change.detectable_share or 0.0) > gate.limit_share:
-        shown = f"{100 * (change.detectable_share or 0):.1f} %"
-        reason = (
-            f"changes below {shown} are not detectable, which exceeds the limit: record more {change.samples_are}"
-        )
-        return result(UNDECIDED, reason, change.share)
+    detectable = change.detectable_share or 0.0
+    if change.is_significant is False and detectable > gate.limit_share:
+        reason = f"changes below {100 * detectable:.1f} % are not detectable, which exceeds the limit"
+        return result(UNDECIDED, f"{reason}: record more {change.samples_are}", change.share)
     if not change.is_worse:
         return result(PASSED, "no worse", change.share)
     if abs(change.share) <= gate.limit_share + _ROUNDING:

@@ -101,9 +101,9 @@ def tuning_of(
     summaries = dict(zip((row["hash"] for row in rows), sweep_of(rows, environments, limits).points))
     first = [row for row in rows if row["tune"]["role"] not in (AGAIN, BESIDE)]
     base = next((row for row in first if row["hash"] == log["defaults"]), None)
-    again = _complete_rounds(rows, log["contenders"])
-    drift = _drift(base, again)
-    samples = {row["hash"]: _samples(row, again, drift) for row in first}
+    last = _final_samples(rows, log["contenders"])
+    drift = _drift(base, last)
+    samples = {row["hash"]: _samples(row, last, drift) for row in first}
     points = [_tried(row, base, summaries[row["hash"]], samples[row["hash"]]) for row in first]
     # Among many points measured once, the fastest look faster than they are.
     frontier = _frontier([point for point in points if point.is_measured_again] or points)
@@ -144,32 +144,29 @@ class _Samples:
     is_again: bool
 
 
-def _complete_rounds(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return rows of contenders that were measured again, in rounds that include all of them."""
+def _final_samples(rows: Sequence[Mapping[str, Any]], contenders: Sequence[str]) -> dict[str, list[float]]:
+    """Return the samples of contenders measured again by hash, from rounds that include all of them."""
     among = " ".join(contenders)
     again = [row for row in rows if row["tune"]["role"] == AGAIN and row["tune"]["among"] == among]
     turns = Counter(row["tune"]["round"] for row in again)
-    return [row for row in again if turns[row["tune"]["round"]] == len(contenders)]
+    found: dict[str, list[float]] = {}
+    for row in again:
+        if turns[row["tune"]["round"]] == len(contenders) and row["status"] == OK:
+            found.setdefault(row["tune"]["of"], []).extend(row["samples_device_ns"])
+    return found
 
 
-def _drift(base: Mapping[str, Any] | None, again: Sequence[Mapping[str, Any]]) -> float:
+def _drift(base: Mapping[str, Any] | None, last: Mapping[str, list[float]]) -> float:
     """Return how much slower the machine was at the end than at the start of the search, from the defaults."""
-    if base is None or base["status"] != OK:
+    if base is None or base["status"] != OK or not last.get(base["hash"]):
         return 1.0
-    last = _final_samples(base, again)
-    return quantile(sorted(last), 0.5) / quantile(sorted(base["samples_device_ns"]), 0.5) if last else 1.0
+    return quantile(sorted(last[base["hash"]]), 0.5) / quantile(sorted(base["samples_device_ns"]), 0.5)
 
 
-def _final_samples(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the samples of a point's final measurements."""
-    last = [other for other in again if other["tune"]["of"] == row["hash"] and other["status"] == OK]
-    return [sample for other in last for sample in other["samples_device_ns"]]
-
-
-def _samples(row: Mapping[str, Any], again: Sequence[Mapping[str, Any]], drift: float) -> _Samples:
+def _samples(row: Mapping[str, Any], last: Mapping[str, list[float]], drift: float) -> _Samples:
     """Return a point's final samples, else the search's samples corrected for drift."""
-    tokens, taken = row.get("num_tokens") or 1, _final_samples(row, again)
-    if taken:
+    tokens = row.get("num_tokens") or 1
+    if taken := last.get(row["hash"]):
         return _Samples([sample / tokens for sample in taken], True)
     scale = row["tune"].get("scale", 1.0) * drift / tokens
     return _Samples([sample * scale for sample in row.get("samples_device_ns") or []], False)

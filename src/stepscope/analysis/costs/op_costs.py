@@ -18,7 +18,8 @@ from stepscope.analysis.costs.op_traffic import FREE
 if TYPE_CHECKING:
     import polars as pl
 
-_DTYPES = {
+# C++ names of tensor types in traces and kernel names.
+DTYPES = {
     "float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16",
     "c10::Float8_e4m3fn": "float8", "c10::Float8_e5m2": "float8", "c10::Float8_e4m3fnuz": "float8",
     "c10::Float8_e5m2fnuz": "float8", "c10::Float8_e8m0fnu": "float8",
@@ -194,7 +195,7 @@ def _operand(sizes: Any, name: Any, steps: Any, list_dtype: str | None) -> Opera
         raise NotKnown
     if any(isinstance(size, list) for size in sizes):
         return tuple(_tensor(size, list_dtype, step) for size, step in zip(sizes, _one_each(sizes, steps)))
-    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    dtype = DTYPES.get(name) if isinstance(name, str) else None
     # Numbers have an empty shape too: only the dtype tells a zero-dimensional tensor from them.
     return None if not sizes and dtype is None else _tensor(sizes, dtype, steps)
 

@@ -82,11 +82,19 @@ def _rows(table: Tensor, shape: tuple[int, ...]) -> Tensor:
     return table.like(shape=shape if prod(shape) < table.num_elements else table.shape)
 
 
-@formula("embedding (weight indices)")
-def _embedding(call: Call) -> Work:
-    table, indices = call.tensor("weight"), call.tensor("indices")
-    shape = indices.shape + table.shape[1:]
-    return Work(0, [indices, _rows(table, shape)], [table.like(shape=shape)], table.dtype)
+@formula("embedding (weight indices) take (self index) index_select gather (self dim index)")
+def _lookup(call: Call) -> Work:
+    table, index = call.tensor(0), call.tensor("indices" if call.name == "embedding" else "index")
+    shape = index.shape
+    if call.name == "embedding":
+        shape = index.shape + table.shape[1:]
+    elif call.name == "index_select":
+        dimension = call.integer("dim")
+        if not -len(table.shape) <= dimension < len(table.shape):
+            raise NotKnown
+        dimension %= len(table.shape)
+        shape = (*table.shape[:dimension], index.num_elements, *table.shape[dimension + 1 :])
+    return Work(0, [index, _rows(table, shape)], [table.like(shape=shape)], table.dtype)
 
 
 @formula("embedding_dense_backward embedding_backward (grad_output indices num_weights)")
@@ -94,22 +102,6 @@ def _embedding_backward(call: Call) -> Work:
     grad, indices = call.tensor("grad_output"), call.tensor("indices")
     rows = min(indices.num_elements, call.integer("num_weights"))
     return Work(0, [grad, indices], [grad.like(shape=(rows, *grad.shape[-1:]))], grad.dtype)
-
-
-@formula("index_select (self dim index)")
-def _index_select(call: Call) -> Work:
-    table, index, dimension = call.tensor("self"), call.tensor("index"), call.integer("dim")
-    if not -len(table.shape) <= dimension < len(table.shape):
-        raise NotKnown
-    dimension %= len(table.shape)
-    shape = (*table.shape[:dimension], index.num_elements, *table.shape[dimension + 1 :])
-    return Work(0, [index, _rows(table, shape)], [table.like(shape=shape)], table.dtype)
-
-
-@formula("gather (self dim index) take (self index)")
-def _gather(call: Call) -> Work:
-    table, index = call.tensor("self"), call.tensor("index")
-    return Work(0, [index, _rows(table, index.shape)], [table.like(shape=index.shape)], table.dtype)
 
 
 @formula("""

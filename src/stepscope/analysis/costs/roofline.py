@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import words
-from stepscope.analysis.costs.op_costs import COLUMNS, op_cost, touched_bytes
+from stepscope.analysis.costs.op_costs import COLUMNS, DTYPES, op_cost, touched_bytes
 from stepscope.analysis.kernels.copies import moved_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
@@ -32,7 +32,6 @@ _PEAK_DTYPES = {
 _TF32 = re.compile(r"(?i)tf32|_s1688gemm")
 # A trace omits the dtype of list ops; the kernel's name has it.
 _LIST_DTYPE = re.compile(r"multi_tensor_apply.*?Functor<(float|double|c10::BFloat16|c10::Half)\b")
-_LIST_DTYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
 # Inductor kernels without a template multiply no matrices. Lookups read less than they are given.
 _PLAIN_FUSED = re.compile(r"(?:^|_)triton_(?:poi|red|per|for)_fused")
 _LOOKUPS = words(
@@ -154,7 +153,7 @@ def _cost(kernel: str | None, name: str | None, *texts: str | None) -> tuple[int
         is_lookup = bool(_LOOKUPS & ops) and "_log_softmax_backward_data" not in ops
         return 0, None if is_lookup else touched_bytes(*texts[:3]), None, None
     in_list = _LIST_DTYPE.search(kernel)
-    cost = op_cost(name, *texts, parameter_dtype=_LIST_DTYPES[in_list[1]] if in_list else None)
+    cost = op_cost(name, *texts, parameter_dtype=DTYPES[in_list[1]] if in_list else None)
     num_bytes = moved_bytes(cost, kernel, texts[0])
     peak_dtype = _PEAK_DTYPES.get(cost.dtype or "") if cost.flops else None
     if peak_dtype == "fp32" and _TF32.search(kernel):

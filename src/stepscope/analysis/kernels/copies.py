@@ -8,7 +8,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.costs.op_costs import COLUMNS, OpCost, op_cost, parsed_list, touched_bytes
+from stepscope.analysis.costs.op_calls import ITEM_BYTES
+from stepscope.analysis.costs.op_costs import COLUMNS, DTYPES, OpCost, op_cost, parsed_list, touched_bytes
 from stepscope.analysis.kernels.kernel_classes import fused_ops
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import with_answers
@@ -48,8 +49,6 @@ _NAMED = (
 )
 _DIRECTIONS = re.compile(r"(?i)memcpy ([hdap])to([hdap])\b")
 _ELEMENT = re.compile(r"CatArrayBatched\w*<(?:[^<]*OpaqueType<(\d{1,3})u?>|(\w+(?:::\w+)*))")
-_ELEMENT_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long": 8, "int": 4, "short": 2,
-                  "char": 1, "bool": 1}  # fmt: skip
 
 
 def copies(linked: Linked) -> pl.DataFrame:
@@ -223,7 +222,7 @@ def concatenated_bytes(kernel_name: str, shapes: str | None) -> int | None:
     found, operands = _ELEMENT.search(kernel_name), _parsed(shapes)
     if not found or not operands or not operands[0] or not isinstance(operands[0], list):
         return None
-    item_bytes = int(found[1]) if found[1] else _ELEMENT_BYTES.get(found[2])
+    item_bytes = int(found[1]) if found[1] else ITEM_BYTES.get(DTYPES.get(found[2], ""))
     sizes = [shape if isinstance(shape, list) else [None] for shape in operands[0]]
     if item_bytes is None or any(type(size) is not int or size < 0 for shape in sizes for size in shape):
         return None

@@ -66,17 +66,17 @@ class DtypeComparison:
 
     def slowdown(self, row: DtypeRow) -> float | None:
         """Return median time ÷ fp32 median time; None if either is unknown."""
-        reference = self.reference
-        if reference is None or reference.time is None or row.time is None:
-            return None
-        return row.time.median / reference.time.median
+        times = self._times(row)
+        return times[0].median / times[1].median if times else None
 
     def is_different(self, row: DtypeRow) -> bool:
         """Return whether the 95 % intervals of both medians are disjoint."""
+        times = self._times(row)
+        return times is not None and (times[0].ci_low > times[1].ci_high or times[0].ci_high < times[1].ci_low)
+
+    def _times(self, row: DtypeRow) -> tuple[Distribution, Distribution] | None:
         reference = self.reference
-        if reference is None or reference.time is None or row.time is None:
-            return False
-        return row.time.ci_low > reference.time.ci_high or row.time.ci_high < reference.time.ci_low
+        return (row.time, reference.time) if reference and reference.time and row.time else None
 
     def changes(self, row: DtypeRow) -> list[ClassChange]:
         """Return kernel classes that take more or less time than in fp32, the largest change first."""

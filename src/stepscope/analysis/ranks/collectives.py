@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import ITEM_BYTES
+from stepscope.analysis.costs.op_costs import DTYPES
 from stepscope.analysis.kernels.copies import bandwidth
 from stepscope.analysis.structure.intervals import covered_before, spans, union
 from stepscope.analysis.structure.links import Linked
@@ -20,12 +21,6 @@ UNKNOWN = "unknown"
 POINT_TO_POINT = ("send", "recv", "send_recv")
 # The first whose letters are in a name.
 _KINDS = "barrier all_reduce reduce_scatter all_gather all_to_all broadcast send_recv send recv scatter gather reduce"
-_DTYPES = {
-    "float": "float32", "double": "float64", "half": "float16", "bfloat16": "bfloat16", "long": "int64",
-    "longint": "int64", "int": "int32", "short": "int16", "shortint": "int16", "char": "int8", "signedchar": "int8",
-    "byte": "uint8", "unsignedchar": "uint8", "bool": "bool", "complexfloat": "complex64",
-    "complexdouble": "complex128",
-}  # fmt: skip
 _ANNOTATION = "^(nccl|rccl):"
 _RECORD = "record_param_comms"
 _DEEPEST = 512
@@ -59,10 +54,17 @@ def dtype_name(name: str) -> str | None:
     >>> dtype_name("c10::BFloat16"), dtype_name("Float"), dtype_name("TensorList")
     ('bfloat16', 'float32', None)
     """
-    letters = re.sub("[^a-z0-9]", "", name.lower().removeprefix("c10::"))
+    letters = _letters(name)
     if letters in ITEM_BYTES:
         return letters
     return "float8" if letters.startswith("float8") else _DTYPES.get(letters)
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower().removeprefix("c10::"))
+
+
+_DTYPES = {"byte": "uint8", **{_letters(name): dtype for name, dtype in DTYPES.items()}}
 
 
 def bus_factor() -> pl.Expr:

@@ -50,14 +50,9 @@ def match_collectives(per_rank: Mapping[int, pl.DataFrame]) -> Matched:
     frames = [frame.with_columns(rank=pl.lit(rank, pl.Int64)) for rank, frame in per_rank.items()]
     rows = pl.concat(frames) if frames else pl.DataFrame(schema={**SCHEMA, "rank": pl.Int64})
     device, kind = pl.col("device").fill_null(-1), pl.col("collective")
+    is_elsewhere = (device != device.mode().min()).over("rank")
     rows = rows.sort("rank", "start_ns", "event").with_columns(
-        pl.when(kind == UNKNOWN)
-        .then(pl.lit("unknown"))
-        .when(kind.is_in(POINT_TO_POINT))
-        .then(pl.lit("point_to_point"))
-        .when((device != device.mode().min()).over("rank"))
-        .then(pl.lit("other_device"))
-        .alias("reason")
+        _reason(unknown=kind == UNKNOWN, point_to_point=kind.is_in(POINT_TO_POINT), other_device=is_elsewhere)
     )
     candidates = rows.filter(pl.col("reason").is_null()).drop("reason")
     checked = candidates.join(_mismatches(candidates), on=_LOT, nulls_equal=True, maintain_order="left")
@@ -83,15 +78,15 @@ def _mismatches(candidates: pl.DataFrame) -> pl.DataFrame:
     is_told = pl.col("num_elements").is_not_null().all() & (pl.col("collective") != "all_to_all").all()
     sizes = pl.when(is_told).then(pl.col("num_elements").cast(pl.String).str.join(","))
     runs = candidates.group_by("rank", *_LOT).agg(num=pl.len(), sizes=sizes)
+    num_sizes = pl.col("sizes").drop_nulls().n_unique()
     return runs.group_by(_LOT).agg(
-        pl.when(pl.len() < 2)
-        .then(pl.lit("alone"))
-        .when(pl.col("num").n_unique() > 1)
-        .then(pl.lit("numbers_differ"))
-        .when(pl.col("sizes").drop_nulls().n_unique() > 1)
-        .then(pl.lit("sizes_differ"))
-        .alias("reason")
+        _reason(alone=pl.len() < 2, numbers_differ=pl.col("num").n_unique() > 1, sizes_differ=num_sizes > 1)
     )
+
+
+def _reason(**cases: pl.Expr) -> pl.Expr:
+    """Return the name of the first case that holds as `reason`, or null."""
+    return pl.coalesce(*(pl.when(case).then(pl.lit(name)) for name, case in cases.items())).alias("reason")
 
 
 @dataclass(frozen=True)

@@ -152,22 +152,17 @@ def _steps(host: pl.DataFrame, annotations: pl.DataFrame, backward: pl.DataFrame
         end = pl.min_horizontal("end_ns", pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
         cut = labeled.with_columns(end.alias("end_ns"))
         return "ProfilerStep", cut.filter(pl.col("end_ns") > pl.col("start_ns"))
-    empty = pl.DataFrame(schema={"step": pl.Int64, "start_ns": pl.Int64, "end_ns": pl.Int64})
-    timed = host["start_ns"].filter(~host["kind"].is_in(_UNTIMED))
-    if timed.is_empty():
-        return "none", empty
-    first = int(timed.min())
+    first = host["start_ns"].filter(~host["kind"].is_in(_UNTIMED)).min()
     # An optimizer may call another: only the outer one is the step.
-    labels = annotations.filter(pl.col("name").str.contains(r"^Optimizer\.step#")).sort(
-        "start_ns", "end_ns", descending=[False, True]
-    )
+    labels = annotations.filter(pl.col("name").str.starts_with("Optimizer.step#"))
+    labels = labels.sort("start_ns", "end_ns", descending=[False, True])
     optimizer = labels.filter((pl.col("end_ns") > pl.col("end_ns").cum_max().shift(1)).fill_null(True))
     for source, ends in (("optimizer", optimizer["end_ns"]), ("backward", backward["end_ns"])):
         if len(ends):
-            starts = pl.concat([pl.Series([first], dtype=pl.Int64), ends.head(-1)])
+            starts = ends.shift(1, fill_value=first)
             table = pl.DataFrame({"step": range(len(ends)), "start_ns": starts, "end_ns": ends})
             return source, table.filter(pl.col("end_ns") > pl.col("start_ns"))
-    return "none", empty
+    return "none", pl.DataFrame(schema=dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64))
 
 
 def _labeled(annotations: pl.DataFrame) -> tuple[dict[str, pl.DataFrame], str]:
