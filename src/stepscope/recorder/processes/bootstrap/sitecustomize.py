@@ -65,15 +65,14 @@ def restore() -> "str | None":
 
 def run_next() -> None:
     """Run the sitecustomize that this one hides, if there is one."""
-    own = sys.modules.pop("sitecustomize", None)
+    own = sys.modules.pop(__name__)
     try:
-        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+        __import__(__name__)
     except ImportError as error:
-        if error.name != "sitecustomize":
+        if error.name != __name__:
             raise
     finally:
-        if own is not None:
-            sys.modules.setdefault("sitecustomize", own)
+        sys.modules.setdefault(__name__, own)
 
 
 if __name__ == "sitecustomize":
