@@ -17,7 +17,7 @@ def test_clean_steps_that_had_not_settled(tmp_path):
     (finding,) = check(case)
 
     assert finding.saving_ns is None
-    assert finding.sentence.startswith("The first 4 of 20 clean steps were still warming up: the first took 30.0 ms")
+    assert finding.sentence.startswith("Of 20 clean steps, the first 4 were still warming up: the first took 30.0 ms")
     assert "--warmup 9 " in finding.fix
     assert finding.evidence[0].rows[0]["mean_ns"] == 12.5e6
 

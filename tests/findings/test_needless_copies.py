@@ -27,14 +27,14 @@ def test_a_clone_of_the_program_without_a_backward():
     (finding,) = copying()
 
     assert finding.saving_ns >= 2_000_000
-    assert "1 kernel per step only copy tensors, because the program calls clone" in finding.sentence
+    assert "1 kernel per step only copies tensors, because the program calls clone" in finding.sentence
     assert "backward" not in finding.sentence
 
 
 def test_its_backward_is_named_where_there_is_one():
     (finding,) = copying(has_backward=True)
 
-    assert "their backward" in finding.sentence
+    assert "including the backward" in finding.sentence
 
 
 def test_what_the_compiler_left_in_its_code_is_not_the_programs():

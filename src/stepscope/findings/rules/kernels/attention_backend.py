@@ -57,7 +57,7 @@ def check(case: Case) -> list[Finding]:
         sentence=f"scaled_dot_product_attention runs on the {worst['backend']} backend instead of flash attention in "
         f"{plural(num_calls, 'call')} per step, because {why}. This takes "
         f"{case.cost_text(calls)} for {worst['num_queries']:,} × {worst['num_keys']:,} scores in "
-        f"{worst['num_heads']} heads of size {worst['head_size']}.",
+        f"{plural(worst['num_heads'], 'head')} of size {worst['head_size']}.",
         fix=next(fix for code, fix in _FIXES.items() if code in codes),
         saving_ns=saving_ns,
         derived="the step replayed with each call at the share of the device's peak that flash attention reaches in "

@@ -37,9 +37,10 @@ def check(case: Case) -> list[Finding]:
     table = case.grouped(casts, "num_casts", "root_op", "phase", "source", "target")
     table = table.sort("num_casts", "duration_ns", descending=True)
     return one_finding(
-        sentence=f"Autocast costs more than it saves: {case.number_text(casts, 'cast')} per step take "
-        f"{duration(cast_ns, 3)} of GPU time and {duration(case.total_ns(casts, LENGTH), 3)} of host time (under "
-        f"the profiler), and lower precision saves only {duration(gained_ns, 3)} of GPU time elsewhere in the "
+        sentence="Autocast costs more than it saves: "
+        f"{case.number_text(casts, 'cast per step takes', 'casts per step take')} {duration(cast_ns, 3)} of "
+        f"GPU time and {duration(case.total_ns(casts, LENGTH), 3)} of host time (under the profiler), and "
+        f"lower precision saves only {duration(gained_ns, 3)} of GPU time elsewhere in the "
         f"{duration(case.step_ns, 3)} step.",
         fix='torch.set_float32_matmul_precision("high") instead of torch.autocast; or model.to(torch.bfloat16), '
         "which needs no casts either, if the optimizer may keep its state in bfloat16",

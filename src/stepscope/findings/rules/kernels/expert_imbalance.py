@@ -52,7 +52,7 @@ def _padding(case: Case, padded: Sequence[Padded]) -> list[Finding]:
     return one_finding(
         sentence=f"At least {whole_percent(1 - worst.filled_share)} of what the experts compute is padding: "
         f"{router.num_experts} experts have {worst.capacity:,} slots each, {places:,} in total, but "
-        f"{router.num_tokens:,} tokens go to {router.num_chosen} experts each. This affects "
+        f"{router.num_tokens:,} tokens go to {plural(router.num_chosen, 'expert')} each. This affects "
         f"{plural(len(worst.calls) / case.num_steps, 'matrix product')} per step.",
         fix=f"{_BALANCE}  # and a capacity factor of 1.25, or grouped products: torch._grouped_mm",
         saving_ns=saving_ns,

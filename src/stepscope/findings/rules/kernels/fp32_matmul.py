@@ -39,8 +39,8 @@ def check(case: Case) -> list[Finding]:
     name, fix = _FASTER[faster]
     return one_finding(
         sentence=f"{case.number_text(slow, 'matrix product per step runs', 'matrix products per step run')} in "
-        f"float32 without tensor cores. This takes {case.cost_text(slow)} at {tflops:.0f} TFLOP/s. The device's peak is "
-        f"{peak['fp32'] / 1e12:.0f} TFLOP/s in float32 and {peak[faster] / 1e12:.0f} TFLOP/s in {name}.",
+        f"float32 without tensor cores. This takes {case.cost_text(slow)} at {tflops:.0f} TFLOP/s. The device's peak "
+        f"is {peak['fp32'] / 1e12:.0f} TFLOP/s in float32 and {peak[faster] / 1e12:.0f} TFLOP/s in {name}.",
         fix=fix,
         saving_ns=saving_ns,
         upper_bound=faster != "tf32",

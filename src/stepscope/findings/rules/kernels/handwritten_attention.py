@@ -37,7 +37,7 @@ def check(case: Case) -> list[Finding]:
     return one_finding(
         sentence=f"Attention is written by hand: {plural(num_softmax, 'softmax call')} per step over "
         f"{one['num_queries']:,} × {one['num_keys']:,} scores, with {case.number_text(work, 'kernel')} "
-        f"in total including products, masks and scaling, take {case.cost_text(work)}{held}.",
+        f"in total including products, masks and scaling. This takes {case.cost_text(work)}{held}.",
         fix=f"F.scaled_dot_product_attention(q, k, v{', is_causal=True' if is_masked else ''})"
         f"{'  # if the mask is causal' if is_masked else ''}",
         saving_ns=saving_ns,

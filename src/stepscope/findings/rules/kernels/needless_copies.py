@@ -37,9 +37,9 @@ def check(case: Case) -> list[Finding]:
     names = table.group_by("root_op").agg(pl.col("duration_ns").sum()).sort("duration_ns", descending=True)
     called = ", ".join(str(name).removeprefix("aten::") for name in names["root_op"].head(3))
     return one_finding(
-        sentence=f"{case.number_text(needless, 'kernel')} per step only copy tensors, because the "
-        f"program calls {called}. They take {case.cost_text(needless)}"
-        f"{', including their backward,' if has_backward else ''} and compute nothing.",
+        sentence=f"{case.number_text(needless, 'kernel per step only copies', 'kernels per step only copy')} "
+        f"tensors, because the program calls {called}. This takes {case.cost_text(needless)}"
+        f"{', including the backward,' if has_backward else ''} and computes nothing.",
         fix="remove .contiguous(), .clone() and dtype round trips (.float().to(…)) if the next op accepts the "
         "strides and dtype as they are: linear layers, matmul and SDPA do",
         saving_ns=saving_ns,

@@ -16,8 +16,8 @@ def check(case: Case) -> list[Finding]:
     num_weights = again.height / case.num_steps / (num_micro_batches - 1)
     table = case.grouped(again, "num_casts", "root_op", "shape", "target")
     return one_finding(
-        sentence=f"{plural(num_weights, 'weight')} are cast to {again['target'][0]} in each of {num_micro_batches} "
-        f"micro-batches per step. {case.number_text(again, 'cast')} repeat earlier ones and take "
+        sentence=f"{plural(num_weights, 'weight is', 'weights are')} cast to {again['target'][0]} in each of "
+        f"{num_micro_batches} micro-batches per step. Repeating {case.number_text(again, 'cast')} takes "
         f"{case.cost_text(again)}.",
         fix='with torch.autocast("cuda", torch.bfloat16): around the loop over micro-batches, so that inner regions '
         "reuse the casts; or weights in bfloat16 with float32 copies in the optimizer",

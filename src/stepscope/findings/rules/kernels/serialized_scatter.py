@@ -65,8 +65,8 @@ def check(case: Case) -> list[Finding]:
     fix = next((text for name, text in _FIXES.items() if name in worst["op"]), _FIXES["scatter"])
     called = f" for {worst['called']}" if worst["called"] != worst["op"] else ""
     return one_finding(
-        sentence=f"{plural(len(rows) / case.num_steps, 'scatter')} per step ({worst['op']}{called}, in "
-        f"{_short(worst['kernel'])}) take {case.cost_text(total_ns)} to add {size(total_bytes)}, at {share:.1%} of "
+        sentence=f"Adding {size(total_bytes)} in {plural(len(rows) / case.num_steps, 'scatter')} per step "
+        f"({worst['op']}{called}, in {_short(worst['kernel'])}) takes {case.cost_text(total_ns)}, at {share:.1%} of "
         "the device's bandwidth, because repeated indices are processed one after another.",
         fix=fix,
         saving_ns=saving_ns,

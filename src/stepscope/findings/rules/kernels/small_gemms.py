@@ -53,11 +53,11 @@ def check(case: Case) -> list[Finding]:
     varies = every.filter(pl.col("phase").ne_missing("backward"))["num_rows"].n_unique() > 1
     means = [pl.col("num_rows", "inner", "num_columns", "num_tiles").mean().round().cast(pl.Int64)]
     table = case.grouped(every, "num_calls", "op", "phase", "place", "ordinal", more=means).drop("place", "ordinal")
-    loops = "loop" if num_loops == 1 else "loops"
+    loops = "loop causes" if num_loops == 1 else "loops cause"
     return one_finding(
         sentence=f"{case.number_text(every, 'matrix product')} per step run one after the other in "
         f"{plural(num_loops, 'loop')}, each with tiles for {whole_percent(fill)} of the GPU's {num_processors} SMs. "
-        f"They take {case.cost_text(every)} at {tflops:.0f} TFLOP/s. With the other work in it, the {loops} cause "
+        f"They take {case.cost_text(every)} at {tflops:.0f} TFLOP/s. With the other work in it, the {loops} "
         f"{turns.height / case.num_steps:,.0f} of {case.work.height / case.num_steps:,.0f} launches per step.",
         fix=f"{_GROUPED if varies else _BATCHED}  # one product for the whole loop",
         saving_ns=saving_ns,

@@ -42,7 +42,8 @@ def check(case: Case) -> list[Finding]:
     bytes_text = f"moves each parameter's bytes {_READ_AND_WRITTEN} times"
     work = bytes_text if moved else f"takes {whole_percent(_LEFT_OF_DEVICE)} of their time"
     return one_finding(
-        sentence=f"The optimizer updates parameters {how}: {plural(launches, 'kernel')} per step take "
+        sentence=f"The optimizer updates parameters {how}: "
+        f"{plural(launches, 'kernel per step takes', 'kernels per step take')} "
         f"{duration(case.total_ns(host, LENGTH), 3)} of host time (under the profiler) and {duration(device_ns, 3)} "
         f"of GPU time. A fused optimizer takes {duration(fused_ns, 3)}.",
         fix=_fix(case),

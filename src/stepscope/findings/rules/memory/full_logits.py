@@ -67,8 +67,8 @@ def check(case: Case) -> list[Finding]:
     )
     return one_finding(
         sentence=f"The full logits ({one['num_tokens']:,} tokens × {one['vocabulary']:,} vocabulary) take "
-        f"{size(logits_bytes)}{holding}. Besides the matrix products, {case.number_text(passes, 'kernel')} that read "
-        f"or write them take {case.cost_text(total_ns / case.num_steps)}.",
+        f"{size(logits_bytes)}{holding}. Besides the matrix products, reading and writing "
+        f"them in {case.number_text(passes, 'kernel')} takes {case.cost_text(total_ns / case.num_steps)}.",
         fix=_IN_CHUNKS if is_fused else _COMPILED,
         saving_ns=saving_ns if saving_ns is not None and case.is_worth(saving_ns) else None,
         saving_bytes=saving_bytes,

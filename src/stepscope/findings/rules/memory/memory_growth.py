@@ -27,7 +27,7 @@ def check(case: Case) -> list[Finding]:
     so_far = f"This happens in {plural(growth.num_steps, 'step')} in a row, on top of"
     if growth.held_bytes is not None:
         num = max(row["num_held"] for row in growth.rows)
-        so_far = f"Earlier steps left {size(held)}, up to {num} tensors of the same kind, of"
+        so_far = f"Earlier steps left {size(held)}, up to {plural(num, 'tensor')} of the same kind, of"
     fix = "keep numbers, not tensors: losses.append(loss.item()); for tensors: .detach().cpu(), and clear the list"
     return one_finding(
         sentence=f"Every step leaves {size(growth.bytes_per_step)} of memory behind, mostly from {what}"
