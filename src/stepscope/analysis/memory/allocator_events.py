@@ -84,20 +84,15 @@ def memory_timeline(
     `max_points` rows, the lowest and highest of each stretch are kept, so all rows are real and include the peak.
     Without the allocator's totals, it starts at the lower bound (`start_bytes`).
     """
-    devices = [(number, index) for number, index in memory_devices(linked) if _type_name(number) == device_type]
-    chosen = [(number, index) for number, index in devices if device in (None, index)]
+    columns = ("time_ns", "allocated_bytes", "reserved_bytes")
+    devices = [each for each in memory_devices(linked) if _type_name(each[0]) == device_type]
+    chosen = [each for each in devices if device in (None, each[1])]
     if not chosen:
-        return pl.DataFrame(schema=dict.fromkeys(("time_ns", "allocated_bytes", "reserved_bytes"), pl.Int64))
+        return pl.DataFrame(schema=dict.fromkeys(columns, pl.Int64))
     events = _events(linked, *chosen[0])
     start, _ = _start(events)
-    points = pl.concat(
-        [
-            events.head(1).select("time_ns", pl.lit(start, pl.Int64).alias("allocated_bytes")),
-            _running(events, start).select("time_ns", "allocated_bytes", "reserved_bytes"),
-        ],
-        how="diagonal",
-    )
-    return _thinned(points, max_points)
+    before = pl.DataFrame({"time_ns": events["time_ns"].head(1), "allocated_bytes": [start]})
+    return _thinned(pl.concat([before, _running(events, start).select(columns)], how="diagonal"), max_points)
 
 
 def at_peak_by(summary: MemorySummary, column: str) -> pl.DataFrame:
