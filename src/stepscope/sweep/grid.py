@@ -143,19 +143,15 @@ def read_grids(source: str) -> tuple[list[Axes], bool]:
         return [listed(point) for point in _called(Path(path), function)], False
     if not source.endswith(".toml"):
         raise UsageError(f"--grid {source}: must be file.toml or file.py:function")
-    return _from_toml(Path(source))
-
-
-def _from_toml(path: Path) -> tuple[list[Axes], bool]:
-    """Return the grids of a file: its top-level keys are axes that every `[[grid]]` extends; `zip = true` pairs."""
-    table = read_toml(path)
+    # The file's top-level keys are axes that every `[[grid]]` extends; `zip = true` pairs.
+    table = read_toml(Path(source))
     grids, paired = table.pop("grid", [{}]), table.pop("zip", False)
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
-        raise UsageError(f"{path}: write [[grid]] with double brackets, once per grid")
+        raise UsageError(f"{source}: write [[grid]] with double brackets, once per grid")
     if any("zip" in grid for grid in grids):
-        raise UsageError(f"{path}: move zip = true above the first [[grid]]; it applies to all grids")
+        raise UsageError(f"{source}: move zip = true above the first [[grid]]; it applies to all grids")
     if not isinstance(paired, bool):
-        raise UsageError(f"{path}: zip must be true or false")
+        raise UsageError(f"{source}: zip must be true or false")
     return [listed({**table, **grid}) for grid in grids], paired
 
 

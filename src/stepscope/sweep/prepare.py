@@ -7,12 +7,13 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.errors import UsageError
 from stepscope.recorder.clock import BACKWARD, FORWARD, OPTIMIZER
@@ -48,12 +49,12 @@ def check_machine(run: Mapping[str, Value]) -> None:
 
 def apply_settings(run: Mapping[str, Value]) -> None:
     """Set torch's process-wide switches according to the run knobs."""
-    precise = run["dtype"] != "tf32"
-    torch.set_float32_matmul_precision("highest" if precise else "high")
+    is_tf32 = run["dtype"] == "tf32"
+    torch.set_float32_matmul_precision("high" if is_tf32 else "highest")
     if run["device"] == "cuda":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer torch deprecates this name; older torch has no other
-            torch.backends.cudnn.allow_tf32 = not precise
+            torch.backends.cudnn.allow_tf32 = is_tf32
             if run["bf16_reduction"] != "auto":
                 allowed = run["bf16_reduction"] == "on"
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
@@ -172,25 +173,18 @@ class Contexts:
         self._autocast = AUTOCAST.get(str(run["dtype"]))
         self._backend = None
         if run["sdpa"] != "free":
-            from torch.nn.attention import SDPBackend
-
             names = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
             self._backend = getattr(SDPBackend, names.get(str(run["sdpa"]), "MATH"))
 
-    def __call__(self) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        if self._autocast is not None:
-            stack.enter_context(torch.autocast(self._device, dtype=self._autocast))
-        stack.enter_context(self.attention())
-        return stack
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        autocast = nullcontext() if self._autocast is None else torch.autocast(self._device, dtype=self._autocast)
+        with autocast, self.attention():
+            yield
 
     def attention(self) -> AbstractContextManager[Any]:
         """Force the backend in the backward pass too: a checkpointed forward runs again inside it."""
-        if self._backend is None:
-            return nullcontext()
-        from torch.nn.attention import sdpa_kernel
-
-        return sdpa_kernel(self._backend)  # type: ignore[no-any-return]
+        return nullcontext() if self._backend is None else sdpa_kernel(self._backend)
 
 
 class Pass:
@@ -201,8 +195,7 @@ class Pass:
         self.plain = module
         self.module = compiled(module, run)
         self.module.train(self.mode != "inference")
-        targets = ("targets",) if self.mode == "inference" else ()
-        self.batch: Batch = {name: tensor for name, tensor in batch.items() if name not in targets}
+        self.batch: Batch = without_targets(batch) if self.mode == "inference" else dict(batch)
         self._contexts = Contexts(run)
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._leaves = [tensor for tensor in self.batch.values() if tensor.requires_grad]
@@ -265,8 +258,7 @@ class Pass:
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
             return
         outputs = differentiable(out)
-        if self._gradients is None:
-            self._gradients = random_gradients(outputs, self._seed)
+        self._gradients = self._gradients or random_gradients(outputs, self._seed)
         torch.autograd.backward(outputs, self._gradients)
 
 
@@ -276,6 +268,11 @@ def optimizer_of(name: str, parameters: Iterable[torch.Tensor]) -> Any:
         return make_optimizer(name, parameters)
     except RuntimeError as error:
         raise CannotRun(f"optimizer={name}: {str(error).splitlines()[0]}") from None
+
+
+def without_targets(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return what a forward pass takes that returns outputs instead of a loss."""
+    return {name: tensor for name, tensor in batch.items() if name != "targets"}
 
 
 def scalar_loss(out: Any) -> torch.Tensor | None:

@@ -37,7 +37,10 @@ def record_point(
     recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
     shutil.rmtree(recording, ignore_errors=True)  # left by an interrupted run
     words = [sys.executable, "-m", "stepscope", "run", "-o", str(recording), "--quiet", "--exit-after"]
-    words += [*_tokens(point), *options]
+    batch, length = point.config.get("batch"), point.config.get("seq_len")
+    if ":" not in point.workload and isinstance(batch, int) and isinstance(length, int):
+        words += ["--tokens-per-step", str(batch * length)]  # `stepscope run` cannot infer it from floats
+    words += options
     wanted = {name: identity(point)[name] for name in ("workload", "preset", "config", "run")}
     words += ["-m", "stepscope.sweep.train", json.dumps(wanted), *loop]
     started_at, began = now(), time.monotonic()
@@ -56,14 +59,6 @@ def record_point(
         "finished_at": now(),
         "seconds": round(time.monotonic() - began, 3),
     }
-
-
-def _tokens(point: Point) -> list[str]:
-    """Return the option for tokens per step of a built-in workload: `stepscope run` cannot infer it from floats."""
-    batch, length = point.config.get("batch"), point.config.get("seq_len")
-    if ":" in point.workload or not isinstance(batch, int) or not isinstance(length, int):
-        return []
-    return ["--tokens-per-step", str(batch * length)]
 
 
 def _status(failure: Failure | None, log: Path) -> Row:

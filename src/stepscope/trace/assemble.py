@@ -62,6 +62,8 @@ class Assembler:
                 warnings.append(f"{num_open:,} begin or end events have no counterpart and were skipped")
         threads = self._thread_table()
         numbers = threads["number"].arg_sort()
+        counted = [(*key, num) for key, num in self._counts.items()]
+        counts = pl.DataFrame(counted, schema=COUNTS.schema, orient="row")
         tables = {}
         for table in TABLES:
             if table not in (THREADS, COUNTS):
@@ -74,7 +76,7 @@ class Assembler:
             warnings=tuple(warnings),
             num_events=self.num_events,
             threads=threads.drop("number"),
-            counts=self._count_table(),
+            counts=counts.sort("num_events", "phase", "category", "table", descending=[True, False, False, False]),
             compiler=None,
             **tables,
         )
@@ -95,11 +97,6 @@ class Assembler:
         order = [pl.col(part).cast(dtype, strict=False) for part in ("pid", "tid") for dtype in (pl.Int64, pl.String)]
         ordered = threads.with_row_index("number").sort(order, nulls_last=True)
         return ordered.with_row_index("thread").select(*THREADS.schema.names(), "number")
-
-    def _count_table(self) -> pl.DataFrame:
-        rows = [(*key, num) for key, num in self._counts.items()]
-        counts = pl.DataFrame(rows, schema=COUNTS.schema, orient="row")
-        return counts.sort("num_events", "phase", "category", "table", descending=[True, False, False, False])
 
 
 def _together(table: Table, parts: list[pl.DataFrame]) -> pl.DataFrame:

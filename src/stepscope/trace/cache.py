@@ -181,7 +181,9 @@ def _store(folder: Path, trace: Trace, key: _Key) -> bool:
         if os.path.lexists(folder) and not _is_ours(folder):
             return False
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _sweep(folder)
+        for left in _unchanged_for(_LEFT_BEHIND_S, folder.parent):  # by killed processes, for this trace
+            if left.name.startswith(f".{folder.name}.") and left.name.endswith((".tmp", ".old")):
+                shutil.rmtree(left, ignore_errors=True)
         # Whoever may not read the trace may not read its columns.
         readable = trace.path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
         temporary.mkdir(mode=stat.S_IRWXU | readable | readable >> 2)
@@ -196,8 +198,9 @@ def _store(folder: Path, trace: Trace, key: _Key) -> bool:
         kept = _Kept(key, trace.facts, trace.problems, trace.warnings, trace.num_events, hashes)
         (temporary / FACTS_FILE).write_bytes(msgspec.json.encode(kept))
         _put(temporary, folder)
-        if folder.parent == _user_cache():
-            _prune(folder.parent)
+        for unused in _unchanged_for(_UNUSED_S, folder.parent) if folder.parent == _user_cache() else ():
+            if _is_ours(unused):
+                shutil.rmtree(unused, ignore_errors=True)
         return True
     except (Exception, pl.exceptions.PanicException):  # a full disk, or a folder that is not writable
         return False
@@ -229,20 +232,6 @@ def _is_ours(folder: Path) -> bool:
             entry.is_file(follow_symlinks=False) and (entry.name == FACTS_FILE or entry.name.endswith(".parquet"))
             for entry in entries
         )
-
-
-def _prune(user_cache: Path) -> None:
-    """Remove columns that have been unused for long."""
-    for folder in _unchanged_for(_UNUSED_S, user_cache):
-        if _is_ours(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove temporary folders that killed processes left for this trace."""
-    for left in _unchanged_for(_LEFT_BEHIND_S, folder.parent):
-        if left.name.startswith(f".{folder.name}.") and left.name.endswith((".tmp", ".old")):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _unchanged_for(seconds: float, folder: Path) -> list[Path]:

@@ -207,7 +207,8 @@ class _Piece:
             first = len(device) - len(events)
             if None in device[first:] or None in stream[first:]:
                 device[first:] = [e.pid if v is None else v for v, e in zip(device[first:], events)]
-                stream[first:] = [_stream(e.tid) if v is None else v for v, e in zip(stream[first:], events)]
+                threads = [e.tid.removeprefix("stream ") if isinstance(e.tid, str) else e.tid for e in events]
+                stream[first:] = [thread if v is None else v for v, thread in zip(stream[first:], threads)]
 
     def frame(self, bad: dict[str, list[int]]) -> pl.DataFrame:
         """Return the columns present; events with invalid times go to `bad`."""
@@ -306,7 +307,3 @@ def _labels(events: list[Event]) -> Iterable[Label]:
         text = event.args.labels if event.name == "process_labels" else event.args.name
         if text is not None and event.name in _LABELS:
             yield id_text(event.pid), id_text(event.tid), event.name, str(text)
-
-
-def _stream(thread: Any) -> Any:
-    return thread.removeprefix("stream ") if isinstance(thread, str) else thread

@@ -40,7 +40,8 @@ def decode_slice(data: bytes, base: int, is_last: bool = False, is_lost: bool = 
     pieces: list[_Piece] = []
     is_closed = False
     num_passed_over = 0
-    position, length = 0, _length(data)
+    tail = data[-1024:]
+    position, length = 0, len(data) - len(tail) + len(tail.rstrip(_SEPARATORS))
     while position < length:
         # A piece ends where an event seems to end; the decoder notices if it does not.
         match = _BETWEEN.search(data, position + _PIECE)
@@ -85,9 +86,3 @@ def _offset(data: bytes, base: int, pieces: list[_Piece], event: int) -> int:
     offsets = scan_events(data, base, piece.position, stop, is_lost=piece.is_lost).offsets
     index = event - piece.first_event
     return offsets[index] if index < len(offsets) else base + piece.position
-
-
-def _length(data: bytes) -> int:
-    """Return the length without a trailing separator."""
-    tail = data[-1024:]
-    return len(data) - len(tail) + len(tail.rstrip(_SEPARATORS))

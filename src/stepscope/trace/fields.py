@@ -105,7 +105,8 @@ class Fields:
                         continue
                     raise self.error(_ENDS) from None
                 self._position = getattr(error, "pos", self._position)
-                raise self.error(f"is not a trace: {_plain(error)}") from None
+                text = str(getattr(error, "msg", error))
+                raise self.error(f"is not a trace: {text[0].lower()}{text[1:]}") from None
             if may_go_on(self._text, end) and self._read_on():
                 continue
             written = self._text[self._position : end]
@@ -141,8 +142,3 @@ def _sound(value: Any) -> Any:
     if isinstance(value, list):
         return [_sound(item) for item in value]
     return sound_text(value) if type(value) is str else value
-
-
-def _plain(error: ValueError) -> str:
-    text = str(getattr(error, "msg", error))
-    return text[0].lower() + text[1:]

@@ -58,9 +58,17 @@ def kind_of(path: Path) -> Kind:
             return next((kind for name, kind in _FILES.items() if (path / name).is_file()), Kind.RANKS)
         if not path.is_file():
             raise UsageError(f"{path} is neither a file nor a folder")
-        return _kind_of_file(path)
+        if path.suffix == ".jsonl":
+            return Kind.SWEEP
+        if path.name == MEMORY_FILE:
+            return Kind.MEMORY
+        beginning = beginning_of(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    if beginning[:1] == b"\x80" or path.suffix in (".pickle", ".pkl"):
+        return Kind.SNAPSHOT
+    is_memory = b'"allocations"' in beginning and b'"traceEvents"' not in beginning
+    return Kind.MEMORY if is_memory else Kind.TRACE
 
 
 def follow_link(path: Path) -> None:
@@ -87,15 +95,3 @@ def beginning_of(path: Path) -> bytes:
         return zlib.decompressobj(wbits=31).decompress(data, BEGINNING)
     except zlib.error:
         return b""
-
-
-def _kind_of_file(path: Path) -> Kind:
-    if path.suffix == ".jsonl":
-        return Kind.SWEEP
-    if path.name == MEMORY_FILE:
-        return Kind.MEMORY
-    beginning = beginning_of(path)
-    if beginning[:1] == b"\x80" or path.suffix in (".pickle", ".pkl"):
-        return Kind.SNAPSHOT
-    is_memory = b'"allocations"' in beginning and b'"traceEvents"' not in beginning
-    return Kind.MEMORY if is_memory else Kind.TRACE

@@ -18,19 +18,15 @@ def nest(host: pl.DataFrame) -> pl.DataFrame:
     ordered = host.sort("thread", "start_ns", "duration_ns", "event", descending=[False, False, True, False])
     end = (ordered["start_ns"] + ordered["duration_ns"]).alias("end_ns")
     places = ordered.select("thread", "start_ns", end).with_row_index("row")
-    parent = _parents(places)
-    overhang = end > end.gather(parent)
-    own = _self_by_sweep(places) if overhang.any() else _self_in_tree(ordered["duration_ns"], parent)
-    return ordered.with_columns(parent, own).select(names)
-
-
-def _parents(places: pl.DataFrame) -> pl.Series:
     is_small = pl.len().over("thread") < _LARGE
     found = [_by_stack(places.filter(is_small))]
     for thread in places.filter(~is_small).partition_by("thread"):
         by_columns = _by_columns(thread)
         found.append(_by_stack(thread) if by_columns is None else by_columns)
-    return pl.concat(found).sort("row")["parent"]
+    parent = pl.concat(found).sort("row")["parent"]
+    overhang = end > end.gather(parent)
+    own = _self_by_sweep(places) if overhang.any() else _self_in_tree(ordered["duration_ns"], parent)
+    return ordered.with_columns(parent, own).select(names)
 
 
 def _by_columns(thread: pl.DataFrame) -> pl.DataFrame | None:

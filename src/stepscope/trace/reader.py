@@ -73,7 +73,11 @@ class _Reading:
 
     def _decode_here(self) -> Iterator[tuple[Slice, Result]]:
         for part in self.document.slices():
-            yield part, lambda part=part: decode_slice(self.document.bytes_of(part), part.base)
+
+            def decode(part: Slice = part) -> Decoded:
+                return decode_slice(self.source.bytes_of(part), part.base)
+
+            yield part, decode
 
     def _take_all(self, results: Iterable[tuple[Slice, Result]]) -> None:
         for part, result in results:
@@ -82,7 +86,7 @@ class _Reading:
             elif sum(map(len, self.trailer)) > LARGEST_HEADER:
                 break
             else:
-                self.trailer.append(self.document.bytes_of(part))
+                self.trailer.append(self.source.bytes_of(part))
             if self.progress:
                 self.progress(self.source.share_read)
 
@@ -90,14 +94,14 @@ class _Reading:
         before, base = self.carried, part.base - len(self.carried)
         if before or self.is_lost:
             # The previous slice did not end between two events: read both as one.
-            decoded = decode_slice(before + self.document.bytes_of(part), base, is_lost=self.is_lost)
+            decoded = decode_slice(before + self.source.bytes_of(part), base, is_lost=self.is_lost)
         else:
             decoded = result()
         self.assembler.add(decoded)
         self.carried, self.is_lost = b"", decoded.is_lost
         if decoded.end == part.base + part.length:
             return
-        self._keep((before + self.document.bytes_of(part))[decoded.end - base :], decoded)
+        self._keep((before + self.source.bytes_of(part))[decoded.end - base :], decoded)
         if len(self.carried) > LARGEST_EVENT and not self.is_lost:
             self.assembler.problems.add(f"larger than {LARGEST_EVENT >> 20} MiB", decoded.end)
             self.is_lost = True

@@ -278,7 +278,7 @@ def _event(data: bytes) -> tuple[Event, str | None]:
     known: dict[str, Any] = {
         name: (_raw if type_ is Raw else _plain)(args[key]) for name, key, type_ in _ARGS if args.get(key) is not None
     }
-    parts = {name: convert(value.get(name)) for name, convert in _PARTS.items()}
+    parts: dict[str, Any] = {name: convert(value.get(name)) for name, convert in _PARTS.items()}
     return Event(**parts, args=Args(**known)), fault
 
 

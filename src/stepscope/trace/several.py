@@ -36,7 +36,9 @@ def open_ranks(
 
     A file whose trace may say another rank than its name is read only where no other has the rank.
     """
-    numbers = _numbers(files)
+    known = {file.rank for file in files}
+    free = (number for number in count() if number not in known)
+    numbers = [next(free) if file.rank is None else file.rank for file in files]
     order = [i for i, file in enumerate(files) if rank in (None, numbers[i]) or not file.is_said_by_trace]
     if rank is not None:
         order.sort(key=lambda i: numbers[i] != rank)
@@ -84,10 +86,3 @@ def _open(files: Sequence[TraceFile], index: int, use_cache: bool, progress: Cal
             raise
         raise TraceError(f"{error}; to go on without it, move it elsewhere or name the other files") from None
     return replace(trace, compiler=compile_file_of_trace(files[index].path))
-
-
-def _numbers(files: Sequence[TraceFile]) -> list[int]:
-    """A rank for each file: a free number where none is known."""
-    known = {file.rank for file in files}
-    free = (number for number in count() if number not in known)
-    return [next(free) if file.rank is None else file.rank for file in files]

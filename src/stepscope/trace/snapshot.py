@@ -121,7 +121,11 @@ def _look_through(data: bytes) -> None:
             num_containers += data.count(b"]", place, run.end()) + data.count(b"}", place, run.end())
             place = run.end()
         elif data[place] in _TEXTS:
-            place = _after_text(data, place)
+            start = place + 1 + _TEXTS[data[place]]
+            length = int.from_bytes(data[place + 1 : start], "little")
+            if length > MAX_TEXT_BYTES or start + length > len(data):
+                raise ValueError(f"a text at byte {place:,} claims {length:,} bytes: the file is cut off or damaged")
+            place = start + length
         elif data[place] == ord("."):
             break
         else:
@@ -150,14 +154,6 @@ def _plain_opcodes(num_bytes: int) -> re.Pattern[bytes]:
     opcodes = (pair, number, rb"[Naesu(\]})\x88\x89\x94]", rb"G.{8}")
     memo = (rb"[hq].", rb"j....", rb"r.." + upper, frame)
     return re.compile(b"(?:" + b"|".join(opcodes + memo) + b"){1,4096}", re.DOTALL)
-
-
-def _after_text(data: bytes, place: int) -> int:
-    start = place + 1 + _TEXTS[data[place]]
-    length = int.from_bytes(data[place + 1 : start], "little")
-    if length > MAX_TEXT_BYTES or start + length > len(data):
-        raise ValueError(f"a text at byte {place:,} claims {length:,} bytes: the file is cut off or damaged")
-    return start + length
 
 
 class _Reading:

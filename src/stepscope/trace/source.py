@@ -8,6 +8,7 @@ import stat
 import zlib
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,16 @@ class Source:
         self.num_read += len(data)
         return data
 
-    def read_again(self, base: int, length: int) -> bytes:
-        """Return bytes of an uncompressed file that were read before."""
+    def bytes_of(self, part: Slice) -> bytes:
+        """Return the bytes of a slice."""
+        if part.data is not None:
+            return part.data
         try:
-            data = os.pread(self.fileno(), length, base)
+            data = os.pread(self.fileno(), part.length, part.base)
         except OSError as error:
             raise TraceError(f"{self.path}: {_plain(error)}") from None
-        if len(data) < length:
-            raise TraceError(f"{self.path} became shorter while it was read (byte {base + len(data):,})")
+        if len(data) < part.length:
+            raise TraceError(f"{self.path} became shorter while it was read (byte {part.base + len(data):,})")
         return data
 
     def _read_file(self, num_bytes: int) -> bytes:
@@ -118,9 +121,12 @@ class Source:
         try:
             part = self._inflate.decompress(data, wanted)
         except zlib.error:
-            part, num_sound = _inflate_until_damage(before, data, wanted)
-            self._stop("the compressed data is damaged", len(data) - num_sound)
-            return part
+            parts: list[bytes] = []  # by byte, as long as they are sound
+            with suppress(zlib.error):
+                for byte in data:
+                    parts.append(before.decompress(bytes((byte,))))
+            self._stop("the compressed data is damaged", len(data) - len(parts))
+            return b"".join(parts)[:wanted]
         self._compressed = self._inflate.unused_data
         if not data and not part:
             self._stop("the compressed file ends early")
@@ -132,17 +138,6 @@ class Source:
         rest = f", {self.num_bytes - end:,} before its end" if end < self.num_bytes else ""
         self.warnings.append(f"{why}: reading stopped at byte {end:,} of the file{rest}")
         self._is_stopped = True
-
-
-def _inflate_until_damage(inflate: Any, data: bytes, wanted: int) -> tuple[bytes, int]:
-    """Return what can be decompressed from `data`, and how many of its bytes that took."""
-    parts: list[bytes] = []
-    try:
-        for byte in data:
-            parts.append(inflate.decompress(bytes((byte,))))
-    except zlib.error:
-        pass
-    return b"".join(parts)[:wanted], len(parts)
 
 
 class Document:
@@ -177,10 +172,6 @@ class Document:
             data, self._buffer = self._buffer[:cut], self._buffer[len(self._buffer) if cut is None else cut :]
             yield Slice(self._base, len(data), data if self.source.is_compressed else None)
             self._base += len(data)
-
-    def bytes_of(self, part: Slice) -> bytes:
-        """Return the bytes of a slice."""
-        return self.source.read_again(part.base, part.length) if part.data is None else part.data
 
     def read_trailer(self, base: int, rest: bytes) -> str | None:
         """Read what follows the list of events at the file's offset `base`; return a problem with it, if any."""

@@ -37,7 +37,7 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
 
         def logits() -> Any:
             try:
-                return built.module(**{name: tensor for name, tensor in batch.items() if name != "targets"})
+                return built.module(**prepare.without_targets(batch))
             except TypeError:  # a user's own module may require its targets
                 return ()
 

@@ -46,7 +46,8 @@ def check(request: Request, report: Report) -> None:
     workload = find(request.workload)
     report.stage("build")
     sizes = [{**request.config, **shape} for shape in shapes]
-    largest = max(range(len(sizes)), key=lambda place: _num_elements(sizes[place]))
+    num_elements = [math.prod(int(size.get(name) or 1) for name in ("batch", "seq_len")) for size in sizes]
+    largest = num_elements.index(max(num_elements))
     modules, batches = [], []
     for place, size in enumerate(sizes):
         built = prepare.build(workload, workload.config(**size), int(run["seed"]), device)
@@ -139,9 +140,8 @@ def _call(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch, run:
     for tensor in (*plain.parameters(), *batch.values()):
         tensor.grad = None
     if run["mode"] == "inference":
-        inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
         with torch.inference_mode(), contexts():
-            return module(**inputs)
+            return module(**prepare.without_targets(batch))
     with contexts():
         out = module(**batch)
     if has_backward(run):
@@ -172,7 +172,3 @@ def _median_ns(module: Callable[..., Any], plain: torch.nn.Module, batch: Batch,
     while len(samples) < int(run["steps"]) or time.monotonic() - began < FEWEST_SECONDS:
         samples.append(measure.timed_call(lambda: _call(module, plain, batch, run), device)[0])
     return int(statistics.median(samples))
-
-
-def _num_elements(config: Mapping[str, Any]) -> int:
-    return math.prod(int(config.get(name) or 1) for name in ("batch", "seq_len"))

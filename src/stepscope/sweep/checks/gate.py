@@ -75,7 +75,13 @@ def check(
     plain = {**run, "dtype": "fp32", "compile": "off", "sdpa": "free", "device": "cpu"}
     truth = _results(reference, cast(batch, torch.float64), plain, with_gradients)
     has_optimizer = run["mode"] == "step" and run["optimizer"] in CHECKED_OPTIMIZERS
-    moved = _movable(reference, truth, weights_dtype(run)) if has_optimizer else {}
+    # Each parameter and its gradient, rounded to the dtype they will have: the same start for all.
+    gradients = truth.get("gradients", {}) if has_optimizer else {}
+    moved = {
+        name: (parameter.detach().to(weights_dtype(run)), gradients[f"gradient of {name}"].to(weights_dtype(run)))
+        for name, parameter in reference.module.named_parameters()
+        if f"gradient of {name}" in gradients
+    }
     if moved:
         truth["updates"] = _updates("adamw", moved, torch.float64, "cpu")
 
@@ -116,9 +122,8 @@ def _results(built: Built, batch: Batch, run: Mapping[str, Value], with_gradient
     contexts = prepare.Contexts(run)
     module = prepare.compiled(built.module, run)
     results: Tensors = {}
-    inputs = {name: tensor for name, tensor in batch.items() if name != "targets"}
     with torch.no_grad(), contexts():
-        outputs = tensors_of(module(**inputs))
+        outputs = tensors_of(module(**prepare.without_targets(batch)))
     results["outputs"] = {f"output {index}": in_float64(tensor) for index, tensor in enumerate(outputs)}
     if "targets" not in batch and not with_gradients:
         return results
@@ -142,16 +147,6 @@ def gradients_of(module: torch.nn.Module, batch: Batch) -> dict[str, torch.Tenso
     }
 
 
-def _movable(reference: Built, truth: Tensors, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return each parameter and its gradient by name, rounded to the dtype they will have: the same start for all."""
-    gradients = truth.get("gradients", {})
-    return {
-        name: (parameter.detach().to(dtype), gradients[f"gradient of {name}"].to(dtype))
-        for name, parameter in reference.module.named_parameters()
-        if f"gradient of {name}" in gradients
-    }
-
-
 def _updates(
     optimizer: str, moved: Mapping[str, tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, device: str
 ) -> dict[str, torch.Tensor]:
@@ -169,8 +164,7 @@ def _updates(
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in float64 on the CPU."""
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return tensor.detach().to("cpu", wide)
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def deviations(found: Tensors, truth: Tensors) -> Deviations:
@@ -184,17 +178,12 @@ def deviations(found: Tensors, truth: Tensors) -> Deviations:
         norms = {name: float(tensor.norm()) for name, tensor in tensors.items()}
         average = math.sqrt(sum(norm * norm for norm in norms.values()) / max(1, len(norms)))
         floor = average / 100 if kind in ("gradients", "updates") else 0.0
-        result[kind] = {
-            name: _deviation(found[kind][name], tensor, max(norms[name], floor)) for name, tensor in tensors.items()
-        }
+        result[kind] = {}
+        for name, tensor in tensors.items():
+            is_alike, divisor = found[kind][name].shape == tensor.shape, max(norms[name], floor)
+            difference = float((found[kind][name] - tensor).norm()) if is_alike else math.inf
+            result[kind][name] = difference / divisor if divisor else math.inf if difference else 0.0
     return result
-
-
-def _deviation(found: torch.Tensor, truth: torch.Tensor, divisor: float) -> float:
-    if found.shape != truth.shape:
-        return math.inf
-    difference = float((found - truth).norm())
-    return 0.0 if difference == 0 else difference / divisor if divisor else math.inf
 
 
 def tolerances_of(dtype: str, kinds: Iterable[str]) -> dict[str, float]:

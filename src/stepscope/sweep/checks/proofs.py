@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from stepscope.formatting import plural
@@ -22,7 +23,7 @@ def run_proofs(run: Mapping[str, Value]) -> list[Proof]:
     """Return the claims that the run knobs make."""
     proofs = []
     if run["compile"] != "off":
-        proofs.append(Proof(claim=f"compile={run['compile']}", shows=_compiled(run)))
+        proofs.append(Proof(claim=f"compile={run['compile']}", shows=partial(_compiled, run)))
     if run["sdpa"] == "math":
         proofs.append(Proof(claim="sdpa=math", shows=math_attention_ran))
     elif run["sdpa"] != "free":
@@ -59,20 +60,12 @@ def compiler_notes(probe: Any, run: Mapping[str, Value]) -> list[str]:
     return notes
 
 
-def _compiled(run: Mapping[str, Value]) -> Callable[[Evidence], str | None]:
-    def shows(evidence: Evidence) -> str | None:
-        facts = evidence.facts
-        graphs = facts.get("compiler.num_graphs", 0)
-        fell_back = facts.get("compiler.num_recompile_limit_hits", 0) + facts.get("compiler.num_failures", 0)
-        if not graphs or fell_back:
-            return None
-        text = plural(graphs, "graph")
-        if has_cuda_graphs(run):
-            # A replayed graph shows up as its own launch; torch's counter differs between versions.
-            launches = sum(count for name, count in evidence.ops.items() if "GraphLaunch" in name)
-            if not launches:
-                return None
-            text += f", {launches} CUDA graph launches"
-        return text
-
-    return shows
+def _compiled(run: Mapping[str, Value], evidence: Evidence) -> str | None:
+    facts = evidence.facts
+    graphs = facts.get("compiler.num_graphs", 0)
+    fell_back = facts.get("compiler.num_recompile_limit_hits", 0) + facts.get("compiler.num_failures", 0)
+    # A replayed CUDA graph shows up as its own launch; torch's counter differs between versions.
+    launches = sum(count for name, count in evidence.ops.items() if "GraphLaunch" in name)
+    if not graphs or fell_back or (has_cuda_graphs(run) and not launches):
+        return None
+    return plural(graphs, "graph") + (f", {launches} CUDA graph launches" if has_cuda_graphs(run) else "")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 _REFUSALS = ("No available kernel", "No viable backend")
 """What torch says when the only allowed backend cannot run, on a GPU and on a CPU."""
@@ -35,11 +36,8 @@ def recorded_warnings() -> Iterator[list[str]]:
             messages.append(str(message))
         show(message, *args, **kwargs)
 
-    warnings.showwarning = listen
-    try:
+    with mock.patch.object(warnings, "showwarning", listen):
         yield messages
-    finally:
-        warnings.showwarning = show
 
 
 def refusal(

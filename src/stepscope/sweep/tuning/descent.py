@@ -16,17 +16,7 @@ from typing import Any
 
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import OK, OOM, UNPROVEN, Row
-from stepscope.sweep.tuning.space import (
-    BATCH,
-    CHECKPOINT,
-    COMPILE,
-    ORDER,
-    SDPA,
-    SET_BY_STEP,
-    Axis,
-    Space,
-    value_of,
-)
+from stepscope.sweep.tuning.space import BATCH, CHECKPOINT, COMPILE, ORDER, SDPA, SET_BY_STEP, Axis, Space, value_of
 from stepscope.sweep.tuning.trials import BESIDE, DEFAULTS, OutOfTime, Trials, cost_ns, costs_ns, is_pruned, steady_ns
 from stepscope.workloads.workload import Value
 
@@ -90,7 +80,7 @@ class Search:
         self.num_rounds = 0
         self.stopped = TIME
         self._axes = space.axes
-        self._hopeless: dict[tuple[str, Value], str] = {}
+        self._hopeless: set[tuple[str, Value]] = set()
         self._waiting: list[dict[str, Value]] = []
         self._is_full = False
         self._without_sdpa: set[tuple[Value, ...]] = set()
@@ -160,8 +150,7 @@ class Search:
         num_before = len(self.moves)
         for place, axis in enumerate(self._axes):
             self._waiting = [{later.name: value} for later in self._axes[place:] for value in self._others(later)]
-            new = [v for v in self._others(axis) if self._trials.seen(self._turned({axis.name: v})) is None]
-            if new:
+            if any(self._turned({axis.name: v}).hash not in self._trials.rows for v in self._others(axis)):
                 self._measure_best_beside(axis)
             if axis.values is None:
                 self._climb()
@@ -242,25 +231,22 @@ class Search:
         self._waiting.pop(0)
         if len(turned) == 1:
             ((name, value),) = turned.items()
-            if row["status"] == OK:
-                is_slow = self.best is not None and steady_ns(row) > HOPELESS * self._best_ns
-                if is_slow and name != BATCH:
-                    self._hopeless[name, value] = "slow"
-            elif not self._is_short_of_memory(row):
-                self._hopeless[name, value] = row["status"]
+            is_slow = row["status"] == OK and self.best is not None and steady_ns(row) > HOPELESS * self._best_ns
+            has_failed = row["status"] != OK and not self._is_short_of_memory(row)
+            if has_failed or (is_slow and name != BATCH):
+                self._hopeless.add((name, value))
         return point, row
 
     def _keep_fastest(self, found: list[tuple[Point, dict[str, Value]]]) -> bool:
         """Make the fastest of some points the best if it gains; return whether it did."""
-        usable = [entry for entry in found if self._row(entry[0])["status"] == OK]
+        rows = self._trials.rows
+        usable = [entry for entry in found if rows[entry[0].hash]["status"] == OK]
         if not usable:
             return False
-        point, turned = min(usable, key=lambda entry: steady_ns(self._row(entry[0])))
-        row, gain = self._row(point), None
-        if self.best is not None:
-            gain = self._gain(point, row)
-            if gain is None:
-                return False
+        point, turned = min(usable, key=lambda entry: steady_ns(rows[entry[0].hash]))
+        row, gain = rows[point.hash], None
+        if self.best is not None and (gain := self._gain(point, row)) is None:
+            return False
         self._best_ns = steady_ns(row) if gain is None else self._best_ns / gain
         old = {name: value_of(self._center, name) for name in turned}
         self.moves.append(Move(self.num_rounds, turned, old, gain))
@@ -283,11 +269,6 @@ class Search:
             if again["status"] == OK:
                 costs += costs_ns(again)
         return median(before) / median(after) if self._is_faster(before, after, LEAST_GAIN) else None
-
-    def _row(self, point: Point) -> Row:
-        row = self._trials.seen(point)
-        assert row is not None
-        return row
 
     @staticmethod
     def _is_short_of_memory(row: Row) -> bool:

@@ -48,7 +48,9 @@ class MaxBatch:
 
         def fits(batch: int) -> bool:
             nonlocal row
-            row = self._try(changed(self._workload, point, batch=batch, **SHORT), tries)
+            row = self._runner.run(changed(self._workload, point, batch=batch, **SHORT), probe=True)
+            tries.append(_summary(row))
+            self._on_try(batch, row["status"])
             if row["status"] not in (OK, OOM):
                 raise _Inconclusive(batch)
             return bool(row["status"] == OK)
@@ -65,12 +67,6 @@ class MaxBatch:
             tries.append(_summary(row))  # more steps fragment memory further
             batch -= max(1, batch // RETRY_SHARE)
         return self._result(point, row, tries, None)
-
-    def _try(self, point: Point, tries: list[Row]) -> Row:
-        row = self._runner.run(point, probe=True)
-        tries.append(_summary(row))
-        self._on_try(int(point.config["batch"]), row["status"])
-        return row
 
     def _result(self, point: Point, row: Row, tries: list[Row], batch: int | None) -> Row:
         budget = self._runner.options.memory_limit_bytes

@@ -97,7 +97,11 @@ def search_space(
         raise UsageError("Tune one preset at a time: presets compute different things")
     (base,) = grid.points([{name: values[:1] for name, values in typed.items()}])
     names = (*base.config, *base.run)
-    asked = {name: _values(grid, typed, name) for name in typed if len(typed[name]) > 1}
+    asked: dict[str, tuple[Value, ...]] = {}
+    for name, words in typed.items():
+        if len(words) > 1:
+            points = grid.points([{**{key: given[:1] for key, given in typed.items()}, name: words}])
+            asked[name] = tuple(value_of(point, name) for point in points)
     for name in over:
         if name not in names:
             raise UsageError(f"--over {name}: unknown knob: {nearest(name, names)}")
@@ -113,11 +117,6 @@ def search_space(
     axes = tuple(Axis(name, found[name]) for name in (*own, *(name for name in ORDER if name in found)))
     first = {name: values[0] for name, values in asked.items() if name not in PLAINEST and name != BATCH}
     return Space(workload=workload, base=base, axes=axes, plain={**first, **PLAINEST, **workload.reference})
-
-
-def _values(grid: Grid, typed: Mapping[str, Sequence[str]], name: str) -> tuple[Value, ...]:
-    points = grid.points([{**{key: values[:1] for key, values in typed.items()}, name: typed[name]}])
-    return tuple(value_of(point, name) for point in points)
 
 
 def _default_names(workload: Workload[Any], base: Point) -> list[str]:

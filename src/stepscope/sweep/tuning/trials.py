@@ -83,7 +83,7 @@ class Trials:
         self._space, self._runner, self._results, self.clock = space, runner, results, clock
         self._forecast, self._budget_bytes, self._timeout_s = forecast, budget_bytes, timeout_s
         self._on_begin, self._on_row = on_begin, on_row
-        self._rows = {row["hash"]: row for row in results.rows}
+        self.rows: dict[str, Row] = {row["hash"]: row for row in results.rows}
         self._seconds = {row["tune"]["of"]: row["seconds"] for row in results.rows if row["status"] == OK}
         self.points: dict[str, Point] = {}
         """All points with a row, including those measured only as a reference loss."""
@@ -95,24 +95,20 @@ class Trials:
         self.last: str | None = None
         """Hash of the last measured point."""
 
-    def seen(self, point: Point) -> Row | None:
-        """Return the row of a point, if it has one."""
-        return self._rows.get(point.hash)
-
     def row(self, point: Point, role: str = SEARCH, round_number: int = 0) -> Row:
         """Return the point's row; OutOfTime if there is no time to measure it."""
         self.points[point.hash] = point
-        found = self.seen(point)
-        if found is not None:
+        if point.hash in self.rows:
             self.last = point.hash
             plain = self._space.plainest(point)
-            self.points.update({plain.hash: plain} if self.seen(plain) else {})
-            return found
+            self.points.update({plain.hash: plain} if plain.hash in self.rows else {})
+            return self.rows[point.hash]
         tune: dict[str, Any] = {"role": role, "round": round_number, "of": point.hash, "scale": self.scale}
         # A reference runs only for its loss, so the memory budget does not apply.
-        forecast = self._forecast(point, self.seen(self._space.base)) if role == SEARCH else None
+        forecast = self._forecast(point, self.rows.get(self._space.base.hash)) if role == SEARCH else None
         if forecast is not None and not forecast.fits:
-            row = _skipped(point, forecast)
+            times = {"started_at": now(), "finished_at": now(), "seconds": 0.0}
+            row = {**identity(point), "status": SKIPPED, "reason": forecast.reason, "notes": [], **times}
         else:
             row = self._run(point, has_budget=role != REFERENCE)
             self._judge(point, row, tune)
@@ -125,11 +121,12 @@ class Trials:
         self.last = point.hash
         named = renamed(point, {role: [number, among]})
         tune = {"role": role, "round": number, "of": point.hash, "among": among}
-        return self.seen(named) or self._keep(self._run(named), tune)
+        return self.rows.get(named.hash) or self._keep(self._run(named), tune)
 
     def candidates(self, best: Point) -> list[Point]:
         """Return the defaults, the best, the fastest other point, and the frontier of speed and memory."""
-        rows = {name: row for name, point in self.points.items() if (row := self.seen(point)) and row["status"] == OK}
+        rows = {name: self.rows[name] for name in self.points if name in self.rows}
+        rows = {name: row for name, row in rows.items() if row["status"] == OK}
         ordered = sorted(rows, key=lambda name: steady_ns(rows[name]))
         chosen = [point.hash for point in (self._space.base, best) if point.hash in rows]
         chosen += [name for name in ordered if name not in chosen][:1]
@@ -165,7 +162,7 @@ class Trials:
     def _keep(self, row: Row, tune: dict[str, Any]) -> Row:
         row["tune"] = tune
         self._results.append(row)
-        self._rows[row["hash"]] = row
+        self.rows[row["hash"]] = row
         if row["status"] == OK:
             self._seconds[tune["of"]] = row["seconds"]
         self._on_row(row)
@@ -221,11 +218,6 @@ class Trials:
         tune["loss"] = asdict(check)
         if check.passed is False:
             row.update(status=WRONG, reason=check.reason)
-
-
-def _skipped(point: Point, forecast: Forecast) -> Row:
-    times = {"started_at": now(), "finished_at": now(), "seconds": 0.0}
-    return {**identity(point), "status": SKIPPED, "reason": forecast.reason, "notes": [], **times}
 
 
 def is_pruned(row: Mapping[str, Any]) -> bool:
