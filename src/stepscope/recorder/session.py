@@ -23,6 +23,7 @@ from stepscope.recorder.clock import (
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.probes import Probes
+from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.step_facts import StepFacts
 from stepscope.recorder.steps import EXPLICIT, FORWARD, Boundary
 from stepscope.recorder.windows import Windows
@@ -207,6 +208,8 @@ class Session:
         if self._loop.finder.source == FORWARD and not self._infers():
             return False  # this may be an evaluation before the training
         num_free = self._step - self._windows.num_steps
+        if rank_and_world_size()[1] > 1:
+            return num_free >= LEAST_FREE_STEPS  # ranks must stop at the same step, and only counts are the same
         free_ns = step.start_ns + step.wall_ns - self._free_ns
         return num_free >= MOST_FREE_STEPS or free_ns >= MOST_FREE_NS or (
             num_free >= LEAST_FREE_STEPS and free_ns >= LEAST_FREE_NS
