@@ -28,7 +28,7 @@ from stepscope.errors import StepscopeError, UsageError, need_torch
 
 if TYPE_CHECKING:
     from stepscope.recorder.fixes.applied import AppliedFixes
-    from stepscope.recorder.launch import Program
+    from stepscope.recorder.processes.launch import Program
     from stepscope.recorder.processes.options import Options
     from stepscope.recorder.session import Session
 
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the script and print its card; exceptions and the exit code are the script's own."""
-    from stepscope.recorder import launch
-    from stepscope.recorder.processes import start
+    from stepscope.recorder.processes import launch, start
+    from stepscope.recorder.processes.imports import AfterImport
     from stepscope.recorder.windows import Windows
 
     words = arguments.module or arguments.script
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     run = _Run(arguments, windows)
     atexit.register(run.end_late)  # before multiprocessing registers the function that waits for its processes
     start.cancel()
-    launch.AfterImport("torch", after=run.torch_is_here)
+    AfterImport("torch", after=run.torch_is_here)
     try:
         load = launch.load_module if arguments.module else launch.load_script
         program = load(words[0], words[1:])

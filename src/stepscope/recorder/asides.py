@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from stepscope.recorder.clock import CHECKPOINT, GARBAGE, LOGGING
-from stepscope.recorder.launch import AfterImport
 from stepscope.recorder.loop import Loop
 from stepscope.recorder.patches import Handle, Patch, remove_all
+from stepscope.recorder.processes.imports import AfterImport
 
 # Module, what in it, label. Modules that are not imported yet are patched when they are.
 _FUNCTIONS = (

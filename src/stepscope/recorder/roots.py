@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.recorder.launch import AfterImport
 from stepscope.recorder.model import Begin, CalledRoots, CallHooks, End, live_modules
 from stepscope.recorder.patches import Handle, Patch, remove_all
+from stepscope.recorder.processes.imports import AfterImport
 
 
 class Roots:

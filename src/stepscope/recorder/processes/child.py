@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepscope.recorder import current, files, launch
+from stepscope.recorder import current, files
+from stepscope.recorder.processes import launch
 from stepscope.recorder.processes import rank as ranks
 from stepscope.recorder.processes.adopt import adopt, is_running
 from stepscope.recorder.processes.ending import ending

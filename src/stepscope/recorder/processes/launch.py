@@ -1,4 +1,4 @@
-"""Runs a script the way Python would, with a hook that waits for torch to be imported.
+"""Runs a script the way Python would.
 
 This module must not import torch: what the script sets before importing it (CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS,
 the allocator configuration) must still take effect.
@@ -22,14 +22,7 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, NoReturn
 
-from stepscope.recorder.processes.imports import AfterImport
-
-__all__ = [
-    "AfterImport", "NotPython", "Program", "hide_own_frames", "load_module", "load_script", "raise_as_script",
-    "remove_own_frames", "run_in_plain_python", "run_program",
-]  # fmt: skip
-
-PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
+PACKAGE_FOLDER = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
