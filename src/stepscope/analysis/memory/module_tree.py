@@ -118,11 +118,8 @@ def frontier(sizes: Mapping[str | None, int], most: int) -> list[tuple[str | Non
                 inside.setdefault(outer, {})[inner] = None
     rows: dict[str | None, int] = {name: total[name] for name in ("", None) if name in total}
     closed: set[str | None] = set()
-    while True:
-        open_names = [name for name in rows if name not in closed and name in inside]
-        if not open_names:
-            break
-        name = max(open_names, key=rows.__getitem__)
+    while opened := [name for name in rows if name not in closed and name in inside]:
+        name = max(opened, key=rows.__getitem__)
         num_more = len(inside[name]) - (0 if own[name] else 1)
         if name and len(rows) + num_more > most:
             closed.add(name)

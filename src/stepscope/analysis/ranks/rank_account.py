@@ -166,12 +166,12 @@ def device_name(linked: Linked) -> str | None:
 def one_step(linked: Linked, step: int) -> Trace:
     """Return the trace of one step: host events that start in it and the GPU work they launched."""
     trace = linked.trace
-    host = linked.host.filter(pl.col("step") == step)["event"]
-    device = linked.device.filter(pl.col("step") == step)["event"]
-    memory = linked.memory.filter(pl.col("step") == step)["event"]
-    syncs = at_times(trace.syncs, linked.steps, "start_ns").filter(pl.col("step") == step)["event"]
-    keep = {"host": host, "device": device, "memory": memory, "syncs": syncs}
-    kept = {name: getattr(trace, name).filter(pl.col("event").is_in(ids.implode())) for name, ids in keep.items()}
+    syncs = at_times(trace.syncs, linked.steps, "start_ns")
+    tables = {"host": linked.host, "device": linked.device, "memory": linked.memory, "syncs": syncs}
+    kept = {}
+    for name, table in tables.items():
+        events = table.filter(pl.col("step") == step)["event"]
+        kept[name] = getattr(trace, name).filter(pl.col("event").is_in(events.implode()))
     return replace(trace, **{**kept, "host": nest(kept["host"])})
 
 
