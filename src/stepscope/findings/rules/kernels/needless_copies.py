@@ -59,14 +59,11 @@ def _round_trips(casts: pl.DataFrame) -> pl.DataFrame:
     casts = casts.filter(pl.col("dtypes").is_not_null()).with_columns(
         pair.list.get(0, null_on_oob=True).alias("to"), pair.list.get(1, null_on_oob=True).alias("from")
     )
-    casts = casts.filter(pl.col("to") != pl.col("from"))
-    keys = ["step", "phase", "again", "shapes"]
-    counts = casts.group_by(*keys, "to", "from").agg(pl.len().alias("num"))
-    back = counts.select(
-        *keys, pl.col("to").alias("from"), pl.col("from").alias("to"), pl.col("num").alias("num_back")
+    casts = casts.filter(pl.col("to") != pl.col("from")).with_columns(
+        pl.min_horizontal("to", "from").alias("low"), pl.max_horizontal("to", "from").alias("high")
     )
-    paired = casts.join(counts, on=[*keys, "to", "from"], nulls_equal=True).join(
-        back, on=[*keys, "to", "from"], nulls_equal=True
-    )
+    keys = ("step", "phase", "again", "shapes")
+    num = pl.len().over(*keys, "to", "from")
+    num_back = pl.len().over(*keys, "low", "high") - num
     place = pl.int_range(pl.len()).over(*keys, "to", "from")
-    return paired.filter(place < pl.min_horizontal("num", "num_back")).drop("to", "from", "num", "num_back", "again")
+    return casts.filter(place < pl.min_horizontal(num, num_back)).drop("to", "from", "low", "high", "again")
