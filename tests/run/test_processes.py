@@ -67,9 +67,9 @@ LAUNCHES = {
 DEFAULT = ("module", "spawn")
 
 
-def start(lab, name, *options):
+def start(lab, name, *options, num_steps=NUM_STEPS):
     source, launcher, arguments = LAUNCHES[name]
-    script = lab.script(source)
+    script = lab.script(source.replace("NUM_STEPS = 12", f"NUM_STEPS = {num_steps}"))
     # Commands such as torchrun are on the PATH of an activated environment.
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     return script.stepscope(
@@ -239,13 +239,14 @@ def test_a_process_that_fails_is_recorded_as_failed(lab, how):
 
 
 @pytest.mark.long
-def test_the_options_reach_the_child(lab):
-    script = lab.script(ONE_CHILD)
-    run = script.run("spawn", "0", "join", options=(*SHORT, "--exit-after", "--tokens-per-step", "77", "--json"))
+def test_the_options_reach_the_ranks_and_both_stop_at_one_step(lab):
+    run = start(lab, "module", "--exit-after", "--tokens-per-step", "77", "--json", num_steps=500)
     assert run.exit_code == 0, run.stderr
-    assert "trained" not in run.stderr  # it was ended before
     card = json.loads(run.stdout)
-    assert (card["num_steps"], card["throughput"]["per_step"]) == (8, 77)
+    assert card["throughput"]["per_step"] in (77, 154)
+    recordings = [read_recording(folder) for folder in (run.folder, run.folder / "rank1")]
+    assert [recording.status for recording in recordings] == ["finished", "finished"]
+    assert len(recordings[0].samples) == len(recordings[1].samples) < 500
 
 
 @pytest.mark.long
