@@ -41,6 +41,7 @@ FORWARD_OF_ANOTHER = "forward_of_another_model"
 FORWARD_WITHOUT_GRADIENTS = "forward_without_gradients"
 UNATTRIBUTED = "unattributed"  # in free running: from the first forward of a step to its end
 
+_PASSES = (FORWARD, BACKWARD, OPTIMIZER, UNATTRIBUTED)
 _FETCHES = (DATA, LOADER_START)
 _UNTRAINED = (EVALUATION, ROLLOUT)
 _SHOWS_NOTHING = (None, *_FETCHES, LOGGING, GARBAGE)
@@ -171,12 +172,14 @@ class Clock:
         names = name_stretches([label for label, _, _ in stretches])
         host_ns: dict[str, int] = {}
         num_times: dict[str, int] = {}
-        before = None
+        going_on: set[str] = set()  # what was begun since the last pass: a log line does not end an evaluation
         for name, (_, ns, _) in zip(names, stretches):
             host_ns[name] = host_ns.get(name, 0) + ns
-            if name != before and name in BETWEEN_STEPS:
-                num_times[name] = num_times.get(name, 0) + 1
-            before = name
+            if name in BETWEEN_STEPS:
+                num_times[name] = num_times.get(name, 0) + (name not in going_on)
+                going_on.add(name)
+            elif name in _PASSES:
+                going_on.clear()
         events = [(name, event) for name, (_, _, event) in zip(names, stretches) if event is not None]
         wall_ns = self._cut_ns - self._start_ns
         return TimedStep(index, self._start_ns, wall_ns, host_ns, num_times, first_event, events)

@@ -235,8 +235,8 @@ class Session:
                 facts.loss = self._loop.facts.loss
             self._loop.facts = facts
             step = before.joined(step)
-        elif self._step == 1 and self._last is not None and self._source == FORWARD:
-            step = self._last[0].joined(step)  # a single forward before the first backward: a teacher's
+        elif self._step == 1 and self._last is not None:
+            step = self._last[0].joined(step)  # a teacher's forward before the first update, or a GAN's first half
         elif self._source == FORWARD:
             # Forwards before the first backward are no steps but an evaluation, which the loop began with.
             wall_ns = sum(self._forwards_ns)
