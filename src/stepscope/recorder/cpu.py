@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -60,7 +59,7 @@ def _model(cpuinfo: Path) -> str:
 
 
 def _apple_name() -> str:
-    if sys.platform != "darwin":
+    if platform.system() != "Darwin":
         return ""
     text, length = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
     failed = ctypes.CDLL(None).sysctlbyname(b"machdep.cpu.brand_string", text, ctypes.byref(length), None, 0)
