@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from stepscope.errors import UsageError
 from stepscope.workloads import gelu
+from stepscope.workloads.custom_op import GatherRows
 from stepscope.workloads.gelu import Gelu, gelu_by
 from stepscope.workloads.workload import Built, Evidence, Proof, Value, knob, numbers
 
@@ -189,9 +190,9 @@ class MixtureOfExperts(nn.Module):
     def _gathered(
         self, x: Tensor, weights: Tensor, at: _Placement, product: Product, shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        rows = _ToRows.apply(x, at.slot_of_row, at.row_of_slot, at.kept, self.top_k)
+        rows = GatherRows.apply(x, at.slot_of_row, at.row_of_slot, at.kept, self.top_k)
         y = self._experts(rows if shape is None else rows.view(shape), product).view(-1, x.shape[1])
-        slots = _FromRows.apply(y, at.row_of_slot, at.slot_of_row, at.filled).view(*weights.shape, -1)
+        slots = GatherRows.apply(y, at.row_of_slot, at.slot_of_row, at.filled, 1).view(*weights.shape, -1)
         if at.kept is not None:
             weights = weights * at.kept.view(weights.shape)
         return (slots * weights[..., None].to(slots.dtype)).sum(1)
@@ -259,40 +260,6 @@ def _padded(experts: Tensor, counts: Tensor, starts: Tensor, num_rows: int, capa
 
 def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-
-
-class _ToRows(torch.autograd.Function):
-    """Tokens → rows. A token's gradient is gathered from the rows of its slots; autograd would add atomically."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None, k: int) -> Tensor:
-        ctx.save_for_backward(row_of_slot, kept)
-        ctx.k = k
-        return x.index_select(0, slot_of_row // k)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        row_of_slot, kept = ctx.saved_tensors
-        slots = _only(gradient.index_select(0, row_of_slot), kept)
-        return slots.view(-1, ctx.k, slots.shape[1]).sum(1), None, None, None, None
-
-
-class _FromRows(torch.autograd.Function):
-    """Rows → slots. The gradient of a row is that of its slot."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, filled: Tensor | None) -> Tensor:
-        ctx.save_for_backward(slot_of_row, filled)
-        return rows.index_select(0, row_of_slot)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        slot_of_row, filled = ctx.saved_tensors
-        return _only(gradient.index_select(0, slot_of_row), filled), None, None, None
-
-
-def _only(rows: Tensor, wanted: Tensor | None) -> Tensor:
-    return rows if wanted is None else rows.masked_fill(~wanted[:, None], 0)
 
 
 def facts(layers: Sequence[MixtureOfExperts]) -> Mapping[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from stepscope.workloads.workload import Built, Workload
@@ -16,16 +17,7 @@ def facts_of(workload: Workload[Any], *, has_parameters: bool) -> dict[str, Any]
             {"name": preset, "sets": dict(values), **(_parameters(workload, preset) if has_parameters else {})}
             for preset, values in workload.presets.items()
         ],
-        "knobs": [
-            {
-                "name": knob.name,
-                "kind": knob.kind.__name__,
-                "default": knob.default,
-                "values": None if knob.values is None else list(knob.values),
-                "about": knob.about,
-            }
-            for knob in workload.knobs()
-        ],
+        "knobs": [{**asdict(knob), "kind": knob.kind.__name__} for knob in workload.knobs()],
         "reference": dict(workload.reference),
     }
 

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
+from stepscope.workloads.custom_op import GatherRows
 from stepscope.workloads.losses import CHUNK_ROWS, loss_proof, next_token_loss
 from stepscope.workloads.models.ccgqa import CCGQA, CausalConvs
 from stepscope.workloads.models.layers import RMSNorm, rope_tables, run_blocks
@@ -82,20 +83,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(functional.silu(gate) * up)
-
-
-class Permute(torch.autograd.Function):
-    """Reorders rows. Its backward uses the inverse order; that of index_select would be an index_add."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
 
 
 class Block(nn.Module):
@@ -164,12 +151,13 @@ class Block(nn.Module):
             return rows
         order = num_runs.argsort(descending=True, stable=True)
         inverse = order.argsort()
-        going, weight = Permute.apply(rows, order, inverse), Permute.apply(weight, order, inverse)
+        going = GatherRows.apply(rows, order, inverse, None, 1)
+        weight = GatherRows.apply(weight, order, inverse, None, 1)
         stopped: list[Tensor] = []
         for recursion, count in enumerate(counts):
             stopped.append(going[count:])
             going = self._update(going[:count], weight[:count], recursion)
-        return Permute.apply(torch.cat((going, *reversed(stopped))), inverse, order)
+        return GatherRows.apply(torch.cat((going, *reversed(stopped))), inverse, order, None, 1)
 
 
 def _router(dim: int, bias: bool) -> nn.Linear:

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -52,7 +51,7 @@ class Group:
         backend = "nccl" if device.type == "cuda" else "gloo"
         _check(world_size, backend)
         timeout = timedelta(seconds=TIMEOUT_S)
-        store = dist.TCPStore(HOST, 0, None, True, timeout=timeout, wait_for_workers=False)
+        self._store = store = dist.TCPStore(HOST, 0, None, True, timeout=timeout, wait_for_workers=False)
         words = [sys.executable, "-m", __name__, str(store.port), str(world_size), backend]
         # Without an interface, gloo resolves the host's name, which may fail.
         for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
@@ -64,7 +63,7 @@ class Group:
         ]
         self.close = weakref.finalize(self, _close, self._peers)
         try:
-            self._wait(store)
+            self._wait()
             dist.init_process_group(backend, store=store, rank=0, world_size=world_size, timeout=timeout)
         except BaseException:
             self.close()
@@ -93,19 +92,12 @@ class Group:
         if self._message is not None:
             raise UsageError(f"all_reduce: one message size per run, but {message} follows {self._message}")
         self._message = message
-        for peer in self._peers:
-            assert peer.stdin is not None
-            try:
-                peer.stdin.write(f"{message}\n".encode())
-                peer.stdin.flush()
-            except OSError as error:
-                self._raise_if_dead(error)
-                raise
+        self._store.set("message", message)
 
-    def _wait(self, store: Any) -> None:
+    def _wait(self) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         for rank in range(1, self.world_size):
-            while not store.check([f"ready{rank}"]):
+            while not self._store.check([f"ready{rank}"]):
                 self._raise_if_dead(None)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"all_reduce: rank {rank} did not start within {TIMEOUT_S:.0f} s")
@@ -189,15 +181,15 @@ def _close(peers: list[subprocess.Popen[bytes]]) -> None:
 
 def _peer(port: str, world_size: str, backend: str, rank: str) -> None:
     """Run ranks 1 and above until their standard input closes."""
-    first_line: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_watch, args=(first_line,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     if backend == "nccl":
         torch.cuda.set_device(int(rank))
     store = dist.TCPStore(HOST, int(port), None, False, timeout=timedelta(seconds=TIMEOUT_S))
     store.set(f"ready{rank}", "")
     timeout = timedelta(seconds=PEER_TIMEOUT_S)
     dist.init_process_group(backend, store=store, rank=int(rank), world_size=int(world_size), timeout=timeout)
-    num_elements, dtype = first_line.get().split()
+    store.wait(["message"], timeout)
+    num_elements, dtype = store.get("message").decode().split()
     device = "cuda" if backend == "nccl" else "cpu"
     ones = torch.ones(int(num_elements), dtype=getattr(torch, dtype), device=device)
     message = torch.empty_like(ones)
@@ -211,11 +203,8 @@ def _peer(port: str, world_size: str, backend: str, rank: str) -> None:
             os._exit(0)  # rank 0 has ended, or another peer has, which rank 0 reports
 
 
-def _watch(first_line: SimpleQueue[str]) -> None:
-    line = sys.stdin.readline()
-    if line:
-        first_line.put(line)
-        sys.stdin.read()
+def _exit_with_parent() -> None:
+    sys.stdin.read()
     os._exit(0)
 
 
