@@ -7,6 +7,12 @@ that loads almost nothing. Written for any Python 3: a script may start another 
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
 VARIABLE = "STEPSCOPE_CHILD"
 FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 SOURCE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))  # noqa: PTH120
@@ -19,7 +25,9 @@ class Await:
         self.options = options
         self.pending = {"torch", "subprocess"}
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         """Return what the finders that take over find."""
         if name not in self.pending:
             return None
