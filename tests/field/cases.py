@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from case import Case
 from loops import BETWEEN, PROCESSES, UPDATES
+from trainers import TRAINERS
 
-CASES: tuple[Case, ...] = (*UPDATES, *BETWEEN, *PROCESSES)
+CASES: tuple[Case, ...] = (*UPDATES, *BETWEEN, *PROCESSES, *TRAINERS)

@@ -41,7 +41,7 @@ def test_a_script_in_a_process_that_has_torch(case, forks, tmp_path):
 def test_a_script_as_a_user_runs_it(case, tmp_path):
     for package in case.needs:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install --constraint constraints.txt '.[field]'")
+            pytest.skip(f"{package} is not installed: the extra `field` has it")
     _check(case, *both(case, tmp_path))
 
 
