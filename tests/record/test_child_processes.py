@@ -131,6 +131,16 @@ def test_training_in_the_first_process_keeps_its_place(tmp_path, source, is_adop
     assert (tmp_path / "process5").exists() is not is_adopted
 
 
+def test_a_rank_leaves_the_other_ranks_alone(tmp_path):
+    write(tmp_path, exit_code=0)
+    write(tmp_path / "rank1", num_steps=3)
+    assert not adopt(tmp_path, is_rank=True)
+    write(tmp_path / "process5", num_steps=4)
+    assert adopt(tmp_path, is_rank=True)
+    assert facts_of(tmp_path)["steps"]["num_steps"] == 4
+    assert names_in(tmp_path) == ["rank1", "recording.json", "samples.jsonl"]
+
+
 def test_the_failure_of_the_script_is_that_of_its_recording(tmp_path):
     write(tmp_path, status="failed", exit_code=1, exception="ChildFailedError: …")
     write(tmp_path / "rank0", status="interrupted", num_steps=3)

@@ -223,7 +223,7 @@ class _Run:
             self._facts.update(facts)
             self._write(status)
         try:
-            adopt(self.folder)
+            adopt(self.folder, self._options is not None and self._options.rank is not None)
         except OSError as error:
             print(f"stepscope: the recordings of the processes stay apart: {error}", file=sys.__stderr__)
         if self._arguments.json or not self._arguments.quiet:

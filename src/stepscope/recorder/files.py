@@ -31,7 +31,8 @@ OWN_NAMES = (
     *(COUNTERS_FILE, COMPILE_FILE),
 )
 RANK_FOLDER = re.compile(r"rank\d+")
-CHILD_FOLDER = re.compile(r"rank\d+|process\d+(-\d+)?")
+PROCESS_FOLDER = re.compile(r"process\d+(-\d+)?")
+CHILD_FOLDER = re.compile(rf"{RANK_FOLDER.pattern}|{PROCESS_FOLDER.pattern}")
 """A process that the script started and that trained: by rank, else by process id."""
 
 STATUS_INTERRUPTED = "interrupted"

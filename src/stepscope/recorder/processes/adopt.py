@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,18 @@ LOCK_FILE = ".adopting"
 FROM_PARENT = ("exit_code", "exception", "finished_at", "num_child_processes")
 
 
-def adopt(folder: Path) -> bool:
+def adopt(folder: Path, is_rank: bool = False) -> bool:
     """Move the recording of the lowest rank, else of the first process, up into `folder`; return whether it did.
 
     Nothing happens if the recording in `folder` has training steps of its own, or if no child process trained. The
-    exit code and the failure of the process that was started first stay: they are the script's.
+    exit code and the failure of the process that was started first stay: they are the script's. If that process
+    `is_rank`, one of several that a launcher started, then the folders of other ranks are not its children's.
     """
     own = _facts(folder)
     steps = own.get("steps") or {}
     if steps.get("num_steps") and steps.get("source") != "forward":
         return False
-    child = _first_child(folder)
+    child = _first_child(folder, files.PROCESS_FOLDER if is_rank else files.CHILD_FOLDER)
     if child is None or not _lock(folder):
         return False
     try:
@@ -62,11 +64,11 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def _first_child(folder: Path) -> Path | None:
+def _first_child(folder: Path, names: re.Pattern[str]) -> Path | None:
     """Return the folder of the lowest rank that has ended, else of the process that began first."""
     found = []
     for entry in folder.iterdir():
-        if files.CHILD_FOLDER.fullmatch(entry.name) and (facts := _facts(entry)):
+        if names.fullmatch(entry.name) and (facts := _facts(entry)):
             pid = int(facts.get("pid") or 0)
             if facts["status"] == files.STATUS_INTERRUPTED and pid not in (0, os.getpid()) and is_running(pid):
                 continue

@@ -161,7 +161,7 @@ class Child:
         if status == files.STATUS_FINISHED and not files.num_steps(session.folder):
             shutil.rmtree(session.folder, ignore_errors=True)  # a gradient, and no training
         elif not is_running(self._options.pid):
-            adopt(self._options.folder)
+            adopt(self._options.folder, self._options.rank is not None)
 
 
 def claim(folder: Path, rank: int | None) -> tuple[Path, bool]:
