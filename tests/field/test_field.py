@@ -37,7 +37,7 @@ def test_a_script_in_a_process_that_has_torch(case, forks, tmp_path):
     _check(case, *both_in_forks(case, tmp_path, forks))
 
 
-@pytest.mark.parametrize("case", map(_alone, CASES))
+@pytest.mark.parametrize("case", [_alone(case) for case in CASES])
 def test_a_script_as_a_user_runs_it(case, tmp_path):
     for package in case.needs:
         if importlib.util.find_spec(package) is None:
