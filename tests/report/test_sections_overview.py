@@ -71,7 +71,7 @@ def test_the_lines_of_the_card_are_the_key_figures(tmp_path):
 
     card = Card.of(source)
     assert (figures, measurement) == (card.figures, card.measurement)
-    assert {"step", "throughput", "MFU", "HFU", "memory"} <= {fact.title for fact in figures}
+    assert {"typical step", "throughput", "MFU", "HFU", "memory"} <= {fact.title for fact in figures}
     assert facts_in(parts)["MFU"] == "50.0 %"
     assert facts_in(parts)["command"] == "train.py --lr 0.1" and facts_in(parts)["torch"] == "2.11.0"
     assert of(parts, Findings).values == diagnose(source.case).to_json()

@@ -109,7 +109,7 @@ LOOPS = {
             optimizer.zero_grad()
         """,
     "ends after the windows": """
-        for step in range(100):
+        for step in range(1000):
             print("step", step)
             train_step()
         """,
@@ -203,7 +203,7 @@ def _dedent(loop):
         ("scaled", ALL, "optimizer", 1, 1),
         ("alternating", ALL, "optimizer", 2, 1),
         ("back to back", ALL, "optimizer", 2, 1),
-        ("three to one", ALL, "optimizer", 2, 3),
+        ("three to one", ALL, "optimizer", 2, 1),
         ("explicit", ALL, "step()", 1, 2),
         ("no_grad", ALL, "forward", 1, 1),
         ("inference_mode", ALL, "forward", 1, 1),
@@ -286,8 +286,10 @@ def test_exit_after_stops_the_script_after_the_last_window(runs):
     run = runs["ends after the windows"]
     assert run.exit_code == 0, run.stderr
     assert run.recording.status == "finished"
-    assert run.steps == list(range(2 + 3 + 1 + 2 + 1))
-    assert [line for line in run.stdout.splitlines() if line.startswith("step ")][-1] == "step 8"
+    # After the windows it goes on for long enough to tell the throughput.
+    assert run.steps == list(range(len(run.steps)))
+    assert 2 + 3 + 1 + 2 + 1 + 20 <= len(run.steps) <= 2 + 3 + 1 + 2 + 1 + 300
+    assert [line for line in run.stdout.splitlines() if line.startswith("step ")][-1] == f"step {run.steps[-1]}"
     assert run.card["flops"]["model_flops"] > 0
 
 

@@ -18,8 +18,10 @@ from stepscope.document.verdict import verdict
 from stepscope.errors import WRONG_KIND, RecordingError, wrong_kind
 from stepscope.formatting import milliseconds, plural
 from stepscope.session import Session
+from stepscope.session.job import Processes, processes_of
 from stepscope.trace.recording import Recording
 
+MAX_RANKS = 8  # that are listed by number
 _FACTS = ("exit_code", "command", "environment", "precision", "steps", "memory", "notes")
 _EXACT = "for exact step boundaries, call stepscope.step() at the end of your loop"
 _STEP_SOURCES = {
@@ -49,13 +51,15 @@ class Card(Shown):
         """Return the card of a recording; RecordingError if a field of it is damaged."""
         recording, summary = session.recording, session.summary
         try:
+            processes = processes_of(session)
+            summary = _of_all_ranks(summary, processes)
             return cls(
                 recording=recording,
                 summary=summary,
                 verdict=verdict(recording, summary),
                 run=tuple(_run(recording)),
                 figures=tuple(figures(recording, summary)),
-                measurement=(*_steps(recording, summary), *_caveats(recording)),
+                measurement=(*_steps(recording, summary), *_processes(processes), *_caveats(recording)),
             )
         except WRONG_KIND as error:
             raise RecordingError(f"{recording.folder} holds a recording with {wrong_kind(error)}") from None
@@ -129,6 +133,33 @@ def _status(recording: Recording) -> str:
         + (f" with exit code {exit_code}" if exit_code is not None else "")
         + (f" ({error})" if error else "")
     )
+
+
+def _of_all_ranks(summary: Summary, processes: Processes) -> Summary:
+    """Return a rank's summary with the throughput of all recorded ranks together."""
+    all_of_them = [session.summary for session in processes.ranks.values()]
+    works = [each.throughput for each in all_of_them if each.throughput is not None]
+    if summary.throughput is None or len(works) < 2:
+        return summary
+    per_step, per_s = sum(work.per_step for work in works), sum(work.per_s for work in works)
+    return dataclasses.replace(
+        summary, throughput=dataclasses.replace(summary.throughput, per_step=per_step, per_s=per_s)
+    )
+
+
+def _processes(processes: Processes) -> Iterator[Fact]:
+    num = len(processes.ranks)
+    if processes.missing:
+        missing = ", ".join(map(str, processes.missing[:MAX_RANKS])) + (
+            ", …" if len(processes.missing) > MAX_RANKS else ""
+        )
+        text = f"{num} of {processes.world_size} recorded: throughput is theirs alone"
+        yield Fact("ranks", text, f"missing: {missing}")
+    elif num > 1:
+        yield Fact("ranks", f"all {num} recorded", "throughput is that of all ranks, step times are rank 0's")
+    if processes.others:
+        names = ", ".join(session.path.name for session in processes.others[:MAX_RANKS])
+        yield Fact("processes", f"{plural(len(processes.others), 'other process')} trained too", names)
 
 
 def _steps(recording: Recording, summary: Summary) -> Iterator[Fact]:

@@ -132,11 +132,15 @@ def _data_patches(loop: Loop) -> list[Handle]:
         finally:
             loop.data_ended()
 
+    def makes_iterator(loader: Any) -> bool:
+        loop.num_prefetched = max(loop.num_prefetched, loader.num_workers * (loader.prefetch_factor or 0))
+        return True
+
     # Making an iterator and waiting for its first batch happens once an epoch: with workers, it can take seconds.
     first = functools.partial(around, lambda iterator: iterator._num_yielded == 0)
     return [
         Patch(_BaseDataLoaderIter, "__next__", first),
-        Patch(DataLoader, "__iter__", functools.partial(around, lambda _loader: True)),
+        Patch(DataLoader, "__iter__", functools.partial(around, makes_iterator)),
     ]
 
 

@@ -55,6 +55,8 @@ class Loop:
         self.observer: Ledger | None = None
         self.is_free = False
         self.is_open = False
+        self.num_prefetched = 0
+        """How many batches the workers of a DataLoader may have ready."""
         self.between = Between(self.optimizers)
         self._updates = UpdateWatch()
         self._optimizer_stack: list[int] = []
@@ -316,12 +318,13 @@ class Loop:
         """End the step here, for `stepscope.step()`."""
         if not self.listens():
             return
-        if not self.is_free:
-            self._open()
-            if tokens is not None:
-                self.facts.given_tokens = (self.facts.given_tokens or 0) + int(tokens)
-            if loss is not None:
-                self.facts.loss = _kept(loss) if isinstance(loss, torch.Tensor) else float(loss)
+        self._open()
+        if tokens is not None:
+            self.facts.given_tokens = (self.facts.given_tokens or 0) + int(tokens)
+        if not self.is_free and loss is not None:
+            self.facts.loss = _kept(loss) if isinstance(loss, torch.Tensor) else float(loss)
+        if self.is_free:
+            self._switch(None)
         self._ended(self.finder.saw(EXPLICIT, EXPLICIT))
 
     @contextmanager

@@ -374,6 +374,7 @@ class Session:
                 "num_sources": finder.num_sources,
                 "num_steps": self._step,
                 "num_earlier": finder.num_earlier,
+                "num_prefetched": self._loop.num_prefetched,
                 "num_lines_dropped": self._samples.num_dropped,
             },
             "between": {kind: dict(places) for kind, places in self._loop.between.places.items()},

@@ -105,7 +105,7 @@ class UpdateWatch:
 
 def _address(tensor: torch.Tensor) -> int:
     try:
-        return tensor.data_ptr()
+        return int(tensor.data_ptr())
     except RuntimeError:
         return 0  # a tensor without storage, such as a sharded one
 

@@ -40,8 +40,8 @@ class RecordingFacts(TypedDict, total=False):
     precision: dict[str, Any]  # torch's precision settings at the end of the clean window (docs/precision.md)
     steps: dict[str, Any]
     """`source` of the step boundaries (`step()`, `optimizer`, `update`, `forward`), `num_sources`, `num_steps`,
-    `num_earlier` steps of models that were trained before, and `num_lines_dropped` beyond the limit or on a full
-    disk."""
+    `num_earlier` steps of models that were trained before, batches that may be `num_prefetched`, and
+    `num_lines_dropped` beyond the limit or on a full disk."""
     between: dict[str, dict[str, int]]
     """What the loop does between steps (`evaluation`, `checkpoint`, …): lines of the script, and how often each."""
     windows: dict[str, int]  # requested steps of each window

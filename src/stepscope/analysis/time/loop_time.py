@@ -45,6 +45,7 @@ LEAST_EXCESS = 1.5  # of the median
 MEANS_DIFFER = 0.05
 STANDARD_ERRORS = 3.0
 FEWEST = 8
+NOT_DRAINED = "up to {} batches had been prefetched: more steps would show whether the DataLoader keeps up"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     undisturbed = undisturbed or list(samples[1:] or samples)  # a run of a few steps has only warm-up
     if not undisturbed:
         return None
-    settled = _settled([_step_only_ns(sample, on_device) for sample in undisturbed])
+    num_prefetched = (recording.facts.get("steps") or {}).get("num_prefetched") or 0
+    drained = _drained(undisturbed, num_prefetched)
+    settled = _settled([_step_only_ns(sample, on_device) for sample in drained or undisturbed])
     between = dict.fromkeys(BETWEEN.values(), 0.0)
     unknown = []
     for kind, row in BETWEEN.items():
@@ -105,8 +108,17 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
         step_ns=fmean(settled) + sum(between.values()),
         num_measured=len(settled),
         between_ns={row: ns for row, ns in between.items() if ns},
-        caveat=_caveat(settled, unknown),
+        caveat=_caveat(settled, unknown) or (NOT_DRAINED.format(num_prefetched) if not drained else None),
     )
+
+
+def _drained(samples: Sequence[StepSample], num_prefetched: int) -> Sequence[StepSample]:
+    """Return the steps that waited for data as they would in a long run; empty if there are too few.
+
+    While a window is prepared or slows steps down, workers fill their queue: so many batches come without a wait.
+    """
+    found = [s for window in ("clean", "free") for s in [s for s in samples if s.window == window][num_prefetched:]]
+    return found if len(found) >= FEWEST or not num_prefetched else []
 
 
 def _between_ns(times: Mapping[str, int]) -> int:

@@ -164,8 +164,8 @@ def _throughput(
     # Old recordings have no batch of the steps after the windows.
     free = [sample for sample in recording.window("free") if sample.num_samples]
     steps = [*clean, *free] or recording.samples[1:] or recording.samples
-    for unit, count in (("tokens", lambda s: s.num_tokens), ("samples", lambda s: s.num_samples)):
-        counts, timed = ([count(sample) or 0 for sample in some] for some in (steps, clean))
+    for unit in ("tokens", "samples"):
+        counts, timed = ([getattr(sample, f"num_{unit}") or 0 for sample in some] for some in (steps, clean))
         if any(counts) and step_ns:
             total = sum(timed)
             joules = (
