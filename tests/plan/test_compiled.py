@@ -24,6 +24,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
