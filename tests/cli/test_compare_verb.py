@@ -105,6 +105,7 @@ def add_up(pair):
     return {table["by"]: table for table in pair["tables"]}
 
 
+@pytest.mark.long
 def test_two_recordings_of_one_script(runs):
     done = stepscope("compare", "base", "again", "--json", cwd=runs)
     assert done.returncode == 0, done.stderr

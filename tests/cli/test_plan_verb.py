@@ -115,6 +115,7 @@ def test_points_say_what_differs_and_the_heading_what_does_not(plan):
     ]
 
 
+@pytest.mark.long
 def test_a_table_without_room_says_what_it_leaves_out(plan):
     names = "NVIDIA GeForce RTX 4090,NVIDIA RTX 6000 Ada Generation"
     words = ("--set", "width=64,128", "--dtype", "fp32,autocast_bf16", "--device", names, "--max-length")

@@ -90,6 +90,7 @@ def notes_of(run) -> list[dict]:
     return json.loads((run.folder / files.RECORDING_FILE).read_text()).get("notes", [])
 
 
+@pytest.mark.long
 def test_a_healthy_script_has_callers_stages_and_nothing_left_alive(runs):
     memory = memory_of(runs["healthy"])
     made = [entry for entry in memory["allocations"] if entry["born"] is not None]

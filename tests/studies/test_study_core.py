@@ -94,6 +94,7 @@ def test_the_sentence_follows_the_data(studied, tmp_path):
     assert before != after and "times slower than gelu" in after
 
 
+@pytest.mark.long
 def test_what_is_done_is_not_done_again(studied):
     rows = (studied / "widths" / "results.jsonl").read_text().splitlines(keepends=True)
     (studied / "widths" / "results.jsonl").write_text("".join(rows[:-1]))
@@ -132,6 +133,7 @@ def test_a_gpu_that_is_not_there_is_one_line_before_anything_runs(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_study_in_toml_is_reported_again_from_its_folder_alone(tmp_path, monkeypatch):
     (tmp_path / "grow.toml").write_text(TOML.format(example=EXAMPLE))
     done = stepscope("study", "grow.toml", "--device", "cpu", "-o", "out", cwd=tmp_path)

@@ -19,6 +19,8 @@ from stepscope.studies.hydra.study import STUDY, first_call, losses, micro, rout
 from stepscope.studies.report import report_of_study
 from stepscope.studies.stored import Stored
 
+pytestmark = pytest.mark.long  # a quick study takes minutes; those of cs336 and nano run always
+
 
 @pytest.fixture
 def changed(studied, tmp_path):

@@ -31,6 +31,8 @@ from stepscope.studies.megalodon.study import (
 from stepscope.studies.stored import Recorded, Stored
 from trace_builder import TraceBuilder
 
+pytestmark = pytest.mark.long  # a quick study takes minutes; those of cs336 and nano run always
+
 TRACES = Path(os.environ.get("STEPSCOPE_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 FILES = (
     "reports/key_averages_short_fft_64_device_time.txt", "reports/key_averages_long_fft_64_memory.txt",

@@ -19,6 +19,8 @@ from stepscope.studies.tsmoe import training as runs
 from stepscope.studies.tsmoe.study import STUDY, compiled, dispatch, grouped, half, learned, mask, recompiles
 from stepscope.studies.tsmoe.training import amp, amp_verdict, mfu, published_runs
 
+pytestmark = pytest.mark.long  # a quick study takes minutes; those of cs336 and nano run always
+
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "tsmoe"
 NOT_COMPILED = ["What does the compiler do, and how often again?"]
 COMPILE_REPORT = {

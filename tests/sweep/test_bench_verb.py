@@ -244,6 +244,7 @@ def test_an_interrupted_sweep_says_how_to_go_on(bench, tmp_path):
     assert (tmp_path / "sweep" / "results.csv").exists()
 
 
+@pytest.mark.long
 def test_rows_that_are_not_ok_are_told_and_the_exit_code_is_1(bench, tmp_path, capsys):
     from stepscope.cli.main import main
 

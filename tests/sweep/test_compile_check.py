@@ -123,6 +123,7 @@ def test_mistakes_are_one_line(capsys, words, said):
     assert said in err and len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.long
 def test_the_verb_in_a_fresh_process(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     words = [

@@ -35,6 +35,7 @@ def build():
 """
 
 
+@pytest.mark.long
 def test_the_toy_model_in_some_dtypes(tmp_path):
     folder = tmp_path / "sweep"
     words = [

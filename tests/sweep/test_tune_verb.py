@@ -37,6 +37,7 @@ def tune(stepscope):
     return lambda *words: stepscope("tune", *words)
 
 
+@pytest.mark.long
 def test_the_fastest_right_way_is_found_and_the_liars_are_not_ranked(tune, tmp_path):
     words = (f"{TUNED}:NAP", "--over", "way", "--device", "cpu", "-o", "tuned")
     code, out, err = tune(*words, "--json")
