@@ -274,7 +274,7 @@ class Loop:
         if self.is_free:
             return
         self._open()
-        self._updates.is_pending = False
+        self._updates.forget()
         self.optimizers[id(optimizer)] = optimizer
         if len(self._optimizer_stack) == 1:
             self._switch(OPTIMIZER)

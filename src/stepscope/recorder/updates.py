@@ -70,6 +70,11 @@ class UpdateWatch:
             for leaf in sorted(alive, key=torch.Tensor.numel)[:NUM_PROBED]:
                 self._probed.append((weakref.ref(leaf), _values(leaf).clone()))
 
+    def forget(self) -> None:
+        """An optimizer steps: nothing is pending, and nothing is kept."""
+        self.is_pending = False
+        self._probed = []
+
     def changed(self) -> bool:
         """Return whether the parameters have changed since the last backward; if so, nothing is pending any more."""
         if not self.is_pending:

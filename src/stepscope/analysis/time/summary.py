@@ -166,7 +166,7 @@ def _throughput(
     steps = [*clean, *free] or recording.samples[1:] or recording.samples
     for unit in ("tokens", "samples"):
         counts, timed = ([getattr(sample, f"num_{unit}") or 0 for sample in some] for some in (steps, clean))
-        if any(counts) and step_ns:
+        if (all(timed) if timed else any(counts)) and step_ns:
             total = sum(timed)
             joules = (
                 counters.joules / total if total and counters is not None and counters.joules is not None else None
