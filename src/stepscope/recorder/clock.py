@@ -42,6 +42,7 @@ FORWARD_WITHOUT_GRADIENTS = "forward_without_gradients"
 UNATTRIBUTED = "unattributed"  # in free running: from the first forward of a step to its end
 
 _PASSES = (FORWARD, BACKWARD, OPTIMIZER, UNATTRIBUTED)
+_ONLY_IN_STEPS = frozenset((None, DATA, OTHER, *_PASSES))
 _FETCHES = (DATA, LOADER_START)
 _UNTRAINED = (EVALUATION, ROLLOUT)
 _SHOWS_NOTHING = (None, *_FETCHES, LOGGING, GARBAGE)
@@ -64,6 +65,9 @@ def name_stretches(labels: Sequence[str | None]) -> list[str]:
     ['evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'data', 'before_forward',
      'forward', 'backward']
     """
+    if _ONLY_IN_STEPS.issuperset(labels):  # most steps: nothing lies between them
+        following_labels = [*labels[1:], None]
+        return [label or name_between(adjacent) for label, adjacent in zip(labels, following_labels)]
     unnamed = ROLLOUT if ROLLOUT in labels else EVALUATION
     known = [unnamed if label == FORWARD_WITHOUT_GRADIENTS else label for label in labels]
     followed_by: list[str | None] = [None] * len(known)  # the next stretch that shows what the loop was doing
