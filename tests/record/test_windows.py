@@ -74,7 +74,7 @@ def test_an_unknown_window_is_an_error():
 
 @given(ANY)
 def test_every_step_has_one_window_in_the_order_of_the_sequence(windows):
-    expected = [name for name, count in windows.sequence() for _ in range(count)]
+    expected = [name for name, count in windows.sequence for _ in range(count)]
 
     assert [windows.at(step) for step in range(windows.num_steps)] == expected
     assert windows.at(windows.num_steps) == windows.at(windows.num_steps + 1000) == "free"
@@ -89,4 +89,4 @@ def test_what_is_left_ends_where_another_window_begins(windows):
 
 
 def test_every_window_has_a_title():
-    assert set(names.TITLES) == {name for name, _ in Windows().sequence()} | {"free"}
+    assert set(names.TITLES) == {name for name, _ in Windows().sequence} | {"free"}

@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 class Optimizer(torch.optim.SGD):
     def step(self, closure=None):
-        time.sleep(0.040)
+        time.sleep(0.020)
         return super().step(closure)
 
 model = Model()

@@ -42,7 +42,8 @@ FORWARD_WITHOUT_GRADIENTS = "forward_without_gradients"
 UNATTRIBUTED = "unattributed"  # in free running: from the first forward of a step to its end
 
 _PASSES = (FORWARD, BACKWARD, OPTIMIZER, UNATTRIBUTED)
-_ONLY_IN_STEPS = frozenset((None, DATA, OTHER, *_PASSES))
+_PARTS_OF_STEPS = frozenset((DATA, OTHER, BEFORE_FORWARD, BEFORE_BACKWARD, *_PASSES))
+_NAMES_BETWEEN = {FORWARD: BEFORE_FORWARD, UNATTRIBUTED: BEFORE_FORWARD, BACKWARD: BEFORE_BACKWARD}
 _FETCHES = (DATA, LOADER_START)
 _UNTRAINED = (EVALUATION, ROLLOUT)
 _SHOWS_NOTHING = (None, *_FETCHES, LOGGING, GARBAGE)
@@ -50,8 +51,7 @@ _SHOWS_NOTHING = (None, *_FETCHES, LOGGING, GARBAGE)
 
 def name_between(following: str | None) -> str:
     """Return the name of the time between two phases, given the phase that follows."""
-    names = {FORWARD: BEFORE_FORWARD, UNATTRIBUTED: BEFORE_FORWARD, BACKWARD: BEFORE_BACKWARD}
-    return names.get(following or "", OTHER)
+    return _NAMES_BETWEEN.get(following or "", OTHER)
 
 
 def name_stretches(labels: Sequence[str | None]) -> list[str]:
@@ -65,9 +65,6 @@ def name_stretches(labels: Sequence[str | None]) -> list[str]:
     ['evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'evaluation', 'data', 'before_forward',
      'forward', 'backward']
     """
-    if _ONLY_IN_STEPS.issuperset(labels):  # most steps: nothing lies between them
-        following_labels = [*labels[1:], None]
-        return [label or name_between(adjacent) for label, adjacent in zip(labels, following_labels)]
     unnamed = ROLLOUT if ROLLOUT in labels else EVALUATION
     known = [unnamed if label == FORWARD_WITHOUT_GRADIENTS else label for label in labels]
     followed_by: list[str | None] = [None] * len(known)  # the next stretch that shows what the loop was doing
@@ -127,6 +124,34 @@ class TimedStep:
         return TimedStep(self.index, self.start_ns, self.wall_ns + following.wall_ns, host_ns, num_times)
 
 
+class _Stretch:
+    """The time between two cuts."""
+
+    __slots__ = ("event", "label", "name", "ns")
+
+    def __init__(self, label: str | None, name: str, ns: int, event: Any) -> None:
+        self.label = label
+        self.name = name
+        self.ns = ns
+        self.event = event
+
+
+def _name_all(stretches: list[_Stretch]) -> tuple[dict[str, int], dict[str, int]]:
+    """Name the stretches of a whole step. Return nanoseconds by name, and how often each between steps was done."""
+    host_ns: dict[str, int] = {}
+    num_times: dict[str, int] = {}
+    going_on: set[str] = set()  # what was begun since the last pass: a log line does not end an evaluation
+    for name, stretch in zip(name_stretches([stretch.label for stretch in stretches]), stretches):
+        stretch.name = name
+        host_ns[name] = host_ns.get(name, 0) + stretch.ns
+        if name in BETWEEN_STEPS:
+            num_times[name] = num_times.get(name, 0) + (name not in going_on)
+            going_on.add(name)
+        elif name in _PASSES:
+            going_on.clear()
+    return host_ns, num_times
+
+
 class Clock:
     """Splits time into phases with `begin_step`, any number of `switch`, and `end_step`.
 
@@ -138,7 +163,7 @@ class Clock:
         self.label: str | None = None  # None between two phases
         self._cut_ns = now()
         self._start_ns = self._cut_ns
-        self._stretches: list[tuple[str | None, int, Any]] = []
+        self._stretches: list[_Stretch] = []
         self._device: int | None = None
         self._first_event: Any = None
         self._pool: list[Any] = []
@@ -155,7 +180,7 @@ class Clock:
         # A garbage collection can begin at any line, also at one of ours.
         if label == current or self._is_cutting:
             return
-        self._cut(current)
+        self._cut(label)
         self.label = label
         if self.on_range is not None:
             self.on_range(label)
@@ -168,32 +193,28 @@ class Clock:
 
     def end_step(self, index: int) -> TimedStep:
         """End the current phase and return the step."""
-        self._cut(self.label)
+        self._cut(None)
         stretches = self._stretches
         first_event = self._first_event
-        if first_event is not None and stretches[-1][2] is None:
+        if first_event is not None and stretches[-1].event is None:
             first_event = None  # a step that ends inside a graph capture has no device time
-        names = name_stretches([label for label, _, _ in stretches])
         host_ns: dict[str, int] = {}
+        for stretch in stretches:
+            host_ns[stretch.name] = host_ns.get(stretch.name, 0) + stretch.ns
         num_times: dict[str, int] = {}
-        going_on: set[str] = set()  # what was begun since the last pass: a log line does not end an evaluation
-        for name, (_, ns, _) in zip(names, stretches):
-            host_ns[name] = host_ns.get(name, 0) + ns
-            if name in BETWEEN_STEPS:
-                num_times[name] = num_times.get(name, 0) + (name not in going_on)
-                going_on.add(name)
-            elif name in _PASSES:
-                going_on.clear()
-        events = [(name, event) for name, (_, _, event) in zip(names, stretches) if event is not None]
+        if not _PARTS_OF_STEPS.issuperset(host_ns):  # in most steps nothing lies between them
+            host_ns, num_times = _name_all(stretches)
+        events = [] if first_event is None else [(one.name, one.event) for one in stretches if one.event is not None]
         wall_ns = self._cut_ns - self._start_ns
         return TimedStep(index, self._start_ns, wall_ns, host_ns, num_times, first_event, events)
 
-    def _cut(self, label: str | None) -> None:
+    def _cut(self, following: str | None) -> None:
         """End the current stretch here."""
         self._is_cutting = True
         now = self._now()
         event = None if self._first_event is None else self._record()
-        self._stretches.append((label, now - self._cut_ns, event))
+        label = self.label
+        self._stretches.append(_Stretch(label, label or name_between(following), now - self._cut_ns, event))
         self._cut_ns = now
         self._is_cutting = False
 

@@ -274,10 +274,11 @@ class Loop:
         if self.is_free:
             return
         self._open()
-        self._updates.forget()
-        self.optimizers[id(optimizer)] = optimizer
         if len(self._optimizer_stack) == 1:
             self._switch(OPTIMIZER)
+        self._updates.forget()
+        if id(optimizer) not in self.optimizers:
+            self.optimizers[id(optimizer)] = optimizer
         if self.observer is not None:
             self.observer.note_gradients(optimizer)
 

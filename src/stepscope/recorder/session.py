@@ -187,10 +187,10 @@ class Session:
         finished = self._window
         self._write_step(step)
         self._last = (step, self._loop.facts) if self._step == 0 else None  # keeping more would keep losses alive
+        self._step += 1
         if finished != windows.FREE:
             self._probes.memory.step_ended()
-        self._step += 1
-        self._window = self._windows.at(self._step)
+            self._window = self._windows.at(self._step)
         if self._window != finished or self._step <= 2:
             title = windows.TITLES[self._window]
             self._probes.guard(f"entering the {title} window", lambda: self._enter(finished))

@@ -20,9 +20,8 @@ class StepFacts:
         self.loss: Any = None
         self.num_skipped = 0
         self.counted: set[int] = set()  # roots whose batch has been counted since the last backward
-        self.inputs: list[
-            tuple[weakref.ref[torch.Tensor], int]
-        ] = []  # first inputs of the counted calls, and the root
+        # The first inputs of the counted calls, each with its root.
+        self.inputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -30,6 +29,8 @@ class StepFacts:
 
         A GAN's discriminator sees each image as often as it is compared; its generator makes it once.
         """
+        if len(self.batches) == 1:
+            return next(iter(self.batches.values()))
         with_tokens = [batch for batch in self.batches.values() if batch[0]]
         return min(with_tokens or self.batches.values(), default=(0, 0, 0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 WARMUP = "warmup"
 CLEAN = "clean"
@@ -60,14 +61,15 @@ class Windows:
         return num_left + (self.trace if name == TRACE_WARMUP else 0)
 
     def _locate(self, step: int) -> tuple[str, int]:
-        for name, num_steps in self.sequence():
+        for name, num_steps in self.sequence:
             if step < num_steps:
                 return name, num_steps - step
             step -= num_steps
         return FREE, 0
 
+    @cached_property
     def sequence(self) -> list[tuple[str, int]]:
-        """Return the windows in order with their step counts, without free running."""
+        """The windows in order with their step counts, without free running."""
         return [
             (WARMUP, self.warmup),
             (CLEAN, self.clean),
@@ -82,7 +84,7 @@ class Windows:
         {'warmup': 5, 'clean': 20, 'trace_warmup': 3, 'trace': 6, 'memory': 1}
         """
         totals: dict[str, int] = {}
-        for name, num_steps in self.sequence():
+        for name, num_steps in self.sequence:
             totals[name] = totals.get(name, 0) + num_steps
         return totals
 
