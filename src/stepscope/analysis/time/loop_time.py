@@ -42,7 +42,7 @@ LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however mu
 UNTIMED = "warmup"
 FENCE = 7.0  # distances from the first quartile to the median: Tukey's outer fence of a symmetric distribution
 LEAST_EXCESS = 1.5  # of the median
-MEANS_DIFFER = 0.05
+MEANS_DIFFER = 0.1
 STANDARD_ERRORS = 3.0
 FEWEST = 8
 NOT_DRAINED = "up to {} batches had been prefetched: more steps would show whether the DataLoader keeps up"
@@ -154,22 +154,24 @@ def _per_step(recording: Recording, kind: str) -> tuple[float, bool]:
     """Return what a kind of work between steps takes per step, and whether that is known.
 
     If the script ran to its end, everything it did counts. Else the distance from the first time to the last tells
-    how often it happens.
+    how often it happens. What happens only before the first step is part of starting up.
     """
     num_steps = len(recording.samples)
-    times = [(sample.step, sample.host_ns[kind]) for sample in recording.samples if sample.host_ns.get(kind)]
-    if recording.lead is not None and kind in recording.lead.host_ns:
-        times.insert(0, (0, recording.lead.host_ns[kind]))
+    times = Counter({sample.step: sample.host_ns[kind] for sample in recording.samples if sample.host_ns.get(kind)})
     stopped_early = (recording.facts.get("command") or {}).get("exit_after")
-    if recording.status == "finished" and not stopped_early:
-        tail = recording.tail.host_ns.get(kind, 0) if recording.tail is not None else 0
-        return (sum(ns for _, ns in times) + tail) / num_steps, True
-    distance = times[-1][0] - times[0][0] if times else 0
-    if distance:
-        return sum(ns for _, ns in times[1:]) / distance, True
-    if times and times[0][0] > 0:
-        return times[0][1] / num_steps, True
-    return 0.0, not times or kind == "loader_start"
+    is_whole = recording.status == "finished" and not stopped_early
+    for step, aside in ((0, recording.lead), (num_steps, recording.tail if is_whole else None)):
+        if aside is not None and aside.host_ns.get(kind):
+            times[step] += aside.host_ns[kind]
+    if not times:
+        return 0.0, True
+    first, last = min(times), max(times)
+    if first == last:
+        return (times[first] / num_steps, True) if first else (0.0, is_whole or kind == "loader_start")
+    later_ns = times.total() - times[first]  # the first time may compile, or open files
+    if is_whole:
+        return later_ns / (len(times) - 1) * len(times) / num_steps, True
+    return later_ns / (last - first), True
 
 
 def _rows(recording: Recording, undisturbed: Sequence[StepSample]) -> tuple[tuple[LoopRow, ...], int]:
