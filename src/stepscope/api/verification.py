@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import chain, count
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from stepscope.errors import RecordingError, StepscopeError, UsageError, need_torch
@@ -50,7 +51,7 @@ def verify(
     >>> verify("runs/baseline", fix="unfused_optimizer").fixes[0].status  # doctest: +SKIP
     """
     need_torch()
-    from stepscope.analysis.comparison.verification import medians_ns, step_ns
+    from stepscope.analysis.comparison.verification import steps_ns
     from stepscope.analysis.comparison.verification import verify as verify_runs
     from stepscope.analysis.comparison.verified import Plan, Verification
     from stepscope.findings.fixes import parse_fix
@@ -86,8 +87,8 @@ def verify(
     environment = first.facts.get("environment") or {}
     warnings += _environment_changes(None if session is None else session.recording, first)
     expected = _expected_gains(session, environment.get("device_name"), chosen)
-    medians = medians_ns(before)
-    apart_share = max(medians) / min(medians) - 1
+    times = steps_ns(before)
+    apart_share = max(times) / min(times) - 1
     if apart_share > RESTLESS_SHARE:
         warnings.append(
             f"runs of the same script differ by {whole_percent(apart_share)}: the machine is busy. "
@@ -99,7 +100,7 @@ def verify(
         device_name=environment.get("device_name"),
         torch=environment.get("torch"),
         num_rounds=rounds,
-        step_ns=step_ns(before),
+        step_ns=geometric_mean(times),
         apart_share=apart_share,
         fixes=tuple(verify_runs(plan, before, after[plan.fix], expected.get(plan.fix)) for plan in plans),
         warnings=tuple(warnings),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from stepscope.analysis.comparison import verified
 from stepscope.analysis.comparison.losses import AGREE, NOT_COMPARED, LossCheck
-from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, TOO_FEW
+from stepscope.analysis.comparison.metrics import FEWEST, METRICS, NO_DIFFERENCE, RUNS, TOO_FEW
 from stepscope.analysis.comparison.verified import FAILED, FASTER, NOT_APPLIED, SLOWER, WRONG, Verification, Verified
 from stepscope.document.comparison import change_text, figure, interval_text, p_text, signed
 from stepscope.document.model import Document, Fact, Facts, Section
@@ -20,9 +20,9 @@ _ALLOWED = {"same": "the same arithmetic", "reordered": "sums in another order",
 
 def verification_document(found: Verification) -> Document:
     """Return the verification: the baseline, then every fix, the fastest first."""
-    spread = f"; their medians differ by up to {percent(found.apart_share)}"
+    spread = f"; they differ by up to {percent(found.apart_share)}"
     if found.num_rounds == 1:
-        spread = f"; run at least {verified.MIN_ROUNDS} --rounds to see whether it repeats"
+        spread = f"; run at least {FEWEST[RUNS]} --rounds to see whether it repeats"
     about = (
         Fact("script", found.command),
         Fact("device", f"{found.device_name or 'unknown device'}   torch {found.torch or 'unknown'}"),
@@ -75,7 +75,7 @@ def _facts(each: Verified) -> Iterator[Fact]:
         tested = f"; 95 % interval {interval_text(change)}, {p_text(change.p_value)}" if change.p_value else ""
         counts = " and ".join(map(str, change.num_samples or ()))
         title = METRICS[change.metric].title
-        yield Fact("measured", f"{title} {after} instead of {before}{tested}; {counts} clean steps")
+        yield Fact("measured", f"{title} {after} instead of {before}{tested}; {counts} runs")
         pairs = (f"{milliseconds(pair.before_ns)} → {milliseconds(pair.after_ns)}" for pair in each.rounds)
         yield Fact("runs", ", ".join(pairs) + _between_runs(each))
     if each.expected is not None:
@@ -105,8 +105,7 @@ def _between_runs(each: Verified) -> str:
         return ""
     shares = sorted(pair.after_ns / pair.before_ns - 1 for pair in each.rounds)
     low, high = (signed(percent(abs(share)), share) for share in (shares[0], shares[-1]))
-    tested = "" if each.runs_p_value is None else f", {p_text(each.runs_p_value)}"
-    return f" ({low} to {high}{tested})"
+    return f" ({low} to {high})"
 
 
 def _expected(expected: verified.Expected) -> str:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 from stepscope.analysis.comparison.losses import DIFFER, LOW_DTYPES, NOT_COMPARABLE, check_losses
-from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, TOO_FEW, Change, Measure, change_of
-from stepscope.analysis.comparison.significance import SIGNIFICANCE, mann_whitney
+from stepscope.analysis.comparison.metrics import FEWEST, METRICS, RUNS, TOO_FEW, Change, Measure, change_of
 from stepscope.analysis.comparison.verified import (
     FAILED,
     FASTER,
     INCOMPARABLE,
-    MIN_ROUNDS,
     NOT_APPLIED,
-    SLOWER,
     WRONG,
     Attempt,
     Expected,
@@ -23,8 +20,8 @@ from stepscope.analysis.comparison.verified import (
     Round,
     Verified,
 )
-from stepscope.analysis.time.summary import clean_step_ns
-from stepscope.formatting import whole_percent
+from stepscope.analysis.time.summary import clean_step_ns, summary_of
+from stepscope.formatting import plural, whole_percent
 from stepscope.trace.recording import Recording
 
 _Runs = tuple[list[Recording], list[Recording]]  # the timed runs without and with the fix
@@ -48,16 +45,9 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     if unit is None:
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
     change = _change(plan, unit, runs)
-    rounds = tuple(Round(*pair) for pair in zip(medians_ns(before), medians_ns(after)))
     status, reason = change.verdict, None
-    p_value = _runs_p_value(rounds, status, unit, runs)
-    if status != TOO_FEW and len(rounds) < MIN_ROUNDS:
-        outcome = "show no difference" if status == NO_DIFFERENCE else f"say {status}"
-        reason = f"the steps {outcome}, but fewer than {MIN_ROUNDS} rounds cannot rule out chance"
-        status = TOO_FEW
-    elif status in (FASTER, SLOWER) and p_value >= SIGNIFICANCE:
-        status = NO_DIFFERENCE
-        reason = "runs with and without it overlap: the difference between steps is not reproducible"
+    if status == TOO_FEW:
+        reason = f"{plural(len(runs[1]), 'round')} cannot rule out chance: at least {FEWEST[RUNS]} are needed"
     if losses.verdict == DIFFER:
         status, reason = WRONG, "the losses differ"
     first_ns, second_ns = ([sum(s.wall_ns for s in each.window("warmup")) for each in side] for side in runs)
@@ -69,8 +59,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         reason,
         change=change,
         saving_ns=saving,
-        rounds=rounds,
-        runs_p_value=p_value,
+        rounds=tuple(Round(*pair) for pair in zip(*map(_steps_ns, runs))),
         warmup_extra_ns=extra,
         pays_after_steps=round(extra / saving) if status == FASTER and saving and extra > 0 else None,
         peak_bytes=_peaks(runs),
@@ -100,14 +89,14 @@ def refusal(
     return Verified(plan.fix, NOT_APPLIED, why_not, changed=changed, left=left, products=products, expected=expected)
 
 
-def medians_ns(attempts: Sequence[Attempt]) -> list[float]:
-    """Return the median clean step of each run that counts."""
-    return [float(median(clean_step_ns(each))) for each in _timed(attempts)]
+def steps_ns(attempts: Sequence[Attempt]) -> list[float]:
+    """Return the time per step of each run that counts, with its part of what lies between steps."""
+    return _steps_ns(_timed(attempts))
 
 
-def step_ns(attempts: Sequence[Attempt]) -> float:
-    """Return the median of all clean steps of the runs that count."""
-    return float(median(ns for each in _timed(attempts) for ns in clean_step_ns(each)))
+def _steps_ns(recordings: Sequence[Recording]) -> list[float]:
+    loops = [summary_of(recording).loop for recording in recordings]
+    return [loop.step_ns for loop in loops if loop is not None]
 
 
 def _timed(attempts: Sequence[Attempt]) -> list[Recording]:
@@ -175,26 +164,16 @@ def _per_step(recordings: Sequence[Recording], unit: str) -> float | None:
 
 
 def _change(plan: Plan, unit: str, runs: _Runs) -> Change:
+    """Return the change from run to run: steps of one process do not show how much runs differ."""
     metric = METRICS["step_time" if unit == "step" else f"{unit}_per_second"]
     measures = []
     for side in runs:
-        samples = tuple(float(ns) for recording in side for ns in clean_step_ns(recording))
-        value = median(samples)
-        if unit != "step":
-            value = (_per_step(side, unit) or 0.0) / (value / 1e9)
-        measures.append(Measure(value, samples))
+        # Nanoseconds per step, or seconds per token or sample.
+        num_ns = 1.0 if unit == "step" else (_per_step(side, unit) or 0.0) * 1e9
+        costs = tuple(ns / num_ns for ns in _steps_ns(side))
+        middle = geometric_mean(costs)
+        measures.append(Measure(1 / middle if metric.is_rate else middle, costs, RUNS))
     return change_of(metric, measures[0], measures[1], plan.threshold_share)
-
-
-def _runs_p_value(rounds: Sequence[Round], status: str, unit: str, runs: _Runs) -> float:
-    """Return the rank test's p-value for whole runs by their medians; 1 if these contradict the steps."""
-    scale = 1.0
-    if unit != "step":
-        scale = (_per_step(runs[0], unit) or 1.0) / (_per_step(runs[1], unit) or 1.0)
-    first, second = [each.before_ns for each in rounds], [each.after_ns * scale for each in rounds]
-    if (median(second) < median(first)) != (status == FASTER):
-        return 1.0
-    return mann_whitney(first, second)
 
 
 def _peaks(runs: _Runs) -> tuple[int, int] | None:

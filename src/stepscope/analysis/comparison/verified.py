@@ -15,7 +15,6 @@ SCHEMA_VERSION = 1
 FASTER, SLOWER = "faster", "slower"
 FAILED, NOT_APPLIED, WRONG, INCOMPARABLE = "failed", "not applied", "wrong", "not comparable"
 EXIT_WRONG, EXIT_UNDECIDED = 3, 4
-MIN_ROUNDS = 4  # with 3 and 3 runs, a two-sided rank test cannot get below p = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Round:
-    """Median clean steps of one pair of runs, in nanoseconds."""
+    """The time per step of one pair of runs, in nanoseconds."""
 
     before_ns: float
     after_ns: float
@@ -67,11 +66,9 @@ class Verified:
     does not run with it; `not applied`: it changed nothing; `not comparable`."""
     reason: str | None  # why, if the status is not a verdict on times
     change: Change | None = None
-    """Of the step time, or of tokens (samples) per second if the batch changed: all clean steps of all rounds."""
-    saving_ns: float | None = None  # per step at the median; null if the batch changed
+    """Of the step time, or of tokens (samples) per second if the batch changed; its samples are whole runs."""
+    saving_ns: float | None = None  # per step; null if the batch changed
     rounds: tuple[Round, ...] = ()
-    runs_p_value: float | None = None
-    """Two-sided Mann–Whitney test of whole runs by their medians; 1 if these contradict the steps."""
     losses: LossCheck | None = None
     expected: Expected | None = None
     changed: Mapping[str, int] = field(default_factory=dict)  # what the fix changed, and how often, in the rehearsal
@@ -92,8 +89,8 @@ class Verification(Shown):
     device_name: str | None
     torch: str | None
     num_rounds: int
-    step_ns: float  # the median clean step without any fix, over all rounds
-    apart_share: float  # the largest distance between medians of two runs without any fix
+    step_ns: float  # the time per step without any fix: the geometric mean of the runs
+    apart_share: float  # the largest distance between two runs without any fix
     fixes: tuple[Verified, ...]
     warnings: tuple[str, ...]
 

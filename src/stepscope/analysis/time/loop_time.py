@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, pvariance
 
 from stepscope.analysis.time.statistics import quantile
-from stepscope.formatting import plural
+from stepscope.formatting import duration, plural
 from stepscope.trace.recording import Recording, StepSample
 
 TRAINING = "training"
@@ -240,6 +240,10 @@ def _caveat(settled: Sequence[int], unknown: Sequence[str]) -> str | None:
         return f"only {plural(len(settled), 'step')} to go by"
     if _differ(settled):
         return "step times were still changing"
+    mean = fmean(settled)
+    if (pvariance(settled) / len(settled)) ** 0.5 > MEANS_DIFFER / 2 * mean:
+        slow, average, usual = (duration(ns, 3) for ns in (max(settled), mean, median(settled)))
+        return f"a few slow steps, up to {slow}, make the average {average}; most take {usual}"
     if unknown:
         return f"{' and '.join(unknown)} happened only before the first step: how often is unknown"
     return None
