@@ -1,4 +1,4 @@
-"""What `stepscope run` says about scripts that nobody here wrote, beside a truth that needs no instrument.
+"""What `stepscope run` says about other people's scripts, beside a truth that needs no instrument.
 
     python benchmarks/field.py SCRIPTS        # public scripts, laid out as ../shared/field/README.md says
     python benchmarks/field.py --own          # the repository's own corpus, tests/field
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "field"))
+sys.path[:0] = [str(ROOT / "tests" / "field"), str(ROOT / "tests")]
 
 from case import Case  # noqa: E402
 from cases import CASES  # noqa: E402

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 from case import Case
 
+from forks import Forks
 from stepscope import read
 
 SOURCE_FOLDER = Path(__file__).parents[2] / "src"
@@ -34,7 +34,7 @@ class Ended:
         return card
 
 
-def _settings() -> dict[str, str]:
+def settings() -> dict[str, str]:
     """Return what every run has: one thread, no GPU, no network."""
     return {
         "PYTHONPATH": os.pathsep.join([str(SOURCE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -52,7 +52,7 @@ def run(command: list[str], folder: Path, environment: tuple[tuple[str, str], ..
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | _settings() | dict(environment),
+        env=os.environ | settings() | dict(environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -61,29 +61,12 @@ def run(command: list[str], folder: Path, environment: tuple[tuple[str, str], ..
     return Ended(done.returncode, done.stdout, done.stderr, folder / "recording")
 
 
-class Forks:
-    """Runs the same commands in forks of one process that has torch: a second instead of ten on a busy machine."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forks.py"))],
-            env=os.environ | _settings(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, command: list[str], folder: Path, environment: tuple[tuple[str, str], ...] = ()) -> Ended:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        folder.mkdir(parents=True)
-        request = {"words": command[1:], "folder": str(folder), "environment": dict(environment)}
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        exit_code = int(self._process.stdout.readline())
-        stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
-        return Ended(exit_code, stdout, stderr, folder / "recording")
-
-    def close(self) -> None:
-        self._process.communicate()
+def run_in_fork(
+    forks: Forks, command: list[str], folder: Path, environment: tuple[tuple[str, str], ...] = ()
+) -> Ended:
+    """Run a command in a fork of a process that has torch: a second instead of ten on a busy machine."""
+    folder.mkdir(parents=True)
+    return Ended(*forks.run(command[1:], folder, dict(environment)), folder / "recording")
 
 
 def bare_command(case: Case, num_steps: int | None = None) -> list[str]:
@@ -108,8 +91,8 @@ def both(case: Case, folder: Path) -> tuple[Ended, Ended]:
 
 def both_in_forks(case: Case, folder: Path, forks: Forks) -> tuple[Ended, Ended]:
     return (
-        forks.run(bare_command(case), folder / "bare", case.environment),
-        forks.run(stepscope_command(case), folder / "recorded", case.environment),
+        run_in_fork(forks, bare_command(case), folder / "bare", case.environment),
+        run_in_fork(forks, stepscope_command(case), folder / "recorded", case.environment),
     )
 
 

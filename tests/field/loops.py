@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from case import Case
 
-TORCHRUN = ("--nproc-per-node", "2", "--master-port", "0")
+TORCHRUN = ("--standalone", "--nproc-per-node", "2")
 
 UPDATES = (
     Case("updates/plain", 40, 8, absent=("evaluation", "checkpoint", "rollout"), in_make_test=True),
@@ -19,6 +19,7 @@ UPDATES = (
     Case("updates/engine", 40, 10, micro_batches=2, in_make_test=True),
     Case("updates/lbfgs", 40, 20, micro_batches=None, in_make_test=True),
     Case("updates/gan", 40, 16, micro_batches=None, updates_per_step=2, in_make_test=True),
+    Case("updates/gan_pictures", 40, 16, micro_batches=None, updates_per_step=2, period=4, in_make_test=True),
     Case("updates/critic", 40, None, micro_batches=None, updates_per_step=6, in_make_test=True),
     Case("updates/accumulation", 40, 128, unit="tokens", micro_batches=4, in_make_test=True),
     Case("updates/scaler", 40, 8, period=10, in_make_test=True),

@@ -7,7 +7,9 @@ import importlib.util
 import pytest
 from case import SCRIPTS
 from cases import CASES
-from checks import Forks, both, both_in_forks, differences, mistakes, stepscope_command
+from checks import both, both_in_forks, differences, mistakes, run_in_fork, settings, stepscope_command
+
+from forks import Forks
 
 NUM_ENDLESS = 100_000
 FORKED = [pytest.param(case, id=case.id) for case in CASES if case.in_make_test]
@@ -20,7 +22,7 @@ def _alone(case):
 
 @pytest.fixture(scope="module")
 def forks():
-    forks = Forks()
+    forks = Forks(settings())
     yield forks
     forks.close()
 
@@ -48,7 +50,7 @@ def test_a_script_as_a_user_runs_it(case, tmp_path):
 @pytest.mark.parametrize("name", ["evaluation_first", "hand_data_add", "rollout_no_grad", "rollout_with_grad"])
 def test_exit_after_ends_when_training_was_measured(name, forks, tmp_path):
     (case,) = (case for case in CASES if case.id == name)
-    ended = forks.run(stepscope_command(case, NUM_ENDLESS, ("--quiet", "--exit-after")), tmp_path / "run")
+    ended = run_in_fork(forks, stepscope_command(case, NUM_ENDLESS, ("--quiet", "--exit-after")), tmp_path / "run")
     assert ended.exit_code == 0, ended.stderr
     num_steps = ended.card()["num_steps"]
     assert 20 <= num_steps < NUM_ENDLESS

@@ -6,16 +6,17 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forks import Forks
 from stepscope import read
 from stepscope.trace.recording import Recording, read_recording
 
@@ -91,6 +92,16 @@ class Run:
         return self.stderr.strip()
 
 
+def settings() -> dict[str, str]:
+    """Return the environment of every run."""
+    paths = [str(SOURCE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # a forked child that trains would wait for threads it does not have
+    }
+
+
 class Script:
     """A script in a folder of its own, run from there by its relative name."""
 
@@ -112,16 +123,10 @@ class Script:
         return Run(process.returncode, stdout, stderr, self.folder / "recording")
 
     def popen(self, *words: object, **variables: str) -> subprocess.Popen[str]:
-        paths = [str(SOURCE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-        settings = {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",  # a forked child that trains would wait for threads it does not have
-        }
         return subprocess.Popen(
             [sys.executable, *map(str, words)],
             cwd=self.folder,
-            env=os.environ | settings | variables,
+            env=os.environ | settings() | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -140,6 +145,11 @@ class Script:
         """`stepscope run -o recording OPTIONS… train.py ARGUMENTS…`."""
         return self.stepscope("run", "-o", "recording", *options, self.path.name, *arguments, **variables)
 
+    def run_in_fork(self, forks: Forks, *options: object) -> Run:
+        """The same in a fork of a process that has torch: a second instead of several."""
+        words = ["-m", "stepscope", "run", "-o", "recording", *map(str, options), self.path.name]
+        return Run(*forks.run(words, self.folder, {}), self.folder / "recording")
+
     def both(self, *arguments: object, **variables: str) -> tuple[Run, Run]:
         """The script without Stepscope and, at the same time, under a Stepscope that says nothing."""
         with ThreadPoolExecutor(2) as pool:
@@ -149,42 +159,46 @@ class Script:
 
 
 class Lab:
-    """Makes scripts; the processes of `start` run two at a time."""
+    """Makes scripts, and runs many of them in forks of a process that has torch."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, forks: Forks) -> None:
         self._folder = folder
+        self._forks = forks
         self._numbers = count()
-        self._pool = ThreadPoolExecutor(2)
 
     def script(self, source: str = "") -> Script:
         return Script(self._folder / str(next(self._numbers)), source)
 
     def start(self, sources: Mapping[str, str], options: Mapping[str, tuple[object, ...]]) -> Runs:
-        """Run every script in the background: SHORT windows where `options` has nothing for its name."""
+        """Return a run of each script, made when it is asked for: SHORT windows where `options` has none."""
         return Runs(
             {
-                name: self._pool.submit(self.script(source).run, options=options.get(name, SHORT))
+                name: partial(self.script(source).run_in_fork, self._forks, *options.get(name, SHORT))
                 for name, source in sources.items()
             }
         )
 
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
 
 class Runs:
-    """Runs by name; asking for one waits for it."""
+    """Runs by name; the first to ask for one makes it."""
 
-    def __init__(self, futures: Mapping[str, Any]) -> None:
-        self._futures = futures
+    def __init__(self, makers: Mapping[str, Callable[[], Run]]) -> None:
+        self._makers = makers
+        self._made: dict[str, Run] = {}
 
     def __getitem__(self, name: str) -> Run:
-        run: Run = self._futures[name].result()
-        return run
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+
+@pytest.fixture(scope="session")
+def forks():
+    forks = Forks(settings())
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    lab = Lab(tmp_path_factory.mktemp("lab"))
-    yield lab
-    lab.close()
+def lab(tmp_path_factory, forks):
+    return Lab(tmp_path_factory.mktemp("lab"), forks)

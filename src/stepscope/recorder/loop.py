@@ -27,7 +27,7 @@ from stepscope.recorder.clock import (
 )
 from stepscope.recorder.ledger.ledger import Ledger
 from stepscope.recorder.roots import Roots
-from stepscope.recorder.step_facts import StepFacts
+from stepscope.recorder.step_facts import Gradients, StepFacts
 from stepscope.recorder.steps import EXPLICIT, UPDATE, Boundary, StepFinder
 from stepscope.recorder.steps import FORWARD as BY_FORWARD
 from stepscope.recorder.steps import OPTIMIZER as BY_OPTIMIZER
@@ -39,7 +39,7 @@ OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 class Loop:
     """Receives the hooks' events, switches the clock between phases, and calls `ended(boundary)` after each step.
 
-    While `is_free` is set, only data, ends of steps, and what lies between them is told apart.
+    While `is_free` is set, it labels only data and what lies between steps.
     """
 
     def __init__(self, clock: Clock, ended: Callable[[Boundary], None]) -> None:
@@ -59,6 +59,7 @@ class Loop:
         """How many batches the workers of a DataLoader may have ready."""
         self.between = Between(self.optimizers)
         self._updates = UpdateWatch()
+        self._gradients = Gradients()
         self._optimizer_stack: list[int] = []
         self._manual_depth = 0
         self._root_depth = 0
@@ -176,9 +177,7 @@ class Loop:
         self._open()
         has_gradients = torch.is_grad_enabled()
         self._switch(self._label_of_forward(root, has_gradients))
-        # In training, a forward without gradients is an evaluation or a teacher and not part of the batch. Calls
-        # that share a backward (an unrolled cell, two views of an image) are one micro-batch, and calls with the
-        # same input (a closure that an optimizer calls again) have one batch.
+        # In training, a forward without gradients is an evaluation or a teacher and not part of the batch.
         if has_gradients or not self.finder.trains:
             self._gradients_unused |= self._awaits_backward
             self.facts.count_batch(root, args, kwargs)
@@ -226,7 +225,7 @@ class Loop:
             return
         self.finder.trains = True
         self.between.training_goes_on()
-        self.facts.counted.clear()
+        self.facts.backward_begins(self._gradients.state)
         self._backward_seen = True
         self._awaits_backward = False
         self._trains_in_eval_mode |= self._called_in_eval_mode
@@ -243,6 +242,7 @@ class Loop:
             self._switch(self._outer_label())
         if self._backward_depth:
             return
+        self.facts.backward_ended(self._gradients.state)
         if self.watches_updates:
             self._updates.backward_ended()
         if self._deferred is not Boundary.NONE:

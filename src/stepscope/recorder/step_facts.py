@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,18 +11,28 @@ from torch import nn
 
 from stepscope.recorder.model import batch_size
 
+GradientState = Callable[[nn.Module], tuple[Any, ...]]
+MAX_INPUTS = 64  # compared with a new one; an episode can have thousands
+
 
 class StepFacts:
-    """What is known about the open step besides its times."""
+    """What is known about the open step besides its times.
+
+    A forward counts when a backward reaches it: samples that a GAN draws to look at do not. Calls that share a
+    backward (an unrolled cell, two views of an image) are one micro-batch, of the size of the last; single samples
+    that do are the steps of an episode and add up. Calls with the same input have one batch: a closure that an
+    optimizer calls again.
+    """
 
     def __init__(self) -> None:
-        self.batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
         self.given_tokens: int | None = None
         self.loss: Any = None
         self.num_skipped = 0
-        self.counted: set[int] = set()  # roots whose batch has been counted since the last backward
-        # The first inputs of the counted calls, each with its root.
-        self.inputs: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._batches: dict[int, tuple[int, int, int]] = {}  # root -> tokens, samples, calls
+        self._waiting: dict[int, tuple[int, int]] = {}  # root -> tokens, samples of a forward without a backward yet
+        self._roots: dict[int, weakref.ref[nn.Module]] = {}  # those of `_waiting`
+        self._gradients: dict[int, tuple[Any, ...]] = {}  # of the roots, before the backward
+        self._inputs: list[tuple[weakref.ref[torch.Tensor], int]] = []  # of the calls so far, each with its root
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -29,31 +40,64 @@ class StepFacts:
 
         A GAN's discriminator sees each image as often as it is compared; its generator makes it once.
         """
-        if len(self.batches) == 1:
-            return next(iter(self.batches.values()))
-        with_tokens = [batch for batch in self.batches.values() if batch[0]]
-        return min(with_tokens or self.batches.values(), default=(0, 0, 0))
+        batches = self._batches or {root: (*sizes, 1) for root, sizes in self._waiting.items()}
+        if len(batches) == 1:
+            return next(iter(batches.values()))
+        with_tokens = [batch for batch in batches.values() if batch[0]]
+        return min(with_tokens or batches.values(), default=(0, 0, 0))
 
     def count_batch(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Add the batch of a forward.
-
-        Calls that share a backward (an unrolled cell, two views of an image) are one micro-batch. Calls with the
-        same input (a closure that an optimizer calls again) have one batch.
-        """
+        """Note the batch of a forward."""
         size = batch_size(args, kwargs)
-        is_first = id(root) not in self.counted
-        # Single samples that share a backward are the steps of an episode: each is one more.
-        if not is_first and (size.num_samples or 0) != 1:
-            return
-        self.counted.add(id(root))
-        given = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(given, torch.Tensor):
-            if any(by == id(root) and _is_same(seen(), given) for seen, by in self.inputs):
-                return
-            self.inputs.append((weakref.ref(given), id(root)))
-        tokens, samples, calls = self.batches.get(id(root), (0, 0, 0))
-        tokens, samples = tokens + (size.num_tokens or 0), samples + (size.num_samples or 0)
-        self.batches[id(root)] = (tokens, samples, calls + is_first)
+        sizes = size.num_tokens or 0, size.num_samples or 0
+        before = self._waiting.get(id(root))
+        is_single = sizes[1] == 1
+        if before is None or is_single:
+            given = args[0] if args else next(iter(kwargs.values()), None)
+            if isinstance(given, torch.Tensor):
+                if any(by == id(root) and _is_same(seen(), given) for seen, by in self._inputs[-MAX_INPUTS:]):
+                    return
+                self._inputs.append((weakref.ref(given), id(root)))
+        if before is not None and is_single:
+            sizes = before[0] + sizes[0], before[1] + sizes[1]
+        self._waiting[id(root)] = sizes
+        self._roots[id(root)] = weakref.ref(root)
+
+    def backward_begins(self, gradients: GradientState) -> None:
+        """Remember the gradients of the models that wait for a backward. One alone is the one that is meant."""
+        if len(self._waiting) > 1:
+            self._gradients = {
+                key: gradients(root) for key, one in self._roots.items() if (root := one()) is not None
+            }
+
+    def backward_ended(self, gradients: GradientState) -> None:
+        """Count the forwards that the backward has reached: all that wait, if no gradient shows which."""
+        before, self._gradients = self._gradients, {}
+        roots = {key: one() for key, one in self._roots.items() if key in before}
+        reached = [key for key, root in roots.items() if root is not None and gradients(root) != before[key]]
+        for key in reached or list(self._waiting):
+            new_tokens, new_samples = self._waiting.pop(key)
+            del self._roots[key]
+            tokens, samples, calls = self._batches.get(key, (0, 0, 0))
+            self._batches[key] = tokens + new_tokens, samples + new_samples, calls + 1
+
+
+class Gradients:
+    """Looks at the gradients of a few parameters of a model, to see whether a backward has reached it."""
+
+    def __init__(self) -> None:
+        self._probes: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]]
+        self._probes = weakref.WeakKeyDictionary()
+
+    def state(self, root: nn.Module) -> tuple[Any, ...]:
+        """Return a value that changes when a backward adds to the model's gradients."""
+        probes = self._probes.get(root)
+        if probes is None:
+            trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+            chosen = {0, len(trained) // 2, len(trained) - 1} if trained else ()
+            probes = self._probes[root] = [weakref.ref(trained[i]) for i in chosen]
+        gradients = [getattr(probe(), "grad", None) for probe in probes]
+        return tuple(None if grad is None else (id(grad), grad._version) for grad in gradients)
 
 
 def _is_same(seen: torch.Tensor | None, given: torch.Tensor) -> bool:

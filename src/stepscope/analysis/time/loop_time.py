@@ -42,7 +42,7 @@ LEAST_GAP = 0.05  # of the passes; smaller gaps are part of training, however mu
 UNTIMED = "warmup"
 FENCE = 7.0  # distances from the first quartile to the median: Tukey's outer fence of a symmetric distribution
 LEAST_EXCESS = 1.5  # of the median
-MEANS_DIFFER = 0.1
+MEANS_DIFFER = 0.05
 STANDARD_ERRORS = 3.0
 FEWEST = 8
 NOT_DRAINED = "up to {} batches had been prefetched: more steps would show whether the DataLoader keeps up"
@@ -241,7 +241,7 @@ def _caveat(settled: Sequence[int], unknown: Sequence[str]) -> str | None:
     if _differ(settled):
         return "step times were still changing"
     mean = fmean(settled)
-    if (pvariance(settled) / len(settled)) ** 0.5 > MEANS_DIFFER / 2 * mean:
+    if (pvariance(settled) / len(settled)) ** 0.5 > MEANS_DIFFER * mean:
         slow, average, usual = (duration(ns, 3) for ns in (max(settled), mean, median(settled)))
         return f"a few slow steps, up to {slow}, make the average {average}; most take {usual}"
     if unknown:

@@ -18,5 +18,5 @@ for step in range(num_steps):
     optimizer.step()
     if (step + 1) % 10 == 0:
         model.eval()
-        held_out = [model(torch.randn(8, 16)).square().mean().item() for _ in range(12)]
+        held_out = [model(torch.randn(20, 16)).square().mean().item() for _ in range(12)]
         print(step, repr(sum(held_out)))

@@ -4,6 +4,7 @@
 
 A request is a line of JSON: `words` (as after `python`: a script, or `-m` and a module, and its arguments), `folder`
 (the working directory, where `stdout` and `stderr` are written) and `environment`. The answer is its exit code.
+`Forks` is the other end.
 """
 
 from __future__ import annotations
@@ -13,13 +14,42 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
+
+
+class Forks:
+    """A process that has torch, and runs one command after the other in forks of itself."""
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=os.environ | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, words: list[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+        """Run `python WORDS…` in `folder`. Return its exit code, standard output and standard error."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = {"words": words, "folder": str(folder), "environment": dict(environment)}
+        with self._lock:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            exit_code = int(self._process.stdout.readline())
+        stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
+        return exit_code, stdout, stderr
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def main() -> None:
