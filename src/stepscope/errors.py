@@ -56,7 +56,7 @@ def if_available(read: Callable[[], T]) -> T | None:
 
 
 WRONG_KIND = (TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError)
-"""What a field of the wrong kind raises, in somebody else's file or a damaged one: which matters less than that."""
+"""What reading a field of the wrong type raises, in a damaged or foreign file."""
 
 
 def wrong_kind(error: Exception) -> str:

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", action="store_true", help="record the source line of every allocation")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory and FLOPs window")
     parser.add_argument("--exit-after", action="store_true", help="stop the script after the last window")
+    parser.add_argument("--inference", action="store_true", help="the script trains nothing: each forward is a step")
     parser.add_argument("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
     parser.add_argument("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
     parser.add_argument("--quiet", action="store_true", help="suppress progress output and the card")
@@ -157,6 +158,7 @@ class _Run:
             rank=rank if "RANK" in os.environ else None,
             tokens_per_step=self._arguments.tokens_per_step,
             exit_after=self._arguments.exit_after,
+            inference=self._arguments.inference,
             memory_in_full=self._arguments.memory,
             fix=self._fix,
             is_quiet=self._arguments.quiet,
@@ -184,6 +186,7 @@ class _Run:
             facts=self._facts,
             tokens_per_step=self._arguments.tokens_per_step,
             exit_after=self._arguments.exit_after,
+            inference=self._arguments.inference,
             memory_in_full=self._arguments.memory,
             is_script=True,
             on_roots=None if self._fixes is None else self._fixes.use_roots,

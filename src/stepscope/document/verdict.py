@@ -99,8 +99,8 @@ def _without_samples(recording: Recording, summary: Summary) -> str:
         return "Nothing was measured: the script never imported torch."
     if num_children := recording.facts.get("num_child_processes") or 0:
         return (
-            f"No step was found in this process, which started {num_children} other process(es). Record where the "
-            "training runs: use torchrun -m stepscope run, or stepscope.record() in the worker."
+            f"No step was found in this process or in the {plural(num_children, 'process', 'processes')} it started. "
+            "Call stepscope.record() in the one that trains."
         )
     return (
         "No step was found: no optimizer stepped, no parameter changed after a backward, and no module was called. "

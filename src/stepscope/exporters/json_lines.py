@@ -42,7 +42,7 @@ def numbers(columns: Mapping[str, str]) -> dict[str, pl.Expr]:
 
 
 def texts(frame: pl.DataFrame, columns: Mapping[str, str]) -> dict[str, pl.Expr]:
-    """Columns of somebody's texts as JSON texts, in ASCII, by the name of the argument."""
+    """Return columns of untrusted text as JSON strings, in ASCII, by the name of the argument."""
     return {name: pl.lit(mapped(frame[column], json.dumps)) for name, column in columns.items()}
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 Progress = Callable[[float], None]
 
-RUNS_FOLDER = Path("runs")  # where `stepscope run` writes when nobody names a folder
+RUNS_FOLDER = Path("runs")  # where `stepscope run` writes without -o
 
 
 def open_session(

@@ -186,7 +186,7 @@ def _operands(
 
 
 def _one_each(sizes: list[Any], parsed: Any) -> list[Any]:
-    """Return a list with one entry for each size, None if there is no such list."""
+    """Return `parsed` if it has one entry per size; otherwise as many times None."""
     return parsed if isinstance(parsed, list) and len(parsed) == len(sizes) else [None] * len(sizes)
 
 

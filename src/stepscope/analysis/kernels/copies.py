@@ -54,7 +54,7 @@ _ELEMENT = re.compile(r"CatArrayBatched\w*<(?:[^<]*OpaqueType<(\d{1,3})u?>|(\w+(
 def copies(linked: Linked) -> pl.DataFrame:
     """Return every copy, cast, layout change and fill on the device, by time.
 
-    `what` is one of `KINDS`. `outer_op` is the copying op that somebody called (`aten::contiguous` around
+    `what` is one of `KINDS`. `outer_op` is the copying op that the program called (`aten::contiguous` around
     `aten::copy_`), `caller` the op around that. `bytes` is as recorded for memcpy and memset, for kernels the least
     that the op reads and writes; null if unknown. In `bandwidth_bytes_per_s`, a memcpy within the device counts as
     read and written. `pageable` means that the host side is not pinned.

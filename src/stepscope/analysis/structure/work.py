@@ -12,7 +12,7 @@ from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor, outermost
 
 _COMPILED = r"^CompiledFunction|^Torch-Compiled Region|^## Call CompiledFxGraph"
-# Autograd's wrappers around backward ops, which nobody called.
+# Autograd's wrappers around backward ops.
 _AUTOGRAD = r"^autograd::|Backward\d*$|^torch::autograd::|^CompiledFunction|AccumulateGrad$"
 
 
@@ -41,7 +41,7 @@ def work(linked: Linked) -> pl.DataFrame:
 def origins_of(host: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
     """Return where the program called each op: `root`, `root_op`, `is_backward`, `is_compiled`.
 
-    The root is the outermost op that somebody called, of a backward op the one it belongs to.
+    The root is the outermost op that the program called; for a backward op, that of its forward op.
     """
     forward = host["forward"].gather(rows)
     # A checkpoint recomputes a forward inside a backward.

@@ -28,7 +28,7 @@ _SPLIT = {
 _COLLECTIVE_SPLIT = {"transfer": ("transfer_ns", "communication"), "waiting": ("wait_ns", "idle")}
 _ONE = (
     "there is only one rank: name a folder with a trace of each, or record all of them with "
-    "`torchrun -m stepscope run train.py`"
+    "`stepscope run torchrun … train.py`"
 )
 
 

@@ -139,7 +139,7 @@ def _facts(sweep: Sweep, summary: SweepSummary) -> Iterator[Fact]:
         device = str(environment.get("device_name") or "unnamed device")
         yield Fact("ran on", safe(device), safe(f"{', '.join(facts)} [{key}]", 1000))
     if not known:
-        yield Fact("ran on", "unknown", "there is no sweep.json next to the rows")
+        yield Fact("ran on", "unknown", "the folder has no sweep.json")
     yield Fact("configuration", hash_of(summary), "hash of all points")
 
 

@@ -110,7 +110,7 @@ class Child:
         try:
             self._open()
         except Exception:
-            self.session = None  # the training goes on unmeasured: there is nobody to tell
+            self.session = None  # the training goes on unmeasured: there is no terminal to write to
 
     def _open(self) -> None:
         from stepscope.recorder.session import Session
@@ -128,6 +128,7 @@ class Child:
             facts=shared_facts(options.folder),
             tokens_per_step=options.tokens_per_step,
             exit_after=options.exit_after,
+            inference=options.inference,
             memory_in_full=options.memory_in_full,
             is_script=True,
             on_roots=None if self._fixes is None else self._fixes.use_roots,

@@ -29,6 +29,7 @@ class Options:
     """Its rank, if it is itself one of several; a child that inherits it is not a rank of its own."""
     tokens_per_step: int | None = None
     exit_after: bool = False
+    inference: bool = False
     memory_in_full: bool = False
     fix: str | None = None
     """Fixes of `stepscope verify`, as in `AppliedFixes`."""
