@@ -8,6 +8,17 @@ from typing import Any
 
 from stepscope.devices import Ceilings, Device
 
+# Ops that move or fill data. The recorder leaves them out; recordings of earlier versions have them.
+_MOVES = (
+    "aten.copy_", "aten._to_copy", "aten.clone", "aten.empty", "aten.empty_like", "aten.new_empty",
+    "aten.empty_strided", "aten.new_empty_strided", "aten.zeros", "aten.zero_", "aten.zeros_like", "aten.new_zeros",
+    "aten.ones", "aten.ones_like", "aten.fill_", "aten.full", "aten.full_like", "aten.arange", "aten.cat",
+    "aten.stack", "aten.index", "aten.index_select", "aten.gather", "aten.embedding", "aten.detach",
+    "aten.lift_fresh", "aten._foreach_copy_", "aten.randint", "aten.randperm", "aten._local_scalar_dense",
+    "aten._unsafe_view",
+)  # fmt: skip
+_LIBRARIES_THAT_MOVE = ("profiler.", "prim.")
+
 
 @dataclass(frozen=True)
 class StepFlops:
@@ -54,7 +65,7 @@ def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_to
         only_looked_up = [w["looked_up"] and not w["forward_flops"] for w, _ in shares]
         matmul_active = sum(w["num_elements"] * s for (w, s), skip in zip(shares, only_looked_up) if not skip)
     passes = 3 if has_backward else 1
-    uncounted = facts["uncounted"]
+    uncounted = [entry for entry in facts["uncounted"] if not _moves_data(entry["op"])]
     return StepFlops(
         model_flops=sum(model_by_dtype.values()),
         hardware_flops=sum(hardware_by_dtype.values()),
@@ -72,6 +83,10 @@ def step_flops(facts: Mapping[str, Any], trace: Mapping[str, Any] | None, num_to
         num_uncounted_calls=sum(entry["num_calls"] for entry in uncounted),
         hidden=_hidden(facts, trace),
     )
+
+
+def _moves_data(op: str) -> bool:
+    return op in _MOVES or op.startswith(_LIBRARIES_THAT_MOVE)
 
 
 def _active_share(weight: Mapping[str, Any], num_tokens: int) -> float:
