@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Holistic Trace Analysis, against which some results are tested, wants an older pandas and brings Jupyter: its own place.
 HTA := .venv-hta
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable
 
 # What has to be installed is installed at the same time.
 MAKEFLAGS += --jobs=3

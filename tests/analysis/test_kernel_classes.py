@@ -384,6 +384,7 @@ def kernels_of_trace(path: Path) -> Iterator[tuple[str, str | None, str, float]]
             yield event["name"], op, kind or "kernel", float(event.get("dur", 0))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces in {TRACES}; set STEPSCOPE_TRACES")
 @pytest.mark.parametrize(
     "path", sorted(TRACES.rglob("*.json.gz")), ids=lambda path: path.name.removesuffix(".json.gz")

@@ -753,6 +753,7 @@ def test_public_traces_raise_nothing_and_composites_launch_nothing(path):
     assert {event["name"] for event, _ in launching_ops(path)}.isdisjoint(COMPOSITE)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("path", traces("h200/*.json.gz"))
 def test_no_op_is_faster_than_the_device(path):

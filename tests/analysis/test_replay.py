@@ -198,6 +198,7 @@ def test_faster_work_never_makes_a_step_longer(builder):
     assert idle.done_ns <= before.done_ns + 1e-6
 
 
+@pytest.mark.long
 @needs_traces
 @pytest.mark.parametrize(
     "path", sorted(TRACES.rglob("*.json.gz")), ids=lambda path: path.name.removesuffix(".json.gz")

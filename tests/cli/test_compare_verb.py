@@ -124,6 +124,7 @@ def test_two_recordings_of_one_script(runs):
     assert pair["differs"] == []
 
 
+@pytest.mark.long
 def test_another_model_is_refused_and_says_how_to_go_on(runs, compare, as_json):
     text = compare(runs / "base", runs / "wide", code=4)
 
@@ -209,6 +210,7 @@ def test_sweeps_are_one_on_each_side(sweeps, compare):
     assert "of bench results name one on each side" in compare(*words, code=2)
 
 
+@pytest.mark.long
 def test_two_sweeps_about_one_knob(sweeps, compare, as_json):
     found = as_json(sweeps / "naive", sweeps / "builtin" / "results.jsonl")
 

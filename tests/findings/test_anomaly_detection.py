@@ -48,6 +48,7 @@ def test_one_look_at_the_loss_is_healthy():
     assert anomaly_detection.check(case_of(steps(lambda trace, at: checked(trace, at, num=1)))) == []
 
 
+@pytest.mark.long
 def test_detect_anomaly_in_a_real_run(tmp_path: Path):
     """GIVEN a model trained under detect_anomaly, and the same without it."""
     found = {}

@@ -158,6 +158,7 @@ def test_no_trace_is_too_odd(tmp_path, builder):
         assert finding.saving_ns is None or finding.saving_ns >= 0
 
 
+@pytest.mark.long
 @needs_traces
 @pytest.mark.parametrize(
     "path", sorted(PUBLIC.rglob("*.json.gz")), ids=lambda path: path.name.removesuffix(".json.gz")

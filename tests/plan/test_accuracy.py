@@ -35,6 +35,7 @@ CPU = [
     ("tsmoe", {"dispatch": "capacity"}),
     ("tsmoe", {"dispatch": "one_hot"}),
 ]
+ONE_EACH = [CPU[2], CPU[4], CPU[6], CPU[8], CPU[9]]
 # Slow on a CPU without the instructions for it.
 IN_BFLOAT16 = [CPU[2], CPU[3], CPU[6], CPU[9]]
 
@@ -48,7 +49,14 @@ def point_of(workload, preset=None, **values):
 @pytest.mark.parametrize(
     ("workload", "values", "dtype", "mode"),
     [
-        pytest.param(workload, values, dtype, mode, id="-".join((workload, *map(str, values.values()), dtype, mode)))
+        pytest.param(
+            workload,
+            values,
+            dtype,
+            mode,
+            id="-".join((workload, *map(str, values.values()), dtype, mode)),
+            marks=() if dtype == "fp32" and (workload, values) in ONE_EACH else pytest.mark.long,
+        )
         for workload, values in CPU
         for dtype, mode in (("fp32", "step"), ("autocast_bf16", "step"))
         if dtype == "fp32" or (workload, values) in IN_BFLOAT16

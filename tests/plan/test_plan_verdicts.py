@@ -221,6 +221,7 @@ def test_an_optimizer_that_never_steps_is_told(plan):
     assert plan("rarely", device=None, every=17).fits is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [2, 4, 8, 16])
 def test_an_optimizer_that_steps_now_and_then_is_waited_for(plan, every):
     often, found = plan("rarely", every=1), plan("rarely", every=every)
@@ -231,6 +232,7 @@ def test_an_optimizer_that_steps_now_and_then_is_waited_for(plan, every):
     assert found.settles_at_step <= 2 * every
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", None])
 @pytest.mark.parametrize("every", [2, 4])
 def test_gradients_that_are_added_up_over_calls_do_not_grow(plan, device, every):

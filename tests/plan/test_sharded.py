@@ -100,6 +100,7 @@ def measured_bytes(point, num_ranks):
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "workload", "values"),
     [

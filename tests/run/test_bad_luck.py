@@ -298,6 +298,7 @@ def test_a_forked_child_shows_no_card(runs):
     assert runs["forks"].stdout.count("About this measurement") == 1
 
 
+@pytest.mark.long
 def test_spawned_processes_that_train_are_recorded(runs):
     run = runs["spawns"]
     assert run.exit_code == 0, run.stderr

@@ -184,6 +184,7 @@ def test_a_traceback_is_the_scripts_own(lab, source, num_steps):
     assert run.steps == list(range(num_steps))
 
 
+@pytest.mark.long
 def test_tracebacks_through_every_hook_are_the_scripts_own(lab):
     script = lab.script(
         """
@@ -281,6 +282,7 @@ def test_losses_random_numbers_and_output_are_the_same(seeded, bare):
     assert run.steps == list(range(12))
 
 
+@pytest.mark.long
 def test_json_is_the_only_thing_on_standard_output(seeded, bare):
     run = seeded.run(options=("--force", "--json", "--warmup", "2", "--clean", "3", "--trace", "1"))
     assert run.stdout.count("\n") == 1
@@ -289,6 +291,7 @@ def test_json_is_the_only_thing_on_standard_output(seeded, bare):
     assert set(bare.stdout.splitlines()) <= set(run.stderr.splitlines())
 
 
+@pytest.mark.long
 def test_quiet_says_nothing(seeded, bare):
     run = seeded.run(options=("--force", "--quiet", "--warmup", "2", "--clean", "3", "--trace", "1"))
     assert run.stdout == bare.stdout

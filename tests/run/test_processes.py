@@ -64,7 +64,7 @@ LAUNCHES = {
     "fork": (STARTS, (), ("fork",)),
     "accelerate": (DDP, ACCELERATE, ()),
 }
-DEFAULT = ("module", "spawn")
+DEFAULT = ("spawn",)
 
 
 def start(lab, name, *options, num_steps=NUM_STEPS):
@@ -162,6 +162,7 @@ def test_no_process_sees_a_changed_environment(lab):
     assert (run.exit_code, run.stdout, run.stderr) == (0, bare.stdout, bare.stderr)
 
 
+@pytest.mark.long
 def test_processes_that_do_not_train_leave_no_files(lab):
     run = lab.script(
         """
@@ -218,6 +219,7 @@ def one_child(lab):
     return lab.script(ONE_CHILD)
 
 
+@pytest.mark.long
 def test_a_process_that_python_waits_for_at_its_end_is_measured(one_child):
     bare, run = one_child.both("fork", "0")
     assert (run.exit_code, run.stdout, run.stderr) == (0, bare.stdout, bare.stderr)

@@ -293,6 +293,7 @@ def test_exit_after_stops_the_script_after_the_last_window(runs):
     assert run.card["flops"]["model_flops"] > 0
 
 
+@pytest.mark.long
 def test_every_rank_of_a_ddp_run_has_a_recording(lab):
     script = lab.script(
         """

@@ -32,7 +32,7 @@ def test_the_root_is_compiled_even_where_it_is_a_sequential(verified):
     found = verified["fixes"][0]
     assert found["changed"]["Sequential compiled"] == 1 and found["changed"]["compiled graphs"] >= 1
     assert found["status"] in ("too few samples", "no difference shown")  # of one round
-    assert found["change"]["num_samples"] == [10, 10]  # no clean step compiled anything
+    assert found["change"]["num_samples"] == [1, 1]
 
 
 def test_losses_are_held_to_how_far_two_runs_without_it_are_apart(verified):

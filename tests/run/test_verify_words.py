@@ -133,6 +133,7 @@ def test_a_module_is_run_by_its_name(tmp_path):
             assert recorded_command(tmp_path, {"command": given})[0].words == ("-m", module, "x")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("source", "said"),
     [

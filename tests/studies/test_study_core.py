@@ -115,6 +115,7 @@ def test_a_report_does_not_run_somebody_elses_program(studied):
         study_of(studied)
 
 
+@pytest.mark.long
 def test_the_command_that_makes_the_report_of_what_was_only_measured_is_one_that_works(studied, tmp_path):
     measured = shutil.copytree(studied, tmp_path / "out")
     words = ("study", EXAMPLE, "--quick", "--device", "cpu", "--no-report", "-o", measured, "--resume")
@@ -149,6 +150,7 @@ def test_a_study_in_toml_is_reported_again_from_its_folder_alone(tmp_path, monke
     assert "at width 16" in first and "growing" in first
 
 
+@pytest.mark.long
 def test_a_point_can_be_recorded_and_its_recording_asked(tmp_path):
     measure = Recordings(
         id="step", workload="cs336", about="a step", full=(),

@@ -19,6 +19,8 @@ from stepscope.studies.cs336.study import STUDY, compiled, grid, squares
 from stepscope.studies.report import answer_of
 from stepscope.studies.stored import Stored
 
+pytestmark = pytest.mark.long
+
 GPU_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "h200" / "gpt2_eager.json.gz"
 
 

@@ -14,6 +14,8 @@ from stepscope.studies.nano.study import STUDY, faster, faster_models, latency, 
 from stepscope.studies.report import answer_of
 from stepscope.studies.stored import Stored
 
+pytestmark = pytest.mark.long
+
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "h200" / "nano"
 
 

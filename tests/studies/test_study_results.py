@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FOLDERS = sorted(path.parent for path in RESULTS.glob("*/study-*/study.json"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_what_is_kept_answers_every_question(folder):
     study, stored = study_of(folder), Stored(folder)

@@ -178,6 +178,7 @@ def num_lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_at_any_moment_a_sweep_is_finished_without_redoing_or_losing_a_row(bench, tmp_path):
     results = tmp_path / "sweep" / "results.jsonl"

@@ -31,6 +31,7 @@ def test_every_phase_of_every_pass_has_a_time(monkeypatch):
     assert phases.samples_ns == {"forward": [10, 5], "backward": [20, 5], "optimizer": [30, 10]}
 
 
+@pytest.mark.long
 def test_a_row_has_the_first_call_the_warm_up_and_the_samples_in_order(tmp_path):
     from stepscope.sweep.results import Results
     from stepscope.sweep.runner import Options, Runner

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 SLOW = """
 import time, torch
 class Slow(torch.nn.Linear):
@@ -28,6 +30,7 @@ record_point(point, Path("out").absolute(), ("--warmup", "100", "--clean", "60")
 """
 
 
+@pytest.mark.long
 def test_a_recorded_point_ends_soon_after_a_killed_study(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     with subprocess.Popen([sys.executable, "-c", STUDY], cwd=tmp_path) as study:

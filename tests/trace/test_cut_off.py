@@ -94,6 +94,7 @@ def test_a_compressed_real_trace_cut_anywhere(tmp_path, name):
         assert_complete_events(path, whole, len(zlib.decompressobj(wbits=31).decompress(cut)), ends)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_trace_written_by_hand_cut_everywhere(tmp_path, indent):
     text = text_of([event for event in SEED if event["ph"] not in "BE"], indent=indent)

@@ -107,6 +107,7 @@ def read_text(
     return read_trace(path, workers=workers)
 
 
+@pytest.mark.long
 @needs_traces
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_trace_in_every_layout(tmp_path, monkeypatch, name):

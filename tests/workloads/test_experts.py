@@ -184,6 +184,7 @@ def test_narrow_dtypes_stay_near(dispatch, dtype):
 
 
 # Torch's compiler makes an instance of torch.autograd.Function, and torch warns of it.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dispatch", ["capacity", "one_hot", "tile", "grouped"])
 def test_nothing_but_the_loop_waits_for_the_device(dispatch):

@@ -456,6 +456,7 @@ def test_a_compiler_takes_it_whole(knobs):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.long
 @its_own_warnings
 def test_dynamic_compiles_with_its_break_and_counts_the_same():
     torch._dynamo.reset()

@@ -185,6 +185,7 @@ def test_flops_of_200m_are_near_two_a_parameter_and_token():
     assert share == pytest.approx(1 + 12 * 1024 * 2304 / 187.9e6, abs=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ema", ["fft", "sequential", "scan"])
 @pytest.mark.parametrize("attention", ["builtin", "sdpa"])
 def test_proofs_hold_for_what_ran_and_for_nothing_else(ema, attention):

@@ -74,6 +74,7 @@ def test_variants_equal_the_formula_under_the_same_mask(values):
     assert_same(results_of(built_of(WORKLOAD, **values), state, batch, torch.float32), truth, 3e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "random", "kv_heads"),
     [("fixed", "blocks", 0), ("fixed", "scattered", 2), ("dynamic", "blocks", 2), ("dynamic", "scattered", 0)],
@@ -225,6 +226,7 @@ def test_flex_is_proven_by_its_kernels():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("attention", "pattern"), [("sparse_mask", "dynamic"), ("sparse_flex", "fixed"), ("sparse_flex", "dynamic")]
 )

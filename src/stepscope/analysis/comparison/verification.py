@@ -20,7 +20,7 @@ from stepscope.analysis.comparison.verified import (
     Round,
     Verified,
 )
-from stepscope.analysis.time.summary import clean_step_ns, summary_of
+from stepscope.analysis.time.summary import clean_step_ns, loop_of
 from stepscope.formatting import plural, whole_percent
 from stepscope.trace.recording import Recording
 
@@ -95,7 +95,7 @@ def steps_ns(attempts: Sequence[Attempt]) -> list[float]:
 
 
 def _steps_ns(recordings: Sequence[Recording]) -> list[float]:
-    loops = [summary_of(recording).loop for recording in recordings]
+    loops = map(loop_of, recordings)
     return [loop.step_ns for loop in loops if loop is not None]
 
 

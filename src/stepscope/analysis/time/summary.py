@@ -87,7 +87,7 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
     counters = None
     if clean:
         counters = summarize_counters(recording.counters, [(s.start_ns, s.start_ns + s.wall_ns) for s in clean])
-    loop = loop_time(recording, on_device)
+    loop = loop_of(recording)
     throughput = _throughput(recording, clean, loop.step_ns, counters) if loop is not None else None
     flops = _flops(recording, trace)
     phases: list[Phase] = []
@@ -128,6 +128,11 @@ def summarize(recording: Recording, device: Device | None, ceilings: Ceilings | 
         if trace and trace.get("num_kernels")
         else None,
     )
+
+
+def loop_of(recording: Recording) -> LoopTime | None:
+    """Return the time of a recorded loop, as in its summary."""
+    return loop_time(recording, _is_on_device(_clean(recording)))
 
 
 def clean_step_ns(recording: Recording) -> tuple[int, ...]:
