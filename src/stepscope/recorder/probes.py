@@ -166,7 +166,7 @@ class Probes:
         ledger = self.memory.stop()
         if ledger is not None:
             self.facts["flops"] = ledger.flops(self.compiler.used)
-            self.facts["attention"] = self.memory.attention.table()
+            self.facts["attention"] = self.memory.take_attention()
 
     def forget_windows(self) -> None:
         """Drop what the windows found, with its notes and files: it belongs to discarded steps."""

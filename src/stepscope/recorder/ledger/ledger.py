@@ -113,6 +113,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch is not type chec
             self._storages.close()
         remove_all(self._handles)
 
+    def release(self) -> None:
+        """Let go of the models: this ledger is part of cycles, and the script may want their memory back."""
+        self._roots, self._optimizers = [], []
+
     # --- reports from the session --------------------------------------------------------------
 
     def note_inputs(self, args: Any, kwargs: Any) -> None:

@@ -114,6 +114,7 @@ class MemoryProbe:
                 self._note("attention", f"{attention.num_dropped:,} further attention calls were not recorded")
             ledger.stop()
             memory = {**ledger.memory(), "left_alive": self._left_alive}
+            ledger.release()
             self._guard("reading the allocator's counters", lambda: self._read_cuda(memory))
             files.write_json_gz(self._folder / files.MEMORY_FILE, memory)
             if ledger.saved_error:
@@ -122,6 +123,11 @@ class MemoryProbe:
                 self._report(*note)
         self.drop()
         return ledger
+
+    def take_attention(self) -> list[dict[str, Any]]:
+        """Return the table of attention calls, and let go of the model they were made in."""
+        attention, self.attention = self.attention, AttentionCalls()
+        return attention.table()
 
     def _note(self, about: str, text: str) -> None:
         self._notes.append((about, text))
