@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from stepscope.analysis.comparison import verified
 from stepscope.analysis.comparison.losses import AGREE, NOT_COMPARED, LossCheck
-from stepscope.analysis.comparison.metrics import FEWEST, METRICS, NO_DIFFERENCE, RUNS, TOO_FEW
+from stepscope.analysis.comparison.metrics import METRICS, NO_DIFFERENCE, TOO_FEW
 from stepscope.analysis.comparison.verified import FAILED, FASTER, NOT_APPLIED, SLOWER, WRONG, Verification, Verified
 from stepscope.document.comparison import change_text, figure, interval_text, p_text, signed
 from stepscope.document.model import Document, Fact, Facts, Section
@@ -22,7 +22,7 @@ def verification_document(found: Verification) -> Document:
     """Return the verification: the baseline, then every fix, the fastest first."""
     spread = f"; they differ by up to {percent(found.apart_share)}"
     if found.num_rounds == 1:
-        spread = f"; run at least {FEWEST[RUNS]} --rounds to see whether it repeats"
+        spread = f"; run at least {verified.MIN_ROUNDS} --rounds to see whether it repeats"
     about = (
         Fact("script", found.command),
         Fact("device", f"{found.device_name or 'unknown device'}   torch {found.torch or 'unknown'}"),

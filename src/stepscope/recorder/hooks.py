@@ -168,11 +168,10 @@ def _script_patches(loop: Loop) -> list[Handle]:
             return original(*args, **kwargs)
 
     def script(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The names in a class are looked up in the frame of the caller, which is two further up: ours lie between.
+        # The names in a class are looked up in the frame of the caller, which is three further up: ours lie between.
         if len(args) < 3:
-            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 2
-        with loop.paused():
-            return original(*args, **kwargs)
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 3
+        return pause(original, *args, **kwargs)
 
     return [Patch(torch.jit, "script", script), Patch(torch.jit, "trace", pause)]
 

@@ -7,11 +7,12 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from stepscope.analysis.comparison.losses import DIFFER, LOW_DTYPES, NOT_COMPARABLE, check_losses
-from stepscope.analysis.comparison.metrics import FEWEST, METRICS, RUNS, TOO_FEW, Change, Measure, change_of
+from stepscope.analysis.comparison.metrics import METRICS, RUNS, TOO_FEW, Change, Measure, change_of
 from stepscope.analysis.comparison.verified import (
     FAILED,
     FASTER,
     INCOMPARABLE,
+    MIN_ROUNDS,
     NOT_APPLIED,
     WRONG,
     Attempt,
@@ -44,10 +45,12 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
     unit, reason = _unit(plan, runs)
     if unit is None:
         return Verified(plan.fix, INCOMPARABLE, reason, **known)
-    change = _change(plan, unit, runs)
+    times = (_steps_ns(runs[0]), _steps_ns(runs[1]))
+    change = _change(plan, unit, runs, times)
     status, reason = change.verdict, None
-    if status == TOO_FEW:
-        reason = f"{plural(len(runs[1]), 'round')} cannot rule out chance: at least {FEWEST[RUNS]} are needed"
+    if len(times[1]) < MIN_ROUNDS:
+        reason = f"{plural(len(times[1]), 'round')} cannot rule out chance: at least {MIN_ROUNDS} are needed"
+        status = TOO_FEW
     if losses.verdict == DIFFER:
         status, reason = WRONG, "the losses differ"
     first_ns, second_ns = ([sum(s.wall_ns for s in each.window("warmup")) for each in side] for side in runs)
@@ -59,7 +62,7 @@ def verify(plan: Plan, before: Sequence[Attempt], after: Sequence[Attempt], expe
         reason,
         change=change,
         saving_ns=saving,
-        rounds=tuple(Round(*pair) for pair in zip(*map(_steps_ns, runs))),
+        rounds=tuple(Round(*pair) for pair in zip(*times)),
         warmup_extra_ns=extra,
         pays_after_steps=round(extra / saving) if status == FASTER and saving and extra > 0 else None,
         peak_bytes=_peaks(runs),
@@ -163,14 +166,14 @@ def _per_step(recordings: Sequence[Recording], unit: str) -> float | None:
     return sum(counts) / len(counts) if counts and all(counts) else None
 
 
-def _change(plan: Plan, unit: str, runs: _Runs) -> Change:
+def _change(plan: Plan, unit: str, runs: _Runs, times: tuple[list[float], list[float]]) -> Change:
     """Return the change from run to run: steps of one process do not show how much runs differ."""
     metric = METRICS["step_time" if unit == "step" else f"{unit}_per_second"]
     measures = []
-    for side in runs:
+    for side, steps in zip(runs, times):
         # Nanoseconds per step, or seconds per token or sample.
         num_ns = 1.0 if unit == "step" else (_per_step(side, unit) or 0.0) * 1e9
-        costs = tuple(ns / num_ns for ns in _steps_ns(side))
+        costs = tuple(ns / num_ns for ns in steps)
         middle = geometric_mean(costs)
         measures.append(Measure(1 / middle if metric.is_rate else middle, costs, RUNS))
     return change_of(metric, measures[0], measures[1], plan.threshold_share)

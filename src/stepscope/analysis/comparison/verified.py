@@ -15,6 +15,7 @@ SCHEMA_VERSION = 1
 FASTER, SLOWER = "faster", "slower"
 FAILED, NOT_APPLIED, WRONG, INCOMPARABLE = "failed", "not applied", "wrong", "not comparable"
 EXIT_WRONG, EXIT_UNDECIDED = 3, 4
+MIN_ROUNDS = 4  # with 3 and 3 runs, a two-sided rank test cannot get below p = 0.1
 
 
 @dataclass(frozen=True)

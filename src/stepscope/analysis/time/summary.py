@@ -170,9 +170,8 @@ def _throughput(
     free = [sample for sample in recording.window("free") if sample.num_samples]
     steps = [*clean, *free] or recording.samples[1:] or recording.samples
     for unit in ("tokens", "samples"):
-        counts, timed = ([n for sample in some if (n := getattr(sample, f"num_{unit}"))] for some in (steps, clean))
-        # The first step of a model that is trained after another one has no batch.
-        if counts and 2 * len(timed) >= len(clean) and step_ns:
+        counts, timed = ([getattr(sample, f"num_{unit}") or 0 for sample in some] for some in (steps, clean))
+        if (all(timed) if timed else any(counts)) and step_ns:
             total = sum(timed)
             joules = (
                 counters.joules / total if total and counters is not None and counters.joules is not None else None

@@ -110,7 +110,7 @@ class Child:
         try:
             self._open()
         except Exception:
-            self.session = None  # the training goes on unmeasured: there is no terminal to write to
+            self.session = None  # training goes on, unmeasured
 
     def _open(self) -> None:
         from stepscope.recorder.session import Session
