@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.recorder.steps import EXPLICIT, FORWARD, MAX_STEPS_OF_ONE, OPTIMIZER, Boundary, StepFinder
+from stepscope.recorder.steps import EXPLICIT, FORWARD, MAX_STEPS_OF_ONE, MAX_TURNS, OPTIMIZER, Boundary, StepFinder
 
-SHORT = {Boundary.NONE: ".", Boundary.END: "E", Boundary.RESTART: "R"}
+SHORT = {Boundary.NONE: ".", Boundary.JOIN: "J", Boundary.END: "E", Boundary.RESTART: "R"}
 
 
 def boundaries(finder: StepFinder, whos: str, source: str = OPTIMIZER) -> str:
-    """One letter an event: `.` goes on, `E` ends, `R` restarts."""
+    """One letter an event: `.` goes on, `J` joins those before, `E` ends, `R` restarts."""
     return "".join(SHORT[finder.saw(source, who)] for who in whos)
 
 
@@ -25,22 +25,50 @@ def test_one_optimizer_ends_a_step_each_time():
 def test_a_gan_has_one_step_for_both_optimizers():
     finder = StepFinder()
 
-    assert boundaries(finder, "DGDGDG") == "ER.E.E"
-    assert finder.num_sources == 2
+    assert boundaries(finder, "DGDGDG") == "EEJE.E"
+    assert (finder.num_sources, finder.num_joined) == (2, 2)
 
 
 def test_a_critic_may_step_several_times():
     finder = StepFinder()
-    boundaries(finder, "CCCCCG")
 
-    assert boundaries(finder, "CCCCCGCCCCCG") == ".....E.....E"
+    assert boundaries(finder, "CCCCCGC") == "EEEEEEJ"
+    assert finder.num_joined == 6
+    assert boundaries(finder, "CCCCGCCCCCG") == "....E.....E"
 
 
 def test_three_optimizers_in_any_order():
     finder = StepFinder()
-    boundaries(finder, "ABC")
 
-    assert boundaries(finder, "ABCCBABAC") == "..E..E..E"
+    assert boundaries(finder, "ABCABCCBABAC") == "EEEJ.E..E..E"
+    assert (finder.num_sources, finder.num_joined) == (3, 3)
+
+
+def test_models_that_are_trained_one_after_another_go_on_counting():
+    finder = StepFinder()
+
+    assert boundaries(finder, "AAABBBCCCCDE") == "E" * 12
+    assert (finder.num_sources, finder.num_earlier) == (1, 0)
+
+
+def test_a_gan_in_each_of_several_folds_joins_only_its_own_first_steps():
+    finder = StepFinder()
+
+    assert boundaries(finder, "DGDGDGdgdgdg") == "EEJE.EEEJE.E"
+    assert (finder.num_sources, finder.num_joined) == (2, 2)
+
+
+def test_one_that_trained_alone_for_long_joins_its_partner_with_its_last_step():
+    finder = StepFinder()
+
+    assert boundaries(finder, "D" * 40 + "GDG") == "E" * 41 + "JE"
+    assert finder.num_joined == 2
+
+
+def test_models_that_take_turns_for_long_are_no_partners():
+    finder = StepFinder()
+
+    assert set(boundaries(finder, ("A" * 20 + "B" * 20) * 4)) == {"E"}
 
 
 def test_an_optimizer_that_goes_quiet_is_given_up():
@@ -48,20 +76,21 @@ def test_an_optimizer_that_goes_quiet_is_given_up():
     boundaries(finder, "AB")
     seen = boundaries(finder, "A" * (MAX_STEPS_OF_ONE + 3))
 
-    assert seen == "." * MAX_STEPS_OF_ONE + "R" + "EE"
-    assert finder.num_sources == 1
+    assert seen == "J" + "." * (MAX_STEPS_OF_ONE - 1) + "R" + "EE"
+    assert (finder.num_sources, finder.num_earlier) == (1, MAX_STEPS_OF_ONE)
 
 
 def test_one_that_comes_back_is_taken_in_again():
     finder = StepFinder()
     boundaries(finder, "AB" + "A" * (MAX_STEPS_OF_ONE + 1))
 
-    assert boundaries(finder, "BAB") == "R.E"
+    assert boundaries(finder, "BABAB") == "EJE.E"
+    assert finder.num_joined == 2
 
 
 def test_sixteen_critic_steps_are_not_yet_quiet():
     finder = StepFinder()
-    boundaries(finder, "AB")
+    boundaries(finder, "ABAB")
 
     assert boundaries(finder, "A" * MAX_STEPS_OF_ONE + "B") == "." * MAX_STEPS_OF_ONE + "E"
 
@@ -87,7 +116,7 @@ def test_the_first_event_of_all_ends_a_step_without_a_restart():
 def test_two_root_modules_in_an_inference_loop_make_one_step():
     finder = StepFinder()
 
-    assert boundaries(finder, "ABABAB", FORWARD) == "ER.E.E"
+    assert boundaries(finder, "ABABAB", FORWARD) == "EEJE.E"
 
 
 EVENTS = st.lists(
@@ -117,7 +146,7 @@ def finder_was_new(events: list[tuple[str, object]]) -> bool:
 
 
 @given(EVENTS)
-def test_a_source_only_ever_gets_surer_and_every_change_of_the_known_is_a_restart(events):
+def test_a_source_only_ever_gets_surer_and_every_change_of_it_is_a_restart(events):
     finder, rank = StepFinder(), {None: 0, FORWARD: 1, OPTIMIZER: 2, EXPLICIT: 3}
     for position, (source, who) in enumerate(events):
         before = (finder.source, finder.num_sources)
@@ -125,18 +154,33 @@ def test_a_source_only_ever_gets_surer_and_every_change_of_the_known_is_a_restar
         after = (finder.source, finder.num_sources)
 
         assert rank[after[0]] >= rank[before[0]]
-        if before != after:
+        if before[0] != after[0]:
             assert boundary is (Boundary.RESTART if position else Boundary.END)
+        elif before != after:
+            assert boundary is not Boundary.NONE
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=300))
-def test_after_everyone_is_known_a_step_never_ends_before_each_has_stepped(whos):
+def test_a_step_never_ends_before_each_that_is_known_has_stepped(whos):
     finder = StepFinder()
     since: set[int] = set()
+    num_turns = 0
     for who in whos:
         boundary = finder.saw(OPTIMIZER, who)
+        num_turns += boundary is Boundary.RESTART
         since.add(who)
-        if boundary is Boundary.END:
-            assert len(since) == finder.num_sources
-        if boundary is not Boundary.NONE:
+        if boundary is Boundary.END and num_turns <= MAX_TURNS:
+            assert len(since) >= finder.num_sources
+        if boundary in (Boundary.END, Boundary.RESTART):
             since.clear()
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=300))
+def test_no_more_steps_are_joined_than_have_ended(whos):
+    finder, num_ended = StepFinder(), 0
+    for who in whos:
+        boundary = finder.saw(OPTIMIZER, who)
+        if boundary is Boundary.JOIN:
+            assert 1 <= finder.num_joined <= num_ended
+            num_ended -= finder.num_joined - 1
+        num_ended += boundary in (Boundary.END, Boundary.RESTART)

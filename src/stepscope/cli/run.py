@@ -66,6 +66,12 @@ def main(arguments: argparse.Namespace) -> int:
     if not words:
         raise UsageError("name a script: stepscope run train.py, or a module: stepscope run -m package.train")
     need_torch()
+    if arguments.warmup < 2:
+        raise UsageError(
+            f"--warmup {arguments.warmup}: 2 is the least, because the model is found in the first two steps"
+        )
+    if arguments.repeat > 1 and not arguments.trace:
+        raise UsageError(f"--repeat {arguments.repeat} repeats the trace window, which --trace 0 leaves out")
     try:
         windows = Windows(
             warmup=arguments.warmup,
@@ -76,8 +82,6 @@ def main(arguments: argparse.Namespace) -> int:
         )
         if arguments.memory and arguments.no_memory:
             raise ValueError("--memory and --no-memory exclude each other")
-        if windows.warmup < 2:
-            raise ValueError("--warmup must be at least 2: the model is found in the first two steps")
         if arguments.tokens_per_step is not None and arguments.tokens_per_step <= 0:
             raise ValueError(f"--tokens-per-step is {arguments.tokens_per_step}: it must be positive")
     except ValueError as error:

@@ -26,7 +26,7 @@ _FACTS = ("exit_code", "command", "environment", "precision", "steps", "memory",
 _EXACT = "for exact step boundaries, call stepscope.step() at the end of your loop"
 _STEP_SOURCES = {
     "step()": ("the script calls stepscope.step()", ""),
-    "optimizer": ("each ends with optimizer.step()", _EXACT),
+    "optimizer": ("each ends with optimizer.step()", ""),
     "update": ("each ends when parameters have changed after a backward", _EXACT),
     "forward": ("each ends with the root module's forward, because no optimizer stepped", _EXACT),
 }
@@ -136,15 +136,15 @@ def _status(recording: Recording) -> str:
 
 
 def _of_all_ranks(summary: Summary, processes: Processes) -> Summary:
-    """Return a rank's summary with the throughput of all recorded ranks together."""
+    """Return a rank's summary with the throughput of all recorded ranks together, and their time per step."""
     all_of_them = [session.summary for session in processes.ranks.values()]
     works = [each.throughput for each in all_of_them if each.throughput is not None]
-    if summary.throughput is None or len(works) < 2:
+    if summary.throughput is None or summary.loop is None or len(works) < 2:
         return summary
     per_step, per_s = sum(work.per_step for work in works), sum(work.per_s for work in works)
-    return dataclasses.replace(
-        summary, throughput=dataclasses.replace(summary.throughput, per_step=per_step, per_s=per_s)
-    )
+    throughput = dataclasses.replace(summary.throughput, per_step=per_step, per_s=per_s)
+    loop = dataclasses.replace(summary.loop, step_ns=per_step / per_s * 1e9)
+    return dataclasses.replace(summary, throughput=throughput, loop=loop)
 
 
 def _processes(processes: Processes) -> Iterator[Fact]:
@@ -156,7 +156,7 @@ def _processes(processes: Processes) -> Iterator[Fact]:
         text = f"{num} of {processes.world_size} recorded: throughput is theirs alone"
         yield Fact("ranks", text, f"missing: {missing}")
     elif num > 1:
-        yield Fact("ranks", f"all {num} recorded", "throughput is that of all ranks, step times are rank 0's")
+        yield Fact("ranks", f"all {num} recorded", "throughput is that of all ranks, a typical step is rank 0's")
     if processes.others:
         names = ", ".join(session.path.name for session in processes.others[:MAX_RANKS])
         yield Fact("processes", f"{plural(len(processes.others), 'other process')} trained too", names)

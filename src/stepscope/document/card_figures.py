@@ -74,7 +74,8 @@ def _loop(summary: Summary) -> Iterator[Fact]:
     alone = _rounded(loop.step_ns - sum(loop.between_ns.values()))
     text = f"{_rounded(loop.step_ns)} of wall-clock time" + (f" = {alone}{parts}" if parts else "")
     yield Fact("average step", text, f"{steps}; {loop.caveat}" if loop.caveat else steps)
-    yield Fact("goodput", percent(loop.goodput), "training ÷ wall-clock time of the loop, without measuring")
+    share = "the share of training in the loop's wall-clock time; Stepscope's own work is left out"
+    yield Fact("goodput", percent(loop.goodput), share)
 
 
 def _rounded(ns: float) -> str:

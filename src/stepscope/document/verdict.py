@@ -76,10 +76,10 @@ def what_adds(summary: Summary) -> str:
     texts = [f"{name} adds {_rounded(ns)}" for name, ns in added if ns > DIFFERS * typical.median]
     rest = loop.step_ns - sum(loop.between_ns.values()) - typical.median
     if abs(rest) > DIFFERS * typical.median:
-        texts.append(f"slower steps add {_rounded(rest)}" if rest > 0 else f"faster steps save {_rounded(-rest)}")
+        texts.append(f"slower steps add {_rounded(rest)}" if rest > 0 else f"faster steps take off {_rounded(-rest)}")
     if not texts:
         return "what lies between steps adds up"
-    return f"{', '.join(texts)} to each step on average"
+    return f"per step, {', '.join(texts)} on average"
 
 
 def _rounded(ns: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -25,29 +25,45 @@ class Between:
         self.places: dict[str, Counter[str]] = {}
         """What -> `train.py:42 evaluate` -> times."""
         self._optimizers = optimizers
-        self._num_optimizers = 0
         self._trained: dict[int, bool] = {}  # root -> whether the optimizers have parameters of it
         self._samples = False
+        self._steps_since = 2  # the last forward without gradients that nothing names
         self._kind: str | None = None  # what forwards without gradients are, until training goes on
+
+    def another_optimizer(self) -> None:
+        """Look again at which models are trained."""
+        self._trained.clear()
+
+    def step_ended(self) -> None:
+        self._steps_since += 1
 
     def training_goes_on(self) -> None:
         """Look again at who calls the next forward without gradients."""
         self._kind = None
 
-    def label_without_gradients(self, root: nn.Module) -> str:
-        """Return what a forward without gradients is: of a teacher, an evaluation, or a rollout."""
+    def label_without_gradients(self, root: nn.Module, is_like_training: Callable[[], bool]) -> str:
+        """Return what a forward without gradients is: part of training, an evaluation, or a rollout.
+
+        In training mode, with a batch of the same size and in each step, it makes something to train with: a GAN's
+        fakes, a target.
+        """
         if not self._is_trained(root):
             return FORWARD_OF_ANOTHER
         if self._kind is None:
-            said = _kind(frame.f_code.co_name.lower() for frame in script_frames())
-            unnamed = ROLLOUT if self._samples else FORWARD_WITHOUT_GRADIENTS
-            self._kind = said or (unnamed if root.training else EVALUATION)
+            self._kind = _kind(frame.f_code.co_name.lower() for frame in script_frames())
+            if self._kind is None and root.training:
+                is_in_each_step = self._steps_since <= 1
+                self._steps_since = 0
+                is_part = is_in_each_step and is_like_training()
+                unnamed = FORWARD_OF_ANOTHER if is_part else FORWARD_WITHOUT_GRADIENTS
+                self._kind = ROLLOUT if self._samples else unnamed
+            self._kind = self._kind or EVALUATION
             self.note_place(self._kind)
         return self._kind
 
     def outputs_are_sampled(self) -> None:
         """Forwards without gradients whose outputs are sampled choose actions or words: a rollout."""
-        if self._kind == FORWARD_WITHOUT_GRADIENTS:
+        if self._kind in (FORWARD_WITHOUT_GRADIENTS, FORWARD_OF_ANOTHER):
             self._kind, self._samples = ROLLOUT, True
 
     def note_place(self, label: str) -> None:
@@ -59,9 +75,6 @@ class Between:
             found[name] += 1
 
     def _is_trained(self, root: nn.Module) -> bool:
-        if self._num_optimizers != len(self._optimizers):
-            self._num_optimizers = len(self._optimizers)
-            self._trained.clear()
         if id(root) not in self._trained:
             groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
             trained = {id(parameter) for group in groups for parameter in group["params"]}

@@ -7,7 +7,8 @@ a CUDA event on the current stream. Events are read many steps later: nothing he
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,6 +191,15 @@ class Clock:
         self._stretches = []
         self._first_event = None if self._device is None else self._record()
         self._cut_ns = self._start_ns = self._now()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave the recorder's own work inside out of the open step."""
+        begun_ns = self._now()
+        yield
+        ns = self._now() - begun_ns
+        self._cut_ns += ns
+        self._start_ns += ns
 
     def end_step(self, index: int) -> TimedStep:
         """End the current phase and return the step."""

@@ -41,7 +41,13 @@ def install(loop: Loop, probes: Probes) -> list[Handle]:
 
 def _optimizer_hooks(loop: Loop) -> list[Handle]:
     ended = functools.partial(loop.optimizer_ended, skipped=False)
+
+    def made(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        loop.optimizer_made(optimizer)
+
     return [
+        Patch(torch.optim.Optimizer, "__init__", made),
         register_optimizer_step_pre_hook(_while_listening(loop, loop.optimizer_begins)),
         register_optimizer_step_post_hook(_while_listening(loop, ended)),
     ]

@@ -26,6 +26,7 @@ from stepscope.recorder.clock import (
     Clock,
 )
 from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.model import batch_size
 from stepscope.recorder.roots import Roots
 from stepscope.recorder.step_facts import Gradients, StepFacts
 from stepscope.recorder.steps import EXPLICIT, UPDATE, Boundary, StepFinder
@@ -52,6 +53,7 @@ class Loop:
         self.finder = StepFinder()
         self.facts = StepFacts()
         self.optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._owners: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.observer: Ledger | None = None
         self.is_free = False
         self.is_open = False
@@ -70,6 +72,7 @@ class Loop:
         self._backward_seen = False
         self._awaits_backward = False
         self._gradients_unused = False
+        self._num_samples: int | None = None  # of the last forward that counted
         self._asides: list[str | None] = []  # the label around what is going on beside training
         self._called_in_eval_mode = False
         self._trains_in_eval_mode = False
@@ -176,17 +179,21 @@ class Loop:
         self.look_for_update()
         self._open()
         has_gradients = torch.is_grad_enabled()
-        self._switch(self._label_of_forward(root, has_gradients))
+        if self.finder.trains and not has_gradients:
+            label = self.between.label_without_gradients(
+                root, lambda: batch_size(args, kwargs).num_samples == self._num_samples
+            )
+        else:
+            label = self._label_with_gradients(root)
+        self._switch(label)
         # In training, a forward without gradients is an evaluation or a teacher and not part of the batch.
         if has_gradients or not self.finder.trains:
             self._gradients_unused |= self._awaits_backward
-            self.facts.count_batch(root, args, kwargs)
+            self._num_samples = self.facts.count_batch(root, args, kwargs)
         if self.observer is not None:
             self.observer.note_inputs(args, kwargs)
 
-    def _label_of_forward(self, root: nn.Module, has_gradients: bool) -> str:
-        if self.finder.trains and not has_gradients:
-            return self.between.label_without_gradients(root)
+    def _label_with_gradients(self, root: nn.Module) -> str:
         is_training = root.training or not self.finder.trains or self._trains_in_eval_mode
         self._called_in_eval_mode = not is_training
         if is_training:
@@ -271,14 +278,15 @@ class Loop:
 
     def _begin(self, optimizer: Any, entry: int) -> None:
         self._optimizer_stack.append(entry)
+        if id(optimizer) not in self.optimizers:
+            self.optimizers[id(optimizer)] = optimizer
+            self.between.another_optimizer()
         if self.is_free:
             return
         self._open()
         if len(self._optimizer_stack) == 1:
             self._switch(OPTIMIZER)
         self._updates.forget()
-        if id(optimizer) not in self.optimizers:
-            self.optimizers[id(optimizer)] = optimizer
         if self.observer is not None:
             self.observer.note_gradients(optimizer)
 
@@ -292,7 +300,22 @@ class Loop:
         self._open()
         self.between.training_goes_on()
         self._switch(self._outer_label())
-        self._end(self.finder.saw(BY_OPTIMIZER, _owner(optimizer)))
+        self._end(self.finder.saw(BY_OPTIMIZER, self._owner(optimizer)))
+
+    def _owner(self, optimizer: Any) -> int:
+        """Return a number that stays the same when a script makes a new optimizer for the same parameters."""
+        first = _first_parameter(optimizer)
+        owner = optimizer if first is None else first
+        known = self._owners.get(id(owner))
+        if known is None or known[0]() is not owner:  # the id of a released parameter may be used again
+            known = self._owners[id(owner)] = weakref.ref(owner), len(self._owners)
+        return known[1]
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Look for the model, if it is one that is trained after another."""
+        first = _first_parameter(optimizer)
+        if first is not None and self.finder.source == BY_OPTIMIZER and self.listens():
+            self.roots.await_call_with(first)
 
     def optimizer_failed(self) -> None:
         """Handle an exception from an optimizer: no step was made."""
@@ -347,12 +370,8 @@ class Loop:
             self._switch(outer)
 
 
-def _owner(optimizer: Any) -> int:
-    """Return an id that stays the same when a script makes a new optimizer for the same parameters."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            return id(parameter)
-    return id(optimizer)
+def _first_parameter(optimizer: Any) -> Any:
+    return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
 
 
 def _num_running(optimizer: Any) -> int:

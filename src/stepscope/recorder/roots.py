@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,8 @@ class Roots:
     def __init__(self, begin: Begin, end: End) -> None:
         self._begin, self._end = begin, end
         self._hooks: dict[int, CallHooks] = {}
-        self._first_call: FirstModuleCall | None = None
+        self._first_call: ModuleCalls | None = None
+        self._awaited: list[weakref.ref[nn.Parameter]] = []
         self._search: CalledRoots | None = None
 
     @property
@@ -32,16 +34,34 @@ class Roots:
 
     def add(self, module: nn.Module) -> None:
         """Hook one root module."""
-        self._first_call = None
         known = self._hooks.get(id(module))
         if known is None or known.module is not module:  # a released module's id may be used again
             self._hooks[id(module)] = CallHooks(module, self._begin, self._end)
 
     def await_first_call(self) -> None:
         """Treat the first module that is called as a root."""
-        self._first_call = FirstModuleCall(self.add)
+        self._first_call = ModuleCalls(self._called)
+
+    def await_call_with(self, parameter: nn.Parameter) -> None:
+        """Treat the first module that is called and has this parameter as a root."""
+        if not any(parameter is known for root in self.modules for known in root.parameters()):
+            self._awaited.append(weakref.ref(parameter))
+            if self._first_call is None:
+                self._first_call = ModuleCalls(self._called)
+
+    def _called(self, module: nn.Module) -> None:
+        if self._awaited:
+            inside = {id(parameter) for parameter in module.parameters()}
+            left = [awaited for awaited in self._awaited if id(awaited()) not in inside]
+            if len(left) == len(self._awaited):
+                return
+            self._awaited = left
+        self.add(module)
+        if not self._awaited:
+            self.stop_awaiting()
 
     def stop_awaiting(self) -> None:
+        self._awaited.clear()
         if self._first_call is not None:
             self._first_call.remove()
             self._first_call = None
@@ -90,19 +110,19 @@ class Roots:
         self._hooks.clear()
 
 
-class FirstModuleCall:
-    """Reports the first module that is called, then removes itself: the root of an inference loop."""
+class ModuleCalls:
+    """Reports modules that are called, outermost first, until it is removed."""
 
     def __init__(self, found: Callable[[nn.Module], None]) -> None:
         original = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                self.remove()
+            if not torch.compiler.is_compiling() and not self._is_removed:
                 found(module)
             return original(module, *args, **kwargs)
 
         self._original, self._wrapper = original, call
+        self._is_removed = False
         self._handles: list[Handle] = []
         # Dynamo keeps a reference to nn.Module.__call__ when it is imported, and so does each torch.compile(module).
         # Neither may keep ours.
@@ -136,5 +156,6 @@ class FirstModuleCall:
             nn.Module.__call__ = self._original
 
     def remove(self) -> None:
+        self._is_removed = True
         self._detach()
         remove_all(self._handles)

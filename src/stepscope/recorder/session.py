@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from stepscope.recorder.patches import Handle, remove_all
 from stepscope.recorder.probes import Probes
 from stepscope.recorder.processes.rank import rank_and_world_size
 from stepscope.recorder.step_facts import StepFacts
-from stepscope.recorder.steps import EXPLICIT, FORWARD, Boundary
+from stepscope.recorder.steps import FORWARD, MAX_STEPS_OF_ONE, Boundary
 from stepscope.recorder.windows import Windows
 
 PROGRESS_INTERVAL_NS = 10_000_000_000
@@ -103,7 +103,9 @@ class Session:
         self._lines: list[str] = []
         self._flushed_ns = 0
         self._is_closed = False
-        self._last: tuple[TimedStep, StepFacts] | None = None
+        self._begun: list[tuple[TimedStep, StepFacts, int]] = []  # the first steps, and how much they compiled
+        self._restarts = False  # when the open step ends
+        self._has_roots = False
         self._num_compiles = 0
         self._last_progress_ns = time.perf_counter_ns()
         if optimizer is not None:
@@ -146,6 +148,8 @@ class Session:
         self._is_closed = True
         probes = self._probes
         probes.guard("ending the last step", self._end_loop)
+        if self._inference and self._loop.finder.trains:
+            probes.note("steps", "--inference was given, but the script trains: steps are training steps")
         probes.guard("writing the out-of-memory snapshot", lambda: probes.memory.script_failed(error))
         probes.guard("ending the window", probes.stop_windows)
         self.suspend()
@@ -179,19 +183,27 @@ class Session:
         self._append(json.dumps({which: {**times, "num_times": step.num_times}}))
 
     def _step_ended(self, boundary: Boundary) -> None:
-        if boundary is Boundary.NONE:
+        if boundary is Boundary.JOIN:
+            with self._clock.stopped():
+                self._probes.guard("joining steps", self._join)
+        if boundary in (Boundary.NONE, Boundary.JOIN):
             return
         step = self._clock.end_step(self._step)
-        if boundary is Boundary.RESTART:
+        if boundary is Boundary.RESTART or self._restarts:
             step = self._restart(step)
         finished = self._window
-        self._write_step(step)
-        self._last = (step, self._loop.facts) if self._step == 0 else None  # keeping more would keep losses alive
+        num_compiles = self._probes.compiler.num_compiles - self._num_compiles
+        self._write_step(step, self._loop.facts, num_compiles)
+        self._begun.append((step, self._loop.facts, num_compiles))
         self._step += 1
+        self._roots.stop_awaiting()
+        self._loop.between.step_ended()
         if finished != windows.FREE:
             self._probes.memory.step_ended()
             self._window = self._windows.at(self._step)
-        if self._window != finished or self._step <= 2:
+        if self._window not in (windows.WARMUP, windows.CLEAN) or self._step > MAX_STEPS_OF_ONE:
+            self._begun.clear()  # keeping more would keep losses alive
+        if self._window != finished or self._step == 1 or not self._has_roots:
             title = windows.TITLES[self._window]
             self._probes.guard(f"entering the {title} window", lambda: self._enter(finished))
         elif self._window == windows.TRACE and self._probes.trace is not None:
@@ -218,8 +230,36 @@ class Session:
     def _infers(self) -> bool:
         return self._inference or not any(p.requires_grad for root in self._roots.modules for p in root.parameters())
 
+    def _join(self) -> None:
+        """Take the last steps as one: several optimizers make up a step, as the second round shows."""
+        finder = self._loop.finder
+        if finder.num_sources <= finder.most_sources:  # after the like: the second of two GANs
+            first = self._step - finder.num_joined
+            self._pending = [step for step in self._pending if step.index < first]
+            self._append(json.dumps({"joined": finder.num_joined}))
+            return
+        if not self._step == finder.num_joined == len(self._begun):
+            finder.num_earlier -= finder.num_joined - 1
+            self._restarts = True  # probes have begun, or one was trained alone before
+            return
+        steps, facts, nums_compiles = zip(*self._begun)
+        joined = reduce(TimedStep.joined, steps), reduce(StepFacts.joined, facts), sum(nums_compiles)
+        self._append(json.dumps({"restart": f"a step has {finder.num_sources} optimizers"}))
+        self._pending.clear()
+        self._probes.forget_windows()
+        del self._forwards_ns[-self._step :]
+        self._step, self._window = 0, self._windows.at(0)
+        self._write_step(*joined)
+        self._step, self._begun = 1, [joined]
+        self._probes.memory.num_steps = 1
+        self._has_roots = False
+        self._roots.search()
+
     def _restart(self, step: TimedStep) -> TimedStep:
         """Discard all steps so far and return the step that ends now as the first one."""
+        self._restarts = False
+        if self._source == self._loop.finder.source:
+            self._loop.finder.num_earlier += self._step
         self._probes.guard("restarting", self._probes.stop_windows)
         remove_all(self._trace_handles)
         self._loop.observer = None
@@ -227,29 +267,24 @@ class Session:
         self._clock.use_device(self._probes.device)
         self._pending.clear()
         self._append(json.dumps({"restart": f"steps are now ended by {self._loop.finder.source}"}))
-        if self._step == 1 and self._last is not None and self._loop.finder.source == EXPLICIT:
-            # The optimizer ended the first step before stepscope.step() was called: both halves are one step.
-            before, facts = self._last
-            facts.given_tokens = self._loop.facts.given_tokens
-            if self._loop.facts.loss is not None:
-                facts.loss = self._loop.facts.loss
-            self._loop.facts = facts
-            step = before.joined(step)
-        elif self._step == 1 and self._last is not None:
-            step = self._last[0].joined(step)  # a teacher's forward before the first update, or a GAN's first half
+        if self._step == len(self._begun) == 1:
+            # A teacher's forward before the first update, or an optimizer before the first stepscope.step().
+            before, facts, num_compiles = self._begun[0]
+            step, self._loop.facts = before.joined(step), facts.joined(self._loop.facts)
+            self._num_compiles -= num_compiles
         elif self._source == FORWARD:
             # Forwards before the first backward are no steps but an evaluation, which the loop began with.
             wall_ns = sum(self._forwards_ns)
             lead = TimedStep(0, step.start_ns - wall_ns, wall_ns, {EVALUATION: wall_ns}, {EVALUATION: 1})
             self._write_aside("lead", lead)
         self._probes.forget_windows()
+        self._begun.clear()
         self._step = 0
         self._window = self._windows.at(0)
         step.index = 0
         return step
 
-    def _write_step(self, step: TimedStep) -> None:
-        facts = self._loop.facts
+    def _write_step(self, step: TimedStep, facts: StepFacts, num_compiles: int) -> None:
         num_tokens, num_samples, num_micro_batches = facts.batch
         num_tokens = facts.given_tokens or self._tokens_per_step or num_tokens
         host_ns = ", ".join([f'"{name}": {ns}' for name, ns in step.host_ns.items()])
@@ -259,7 +294,7 @@ class Session:
             f'"wall_ns": {step.wall_ns}, "host_ns": {{{host_ns}}}, {times}'
             f'"num_tokens": {num_tokens or "null"}, "num_samples": {num_samples or "null"}, '
             f'"num_micro_batches": {num_micro_batches}, "num_skipped": {facts.num_skipped}, '
-            f'"num_compiles": {self._probes.compiler.num_compiles - self._num_compiles}}}'
+            f'"num_compiles": {num_compiles}}}'
         )
         if not step.index:
             self._source = self._loop.finder.source
@@ -304,8 +339,10 @@ class Session:
         """Switch from the `finished` window to the current one. No step is timed while this runs."""
         probes, loop, roots = self._probes, self._loop, self._roots
         if self._step == 1:
+            self._has_roots = False
             roots.search()
-        elif self._step == 2:
+        elif not self._has_roots and (loop.finder.repeats or self._window != windows.WARMUP):
+            self._has_roots = True
             roots.keep_called()
             probes.use_gpu(roots.modules)
             if self._on_roots is not None:

@@ -46,8 +46,21 @@ class StepFacts:
         with_tokens = [batch for batch in batches.values() if batch[0]]
         return min(with_tokens or batches.values(), default=(0, 0, 0))
 
-    def count_batch(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the batch of a forward."""
+    def joined(self, following: StepFacts) -> StepFacts:
+        """Return what is known about this step and the next one as a single step."""
+        both = StepFacts()
+        if self.given_tokens or following.given_tokens:
+            both.given_tokens = (self.given_tokens or 0) + (following.given_tokens or 0)
+        both.loss = self.loss if following.loss is None else following.loss
+        both.num_skipped = self.num_skipped + following.num_skipped
+        both._waiting = following._waiting
+        for root in {**self._batches, **following._batches}:
+            first, second = (each._batches.get(root, (0, 0, 0)) for each in (self, following))
+            both._batches[root] = (first[0] + second[0], first[1] + second[1], first[2] + second[2])
+        return both
+
+    def count_batch(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Note the batch of a forward. Return its samples."""
         size = batch_size(args, kwargs)
         sizes = size.num_tokens or 0, size.num_samples or 0
         before = self._waiting.get(id(root))
@@ -56,12 +69,13 @@ class StepFacts:
             given = args[0] if args else next(iter(kwargs.values()), None)
             if isinstance(given, torch.Tensor):
                 if any(by == id(root) and _is_same(seen(), given) for seen, by in self._inputs[-MAX_INPUTS:]):
-                    return
+                    return size.num_samples
                 self._inputs.append((weakref.ref(given), id(root)))
         if before is not None and is_single:
             sizes = before[0] + sizes[0], before[1] + sizes[1]
         self._waiting[id(root)] = sizes
         self._roots[id(root)] = weakref.ref(root)
+        return size.num_samples
 
     def backward_begins(self, gradients: GradientState) -> None:
         """Remember the gradients of the models that wait for a backward. One alone is the one that is meant."""

@@ -7,7 +7,7 @@ the current one and counting restarts. Once a backward has run, a forward ends n
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from enum import Enum
 from typing import Any
 
@@ -17,7 +17,7 @@ UPDATE = "update"
 FORWARD = "forward"
 _RANK = {None: 0, FORWARD: 1, UPDATE: 2, OPTIMIZER: 3, EXPLICIT: 4}
 
-# A GAN's critic takes a few steps per generator step. After this many, drop the optimizer that stopped stepping.
+# A GAN's critic takes a few steps per generator step. An optimizer that steps again after more is another matter.
 MAX_STEPS_OF_ONE = 16
 # Models that are trained in turns, epoch by epoch: after this many changes each optimizer step counts on its own.
 MAX_TURNS = 3
@@ -27,16 +27,20 @@ class Boundary(Enum):
     """What an event means for the current step."""
 
     NONE = "goes on"
+    JOIN = "goes on, and the last `num_joined` steps were one"
     END = "ends here"
     RESTART = "ends here, and all earlier steps are discarded"
 
 
 class StepFinder:
-    """Turns events into step boundaries. With several optimizers, a step ends when each has stepped at least once.
+    """Turns events into step boundaries.
+
+    An optimizer that has not stepped before trains another model, and its step is one of its own: folds, a grid of
+    learning rates, fine-tuning. When an earlier one steps again soon, all that stepped since make up one step.
 
     >>> finder = StepFinder()
     >>> [finder.saw(OPTIMIZER, who).name for who in ("D", "G", "D", "G", "D", "D", "G")]
-    ['END', 'RESTART', 'NONE', 'END', 'NONE', 'NONE', 'END']
+    ['END', 'END', 'JOIN', 'END', 'NONE', 'NONE', 'END']
     """
 
     def __init__(self) -> None:
@@ -44,11 +48,16 @@ class StepFinder:
         self.trains = False
         """Whether a backward has run."""
         self.num_earlier = 0
-        """Training steps of models that were trained before the present one."""
+        """Training steps that were discarded in a restart, or were found to be steps too late."""
+        self.num_joined = 0
+        """After JOIN: how many of the last steps were parts of one."""
+        self.most_sources = 0
+        """The largest `num_sources` of the steps before a JOIN."""
         self._known: set[Any] = set()
+        self._most_known = 0
         self._stepped: Counter[Any] = Counter()
-        self._num_ended = 0
-        self._num_replaced = 0  # steps that were discarded when the last optimizer appeared
+        # The last that stepped, and whether a step ended there.
+        self._events: deque[tuple[Any, bool]] = deque(maxlen=MAX_STEPS_OF_ONE + 1)
         self._num_turns = 0
 
     def saw(self, source: str, who: Any) -> Boundary:
@@ -56,39 +65,64 @@ class StepFinder:
         if _RANK[source] < _RANK[self.source] or (source == FORWARD and self.trains):
             return Boundary.NONE
         self.trains |= source in (OPTIMIZER, UPDATE)
-        if source != self.source:
-            had_source = self.source is not None
+        if source == self.source:
+            boundary = self._next(who)
+        else:
+            boundary = Boundary.RESTART if self.source is not None else Boundary.END
             self.source = source
-            self._num_replaced = 0
-            return self._begin_again({who}, Boundary.RESTART if had_source else Boundary.END)
-        if who not in self._known and self._num_ended > MAX_STEPS_OF_ONE:
-            # A partner would have shown itself by now: another model is trained after the first.
-            self._known = {who}
-            self._stepped.clear()
-            self._num_ended = 1
-            return Boundary.END
+            self.num_earlier = 0
+            self._know({who})
+            self._events.clear()
+        self._events.append((who, boundary in (Boundary.END, Boundary.RESTART)))
+        return boundary
+
+    def _next(self, who: Any) -> Boundary:
         if who not in self._known:
-            self._num_replaced = self._num_ended
-            return self._begin_again(self._known | {who}, Boundary.RESTART)
+            if any(who == earlier for earlier, _ in self._events):
+                self._join(who)
+                return Boundary.JOIN
+            self._know({who})
+            return Boundary.END
         self._stepped[who] += 1
         if len(self._stepped) == len(self._known) or self._num_turns > MAX_TURNS:
             self._stepped.clear()
-            self._num_ended += 1
             return Boundary.END
         if self._stepped[who] > MAX_STEPS_OF_ONE:
-            # The others have stopped: their steps, and those of this one until now, were steps of their own.
-            self.num_earlier += self._num_replaced + self._num_ended + self._stepped.total() - 1
-            self._num_replaced = 0
+            # The others have stopped: the steps of this one until now were steps of their own.
+            self.num_earlier += self._stepped.total() - 1
             self._num_turns += 1
-            known = set(self._stepped) if self._num_turns <= MAX_TURNS else self._known
-            return self._begin_again(known, Boundary.RESTART)
+            self._know(set(self._stepped) if self._num_turns <= MAX_TURNS else self._known)
+            return Boundary.RESTART
         return Boundary.NONE
 
-    def _begin_again(self, known: set[Any], boundary: Boundary) -> Boundary:
+    def _join(self, who: Any) -> None:
+        """Know all that have stepped since the last step of `who` as parts of one step."""
+        events = list(self._events)
+        begin = max(i for i, (earlier, _) in enumerate(events) if earlier == who)
+        self.most_sources = self._most_known
+        self._know({earlier for earlier, _ in events[begin:]})
+        self._stepped[who] = 1
+        # A critic may step several times before its partner first does; one that does so for long trains alone.
+        before = begin
+        while before and events[before - 1][0] in self._known:
+            before -= 1
+        if before or len(events) < MAX_STEPS_OF_ONE:
+            begin = before
+        self.num_joined = sum(has_ended for _, has_ended in events[begin:])
+        self._events.clear()
+        self._events.extend(events[:begin])
+        self._events.extend((earlier, False) for earlier, _ in events[begin:-1])
+        self._events.append((events[-1][0], True))
+
+    def _know(self, known: set[Any]) -> None:
         self._known = known
+        self._most_known = max(self._most_known, len(known))
         self._stepped.clear()
-        self._num_ended = 1
-        return boundary
+
+    @property
+    def repeats(self) -> bool:
+        """Whether all that make up a step have shown themselves, as far as can be told."""
+        return len(self._known) > 1 or len({who for who, _ in self._events}) == 1
 
     @property
     def num_sources(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,6 +219,8 @@ def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSamp
     for line in lines:
         if "restart" in line:
             steps.clear()  # a better step source was found: earlier samples are not comparable
+        elif isinstance(line.get("joined"), int) and line["joined"] > 1:
+            _join(steps, sorted(steps)[-line["joined"] :])
         elif isinstance(line.get("step"), int):
             steps.setdefault(line["step"], {}).update(line)
     samples, num_bad = [], 0
@@ -229,6 +232,20 @@ def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSamp
     if num_bad:
         warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) have a missing or invalid field and were skipped")
     return tuple(samples)
+
+
+def _join(steps: dict[int, dict[str, Any]], indices: list[int]) -> None:
+    """Replace the lines of steps that turned out to be one with a single line."""
+    lines = [steps.pop(index) for index in indices]
+    try:
+        joined = {**lines[0], "wall_ns": sum(line["wall_ns"] for line in lines)}
+        for name in ("host_ns", "num_times"):
+            joined[name] = dict(sum((Counter(line.get(name) or {}) for line in lines), Counter()))
+        for name in ("num_tokens", "num_samples"):
+            joined[name] = max((line.get(name) or 0 for line in lines), default=0) or None
+        steps[indices[0]] = joined
+    except (IndexError, KeyError, TypeError, ValueError):
+        return  # damaged: without these
 
 
 def _sample(line: dict[str, Any]) -> StepSample:

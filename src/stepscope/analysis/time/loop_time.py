@@ -89,7 +89,9 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
     if not undisturbed:
         return None
     num_prefetched = (recording.facts.get("steps") or {}).get("num_prefetched") or 0
-    drained = _drained(undisturbed, num_prefetched)
+    has_ranks = (recording.facts.get("environment") or {}).get("world_size", 1) > 1
+    # Ranks wait for the one that is last to prepare a window.
+    drained = _drained(undisturbed, max(num_prefetched, int(has_ranks)))
     settled = _settled([_step_only_ns(sample, on_device) for sample in drained or undisturbed])
     between = dict.fromkeys(BETWEEN.values(), 0.0)
     unknown = []
@@ -108,17 +110,18 @@ def loop_time(recording: Recording, on_device: bool) -> LoopTime | None:
         step_ns=fmean(settled) + sum(between.values()),
         num_measured=len(settled),
         between_ns={row: ns for row, ns in between.items() if ns},
-        caveat=_caveat(settled, unknown) or (NOT_DRAINED.format(num_prefetched) if not drained else None),
+        caveat=_caveat(settled, unknown)
+        or (NOT_DRAINED.format(num_prefetched) if not drained and num_prefetched else None),
     )
 
 
-def _drained(samples: Sequence[StepSample], num_prefetched: int) -> Sequence[StepSample]:
-    """Return the steps that waited for data as they would in a long run; empty if there are too few.
+def _drained(samples: Sequence[StepSample], num_first: int) -> Sequence[StepSample]:
+    """Return the steps without the first of each window, as they would be in a long run; empty if there are too few.
 
     While a window is prepared or slows steps down, workers fill their queue: so many batches come without a wait.
     """
-    found = [s for window in ("clean", "free") for s in [s for s in samples if s.window == window][num_prefetched:]]
-    return found if len(found) >= FEWEST or not num_prefetched else []
+    found = [s for window in ("clean", "free") for s in [s for s in samples if s.window == window][num_first:]]
+    return found if len(found) >= FEWEST or not num_first else []
 
 
 def _between_ns(times: Mapping[str, int]) -> int:
