@@ -20,8 +20,8 @@ from stepscope.sweep import prepare  # noqa: E402
 from stepscope.sweep.checks import compile_check  # noqa: E402
 from stepscope.sweep.checks.compile_runs import shapes_of  # noqa: E402
 from stepscope.sweep.grid import Grid  # noqa: E402
-from stepscope.sweep.point_process import run_point  # noqa: E402
-from stepscope.sweep.protocol import Report, Request  # noqa: E402
+from stepscope.sweep.process import run_point  # noqa: E402
+from stepscope.sweep.protocol import Request  # noqa: E402
 from stepscope.workloads.registry import find  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
@@ -147,9 +147,8 @@ def test_the_verb_in_a_fresh_process(capsys, tmp_path, monkeypatch):
     assert any("Traceback" in line for line in fails["log"]) and "log" not in same
 
 
-def test_a_report_that_is_cut_off_has_what_was_known(tmp_path):
-    report = Report(tmp_path / "r.json")
-    report.fields.update(stage="compiled call at batch=4")
-    compile_check._failed(RuntimeError("backend='inductor' raised:\nno luck\nmore"), report)
+def test_a_check_that_fails_has_what_was_known():
+    error = RuntimeError("backend='inductor' raised:\nno luck\nmore")
+    fields = compile_check._failure(error, "compiled call at batch=4")
 
-    assert report.fields["reason"] == "RuntimeError: no luck" and report.fields["compiles"] is False
+    assert fields["reason"] == "RuntimeError: no luck" and fields["compiles"] is False

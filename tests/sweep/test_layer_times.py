@@ -7,8 +7,8 @@ import time
 import torch
 from torch import nn
 
-from stepscope.sweep import layers
-from stepscope.sweep.layers import layers_of, median_layers_ns, timed_layers
+from stepscope.sweep import measure
+from stepscope.sweep.measure import layers_of, median_layers_ns, timed_layers
 
 
 class Model(nn.Module):
@@ -32,7 +32,7 @@ def test_layers_are_what_is_called_outermost():
 def test_a_layer_has_its_own_time_and_all_of_its_calls(monkeypatch):
     """GIVEN a clock that goes on by 1 at each look THEN a call takes 1, and a layer called twice 2."""
     ticks = iter(range(1000))
-    monkeypatch.setattr(layers.time, "perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr(measure.time, "perf_counter_ns", lambda: next(ticks))
     model = Model()
 
     with timed_layers(model, "cpu") as times_ns:

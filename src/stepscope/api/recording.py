@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def is_disabled() -> bool:
-    """Return whether STEPSCOPE_DISABLE turns recording off."""
     return os.environ.get("STEPSCOPE_DISABLE", "") not in ("", "0")
 
 

@@ -132,27 +132,39 @@ def run_sweep(
     """Return the rows of a sweep after running the points that have none yet; its tables are written too."""
     from stepscope.analysis.comparison.sweeps import varying_axes
     from stepscope.document.sweep_table import row_line
-    from stepscope.sweep.run import run_grid
+    from stepscope.sweep.runner import Runner, run_points
+    from stepscope.sweep.server import Server, default_start
+    from stepscope.sweep.tuning.max_batch import MaxBatch
 
     varying = varying_axes([{"preset": point.preset, **point.config, **point.run} for point in points])[0]
-    tell = on_line or (lambda line: None)
-    with place.open() as results:
-        is_complete = run_grid(
-            workload,
-            points,
-            results,
-            options,
-            start=start,
-            searches_batch=searches_batch,
-            on_row=lambda row, num_done: tell(f"{num_done}/{len(points)}  {row_line(row, varying)}"),
-            on_try=lambda batch, status: tell(f"  batch {batch}: {'fits' if status == 'ok' else status}"),
-            progress=progress or (lambda share: None),
-        )
-        write_tables(results, place.command)
     asked = {point.hash for point in points}
+
+    def tell(line: str | None) -> None:
+        if line is not None and on_line is not None:
+            on_line(line)
+        if progress is not None:
+            progress(len(results.hashes & asked) / len(points))
+
+    def on_row(row: dict[str, Any], num_done: int) -> None:
+        tell(f"{num_done}/{len(points)}  {row_line(row, varying)}")
+
+    def on_try(batch: int, status: str) -> None:
+        tell(f"  batch {batch}: {'fits' if status == 'ok' else status}")
+
+    is_interrupted = False
+    with place.open() as results:
+        with Server(start or default_start()) as server:
+            tell(None)  # the share that was done before
+            runner = Runner(workload, server, results, options)
+            run = MaxBatch(workload, runner, on_try).run if searches_batch else runner.run
+            try:
+                run_points(points, results, run, on_row)
+            except KeyboardInterrupt:
+                is_interrupted = True
+        write_tables(results, place.command)
     statuses = tuple(row["status"] for row in results.rows if row["hash"] in asked)
     environments = results.facts["environments"]
-    return Ran(rows=results.rows, environments=environments, statuses=statuses, is_interrupted=not is_complete)
+    return Ran(rows=results.rows, environments=environments, statuses=statuses, is_interrupted=is_interrupted)
 
 
 def write_tables(results: Results, command: str) -> None:

@@ -61,7 +61,6 @@ def make_point(workload: Workload[Any], values: Mapping[str, Value], preset: str
 
 
 def changed(workload: Workload[Any], point: Point, **values: Value) -> Point:
-    """Return the point with some knobs changed."""
     return make_point(workload, {**point.config, **point.run, **values}, point.preset)
 
 

@@ -10,16 +10,19 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from stepscope.recorder.clock import BACKWARD
 from stepscope.recorder.ledger.ledger import Ledger
+from stepscope.recorder.model import CallHooks
 from stepscope.recorder.trace import skip_event_parsing, union_ns
 from stepscope.sweep.prepare import Pass
 
@@ -28,7 +31,6 @@ LAUNCHES = ("cudaLaunch", "cuLaunch", "hipLaunch", "hipExtLaunch", "hipModuleLau
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -73,7 +75,6 @@ class Phases:
         """By phase, one sample per pass, in order; device time on a GPU."""
 
     def run(self, run_once: Pass) -> Any:
-        """Run one pass and return its result."""
         marks: list[tuple[str, Any]] = []
 
         def mark(phase: str) -> None:
@@ -147,6 +148,63 @@ def counted_flops(run_once: Pass) -> dict[str, Any]:
         "flops_executed": sum(entry["flops"] for entry in facts["by_op"]),
         "flops_unseen": facts["error"] or ", ".join(facts["hidden_products"]) or None,
     }
+
+
+# Layers are timed in one pass, synchronizing between them. The first call includes loading, planning and compiling a
+# layer's kernels; later calls are its work alone.
+
+
+def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost modules that are called, by name: not nested, so that none is counted twice.
+
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "blocks": nn.ModuleList([nn.Linear(2, 2)])})
+    >>> list(layers_of(model))
+    ['embed', 'blocks.0']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:  # a container, never called
+            found |= {f"{name}.{inner}": layer for inner, layer in layers_of(child).items()}
+        else:
+            found[name] = child
+    return found
+
+
+@contextmanager
+def timed_layers(module: nn.Module, device: str) -> Iterator[dict[str, int]]:
+    """Collect the nanoseconds of each layer's forward while the context is active, by name, in call order."""
+    times_ns: dict[str, int] = {}
+    hooks = [_timed(name, layer, device, times_ns) for name, layer in layers_of(module).items()]
+    try:
+        yield times_ns
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def median_layers_ns(run_once: Callable[[], Any], module: nn.Module, num_passes: int, device: str) -> dict[str, int]:
+    """Return the median nanoseconds of each layer over several passes."""
+    passes = []
+    for _ in range(num_passes):
+        with timed_layers(module, device) as times_ns:
+            run_once()
+        passes.append(times_ns)
+    return {name: round(statistics.median(times_ns[name] for times_ns in passes)) for name in passes[0]}
+
+
+def _timed(name: str, layer: nn.Module, device: str, times_ns: dict[str, int]) -> CallHooks:
+    began_ns = 0
+
+    def begin(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        nonlocal began_ns
+        synchronize(device)
+        began_ns = time.perf_counter_ns()
+
+    def end(_module: nn.Module) -> None:
+        synchronize(device)
+        times_ns[name] = times_ns.get(name, 0) + time.perf_counter_ns() - began_ns
+
+    return CallHooks(layer, begin, end)
 
 
 @dataclass(frozen=True)

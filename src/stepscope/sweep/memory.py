@@ -88,7 +88,6 @@ def data_bytes(proc: Path = PROC) -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -20,7 +20,6 @@ from stepscope.recorder.environment import environment_facts
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate, proofs
 from stepscope.sweep.checks.compiled_graphs import CompiledGraphs
-from stepscope.sweep.layers import median_layers_ns, timed_layers
 from stepscope.sweep.protocol import OK, UNPROVEN, WRONG, CannotRun, Report, Request, Row, first_line
 from stepscope.sweep.run_knobs import has_backward
 from stepscope.workloads.registry import find
@@ -105,7 +104,7 @@ def _sample(request: Request, report: Report, built: Any) -> tuple[Any, measure.
     report.stage("first call")
     if request.layers and not isinstance(built, WholeStep):
         fields["layers"] = {}
-        with timed_layers(built.module, device) as fields["layers"]["first_call_ns"]:
+        with measure.timed_layers(built.module, device) as fields["layers"]["first_call_ns"]:
             fields["first_call_ns"], loss = measure.timed_call(one_pass, device)
     else:
         fields["first_call_ns"], loss = measure.timed_call(one_pass, device)
@@ -161,7 +160,7 @@ def _instrument(
         instrument("memory", problem, lambda: {"before_backward_bytes": measure.cuda_before_backward_bytes(run_once)})
     if "layers" in fields:
         report.stage("layers")
-        fields["layers"]["warm_ns"] = median_layers_ns(run_once, built.module, num_steps, device)
+        fields["layers"]["warm_ns"] = measure.median_layers_ns(run_once, built.module, num_steps, device)
     _trace(request, report, built, run_once, probes)
     if isinstance(built, WholeStep):
         return

@@ -276,7 +276,6 @@ def without_targets(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def scalar_loss(out: Any) -> torch.Tensor | None:
-    """Return a module's output if it is a scalar loss."""
     return out if isinstance(out, torch.Tensor) and out.dim() == 0 else None
 
 
@@ -290,7 +289,6 @@ def backward(out: Any, contexts: Contexts, seed: int, scale: float = 1.0) -> Non
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
-    """Return the tensors in a module's output."""
     return [out] if isinstance(out, torch.Tensor) else [t for t in out if isinstance(t, torch.Tensor)]
 
 

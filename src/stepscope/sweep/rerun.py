@@ -66,7 +66,6 @@ def recorded_command(folder: Path, facts: Mapping[str, Any]) -> tuple[Command, l
 
 
 def _changes(file: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Return what has changed since the recording was made."""
     changes = []
     known = (facts.get("command") or {}).get("sha256")
     if known and file_hash(file) != known:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ TRACE_FOLDER = "traces"
 _JUST_STARTED = {LOCK_FILE, LOG_FOLDER, f".{SWEEP_FILE}.tmp"}
 
 
-class Results:
+class Results(AbstractContextManager["Results"]):
     """An open sweep folder: its rows, and a place for more. Locked until closed."""
 
     def __init__(self, folder: Path, facts: dict[str, Any], resume: bool, resume_command: str) -> None:
@@ -93,7 +93,6 @@ class Results:
 
     @property
     def hashes(self) -> set[str]:
-        """Return the hashes of finished points."""
         return {row["hash"] for row in self.rows}
 
     def append(self, row: Row) -> None:
@@ -113,15 +112,9 @@ class Results:
             os.fsync(self._descriptor)
         self.rows.append(row)
 
-    def close(self) -> None:
+    def __exit__(self, *_exception: object) -> None:
         os.close(self._descriptor)
         os.close(self._lock)
-
-    def __enter__(self) -> Results:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def _check_ours(folder: Path) -> None:
@@ -172,7 +165,6 @@ def _row(line: bytes, number: int, path: Path) -> Row:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the contents of sweep.json."""
     try:
         facts = json.loads((folder / SWEEP_FILE).read_bytes())
     except (OSError, ValueError) as error:

@@ -1,20 +1,16 @@
-"""Runs a grid of points into the folder of a sweep."""
+"""What a sweep runs and where its rows go: the workload, the points of a grid, the folder."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepscope.errors import UsageError
-from stepscope.sweep import server
 from stepscope.sweep.grid import Axes, Grid, Point, read_grids
 from stepscope.sweep.memory import parse_bytes
 from stepscope.sweep.results import Results
-from stepscope.sweep.runner import Options, Runner, run_points
-from stepscope.sweep.tuning.max_batch import MaxBatch
 from stepscope.version import __version__
 from stepscope.workloads.registry import find
 from stepscope.workloads.users_code import users_code
@@ -83,40 +79,3 @@ def bytes_of(memory: str | int | None) -> int | None:
         return parse_bytes(str(memory))
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-def run_grid(
-    workload: Workload[Any],
-    points: Sequence[Point],
-    results: Results,
-    options: Options,
-    *,
-    start: str | None = None,
-    searches_batch: bool = False,
-    on_row: Callable[[dict[str, Any], int], None],
-    on_try: Callable[[int, str], None],
-    progress: Callable[[float], None],
-) -> bool:
-    """Run the points that have no row yet; return False if the user interrupted it.
-
-    `on_row` gets each row and the number of rows done, `on_try` each batch size that a search tries and its status,
-    `progress` the share of points done, first the share that was done before.
-    """
-    asked = {point.hash for point in points}
-
-    def telling(act: Callable[..., None]) -> Callable[..., None]:
-        def called(*args: Any) -> None:
-            act(*args)
-            progress(len(results.hashes & asked) / len(points))
-
-        return called
-
-    with server.Server(start or server.default_start()) as processes:
-        telling(lambda: None)()
-        runner = Runner(workload, processes, results, options)
-        run = MaxBatch(workload, runner, telling(on_try)).run if searches_batch else runner.run
-        try:
-            run_points(points, results, run, telling(on_row))
-        except KeyboardInterrupt:
-            return False
-    return True

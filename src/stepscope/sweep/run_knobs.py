@@ -58,10 +58,8 @@ def without_autotuning(run: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def has_backward(run: Mapping[str, Value]) -> bool:
-    """Return whether a pass in this mode runs a backward pass."""
     return run["mode"] in ("forward+backward", "step")
 
 
 def has_cuda_graphs(run: Mapping[str, Value]) -> bool:
-    """Return whether a pass with these knobs replays CUDA graphs."""
     return run["compile"] in CUDA_GRAPH_MODES and run["device"] == "cuda"

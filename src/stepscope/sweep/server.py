@@ -53,7 +53,7 @@ def default_start() -> str:
     return FORK if sys.platform == "linux" else SPAWN
 
 
-class Server:
+class Server(contextlib.AbstractContextManager["Server"]):
     """Client of the server: `run(request)` returns how the point's process ended. Restarts a server that died."""
 
     def __init__(self, start: str) -> None:
@@ -61,7 +61,6 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, request: Request) -> Ending:
-        """Run one point and return how it ended."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._begin()
@@ -86,7 +85,7 @@ class Server:
             start_new_session=True,
         )
 
-    def close(self) -> None:
+    def __exit__(self, *_exception: object) -> None:
         """Stop the server and its running point."""
         if self._process is not None:
             with contextlib.suppress(OSError):
@@ -103,12 +102,6 @@ class Server:
                 pipe.close()  # type: ignore[union-attr]
         self._process = None
         return process.wait()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
-
-import torch
 
 from stepscope.errors import UsageError
 from stepscope.recorder.precision.dtype_audit import BadAudit, audit_dtypes
@@ -32,9 +30,6 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
         batch, contexts = dict(prepare.cast_to_point(built, run)), prepare.Contexts(run)
         built.module.train(mode != "inference")
 
-        def optimizer(parameters: Iterable[torch.Tensor]) -> Any:
-            return make_optimizer(str(run["optimizer"]), list(parameters))
-
         def logits() -> Any:
             try:
                 return built.module(**prepare.without_targets(batch))
@@ -48,7 +43,7 @@ def audit_point(workload: Workload[Any], point: Point, num_micro_batches: int) -
             autocast=prepare.AUTOCAST.get(str(run["dtype"])),
             contexts=contexts,
             backward=lambda out: prepare.backward(out, contexts, seed),
-            optimizer=optimizer if mode == "step" else None,
+            optimizer=partial(make_optimizer, str(run["optimizer"])) if mode == "step" else None,
             logits=logits if "targets" in batch else None,
             num_micro_batches=num_micro_batches,
             has_backward=has_backward(run),

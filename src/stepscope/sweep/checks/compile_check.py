@@ -7,7 +7,6 @@ compiled for one shape only. Compiled code draws random numbers like eager code;
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
@@ -23,7 +22,7 @@ from stepscope.recorder.compiler.messages import place_of, useful_line
 from stepscope.recorder.environment import environment_facts
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate
-from stepscope.sweep.protocol import CRASHED, OK, OOM, WRONG, CannotRun, Report, Request
+from stepscope.sweep.protocol import CRASHED, OK, WRONG, CannotRun, Report, Request, Row
 from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
 from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built, Value
@@ -95,30 +94,24 @@ def _check(
         wrong = [shape for shape in found if not shape["passed"]]
         fields.update(status=WRONG, reason=wrong[0]["worst"]) if wrong else fields.update(status=OK)
     except Exception as error:
-        _failed(error, report)
+        if isinstance(error, CannotRun) or memory.read_error(error) is not None:
+            raise
+        traceback.print_exception(error)  # to the check's log
+        fields.update(_failure(error, str(fields["stage"])))
     finally:
         probe.stop()
         fields["compiler_report"] = {**probe.report(), "compiled_calls": []}
         fields["compile_ns"] = measure.compile_ns() - compile_before
 
 
-def _failed(error: Exception, report: Report) -> None:
-    """Report an error that ended the check: its first useful line, and the user's line that caused it."""
-    traceback.print_exception(error)  # to the check's log
-    shortage = memory.read_error(error)
-    if isinstance(error, CannotRun):
-        raise error
-    if shortage is not None:
-        report.fields.update(status=OOM, oom=dataclasses.asdict(shortage), reason=useful_line(error))
-        return
+def _failure(error: Exception, stage: str) -> Row:
+    """Return how an error ended the check: its first useful line, and the user's line that caused it."""
     own = str(error).partition("from user code:")[2]
     place = place_of(own) or place_of("".join(traceback.format_tb(error.__traceback__)))
     where = f", at {place}" if place else ""
     reason = f"{type(error).__name__}: {useful_line(error)}{where}"
-    compiles = not str(report.fields.get("stage")).startswith("compiled call")
-    if compiles:
-        reason = f"in stage {report.fields.get('stage')}: {reason}"
-    report.fields.update(status=CRASHED, reason=reason, compiles=compiles)
+    compiles = not stage.startswith("compiled call")
+    return {"status": CRASHED, "reason": f"in stage {stage}: {reason}" if compiles else reason, "compiles": compiles}
 
 
 def _results(

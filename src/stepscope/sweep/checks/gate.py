@@ -187,7 +187,6 @@ def deviations(found: Tensors, truth: Tensors) -> Deviations:
 
 
 def tolerances_of(dtype: str, kinds: Iterable[str]) -> dict[str, float]:
-    """Return the tolerance of each kind of tensor in a dtype."""
     output, gradient = TOLERANCE[dtype]
     return {kind: gradient if kind == "gradients" else output for kind in kinds}
 
@@ -204,10 +203,8 @@ def worst_by_kind(found: Deviations) -> dict[str, float | None]:
 
 
 def nan_as_infinity(value: float) -> float:
-    """Return a sort key that ranks NaN as the largest."""
     return math.inf if math.isnan(value) else value
 
 
 def finite(value: float) -> float | None:
-    """Return the value; None if it is not finite."""
     return value if math.isfinite(value) else None

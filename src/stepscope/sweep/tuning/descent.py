@@ -94,7 +94,6 @@ class Search:
         return self._trials.points
 
     def to_json(self) -> dict[str, Any]:
-        """Return the log of the search."""
         return {
             "defaults": self._space.base.hash,
             "axes": {axis.name: None if axis.values is None else list(axis.values) for axis in self._space.axes},
@@ -121,7 +120,6 @@ class Search:
                 self._trials.measure_in_turns(self._contenders)
 
     def interrupt(self) -> None:
-        """Record that the user interrupted the search."""
         self._list_waiting("the search was interrupted")
         self.stopped = INTERRUPTED
 

@@ -67,7 +67,6 @@ class Space:
     """Knobs of the plainest way to compute the same result."""
 
     def changed(self, point: Point, **values: Value) -> Point:
-        """Return the point with some knobs changed."""
         return changed(self.workload, point, **values)
 
     def plainest(self, point: Point) -> Point:
