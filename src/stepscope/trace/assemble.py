@@ -33,7 +33,6 @@ class Assembler:
         """Names of processes by process, of threads by process and thread."""
 
     def add(self, decoded: Decoded) -> None:
-        """Add the next slice."""
         columns = decoded.columns
         numbers = pl.Series([self._threads[key] for key in columns.threads], dtype=pl.UInt32)
         for name, frame in columns.frames.items():
@@ -52,7 +51,6 @@ class Assembler:
         self.num_passed_over += decoded.num_passed_over
 
     def finish(self, path: Path, facts: TraceFacts, warnings: Iterable[str]) -> Trace:
-        """Return the whole trace."""
         warnings = list(warnings)
         begins, ends = (self._frames.pop(table.name, []) for table in (BEGINS, ENDS))
         if begins or ends:
@@ -106,7 +104,6 @@ def _together(table: Table, parts: list[pl.DataFrame]) -> pl.DataFrame:
 
 
 def _renumbered(frame: pl.DataFrame, numbers: pl.Series) -> pl.DataFrame:
-    """Return the frame with its threads renumbered."""
     return frame.with_columns(thread=numbers.gather(frame["thread"])) if "thread" in frame.columns else frame
 
 

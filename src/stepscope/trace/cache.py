@@ -92,7 +92,6 @@ def open_trace(path: Path, *, use_cache: bool = True, progress: Progress | None 
 
 
 def read_trace(path: Path, progress: Progress | None) -> Trace:
-    """Return the trace read from the file itself."""
     from stepscope.trace import reader
 
     return reader.read_trace(path, progress)

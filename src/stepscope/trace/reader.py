@@ -50,7 +50,6 @@ class _Reading:
         self.trailer_base = 0
 
     def run(self, workers: int) -> Trace:
-        """Read to the end of the file."""
         expected = self.source.num_bytes * (12 if self.source.is_compressed else 1)
         pool = None
         if workers > 1 and expected > WORTH_WORKERS:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from stepscope.errors import RecordingError
 from stepscope.trace.compile_file import COMPILE_FILE, read_compile_file
@@ -16,6 +16,7 @@ SCHEMA_VERSION = 1
 RECORDING_FILE = "recording.json"
 SAMPLES_FILE = "samples.jsonl"
 COUNTERS_FILE = "counters.jsonl"
+Item = TypeVar("Item")
 
 
 class RecordingFacts(TypedDict, total=False):
@@ -139,7 +140,6 @@ class Recording:
     tail: Aside | None = None
 
     def window(self, name: str) -> tuple[StepSample, ...]:
-        """Return the samples of one window, in order."""
         return tuple(sample for sample in self.samples if sample.window == name)
 
 
@@ -161,13 +161,13 @@ def read_recording(folder: Path) -> Recording:
             f"{path} has schema version {version}, but this Stepscope reads up to {SCHEMA_VERSION}: upgrade Stepscope"
         )
     warnings: list[str] = []
-    lines = _lines(folder / SAMPLES_FILE, warnings)
+    lines, counters = (_lines(folder / name, warnings) for name in (SAMPLES_FILE, COUNTERS_FILE))
     return Recording(
         folder=folder,
         status=status,
         facts=facts,
         samples=_samples(lines, warnings),
-        counters=_counters(_lines(folder / COUNTERS_FILE, warnings), warnings),
+        counters=_sound(counters, _counter, COUNTERS_FILE, "sample(s) have an invalid field", warnings),
         compiler=_compiler(folder / COMPILE_FILE, warnings),
         warnings=tuple(warnings),
         lead=_aside(lines, "lead"),
@@ -175,7 +175,7 @@ def read_recording(folder: Path) -> Recording:
     )
 
 
-def _aside(lines: list[dict[str, Any]], which: str) -> Aside | None:
+def _aside(lines: Sequence[dict[str, Any]], which: str) -> Aside | None:
     found = [line[which] for line in lines if which in line]
     try:
         last = found[-1]
@@ -194,27 +194,37 @@ def _compiler(path: Path, warnings: list[str]) -> Mapping[str, Any] | None:
     return report
 
 
-def _lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+def _lines(path: Path, warnings: list[str]) -> tuple[dict[str, Any], ...]:
     """Return the JSON objects of a lines file, without a line cut off by a kill."""
     if not path.exists():
-        return []
-    lines, num_bad = [], 0
+        return ()
     with path.open("rb") as stream:
-        for text in stream:
-            try:
-                value = json.loads(text)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                lines.append(value)
-            else:
-                num_bad += 1
+        return _sound(stream, _object, path.name, "line(s) could not be read", warnings)
+
+
+def _sound(
+    items: Iterable[Any], convert: Callable[[Any], Item], name: str, problem: str, warnings: list[str]
+) -> tuple[Item, ...]:
+    """Return the items of a file converted; a warning counts those that cannot be."""
+    found, num_bad = [], 0
+    for item in items:
+        try:
+            found.append(convert(item))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+            num_bad += 1
     if num_bad:
-        warnings.append(f"{path.name}: {num_bad} line(s) could not be read and were skipped")
-    return lines
+        warnings.append(f"{name}: {num_bad} {problem} and were skipped")
+    return tuple(found)
 
 
-def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSample, ...]:
+def _object(text: bytes) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise TypeError("not an object")
+    return value
+
+
+def _samples(lines: Sequence[dict[str, Any]], warnings: list[str]) -> tuple[StepSample, ...]:
     steps: dict[int, dict[str, Any]] = {}
     for line in lines:
         if "restart" in line:
@@ -223,15 +233,8 @@ def _samples(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[StepSamp
             _join(steps, sorted(steps)[-line["joined"] :])
         elif isinstance(line.get("step"), int):
             steps.setdefault(line["step"], {}).update(line)
-    samples, num_bad = [], 0
-    for index in sorted(steps):
-        try:
-            samples.append(_sample(steps[index]))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            num_bad += 1
-    if num_bad:
-        warnings.append(f"{SAMPLES_FILE}: {num_bad} step(s) have a missing or invalid field and were skipped")
-    return tuple(samples)
+    ordered = (steps[index] for index in sorted(steps))
+    return _sound(ordered, _sample, SAMPLES_FILE, "step(s) have a missing or invalid field", warnings)
 
 
 def _join(steps: dict[int, dict[str, Any]], indices: list[int]) -> None:
@@ -285,18 +288,10 @@ def _nanoseconds(values: Any) -> dict[str, int]:
     return {str(name): _integer(value) for name, value in values.items()}
 
 
-def _counters(lines: list[dict[str, Any]], warnings: list[str]) -> tuple[CounterSample, ...]:
-    samples, num_bad = [], 0
-    for line in lines:
-        known = {name: line[name] for name in CounterSample.__dataclass_fields__ if name in line}
-        throttle = known.pop("throttle", [])
-        try:
-            if not all(isinstance(value, (int, float)) and abs(value) < 2**63 for value in known.values()):
-                raise TypeError("a counter is not a number")
-            known["t_ns"] = _integer(known["t_ns"])
-            samples.append(CounterSample(**known, throttle=tuple(str(reason) for reason in throttle)))
-        except (KeyError, TypeError):
-            num_bad += 1
-    if num_bad:
-        warnings.append(f"{COUNTERS_FILE}: {num_bad} sample(s) have an invalid field and were skipped")
-    return tuple(samples)
+def _counter(line: dict[str, Any]) -> CounterSample:
+    known = {name: line[name] for name in CounterSample.__dataclass_fields__ if name in line}
+    throttle = known.pop("throttle", [])
+    if not all(isinstance(value, (int, float)) and abs(value) < 2**63 for value in known.values()):
+        raise TypeError("a counter is not a number")
+    known["t_ns"] = _integer(known["t_ns"])
+    return CounterSample(**known, throttle=tuple(str(reason) for reason in throttle))

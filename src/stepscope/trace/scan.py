@@ -74,7 +74,6 @@ class Problems(dict[str, Problem]):
         known.offset = min(known.offset, offset)
 
     def take(self, others: Iterable[Problem]) -> None:
-        """Add problems found elsewhere."""
         for other in others:
             self.add(other.what, other.offset, other.num)
 

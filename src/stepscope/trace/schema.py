@@ -54,7 +54,6 @@ class Table:
         return pl.Schema({column.name: column.dtype for column in self.columns})
 
     def empty(self) -> pl.DataFrame:
-        """Return the table without rows."""
         return pl.DataFrame(schema=self.schema)
 
 
@@ -67,6 +66,7 @@ CORRELATION = Column("correlation", pl.Int64, "Joins a launch to the work it put
 EXTERNAL_ID = Column("external_id", pl.Int64, "Joins a launch and its device work to the op around them.")
 DEVICE = Column("device", pl.Int32, "Index of the device.")
 STREAM = Column("stream", pl.Int64, "Stream on the device.")
+_ON_STREAM = (EVENT, NAME, DEVICE, STREAM, START, DURATION)
 
 HOST = Table(
     "host",
@@ -121,19 +121,14 @@ DEVICE_TABLE = Table(
 DEVICE_RANGES = Table(
     "device_ranges",
     "Annotations as the profiler drew them on the GPU: first to last kernel launched inside.",
-    (EVENT, NAME, DEVICE, STREAM, START, DURATION, EXTERNAL_ID),
+    (*_ON_STREAM, EXTERNAL_ID),
 )
 
 SYNCS = Table(
     "syncs",
     "Synchronizations reported by the driver (only if enabled in the profiler).",
     (
-        EVENT,
-        NAME,
-        DEVICE,
-        STREAM,
-        START,
-        DURATION,
+        *_ON_STREAM,
         CORRELATION,
         EXTERNAL_ID,
         Column("wait_on_stream", pl.Int64, "The stream waited for."),

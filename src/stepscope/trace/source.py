@@ -67,7 +67,6 @@ class Source:
 
     @property
     def share_read(self) -> float:
-        """Return the share of the file that has been read."""
         return min(1.0, self._file.tell() / self.num_bytes) if self.num_bytes else 1.0
 
     def read(self, num_bytes: int) -> bytes:
@@ -77,7 +76,6 @@ class Source:
         return data
 
     def bytes_of(self, part: Slice) -> bytes:
-        """Return the bytes of a slice."""
         if part.data is not None:
             return part.data
         try:

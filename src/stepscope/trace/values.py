@@ -52,7 +52,6 @@ def texts(values: Sequence[Any]) -> pl.Series:
 
 
 def categories(different: list[str | None]) -> pl.Series:
-    """Return texts as a categorical column."""
     return pl.Series(different, dtype=pl.Categorical)
 
 
