@@ -135,16 +135,6 @@ def _converted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[in
     return [] if wanted is tensor.dtype else [tensor.numel() * wanted.itemsize]
 
 
-def _copied(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """logsumexp computes exp(x − max(x)) in a copy. A transform to real numbers overwrites a copy of its input."""
-    return [args[0].nbytes]
-
-
-def _weighted(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
-    """The gradient times the softmax, before its sum is subtracted."""
-    return [args[0].numel() * max(args[0].element_size(), args[1].element_size())]
-
-
 def _transform(func: Any, args: Any, kwargs: Any, hardware: Hardware) -> list[int]:
     """Beyond what one kernel transforms, cuFFT uses as much memory as the spectrum."""
     tensor, [*_, dim] = args[:2]
@@ -197,9 +187,13 @@ _RULES: dict[Any, Callable[[Any, Any, Any, Hardware], list[int]]] = {
     **dict.fromkeys((aten.amax.default, aten.amin.default, aten.linalg_vector_norm.default), _reduction),
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default), _converted),
     **dict.fromkeys(GEMMS, _products),
-    **dict.fromkeys((aten.logsumexp.default, aten._fft_c2r.default), _copied),
+    # logsumexp computes exp(x − max(x)) in a copy. A transform to real numbers overwrites a copy of its input.
+    **dict.fromkeys((aten.logsumexp.default, aten._fft_c2r.default), lambda func, args, *_: [args[0].nbytes]),
     aten.embedding_dense_backward.default: _embedding_backward,
-    aten._softmax_backward_data.default: _weighted,
+    # The gradient times the softmax, before its sum is subtracted.
+    aten._softmax_backward_data.default: lambda func, args, *_: [
+        args[0].numel() * max(args[0].element_size(), args[1].element_size())
+    ],
     **dict.fromkeys(TRANSFORMS, _transform),
     **dict.fromkeys((aten.index_put_.default, aten.index_put.default), _put),
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),

@@ -179,7 +179,6 @@ class _Recorder:
         ledger.start()
 
     def end(self) -> Ledger:
-        """End the step and return its ledger."""
         assert self._ledger is not None
         self._ledger.note_parameter_gradients()
         return self._leave(self._ledger)

@@ -205,7 +205,6 @@ class _Function(nn.Module):  # type: ignore[misc]  # torch is not type checked h
         return tuple(part for part in results if isinstance(part, torch.Tensor))
 
     def num_outputs(self) -> int:
-        """Return the number of tensors it returned."""
         return self._results.count(_TENSOR)
 
     def result(self, tensors: Sequence[Any]) -> Any:

@@ -31,7 +31,7 @@ from stepscope.planner.emulation import attention_backend as attention
 from stepscope.planner.emulation import autocast, cuda_calls, refusals
 from stepscope.planner.emulation.device_moves import DeviceMoves
 from stepscope.planner.emulation.planned_tensor import CPU, CUDA, assume
-from stepscope.planner.emulation.triton_launches import launching_nothing
+from stepscope.planner.emulation.torch_support import launching_nothing
 
 aten = torch.ops.aten
 MIB = 1 << 20

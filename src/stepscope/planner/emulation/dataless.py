@@ -21,7 +21,7 @@ from stepscope.planner.emulation.known_values import known_values
 from stepscope.planner.emulation.op_kinds import Kind, kind_of
 from stepscope.planner.emulation.output_shapes import SHAPES, Shapes
 from stepscope.planner.emulation.planned_tensor import HOST, META, PlannedTensor, made_before
-from stepscope.planner.emulation.triton_launches import launching_nothing
+from stepscope.planner.emulation.torch_support import launching_nothing
 from stepscope.planner.emulation.unknown_values import DataNeeded, users_place
 from stepscope.recorder.ledger.nodes import backward_runs
 from stepscope.recorder.ledger.storages import tensors_in

@@ -87,5 +87,4 @@ class Kind:
 
 @functools.cache
 def kind_of(func: Any) -> Kind:
-    """Return the kind of an op."""
     return Kind(func)

@@ -50,7 +50,6 @@ class Shapes:
         self._seen: dict[Any, Any] = {}
 
     def run(self, func: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
-        """Return an op's outputs."""
         if kind.only_writes:
             position, name = kind.written[0]
             written = args[position] if position < len(args) else kwargs[name]

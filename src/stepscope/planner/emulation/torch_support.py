@@ -1,8 +1,10 @@
-"""Replaces parts of PyTorch, and reports when this version lacks one of the private parts that a plan uses."""
+"""Replaces parts of PyTorch and Triton, and reports private parts that a plan uses and this version lacks."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,23 @@ def replaced(*parts: tuple[Any, str, Any]) -> Iterator[None]:
         for owner, name, value in parts:
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def launching_nothing(may_import: bool) -> Iterator[None]:
+    """Make launches of Triton kernels do nothing inside this context.
+
+    With `may_import`, import Triton if it is installed; otherwise only consider a Triton that is already imported.
+    """
+    if "triton" not in sys.modules and not (may_import and importlib.util.find_spec("triton")):
+        yield
+        return
+    from triton.runtime import autotuner, jit
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    with replaced(*((kind, "run", nothing) for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics))):
         yield
 
 
