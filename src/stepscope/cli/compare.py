@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Compare and print; return the exit code."""
     from stepscope.analysis.comparison.gates import EXIT_NOT_COMPARABLE
 
     if arguments.json and arguments.markdown:

@@ -67,7 +67,6 @@ def _rule_lines(entry: Entry, width: int) -> list[str]:
 
 
 def fixes(names: Sequence[str] = ()) -> list[Entry]:
-    """Return the fixes of `stepscope verify`."""
     from stepscope.findings.fixes import FIXES
 
     return [
@@ -77,7 +76,6 @@ def fixes(names: Sequence[str] = ()) -> list[Entry]:
 
 
 def fix_lines(entry: Entry, width: int) -> list[str]:
-    """Return a fix with its values."""
     values = f"; {entry['id']}={'|'.join(entry['values'])}" if entry["values"] else ""
     return _wrap(entry["about"] + values, f"{entry['id']:<{width}}  ", " " * (width + 2))
 

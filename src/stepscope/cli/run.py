@@ -34,26 +34,22 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this verb's options."""
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder for the recording (default: runs/…)")
-    parser.add_argument("--force", action="store_true", help="replace an existing recording")
-    parser.add_argument(
-        "--warmup", type=int, default=5, metavar="N", help="warm-up steps excluded from timing (default 5)"
-    )
-    parser.add_argument("--clean", type=int, default=20, metavar="N", help="timed steps (default 20)")
-    parser.add_argument("--trace", type=int, default=2, metavar="N", help="traced steps, 0 for none (default 2)")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="trace windows, one file each (default 1)")
-    parser.add_argument("--memory", action="store_true", help="record the source line of every allocation")
-    parser.add_argument("--no-memory", action="store_true", help="skip the memory and FLOPs window")
-    parser.add_argument("--exit-after", action="store_true", help="stop the script after the last window")
-    parser.add_argument("--inference", action="store_true", help="the script trains nothing: each forward is a step")
-    parser.add_argument("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
-    parser.add_argument("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
-    parser.add_argument("--quiet", action="store_true", help="suppress progress output and the card")
-    parser.add_argument(
-        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m"
-    )
-    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="DIR", help="folder for the recording (default: runs/…)")
+    add("--force", action="store_true", help="replace an existing recording")
+    add("--warmup", type=int, default=5, metavar="N", help="warm-up steps excluded from timing (default 5)")
+    add("--clean", type=int, default=20, metavar="N", help="timed steps (default 20)")
+    add("--trace", type=int, default=2, metavar="N", help="traced steps, 0 for none (default 2)")
+    add("--repeat", type=int, default=1, metavar="N", help="trace windows, one file each (default 1)")
+    add("--memory", action="store_true", help="record the source line of every allocation")
+    add("--no-memory", action="store_true", help="skip the memory and FLOPs window")
+    add("--exit-after", action="store_true", help="stop the script after the last window")
+    add("--inference", action="store_true", help="the script trains nothing: each forward is a step")
+    add("--tokens-per-step", type=int, metavar="N", help="tokens per step (default: inferred)")
+    add("--json", action="store_true", help="print the card as JSON; script output goes to stderr")
+    add("--quiet", action="store_true", help="suppress progress output and the card")
+    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE …", help="run a module, like python -m")
+    add("script", nargs=argparse.REMAINDER, metavar="SCRIPT …", help="the script and its arguments")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -43,7 +43,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _result(session: Session) -> Any:
-    """Return the result that fits what the path is."""
     if session.kind is Kind.RECORDING:
         from stepscope.document.card import Card
 

@@ -59,7 +59,6 @@ def _add_options_anywhere(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Verify and print; return the exit code."""
     words = _own_options(arguments)
     if LIST in arguments.fix:
         from stepscope.cli.list import fix_lines, fixes, text_of

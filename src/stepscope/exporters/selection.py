@@ -43,7 +43,6 @@ class Selection:
 
     @cached_property
     def steps(self) -> Steps:
-        """The steps that are kept."""
         table = self.linked.steps.table
         if self.step is not None:
             table = table.filter(pl.col("step") == self.step)

@@ -21,7 +21,6 @@ EXIT_INTERRUPTED = 130
 
 
 def print_card(card: Card, as_json: bool, stream: TextIO | None = None) -> None:
-    """Print a card on the terminal, or as JSON."""
     from stepscope.document.card import card_document
     from stepscope.render.terminal import terminal_text
 

@@ -12,7 +12,6 @@ from stepscope.session import Session, open_session
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, rank: str = "rank to read (default: the first)") -> None:
-    """Add --rank and --no-cache."""
     parser.add_argument("--rank", type=int, metavar="R", help=rank)
     parser.add_argument("--no-cache", action="store_true", help="do not use or write the cache")
 
