@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from stepscope.sweep import memory, rows
+from stepscope.errors import UsageError
+from stepscope.sweep import memory, runner
 
 GIB = 1 << 30
 
@@ -15,13 +16,13 @@ GIB = 1 << 30
     ("text", "num_bytes"), [("40GiB", 40 * GIB), ("512m", 512 << 20), ("2 GB", 2 * 10**9), ("1000", 1000)]
 )
 def test_amounts(text, num_bytes):
-    assert memory.parse_bytes(text) == num_bytes
+    assert memory.bytes_of(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "4 parsecs", "-1GiB", "0", "0GiB", "0.1", "1.2.3GiB", "9" * 400])
 def test_what_is_no_amount(text):
-    with pytest.raises(ValueError, match="not an amount of memory"):
-        memory.parse_bytes(text)
+    with pytest.raises(UsageError, match="not an amount of memory"):
+        memory.bytes_of(text)
 
 
 def test_a_cuda_error_says_what_was_asked_for_and_what_was_there():
@@ -64,7 +65,7 @@ def test_more_free_memory_than_was_asked_for_is_not_told():
     small = memory.read_error(RuntimeError("DefaultCPUAllocator: you tried to allocate 1 bytes. Error code 12"))
     assert small == memory.OutOfMemory(1, None, small.total_bytes)
     oom = {"asked_bytes": 1 << 28, "free_bytes": None, "total_bytes": 2 << 30}
-    told = rows._oom_reason({"oom": oom, "stage": "first call"})
+    told = runner._oom_reason({"oom": oom, "stage": "first call"})
     assert told == "needed 256 MiB more within its limit of 2.00 GiB, in stage first call"
 
 

@@ -42,7 +42,7 @@ def plan(
     """
     need_torch()
     from stepscope.planner.plan import CPU, MAX_BATCH, MAX_LENGTH, find_devices, plan_points
-    from stepscope.sweep.run import find_workload, grid_points
+    from stepscope.sweep.grid import find_workload, grid_points
 
     devices = find_devices([device] if isinstance(device, str) else device)
     if not devices:

@@ -13,8 +13,7 @@ from stepscope.errors import UsageError, need_torch
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.sweeps import SweepSummary
     from stepscope.sweep.grid import Axes, Point
-    from stepscope.sweep.results import Results
-    from stepscope.sweep.run import Place
+    from stepscope.sweep.results import Place, Results
     from stepscope.sweep.runner import Options
     from stepscope.workloads.workload import Workload
 
@@ -60,7 +59,8 @@ def bench(
     """
     need_torch()
     from stepscope.analysis.comparison.sweeps import sweep_of
-    from stepscope.sweep.run import bytes_of, find_workload
+    from stepscope.sweep.grid import find_workload
+    from stepscope.sweep.memory import bytes_of
     from stepscope.sweep.runner import Options
 
     axes = axes_of(preset, set, mode=mode, dtype=dtype, compile=compile, sdpa=sdpa, optimizer=optimizer,
@@ -88,7 +88,7 @@ def axes_of(preset: Any, set: Mapping[str, Any] | None, **named: Any) -> Axes:
 
 def place_of(verb: str, workload: str, output: str | os.PathLike[str] | None, resume: bool) -> Place:
     """Return where the rows of a function's call go."""
-    from stepscope.sweep.run import Place, default_folder
+    from stepscope.sweep.results import Place, default_folder
 
     return Place(
         folder=default_folder(verb, workload) if output is None else Path(output),
@@ -102,7 +102,7 @@ def bench_points(
     workload: Workload[Any], axes: Axes, grid: str | None, paired: bool, max_batch: bool, limit_bytes: int | None
 ) -> list[Point]:
     """Return the points of a bench; with `max_batch`, each stands for the search of its largest batch."""
-    from stepscope.sweep.run import grid_points
+    from stepscope.sweep.grid import grid_points
     from stepscope.sweep.tuning.max_batch import max_batch_point
 
     points = grid_points(workload, axes, grid, paired)

@@ -14,7 +14,7 @@ from stepscope.errors import StepscopeError, UsageError, need_torch
 if TYPE_CHECKING:
     from stepscope.analysis.comparison.tuning import Tuning
     from stepscope.sweep.grid import Axes, Point
-    from stepscope.sweep.run import Place
+    from stepscope.sweep.results import Place
     from stepscope.sweep.tuning.descent import Search
     from stepscope.sweep.tuning.space import Space
 
@@ -53,7 +53,7 @@ def tune(
     >>> tuning.best.turned, tuning.gain.speedup  # doctest: +SKIP
     """
     need_torch()
-    from stepscope.sweep.run import bytes_of
+    from stepscope.sweep.memory import bytes_of
 
     tuning = run_tuning(
         workload,
@@ -157,8 +157,7 @@ def run_tuning(
 
 def _space(name: str, axes: Axes, over: Sequence[str]) -> Space:
     from stepscope.analysis.comparison.significance import MIN_SAMPLES
-    from stepscope.sweep.grid import Grid
-    from stepscope.sweep.run import default_device, find_workload
+    from stepscope.sweep.grid import Grid, default_device, find_workload
     from stepscope.sweep.tuning.space import search_space
 
     workload = find_workload(name)

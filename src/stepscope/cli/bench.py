@@ -61,7 +61,8 @@ def main(arguments: argparse.Namespace) -> int:
     need_torch()
     from stepscope.api.sweeps import bench_points
     from stepscope.document.sweep_table import grid_document
-    from stepscope.sweep.run import bytes_of, find_workload
+    from stepscope.sweep.grid import find_workload
+    from stepscope.sweep.memory import bytes_of
     from stepscope.sweep.runner import Options
 
     fill_closed_streams()

@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the dtypes; 0 if each is ok, or not supported here."""
     need_torch()
-    from stepscope.sweep.grid import renamed
-    from stepscope.sweep.run import find_workload, grid_points
+    from stepscope.sweep.grid import find_workload, grid_points, renamed
     from stepscope.sweep.run_knobs import DTYPES
     from stepscope.sweep.runner import Options
 

@@ -98,7 +98,7 @@ def _study_lines(entry: Entry, _: int) -> Iterator[str]:
 
 def _workloads(names: Sequence[str]) -> list[Entry]:
     need_torch()
-    from stepscope.sweep.run import find_workload
+    from stepscope.sweep.grid import find_workload
     from stepscope.workloads.facts import facts_of
     from stepscope.workloads.registry import MODELS, OPS
 

@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     need_torch()
     from stepscope.studies.execute import begin, plan_of, run
     from stepscope.studies.registry import find_study
-    from stepscope.sweep.run import default_device
+    from stepscope.sweep.grid import default_device
     from stepscope.workloads.users_code import users_code
 
     fill_closed_streams()

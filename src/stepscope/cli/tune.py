@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     need_torch()
     from stepscope.api.tuning import TUNE_FILE, run_tuning
     from stepscope.document.tuning import tuning_document
-    from stepscope.sweep.run import bytes_of
+    from stepscope.sweep.memory import bytes_of
     from stepscope.sweep.tuning.descent import INTERRUPTED, TIME
 
     fill_closed_streams()

@@ -18,8 +18,7 @@ from stepscope.studies.stored import FULL, TOML_FILE, read_facts
 from stepscope.studies.study import Measure, Recordings, Study, Sweep
 from stepscope.sweep.grid import Grid, Point, listed
 from stepscope.sweep.recorded import record_point
-from stepscope.sweep.results import Results
-from stepscope.sweep.run import Place
+from stepscope.sweep.results import Place, Results
 from stepscope.sweep.runner import Options, Runner, run_points
 from stepscope.sweep.server import Server, default_start
 from stepscope.trace.kind import STUDY_FILE, Kind, kind_of

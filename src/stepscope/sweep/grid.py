@@ -18,7 +18,8 @@ from stepscope.errors import UsageError
 from stepscope.sweep.run_knobs import RUN_KNOB_NAMES, RUN_KNOBS, least
 from stepscope.sweep.toml_file import read_toml
 from stepscope.workloads.knobs import check_key, nearest, parse_value
-from stepscope.workloads.registry import is_ours
+from stepscope.workloads.registry import find, is_ours
+from stepscope.workloads.users_code import users_code
 from stepscope.workloads.workload import Knob, Value, Workload
 
 PRESET = "preset"
@@ -120,6 +121,36 @@ class Grid:
         if smallest is not None and knob.values is None and not isinstance(value, str) and value < smallest:
             raise UsageError(f"{key}={value}: must be {smallest} or more")
         return value
+
+
+def find_workload(name: str) -> Workload[Any]:
+    """Return a workload by name, config or factory; an error in a user's file becomes a UsageError."""
+    with users_code():
+        return find(name)
+
+
+def grid_points(
+    workload: Workload[Any], axes: Axes, grid: str | None = None, paired: bool = False, **defaults: Any
+) -> list[Point]:
+    """Return the points of some axes, or of every grid in a file, on this machine's device if none is named."""
+    if "device" not in axes:
+        defaults["device"] = default_device()
+    made = Grid(workload, defaults)
+    if grid is None:
+        return made.points([axes], paired)
+    with users_code():
+        grids, is_paired = read_grids(grid)
+    points = made.points([{**axes, **listed} for listed in grids], is_paired or paired)
+    if not points:
+        raise UsageError(f"{grid} has no points")
+    return points
+
+
+def default_device() -> str:
+    """Return the device that points run on by default: cuda if there is one."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 _PRESET_KNOB = Knob(name=PRESET, kind=str, default="", values=None, about="")

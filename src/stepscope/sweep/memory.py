@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepscope.errors import UsageError
+
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -29,16 +31,18 @@ class OutOfMemory:
     total_bytes: int | None
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes in `40GiB`, `512M` or `1000000`; ValueError for anything else.
+def bytes_of(amount: str | int | None) -> int | None:
+    """Return the bytes in `40GiB`, `512M` or `1000000`, None for None; UsageError for anything else.
 
-    >>> parse_bytes("1.5GiB")
+    >>> bytes_of("1.5GiB")
     1610612736
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if amount is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", str(amount))
     num_bytes = float(match.group(1)) * UNITS.get(match.group(2).upper(), 0) if match else 0
     if not 1 <= num_bytes < _NO_LIMIT:
-        raise ValueError(f"{text!r} is not an amount of memory: write 40GiB, 512MiB or a number of bytes")
+        raise UsageError(f"{str(amount)!r} is not an amount of memory: write 40GiB, 512MiB or a number of bytes")
     return int(num_bytes)
 
 

@@ -16,7 +16,7 @@ from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, OK, OOM, SKIPPED, TIMEOUT, Row
 from stepscope.sweep.rerun import Failure, run_process
 from stepscope.sweep.results import LOG_FOLDER
-from stepscope.sweep.rows import identity
+from stepscope.sweep.runner import identity
 
 RECORDING_FOLDER = "recordings"
 RECORDING = "recording"

@@ -14,8 +14,10 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from stepscope.errors import RecordingError, UsageError
 from stepscope.formatting import plural
 from stepscope.recorder.files import write_json
 from stepscope.sweep.protocol import Row
+from stepscope.version import __version__
 
 SCHEMA_VERSION = 1
 
@@ -115,6 +118,30 @@ class Results(AbstractContextManager["Results"]):
     def __exit__(self, *_exception: object) -> None:
         os.close(self._descriptor)
         os.close(self._lock)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the rows of a sweep are written."""
+
+    folder: Path
+    command: str
+    """What started the sweep; sweep.json keeps it."""
+    resume: bool = False
+    """Whether to continue a sweep that was interrupted."""
+    resume_command: str
+    """What a user runs to continue it."""
+
+    def open(self, **facts: Any) -> Results:
+        """Return the open folder; `facts` are further keys of sweep.json."""
+        known = {"command": self.command, "working_folder": str(Path.cwd()), "stepscope": __version__}
+        return Results(self.folder, {**known, **facts}, self.resume, self.resume_command)
+
+
+def default_folder(verb: str, workload: str) -> Path:
+    """Return the folder of a sweep that was given none."""
+    name = "".join(c if c.isalnum() else "-" for c in Path(workload).name)
+    return Path("runs") / f"{verb}-{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _check_ours(folder: Path) -> None:

@@ -13,7 +13,7 @@ from stepscope.cli.support.values import seconds
 
 if TYPE_CHECKING:
     from stepscope.sweep.grid import Axes, Point
-    from stepscope.sweep.run import Place
+    from stepscope.sweep.results import Place
     from stepscope.workloads.workload import Workload
 
 # Flags for the knobs that are set most; each is also a key of --set.
@@ -67,7 +67,7 @@ def typed_points(
     arguments: argparse.Namespace, flags: Iterable[str], **defaults: Any
 ) -> tuple[Workload[Any], list[Point]]:
     """Return the workload that was typed, and the points of its axes."""
-    from stepscope.sweep.run import find_workload, grid_points
+    from stepscope.sweep.grid import find_workload, grid_points
 
     workload = find_workload(arguments.workload)
     return workload, grid_points(workload, typed_axes(arguments, flags), **defaults)
@@ -75,7 +75,7 @@ def typed_points(
 
 def place_of(arguments: argparse.Namespace, verb: str, subject: str) -> Place:
     """Return where the rows go, with the command that was typed and the one that continues it."""
-    from stepscope.sweep.run import Place, default_folder
+    from stepscope.sweep.results import Place, default_folder
 
     folder = arguments.output or default_folder(verb, subject)
     words = [word for word in sys.argv[1:] if word != "--resume"]

@@ -19,11 +19,6 @@ _ON_ONE_DEVICE = ("mm", "addmm", "bmm", "baddbmm", "embedding", "convolution", "
 class Kind:
     """An op without its arguments."""
 
-    __slots__ = (
-        "body", "changes_shape", "device_at", "gives_number", "has_dynamic_shape", "is_composite", "is_lift",
-        "is_new", "is_random", "is_sum", "keeps_values", "needs_one_device", "only_writes", "overwrites", "written",
-    )  # fmt: skip
-
     def __init__(self, func: Any) -> None:
         schema, tags = func._schema, func.tags
         name = func.name()

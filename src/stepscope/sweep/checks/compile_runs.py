@@ -10,7 +10,7 @@ from typing import Any
 from stepscope.errors import UsageError
 from stepscope.sweep.grid import Grid, Point
 from stepscope.sweep.protocol import OK, Row
-from stepscope.sweep.rows import measured_row
+from stepscope.sweep.runner import measured_row
 from stepscope.sweep.server import Server, default_start
 from stepscope.workloads.workload import Workload
 

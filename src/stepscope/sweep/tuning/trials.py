@@ -13,8 +13,7 @@ from stepscope.recorder.origin import now
 from stepscope.sweep.grid import Point, renamed
 from stepscope.sweep.protocol import OK, OOM, SKIPPED, TIMEOUT, WRONG, Row
 from stepscope.sweep.results import Results
-from stepscope.sweep.rows import identity
-from stepscope.sweep.runner import Runner
+from stepscope.sweep.runner import Runner, identity
 from stepscope.sweep.tuning.losses import LossCheck, check_loss, no_loss
 from stepscope.sweep.tuning.space import BATCH, COMPILE, Space
 
