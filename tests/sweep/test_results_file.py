@@ -52,9 +52,12 @@ def test_a_half_written_last_line_is_cut_off(tmp_path, length):
 
 
 OF_WORDS = json.dumps(row_of("b", samples_host_ns="x"))
+OF_NO_VERSION = json.dumps(row_of("b", schema_version="2"))
 
 
-@pytest.mark.parametrize("damaged", ['{"ha', "[]", '{"hash": "b"}', '{"hash": 1, "status": "ok"}', OF_WORDS])
+@pytest.mark.parametrize(
+    "damaged", ['{"ha', "[]", '{"hash": "b"}', '{"hash": 1, "status": "ok"}', OF_WORDS, OF_NO_VERSION]
+)
 def test_a_damaged_line_in_the_middle_is_not_passed_over(tmp_path, damaged):
     with opened(tmp_path):
         pass

@@ -181,12 +181,13 @@ def _row(line: bytes, number: int, path: Path) -> Row:
         for name in ("samples_device_ns", "samples_host_ns"):
             if not all(isinstance(ns, (int, float)) for ns in row.get(name) or ()):
                 raise ValueError
+        is_newer = row.get("schema_version", SCHEMA_VERSION) > SCHEMA_VERSION
     except (ValueError, RecursionError, TypeError):
         raise UsageError(
             f"{path}, line {number} is not a valid row: it was edited or damaged. Delete the line to measure its "
             "point again."
         ) from None
-    if row.get("schema_version", SCHEMA_VERSION) > SCHEMA_VERSION:
+    if is_newer:
         raise UsageError(f"{path}, line {number} was written by a newer version of stepscope. Use that version.")
     return row
 
