@@ -10,8 +10,7 @@ import polars as pl
 import pytest
 
 from stepscope.analysis.structure.links import link
-from stepscope.trace.find import find_traces
-from stepscope.trace.several import open_ranks
+from stepscope.trace.find import find_traces, open_ranks
 from trace_builder import AUTOGRAD, TraceBuilder
 
 H200 = Path(__file__).parents[3] / "shared" / "traces" / "h200"

@@ -15,7 +15,7 @@ from memories import a_step, snapshot, write_memory
 from stepscope.errors import RecordingError, TraceError, Unavailable, UsageError
 from stepscope.session import Kind, Session, latest_run, open_session
 from stepscope.session import session as session_module
-from stepscope.trace import several
+from stepscope.trace import find
 from trace_builder import TraceBuilder
 
 ROW = {"hash": "a", "workload": "w", "status": "failed", "config": {}, "run": {}}
@@ -190,7 +190,7 @@ def test_several_traces_are_the_ranks_of_one_run(tmp_path):
 
 
 def test_opening_reads_no_trace_and_a_view_reads_it_once(tmp_path, calls):
-    calls.of(several, "open_trace")
+    calls.of(find, "open_trace")
     session = open_session(ranks(tmp_path / "ranks"), use_cache=False)
 
     assert session.kind is Kind.RANKS and len(session.trace_files) == 2 and calls == []
@@ -200,7 +200,7 @@ def test_opening_reads_no_trace_and_a_view_reads_it_once(tmp_path, calls):
 
 
 def test_memory_of_a_folder_reads_one_rank_only(tmp_path, calls):
-    calls.of(several, "open_trace")
+    calls.of(find, "open_trace")
     session = open_session(ranks(tmp_path / "ranks"), use_cache=False)
 
     with pytest.raises(Unavailable, match="profile_memory=True"):

@@ -9,8 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stepscope.recorder.compiler.compile_watch import CompilerProbe  # noqa: E402
-from stepscope.sweep.checks.compiled_graphs import CompiledGraphs, captured_ops  # noqa: E402
-from stepscope.sweep.checks.proofs import compiler_notes  # noqa: E402
+from stepscope.sweep.checks.proofs import (  # noqa: E402
+    CompiledGraphs,
+    captured_ops,
+    compiler_notes,
+)
 from stepscope.workloads import experts  # noqa: E402
 from stepscope.workloads.losses import loss_proof, next_token_loss  # noqa: E402
 from stepscope.workloads.models import cs336, megalodon, nano  # noqa: E402

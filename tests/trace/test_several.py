@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from stepscope.errors import TraceError, UsageError
-from stepscope.trace import several
+from stepscope.trace import find
 from stepscope.trace.cache import open_trace
-from stepscope.trace.find import find_traces
-from stepscope.trace.several import open_ranks, refuse_two_of_one_rank
+from stepscope.trace.find import find_traces, open_ranks, refuse_two_of_one_rank
 
 EVENTS = [{"ph": "X", "cat": "cpu_op", "name": "op", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]
 
@@ -33,7 +32,7 @@ def opened(monkeypatch) -> list[str]:
         names.append(path.name)
         return open_trace(path, **options)
 
-    monkeypatch.setattr(several, "open_trace", read)
+    monkeypatch.setattr(find, "open_trace", read)
     return names
 
 

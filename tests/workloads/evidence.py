@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from stepscope.sweep.checks.compiled_graphs import CompiledGraphs
+from stepscope.sweep.checks.proofs import CompiledGraphs
 from stepscope.workloads.workload import Built, Evidence
 
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from stepscope.session.case import Case
     from stepscope.session.copies import CopiesReport
     from stepscope.session.memory import MemoryReport
-    from stepscope.trace.find import TraceFile
-    from stepscope.trace.several import RankTrace
+    from stepscope.trace.find import RankTrace, TraceFile
     from stepscope.trace.snapshot import Snapshot
 
 PathLike = str | os.PathLike[str]
@@ -153,14 +152,14 @@ class Session:
     def traces(self, rank: int | None = None) -> Iterator[RankTrace]:
         """Read every trace, or those of one rank, each when it is asked for; two of one rank are two traces."""
         files = self.trace_files
-        from stepscope.trace.several import open_ranks
+        from stepscope.trace.find import open_ranks
 
         return open_ranks(files, self.rank if rank is None else rank, self.use_cache, self._progress)
 
     def _ranks(self, rank: int | None = None) -> Iterator[RankTrace]:
         """Read every rank, or one, each when it is asked for; UsageError if a rank has two traces."""
         files = self.trace_files
-        from stepscope.trace.several import refuse_two_of_one_rank
+        from stepscope.trace.find import refuse_two_of_one_rank
 
         refuse_two_of_one_rank(files, self.rank if rank is None else rank)
         return self.traces(rank)
@@ -173,7 +172,7 @@ class Session:
         accounts: dict[int, RankAccount] = {}
         for opened in traces:
             from stepscope.analysis.ranks.rank_account import account
-            from stepscope.trace.several import two_of_one_rank
+            from stepscope.trace.find import two_of_one_rank
 
             if opened.rank in accounts:
                 raise two_of_one_rank(opened.rank, Path(accounts[opened.rank].path), opened.path)

@@ -1,20 +1,27 @@
-"""Trains points under `stepscope run`, each in a fresh process; a row links to its recording."""
+"""Runs a point of a sweep or a user's script under `stepscope run`, each in a fresh process."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from stepscope.recorder.origin import now
+from stepscope.errors import RecordingError, UsageError
+from stepscope.recorder import fixes
+from stepscope.recorder.origin import file_hash, git_revision, now
 from stepscope.sweep.grid import Point
 from stepscope.sweep.protocol import CRASHED, OK, OOM, SKIPPED, TIMEOUT, Row
-from stepscope.sweep.rerun import Failure, run_process
 from stepscope.sweep.results import LOG_FOLDER
 from stepscope.sweep.runner import identity
 
@@ -24,6 +31,7 @@ PARENT_VARIABLE = "STEPSCOPE_ASKED_BY"
 """Environment variable with the id of the process that waits for a run; the run ends when that process does."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 _CANNOT_RUN = re.compile(r"CannotRun: (.*)")
+_RUN = (sys.executable, "-m", "stepscope", "run", "--quiet", "--exit-after", "-o")
 
 
 def record_point(
@@ -36,7 +44,7 @@ def record_point(
     name = f"{RECORDING_FOLDER}/{point.hash}"
     recording, log = folder / name, folder / LOG_FOLDER / f"{point.hash}.txt"
     shutil.rmtree(recording, ignore_errors=True)  # left by an interrupted run
-    words = [sys.executable, "-m", "stepscope", "run", "-o", str(recording), "--quiet", "--exit-after"]
+    words = [*_RUN, str(recording)]
     batch, length = point.config.get("batch"), point.config.get("seq_len")
     if ":" not in point.workload and isinstance(batch, int) and isinstance(length, int):
         words += ["--tokens-per-step", str(batch * length)]  # `stepscope run` cannot infer it from floats
@@ -71,3 +79,141 @@ def _status(failure: Failure | None, log: Path) -> Row:
     if cannot_run:
         return {"status": SKIPPED, "reason": cannot_run[1]}
     return {"status": OOM if _OUT_OF_MEMORY.search(output) else CRASHED, "reason": failure.reason}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command in a folder: `train.py --lr 1`, or `-m package.train --lr 1`."""
+
+    words: tuple[str, ...]
+    folder: Path
+    tokens_per_step: int | None = None
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How every run is measured."""
+
+    warmup: int = 8
+    clean: int = 20
+    timeout_s: float = 1800
+
+
+def recorded_command(folder: Path, facts: Mapping[str, Any]) -> tuple[Command, list[str]]:
+    """Return a recording's command and what has changed since; RecordingError if it cannot be rerun."""
+    command = facts.get("command") or {}
+    argv = [str(word) for word in command.get("argv") or []]
+    where = Path(str(command.get("folder") or ""))
+    by_hand = "Verify the script directly: stepscope verify SCRIPT ARGUMENTS… --fix ID"
+    if not argv or not argv[0]:
+        raise RecordingError(f"{folder} does not say which script was run (a notebook?). {by_hand}")
+    ranks = int((facts.get("environment") or {}).get("world_size") or 1)
+    if ranks > 1:
+        raise RecordingError(
+            f"{folder} has {ranks} ranks, but a fix is verified in one process. Record the script without torchrun."
+        )
+    if not where.is_dir():
+        raise RecordingError(f"{folder} was recorded in {where}, which no longer exists. {by_hand}")
+    file = where / argv[0]
+    if command.get("module"):
+        file = Path(argv[0])
+        argv = ["-m", command.get("program") or _module_name(file, where), *argv[1:]]
+    if not file.is_file():
+        raise RecordingError(f"{folder} is a recording of {file}, which no longer exists. {by_hand}")
+    tokens = (facts.get("config") or {}).get("tokens_per_step")
+    return Command(tuple(argv), where, tokens if isinstance(tokens, int) else None), _changes(file, facts)
+
+
+def _changes(file: Path, facts: Mapping[str, Any]) -> list[str]:
+    changes = []
+    known = (facts.get("command") or {}).get("sha256")
+    if known and file_hash(file) != known:
+        changes.append(f"{file.name} has changed since it was recorded; the predicted saving may not hold")
+    before, now = facts.get("git") or {}, git_revision(file.parent) or {}
+    if before.get("revision") and before["revision"] != now.get("revision"):
+        revisions = f"{str(before['revision'])[:10]}, now {str(now.get('revision'))[:10]}"
+        changes.append(f"the repository was at {revisions}; the predicted saving may not hold")
+    elif now.get("modified") and not before.get("modified"):
+        changes.append("the repository has uncommitted changes that were not there when the script was recorded")
+    return changes
+
+
+def _module_name(file: Path, folder: Path) -> str:
+    """Return `package.train` for a file, for recordings that do not store it."""
+    if not file.is_relative_to(folder):
+        raise RecordingError(
+            f"The recording does not name the module of {file}. Use: stepscope verify -m MODULE ARGUMENTS… --fix ID"
+        )
+    words = [*file.relative_to(folder).with_suffix("").parts]
+    return ".".join(words[:-1] if words[-1] == "__main__" else words)
+
+
+def script_command(words: list[str], is_module: bool) -> Command:
+    """Return the command for a script or module named on the command line."""
+    if not is_module and not Path(words[0]).is_file():
+        raise UsageError(f"{words[0]} is neither a script nor a recording")
+    return Command(("-m", *words) if is_module else tuple(words), Path.cwd())
+
+
+def run_again(command: Command, output: Path, options: Options, fix: str | None, rehearses: bool) -> str | None:
+    """Record the script at `output`; return why it failed, None if it succeeded.
+
+    Its output goes to a text file next to the recording. A rehearsal also counts the matmuls per step by dtype.
+    """
+    words = [*_RUN, str(output), "--trace", "0", "--warmup", str(options.warmup), "--clean", str(options.clean)]
+    words += [] if rehearses else ["--no-memory"]
+    words += ["--tokens-per-step", str(command.tokens_per_step)] if command.tokens_per_step else []
+    environment = {name: value for name, value in os.environ.items() if name != fixes.VARIABLE}
+    environment |= {fixes.VARIABLE: fix} if fix is not None else {}
+    log = output.with_name(f"{output.name}.txt")
+    failure = run_process([*words, *command.words], command.folder, environment, log, options.timeout_s)
+    return None if failure is None else failure.reason
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a process failed, in one line."""
+
+    reason: str
+    is_timeout: bool = False
+
+
+def run_process(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path, timeout_s: float
+) -> Failure | None:
+    """Run a command with its output in `log`; None if it succeeded. Its child processes end with it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its children can be killed too
+        )
+        try:
+            exit_code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return Failure(f"still running after {timeout_s:g} s (--timeout)", is_timeout=True)
+        except BaseException:
+            _end(process)
+            raise
+    if exit_code == 0:
+        return None
+    if exit_code < 0:
+        return Failure(f"killed by {signal.Signals(-exit_code).name}; see {log}")
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return Failure(lines[-1] if lines else f"exit code {exit_code}, no output")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
