@@ -23,15 +23,14 @@ from stepscope.sweep.checks.proofs import CompiledGraphs
 from stepscope.sweep.protocol import OK, UNPROVEN, WRONG, CannotRun, Report, Request, Row, first_line
 from stepscope.sweep.run_knobs import has_backward
 from stepscope.workloads.registry import find
-from stepscope.workloads.workload import Evidence, WholeStep
+from stepscope.workloads.workload import Evidence, WholeStep, Workload
 
 _Probes = tuple[CompilerProbe, CompiledGraphs]
 
 
-def run_stages(request: Request, report: Report) -> None:
-    """Run one point in this process; its row is `report.fields`."""
-    run, fields = request.run, report.fields
-    device = str(run["device"])
+def begin(request: Request, report: Report) -> Workload[Any]:
+    """Limit the memory and set the switches of this process for a point, and return its workload."""
+    run, device = request.run, request.run["device"]
     prepare.check_machine(run)
     if device == "cpu":
         if request.memory_limit_bytes is None:
@@ -42,8 +41,13 @@ def run_stages(request: Request, report: Report) -> None:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, request.memory_limit_bytes / total))
     prepare.apply_settings(run)
-    fields["environment"] = environment_facts(0 if device == "cuda" else None)
-    workload = find(request.workload)
+    report.fields["environment"] = environment_facts(0 if device == "cuda" else None)
+    return find(request.workload)
+
+
+def run_stages(request: Request, report: Report) -> None:
+    """Run one point in this process; its row is `report.fields`."""
+    run, fields, workload = request.run, report.fields, begin(request, report)
     fields["reference"] = dict(workload.reference)
     fields["alternatives"] = dict(workload.alternatives)
     if workload.gate and not request.probe and not request.layers:
@@ -53,7 +57,7 @@ def run_stages(request: Request, report: Report) -> None:
             return
 
     report.stage("build")
-    built = prepare.build(workload, workload.config(**request.config), int(run["seed"]), device)
+    built = prepare.build(workload, workload.config(**request.config), int(run["seed"]), str(run["device"]))
     if isinstance(built, WholeStep) and (run["mode"], run["compile"], run["dtype"]) != ("step", "off", "fp32"):
         raise CannotRun(
             "this workload is a complete training step: it runs only with mode=step, compile=off and dtype=fp32"
@@ -73,7 +77,7 @@ def run_stages(request: Request, report: Report) -> None:
         compiler.stop()
 
 
-def _gate(request: Request, report: Report, workload: Any) -> dict[str, Any]:
+def _gate(request: Request, report: Report, workload: Workload[Any]) -> dict[str, Any]:
     report.stage("gate")
     verdict = gate.check(workload, request.config, request.run, has_backward(request.run))
     measure.clear_dynamo()

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
 from stepscope.errors import TraceError
@@ -31,7 +32,7 @@ def num_workers() -> int:
     return min(MOST_WORKERS, cores)
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """Worker processes that live as long as the `with` block.
 
     Raises OSError if the system cannot start processes.
@@ -61,9 +62,6 @@ class Pool:
         except BaseException:  # the system has none left, or the user interrupted
             self.__exit__()
             raise
-
-    def __enter__(self) -> Pool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:

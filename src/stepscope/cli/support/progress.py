@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from stepscope.cli.support.output import is_terminal, tell
 
@@ -16,7 +16,7 @@ _WIDTH = 24
 _LEAST_SHARE = 0.02  # below this share of the work, the time left cannot be estimated
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A line on standard error that shows the share done; it disappears when the work ends."""
 
     def __init__(self, what: str, silent_s: float = _SILENT_S, resumes: bool = False) -> None:
@@ -28,9 +28,6 @@ class Progress:
         self._start = time.monotonic()
         self._last = -_EVERY_S
         self._has_drawn = False
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.clear()

@@ -199,6 +199,8 @@ def _local(value: Any) -> Any:
 class _Streams:
     """Replaces the device module (`torch.cuda`) for FSDP2."""
 
+    Event = cuda_calls.Event
+
     def __init__(self) -> None:
         self.current = 0
         """The stream that allocates memory now; 0 is the default stream."""
@@ -207,9 +209,6 @@ class _Streams:
     def Stream(self, priority: int = 0) -> cuda_calls.Stream:
         self._num_streams += 1
         return cuda_calls.Stream(number=self._num_streams)
-
-    def Event(self, *_: Any, **__: Any) -> cuda_calls.Event:
-        return cuda_calls.Event()
 
     def current_stream(self, *_: Any) -> cuda_calls.Stream:
         return cuda_calls.Stream(number=self.current)

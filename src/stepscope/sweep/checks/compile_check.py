@@ -19,12 +19,11 @@ import torch._inductor.config
 
 from stepscope.recorder.compiler.compile_watch import CompilerProbe
 from stepscope.recorder.compiler.messages import place_of, useful_line
-from stepscope.recorder.environment import environment_facts
 from stepscope.sweep import measure, memory, prepare
 from stepscope.sweep.checks import gate
+from stepscope.sweep.point_stages import begin
 from stepscope.sweep.protocol import CRASHED, OK, WRONG, CannotRun, Report, Request, Row
 from stepscope.sweep.run_knobs import CUDA_GRAPH_MODES, has_backward
-from stepscope.workloads.registry import find
 from stepscope.workloads.workload import Batch, Built, Value
 
 FEWEST_SECONDS = 0.2
@@ -33,16 +32,10 @@ FEWEST_SECONDS = 0.2
 
 def check(request: Request, report: Report) -> None:
     """Run the check in this process and write the result to the report."""
-    run, fields, shapes = request.run, report.fields, request.shapes or [{}]
-    device = str(run["device"])
-    if device == "cpu":
-        memory.limit_to_machine()
-    prepare.check_machine(run)
+    run, shapes, device = request.run, request.shapes or [{}], str(request.run["device"])
     if run["compile"] == "off":
         raise CannotRun("compile=off leaves nothing to check")
-    prepare.apply_settings(run)
-    fields["environment"] = environment_facts(0 if device == "cuda" else None)
-    workload = find(request.workload)
+    workload = begin(request, report)
     report.stage("build")
     sizes = [{**request.config, **shape} for shape in shapes]
     num_elements = [math.prod(int(size.get(name) or 1) for name in ("batch", "seq_len")) for size in sizes]
