@@ -17,8 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from stepscope.workloads.ema import CEMA, HAS_KERNELS
-from stepscope.workloads.ops.ema import EmaConfig, build
+from stepscope.workloads.ops.ema import CEMA, HAS_KERNELS, EmaConfig, build
 
 OPERATIONS = {"forward": 7, "backward_input": 7, "backward_weights": 12}
 """Floating-point instructions of a kernel for one state of one token, the sum over states among them."""

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "workloads"))
 
 from evidence import evidence_of  # noqa: E402
 
-from stepscope.workloads.ema import CEMA  # noqa: E402
 from stepscope.workloads.models.megalodon import WORKLOAD as MEGALODON  # noqa: E402
+from stepscope.workloads.ops.ema import CEMA  # noqa: E402
 from stepscope.workloads.ops.ema import WORKLOAD as EMA  # noqa: E402
 
 pytestmark = [

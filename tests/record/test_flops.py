@@ -244,7 +244,7 @@ def test_an_op_without_a_formula_is_none_and_its_name_has_no_overload():
 
 
 def test_an_op_may_say_in_what_it_multiplies():
-    from stepscope.workloads.losses import next_token_loss
+    from stepscope.workloads.ops.cross_entropy import next_token_loss
 
     def loss():
         hidden, weight = zeros(8, 4).requires_grad_(), zeros(16, 4).requires_grad_()

@@ -14,10 +14,10 @@ from stepscope.sweep.checks.proofs import (  # noqa: E402
     captured_ops,
     compiler_notes,
 )
-from stepscope.workloads import experts  # noqa: E402
-from stepscope.workloads.losses import loss_proof, next_token_loss  # noqa: E402
 from stepscope.workloads.models import cs336, megalodon, nano  # noqa: E402
+from stepscope.workloads.ops import moe as experts  # noqa: E402
 from stepscope.workloads.ops.attention import math_attention_ran  # noqa: E402
+from stepscope.workloads.ops.cross_entropy import loss_proof, next_token_loss  # noqa: E402
 from stepscope.workloads.workload import CAPTURED, LOWERED, Evidence, ran  # noqa: E402
 
 # torch's own, when it first imports its compiler.

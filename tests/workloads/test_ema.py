@@ -10,9 +10,8 @@ from evidence import evidence_of
 from torch import nn
 from variants import assert_same
 
-from stepscope.workloads import ema
-from stepscope.workloads.ema import CEMA
-from stepscope.workloads.ops.ema import WORKLOAD, forward_flops
+from stepscope.workloads.ops import ema
+from stepscope.workloads.ops.ema import CEMA, WORKLOAD, forward_flops
 
 BATCH, WIDTH, STATES = 2, 6, 5
 LENGTHS = [1, 5, 64, 65, 300]

@@ -29,7 +29,8 @@ COMPARE = """
 import json, sys
 from functools import partial
 import torch
-from stepscope.workloads import ema, ema_triton
+from stepscope.workloads import ema_triton
+from stepscope.workloads.ops import ema
 
 
 def results(path, batch, length, width, states, with_state, dtype):
@@ -83,7 +84,7 @@ def test_the_op_tells_shapes_and_dtypes_without_running():
     """What torch.compile needs to know of the op, and that the backward op fits the forward one."""
     import torch
 
-    from stepscope.workloads.ema import ema_scan, ema_scan_backward
+    from stepscope.workloads.ops.ema import ema_scan, ema_scan_backward
 
     with torch.device("meta"):
         x, q = torch.empty(2, 9, 6, dtype=torch.bfloat16), torch.empty(6, 4, 2)

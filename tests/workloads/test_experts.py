@@ -8,9 +8,8 @@ from evidence import evidence_of
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads import experts
-from stepscope.workloads.experts import ExpertKnobs, MixtureOfExperts, grouped_matmul, rows_per_expert
-from stepscope.workloads.ops.moe import WORKLOAD
+from stepscope.workloads.ops import moe as experts
+from stepscope.workloads.ops.moe import WORKLOAD, ExpertKnobs, MixtureOfExperts, grouped_matmul, rows_per_expert
 
 DISPATCHES = ("loop", "capacity", "one_hot", "tile", "grouped", "indexed")
 # Some CPUs have no bfloat16 products; torch says so once and goes on.

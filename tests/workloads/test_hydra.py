@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from stepscope.errors import UsageError  # noqa: E402
-from stepscope.workloads.models.ccgqa import CCGQA, CausalConvs  # noqa: E402
-from stepscope.workloads.models.hydra import WORKLOAD, build  # noqa: E402
+from stepscope.workloads.models.hydra import CCGQA, WORKLOAD, CausalConvs, build  # noqa: E402  # noqa: E402
 from stepscope.workloads.models.layers import rope, rope_tables  # noqa: E402
 
 SMALL = {**WORKLOAD.gate, "seq_len": 16}
@@ -123,7 +122,7 @@ def ccgqa_by_hand(attention, x):
     k = conv_by_hand(conv_by_hand(k0, convs.within_heads.weight, kv_heads), convs.across_heads.weight, 1)
     mean_k = sum(k0[:, i * width : (i + 1) * width] for i in range(kv_heads)) / kv_heads
     mean_q = sum(q0[:, i * width : (i + 1) * width] for i in range(heads)) / heads
-    cos, sin = rope_tables(length, width, 10000.0, x)
+    cos, sin = rope_tables(length, width, x)
     out = torch.zeros(length, latent, dtype=x.dtype)
     for head in range(heads):
         group = head // (heads // kv_heads)
@@ -146,7 +145,7 @@ def test_attention_is_the_description(gqa, heads, kv_heads):
     attention = CCGQA(dim, heads, kv_heads, gqa).double()
     attention.temperature.fill_(1.7)
     x = torch.randn(2, 7, dim, dtype=torch.float64)
-    found = attention(x, *rope_tables(7, 4, 10000.0, x))
+    found = attention(x, *rope_tables(7, 4, x))
 
     for sequence in range(2):
         torch.testing.assert_close(found[sequence], ccgqa_by_hand(attention, x[sequence]), rtol=1e-10, atol=1e-10)
@@ -201,7 +200,7 @@ def test_a_token_runs_what_its_route_says(routing, capacity, dispatch):
     built, batch = made(routing=routing, capacity=capacity, dispatch=dispatch)
     module = built.module
     x = module.embedding(batch["tokens"]) * 8.0
-    tables = rope_tables(16, 4, 10000.0, x)
+    tables = rope_tables(16, 4, x)
     depths = set()
     for block in module.blocks:
         depths |= set(block.route(x)[1].unique().tolist())
@@ -275,7 +274,7 @@ def test_the_chosen_pass_as_if_dense_and_the_others_not_at_all():
     block, dense = built.module.blocks[1], copy.deepcopy(built.module.blocks[1])
     dense.capacity_router = None
     x = built.module.embedding(batch["tokens"]) * 8.0
-    tables = rope_tables(16, 4, 10000.0, x)
+    tables = rope_tables(16, 4, x)
     h = x + 0.5 * block.attention(block.attention_norm(x), *tables)
     turned_away = block.capacity_router(h).squeeze(-1).argmin(dim=1)
     found, expected = block(x, *tables), dense(x, *tables)

@@ -9,7 +9,7 @@ from evidence import evidence_of  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from stepscope.errors import UsageError  # noqa: E402
-from stepscope.workloads.models.ccgqa import value_shift as shift_of_the_model  # noqa: E402
+from stepscope.workloads.models.hydra import value_shift as shift_of_the_model  # noqa: E402
 from stepscope.workloads.ops import contiguity, cross_entropy, value_shift  # noqa: E402
 
 OPS = {"cross_entropy": cross_entropy, "value_shift": value_shift, "contiguity": contiguity}

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from stepscope.workloads import losses  # noqa: E402
-from stepscope.workloads.losses import loss_proof, next_token_loss  # noqa: E402
+from stepscope.workloads.ops import cross_entropy as losses  # noqa: E402
+from stepscope.workloads.ops.cross_entropy import loss_proof, next_token_loss  # noqa: E402
 from stepscope.workloads.workload import Built  # noqa: E402
 
 ROWS, WIDTH, VOCAB = 50, 16, 97

@@ -99,8 +99,8 @@ def _study_lines(entry: Entry, _: int) -> Iterator[str]:
 def _workloads(names: Sequence[str]) -> list[Entry]:
     need_torch()
     from stepscope.sweep.grid import find_workload
-    from stepscope.workloads.facts import facts_of
     from stepscope.workloads.registry import MODELS, OPS
+    from stepscope.workloads.workload import facts_of
 
     kinds = {**dict.fromkeys(MODELS, "model"), **dict.fromkeys(OPS, "op")}
     return [

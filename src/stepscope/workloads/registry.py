@@ -12,17 +12,9 @@ from stepscope.workloads.workload import Workload
 # Imported only when used, because each module imports torch.
 MODELS = ("cs336", "megalodon", "hydra", "nano", "tsmoe")
 OPS = (
-    "attention",
-    "ema",
-    "moe",
-    "norm",
-    "softmax",
-    "cross_entropy",
-    "value_shift",
-    "contiguity",
-    "precision",
+    "attention", "ema", "moe", "norm", "softmax", "cross_entropy", "value_shift", "contiguity", "precision",
     "all_reduce",
-)
+)  # fmt: skip
 HUGGING_FACE = "hf:"
 
 

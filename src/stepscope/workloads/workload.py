@@ -196,3 +196,27 @@ def numbers(tensor: Any, assumed: list[int], why: str) -> list[int]:
     """Return a tensor's values as Python numbers; a plan, which has no data, uses `assumed` and reports `why`."""
     assume = getattr(tensor, "assume", None)
     return list(assume(assumed, why) if assume is not None else tensor.tolist())
+
+
+def facts_of(workload: Workload[Any], *, has_parameters: bool) -> dict[str, Any]:
+    """Return presets, knobs and reference values; parameters are counted on tensors without data."""
+    return {
+        "name": workload.name,
+        "about": workload.about,
+        "presets": [
+            {"name": preset, "sets": dict(values), **(_parameters(workload, preset) if has_parameters else {})}
+            for preset, values in workload.presets.items()
+        ],
+        "knobs": [{**dataclasses.asdict(knob), "kind": knob.kind.__name__} for knob in workload.knobs()],
+        "reference": dict(workload.reference),
+    }
+
+
+def _parameters(workload: Workload[Any], preset: str) -> dict[str, int | None]:
+    import torch
+
+    with torch.device("meta"):
+        built = workload.build(workload.configure(preset))
+    assert isinstance(built, Built)
+    total = sum(parameter.numel() for parameter in built.module.parameters())
+    return {"num_parameters": total, "num_active_parameters": built.num_active_parameters}

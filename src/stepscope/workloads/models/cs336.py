@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,19 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.models.layers import (
-    RMSNorm,
-    attention_proof,
-    language_model,
-    logits_or_loss,
-    rope,
-    rope_tables,
-    run_blocks,
-)
+from stepscope.workloads.models import layers
 from stepscope.workloads.ops.attention import builtin_attention, causal_mask, naive_attention
 from stepscope.workloads.workload import Built, Value, Workload, knob
-
-ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +64,7 @@ class SelfAttention(nn.Module):
             for project in (self.query, self.key, self.value)
         )
         if turn is not None:
-            query, key = rope(query, *turn), rope(key, *turn)
+            query, key = layers.rope(query, *turn), layers.rope(key, *turn)
         if self.attention == "sdpa":
             seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
@@ -101,7 +91,7 @@ class Block(nn.Module):
 
     def __init__(self, config: Cs336Config) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = RMSNorm(config.d_model), RMSNorm(config.d_model)
+        self.attention_norm, self.mlp_norm = layers.RMSNorm(config.d_model), layers.RMSNorm(config.d_model)
         self.attention, self.mlp = SelfAttention(config), SwiGLU(config)
 
     def forward(self, x: Tensor, mask: Tensor | None, turn: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -117,17 +107,17 @@ class TransformerLM(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.d_model)
+        self.norm = layers.RMSNorm(config.d_model)
         self.head = Linear(config.d_model, config.vocab, config.linear)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         config, length = self.config, tokens.shape[1]
         x = self.embedding(tokens)
         mask = None if config.attention == "sdpa" else causal_mask(length, tokens.device)
-        turn = rope_tables(length, config.d_model // config.heads, ROPE_BASE, x) if config.rope else None
-        x = run_blocks(self.blocks, x, mask, turn, checkpoint_every=config.checkpoint)
+        turn = layers.rope_tables(length, config.d_model // config.heads, x) if config.rope else None
+        x = layers.run_blocks(self.blocks, x, mask, turn, checkpoint_every=config.checkpoint)
         logits = self.head(self.norm(x))
-        return logits_or_loss(logits, targets)
+        return layers.logits_or_loss(logits, targets)
 
 
 def forward_flops(config: Cs336Config) -> int:
@@ -142,8 +132,9 @@ def build(config: Cs336Config) -> Built:
     """Return the model, with random tokens and the next token as target."""
     if config.d_model % config.heads:
         raise UsageError(f"cs336: d_model={config.d_model} must be a multiple of heads={config.heads}")
-    proof = attention_proof(config.attention, config.layers)
-    return replace(language_model(TransformerLM(config), config, forward_flops(config), proof), phases_apart=True)
+    proof = layers.attention_proof(config.attention, config.layers)
+    flops = forward_flops(config)
+    return layers.language_model(TransformerLM(config), config, proof, forward_flops=flops, phases_apart=True)
 
 
 def _sizes(*values: int) -> dict[str, Value]:

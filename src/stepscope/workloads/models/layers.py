@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from stepscope.workloads.custom_op import custom_op
 from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, wrote
 
+ROPE_BASE = 10_000.0
+
 
 class RMSNorm(nn.Module):
     """x ÷ root mean square(x) × weight, computed in float32 or wider and returned in x's dtype."""
@@ -26,26 +28,24 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-def rope_tables(length: int, head_width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(length: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [length, head_width ÷ 2] for RoPE, float32 (float64 for float64 inputs)."""
-    cos, sin = _rope_tables(length, head_width, base, torch.promote_types(like.dtype, torch.float32), like.device)
+    cos, sin = _rope_tables(length, head_width, torch.promote_types(like.dtype, torch.float32), like.device)
     return cos, sin
 
 
-def _make_tables(
-    length: int, head_width: int, base: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _make_tables(length: int, head_width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     half = torch.arange(0, head_width, 2, device=device, dtype=dtype) / head_width
-    angles = torch.arange(length, device=device, dtype=dtype)[:, None] * base**-half
+    angles = torch.arange(length, device=device, dtype=dtype)[:, None] * ROPE_BASE**-half
     return angles.cos(), angles.sin()
 
 
 # One op for the compiler. Otherwise it is fused into every use, and a power, a cosine and a sine for each element of
 # queries and keys took 17 % of a compiled step of tsmoe.
 _rope_tables = custom_op(
-    "rope_tables(int length, int head_width, float base, ScalarType dtype, Device device) -> (Tensor, Tensor)",
+    "rope_tables(int length, int head_width, ScalarType dtype, Device device) -> (Tensor, Tensor)",
     _make_tables,
-    lambda length, head_width, base, dtype, device: tuple(
+    lambda length, head_width, dtype, device: tuple(
         torch.empty(length, head_width // 2, dtype=dtype, device=device) for _ in range(2)
     ),
 )
@@ -67,15 +67,18 @@ def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *more: Any, checkpoint_ev
     return x
 
 
-def language_model(module: nn.Module, config: Any, forward_flops: int, *proofs: Proof) -> Built:
-    """Return the workload of a language model over random tokens, each with the next one as its target."""
+def language_model(module: nn.Module, config: Any, *proofs: Proof, **more: Any) -> Built:
+    """Return the workload of a language model over random tokens, each with the next one as its target.
+
+    `more` are further fields of Built.
+    """
 
     def batch() -> Batch:
         tokens = torch.randint(config.vocab, (config.batch, config.seq_len + 1))
         return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
     num_tokens = config.batch * config.seq_len
-    return Built(module=module, batch=batch, num_tokens=num_tokens, forward_flops=forward_flops, proofs=proofs)
+    return Built(module=module, batch=batch, num_tokens=num_tokens, proofs=proofs, **more)
 
 
 def logits_or_loss(logits: Tensor, targets: Tensor | None) -> Tensor:

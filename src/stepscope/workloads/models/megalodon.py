@@ -10,20 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads import ema as moving_average
-from stepscope.workloads.models.layers import (
-    RMSNorm,
-    attention_proof,
-    language_model,
-    logits_or_loss,
-    rope,
-    rope_tables,
-    run_blocks,
-)
+from stepscope.workloads.models import layers
+from stepscope.workloads.ops import ema as moving_average
 from stepscope.workloads.ops.ema import forward_flops as ema_flops
 from stepscope.workloads.workload import Built, Value, Workload, knob
 
-ROPE_BASE = 10_000.0
 EPS = 1e-5
 INITIAL_STD = 0.02
 
@@ -122,7 +113,7 @@ class GatedAttention(nn.Module):
         self.heads, self.chunk, self.attention = config.heads, config.chunk, config.attention
         self.timestep_norm = TimestepNorm(width, config.groups)
         self.ema = moving_average.CEMA(width, config.num_states, config.ema)
-        self.rms_norm = RMSNorm(width)
+        self.rms_norm = layers.RMSNorm(width)
         self.wz = nn.Linear(width, z_width)
         self.wv = nn.Linear(width, value_width)
         self.wr = nn.Linear(width, value_width)
@@ -157,7 +148,7 @@ class GatedAttention(nn.Module):
         head_width = z.shape[-1]
         z = functional.rms_norm(z, (head_width,), eps=EPS).flatten(-2)
         query, key = (
-            rope((z * scale + shift).unflatten(-1, (self.heads, -1)).transpose(1, 2), *turn)
+            layers.rope((z * scale + shift).unflatten(-1, (self.heads, -1)).transpose(1, 2), *turn)
             for scale, shift in zip((self.gamma + 1) / head_width**0.5, self.beta)
         )
         return query, key
@@ -247,9 +238,9 @@ class Megalodon(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
-        x = run_blocks(self.blocks, x, self._turn(x, 0), checkpoint_every=self.config.checkpoint)
+        x = layers.run_blocks(self.blocks, x, self._turn(x, 0), checkpoint_every=self.config.checkpoint)
         logits = self._head(self.norm(x)[0])
-        return logits_or_loss(logits, targets)
+        return layers.logits_or_loss(logits, targets)
 
     def decode(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Return the logits of tokens that continue the state, and the new state."""
@@ -264,7 +255,7 @@ class Megalodon(nn.Module):
 
     def _turn(self, x: Tensor, seen: int) -> Turn:
         config = self.config
-        cos, sin = rope_tables(config.chunk, config.z_width // config.heads, ROPE_BASE, x)
+        cos, sin = layers.rope_tables(config.chunk, config.z_width // config.heads, x)
         place = torch.arange(seen, seen + x.shape[1], device=x.device) % config.chunk
         return cos[place], sin[place]
 
@@ -293,8 +284,8 @@ def build(config: MegalodonConfig) -> Built:
             times = "2 × " if factor == 2 else ""
             raise UsageError(f"megalodon: {name}={value} must be a multiple of {times}{unit}={of}")
     proofs = moving_average.proofs("ema", config.ema, config.seq_len, config.layers)
-    attention = attention_proof(config.attention, config.layers)
-    return language_model(Megalodon(config), config, forward_flops(config), *proofs, attention)
+    proofs += (layers.attention_proof(config.attention, config.layers),)
+    return layers.language_model(Megalodon(config), config, *proofs, forward_flops=forward_flops(config))
 
 
 def _sizes(*values: int) -> dict[str, Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,19 +12,10 @@ from torch.nn import functional
 
 from stepscope.errors import UsageError
 from stepscope.workloads import sparse_patterns as patterns
-from stepscope.workloads.models.layers import (
-    RMSNorm,
-    language_model,
-    logits_or_loss,
-    num_masks,
-    rope,
-    rope_tables,
-    run_blocks,
-)
+from stepscope.workloads.models import layers
 from stepscope.workloads.ops.attention import causal_mask, naive_attention
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Value, Workload, knob
-
-ROPE_BASE = 10_000.0
+from stepscope.workloads.ops.random_inputs import built_over
+from stepscope.workloads.workload import Built, Evidence, Proof, Value, Workload, knob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +201,7 @@ class SelfAttention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (sum(self.head_counts), -1)).transpose(1, 2)
         query, key, value = heads.split(self.head_counts, dim=1)
         importance = self.importance(x).squeeze(-1) if self.chooses else None
-        seen = self.core(rope(query, cos, sin), rope(key, cos, sin), value, importance)
+        seen = self.core(layers.rope(query, cos, sin), layers.rope(key, cos, sin), value, importance)
         return self.output(seen.transpose(1, 2).flatten(-2))
 
 
@@ -220,7 +211,7 @@ class Block(nn.Module):
     def __init__(self, config: NanoConfig, core: PatternAttention) -> None:
         super().__init__()
         width = config.width
-        self.attention_norm, self.mlp_norm = RMSNorm(width), RMSNorm(width)
+        self.attention_norm, self.mlp_norm = layers.RMSNorm(width), layers.RMSNorm(width)
         self.attention = SelfAttention(config, core)
         self.gate, self.up = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
@@ -244,7 +235,7 @@ class Nano(nn.Module):
         # Each layer keeps its own choice until the backward pass; a fixed pattern is shared by all layers.
         cores = [shared or PatternAttention(config, rule) for _ in range(config.layers)]
         self.blocks = nn.ModuleList(Block(config, core) for core in cores)
-        self.norm = RMSNorm(config.width)
+        self.norm = layers.RMSNorm(config.width)
 
     def cores(self) -> list[PatternAttention]:
         """Return the attention of every layer."""
@@ -252,10 +243,10 @@ class Nano(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)
-        cos, sin = rope_tables(tokens.shape[1], self.config.head_width, ROPE_BASE, x)
-        x = run_blocks(self.blocks, x, cos, sin, checkpoint_every=self.config.checkpoint)
+        cos, sin = layers.rope_tables(tokens.shape[1], self.config.head_width, x)
+        x = layers.run_blocks(self.blocks, x, cos, sin, checkpoint_every=self.config.checkpoint)
         logits = functional.linear(self.norm(x), self.embedding.weight)
-        return logits_or_loss(logits, targets)
+        return layers.logits_or_loss(logits, targets)
 
 
 def attention_flops(config: NanoConfig) -> int:
@@ -283,7 +274,7 @@ def forward_flops(config: NanoConfig) -> int:
 def _proof(config: NanoConfig) -> Proof:
     def shows(evidence: Evidence) -> str | None:
         fused = evidence.written("scaled_dot_product_attention")
-        masks = num_masks(evidence)
+        masks = layers.num_masks(evidence)
         if config.attention != "sparse_flex":
             if fused < (1 if config.part == "attention" else max(1, config.layers)):
                 return None
@@ -307,15 +298,6 @@ def build(config: NanoConfig) -> Built:
     module = PatternAttention(config, pattern_rule(config)) if alone else Nano(config)
     cores = [module] if alone else module.cores()
 
-    def heads() -> Batch:
-        batch = {
-            name: torch.randn(config.batch, heads, config.seq_len, config.head_width)
-            for name, heads in (("query", config.heads), ("key", config.num_kv_heads), ("value", config.num_kv_heads))
-        }
-        if config.sparse and config.dynamic:
-            batch["importance"] = torch.randn(config.batch, config.seq_len)
-        return {name: tensor.requires_grad_() for name, tensor in batch.items()}
-
     def facts() -> Mapping[str, float]:
         pairs = sum(core.num_pairs() for core in cores) / len(cores)
         executed = sum(core.num_executed_pairs() for core in cores) / len(cores)
@@ -330,8 +312,12 @@ def build(config: NanoConfig) -> Built:
         }
 
     proofs = () if config.written_out else (_proof(config),)
-    built = language_model(module, config, forward_flops(config), *proofs)
-    return replace(built, batch=heads if alone else built.batch, facts=facts)
+    if not alone:
+        return layers.language_model(module, config, *proofs, forward_flops=forward_flops(config), facts=facts)
+    num_heads = {"query": config.heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
+    shapes = {name: (config.batch, num, config.seq_len, config.head_width) for name, num in num_heads.items()}
+    more = {"importance": (config.batch, config.seq_len)} if config.sparse and config.dynamic else {}
+    return built_over(module, config, shapes | more, *proofs, forward_flops=forward_flops(config), facts=facts)
 
 
 def _sizes(*values: int) -> dict[str, Value]:

@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads import experts
-from stepscope.workloads.experts import ExpertKnobs, MixtureOfExperts
 from stepscope.workloads.models.layers import RMSNorm, num_masks, rope, rope_tables, run_blocks
+from stepscope.workloads.ops import moe as experts
 from stepscope.workloads.ops.attention import causal_mask
+from stepscope.workloads.ops.moe import ExpertKnobs, MixtureOfExperts
 from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 HORIZONS = (1, 8, 32, 64)
 HUBER_DELTA = 2.0
 BALANCE_WEIGHT = 0.02
-ROPE_BASE = 10_000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +88,7 @@ class TimeSeriesMoE(nn.Module):
     def forward(self, series: Tensor, targets: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         points = series[..., None].to(self.embed_gate.weight.dtype)
         x = functional.silu(self.embed_gate(points)) * self.embed_value(points)
-        cos, sin = rope_tables(series.shape[1], self.config.d_model // self.config.heads, ROPE_BASE, points)
+        cos, sin = rope_tables(series.shape[1], self.config.d_model // self.config.heads, points)
         start = torch.zeros((), device=x.device, dtype=cos.dtype)
         mask = None if self.config.mask == "causal" else given_mask(series, self.config.mask == "inverted")
         x, balance = run_blocks(self.blocks, (x, start), cos, sin, mask, checkpoint_every=self.config.checkpoint)

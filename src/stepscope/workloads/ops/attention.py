@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stepscope.workloads.ops.random_inputs import built_over
 from stepscope.workloads.ops.softmax import handwritten_softmax
-from stepscope.workloads.workload import CAPTURED, Batch, Built, Evidence, Proof, Workload, knob, ran, wrote
+from stepscope.workloads.workload import CAPTURED, Built, Evidence, Proof, Workload, knob, ran, wrote
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -194,18 +195,13 @@ def byte_facts(config: AttentionConfig, item_bytes: int | None) -> Mapping[str, 
 
 def build(config: AttentionConfig) -> Built:
     """Return attention, with normally distributed queries, keys and values."""
-    shape = (config.batch, config.heads, config.seq_len, config.head_width)
-
-    def batch() -> Batch:
-        return {name: torch.randn(shape).requires_grad_() for name in ("query", "key", "value")}
-
-    module = Attention(config)
-    return Built(
-        module=module,
-        batch=batch,
-        num_tokens=config.batch * config.seq_len,
+    module, shape = Attention(config), (config.batch, config.heads, config.seq_len, config.head_width)
+    return built_over(
+        module,
+        config,
+        dict.fromkeys(("query", "key", "value"), shape),
+        PROOFS[config.implementation],
         forward_flops=forward_flops(config),
-        proofs=(PROOFS[config.implementation],),
         facts=lambda: byte_facts(config, module.item_bytes),
         phases_apart=True,
     )

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.models.ccgqa import CausalConvs
-from stepscope.workloads.workload import Batch, Built, Evidence, Proof, Workload, knob
+from stepscope.workloads.models.hydra import CausalConvs
+from stepscope.workloads.ops.random_inputs import built_over
+from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,22 +76,13 @@ def build(config: ContiguityConfig) -> Built:
     head_width = latent // config.heads
     module = SlicedConvs(config)
 
-    def batch() -> Batch:
-        width = latent + 2 * config.kv_heads * head_width
-        return {"projected": torch.randn(config.batch, config.seq_len, width, requires_grad=True)}
-
     def facts() -> Mapping[str, float]:
         return {} if module.input_contiguous is None else {"input_contiguous": float(module.input_contiguous)}
 
-    tokens = config.batch * config.seq_len
-    return Built(
-        module=module,
-        batch=batch,
-        num_tokens=tokens,
-        forward_flops=2 * tokens * CausalConvs.TAPS * latent * (head_width + latent),
-        proofs=(_proof(config.implementation),),
-        facts=facts,
-    )
+    shape = (config.batch, config.seq_len, latent + 2 * config.kv_heads * head_width)
+    flops = 2 * config.batch * config.seq_len * CausalConvs.TAPS * latent * (head_width + latent)
+    proof = _proof(config.implementation)
+    return built_over(module, config, {"projected": shape}, proof, forward_flops=flops, facts=facts)
 
 
 WORKLOAD = Workload(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stepscope.workloads.ops.random_rows import built_over_rows
+from stepscope.workloads.ops.random_inputs import built_over_rows
 from stepscope.workloads.workload import Built, Workload, knob, ran, wrote
 
 EPS = 1e-5

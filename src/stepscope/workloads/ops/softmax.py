@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stepscope.workloads.ops.random_rows import Function, built_over_rows
+from stepscope.workloads.ops.random_inputs import Function, built_over_rows
 from stepscope.workloads.workload import Built, Workload, knob, ran, wrote
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from stepscope.errors import UsageError
-from stepscope.workloads.ops.random_rows import Function, built_over_rows
+from stepscope.workloads.ops.random_inputs import Function, built_over_rows
 from stepscope.workloads.workload import Built, Evidence, Proof, Workload, knob
 
 
@@ -21,7 +21,8 @@ def _cat(v: Tensor) -> Tensor:
     return torch.cat((now, shifted), dim=-1)
 
 
-def _pad(v: Tensor) -> Tensor:
+def pad(v: Tensor) -> Tensor:
+    """Shift as hydra does: v [batch, length, width] → the same shape, starting with zeros."""
     now, before = v.chunk(2, dim=-1)
     return torch.cat((now, functional.pad(before, (0, 0, 1, -1))), dim=-1)
 
@@ -50,7 +51,7 @@ def _gather(v: Tensor) -> Tensor:
 
 
 IMPLEMENTATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "cat": _cat, "pad": _pad, "roll": _roll, "copy": _copy, "gather": _gather,
+    "cat": _cat, "pad": pad, "roll": _roll, "copy": _copy, "gather": _gather,
 }  # fmt: skip
 _TRACES = {"pad": "constant_pad_nd", "roll": "roll", "gather": "index_select"}
 """Ops that only that implementation calls. `cat` calls none of them; `copy` does not even call cat."""
