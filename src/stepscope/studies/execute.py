@@ -91,14 +91,7 @@ def begin(plan: Plan, folder: Path, source: str, command: str, resume: bool, res
         raise UsageError(f"cannot write to {folder}: {error.strerror}. Choose another folder with -o") from None
 
 
-def run(
-    plan: Plan,
-    folder: Path,
-    command: str,
-    resume_command: str,
-    timeout_s: float,
-    on_row: OnRow,
-) -> None:
+def run(plan: Plan, folder: Path, command: str, resume_command: str, timeout_s: float, on_row: OnRow) -> None:
     """Measure every point that has no row yet. `on_row` gets each row and the number of points done in total."""
     num_before = 0
     with Server(default_start()) as server:

@@ -135,29 +135,29 @@ def compared(time: float, other_time: float, other: str) -> str:
     return f"{time / other_time:.2f} times slower than {other}"
 
 
-def meet(record: Record, other: Record, time: str = "time") -> bool:
+def meet(record: Record, other: Record) -> bool:
     """Return whether the 95 % intervals of two medians overlap; False with too few samples for one."""
-    low, high = f"{time}_ci_low_ns", f"{time}_ci_high_ns"
+    low, high = "time_ci_low_ns", "time_ci_high_ns"
     enough = all(each["num_samples"] >= MIN_INTERVAL_SAMPLES for each in (record, other))
     return enough and record[low] <= other[high] and other[low] <= record[high]
 
 
-def told_apart(record: Record, other: Record, time: str = "time") -> bool:
+def told_apart(record: Record, other: Record) -> bool:
     """Return whether two rows differ by more than noise, within a process and between two."""
-    return not _blurred(record, other, time)
+    return not _blurred(record, other)
 
 
-def _blurred(record: Record, other: Record, time: str) -> str:
+def _blurred(record: Record, other: Record) -> str:
     """Return why two rows cannot be told apart; "" if they can."""
-    times = sorted(each[f"{time}_median_ns"] for each in (record, other))
+    times = sorted(each[TIME] for each in (record, other))
     if (is_host_bound(record) or is_host_bound(other)) and times[1] < HOST_SPREAD * times[0]:
         return "host-bound, which varies between processes"
     if times[1] < GPU_SPREAD * times[0]:
         return f"less than {100 * (GPU_SPREAD - 1):.0f} % apart"
-    return "the 95 % intervals overlap" if meet(record, other, time) else ""
+    return "the 95 % intervals overlap" if meet(record, other) else ""
 
 
-def against(record: Record, other: Record, name: str, time: str = "time") -> str:
+def against(record: Record, other: Record, name: str) -> str:
     """Return `compared` of two rows, or that they do not differ beyond noise.
 
     >>> row = {"time_median_ns": 5, "time_ci_low_ns": 4, "time_ci_high_ns": 7, "num_samples": 10}
@@ -169,9 +169,9 @@ def against(record: Record, other: Record, name: str, time: str = "time") -> str
     >>> against({**row, **high, "gpu_busy_share": 0.4}, {**row, **low}, "GELU")
     'not measurably different from GELU (host-bound, which varies between processes)'
     """
-    if reason := _blurred(record, other, time):
+    if reason := _blurred(record, other):
         return f"not measurably different from {name} ({reason})"
-    return compared(record[f"{time}_median_ns"], other[f"{time}_median_ns"], name)
+    return compared(record[TIME], other[TIME], name)
 
 
 def speeds(rows: Rows, same: str = "", more: Callable[[Record, Record], str] | None = None, **base: Any) -> str:

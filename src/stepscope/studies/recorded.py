@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Chart
 from stepscope.errors import Unavailable
 from stepscope.formatting import safe
-from stepscope.studies.stored import Recorded
+from stepscope.studies.stored import Recorded, Stored
+from stepscope.studies.study import Drawn
 
 if TYPE_CHECKING:
     from stepscope.session import Session
@@ -71,22 +72,21 @@ def differences(
     by = found.get("kernel_class") or found.get("op")
     if by is None:
         raise Unavailable("the recordings have no traces to compare")
-    return [
-        {
-            "what": safe(row.name, 80),
-            f"{names[0]}_ns": row.base,
-            f"{names[1]}_ns": row.new,
-            "difference_ns": row.delta,
-        }
-        for row in by.rows[:num]
-    ]
+    columns = ("what", *(f"{name}_ns" for name in names), "difference_ns")
+    return [dict(zip(columns, (safe(row.name, 80), row.base, row.new, row.delta))) for row in by.rows[:num]]
 
 
-def memory_chart(recorded: Recorded, id: str) -> Chart:
-    """Return a chart of the memory section of a recording."""
-    from stepscope.document.sections.memory import parts
+def memory_chart(
+    id: str, title: str, recorded: Callable[[Stored], Recorded], chart: str = "memory_timeline"
+) -> Drawn:
+    """Return a chart of the memory section of a recording, under this id and title."""
 
-    for part in parts(recorded.source):
-        if isinstance(part, Chart) and part.id == id:
-            return part
-    raise Unavailable(f"the recording has no chart {id}")
+    def draw(stored: Stored) -> Chart:
+        from stepscope.document.sections.memory import parts
+
+        for part in parts(recorded(stored).source):
+            if isinstance(part, Chart) and part.id == chart:
+                return part
+        raise Unavailable(f"the recording has no chart {chart}")
+
+    return Drawn(id, title, draw)

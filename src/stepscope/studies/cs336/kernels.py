@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from stepscope.analysis.time.warmups import PASSES
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural
-from stepscope.studies.cs336.note import note
 from stepscope.studies.cs336.passes import beside, figure, gpu_work_ns, model_of, plain, work_of
 from stepscope.studies.cs336.points import BOTH, FP32
 from stepscope.studies.figures import TIME, listed, ratios, said, span
@@ -77,10 +76,10 @@ def non_gemm(stored: Stored) -> Records:
 @question(
     "Which kernels take the time of each pass?",
     longest, non_gemm,
-    *(beside(f"longest-{name}", f"longest kernel of {name}", figure(longest, "share", dtype=FP32, **{"pass": name}),
-             note(f"{name}_top_share"), "share") for name in ("inference", "forward", "backward")),
-    beside("longest-other", "longest kernel of inference that is not a product",
-           figure(non_gemm, "share", dtype=FP32, **{"pass": "inference"}), note("other_top_share"), "share"),
+    *(beside(f"longest-{name}", f"longest kernel of {name}", longest, "share", f"{name}_top_share", dtype=FP32,
+             **{"pass": name}) for name in ("inference", "forward", "backward")),
+    beside("longest-other", "longest kernel of inference that is not a product", non_gemm, "share",
+           "other_top_share", dtype=FP32, **{"pass": "inference"}),
 )  # fmt: skip
 def kernels(tables: Tables) -> str:
     rows = tables["kernels-by-pass"].where(dtype=FP32)
@@ -140,7 +139,7 @@ def _charted(table: TableOf) -> Any:
     "How much of the work is products of matrices?",
     *(LinesOf(id, f"Products in {name}, fp32", _charted(gemm_shares), "seq_len", f"{name}_share", "preset")
       for name, id in (("inference", "gemm-share-inference"), ("training", "gemm-share"))), gemm_shares,
-    *(beside(id, f"share of products {what}", figure(gemm_shares, name, dtype=FP32), note(column), name)
+    *(beside(id, f"share of products {what}", gemm_shares, name, column, dtype=FP32)
       for id, what, name, column in (
         ("inference_share", "in inference", "inference_share", "inference_gemm_share"),
         ("training_share", "in training", "training_share", "training_gemm_share"),
@@ -189,12 +188,11 @@ def _attention_speedup(stored: Stored) -> dict[str, float]:
     "What does softmax cost beside the products of attention?",
     LinesOf("softmax-ratio", "Softmax ÷ products of attention, fp32", _charted(in_attention), "seq_len", "time_ratio",
             "preset"), in_attention,
-    beside("softmax", "softmax time ÷ product time", figure(in_attention, "time_ratio", dtype=FP32),
-           note("softmax_per_matmul"), "time_ratio"),
+    beside("softmax", "softmax time ÷ product time", in_attention, "time_ratio", "softmax_per_matmul", dtype=FP32),
     beside("bf16-attention", "products of attention, fp32 ÷ bf16 autocast; the note's are of the scores",
-           _attention_speedup, note("bf16_attention"), "speedup"),
-    beside("softmax-wide", "softmax time ÷ the rest of attention", figure(in_attention, "wide_ratio", dtype=FP32),
-           note("softmax_per_matmul"), "wide_ratio"),
+           _attention_speedup, "speedup", "bf16_attention"),
+    beside("softmax-wide", "softmax time ÷ the rest of attention", in_attention, "wide_ratio", "softmax_per_matmul",
+           dtype=FP32),
     claim="Its ranges seem to count scaling, masking and copies as products.",
 )  # fmt: skip
 def softmax(tables: Tables) -> str:
@@ -236,8 +234,8 @@ def _pass_ns(record: Record, name: str) -> float:
 @question(
     "Is bf16 slower?",
     in_both,
-    *(beside(f"bf16-{name}", f"speed-up of {name}", figure(in_both, "speedup", **{"pass": name}),
-             note(f"bf16_{name.replace('+', '_')}"), "speedup") for name in ("forward", "forward+backward")),
+    *(beside(f"bf16-{name}", f"speed-up of {name}", in_both, "speedup", f"bf16_{name}", **{"pass": name})
+      for name in ("forward", "forward+backward")),
     claim="bf16 autocast is slower in 8 of 8 passes: means of host time, without synchronization.",
 )  # fmt: skip
 def mixed_precision(tables: Tables) -> str:
@@ -276,10 +274,7 @@ def autocast_dtypes(stored: Stored) -> Records:
         yield {"autocast": row["value_dtype"], **kinds}
 
 
-@question(
-    "How exact are sums in narrow dtypes, and where does autocast use them?",
-    running_sums, autocast_dtypes,
-)  # fmt: skip
+@question("How exact are sums in narrow dtypes, and where does autocast use them?", running_sums, autocast_dtypes)
 def exactness(tables: Tables) -> str:
     rows = tables["running-sums"]
     told = listed(f"{row['result']:.4f} in {row['accumulate_dtype']} from {row['value_dtype']}" for row in rows)

@@ -8,14 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stepscope.document.model import Chart
 from stepscope.errors import Unavailable
 from stepscope.studies.cs336.passes import model_of, plain
 from stepscope.studies.cs336.points import AUTOCAST, BOTH, FP32
 from stepscope.studies.figures import PEAK, listed, said
 from stepscope.studies.recorded import Records, memory_chart
 from stepscope.studies.stored import Recorded, Rows, Stored
-from stepscope.studies.study import Drawn, Record, TableOf, Tables, question, table_of
+from stepscope.studies.study import Record, TableOf, Tables, question, table_of
 
 if TYPE_CHECKING:
     from stepscope.analysis.memory.account import Account
@@ -63,14 +62,9 @@ def residual(stored: Stored) -> Records:
     ]  # fmt: skip
 
 
-def timeline(mode: str, dtype: str, stored: Stored) -> Chart:
-    """Return memory over a pass."""
-    return memory_chart(recorded(stored, mode, dtype), "memory_timeline")
-
-
 @question(
     "How high is the peak of memory?",
-    *(Drawn(f"memory-{mode}-{dtype}", f"Memory of {mode}, {dtype}", partial(timeline, mode, dtype))
+    *(memory_chart(f"memory-{mode}-{dtype}", f"Memory of {mode}, {dtype}", partial(recorded, mode=mode, dtype=dtype))
       for mode, dtype in (("inference", FP32), ("step", FP32), ("step", AUTOCAST))), in_both, residual,
     claim="Reads reserved segments as the peak; its inference keeps the graph.",
 )  # fmt: skip

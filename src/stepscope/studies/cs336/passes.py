@@ -25,9 +25,11 @@ SIZES = ("preset", "num_parameters", "layers", "d_model", "d_ff", "heads", "voca
 ByModel = Callable[[Stored], Mapping[str, float]]
 
 
-def beside(id: str, what: str, ours: ByModel, theirs: Mapping[str, float], name: str) -> TableOf:
-    """Return a table of our figures beside the note's, by model and length."""
-    return published(f"published-{id}", f"{what}; CS336 systems report, RTX 5090", ours, theirs, "model", name)
+def beside(id: str, what: str, of: TableOf | ByModel, name: str, column: str, **where: Any) -> TableOf:
+    """Return a table of our figures, of some rows of a table, beside a column of the note, by model and length."""
+    ours = figure(of, name, **where) if isinstance(of, TableOf) else of
+    what = f"{what}; CS336 systems report, RTX 5090"
+    return published(f"published-{id}", what, ours, note(column.replace("+", "_")), "model", name)
 
 
 def figure(of: Any, name: str, **where: Any) -> ByModel:
@@ -121,8 +123,7 @@ def busy(stored: Stored) -> Records:
 @question(
     "How long does each pass take, and what does not fit?",
     LinesOf("step-times", "A step by length", warm, "seq_len", MEAN, "preset", {"pass": "step"}), sizes, warm,
-    *(beside(name, name, figure(warm, MEAN, **{"pass": name}), note(f"{name.replace('+', '_')}_ns"), MEAN)
-      for name in BOTH_PASSES), busy,
+    *(beside(name, name, warm, MEAN, f"{name}_ns", **{"pass": name}) for name in BOTH_PASSES), busy,
     claim=f"On an RTX 5090, forward and backward run out of memory for {', '.join(OUT_OF_MEMORY)}.",
 )  # fmt: skip
 def durations(tables: Tables) -> str:
@@ -147,8 +148,8 @@ def cold(stored: Stored) -> Records:
 
 @question(
     "What does warm-up change?", cold,
-    *(beside(f"cold-{name}", f"{name}, no warm-up", figure(cold, MEAN, num_warmup=0, **{"pass": name}),
-             note(f"cold_{name.replace('+', '_')}_ns"), MEAN) for name in BOTH_PASSES),
+    *(beside(f"cold-{name}", f"{name}, no warm-up", cold, MEAN, f"cold_{name}_ns", num_warmup=0, **{"pass": name})
+      for name in BOTH_PASSES),
     claim=f"Its profiler averages include the first call: {PROFILED_OVER_BENCHMARKED} times its own benchmark.",
 )  # fmt: skip
 def warm_up(tables: Tables) -> str:

@@ -138,10 +138,7 @@ def _pair(what: str, eager: Record, fused: Record, compiling: str) -> dict[str, 
             "eager_peak_bytes": eager[PEAK], "compiled_peak_bytes": fused[PEAK]}  # fmt: skip
 
 
-@question(
-    "What does the compiler change?",
-    pairs,
-)  # fmt: skip
+@question("What does the compiler change?", pairs)
 def compiled(tables: Tables) -> str:
     told = []
     for row in tables["compiled"]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
-from stepscope.document.model import Chart
 from stepscope.errors import Unavailable
 from stepscope.studies.figures import published, said, shares, span
 from stepscope.studies.recorded import Records, memory_chart, op_times, step_of
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.study import BarsOf, Drawn, Record, Tables, question, table_of
+from stepscope.studies.study import BarsOf, Record, Tables, question, table_of
 
 NOTE = "hydra-100m-notes, device not named"
 PARTS = ("forward", "backward", "optimizer")
@@ -115,14 +113,10 @@ def _bytes(stored: Stored) -> dict[str, float]:
     return dict(zip(BYTES, sizes))
 
 
-def _memory_chart(id: str, stored: Stored) -> Chart:
-    return memory_chart(stored.recording("step"), id)
-
-
 @question(
     "What fills the memory, by stage and by layer?",
     BarsOf("memory_by_layer", "Kept for the backward, by layer", layers, "module", "kept_bytes"),
-    *(Drawn(id, title, partial(_memory_chart, id)) for id, title in (
+    *(memory_chart(id, title, lambda s: s.recording("step"), id) for id, title in (
         ("memory_timeline", "Allocated memory, by owner"), ("memory_at_peak", "At the peak, by owner"))),
     layers, stages,
     published("published-memory_bytes", NOTE, _bytes, BYTES, "what", "memory_bytes"),
