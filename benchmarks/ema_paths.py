@@ -134,9 +134,9 @@ def launches(arguments: argparse.Namespace, length: int) -> None:
     with torch.no_grad():
         q, w, skip = torch.view_as_real(q).contiguous(), constants.weight.float(), constants.skip.float()
     runs = {
-        "forward": lambda launch: kernels.forward(x, q, w, skip, None, launch),
-        "backward_input": lambda launch: kernels.backward_input(grad, grad_last, q, w, skip, launch),
-        "backward_weights": lambda launch: kernels.backward_weights(grad, grad_last, x, q, w, None, launch),
+        "forward": lambda block_width: kernels.forward(x, q, w, skip, None, block_width),
+        "backward_input": lambda block_width: kernels.backward_input(grad, grad_last, q, w, skip, block_width),
+        "backward_weights": lambda block_width: kernels.backward_weights(grad, grad_last, x, q, w, None, block_width),
     }
     properties = torch.cuda.get_device_properties(0)
     floors = f"floors at {arguments.clock_ghz} GHz, {arguments.tb_per_s} TB/s"
@@ -147,9 +147,8 @@ def launches(arguments: argparse.Namespace, length: int) -> None:
         memory = 2 * x.nbytes / (arguments.tb_per_s * 1e12) * 1e3
         print(f"  {name}: arithmetic ≥ {arithmetic:.3f} ms, memory ≥ {memory:.3f} ms")
         for block_width in (2, 4, 8, 16, 32):
-            launch = kernels.Launch(block_width=block_width)
             with torch.no_grad():
-                ms = median_ms(lambda run=run, launch=launch: run(launch), arguments.steps, "cuda")
+                ms = median_ms(lambda run=run, block_width=block_width: run(block_width), arguments.steps, "cuda")
             share = f"{arithmetic / ms:.0%} of the arithmetic floor's speed"
             print(f"    block_width {block_width:<3} {ms:8.3f} ms  {share}", flush=True)
 

@@ -50,8 +50,7 @@ def results(path, batch, length, width, states, with_state, dtype):
 
 for *sizes, block_width, dtype in json.loads(sys.argv[1]):
     for name in ("forward", "backward_input", "backward_weights"):
-        launch = ema_triton.Launch(block_width=block_width)
-        setattr(ema_triton, name, partial(getattr(ema_triton, name), launch=launch))
+        setattr(ema_triton, name, partial(getattr(ema_triton, name), block_width=block_width))
     dtype = getattr(torch, dtype)
     ema._is_fused = lambda x: True
     wanted = results("sequential", *sizes, dtype)

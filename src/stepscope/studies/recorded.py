@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stepscope.document.model import Chart
 from stepscope.errors import Unavailable
 from stepscope.formatting import safe
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.study import Drawn
+from stepscope.studies.study import Drawn, Records
 
 if TYPE_CHECKING:
     from stepscope.session import Session
-
-Records = Iterable[dict[str, Any]]
-"""What a function of Stored returns for a table: a list or a generator."""
 
 
 def step_of(recorded: Recorded) -> dict[str, Any]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from stepscope.studies.stored import Rows, Stored
 
 Record = Mapping[str, Any]
+Records = Iterable[dict[str, Any]]
+"""What a function of Stored returns for a table: a list or a generator."""
 Axes = Mapping[str, Any]
 """Knob, or `preset` → one value or a list of values. The lists of one mapping multiply."""
 FileContent = str | bytes | Mapping[str, str | bytes]

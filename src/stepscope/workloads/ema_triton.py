@@ -20,25 +20,13 @@ time instead, from the sensitivity s_t = ∂u_t/∂q = q·s_{t−1} + u_{t−1}:
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """How a kernel is launched; benchmarks/ema_paths.py compares the options."""
-
-    block_width: int = 8
-    """Channels per program."""
-    num_warps: int = 1
-    """More than block_width ÷ 32 would split the sum over n across warps."""
-
-
-FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS = Launch(), Launch(), Launch()
+BLOCK_WIDTH = 8
+"""Channels per program; benchmarks/ema_paths.py compares widths."""
 
 
 @triton.jit
@@ -242,17 +230,17 @@ def stepscope_ema_backward_weights(
     tl.store(grad_skip + tl.program_id(1) * width + channel, sum_x, mask=inside)
 
 
-def _sizes(x: Tensor, q: Tensor, launch: Launch) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+def _sizes(x: Tensor, q: Tensor, block_width: int) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
     """Return the grid, the integer arguments and the constants of the kernels."""
     batch, length, width = x.shape
     num_states = q.shape[1]
     constants = {
         "BLOCK_N": max(2, triton.next_power_of_2(num_states)),
-        "BLOCK_D": launch.block_width,
-        "num_warps": launch.num_warps,
+        "BLOCK_D": block_width,
+        "num_warps": 1,  # more than block_width ÷ 32 would split the sum over n across warps
         "enable_fp_fusion": True,
     }
-    return (triton.cdiv(width, launch.block_width), batch), (length, 0, width, num_states), constants
+    return (triton.cdiv(width, block_width), batch), (length, 0, width, num_states), constants
 
 
 def _planes(pairs: Tensor) -> Tensor:
@@ -261,12 +249,12 @@ def _planes(pairs: Tensor) -> Tensor:
 
 
 def forward(
-    x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None, launch: Launch = FORWARD
+    x: Tensor, q: Tensor, w: Tensor, skip: Tensor, state: Tensor | None, block_width: int = BLOCK_WIDTH
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [B, L, D] in x's dtype and last state [B, D, N, 2], for q and w [D, N, 2] and skip [D]."""
     x, skip, q, w = x.contiguous(), skip.contiguous(), _planes(q), _planes(w)
     y, last = torch.empty_like(x), q.new_empty(x.shape[0], *q.shape)
-    grid, sizes, constants = _sizes(x, q, launch)
+    grid, sizes, constants = _sizes(x, q, block_width)
     first = q if state is None else _planes(state)
     with torch.cuda.device_of(x):
         stepscope_ema_forward[grid](x, q, w, skip, first, y, last, *sizes, HAS_STATE=state is not None, **constants)
@@ -282,12 +270,12 @@ def backward(
 
 
 def backward_input(
-    grad_y: Tensor, grad_last: Tensor, q: Tensor, w: Tensor, skip: Tensor, launch: Launch = BACKWARD_INPUT
+    grad_y: Tensor, grad_last: Tensor, q: Tensor, w: Tensor, skip: Tensor, block_width: int = BLOCK_WIDTH
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the incoming state."""
     grad_y, skip, grad_last, q, w = grad_y.contiguous(), skip.contiguous(), *map(_planes, (grad_last, q, w))
     grad_x, grad_state = torch.empty_like(grad_y), torch.empty_like(grad_last)
-    grid, sizes, constants = _sizes(grad_y, q, launch)
+    grid, sizes, constants = _sizes(grad_y, q, block_width)
     with torch.cuda.device_of(grad_y):
         stepscope_ema_backward_input[grid](grad_y, q, w, skip, grad_last, grad_x, grad_state, *sizes, **constants)
     return grad_x, _planes(grad_state)
@@ -300,13 +288,13 @@ def backward_weights(
     q: Tensor,
     w: Tensor,
     state: Tensor | None,
-    launch: Launch = BACKWARD_WEIGHTS,
+    block_width: int = BLOCK_WIDTH,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, w and skip."""
     grad_y, x, grad_last, q, w = grad_y.contiguous(), x.contiguous(), *map(_planes, (grad_last, q, w))
     grad_q, grad_w = torch.empty_like(grad_last), torch.empty_like(grad_last)
     grad_skip = q.new_empty(x.shape[0], x.shape[2])
-    grid, sizes, constants = _sizes(x, q, launch)
+    grid, sizes, constants = _sizes(x, q, block_width)
     first = q if state is None else _planes(state)
     with torch.cuda.device_of(x):
         stepscope_ema_backward_weights[grid](

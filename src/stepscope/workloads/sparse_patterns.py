@@ -111,7 +111,9 @@ def fixed_rule(pattern: SparsePattern, table: Tensor) -> Rule:
     """Return the fixed pattern as a pointwise function of positions, which FlexAttention can compile."""
     reach, global_tokens = pattern.reach, pattern.global_tokens
     most = max(pattern.num_random_blocks(block) for block in range(-(-pattern.seq_len // QUERY_BLOCK)))
-    drawn = (lambda query, key: table[query, key]) if pattern.random == "scattered" else _drawn_blocks(table, most)
+    drawn: Rule = (
+        (lambda query, key: table[query, key]) if pattern.random == "scattered" else _drawn_blocks(table, most)
+    )
 
     def rule(query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & ((query - key <= reach) | (key < global_tokens) | drawn(query, key))

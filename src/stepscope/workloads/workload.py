@@ -64,8 +64,11 @@ class Evidence:
         for name, count in self.ops.items():
             if any(part in name for part in parts):
                 seen[next((prefix for prefix in (CAPTURED, LOWERED) if name.startswith(prefix)), "")] += count
-        launches = sum(count for name, count in self.kernels.items() if any(part in name for part in parts))
-        return max(launches, *seen.values())
+        return max(self.launches(*parts), *seen.values())
+
+    def launches(self, *parts: str) -> int:
+        """Return how often kernels whose names contain one of the parts were launched."""
+        return sum(count for name, count in self.kernels.items() if any(part in name for part in parts))
 
     def written(self, *names: str) -> int:
         """Return how often the program itself calls ops with exactly these names, eagerly or in a captured graph.

@@ -11,9 +11,8 @@ from stepscope.formatting import plural
 from stepscope.studies.cs336.passes import beside, figure, gpu_work_ns, model_of, plain, work_of
 from stepscope.studies.cs336.points import BOTH, FP32
 from stepscope.studies.figures import TIME, listed, ratios, said, span
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Stored
-from stepscope.studies.study import LinesOf, Record, TableOf, Tables, question, table_of
+from stepscope.studies.study import LinesOf, Record, Records, TableOf, Tables, question, table_of
 
 if TYPE_CHECKING:
     import polars as pl

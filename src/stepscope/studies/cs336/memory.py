@@ -12,9 +12,9 @@ from stepscope.errors import Unavailable
 from stepscope.studies.cs336.passes import model_of, plain
 from stepscope.studies.cs336.points import AUTOCAST, BOTH, FP32
 from stepscope.studies.figures import PEAK, listed, said
-from stepscope.studies.recorded import Records, memory_chart
+from stepscope.studies.recorded import memory_chart
 from stepscope.studies.stored import Recorded, Rows, Stored
-from stepscope.studies.study import Record, TableOf, Tables, question, table_of
+from stepscope.studies.study import Record, Records, TableOf, Tables, question, table_of
 
 if TYPE_CHECKING:
     from stepscope.analysis.memory.account import Account

@@ -11,9 +11,8 @@ from stepscope.formatting import plural
 from stepscope.studies.cs336.note import OUT_OF_MEMORY, PROFILED_OVER_BENCHMARKED, note
 from stepscope.studies.cs336.points import FP32
 from stepscope.studies.figures import BUSY, TIME, is_host_bound, listed, published, ratios, said
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import LinesOf, Record, TableOf, Tables, question, table_of
+from stepscope.studies.study import LinesOf, Record, Records, TableOf, Tables, question, table_of
 
 if TYPE_CHECKING:
     import polars as pl

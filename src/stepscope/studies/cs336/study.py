@@ -18,9 +18,8 @@ from stepscope.studies.cs336.passes import durations, model_of, warm_up
 from stepscope.studies.cs336.points import AUTOCAST, FP32, MEASURES
 from stepscope.studies.figures import PEAK, TIME, compared, listed, said, span
 from stepscope.studies.lengths import grows
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import REPORT, LinesOf, Record, Study, Tables, question, table_of
+from stepscope.studies.study import REPORT, LinesOf, Record, Records, Study, Tables, question, table_of
 
 HELD, THEORY = "before_backward_bytes", "by_formula_bytes"
 ITEM_BYTES = {"fp32": 4, "bf16": 2}

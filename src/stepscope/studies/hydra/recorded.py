@@ -7,9 +7,9 @@ from typing import Any
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.errors import Unavailable
 from stepscope.studies.figures import published, said, shares, span
-from stepscope.studies.recorded import Records, memory_chart, op_times, step_of
+from stepscope.studies.recorded import memory_chart, op_times, step_of
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.study import BarsOf, Record, Tables, question, table_of
+from stepscope.studies.study import BarsOf, Record, Records, Tables, question, table_of
 
 NOTE = "hydra-100m-notes, device not named"
 PARTS = ("forward", "backward", "optimizer")

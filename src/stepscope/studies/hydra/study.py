@@ -12,11 +12,11 @@ from typing import Any
 
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.errors import Unavailable
+from stepscope.studies import BarsOf, Recordings, Study, Sweep, TableOf
 from stepscope.studies.figures import BUSY, PEAK, TIME, against, busy_ns, is_host_bound, published, said, span, speeds
 from stepscope.studies.hydra.recorded import NOTE, bottlenecks, copies, data, memory, model, sizes, step
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import REPORT, BarsOf, Recordings, Study, Sweep, TableOf, Tables, question, table_of
+from stepscope.studies.study import REPORT, Records, Tables, question, table_of
 
 WINDOWS = ("--warmup", "3", "--clean", "10", "--trace", "1")
 TINY = {"preset": "tiny", "batch": 1, "seq_len": 32}

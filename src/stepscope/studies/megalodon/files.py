@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stepscope.document.model import Table
 from stepscope.errors import Unavailable, UsageError
 from stepscope.formatting import cell
 from stepscope.studies.figures import PEAK, TIME, table
@@ -23,7 +22,7 @@ def summary_csv(stored: Stored) -> str:
     """Return summary.csv with rows added to those it already has; no row is ever removed."""
     from stepscope.render.csv import csv_of
 
-    return appended(stored.folder / "summary.csv", csv_of(summary(stored)))
+    return appended(stored.folder / "summary.csv", csv_of(table("summary", "Steps", _summary(stored), *SUMMARY)))
 
 
 def appended(path: Path, content: str) -> str:
@@ -41,27 +40,20 @@ def appended(path: Path, content: str) -> str:
     return "\n".join(kept) + "\n"
 
 
-def summary(stored: Stored) -> Table:
-    """Return one row per point: milliseconds per step and the peak in 10⁹ bytes, or its status."""
-    rows = []
+def _summary(stored: Stored) -> Iterator[dict[str, Any]]:
+    """Yield one row per point: milliseconds per step and the peak in 10⁹ bytes, or its status."""
     for record in stored.rows("steps").needed():
         time_ns, peak = record[TIME], record[PEAK]
         row = {**record, "batch_size": record["batch"]}
         row["ms_per_step"] = record["status"] if time_ns is None else round(time_ns / 1e6, 4)
         row["peak_mem_gb"] = record["status"] if peak is None else round(peak / 1e9, 6)
-        rows.append({name: row[name] for name in SUMMARY})
-    return table("summary", "Steps", rows, *SUMMARY)
+        yield {name: row[name] for name in SUMMARY}
 
 
 def figure_text(name: str) -> Callable[[Stored], str]:
     """Return one figure of the summary, one line per point."""
-
-    def content(stored: Stored) -> str:
-        columns = summary(stored).columns
-        return _text("", [dict(zip((*SUMMARY[:4], name), map(str, row)))
-                          for row in zip(*(columns[each] for each in (*SUMMARY[:4], name)))])  # fmt: skip
-
-    return content
+    names = (*SUMMARY[:4], name)
+    return lambda stored: _text("", [{each: str(row[each]) for each in names} for row in _summary(stored)])
 
 
 def recorded(stored: Stored) -> Iterator[tuple[str, Recorded]]:

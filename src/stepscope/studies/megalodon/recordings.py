@@ -8,9 +8,8 @@ from stepscope.errors import Unavailable
 from stepscope.formatting import plural
 from stepscope.studies.figures import said, span
 from stepscope.studies.megalodon.files import recorded, windows_of
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.study import Tables, question, table_of
+from stepscope.studies.study import Records, Tables, question, table_of
 
 PLAYBOOK_SCHEDULES = ((1, 1, 2, 1), (1, 1, 1, 1), (2, 3, 3, 2))
 """Wait, warm-up, active, repeat in the playbook's commands."""

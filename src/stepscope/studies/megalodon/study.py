@@ -14,9 +14,8 @@ from stepscope.studies.figures import BUSY, PEAK, TIME, against, crossing, publi
 from stepscope.studies.lengths import FORMULA, growth_records
 from stepscope.studies.megalodon import files
 from stepscope.studies.megalodon.recordings import PUBLISHED, fusion, gemm_share, schedule
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import LinesOf, Recordings, Study, Sweep, TableOf, Tables, question, table_of
+from stepscope.studies.study import LinesOf, Recordings, Records, Study, Sweep, TableOf, Tables, question, table_of
 
 FFT, SEQUENTIAL, SCAN = ALL = ["fft", "sequential", "scan"]
 MODES = ["forward", "forward+backward"]

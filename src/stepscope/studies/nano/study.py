@@ -11,9 +11,8 @@ from statistics import median
 from stepscope.formatting import heading
 from stepscope.studies.figures import BUSY, PEAK, TIME, against, listed, loss_said, ratios, said, speeds, told_apart
 from stepscope.studies.lengths import FORMULA, growth_records
-from stepscope.studies.recorded import Records
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import REPORT, LinesOf, Study, Sweep, TableOf, Tables, question, table_of
+from stepscope.studies.study import REPORT, LinesOf, Records, Study, Sweep, TableOf, Tables, question, table_of
 
 DENSE, MASK, FLEX = "dense", "sparse_mask", "sparse_flex"
 MODES = ["inference", "forward+backward"]

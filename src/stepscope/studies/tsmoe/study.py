@@ -14,10 +14,11 @@ from typing import Any
 from stepscope.analysis.comparison.sweeps import OK
 from stepscope.errors import Unavailable
 from stepscope.formatting import plural, safe
+from stepscope.studies import BarsOf, Recordings, Study, Sweep
 from stepscope.studies.figures import PEAK, TIME, against, listed, meet, said, speeds, without_folders
-from stepscope.studies.recorded import Records, differences, op_times
+from stepscope.studies.recorded import differences, op_times
 from stepscope.studies.stored import Rows, Stored
-from stepscope.studies.study import REPORT, BarsOf, Record, Recordings, Study, Sweep, Tables, question, table_of
+from stepscope.studies.study import REPORT, Record, Records, Tables, question, table_of
 from stepscope.studies.tsmoe.training import amp, mfu, training
 
 BOTH = FP32, AMP = ["fp32", "autocast_bf16"]

@@ -9,9 +9,9 @@ from stepscope.analysis.comparison.sweeps import OK
 from stepscope.devices import find_device
 from stepscope.errors import Unavailable
 from stepscope.studies.figures import BUSY, HOST_PACED, HOST_SPREAD, compared, listed, said
-from stepscope.studies.recorded import Records, differences, step_of
+from stepscope.studies.recorded import differences, step_of
 from stepscope.studies.stored import Recorded, Stored
-from stepscope.studies.study import BarsOf, Record, Tables, question, table_of
+from stepscope.studies.study import BarsOf, Record, Records, Tables, question, table_of
 
 NOTE = "foundationts-training-notes"
 PRESET, BATCH, LENGTH, LAYERS, WIDTH, NUM_ACTIVE = "538m", 16, 4096, 12, 768, 198_392_169

@@ -34,8 +34,7 @@ class NanoConfig:
         "dense: causal SDPA; sparse_mask: SDPA with a bool mask, all pairs computed; sparse_flex: blocks skipped",
     )
     pattern: Literal["fixed", "dynamic"] = knob(
-        "fixed",
-        "fixed: the first tokens are global; dynamic: a learned score chooses up to 64, at most seq_len ÷ 5",
+        "fixed", "fixed: the first tokens are global; dynamic: a learned score chooses up to 64, at most seq_len ÷ 5"
     )
     window: int = knob(256, "a query sees keys up to window ÷ 2 before it")
     global_tokens: int = knob(32, "tokens that every later query sees")
@@ -282,7 +281,7 @@ def _proof(config: NanoConfig) -> Proof:
                 return None if masks else f"scaled_dot_product_attention ×{fused}, no mask"
             return f"scaled_dot_product_attention ×{fused}, with masks ×{masks}" if masks else None
         # Only a GPU kernel skips blocks; on a CPU the claim stays unproven.
-        launches = sum(count for name, count in evidence.kernels.items() if "flex_attention" in name)
+        launches = evidence.launches("flex_attention")
         return f"flex_attention kernels ×{launches}" if launches else None
 
     return Proof(claim=f"attention={config.attention}", shows=shows)
@@ -315,9 +314,12 @@ def build(config: NanoConfig) -> Built:
     if not alone:
         return layers.language_model(module, config, *proofs, forward_flops=forward_flops(config), facts=facts)
     num_heads = {"query": config.heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
-    shapes = {name: (config.batch, num, config.seq_len, config.head_width) for name, num in num_heads.items()}
-    more = {"importance": (config.batch, config.seq_len)} if config.sparse and config.dynamic else {}
-    return built_over(module, config, shapes | more, *proofs, forward_flops=forward_flops(config), facts=facts)
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (config.batch, num, config.seq_len, config.head_width) for name, num in num_heads.items()
+    }
+    if config.sparse and config.dynamic:
+        shapes["importance"] = (config.batch, config.seq_len)
+    return built_over(module, config, shapes, *proofs, forward_flops=forward_flops(config), facts=facts)
 
 
 def _sizes(*values: int) -> dict[str, Value]:

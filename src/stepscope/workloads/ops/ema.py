@@ -299,7 +299,7 @@ def proofs(knob: str, path: Path, seq_len: int, num_layers: int = 1) -> tuple[Pr
 
     def scan(evidence: Evidence) -> str | None:
         if evidence.device == "cuda" and HAS_KERNELS:
-            launches = sum(n for name, n in evidence.kernels.items() if "stepscope_ema_forward" in name)
+            launches = evidence.launches("stepscope_ema_forward")
             return f"stepscope_ema_forward ×{launches}" if launches >= max(1, num_layers) else None
         products = evidence.written("baddbmm")
         other = evidence.calls("_fft_") or sequential(evidence)

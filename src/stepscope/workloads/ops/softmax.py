@@ -21,8 +21,7 @@ class SoftmaxConfig:
     seq_len: int = knob(2048, "rows per sequence")
     width: int = knob(2048, "elements per row; a row too large for registers is read twice")
     implementation: Literal["handwritten", "torch", "compiled"] = knob(
-        "handwritten",
-        "handwritten: five ops through memory; torch: one kernel; compiled: the five fused",
+        "handwritten", "handwritten: five ops through memory; torch: one kernel; compiled: the five fused"
     )
 
 
