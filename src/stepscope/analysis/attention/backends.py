@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import polars as pl
 
 from stepscope.analysis.costs.op_calls import Operand, Tensor
-from stepscope.analysis.costs.op_costs import COLUMNS, argument_values, operands
+from stepscope.analysis.costs.op_costs import COLUMNS, argument_place, argument_values, operands
+from stepscope.analysis.costs.op_formulas import LENGTH_BEFORE_HEADS
 from stepscope.analysis.structure.links import Linked
 
-BACKENDS = ("flash", "cudnn", "efficient", "math")
 DISPATCHER = "aten::scaled_dot_product_attention"  # the op that programs call
 _SCHEMA = {
     "call": pl.UInt32(), "phase": pl.String(), "module": pl.String(), "direction": pl.String(),
@@ -22,25 +22,12 @@ _SCHEMA = {
 }  # fmt: skip
 
 
-class _Op(NamedTuple):
-    backend: str
-    direction: str
-    query: int  # position of the query among the op's inputs; key and value follow
-    mask: int | None
-    sequence: int  # the query's sequence axis
-
-
-_OPS = {
-    "aten::_flash_attention_forward": _Op("flash", "forward", 0, None, 1),
-    "aten::_flash_attention_backward": _Op("flash", "backward", 1, None, 1),
-    "aten::_efficient_attention_forward": _Op("efficient", "forward", 0, 3, 1),
-    "aten::_efficient_attention_backward": _Op("efficient", "backward", 1, 4, 1),
-    "aten::_cudnn_attention_forward": _Op("cudnn", "forward", 0, 3, 2),
-    "aten::_cudnn_attention_backward": _Op("cudnn", "backward", 1, 8, 2),
-    "aten::_scaled_dot_product_cudnn_attention": _Op("cudnn", "forward", 0, 3, 2),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _Op("cudnn", "backward", 1, 8, 2),
-    DISPATCHER: _Op("math", "both", 0, 3, 2),
-}
+_FUSED = [
+    "aten::_flash_attention_forward", "aten::_flash_attention_backward", "aten::_efficient_attention_forward",
+    "aten::_efficient_attention_backward", "aten::_cudnn_attention_forward", "aten::_cudnn_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward",
+]  # fmt: skip
+_NUM_PRODUCTS = {"forward": 2, "backward": 5, "both": 7}  # the backward recomputes the first product
 
 
 def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
@@ -51,8 +38,7 @@ def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
     the GPU work. The math backend has many kernels: its `call` is the dispatching op, and its row includes the
     backward.
     """
-    names = work["op"].cast(pl.String)
-    fused = work.filter(names.is_in([name for name in _OPS if name != DISPATCHER]))
+    fused = work.filter(pl.col("op").cast(pl.String).is_in(_FUSED))
     is_math = (pl.col("root_op").cast(pl.String) == DISPATCHER) & ~pl.col("root").is_in(fused["root"].implode())
     rows = []
     for key, part in (("call", fused), ("root", work.filter(is_math))):
@@ -71,21 +57,31 @@ def attention_calls(linked: Linked, work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _facts(name: str, shapes: str | None, dtypes: str | None) -> tuple[object, ...]:
-    op = _OPS.get(name, _OPS[DISPATCHER])
+    direction = "both" if name == DISPATCHER else "backward" if "backward" in name else "forward"
     tensors = operands(shapes, dtypes)
-    query, key = at(tensors, op.query), at(tensors, op.query + 1)
-    unknown = (op.direction, op.backend, *(None,) * 8)
+    query, key, _ = inputs_of(name, tensors)
+    unknown = (direction, backend_of(name), *(None,) * 8)
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and len(query.shape) == len(key.shape) == 4):
         return unknown
     batch, head_size = query.shape[0], query.shape[3]
-    num_queries, num_keys, num_heads = query.shape[op.sequence], key.shape[op.sequence], query.shape[3 - op.sequence]
-    # Two matrix products in the forward, five in the backward, which recomputes the first.
-    num_products = {"forward": 2, "backward": 5, "both": 7}[op.direction]
-    flops = 2 * num_products * batch * num_heads * num_queries * num_keys * head_size
+    sequence = 1 if name.removeprefix("aten::") in LENGTH_BEFORE_HEADS else 2
+    num_queries, num_keys, num_heads = query.shape[sequence], key.shape[sequence], query.shape[3 - sequence]
+    flops = 2 * _NUM_PRODUCTS[direction] * batch * num_heads * num_queries * num_keys * head_size
     if flops >= 2**63:  # not an attention op
         return unknown
     sizes = (batch, num_heads, num_queries, num_keys, head_size)
-    return (op.direction, op.backend, query.dtype, *sizes, mask_shape(tensors, op.mask), flops)
+    return (direction, backend_of(name), query.dtype, *sizes, mask_shape(name, tensors), flops)
+
+
+def backend_of(op: str) -> str:
+    """Return the backend whose op has this name."""
+    return next((name for name in ("flash", "efficient", "cudnn", "flex") if name in op), "math")
+
+
+def inputs_of(op: str, tensors: Sequence[Operand]) -> list[Any]:
+    """Return query, key and value among an op's operands, None if one is missing."""
+    query = argument_place(op, "query") or 0
+    return [at(tensors, query + place) for place in range(3)]
 
 
 def at(items: Sequence[Any], place: int | None) -> Any:
@@ -93,15 +89,15 @@ def at(items: Sequence[Any], place: int | None) -> Any:
     return items[place] if place is not None and place < len(items) else None
 
 
-def mask_shape(tensors: Sequence[Operand], place: int | None) -> str | None:
-    """Return the shape of the mask at a position, None without a mask."""
-    mask = at(tensors, place)
+def mask_shape(op: str, tensors: Sequence[Operand]) -> str | None:
+    """Return the shape of the mask among an op's operands, None without a mask."""
+    mask = at(tensors, argument_place(op, "attn_mask", "attn_bias", "bias"))
     return str(list(mask.shape)) if isinstance(mask, Tensor) and mask.shape else None
 
 
-def is_dense(tensors: Sequence[Operand], query: int) -> bool | None:
+def is_dense(op: str, tensors: Sequence[Operand]) -> bool | None:
     """Return whether query, key and value have stride(-1) == 1; None if unknown."""
-    known = [one.strides for one in tensors[query : query + 3] if isinstance(one, Tensor) and one.strides]
+    known = [one.strides for one in inputs_of(op, tensors) if isinstance(one, Tensor) and one.strides]
     return all(strides[-1] == 1 for strides in known) if known else None
 
 
@@ -114,4 +110,4 @@ def _causal_and_dense(linked: Linked, dispatcher: int | None) -> tuple[bool | No
         return None, None
     values = argument_values(inputs)
     is_causal = None if values is None or len(values) < 6 else values[5] == "True"
-    return is_causal, is_dense(operands(shapes, dtypes, strides), 0)
+    return is_causal, is_dense(name, operands(shapes, dtypes, strides))

@@ -5,21 +5,20 @@ They are read from host ops, so a trace without GPU work has them too. `backends
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
 import polars as pl
 
-from stepscope.analysis.attention.backends import DISPATCHER, at, is_dense, mask_shape
+from stepscope.analysis.attention.backends import DISPATCHER, at, backend_of, inputs_of, is_dense, mask_shape
 from stepscope.analysis.costs.op_calls import Tensor
-from stepscope.analysis.costs.op_costs import COLUMNS, argument_values, operands
+from stepscope.analysis.costs.op_costs import COLUMNS, argument_place, argument_values, operands
 from stepscope.analysis.memory.module_tree import starred
 from stepscope.analysis.structure.callers import python_callers
 from stepscope.analysis.structure.links import Linked
 from stepscope.analysis.structure.names import matches
 from stepscope.analysis.structure.nesting import ancestor, is_named, outermost
 
-FLEX = "flex"
 _FLEX_KERNEL = r"(?i)flex_(attention|decoding)"
 SIGNATURE = (
     "backend", "dtype", "batch", "num_heads", "num_key_heads", "num_queries", "num_keys", "head_size", "value_size",
@@ -36,36 +35,19 @@ _CALLS = {
 }  # fmt: skip
 
 
-class _Op(NamedTuple):
-    backend: str
-    query: int = 0  # position of the query among the op's inputs; key and value follow
-    mask: int | None = None
-    dropout: int | None = None
-    causal: int | None = None
-
-
-_FORWARD = {
-    DISPATCHER: _Op("math", 0, 3, 4, 5),
-    "aten::_scaled_dot_product_attention_math": _Op("math", 0, 3, 4, 5),
-    "aten::_scaled_dot_product_flash_attention": _Op("flash", 0, None, 3, 4),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _Op("flash", 0, 5, 3, 4),
-    "aten::_scaled_dot_product_efficient_attention": _Op("efficient", 0, 3, 5, 6),
-    "aten::_scaled_dot_product_cudnn_attention": _Op("cudnn", 0, 3, 5, 6),
-    "aten::_flash_attention_forward": _Op("flash"),
-    "aten::_efficient_attention_forward": _Op("efficient"),
-    "aten::_cudnn_attention_forward": _Op("cudnn", 0, 3, 9, 10),
-    "flex_attention": _Op(FLEX),
-}
-_BACKWARD = {
-    "aten::_scaled_dot_product_flash_attention_backward": _Op("flash", 1, None, 10, 11),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Op("flash", 1, 8, 6, 7),
-    "aten::_scaled_dot_product_efficient_attention_backward": _Op("efficient", 1, 4, 9, 11),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _Op("cudnn", 1, 8, 13, 14),
-    "aten::_flash_attention_backward": _Op("flash", 1),
-    "aten::_efficient_attention_backward": _Op("efficient", 1),
-    "aten::_cudnn_attention_backward": _Op("cudnn", 1, 8, 13, 14),
-}
-_MATH = [name for name, op in _FORWARD.items() if op.backend == "math"]
+_FORWARD = [
+    DISPATCHER, "aten::_scaled_dot_product_attention_math", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward", "flex_attention",
+]  # fmt: skip
+_BACKWARD = [
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::_flash_attention_backward",
+    "aten::_scaled_dot_product_flash_attention_backward", "aten::_efficient_attention_backward",
+    "aten::_scaled_dot_product_efficient_attention_backward", "aten::_cudnn_attention_backward",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+]  # fmt: skip
+_MATH = [name for name in _FORWARD if backend_of(name) == "math"]
 _PACKED = ("aten::_flash_attention_", "aten::_efficient_attention_")
 """Ops with the sequence axis before the heads, or with packed sequences of different lengths."""
 
@@ -107,10 +89,10 @@ def attention_sites(linked: Linked) -> pl.DataFrame:
     rows = []
     for site, kernel, op in forward.select("site", "kernel", "op").unique().iter_rows():
         times = (forward_ns.get(site, 0), backward_ns.get(site, 0), beside_ns.get(site, 0))
-        rows.append((*_place(host, site, "forward"), *_facts(host, site, kernel, _FORWARD[op]), *times))
+        rows.append((*_place(host, site, "forward"), *_facts(host, site, kernel, op), *times))
     for site, kernel, op in backward.select("site", "kernel", "op").unique().iter_rows():
         if site in orphan_ns:
-            facts = _facts(host, site, kernel, _BACKWARD[op])
+            facts = _facts(host, site, kernel, op)
             rows.append((*_place(host, site, "backward"), *facts, 0, orphan_ns[site], 0))
     rows += _flex(linked, set(forward["row"])) if is_on_gpu else []
     callers = python_callers(host, pl.Series([row[0] for row in rows], dtype=pl.UInt32))
@@ -152,7 +134,7 @@ def _joined(table: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([with_forward.select(table.columns), left])
 
 
-def _calls(host: pl.DataFrame, ops: Mapping[str, _Op]) -> pl.DataFrame:
+def _calls(host: pl.DataFrame, ops: Collection[str]) -> pl.DataFrame:
     """Return attention ops: `row`, `site` (the outermost around it), row and name of that call's `kernel` op."""
     rows = host["row"].filter((host["kind"] == "op") & is_named(host, ops))
     names = host["name"].gather(rows).cast(pl.String)
@@ -170,27 +152,27 @@ def _place(host: pl.DataFrame, row: int, direction: str) -> tuple[Any, ...]:
     return row, direction, step, phase, module, None
 
 
-def _facts(host: pl.DataFrame, site: int, kernel: int, op: _Op) -> tuple[Any, ...]:
+def _facts(host: pl.DataFrame, site: int, kernel: int, op: str) -> tuple[Any, ...]:
     """Return backend to is_dense from the kernel's op; mask, causal, dropout and layout from the program's call."""
     name, shapes, dtypes, _, _ = _texts(host, kernel)
     tensors = operands(shapes, dtypes)
-    query, key, value = (at(tensors, op.query + i) for i in range(3))
+    query, key, value = inputs_of(op, tensors)
     if name.startswith(_PACKED):
-        return (op.backend, query.dtype if isinstance(query, Tensor) else None, *(None,) * 11)
+        return (backend_of(op), query.dtype if isinstance(query, Tensor) else None, *(None,) * 11)
     if not all(isinstance(one, Tensor) and len(one.shape) >= 3 for one in (query, key, value)):
-        return (op.backend, *(None,) * 12)
-    given = _FORWARD.get(_texts(host, site)[0]) or op
-    _, shapes, dtypes, strides, inputs = _texts(host, site if given is not op else kernel)
+        return (backend_of(op), *(None,) * 12)
+    called = site if _texts(host, site)[0] in _FORWARD else kernel
+    given, shapes, dtypes, strides, inputs = _texts(host, called)
     passed, values = operands(shapes, dtypes, strides), argument_values(inputs) or ()
-    causal, dropout = at(values, given.causal), at(values, given.dropout)
+    causal, dropout = (at(values, argument_place(given, name)) for name in ("is_causal", "dropout_p"))
     try:
         rate = None if dropout is None else float(dropout)
     except ValueError:
         rate = None
     return (
-        op.backend, query.dtype, query.shape[0] if len(query.shape) > 3 else 1, query.shape[-3], key.shape[-3],
-        query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1], mask_shape(passed, given.mask),
-        None if causal not in ("True", "False") else causal == "True", rate, is_dense(passed, given.query),
+        backend_of(op), query.dtype, query.shape[0] if len(query.shape) > 3 else 1, query.shape[-3], key.shape[-3],
+        query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1], mask_shape(given, passed),
+        None if causal not in ("True", "False") else causal == "True", rate, is_dense(given, passed),
     )  # fmt: skip
 
 
@@ -205,7 +187,7 @@ def _flex(linked: Linked, sites: Collection[int]) -> list[tuple[Any, ...]]:
     for row, name, duration_ns in kernels.select("op", pl.col("name").cast(pl.String), "duration_ns").iter_rows():
         if row is None or row in sites:
             continue
-        facts = _facts(linked.host, row, row, _Op(FLEX))
+        facts = _facts(linked.host, row, row, "flex_attention")
         direction, times = ("backward", (0, duration_ns)) if "backward" in name else ("forward", (duration_ns, 0))
         rows.append((*_place(linked.host, row, direction), *facts, *times, 0))
     return rows

@@ -164,6 +164,16 @@ def argument_values(text: str | None) -> tuple[str, ...] | None:
     return None if parsed is None else tuple(value if isinstance(value, str) else "" for value in parsed)
 
 
+def argument_place(op: str, *names: str) -> int | None:
+    """Return the position of the first of these arguments that an op has, by its formula's signature.
+
+    >>> argument_place("aten::_efficient_attention_backward", "attn_mask", "bias")
+    4
+    """
+    arguments = FORMULAS[op.removeprefix("aten::")][1] if op.removeprefix("aten::") in FORMULAS else ()
+    return next((arguments.index(name) for name in names if name in arguments), None)
+
+
 def operands(shapes: str | None, dtypes: str | None, strides: str | None = None) -> tuple[Operand, ...]:
     """Return a call's tensors by position, None for other arguments; empty if unknown.
 

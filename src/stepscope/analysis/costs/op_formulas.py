@@ -140,7 +140,7 @@ def _convolution_backward_input(call: Call) -> Work:
 
 
 # Attention: (batch, heads, length, width), but (batch, length, heads, width) in these.
-_LENGTH_BEFORE_HEADS = {
+LENGTH_BEFORE_HEADS = {
     "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
     "_efficient_attention_backward", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_backward",
 }  # fmt: skip
@@ -209,7 +209,7 @@ def _attention_flops(call: Call, num_wide: int, num_value_wide: int) -> int | No
     query, key, value = (call.tensor(name).shape for name in ("query", "key", "value"))
     if not len(query) == len(key) == len(value) == 4 or call.given("cum_seq_q", "cu_seqlens_q", "seqlen_k"):
         return None
-    length = 1 if call.name in _LENGTH_BEFORE_HEADS else 2
+    length = 1 if call.name in LENGTH_BEFORE_HEADS else 2
     try:
         windows = {call.text(name) for name in ("window_size", "window_size_left", "window_size_right")}
         if "custom_mask_type" in call.arguments:
